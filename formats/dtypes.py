@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One table of element types: our name, size, and the spelling of MindSpore, safetensors and NumPy.
+
+The names are NumPy's (and ml_dtypes'). A type without a spelling in a column cannot be stored by that format as itself; the
+tree layer then stores its bytes as uint8 and notes the true type.
+
+Source: mindspore-format 1.1 (tensor_type strings of `checkpoint.proto`), safetensors 0.8.0 `Dtype`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+from .errors import UnsupportedError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DType:
+    """An element type.
+
+    Attributes:
+        name: Our name, which is NumPy's or ml_dtypes'.
+        item_bytes: Bytes of one element as stored.
+        mindspore: `tensor_type` in a `.ckpt`, or None.
+        safetensors: `dtype` in a `.safetensors` header, or None.
+    """
+
+    name: str
+    item_bytes: int
+    mindspore: str | None
+    safetensors: str | None
+
+    def to_numpy(self) -> np.dtype:
+        """Return the NumPy dtype (from ml_dtypes where NumPy has none); `int4` gives int8, as stored."""
+        return _numpy_dtype(self.name)
+
+
+_ROWS = (
+    # name, bytes, MindSpore, safetensors
+    ("bool", 1, "Bool", "BOOL"),
+    ("int8", 1, "Int8", "I8"),
+    ("int16", 2, "Int16", "I16"),
+    ("int32", 4, "Int32", "I32"),
+    ("int64", 8, "Int64", "I64"),
+    ("uint8", 1, "UInt8", "U8"),
+    ("uint16", 2, "UInt16", "U16"),
+    ("uint32", 4, "UInt32", "U32"),
+    ("uint64", 8, "UInt64", "U64"),
+    ("float16", 2, "Float16", "F16"),
+    ("bfloat16", 2, "BFloat16", "BF16"),
+    ("float32", 4, "Float32", "F32"),
+    ("float64", 8, "Float64", "F64"),
+    # MindSpore's qint4x2: two 4-bit values in one stored byte.
+    ("int4", 1, "Int4", None),
+    # MindSpore writes complex tensors to .ckpt and then cannot load them: no spelling here, so that we never do.
+    ("complex64", 8, None, "C64"),
+    ("complex128", 16, None, None),
+    ("float8_e4m3fn", 1, None, "F8_E4M3"),
+    ("float8_e5m2", 1, None, "F8_E5M2"),
+    ("float8_e4m3fnuz", 1, None, "F8_E4M3FNUZ"),
+    ("float8_e5m2fnuz", 1, None, "F8_E5M2FNUZ"),
+    ("float8_e8m0fnu", 1, None, "F8_E8M0"),
+)
+
+DTYPES: tuple[DType, ...] = tuple(
+    DType(name=name, item_bytes=size, mindspore=ms, safetensors=st) for name, size, ms, st in _ROWS
+)
+
+BY_NAME = {dtype.name: dtype for dtype in DTYPES}
+BY_MINDSPORE = {dtype.mindspore: dtype for dtype in DTYPES if dtype.mindspore is not None}
+BY_SAFETENSORS = {dtype.safetensors: dtype for dtype in DTYPES if dtype.safetensors is not None}
+
+
+def dtype_of(name: str) -> DType:
+    """Return the row called `name`.
+
+    Raises:
+        UnsupportedError: The table has no such type.
+    """
+    try:
+        return BY_NAME[name]
+    except KeyError:
+        raise UnsupportedError(f"unsupported element type {name!r}") from None
+
+
+@cache
+def _numpy_dtype(name: str) -> np.dtype:
+    import numpy as np
+
+    if name == "int4":
+        return np.dtype(np.int8)
+    if hasattr(np, name) or name == "bool":
+        return np.dtype(name)
+    import ml_dtypes
+
+    return np.dtype(getattr(ml_dtypes, name))

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An image: the exact bytes a file will hold, without holding them.
+
+An image is an ordered list of segments (small headers, and tensor contents that stay where they are) whose total length
+is known before the first byte is written. Everything after it (copy, digest, cipher, write) addresses it by offset, in
+parallel and in any order. Nothing is ever concatenated.
+
+An image may promise a CRC32 trailer. Its value depends on all other bytes, so whoever streams the image computes the CRC of
+the body and asks for the last bytes with `trailer(crc)`.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from .errors import FormatError
+from .trailer import TRAILER_BYTES, encode_trailer
+
+_MATERIALISED_SEGMENTS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of bytes: `content()[start:stop]`.
+
+    Attributes:
+        content: Returns a flat view; called again whenever the bytes are needed and no longer cached.
+        start: First byte of the view that belongs to this segment.
+        stop: One past the last byte.
+    """
+
+    content: Callable[[], memoryview]
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, data: bytes) -> Segment:
+        """Return a segment over bytes in memory."""
+        view = memoryview(data)
+        return cls(lambda: view, 0, view.nbytes)
+
+
+class Image:
+    """The bytes of a file to be, addressed by offset.
+
+    >>> image = Image([Segment.of(b"head"), Segment.of(b"body")])
+    >>> image.size, b"".join(bytes(view) for view in image.views(2, 4))
+    (8, b'adbo')
+    """
+
+    def __init__(self, segments: Iterable[Segment], *, has_crc_trailer: bool = False) -> None:
+        self._segments = [segment for segment in segments if segment.stop > segment.start]
+        self._starts: list[int] = []
+        offset = 0
+        for segment in self._segments:
+            self._starts.append(offset)
+            offset += segment.stop - segment.start
+        self.body_size = offset
+        self.has_crc_trailer = has_crc_trailer
+        self._cache: OrderedDict[int, memoryview] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def size(self) -> int:
+        """Bytes of the finished file, trailer included."""
+        return self.body_size + (TRAILER_BYTES if self.has_crc_trailer else 0)
+
+    def views(self, offset: int, length: int) -> Iterator[memoryview]:
+        """Yield zero-copy views that together are the bytes `[offset, offset + length)` of the body."""
+        if offset < 0 or length < 0 or offset + length > self.body_size:
+            raise ValueError(f"[{offset}, {offset + length}) is outside the {self.body_size}-byte body")
+        index = bisect_right(self._starts, offset) - 1
+        while length > 0:
+            segment = self._segments[index]
+            start = segment.start + offset - self._starts[index]
+            stop = min(segment.stop, start + length)
+            yield self._content(index)[start:stop]
+            offset += stop - start
+            length -= stop - start
+            index += 1
+
+    def trailer(self, crc: int) -> bytes:
+        """Return the bytes after the body, given the CRC32 of the body."""
+        return encode_trailer(crc) if self.has_crc_trailer else b""
+
+    def _content(self, index: int) -> memoryview:
+        # Contents that are views of live arrays cost nothing to ask for again; those that are made on demand would be
+        # made once per range without this small cache.
+        segment = self._segments[index]
+        key = id(segment.content)
+        with self._lock:
+            view = self._cache.get(key)
+            if view is not None:
+                self._cache.move_to_end(key)
+                return view
+        view = segment.content()
+        if view.nbytes < segment.stop:
+            raise FormatError(
+                f"a tensor gave {view.nbytes} bytes where its shape and type need {segment.stop}"
+            )
+        with self._lock:
+            self._cache[key] = view
+            while len(self._cache) > _MATERIALISED_SEGMENTS:
+                self._cache.popitem(last=False)
+        return view

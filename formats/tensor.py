@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a format stores: named tensors, texts and MindSpore map parameters.
+
+A tensor's bytes are C order, little endian. They are given by a function that returns a flat view, so that a tensor that
+must first be made contiguous (or fetched from a device) costs memory only while it is being written.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+from .dtypes import DType, dtype_of
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """Name, element type and shape of one tensor."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the content."""
+        return prod(self.shape) * self.dtype.item_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """A tensor to be written.
+
+    Attributes:
+        spec: Name, type, shape.
+        content: Returns the bytes as a flat, C-contiguous, little-endian view of `spec.size_bytes` bytes.
+    """
+
+    spec: TensorSpec
+    content: Callable[[], memoryview]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Text:
+    """A named string; only `.ckpt` can hold it."""
+
+    name: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MapTensors:
+    """A MindSpore MapParameter: three tensors called key, value and status.
+
+    Source: `MapTensorProto` of `checkpoint.proto`.
+    """
+
+    name: str
+    key: Tensor
+    value: Tensor
+    status: Tensor
+
+
+Item = Tensor | Text | MapTensors
+
+
+def tensor_from_array(name: str, array: np.ndarray, *, dtype: DType | None = None) -> Tensor:
+    """Wrap a NumPy array without copying it; non-contiguous and big-endian arrays are copied when their turn comes.
+
+    Args:
+        name: The tensor's name.
+        array: Any array whose dtype is in the table.
+        dtype: The row to store it as, when the array's own dtype does not say (int4 is held as int8).
+
+    Raises:
+        UnsupportedError: The table has no such element type.
+    """
+    row = dtype if dtype is not None else dtype_of(array.dtype.name)
+
+    def content() -> memoryview:
+        import numpy as np
+
+        flat = np.ascontiguousarray(array).reshape(-1)
+        if flat.dtype.byteorder == ">" or (
+            flat.dtype.byteorder == "=" and sys.byteorder == "big"
+        ):  # pragma: no cover - the second half needs a big-endian machine
+            flat = flat.astype(flat.dtype.newbyteorder("<"))
+        return memoryview(flat.view(np.uint8))
+
+    return Tensor(spec=TensorSpec(name=name, dtype=row, shape=tuple(array.shape)), content=content)
