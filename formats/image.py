@@ -72,7 +72,9 @@ class Image:
     def views(self, offset: int, length: int) -> Iterator[memoryview]:
         """Yield zero-copy views that together are the bytes `[offset, offset + length)` of the body."""
         if offset < 0 or length < 0 or offset + length > self.body_size:
-            raise ValueError(f"[{offset}, {offset + length}) is outside the {self.body_size}-byte body")
+            raise ValueError(
+                f"[{offset}, {offset + length}) is outside the {self.body_size}-byte body"
+            )
         index = bisect_right(self._starts, offset) - 1
         while length > 0:
             segment = self._segments[index]

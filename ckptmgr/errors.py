@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can go wrong, and what to do about it.
+
+```
+CkptmgrError (Exception)
+├── CheckpointNotFound (LookupError)     no such run, checkpoint or selector
+├── CorruptCheckpoint (ValueError)       the bytes are damaged; names file, offset, tensor
+│   ├── TruncatedCheckpoint              ... they end too early
+│   ├── ChecksumMismatch                 ... a CRC or digest does not match
+│   └── TamperedCheckpoint               ... under the right key: changed, reordered or spliced
+├── UnsupportedCheckpoint (ValueError)   well-formed, but of a kind this version cannot handle
+├── KeyProblem (ValueError)              key missing, wrong, of the wrong length, or not obtainable
+│   └── UnsealedCheckpoint               a key was given, but the file is not authenticated as a whole
+├── UnsupportedState (TypeError)         a value in the state cannot be stored without pickling
+├── StoreLocked                          another live process writes this series; names its owner
+├── StoreFull (OSError)                  not enough disk space; nothing was changed
+├── UnsafePrune                          a retention request that would lose the last good checkpoint
+├── SaveFailed                           the save did not become durable; the previous state is intact
+└── NotBuiltYet (NotImplementedError)    accepted by MindSpore, planned here, not built yet
+```
+
+An `OSError` that is not about a checkpoint passes through untouched. Errors carry `path` and `hint`; the text already
+contains both.
+"""
+
+from __future__ import annotations
+
+import os
+
+
+class CkptmgrError(Exception):
+    """Report a failure of the checkpoint manager.
+
+    Args:
+        message: What is wrong, as a lower-case sentence.
+        path: The file or directory it is about, or None.
+        hint: What to do next, or None.
+    """
+
+    def __init__(
+        self, message: str, *, path: str | os.PathLike[str] | None = None, hint: str | None = None
+    ) -> None:
+        self.message = message
+        self.path = None if path is None else os.fspath(path)
+        self.hint = hint
+        text = message if self.path is None else f"{self.path}: {message}"
+        super().__init__(text if hint is None else f"{text}\nhint: {hint}")
+
+
+class CheckpointNotFound(CkptmgrError, LookupError):
+    """Report that no such run, checkpoint or selector exists."""
+
+
+class CorruptCheckpoint(CkptmgrError, ValueError):
+    """Report damaged bytes.
+
+    Attributes:
+        offset: Byte offset of the damage, or None.
+        tensor: Name of the tensor it lies in, or None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        hint: str | None = None,
+        offset: int | None = None,
+        tensor: str | None = None,
+    ) -> None:
+        super().__init__(message, path=path, hint=hint)
+        self.offset = offset
+        self.tensor = tensor
+
+
+class TruncatedCheckpoint(CorruptCheckpoint):
+    """Report a checkpoint that ends too early."""
+
+
+class ChecksumMismatch(CorruptCheckpoint):
+    """Report content that does not match its stored CRC or digest."""
+
+
+class TamperedCheckpoint(CorruptCheckpoint):
+    """Report an authenticated checkpoint that was changed, reordered or spliced."""
+
+
+class UnsupportedCheckpoint(CkptmgrError, ValueError):
+    """Report a well-formed file or option that this version cannot handle."""
+
+
+class KeyProblem(CkptmgrError, ValueError):
+    """Report a key that is missing, wrong, of the wrong length, or not obtainable."""
+
+
+class UnsealedCheckpoint(KeyProblem):
+    """Report a file that is not authenticated as a whole although a key was given."""
+
+
+class UnsupportedState(CkptmgrError, TypeError):
+    """Report a value in the state that cannot be stored without pickling; names its path in the tree."""
+
+
+class StoreLocked(CkptmgrError):
+    """Report that another live process writes this series."""
+
+
+class StoreFull(CkptmgrError, OSError):
+    """Report that the disk has not enough free space for a save."""
+
+
+class UnsafePrune(CkptmgrError):
+    """Report a retention request that is refused for safety."""
+
+
+class SaveFailed(CkptmgrError):
+    """Report a save that did not become durable."""
+
+
+class NotBuiltYet(CkptmgrError, NotImplementedError):
+    """Report a feature that is accepted in the configuration but not built yet."""

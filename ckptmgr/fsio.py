@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only room that changes a disk: every open-for-write, fsync, rename, link and unlink lives here.
+
+Everything above works on a `FileSystem`, so that tests can put a model of a disk (every legal state after a power cut) or a
+failing disk in its place. Rules:
+
+* A file is created with `O_EXCL` under a name nobody else uses, and never opened for writing again.
+* `sync` failing is final: the pages may be gone, so nothing is retried on that file (Linux marks them clean after EIO).
+* A directory entry is durable only after `sync_directory`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import stat
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from ckptmgr.formats.errors import TruncatedError
+
+DIRECT_IO_ALIGNMENT = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileStatus:
+    """What a directory says about one entry.
+
+    Attributes:
+        size_bytes: Size of the file.
+        modified_at: Modification time in seconds since the epoch; for display, never for decisions.
+        is_file: Whether it is a regular file (not a link, directory, FIFO or device).
+        is_directory: Whether it is a directory.
+        identity: Device and inode: two names with the same identity are the same file.
+    """
+
+    size_bytes: int
+    modified_at: float
+    is_file: bool
+    is_directory: bool
+    identity: tuple[int, int]
+
+
+class OutputFile(Protocol):
+    """A new file being written by offset. Safe to use from several threads."""
+
+    def write_at(self, offset: int, data: memoryview | bytes) -> None:
+        """Write all of `data` at `offset`.
+
+        Direct I/O is used where the file system allows it and offset, length and memory are aligned; otherwise the page
+        cache. Callers need not know.
+        """
+        ...
+
+    def sync(self) -> None:
+        """Make the content durable; an error is final."""
+        ...
+
+    def close(self) -> None:
+        """Release the descriptor. Errors of close are errors of the save."""
+        ...
+
+
+class InputFile(Protocol):
+    """An open file as a source: everything is read through one descriptor, so a swapped name cannot mix two files."""
+
+    @property
+    def size(self) -> int:
+        """The number of bytes when it was opened."""
+        ...
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset` on, or raise TruncatedError."""
+        ...
+
+    def close(self) -> None:
+        """Release the descriptor."""
+        ...
+
+
+class FileSystem(Protocol):
+    """What the store asks of a disk. Paths are absolute."""
+
+    def create(self, path: Path, *, mode: int) -> OutputFile:
+        """Create a new file for writing; FileExistsError when the name is taken."""
+        ...
+
+    def open(self, path: Path) -> InputFile:
+        """Open a regular file for reading; links, FIFOs and devices are refused."""
+        ...
+
+    def replace(self, source: Path, target: Path) -> None:
+        """Rename, replacing the target atomically."""
+        ...
+
+    def unlink(self, path: Path) -> None:
+        """Remove a name; FileNotFoundError when it is gone."""
+        ...
+
+    def sync_directory(self, path: Path) -> None:
+        """Make the entries of a directory durable."""
+        ...
+
+    def make_directory(self, path: Path, *, mode: int) -> None:
+        """Create a directory and its missing parents durably; no error when it exists."""
+        ...
+
+    def list(self, path: Path) -> dict[str, FileStatus]:
+        """Return name to status for a directory."""
+        ...
+
+    def status(self, path: Path) -> FileStatus | None:
+        """Return the status of a name without following links, or None when it is absent."""
+        ...
+
+    def free_bytes(self, path: Path) -> int | None:
+        """Return how many bytes an unprivileged writer may still use, or None when unknown."""
+        ...
+
+    def lock(self, path: Path) -> contextlib.AbstractContextManager[bool]:
+        """Hold an advisory lock on a file; yields False when a live process holds it. Never blocks."""
+        ...
+
+
+class OsFileSystem:
+    """The real disk."""
+
+    def create(self, path: Path, *, mode: int) -> OutputFile:
+        """Create a new file for writing; FileExistsError when the name is taken."""
+        return _OsOutputFile(path, mode)
+
+    def open(self, path: Path) -> InputFile:
+        """Open a regular file for reading; FIFOs and devices are refused, a final link is followed."""
+        return _OsInputFile(path)
+
+    def replace(self, source: Path, target: Path) -> None:
+        """Rename, replacing the target atomically."""
+        os.replace(source, target)
+
+    def unlink(self, path: Path) -> None:
+        """Remove a name."""
+        os.unlink(path)
+
+    def sync_directory(self, path: Path) -> None:
+        """Make the entries of a directory durable."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            # Some network file systems cannot sync directories and say so; there is nothing better to do there.
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
+        finally:
+            os.close(descriptor)
+
+    def make_directory(self, path: Path, *, mode: int) -> None:
+        """Create a directory and its missing parents durably."""
+        missing = []
+        current = path
+        while not current.exists():
+            missing.append(current)
+            current = current.parent
+        for directory in reversed(missing):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(directory, mode)
+            self.sync_directory(directory.parent)
+        if not path.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "exists and is not a directory", str(path))
+
+    def list(self, path: Path) -> dict[str, FileStatus]:
+        """Return name to status for a directory; entries that vanish meanwhile are left out."""
+        entries = {}
+        with os.scandir(path) as scan:
+            for entry in scan:
+                with contextlib.suppress(FileNotFoundError):
+                    entries[entry.name] = _status(entry.stat(follow_symlinks=False))
+        return entries
+
+    def status(self, path: Path) -> FileStatus | None:
+        """Return the status of a name without following links, or None when it is absent."""
+        try:
+            return _status(os.stat(path, follow_symlinks=False))
+        except FileNotFoundError:
+            return None
+
+    def free_bytes(self, path: Path) -> int | None:
+        """Return how many bytes an unprivileged writer may still use."""
+        figures = os.statvfs(path)
+        return figures.f_bavail * figures.f_frsize
+
+    @contextlib.contextmanager
+    def lock(self, path: Path) -> Iterator[bool]:
+        """Hold an advisory lock (flock) on a file; yields False when a live process holds it."""
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+            yield True
+        finally:
+            os.close(descriptor)
+
+
+class _OsOutputFile:
+    """A new file with up to two descriptors: one for direct I/O, one through the page cache."""
+
+    def __init__(self, path: Path, mode: int) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._path = path
+        self._buffered = os.open(path, flags, 0o600)
+        self._direct = -1
+        try:
+            os.fchmod(self._buffered, mode)
+            with contextlib.suppress(OSError):
+                # tmpfs before Linux 6.6, some FUSE and network file systems refuse O_DIRECT: EINVAL.
+                self._direct = os.open(
+                    f"/proc/self/fd/{self._buffered}", os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def write_at(self, offset: int, data: memoryview | bytes) -> None:
+        view = memoryview(data)
+        while view.nbytes:
+            written = self._write_once(offset, view)
+            if written == 0:
+                raise OSError(errno.EIO, "a write wrote nothing", str(self._path))
+            offset += written
+            view = view[written:]
+
+    def _write_once(self, offset: int, view: memoryview) -> int:
+        descriptor = self._direct
+        if (
+            descriptor >= 0
+            and offset % DIRECT_IO_ALIGNMENT == 0 == view.nbytes % DIRECT_IO_ALIGNMENT
+        ):
+            try:
+                return os.pwrite(descriptor, view, offset)
+            except OSError as error:
+                # Unaligned memory, or a file system that accepts the flag but not the write.
+                if error.errno != errno.EINVAL:
+                    raise
+        return os.pwrite(self._buffered, view, offset)
+
+    def sync(self) -> None:
+        os.fsync(self._buffered)
+
+    def close(self) -> None:
+        descriptors, self._buffered, self._direct = (self._direct, self._buffered), -1, -1
+        failure = None
+        for descriptor in descriptors:
+            if descriptor >= 0:
+                try:
+                    os.close(descriptor)
+                except OSError as error:
+                    failure = error
+        if failure is not None:
+            raise failure
+
+
+class _OsInputFile:
+    def __init__(self, path: Path) -> None:
+        # O_NONBLOCK so that opening a FIFO with no writer does not hang; it means nothing for regular files.
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        figures = os.fstat(self._descriptor)
+        if not stat.S_ISREG(figures.st_mode):
+            self.close()
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        self._path = path
+        self._size = figures.st_size
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        while buffer.nbytes:
+            count = os.preadv(self._descriptor, [buffer], offset)
+            if count == 0:
+                raise TruncatedError(
+                    f"{buffer.nbytes} bytes wanted, but the file ends here", offset=offset
+                )
+            offset += count
+            buffer = buffer[count:]
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _status(figures: os.stat_result) -> FileStatus:
+    return FileStatus(
+        size_bytes=figures.st_size,
+        modified_at=figures.st_mtime,
+        is_file=stat.S_ISREG(figures.st_mode),
+        is_directory=stat.S_ISDIR(figures.st_mode),
+        identity=(figures.st_dev, figures.st_ino),
+    )

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The values that decisions are made from and explained with. All frozen, no I/O.
+
+Identity: a checkpoint is (series, run, step, attempt). A step can repeat after a rollback; order is (step, attempt), and
+`sequence` (the order of commits) tells attempts apart. Modification times decide nothing.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from types import MappingProxyType
+
+_NO_METRICS: Mapping[str, float] = MappingProxyType({})
+
+
+class State(enum.Enum):
+    """What is known about a checkpoint in a directory."""
+
+    OK = "ok"
+    """Committed: data and manifest are in place and agree on the size."""
+    UNVERIFIED = "unverified"
+    """A bare file without a manifest (MindSpore's own, or a copy): loadable, but nothing vouches for it."""
+    CORRUPT = "corrupt"
+    """The bytes do not match the manifest, or do not parse."""
+    LEFTOVER = "leftover"
+    """The remains of an interrupted save or removal."""
+    WRITING = "writing"
+    """Being written by a live process."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """A promise that retention never removes this checkpoint."""
+
+    name: str
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """One checkpoint in a directory.
+
+    Attributes:
+        path: The data file.
+        series: Name of the series (the prefix of the file names).
+        run_id: The run that wrote it; None for bare files.
+        step: Global training step.
+        attempt: 0 for the first save of this step in the series, 1 for the next one after a rollback, ...
+        sequence: Order of commits in the series, from 1; 0 for bare files.
+        epoch: Epoch number, or None.
+        saved_at: When the save was acknowledged, UTC.
+        size_bytes: Size of the data file.
+        metrics: Name to value; NaN means "measured, not a number" and never ranks.
+        pins: Why retention must keep it.
+        state: What is known about it.
+        format: `ckpt` or `safetensors`.
+        cipher: `AES-GCM`, `AES-CBC`, `SM4-CBC`, or None for a plain file.
+        key_id: Short identifier of the key, or None.
+        problem: Why the state is not OK, or None.
+    """
+
+    path: Path
+    series: str
+    step: int
+    saved_at: datetime
+    size_bytes: int
+    run_id: str | None = None
+    attempt: int = 0
+    sequence: int = 0
+    epoch: int | None = None
+    metrics: Mapping[str, float] = field(default=_NO_METRICS, hash=False)
+    pins: tuple[Pin, ...] = ()
+    state: State = State.OK
+    format: str = "ckpt"
+    cipher: str | None = None
+    key_id: str | None = None
+    problem: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The file name."""
+        return self.path.name
+
+    @property
+    def order(self) -> tuple[int, int, int]:
+        """The sort key inside a series, oldest first."""
+        return (self.step, self.attempt, self.sequence)
+
+    @property
+    def is_countable(self) -> bool:
+        """Whether retention rules may count it: committed or bare, and not known to be damaged."""
+        return self.state in (State.OK, State.UNVERIFIED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """Why a rule keeps a checkpoint, or how near it came.
+
+    Attributes:
+        rule: The rule as written in the policy text, e.g. `best(2, loss, min)`.
+        detail: One short phrase, e.g. `best 2/2 loss=0.299`.
+        rank: Position the checkpoint takes under the rule, from 1, or None.
+        of: How many the rule keeps, or None.
+        value: The metric or age in seconds that decided, or None.
+    """
+
+    rule: str
+    detail: str
+    rank: int | None = None
+    of: int | None = None
+    value: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The decision about one checkpoint.
+
+    Attributes:
+        checkpoint: What it is about.
+        is_kept: Whether it stays.
+        reasons: Every rule or protection that keeps it; empty when dropped.
+        nearest: For a dropped one, how close each rule came.
+    """
+
+    checkpoint: Checkpoint
+    is_kept: bool
+    reasons: tuple[Reason, ...] = ()
+    nearest: tuple[Reason, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a retention policy would do to a history; newest first."""
+
+    policy: str
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def kept(self) -> tuple[Checkpoint, ...]:
+        """The checkpoints that stay, newest first."""
+        return tuple(v.checkpoint for v in self.verdicts if v.is_kept)
+
+    @property
+    def dropped(self) -> tuple[Checkpoint, ...]:
+        """The checkpoints that go, newest first."""
+        return tuple(v.checkpoint for v in self.verdicts if not v.is_kept)
+
+    @property
+    def freed_bytes(self) -> int:
+        """Bytes that removing the dropped ones would free."""
+        return sum(checkpoint.size_bytes for checkpoint in self.dropped)
