@@ -12,6 +12,7 @@ failing disk in its place. Rules:
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
@@ -24,6 +25,10 @@ from typing import Protocol
 from ckptmgr.formats.errors import TruncatedError
 
 DIRECT_IO_ALIGNMENT = 4096
+_MAX_OWNER_BYTES = 4096
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +52,13 @@ class FileStatus:
 
 class OutputFile(Protocol):
     """A new file being written by offset. Safe to use from several threads."""
+
+    def reserve(self, size_bytes: int) -> None:
+        """Ask the file system to set aside `size_bytes`; the file then has that size and reads as zeros.
+
+        Raises ENOSPC before anything is written; does nothing where the file system cannot reserve.
+        """
+        ...
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
         """Write all of `data` at `offset`.
@@ -121,8 +133,12 @@ class FileSystem(Protocol):
         """Return how many bytes an unprivileged writer may still use, or None when unknown."""
         ...
 
-    def lock(self, path: Path) -> contextlib.AbstractContextManager[bool]:
-        """Hold an advisory lock on a file; yields False when a live process holds it. Never blocks."""
+    def lock(self, path: Path, *, owner: str) -> contextlib.AbstractContextManager[str | None]:
+        """Hold an advisory lock on a file, without waiting.
+
+        Yields None when it is held, and is then released at the end or by the death of the process. When somebody else
+        holds it, yields the text that they gave as `owner`.
+        """
         ...
 
 
@@ -193,16 +209,18 @@ class OsFileSystem:
         return figures.f_bavail * figures.f_frsize
 
     @contextlib.contextmanager
-    def lock(self, path: Path) -> Iterator[bool]:
-        """Hold an advisory lock (flock) on a file; yields False when a live process holds it."""
+    def lock(self, path: Path, *, owner: str) -> Iterator[str | None]:
+        """Hold an advisory lock (flock) on a file; yields the owner's text when a live process holds it."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                yield False
+                yield os.pread(descriptor, _MAX_OWNER_BYTES, 0).decode(errors="replace")
                 return
-            yield True
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, owner.encode()[:_MAX_OWNER_BYTES], 0)
+            yield None
         finally:
             os.close(descriptor)
 
@@ -225,6 +243,14 @@ class _OsOutputFile:
         except BaseException:
             self.close()
             raise
+
+    def reserve(self, size_bytes: int) -> None:
+        # Besides the early ENOSPC, direct writes below the file size run in parallel; extending ones are serialised by
+        # the inode lock. posix_fallocate() is not used: where it is missing, glibc emulates it by writing every block.
+        if size_bytes and _LIBC.fallocate(self._buffered, 0, 0, size_bytes) != 0:
+            number = ctypes.get_errno()
+            if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+                raise OSError(number, os.strerror(number), str(self._path))
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
         view = memoryview(data)

@@ -52,6 +52,7 @@ class Checkpoint:
         attempt: 0 for the first save of this step in the series, 1 for the next one after a rollback, ...
         sequence: Order of commits in the series, from 1; 0 for bare files.
         epoch: Epoch number, or None.
+        why: What triggered the save: `policy`, `end`, `manual`, or `exception: ...` (the state may be mid-step).
         saved_at: When the save was acknowledged, UTC.
         size_bytes: Size of the data file.
         metrics: Name to value; NaN means "measured, not a number" and never ranks.
@@ -72,6 +73,7 @@ class Checkpoint:
     attempt: int = 0
     sequence: int = 0
     epoch: int | None = None
+    why: str = "manual"
     metrics: Mapping[str, float] = field(default=_NO_METRICS, hash=False)
     pins: tuple[Pin, ...] = ()
     state: State = State.OK
@@ -92,8 +94,13 @@ class Checkpoint:
 
     @property
     def is_countable(self) -> bool:
-        """Whether retention rules may count it: committed or bare, and not known to be damaged."""
-        return self.state in (State.OK, State.UNVERIFIED)
+        """Whether retention rules may count it: whole as far as known, and saved between two steps."""
+        return self.state in (State.OK, State.UNVERIFIED) and not self.is_emergency
+
+    @property
+    def is_emergency(self) -> bool:
+        """Whether it was saved while an exception unwound the training loop."""
+        return self.why.startswith("exception")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The manifest beside every data file: what it is, who wrote it, and the digests that prove it.
+
+`net-3_40.ckpt` has `net-3_40.ckpt.manifest.json`. It is self-contained (base names only), so a copied directory is as good as
+the original. With a key it carries an HMAC over its canonical JSON.
+
+While a name is being overwritten the new manifest also accepts the digests of the old data (`replaces`), so that at every
+instant one of the two verifies.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ckptmgr.crypto.keys import Key, check_manifest_mac, manifest_mac
+from ckptmgr.digest import ALGORITHM, DIGEST_BYTES, FileDigest
+from ckptmgr.errors import CorruptCheckpoint, KeyProblem, TamperedCheckpoint
+from ckptmgr.model import Checkpoint, Pin, State
+
+SCHEMA = "ckptmgr.manifest/1"
+SUFFIX = ".manifest.json"
+MAX_MANIFEST_BYTES = 64 << 20
+_MAX_RANGE_BYTES = 1 << 30
+_MAC_ALGORITHM = "HMAC-SHA-256"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """One data file.
+
+    Attributes:
+        name: Base name.
+        digest: Size and digests of the stored bytes.
+        format: `ckpt` or `safetensors`.
+        cipher: The cipher mode, or None for a plain file.
+        key_id: Short identifier of the key, or None.
+    """
+
+    name: str
+    digest: FileDigest
+    format: str
+    cipher: str | None = None
+    key_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Everything that is known about one checkpoint besides its tensors.
+
+    Attributes:
+        file: The data file.
+        series: Name of the series.
+        run_id: The run that wrote it.
+        parent_run_ids: The runs it was resumed from, newest first.
+        step: Global training step.
+        attempt: Which save of this step it is, from 0.
+        sequence: Order of commits in the series, from 1.
+        saved_at: UTC.
+        epoch: Epoch number, or None.
+        why: `policy`, `end`, `manual`, or `exception: ...`.
+        metrics: Name to value.
+        pins: Reasons to keep it for ever.
+        world_size: Number of ranks that saved together.
+        stats: Seconds and bytes of the stages of the save.
+        replaces: The entry of the data file that has this name until the swap, or None.
+    """
+
+    file: FileEntry
+    series: str
+    run_id: str
+    step: int
+    sequence: int
+    saved_at: datetime
+    parent_run_ids: tuple[str, ...] = ()
+    attempt: int = 0
+    epoch: int | None = None
+    why: str = "manual"
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    pins: tuple[Pin, ...] = ()
+    world_size: int = 1
+    stats: Mapping[str, float] = field(default_factory=dict)
+    replaces: FileEntry | None = None
+
+    def without_replaced(self) -> Manifest:
+        """Return the manifest as it is after the swap."""
+        return replace(self, replaces=None)
+
+    def to_checkpoint(self, directory: Path, *, state: State = State.OK, problem: str | None = None) -> Checkpoint:
+        """Return the value that policies see."""
+        return Checkpoint(
+            path=directory / self.file.name,
+            series=self.series,
+            step=self.step,
+            saved_at=self.saved_at,
+            size_bytes=self.file.digest.size_bytes,
+            run_id=self.run_id,
+            attempt=self.attempt,
+            sequence=self.sequence,
+            epoch=self.epoch,
+            why=self.why,
+            metrics=self.metrics,
+            pins=self.pins,
+            state=state,
+            format=self.file.format,
+            cipher=self.file.cipher,
+            key_id=self.file.key_id,
+            problem=problem,
+        )
+
+
+def manifest_name(data_name: str) -> str:
+    """Return the name of the manifest of a data file."""
+    return data_name + SUFFIX
+
+
+def encode(manifest: Manifest, *, key: Key | None = None) -> bytes:
+    """Return the manifest as JSON, authenticated when there is a key."""
+    document = _to_document(manifest)
+    if key is not None:
+        mac = manifest_mac(key, _canonical(document))
+        document["auth"] = {"algorithm": _MAC_ALGORITHM, "key_id": key.key_id, "mac": mac.hex()}
+    return json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+
+
+def decode(data: bytes, *, path: Path, key: Key | None = None, must_authenticate: bool = False) -> Manifest:
+    """Parse a manifest strictly.
+
+    Args:
+        data: The file's bytes.
+        path: For messages, and to check that the manifest belongs to the file it lies beside.
+        key: Checks the authentication of a manifest made under this key.
+        must_authenticate: Refuse a manifest without authentication.
+
+    Raises:
+        CorruptCheckpoint: It is not a manifest of a known version.
+        TamperedCheckpoint: The authentication does not match.
+        KeyProblem: It must be authenticated and is not, or is so under another key.
+    """
+    document = _parse(data, path)
+    auth = document.pop("auth", None)
+    try:
+        manifest = _from_document(document)
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise CorruptCheckpoint(f"not a valid manifest: {error!r}", path=path) from error
+    if manifest_name(manifest.file.name) != path.name:
+        raise CorruptCheckpoint(f"is the manifest of {manifest.file.name!r}", path=path)
+    if key is not None:
+        _authenticate(document, auth, key=key, path=path, is_required=must_authenticate)
+    return manifest
+
+
+def _authenticate(
+    document: dict[str, Any], auth: object, *, key: Key, path: Path, is_required: bool
+) -> None:
+    if auth is None:
+        if is_required:
+            raise KeyProblem(
+                "the manifest is not authenticated although a key was given",
+                path=path,
+                hint="it was written without a key, or its authentication was removed; "
+                "pass allow_unsealed=True (CLI: --allow-unsealed) to accept it",
+            )
+        return
+    if not isinstance(auth, dict) or auth.get("algorithm") != _MAC_ALGORITHM:
+        raise CorruptCheckpoint("unknown authentication in the manifest", path=path)
+    if auth.get("key_id") != key.key_id:
+        raise KeyProblem(
+            f"the manifest is authenticated under key {auth.get('key_id')}, the given key is {key.key_id}",
+            path=path,
+        )
+    try:
+        mac = bytes.fromhex(str(auth.get("mac")))
+    except ValueError:
+        mac = b""
+    if not check_manifest_mac(key, _canonical(document), mac):
+        raise TamperedCheckpoint("the manifest was changed: its authentication does not match", path=path)
+
+
+def _canonical(document: Mapping[str, Any]) -> bytes:
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _parse(data: bytes, path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(data, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise CorruptCheckpoint(f"not valid JSON: {error}", path=path) from error
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+        found = document.get("schema") if isinstance(document, dict) else None
+        raise CorruptCheckpoint(f"not a {SCHEMA} document (schema: {found!r})", path=path)
+    return document
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key appears twice")
+    return result
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _to_document(manifest: Manifest) -> dict[str, Any]:
+    document: dict[str, Any] = {
+        "schema": SCHEMA,
+        "series": manifest.series,
+        "step": manifest.step,
+        "attempt": manifest.attempt,
+        "epoch": manifest.epoch,
+        "sequence": manifest.sequence,
+        "saved_at": manifest.saved_at.astimezone(UTC).isoformat(),
+        "why": manifest.why,
+        "run": {"id": manifest.run_id, "parents": list(manifest.parent_run_ids)},
+        "world": {"size": manifest.world_size},
+        "metrics": {name: _number_to_json(value) for name, value in manifest.metrics.items()},
+        "pins": [{"name": pin.name, "reason": pin.reason} for pin in manifest.pins],
+        "stats": {name: _number_to_json(value) for name, value in manifest.stats.items()},
+        "files": [_entry_to_document(manifest.file)],
+    }
+    if manifest.replaces is not None:
+        document["replaces"] = _entry_to_document(manifest.replaces)
+    return document
+
+
+def _entry_to_document(entry: FileEntry) -> dict[str, Any]:
+    digest = entry.digest
+    return {
+        "name": entry.name,
+        "size_bytes": digest.size_bytes,
+        "format": entry.format,
+        "cipher": entry.cipher,
+        "key_id": entry.key_id,
+        "digest": {
+            "algorithm": digest.algorithm,
+            "range_bytes": digest.range_bytes,
+            "total": digest.total.hex(),
+            "ranges": [value.hex() for value in digest.ranges],
+        },
+    }
+
+
+def _from_document(document: Mapping[str, Any]) -> Manifest:
+    (entry,) = document["files"]
+    replaces = document.get("replaces")
+    run = document["run"]
+    return Manifest(
+        file=_entry_from_document(entry),
+        series=_typed(document["series"], str),
+        run_id=_typed(run["id"], str),
+        parent_run_ids=tuple(_typed(parent, str) for parent in run["parents"]),
+        step=_count(document["step"]),
+        attempt=_count(document["attempt"]),
+        epoch=None if document["epoch"] is None else _count(document["epoch"]),
+        sequence=_count(document["sequence"]),
+        saved_at=_time(document["saved_at"]),
+        why=_typed(document["why"], str),
+        metrics={name: _number_from_json(value) for name, value in document["metrics"].items()},
+        pins=tuple(
+            Pin(name=_typed(pin["name"], str), reason=_typed(pin["reason"], str)) for pin in document["pins"]
+        ),
+        world_size=_count(document["world"]["size"]),
+        stats={name: _number_from_json(value) for name, value in document["stats"].items()},
+        replaces=None if replaces is None else _entry_from_document(replaces),
+    )
+
+
+def _entry_from_document(entry: Mapping[str, Any]) -> FileEntry:
+    name = _typed(entry["name"], str)
+    if not name or "/" in name or "\0" in name or name in (".", ".."):
+        raise ValueError(f"{name!r} is not a base name")
+    digest = entry["digest"]
+    if digest["algorithm"] != ALGORITHM:
+        raise ValueError(f"unknown digest algorithm {digest['algorithm']!r}")
+    size_bytes, range_bytes = _count(entry["size_bytes"]), _count(digest["range_bytes"])
+    if not 1 <= range_bytes <= _MAX_RANGE_BYTES:
+        raise ValueError(f"{range_bytes} bytes is no sensible digest range")
+    ranges = tuple(bytes.fromhex(value) for value in digest["ranges"])
+    if len(ranges) != -(-size_bytes // range_bytes) or any(len(r) != DIGEST_BYTES for r in ranges):
+        raise ValueError(f"{len(ranges)} digests do not cover {size_bytes} bytes")
+    result = FileDigest(size_bytes=size_bytes, ranges=ranges, range_bytes=range_bytes)
+    if result.total.hex() != digest["total"]:
+        raise ValueError("the total digest does not match the range digests")
+    return FileEntry(
+        name=name,
+        digest=result,
+        format=_typed(entry["format"], str),
+        cipher=_optional_text(entry["cipher"]),
+        key_id=_optional_text(entry["key_id"]),
+    )
+
+
+def _typed(value: object, kind: type[str]) -> str:
+    if not isinstance(value, kind):
+        raise TypeError(f"{value!r} is not a {kind.__name__}")
+    return value
+
+
+def _optional_text(value: object) -> str | None:
+    return None if value is None else _typed(value, str)
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{value!r} is not a count")
+    return value
+
+
+def _time(value: object) -> datetime:
+    time = datetime.fromisoformat(_typed(value, str))
+    if time.tzinfo is None:
+        raise ValueError(f"{value!r} has no time zone")
+    return time.astimezone(UTC)
+
+
+def _number_to_json(value: float) -> float | str:
+    number = float(value)
+    return number if math.isfinite(number) else str(number)
+
+
+def _number_from_json(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise TypeError(f"{value!r} is not a number")
+    return float(value)
