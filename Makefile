@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+# Everything happens in virtual environments beside this file; nothing needs root.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.ONESHELL:
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3)
+VENV ?= .venv
+INTEROP_VENV ?= .venv-interop
+JOBS ?= 2
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+
+PY := $(VENV)/bin/python
+INTEROP_PY := $(INTEROP_VENV)/bin/python
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+PYTEST := -m pytest --timeout=300
+
+.PHONY: help
+help: ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+
+# make_venv(directory, constraints, groups): pip and setuptools first, so that our own build is pinned too.
+define make_venv
+$(PYTHON) tools/check_python.py
+$(PYTHON) -m venv $(1)
+$(1)/bin/python $(PIP_INSTALL) --constraint $(2) --upgrade pip setuptools
+$(1)/bin/python $(PIP_INSTALL) --constraint $(2) --no-build-isolation --editable . $(addprefix --group ,$(3))
+touch $@
+endef
+
+$(VENV)/.stamp-test: pyproject.toml constraints.txt
+	@echo "installing the package and its tests into $(VENV)"
+	$(call make_venv,$(VENV),constraints.txt,test frameworks)
+
+$(VENV)/.stamp-lint: $(VENV)/.stamp-test
+	@$(PY) $(PIP_INSTALL) --constraint constraints.txt --group lint
+	touch $@
+
+$(VENV)/.stamp-demo: $(VENV)/.stamp-test
+	@$(PY) $(PIP_INSTALL) --constraint constraints.txt --group demo
+	touch $@
+
+$(INTEROP_VENV)/.stamp: pyproject.toml constraints-interop.txt
+	@echo "installing the real MindSpore into $(INTEROP_VENV) (about 3 GB)"
+	$(call make_venv,$(INTEROP_VENV),constraints-interop.txt,interop)
+
+.PHONY: test
+test: $(VENV)/.stamp-test ## run the tests (PYTEST_ARGS=..., JOBS=2)
+	@$(PY) $(PYTEST) -n $(JOBS) $(PYTEST_ARGS)
+
+.PHONY: coverage
+coverage: $(VENV)/.stamp-test ## run the tests and enforce the branch coverage we promise
+	@$(PY) -m coverage erase
+	$(PY) -m coverage run -m pytest --timeout=600 -n $(JOBS) $(PYTEST_ARGS)
+	$(PY) -m coverage combine --quiet
+	$(PY) -m coverage json --quiet -o .coverage.json
+	$(PY) -m coverage report || true
+	$(PY) tools/check_coverage.py .coverage.json
+
+.PHONY: lint
+lint: ruff mypy pyright layers ## check style, types and layers
+
+.PHONY: ruff
+ruff: $(VENV)/.stamp-lint ## ruff check and format
+	@$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+.PHONY: mypy
+mypy: $(VENV)/.stamp-lint ## mypy, strict
+	@$(PY) -m mypy
+
+.PHONY: pyright
+pyright: $(VENV)/.stamp-lint ## pyright
+	@$(PY) -m pyright --pythonpath $(PY)
+
+.PHONY: layers
+layers: $(VENV)/.stamp-lint ## who may import whom
+	@$(VENV)/bin/lint-imports --no-logo
+
+.PHONY: interop
+interop: $(INTEROP_VENV)/.stamp ## exchange files with the real MindSpore
+	@$(INTEROP_PY) $(PYTEST) -m interop tests/interop $(PYTEST_ARGS)
+
+.PHONY: demo
+demo: $(VENV)/.stamp-demo ## train a small model, kill it, resume it
+	@$(PY) tools/demo.py
+
+.PHONY: bench
+bench: $(INTEROP_VENV)/.stamp ## measure against the real MindSpore (BENCH_ARGS=...)
+	@$(INTEROP_PY) -m tools.bench $(BENCH_ARGS)
+
+.PHONY: wheel
+wheel: $(VENV)/.stamp-test ## build into dist/ and run the tests against the installed wheel
+	@PYTHON=$(PY) JOBS=$(JOBS) bash .ci/wheel
+
+.PHONY: clean
+clean: ## remove everything that make created
+	@rm -rf $(VENV) $(INTEROP_VENV) build dist *.egg-info .coverage* demo-run bench-results
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

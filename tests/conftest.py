@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What every test shares: hypothesis profiles, and the tests this machine cannot run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+from collections.abc import Callable
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+# A busy machine makes examples slow, which says nothing about the code; so no deadline anywhere.
+settings.register_profile(
+    "dev", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile(
+    "ci", settings.get_profile("dev"), max_examples=100, derandomize=True, print_blob=True
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+
+
+def _interop_obstacle(_: pytest.Config) -> str | None:
+    if importlib.util.find_spec("mindspore") is None:
+        return "needs MindSpore: make interop"
+    return None
+
+
+def _root_obstacle(config: pytest.Config) -> str | None:
+    # Being root by chance, as in many containers, is no permission to mount file systems.
+    if "root" not in str(config.getoption("markexpr")):
+        return "mounts file systems: run it as root with -m root"
+    return None if os.geteuid() == 0 else "needs root"
+
+
+def _strace_obstacle(_: pytest.Config) -> str | None:
+    strace = shutil.which("strace")
+    if strace is None:
+        return "needs strace"
+    trial = subprocess.run([strace, "-o", os.devnull, "true"], capture_output=True, check=False)
+    return None if trial.returncode == 0 else "needs ptrace, which is denied here"
+
+
+_OBSTACLES: dict[str, Callable[[pytest.Config], str | None]] = {
+    "interop": _interop_obstacle,
+    "root": _root_obstacle,
+    "strace": _strace_obstacle,
+}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip, with the reason, what needs something that is absent."""
+    for marker, obstacle in _OBSTACLES.items():
+        marked = [item for item in items if item.get_closest_marker(marker)]
+        reason = obstacle(config) if marked else None
+        if reason is not None:
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=reason))
