@@ -180,6 +180,9 @@ class OsFileSystem:
         while not current.exists():
             missing.append(current)
             current = current.parent
+        # The deepest one that exists may be the work of a process that died before it synced the parent.
+        with contextlib.suppress(PermissionError):
+            self.sync_directory(current.parent)
         for directory in reversed(missing):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(directory, mode)
