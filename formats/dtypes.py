@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One table of element types: our name, size, and the spelling of MindSpore, safetensors and NumPy.
 
-The names are NumPy's (and ml_dtypes'). A type without a spelling in a column cannot be stored by that format as itself; the
-tree layer then stores its bytes as uint8 and notes the true type.
+The names are NumPy's (and ml_dtypes'). A type without a spelling in a column cannot be stored by that format as itself;
+the tree layer then stores its bytes as uint8 and notes the true type.
 
 Source: mindspore-format 1.1 (tensor_type strings of `checkpoint.proto`), safetensors 0.8.0 `Dtype`.
 """
@@ -98,4 +98,5 @@ def _numpy_dtype(name: str) -> np.dtype:
         return np.dtype(name)
     import ml_dtypes
 
-    return np.dtype(getattr(ml_dtypes, name))
+    custom: np.dtype = np.dtype(getattr(ml_dtypes, name))
+    return custom

@@ -5,8 +5,8 @@ An image is an ordered list of segments (small headers, and tensor contents that
 is known before the first byte is written. Everything after it (copy, digest, cipher, write) addresses it by offset, in
 parallel and in any order. Nothing is ever concatenated.
 
-An image may promise a CRC32 trailer. Its value depends on all other bytes, so whoever streams the image computes the CRC of
-the body and asks for the last bytes with `trailer(crc)`.
+An image may promise a CRC32 trailer. Its value depends on all other bytes, so whoever streams the image computes the
+CRC of the body and asks for the last bytes with `trailer(crc)`.
 """
 
 from __future__ import annotations

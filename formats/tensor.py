@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a format stores: named tensors, texts and MindSpore map parameters.
 
-A tensor's bytes are C order, little endian. They are given by a function that returns a flat view, so that a tensor that
-must first be made contiguous (or fetched from a device) costs memory only while it is being written.
+A tensor's bytes are C order, little endian. They are given by a function that returns a flat view, so that a tensor
+that must first be made contiguous (or fetched from a device) costs memory only while it is being written.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from .dtypes import DType, dtype_of
+from .errors import FormatError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -70,6 +71,26 @@ class MapTensors:
 Item = Tensor | Text | MapTensors
 
 
+def checked_content(tensor: Tensor) -> Callable[[], memoryview]:
+    """Return a tensor's content function with its promise checked: `size_bytes` bytes, one dimension, format B.
+
+    The function raises FormatError, naming the tensor, where the content is shorter or longer than shape and type say.
+    """
+    spec = tensor.spec
+
+    def content() -> memoryview:
+        view = tensor.content()
+        if view.nbytes != spec.size_bytes:
+            raise FormatError(
+                f"the content has {view.nbytes} bytes, but {spec.dtype.name}{list(spec.shape)}"
+                f" needs {spec.size_bytes}",
+                tensor=spec.name,
+            )
+        return view if view.ndim == 1 and view.itemsize == 1 else view.cast("B")
+
+    return content
+
+
 def tensor_from_array(name: str, array: np.ndarray, *, dtype: DType | None = None) -> Tensor:
     """Wrap a NumPy array without copying it; non-contiguous and big-endian arrays are copied when their turn comes.
 
@@ -91,6 +112,6 @@ def tensor_from_array(name: str, array: np.ndarray, *, dtype: DType | None = Non
             flat.dtype.byteorder == "=" and sys.byteorder == "big"
         ):  # pragma: no cover - the second half needs a big-endian machine
             flat = flat.astype(flat.dtype.newbyteorder("<"))
-        return memoryview(flat.view(np.uint8))
+        return flat.view(np.uint8).data
 
     return Tensor(spec=TensorSpec(name=name, dtype=row, shape=tuple(array.shape)), content=content)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a file holds and where: the entries that both formats' indexes list, and reading their contents."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .errors import ChecksumError, FormatError
+from .source import Source
+from .tensor import TensorSpec
+
+READ_BYTES = 4 * 1024 * 1024
+
+
+class Piece(NamedTuple):
+    """A run of content bytes in the file; a tensor is its pieces joined."""
+
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorEntry:
+    """A tensor and where its content lies."""
+
+    spec: TensorSpec
+    pieces: tuple[Piece, ...]
+
+    @property
+    def name(self) -> str:
+        """The tensor's name."""
+        return self.spec.name
+
+
+def read_tensor_into(source: Source, entry: TensorEntry, buffer: memoryview) -> None:
+    """Read a tensor's content into memory the caller owns.
+
+    Args:
+        source: The file the entry was found in.
+        entry: What to read.
+        buffer: Flat, writable, format B, of exactly `entry.spec.size_bytes` bytes.
+
+    Raises:
+        FormatError: A bool is neither 0 nor 1.
+        TruncatedError: The source has become shorter.
+    """
+    check_buffer(entry, buffer)
+    start = 0
+    for piece in entry.pieces:
+        view = buffer[start : start + piece.length]
+        source.read_into(piece.offset, view)
+        check_content(entry, view, offset=piece.offset)
+        start += piece.length
+
+
+def check_buffer(entry: TensorEntry, buffer: memoryview) -> None:
+    """Raise ValueError unless a buffer has exactly the size of the tensor."""
+    if buffer.nbytes != entry.spec.size_bytes:
+        raise ValueError(
+            f"the buffer has {buffer.nbytes} bytes; {entry.name!r} needs {entry.spec.size_bytes}"
+        )
+
+
+def check_content(entry: TensorEntry, view: memoryview, *, offset: int) -> None:
+    """Check bytes of a tensor's content that were read at `offset`.
+
+    Raises:
+        FormatError: A bool is neither 0 nor 1.
+    """
+    if entry.spec.dtype.name != "bool":
+        return
+    for start in range(0, view.nbytes, READ_BYTES):
+        part = bytes(view[start : start + READ_BYTES])
+        wrong = part.translate(None, b"\x00\x01")
+        if wrong:
+            raise FormatError(
+                f"a bool has the value {wrong[0]}",
+                offset=offset + start + part.index(wrong[:1]),
+                tensor=entry.name,
+            )
+
+
+def check_crc(stored: int | None, computed: int) -> None:
+    """Compare the CRC32 a file states with the one its bytes give.
+
+    Raises:
+        ChecksumError: They differ, or the file states none.
+    """
+    if stored is None:
+        raise ChecksumError("the file has no CRC32")
+    if stored != computed:
+        raise ChecksumError(f"the CRC32 is {computed:#010x}, but the file states {stored:#010x}")

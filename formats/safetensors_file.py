@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write and read `.safetensors` files that the stock library and MindSpore both accept.
+
+* Written data starts at a multiple of 64 and every tensor at a multiple of its item size; header order is data order.
+* Reading is strict and bounded: no gaps, overlaps, duplicate keys or unknown types. As in the stock library, and unlike
+  in MindSpore, the header may list tensors in another order than the data.
+
+Source: safetensors 0.8.0 (README, "Format"); `parallel/transform_safetensors.py` of MindSpore 2.10.
+
+>>> from .tensor import TensorSpec
+>>> w = Tensor(spec=TensorSpec(name="w", dtype=BY_NAME["uint8"], shape=(2,)), content=lambda: memoryview(b"hi"))
+>>> image = build_safetensors_image([w])
+>>> b"".join(bytes(view) for view in image.views(8, image.size - 8)).decode().replace(" ", "")
+'{"__metadata__":{"format":"ms"},"w":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}hi'
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+
+from .dtypes import BY_NAME, BY_SAFETENSORS, DType
+from .errors import FormatError, TruncatedError, UnsupportedError
+from .image import Image, Segment
+from .index import READ_BYTES, Piece, TensorEntry
+from .safetensors_crc import fold_crc
+from .source import Source, read_bytes
+from .strict_json import encode_object, is_encodable, parse_object, parse_strings
+from .tensor import Item, Tensor, TensorSpec, checked_content
+
+MAX_HEADER_BYTES = 100_000_000
+"""The bound of the stock library and of MindSpore."""
+LENGTH_BYTES = 8
+
+_DATA_ALIGNMENT = 64
+_MAX_RANK = 64
+_METADATA = "__metadata__"
+_FORMAT_KEY = "format"
+_CRC_KEY = "crc_num"
+_INT4_MARK = "Int4"
+_TENSOR_KEYS = ("dtype", "shape", "data_offsets")
+
+
+def build_safetensors_image(
+    items: Sequence[Item], *, metadata: Mapping[str, str] | None = None, crc: bool = False
+) -> Image:
+    """Return the bytes of a `.safetensors` file, ordered by descending item size, then name.
+
+    Args:
+        items: Tensors; names must differ from each other and from the metadata keys.
+        metadata: Strings for `__metadata__`; `format` is `ms` unless given.
+        crc: Whether to store MindSpore's `crc_num`. It stands in the header, so every content is read once for it
+            before the first byte is written.
+
+    Raises:
+        FormatError: A text, a map parameter, or a name the format cannot hold; names the tensor.
+        UnsupportedError: An element type without spelling, or a scalar MindSpore has no CRC for.
+    """
+    tensors = sorted(map(_as_tensor, items), key=_placing)
+    stored = {_FORMAT_KEY: "ms", **(metadata or {})}
+    _check_names(tensors, stored, crc=crc)
+    contents = [(tensor.spec, checked_content(tensor)) for tensor in tensors]
+    stored.update({spec.name: _INT4_MARK for spec, _ in contents if spec.dtype.name == "int4"})
+    if crc:
+        parts = [(spec, partial(_whole, content)) for spec, content in contents]
+        stored[_CRC_KEY] = str(fold_crc(parts))
+    header = _encode_header([spec for spec, _ in contents], stored)
+    segments = [Segment(content, 0, spec.size_bytes) for spec, content in contents]
+    return Image([Segment.of(header), *segments])
+
+
+def _as_tensor(item: Item) -> Tensor:
+    if not isinstance(item, Tensor):
+        kind = type(item).__name__
+        raise FormatError(f"safetensors cannot hold a {kind}; use .ckpt", tensor=item.name)
+    if _spelling(item.spec.dtype) is None:
+        raise UnsupportedError(
+            f"safetensors cannot hold {item.spec.dtype.name}; convert it", tensor=item.spec.name
+        )
+    if len(item.spec.shape) > _MAX_RANK:
+        raise FormatError(f"more than {_MAX_RANK} dimensions", tensor=item.spec.name)
+    return item
+
+
+def _spelling(dtype: DType) -> str | None:
+    # MindSpore stores its qint4x2 as I8 and marks the name in the metadata.
+    return "I8" if dtype.name == "int4" else dtype.safetensors
+
+
+def _placing(tensor: Tensor) -> tuple[int, str]:
+    return -tensor.spec.dtype.item_bytes, tensor.spec.name
+
+
+def _whole(content: Callable[[], memoryview]) -> Iterator[memoryview]:
+    yield content()
+
+
+def _check_names(tensors: Sequence[Tensor], metadata: Mapping[str, str], *, crc: bool) -> None:
+    if _CRC_KEY in metadata:
+        raise FormatError(f"the metadata key {_CRC_KEY!r} is reserved; give crc=True instead")
+    taken = {_METADATA, *metadata, *([_CRC_KEY] if crc else ())}
+    seen: set[str] = set()
+    for tensor in tensors:
+        name = tensor.spec.name
+        if name in taken:
+            raise FormatError("the name is also a metadata key; rename one", tensor=name)
+        if name in seen:
+            raise FormatError("two items have this name; rename one", tensor=name)
+        if not is_encodable(name):
+            raise FormatError("the name holds a lone surrogate, not valid in UTF-8", tensor=name)
+        seen.add(name)
+
+
+def _encode_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    header: dict[str, object] = {_METADATA: metadata}
+    offset = 0
+    for spec in specs:
+        stop = offset + spec.size_bytes
+        header[spec.name] = {
+            "dtype": _spelling(spec.dtype),
+            "shape": list(spec.shape),
+            "data_offsets": [offset, stop],
+        }
+        offset = stop
+    encoded = encode_object(header, what="metadata")
+    encoded += b" " * (-(LENGTH_BYTES + len(encoded)) % _DATA_ALIGNMENT)
+    if len(encoded) > MAX_HEADER_BYTES:
+        raise FormatError(f"the header has {len(encoded)} bytes; {MAX_HEADER_BYTES} fit")
+    return len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SafetensorsIndex:
+    """What a `.safetensors` file holds.
+
+    Attributes:
+        entries: The tensors in data order.
+        metadata: All of `__metadata__`; empty where there is none.
+        crc: MindSpore's `crc_num`, or None.
+    """
+
+    entries: tuple[TensorEntry, ...]
+    metadata: Mapping[str, str]
+    crc: int | None
+
+
+def read_safetensors_index(source: Source) -> SafetensorsIndex:
+    """Return what a file holds without reading its contents.
+
+    Raises:
+        FormatError: The header or the layout is not allowed; names offset and tensor.
+        TruncatedError: The file is shorter than it says.
+        UnsupportedError: An element type this version does not know.
+    """
+    header, data_start = _read_header(source)
+    metadata = parse_strings(header.pop(_METADATA, {}), what=_METADATA, offset=LENGTH_BYTES)
+    entries = [_read_entry(name, value, metadata, data_start) for name, value in header.items()]
+    entries.sort(key=lambda entry: (entry.pieces[0].offset, entry.pieces[0].length))
+    _check_layout(entries, data_start, source.size)
+    return SafetensorsIndex(entries=tuple(entries), metadata=metadata, crc=_stored_crc(metadata))
+
+
+def crc_of(source: Source, index: SafetensorsIndex) -> int:
+    """Return MindSpore's CRC32 of the names and contents.
+
+    Raises:
+        UnsupportedError: A negative 0-d integer, for which MindSpore has none.
+    """
+    return fold_crc((entry.spec, partial(_stream, source, entry)) for entry in index.entries)
+
+
+def _stream(source: Source, entry: TensorEntry) -> Iterator[memoryview]:
+    scratch = memoryview(bytearray(min(READ_BYTES, entry.spec.size_bytes)))
+    for offset, length in entry.pieces:
+        for start in range(0, length, READ_BYTES):
+            view = scratch[: min(READ_BYTES, length - start)]
+            source.read_into(offset + start, view)
+            yield view
+
+
+def _read_header(source: Source) -> tuple[dict[str, object], int]:
+    if source.size < LENGTH_BYTES:
+        raise TruncatedError(f"the file has only {source.size} bytes", offset=source.size)
+    header_bytes = int.from_bytes(read_bytes(source, 0, LENGTH_BYTES), "little")
+    if header_bytes > MAX_HEADER_BYTES:
+        raise FormatError(
+            f"the header claims {header_bytes} bytes; at most {MAX_HEADER_BYTES}", offset=0
+        )
+    encoded = read_bytes(source, LENGTH_BYTES, header_bytes)
+    header = parse_object(encoded, what="header", offset=LENGTH_BYTES)
+    return header, LENGTH_BYTES + header_bytes
+
+
+def _read_entry(
+    name: str, value: object, metadata: Mapping[str, str], data_start: int
+) -> TensorEntry:
+    if not is_encodable(name):
+        raise FormatError("the name holds a lone surrogate", offset=LENGTH_BYTES, tensor=name)
+    if not isinstance(value, dict) or sorted(value) != sorted(_TENSOR_KEYS):
+        raise FormatError(
+            f"a tensor needs exactly {', '.join(_TENSOR_KEYS)}", offset=LENGTH_BYTES, tensor=name
+        )
+    dtype = _read_dtype(name, value["dtype"], metadata)
+    shape = _integers(name, value["shape"], "shape")
+    offsets = _integers(name, value["data_offsets"], "data_offsets")
+    if len(shape) > _MAX_RANK:
+        raise UnsupportedError(f"more than {_MAX_RANK} dimensions", tensor=name)
+    if len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise FormatError("data_offsets are not a range", offset=LENGTH_BYTES, tensor=name)
+    start, stop = offsets
+    if stop - start != prod(shape) * dtype.item_bytes:
+        raise FormatError(
+            f"the content has {stop - start} bytes, but {dtype.name}{list(shape)} needs"
+            f" {prod(shape) * dtype.item_bytes}",
+            offset=data_start + start,
+            tensor=name,
+        )
+    spec = TensorSpec(name=name, dtype=dtype, shape=shape)
+    return TensorEntry(spec=spec, pieces=(Piece(data_start + start, stop - start),))
+
+
+def _read_dtype(name: str, spelling: object, metadata: Mapping[str, str]) -> DType:
+    dtype = BY_SAFETENSORS.get(spelling) if isinstance(spelling, str) else None
+    if dtype is None:
+        raise UnsupportedError(f"unknown dtype {spelling!r}", offset=LENGTH_BYTES, tensor=name)
+    if dtype.name == "int8" and metadata.get(name) == _INT4_MARK:
+        return BY_NAME["int4"]
+    return dtype
+
+
+def _integers(name: str, value: object, what: str) -> tuple[int, ...]:
+    if isinstance(value, list):
+        integers = tuple(item for item in value if type(item) is int and 0 <= item < 2**63)
+        if len(integers) == len(value):
+            return integers
+    raise FormatError(
+        f"{what} is not a list of integers from 0 to 2**63 - 1", offset=LENGTH_BYTES, tensor=name
+    )
+
+
+def _check_layout(entries: Sequence[TensorEntry], data_start: int, size: int) -> None:
+    end = data_start
+    for entry in entries:
+        offset, length = entry.pieces[0]
+        if offset != end:
+            what = "overlaps the one before" if offset < end else "leaves a gap before it"
+            raise FormatError(f"the content {what}", offset=offset, tensor=entry.name)
+        end += length
+        if end > size:
+            raise TruncatedError(
+                f"the content ends at {end}, the file at {size}", offset=offset, tensor=entry.name
+            )
+    if end != size:
+        raise FormatError(f"{size - end} bytes follow the last tensor", offset=end)
+
+
+def _stored_crc(metadata: Mapping[str, str]) -> int | None:
+    text = metadata.get(_CRC_KEY)
+    if text is not None and not re.fullmatch(r"[0-9]{1,20}", text):
+        raise FormatError(f"{_CRC_KEY} is {text[:40]!r}, not a number", offset=LENGTH_BYTES)
+    return None if text is None else int(text)

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JSON from strangers: one object, UTF-8, no duplicate keys, no NaN, no fractions, no absurd nesting or numbers.
+
+>>> parse_object(b'{"a": 1}', what="header", offset=8)
+{'a': 1}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import NoReturn
+
+from .errors import FormatError
+
+# Enough for every unsigned 64-bit number; Python's own limit of 4300 digits would raise a bare ValueError.
+_MAX_DIGITS = 20
+
+
+def parse_object(data: bytes, *, what: str, offset: int) -> dict[str, object]:
+    """Parse one JSON object.
+
+    Args:
+        data: UTF-8, starting with `{`; white space may follow the object.
+        what: What it is called in messages.
+        offset: Where it starts in the file.
+
+    Raises:
+        FormatError: Anything else.
+    """
+    if not data.startswith(b"{"):
+        raise FormatError(f"the {what} does not start with '{{'", offset=offset)
+    try:
+        value: dict[str, object] = json.loads(
+            data.decode(),
+            object_pairs_hook=_unique,
+            parse_int=_parse_int,
+            parse_float=_refuse_number,
+            parse_constant=_refuse_number,
+        )
+    except UnicodeDecodeError as error:
+        raise FormatError(f"the {what} is not UTF-8", offset=offset + error.start) from None
+    except json.JSONDecodeError as error:
+        raise FormatError(f"the {what} is not JSON: {error}", offset=offset) from None
+    except RecursionError:
+        raise FormatError(f"the {what} is nested too deeply", offset=offset) from None
+    except _RefusedError as error:
+        raise FormatError(f"the {what} {error}", offset=offset) from None
+    return value
+
+
+def parse_strings(value: object, *, what: str, offset: int) -> dict[str, str]:
+    """Return `value` as an object of encodable strings.
+
+    Raises:
+        FormatError: It is something else.
+    """
+    if not isinstance(value, dict):
+        raise FormatError(f"the {what} is not an object", offset=offset)
+    strings: dict[str, str] = {}
+    for key, text in value.items():
+        if not isinstance(text, str):
+            raise FormatError(f"the value of {key!r} in the {what} is no string", offset=offset)
+        if not (is_encodable(key) and is_encodable(text)):
+            raise FormatError(f"{key!r} in the {what} holds a lone surrogate", offset=offset)
+        strings[key] = text
+    return strings
+
+
+def encode_object(value: Mapping[str, object], *, what: str) -> bytes:
+    """Return an object as compact UTF-8 JSON.
+
+    Raises:
+        FormatError: A string in it cannot be encoded in UTF-8.
+    """
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    try:
+        return text.encode()
+    except UnicodeEncodeError:
+        raise FormatError(f"the {what} holds a lone surrogate, which UTF-8 cannot encode") from None
+
+
+def is_encodable(text: str) -> bool:
+    """Whether UTF-8 can encode a text: it holds no lone surrogate."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+class _RefusedError(Exception):
+    """What the hooks raise; never leaves this file."""
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    value: dict[str, object] = {}
+    for key, item in pairs:
+        if key in value:
+            raise _RefusedError(f"has the key {key!r} twice")
+        value[key] = item
+    return value
+
+
+def _parse_int(text: str) -> int:
+    if len(text) > _MAX_DIGITS:
+        raise _RefusedError(f"has a number of {len(text)} digits")
+    return int(text)
+
+
+def _refuse_number(text: str) -> NoReturn:
+    raise _RefusedError(f"has the number {text[:_MAX_DIGITS]}, where only integers are allowed")
