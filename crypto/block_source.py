@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plaintext of an encrypted MindSpore `.ckpt` as a source: random access, and nothing unverified ever comes out.
+
+* A block is read, authenticated and decrypted in one step, from the same bytes in memory.
+* With a seal, a failing block is tampering, because the seal proved the key; without one it may be the wrong key as well.
+* A buffer that covers a whole block is decrypted into directly; other reads go through a small cache of recycled memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+from itertools import pairwise
+
+from .block_layout import Layout, read_layout
+from .ciphers import CipherMode, check_key, mode_of
+from .errors import DecryptionError, TamperedError, TruncatedCiphertextError
+from .key import Key
+from .records import head_size, parse_head
+from .seal import block_digest, crc_trailer
+from .source import Source
+
+_CACHED_BLOCKS = 2
+_SPARE_BUFFERS = 4
+
+
+def open_blocks(
+    source: Source, key: Key, mode: str, *, allow_unsealed: bool = False
+) -> BlockSource:
+    """Open the encrypted `.ckpt` in `source`.
+
+    Args:
+        source: The encrypted bytes.
+        key: The user's key.
+        mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`.
+        allow_unsealed: Whether to open a file without a seal. Then order, number and end of its blocks are not
+            authenticated, and in the CBC modes nothing is. A lone CRC trailer behind the last record is ignored.
+
+    Raises:
+        KeyLengthError: The key does not fit the mode.
+        UnsupportedSuiteError: The mode is unknown, the file is of MindSpore 1.x, or a newer version sealed it.
+        DecryptionError: The key or the mode is wrong, the seal was changed, or the file is not encrypted.
+        UnsealedError: The file has no seal.
+        TruncatedCiphertextError: The file ends inside a record.
+        TamperedError: The records are not those the seal lists, or a record head is inconsistent.
+    """
+    suite = mode_of(mode)
+    check_key(key, suite)
+    layout = read_layout(source, key, mode=suite, allow_unsealed=allow_unsealed)
+    return BlockSource(source, key, mode=suite, layout=layout)
+
+
+class BlockSource:
+    """The decrypted bytes of a file. Made by `open_blocks`; safe to read from several threads.
+
+    Attributes:
+        block_count: The number of blocks, the seal not counted.
+        file_id: 16 bytes that name this save, or None without a seal.
+        crc: CRC32 that the seal stores of the plaintext before its CRC trailer, or None.
+    """
+
+    def __init__(self, source: Source, key: Key, *, mode: CipherMode, layout: Layout) -> None:
+        self._source = source
+        self._key = key
+        self._mode = mode
+        self._records = layout.record_starts
+        self._starts = layout.plaintext_starts
+        self._seal = seal = layout.seal
+        self.block_count = len(self._starts) - 1
+        self.file_id = None if seal is None else seal.file_id
+        self.crc = None if seal is None else seal.crc
+        self._trailer = b"" if self.crc is None else crc_trailer(self.crc)
+        self._buffers = _Buffers(max((b - a for a, b in pairwise(self._records)), default=0))
+        self._cache: OrderedDict[int, bytearray] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def size(self) -> int:
+        """Bytes of the plaintext, without the seal and with MindSpore's CRC trailer if the file was saved with one."""
+        return self._starts[-1] + len(self._trailer)
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether order, number and end of the blocks are authenticated."""
+        return self._seal is not None
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the plaintext from `offset` on.
+
+        Raises:
+            TruncatedCiphertextError: The range reaches past the end.
+            TamperedError: A block is not the one the seal lists.
+            DecryptionError: A block of an unsealed file does not open.
+        """
+        if offset < 0 or offset + buffer.nbytes > self.size:
+            raise TruncatedCiphertextError(
+                f"{buffer.nbytes} bytes wanted at {offset}, but the plaintext has {self.size}"
+            )
+        while buffer.nbytes:
+            if offset >= self._starts[-1]:
+                at = offset - self._starts[-1]
+                buffer[:] = self._trailer[at : at + buffer.nbytes]
+                return
+            index = bisect_right(self._starts, offset) - 1
+            start, stop = self._starts[index], self._starts[index + 1]
+            part = buffer[: stop - offset]
+            if part.nbytes == stop - start:
+                self._decrypt(index, part)
+            else:
+                self._copy(index, at=offset - start, part=part)
+            offset += part.nbytes
+            buffer = buffer[part.nbytes :]
+
+    def _copy(self, index: int, *, at: int, part: memoryview) -> None:
+        with self._lock:
+            block = self._cache.get(index)
+            if block is not None:
+                # Under the lock, because an evicted block is overwritten by the next one.
+                self._cache.move_to_end(index)
+                part[:] = memoryview(block)[at : at + part.nbytes]
+                return
+        block = self._buffers.take()
+        try:
+            size = self._starts[index + 1] - self._starts[index]
+            self._decrypt(index, memoryview(block)[:size])
+        except BaseException:
+            self._buffers.give(block)
+            raise
+        part[:] = memoryview(block)[at : at + part.nbytes]
+        self._keep(index, block)
+
+    def _keep(self, index: int, block: bytearray) -> None:
+        with self._lock:
+            evicted = [self._cache.pop(index)] if index in self._cache else []
+            self._cache[index] = block
+            if len(self._cache) > _CACHED_BLOCKS:
+                evicted.append(self._cache.popitem(last=False)[1])
+        for buffer in evicted:
+            self._buffers.give(buffer)
+
+    def _decrypt(self, index: int, plaintext: memoryview) -> None:
+        start, stop = self._records[index], self._records[index + 1]
+        buffer = self._buffers.take()
+        try:
+            record = memoryview(buffer)[: stop - start]
+            self._source.read_into(start, record)
+            self._open(index, record, plaintext)
+        finally:
+            self._buffers.give(buffer)
+
+    def _open(self, index: int, record: memoryview, plaintext: memoryview) -> None:
+        offset, head_bytes = self._records[index], head_size(self._mode)
+        if self._seal is not None and block_digest(self._mode, record) != self._seal.digest(index):
+            raise TamperedError(
+                f"block {index} is not the one the seal lists: it was changed, moved or replaced",
+                offset=offset,
+            )
+        head = parse_head(self._mode, bytes(record[:head_bytes]), offset=offset)
+        if head.cipher_size != record.nbytes - head_bytes:
+            raise TamperedError(f"block {index} changed while the file was open", offset=offset)
+        try:
+            self._mode.decrypt_into(
+                self._key,
+                iv=head.iv,
+                tag=head.tag,
+                ciphertext=record[head_bytes:],
+                plaintext=plaintext,
+            )
+        except DecryptionError as error:
+            if self._seal is not None:
+                raise TamperedError(f"block {index} was changed", offset=offset) from None
+            raise DecryptionError(
+                f"block {index} does not open: {error.message}", offset=offset
+            ) from None
+
+
+class _Buffers:
+    """Memory of one size that is kept between uses: touching fresh pages costs more than decrypting."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._spare: list[bytearray] = []
+        self._lock = threading.Lock()
+
+    def take(self) -> bytearray:
+        with self._lock:
+            if self._spare:
+                return self._spare.pop()
+        return bytearray(self._size)
+
+    def give(self, buffer: bytearray) -> None:
+        with self._lock:
+            if len(self._spare) < _SPARE_BUFFERS:
+                self._spare.append(buffer)

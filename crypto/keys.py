@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a key comes from: `env:NAME`, `file:PATH`, `cmd:COMMAND`, `fd:N` or `prompt:`, and never the command line.
+
+What the source yields is read as follows (one newline at the end of text is allowed):
+
+* `hex:...`, `base64:...` and `raw:...` say the encoding and are always understood.
+* Otherwise, 32, 48 or 64 hex digits are hex, and padded base64 (either alphabet) of 16, 24 or 32 bytes is base64. Text
+  that is both, which only 32 hex digits are, is hex.
+* Otherwise, exactly 16, 24 or 32 bytes from a file, a descriptor or a command are the key itself.
+* Bytes that could be both the key itself and text are refused rather than guessed: a file of exactly 32 hex digits
+  without a newline may be a 16-byte key in hex or a 32-byte key. The error asks for a prefix.
+
+>>> load_key("prompt:", prompt=lambda question: "000102030405060708090a0b0c0d0e0f")
+Key(16 bytes, id b2685a452d114388)
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import getpass
+import os
+import re
+import shlex
+import stat
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from .errors import KeySourceError
+from .key import KEY_SIZES, Key, is_manifest_mac, manifest_mac
+
+__all__ = ["Key", "is_manifest_mac", "load_key", "manifest_mac"]
+
+MAX_SOURCE_BYTES = 4096
+
+_SOURCES = "env:NAME, file:PATH, cmd:COMMAND, fd:N or prompt:"
+_HEX = re.compile(rb"(?:[0-9A-Fa-f]{32}|[0-9A-Fa-f]{48}|[0-9A-Fa-f]{64})\Z")
+_COMMAND_TIMEOUT_S = 300.0
+_PRIVATE = stat.S_IRWXG | stat.S_IRWXO
+
+
+def load_key(
+    source: str,
+    *,
+    insecure: bool = False,
+    prompt: Callable[[str], str] = getpass.getpass,
+    timeout_s: float = _COMMAND_TIMEOUT_S,
+) -> Key:
+    """Return the key that `source` names.
+
+    Args:
+        source: `env:NAME`, `file:PATH`, `cmd:COMMAND` (split like a shell does, but run without one), `fd:N` or
+            `prompt:`.
+        insecure: Whether a key file may be readable by others or belong to somebody else.
+        prompt: Asks a person without showing the answer.
+        timeout_s: How long a command may take.
+
+    Raises:
+        KeySourceError: The source is unknown or gives no key. The message never shows what it gave.
+    """
+    scheme, separator, place = source.partition(":")
+    if not separator or scheme not in ("env", "file", "cmd", "fd", "prompt"):
+        raise KeySourceError(
+            "this is not a key source",
+            hint=f"use {_SOURCES}; never put a key on a command line, where every user can read it",
+        )
+    if scheme == "env":
+        return _decode(_from_environment(place), may_be_raw=False)
+    if scheme == "file":
+        return _decode(_from_file(place, insecure=insecure), may_be_raw=True)
+    if scheme == "cmd":
+        return _decode(_from_command(place, timeout_s=timeout_s), may_be_raw=True)
+    if scheme == "fd":
+        return _decode(_from_descriptor(place), may_be_raw=True)
+    return _decode(_from_person(prompt), may_be_raw=False)
+
+
+def _from_environment(name: str) -> bytes:
+    content = os.environb.get(os.fsencode(name))
+    if content is None:
+        raise KeySourceError(f"the environment has no variable {_shown(name)}")
+    return content
+
+
+def _from_file(name: str, *, insecure: bool) -> bytes:
+    try:
+        # O_NONBLOCK: a FIFO nobody writes to must not hang.
+        descriptor = os.open(
+            Path(name).expanduser(), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a usable path"
+        raise KeySourceError(f"the key file {_shown(name)} cannot be opened: {reason}") from None
+    try:
+        status = os.fstat(descriptor)
+        refusal = None if insecure else refusal_of(status, user=os.geteuid())
+        if not stat.S_ISREG(status.st_mode):
+            refusal = "is not a regular file"
+        if refusal is not None:
+            raise KeySourceError(
+                f"the key file {_shown(name)} {refusal}",
+                hint="give it to the user who runs this and make it private: chmod 600",
+            )
+        return _read_all(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def refusal_of(status: os.stat_result, *, user: int) -> str | None:
+    """Return why `user` must not trust a key file of this status, or None.
+
+    Source: the rule of OpenSSH for private keys (`sshkey_perm_ok`), owner included.
+    """
+    if status.st_uid != user:
+        return "belongs to another user"
+    if status.st_mode & _PRIVATE:
+        return f"can be used by others (mode {stat.S_IMODE(status.st_mode):04o})"
+    return None
+
+
+def _from_command(command: str, *, timeout_s: float) -> bytes:
+    try:
+        arguments = shlex.split(command)
+    except ValueError:
+        raise KeySourceError("the key command has an unfinished quotation or escape") from None
+    if not arguments:
+        raise KeySourceError("the key command is empty", hint="write cmd:COMMAND")
+    try:
+        # Run on purpose: the user names it, as in ssh's or restic's password commands. Its stderr goes where ours goes.
+        process = subprocess.run(  # noqa: S603
+            arguments, stdout=subprocess.PIPE, timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise KeySourceError(f"the key command gave no key within {timeout_s} s") from None
+    except (OSError, ValueError):
+        raise KeySourceError(f"the key command {_shown(arguments[0])} cannot be run") from None
+    if process.returncode:
+        raise KeySourceError(f"the key command failed with status {process.returncode}")
+    return process.stdout
+
+
+def _from_descriptor(number: str) -> bytes:
+    if not re.fullmatch(r"[0-9]{1,9}", number):
+        raise KeySourceError("a key descriptor is a number", hint="write fd:3")
+    try:
+        return _read_all(int(number))
+    except OSError as error:
+        raise KeySourceError(
+            f"the key descriptor {number} cannot be read: {error.strerror}"
+        ) from None
+
+
+def _from_person(prompt: Callable[[str], str]) -> bytes:
+    try:
+        return os.fsencode(prompt("Key (hex or base64): "))
+    except (EOFError, OSError, UnicodeError):
+        raise KeySourceError("nobody answered the prompt for the key") from None
+
+
+def _read_all(descriptor: int) -> bytes:
+    content = b""
+    while len(content) <= MAX_SOURCE_BYTES:
+        part = os.read(descriptor, MAX_SOURCE_BYTES + 1 - len(content))
+        if not part:
+            break
+        content += part
+    return content
+
+
+def _decode(content: bytes, *, may_be_raw: bool) -> Key:
+    if not content:
+        raise KeySourceError("the key source is empty")
+    if len(content) > MAX_SOURCE_BYTES:
+        raise KeySourceError(f"the key source gave more than {MAX_SOURCE_BYTES} bytes")
+    stated = _stated(content)
+    if stated is not None:
+        return Key(stated)
+    text = _text(content)
+    is_raw = may_be_raw and len(content) in KEY_SIZES
+    if text is not None and is_raw:
+        raise KeySourceError(
+            f"{len(content)} bytes could be the key itself or its text form",
+            hint="put hex:, base64: or raw: in front of it",
+        )
+    if text is not None:
+        return Key(text)
+    if is_raw:
+        return Key(content)
+    raise KeySourceError(
+        f"the {len(content)} bytes of the key source are no key",
+        hint="a key is 16, 24 or 32 bytes, in hex, in base64 or (not in env: and prompt:) as they are",
+    )
+
+
+def _stated(content: bytes) -> bytes | None:
+    """Return the key of a source that says its encoding, or None."""
+    encoding, separator, rest = content.partition(b":")
+    if not separator:
+        return None
+    if encoding == b"raw" and len(rest) in KEY_SIZES:
+        return rest
+    line = _line(rest)
+    if encoding == b"hex":
+        return _from_hex(line)
+    if encoding == b"base64":
+        return _from_base64(line)
+    return None
+
+
+def _text(content: bytes) -> bytes | None:
+    """Return the key that `content` spells in hex or base64, or None."""
+    line = _line(content)
+    key = _from_hex(line)
+    return key if key is not None else _from_base64(line)
+
+
+def _line(content: bytes) -> bytes:
+    return content.removesuffix(b"\n").removesuffix(b"\r")
+
+
+def _from_hex(line: bytes) -> bytes | None:
+    return bytes.fromhex(line.decode("ascii")) if _HEX.match(line) else None
+
+
+def _from_base64(line: bytes) -> bytes | None:
+    try:
+        key = base64.b64decode(line.translate(bytes.maketrans(b"-_", b"+/")), validate=True)
+    except binascii.Error:
+        return None
+    return key if len(key) in KEY_SIZES else None
+
+
+def _shown(name: str) -> str:
+    """Return a name for a message, unless somebody put the key itself there."""
+    looks_like_key = _text(os.fsencode(name)) is not None
+    return "(not shown: it looks like a key)" if looks_like_key else repr(name)
