@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The names of checkpoint files, and which prefixes and directories are accepted. Nothing here changes a disk.
+
+```
+{prefix}-{epoch}_{step in epoch}.{ckpt | safetensors}        an ordinary checkpoint
+{prefix}-{epoch}_{step in epoch}_breakpoint.ckpt             saved because training failed (exception_save)
+```
+A run that finds files of its prefix in the directory continues under `{prefix}_1`, `{prefix}_2`, ..., so that it
+overwrites nothing. Names, numbers and messages are MindSpore's (`mindspore/train/callback/_checkpoint.py`, 2.10.0).
+
+>>> checkpoint_name("net", 3, step_in_epoch=step_in_epoch(41, batch_num=20), format="ckpt")
+'net-3_1.ckpt'
+>>> parse_name("net-3_1.ckpt")
+ParsedName(prefix='net', epoch=3, step_in_epoch=1, is_breakpoint=False, format='ckpt')
+>>> restart_prefix("net", ["net-3_1.ckpt", "net_1-3_1.ckpt"])
+'net_2'
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+FORMATS = ("ckpt", "safetensors")
+MAX_DIRECTORY_CHARACTERS = 1024
+"""MindSpore's limit on the resolved path of a directory."""
+
+_BREAKPOINT_SUFFIX = "_breakpoint.ckpt"
+# No leading zeros, as in the numbers a run writes; 18 digits fit in 64 bits.
+_NAME = re.compile(
+    r"(?P<prefix>[^/\0]*)-(?P<epoch>0|[1-9][0-9]{0,17})_(?P<step>0|[1-9][0-9]{0,17})"
+    r"(?P<breakpoint>_breakpoint(?=\.ckpt))?\.(?P<format>ckpt|safetensors)"
+)
+_MAX_SUFFIX_DIGITS = 255  # the longest file name of a POSIX file system
+
+
+class ParsedName(NamedTuple):
+    """What the name of a checkpoint file says.
+
+    Attributes:
+        prefix: Name of the series.
+        epoch: Epoch number; 0 is possible for a breakpoint, and for loops that count from 0.
+        step_in_epoch: Step in the epoch, from 1; 0 only for a breakpoint before the first step of an epoch.
+        is_breakpoint: Whether it was saved because training failed.
+        format: `ckpt` or `safetensors`.
+    """
+
+    prefix: str
+    epoch: int
+    step_in_epoch: int
+    is_breakpoint: bool
+    format: str
+
+
+def step_in_epoch(step: int, batch_num: int) -> int:
+    """Return the position of a global step (from 1) in its epoch of `batch_num` steps, from 1."""
+    if batch_num < 1:
+        raise ValueError(f"batch_num must be at least 1, but got {batch_num}")
+    return (step - 1) % batch_num + 1
+
+
+def checkpoint_name(prefix: str, epoch: int, *, step_in_epoch: int, format: str) -> str:
+    """Return the file name of an ordinary checkpoint."""
+    return f"{prefix}-{epoch}_{step_in_epoch}.{format}"
+
+
+def breakpoint_name(prefix: str, epoch: int, *, step_in_epoch: int) -> str:
+    """Return the file name of a checkpoint saved because training failed; always in the `ckpt` format."""
+    return f"{prefix}-{epoch}_{step_in_epoch}{_BREAKPOINT_SUFFIX}"
+
+
+def parse_name(file_name: str) -> ParsedName | None:
+    """Return what a file name says, or None when no run would have written that name.
+
+    Stricter than MindSpore, which counts every `{prefix}-*.ckpt` without a letter as its own and deletes it in turn:
+    `CKP-(1).ckpt`, `CKP-.ckpt` and a user's `CKP-2023.12.ckpt`.
+    """
+    match = _NAME.fullmatch(file_name)
+    if match is None:
+        return None
+    step, is_breakpoint = int(match["step"]), match["breakpoint"] is not None
+    if step == 0 and not is_breakpoint:
+        return None
+    return ParsedName(match["prefix"], int(match["epoch"]), step, is_breakpoint, match["format"])
+
+
+def restart_prefix(prefix: str, names: Iterable[str], *, is_breakpoint: bool = False) -> str:
+    """Return the prefix that a new run takes in a directory with these files.
+
+    Args:
+        prefix: The prefix the user asked for.
+        names: The file names in the directory.
+        is_breakpoint: Whether the run looks for a name for a breakpoint; those are numbered on their own.
+    """
+    numbers = [
+        _taken_number(name[len(prefix) :])
+        for name in names
+        if name.startswith(prefix)
+        and name.endswith((".ckpt", ".safetensors"))
+        and name.endswith(_BREAKPOINT_SUFFIX) == is_breakpoint
+    ]
+    number = max(numbers, default=0)
+    return f"{prefix}_{number}" if number else prefix
+
+
+def _taken_number(rest: str) -> int:
+    """Return the first free number that a name leaves, given what follows the prefix in it; 0 for another series."""
+    head, dash, _ = rest.partition("-")
+    if not dash:
+        return 0
+    if not head:
+        return 1
+    # MindSpore takes any character but a letter between prefix and number: CKP.5-1_1.ckpt counts as the fifth run.
+    is_number = head[1:].isdecimal() and len(head) <= _MAX_SUFFIX_DIGITS
+    return int(head[1:]) + 1 if is_number and not head[0].isalpha() else 0
+
+
+def check_prefix(prefix: object) -> str | Callable[..., object]:
+    """Return a prefix given to `ModelCheckpoint` when it is a usable string or a callable.
+
+    Raises:
+        ValueError: It is neither, or holds a `/` or a NUL character.
+    """
+    if callable(prefix):
+        return prefix
+    if not isinstance(prefix, str) or "/" in prefix or "\0" in prefix:
+        raise ValueError(
+            "For 'ModelCheckpoint', the argument 'prefix' for checkpoint file name is invalid, "
+            f"it must be callable or string that does not contain '/', but got {prefix}."
+        )
+    return prefix
+
+
+def check_prefix_result(prefix: object) -> str:
+    """Return what a callable prefix returned when it is a usable string.
+
+    Raises:
+        ValueError: It is not a string, or holds a `/` or a NUL character.
+    """
+    if not isinstance(prefix, str) or "/" in prefix or "\0" in prefix:
+        raise ValueError(
+            "For 'ModelCheckpoint', the argument 'prefix' for checkpoint file name is callable, "
+            f"it must return a string that does not contain '/', but got {prefix}."
+        )
+    return prefix
+
+
+def check_directory(directory: object) -> Path:
+    """Return the resolved directory when checkpoints may be put there; it need not exist yet.
+
+    Looks at the disk but changes nothing. Unlike MindSpore it takes path objects too.
+
+    Raises:
+        TypeError: It is not a string or path object.
+        ValueError: It is blank, holds a NUL character, or is longer than 1024 characters when resolved.
+        NotADirectoryError: It exists and is not a directory.
+    """
+    if isinstance(directory, os.PathLike):
+        directory = os.fspath(directory)
+    if not isinstance(directory, str):
+        raise TypeError("The path is invalid, the type should be string.")
+    if not directory.strip():
+        raise ValueError("The path is invalid, it should be non-blank.")
+    if "\0" in directory:
+        raise ValueError("The path is invalid, it should not contain a NUL character.")
+    path = Path(os.path.realpath(directory))
+    if len(str(path)) > MAX_DIRECTORY_CHARACTERS:
+        raise ValueError(
+            f"The path length is too long, it should be limited in {MAX_DIRECTORY_CHARACTERS}."
+        )
+    if path.exists() and not path.is_dir():
+        raise NotADirectoryError(f"The path({path}) is a file path, it should be a directory path.")
+    return path

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When to save. Pure: a policy sees a step, a time and the last save, and answers with a reason.
+
+* A step is never saved twice.
+* Only a save that succeeded moves `LastSave` on. So after a failure the next step is due again, and the one after it,
+  until one succeeds: losing an interval is worse than trying often. Whoever wants fewer attempts says so in `on_error`.
+  (MindSpore marks the step as saved before it writes, and silently skips it, even at the end of training.)
+* The time comes from the caller: any clock in seconds that never goes back, such as `time.monotonic`.
+
+>>> policy = EverySteps(100)
+>>> policy.decide(250, 0.0, LastSave(step=100, at=0.0))
+SaveDecision(is_due=True, reason='150 steps since the last save, every 100')
+>>> policy.decide(150, 0.0, LastSave(step=100, at=0.0)).is_due
+False
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastSave:
+    """The last save that succeeded.
+
+    Attributes:
+        step: Its global step; 0 before the first save.
+        at: When it was due, in seconds on the caller's clock; before the first save, when the manager was constructed.
+    """
+
+    step: int = 0
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveDecision:
+    """Whether to save at this step, and why."""
+
+    is_due: bool
+    reason: str
+
+
+class SavePolicy(Protocol):
+    """Decide whether a step is saved."""
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it ever asks for a save. An inactive policy does not save at the end of training either."""
+        ...
+
+    def decide(self, step: int, now: float, last: LastSave) -> SaveDecision:
+        """Return the decision for a step that has just ended.
+
+        Args:
+            step: Global step, from 1.
+            now: Seconds on the clock that `last.at` was taken from.
+            last: The last save that succeeded.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class EverySteps:
+    """Save once at least `interval_steps` steps have passed since the last save.
+
+    At or after, because the step jumps when several steps run at once (sink mode). When the step has gone back behind
+    the last save (a rollback, or a second training with the same callback) it is due at once; MindSpore would not save
+    again before the old step is passed.
+    """
+
+    interval_steps: int
+
+    def __post_init__(self) -> None:
+        if self.interval_steps < 1:
+            raise ValueError(f"interval_steps must be at least 1, but got {self.interval_steps}")
+
+    @property
+    def is_active(self) -> bool:
+        """Always true."""
+        return True
+
+    def decide(self, step: int, now: float, last: LastSave) -> SaveDecision:
+        """Return due when the interval has passed; the time plays no part."""
+        if step == last.step:
+            return _same_step(step)
+        if step < last.step:
+            return SaveDecision(
+                is_due=True, reason=f"the step went back from {last.step} to {step}"
+            )
+        passed = step - last.step
+        return SaveDecision(
+            is_due=passed >= self.interval_steps,
+            reason=f"{passed} steps since the last save, every {self.interval_steps}",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EverySeconds:
+    """Save once more than `interval_s` seconds have passed since the last save; exactly that many is not enough."""
+
+    interval_s: float
+
+    def __post_init__(self) -> None:
+        if not (self.interval_s > 0 and math.isfinite(self.interval_s)):
+            raise ValueError(f"interval_s must be positive and finite, but got {self.interval_s}")
+
+    @property
+    def is_active(self) -> bool:
+        """Always true."""
+        return True
+
+    def decide(self, step: int, now: float, last: LastSave) -> SaveDecision:
+        """Return due when more than the interval has passed."""
+        if step == last.step:
+            return _same_step(step)
+        passed_s = now - last.at
+        return SaveDecision(
+            is_due=passed_s > self.interval_s,
+            reason=f"{passed_s:.6g} s since the last save, every {self.interval_s:g} s",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Never:
+    """Never save, not even at the end of training."""
+
+    @property
+    def is_active(self) -> bool:
+        """Always false."""
+        return False
+
+    def decide(self, step: int, now: float, last: LastSave) -> SaveDecision:
+        """Return not due."""
+        return SaveDecision(is_due=False, reason="no save policy is set")
+
+
+@dataclass(frozen=True, slots=True)
+class AnyOf:
+    """Save when any of the policies says so; the first one that does gives the reason."""
+
+    policies: tuple[SavePolicy, ...]
+
+    @property
+    def is_active(self) -> bool:
+        """Whether any of them is."""
+        return any(policy.is_active for policy in self.policies)
+
+    def decide(self, step: int, now: float, last: LastSave) -> SaveDecision:
+        """Return the first due decision, or a decision with the reasons of all."""
+        decisions = [policy.decide(step, now, last) for policy in self.policies]
+        due = next((decision for decision in decisions if decision.is_due), None)
+        reasons = dict.fromkeys(decision.reason for decision in decisions)
+        return due or SaveDecision(
+            is_due=False, reason="; ".join(reasons) or "no save policy is set"
+        )
+
+
+def decide_at_end(policy: SavePolicy, step: int, *, last: LastSave) -> SaveDecision:
+    """Return the decision at the end of training: due, unless the last step is saved or the policy never saves."""
+    if not policy.is_active:
+        return SaveDecision(is_due=False, reason="no save policy is set")
+    if step == last.step:
+        return _same_step(step)
+    return SaveDecision(is_due=True, reason="the end of training")
+
+
+def _same_step(step: int) -> SaveDecision:
+    return SaveDecision(is_due=False, reason=f"step {step} is already saved")
