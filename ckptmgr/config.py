@@ -26,11 +26,13 @@ import inspect
 from ckptmgr.config_checks import (
     check_any_set,
     check_append_info,
-    check_async,
+    check_async_save,
     check_bool,
+    check_cipher,
     check_count,
-    check_key_fits,
-    check_key_type,
+    check_is_bool,
+    check_key,
+    check_mode,
     check_network,
     check_type,
     warn_unknown_options,
@@ -39,6 +41,17 @@ from ckptmgr.naming import FORMATS
 from ckptmgr.policy_text import parse_policy
 from ckptmgr.retention import Best, Every, Last, PerMinutes, Pinned, RetentionPolicy, Rule
 from ckptmgr.save_policy import EverySeconds, EverySteps, Never, SavePolicy
+
+__all__ = [
+    "CheckpointConfig",
+    "check_async_save",
+    "check_bool",
+    "check_cipher",
+    "check_config",
+    "check_is_bool",
+    "check_key",
+    "check_mode",
+]
 
 DEFAULT_KEEP_MAX = 5
 _OPTIONS = ("incremental", "enable_redundance")
@@ -107,17 +120,17 @@ class CheckpointConfig:
         self._keep_max = 1 if not keep_max and not keep_minutes else keep_max
         self._keep_minutes = None if keep_max else keep_minutes
         self._integrated_save = check_bool(integrated_save)
-        self._async_save = check_async(async_save)
+        self._async_save = check_async_save(async_save)
         self._append = check_append_info(append_info)
-        self._enc_key = check_key_type(enc_key)
-        self._enc_mode = check_type("enc_mode", enc_mode, str)
-        self._crc_check = check_type("crc_check", crc_check, bool)
+        self._enc_key = check_key("enc_key", enc_key)
+        self._enc_mode = check_mode("enc_mode", enc_mode)
+        self._crc_check = check_is_bool("crc_check", crc_check)
         self._format = check_type("format", format, str)
         self._map_param_inc = options.get("incremental", False)
         self.enable_redundance = options.get("enable_redundance", False)
-        self.remove_redundancy = check_type("remove_redundancy", remove_redundancy, bool)
+        self.remove_redundancy = check_is_bool("remove_redundancy", remove_redundancy)
         self._check_format()
-        check_key_fits(self._enc_key, self._enc_mode)
+        check_cipher(self._enc_key, self._enc_mode)
         self._keep = _check_keep(keep, keep_max, keep_minutes)
         warn_unknown_options(options, options=_OPTIONS, known=_PARAMETERS)
 

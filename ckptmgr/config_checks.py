@@ -59,11 +59,16 @@ def check_bool(value: object) -> bool:
 def check_type(name: str, value: object, wanted: type[_T]) -> _T:
     """Return a value of the wanted type; a wrong type is a ValueError, as in MindSpore."""
     if not isinstance(value, wanted):
-        raise ValueError(f"The parameter '{name}' must be isinstance of {wanted}, but got {value}.")
+        # Bytes may be the key in the wrong place.
+        is_secret = isinstance(value, bytes | bytearray | memoryview)
+        shown = f"<redacted {type(value).__name__}>" if is_secret else value
+        raise ValueError(  # noqa: TRY004 - the type that MindSpore raises
+            f"The parameter '{name}' must be isinstance of {wanted}, but got {shown}."
+        )
     return value
 
 
-def check_async(value: object) -> bool | str:
+def check_async_save(value: object) -> bool | str:
     """Return how a save runs in the background."""
     if not isinstance(value, bool | str):
         raise TypeError(
@@ -114,32 +119,39 @@ def check_append_info(info: object) -> dict[str, object] | None:
     return values
 
 
-def check_key_type(key: object) -> bytes | None:
+def check_key(name: str, key: object) -> bytes | None:
     """Return a key or None. The message never shows what was given."""
     if key is not None and not isinstance(key, bytes):
         raise ValueError(
-            "The parameter 'enc_key' must be isinstance of (<class 'NoneType'>, <class 'bytes'>), "
+            f"The parameter '{name}' must be isinstance of (<class 'NoneType'>, <class 'bytes'>), "
             f"but got <redacted {type(key).__name__}>."
         )
     return key
 
 
-def check_key_fits(key: bytes | None, mode: str) -> None:
-    """Raise KeyProblem unless the cipher mode is known and takes a key of this length."""
+def check_mode(name: str, mode: object) -> str:
+    """Return the name of a cipher mode; whether it is known is checked only together with a key."""
+    return check_type(name, mode, str)
+
+
+def check_is_bool(name: str, value: object) -> bool:
+    """Return a bool; a wrong type is a ValueError, unlike in `check_bool`."""
+    return check_type(name, value, bool)
+
+
+def check_cipher(key: bytes | None, mode: str) -> None:
+    """Raise KeyProblem unless there is no key, or the cipher mode is known and takes a key of this length."""
     if key is None:
         return
     lengths = KEY_LENGTHS_BYTES.get(mode)
     if lengths is None:
         raise KeyProblem(
-            f"For 'CheckpointConfig', the argument 'enc_mode' must be one of {list(KEY_LENGTHS_BYTES)}, "
-            f"but got {mode}.",
+            f"the cipher mode must be one of {', '.join(KEY_LENGTHS_BYTES)}, but got {mode}",
             hint=_did_you_mean(mode.upper(), KEY_LENGTHS_BYTES),
         )
     if len(key) not in lengths:
-        raise KeyProblem(
-            "For 'CheckpointConfig', the length of 'enc_key' must be "
-            f"{' or '.join(map(str, lengths))} bytes for {mode}, but got {len(key)}."
-        )
+        wanted = " or ".join(map(str, lengths))
+        raise KeyProblem(f"a key for {mode} must be {wanted} bytes long, but got {len(key)}")
 
 
 def warn_unknown_options(
