@@ -63,12 +63,10 @@ def _find_seal(
     start = offset + head_size(mode)
     first = memoryview(read_bytes(source, start, length=min(_PEEK_BYTES, head.cipher_size)))
     size = claimed_size(mode.peek(key, iv=head.iv, ciphertext=first))
-    if size is None:
+    if size is None or mode.ciphertext_size(size) != head.cipher_size:
         if not allow_unsealed and _looks_like_seal(mode, records):
             raise seal_failure()
         return None
-    if mode.ciphertext_size(size) != head.cipher_size:
-        raise seal_failure()
     ciphertext = read_bytes(source, start, length=head.cipher_size)
     plaintext = bytearray(size)
     try:

@@ -2,8 +2,8 @@
 """The plaintext of an encrypted MindSpore `.ckpt` as a source: random access, and nothing unverified ever comes out.
 
 * A block is read, authenticated and decrypted in one step, from the same bytes in memory.
-* With a seal, a failing block is tampering, because the seal proved the key; without one it may be the wrong key as well.
-* A buffer that covers a whole block is decrypted into directly; other reads go through a small cache of recycled memory.
+* With a seal, a failing block is tampering, because the seal proved the key; without one it may be the wrong key.
+* A buffer that covers a whole block is decrypted into directly; other reads go through a small recycled cache.
 """
 
 from __future__ import annotations

@@ -37,7 +37,6 @@ Random = Callable[[int], bytes]
 _BLOCK_BYTES = 16
 _NONCE_BYTES = 12
 _GCM_TAG_BYTES = 16
-_PEEK_BYTES = 32
 
 
 class CipherMode(Protocol):
@@ -91,7 +90,10 @@ class CipherMode(Protocol):
         ...
 
     def peek(self, key: Key, *, iv: bytes, ciphertext: memoryview) -> bytes:
-        """Return up to the first 32 plaintext bytes, unauthenticated and with padding left in."""
+        """Return what the first bytes of a ciphertext decrypt to, unauthenticated and with padding left in.
+
+        The CBC modes want a multiple of 16 bytes.
+        """
         ...
 
     def plaintext_size(self, key: Key, *, ciphertext_size: int, end: bytes) -> int:
@@ -133,7 +135,8 @@ class GcmMode:
         self, key: Key, *, iv: bytes, plaintext: memoryview, ciphertext: memoryview
     ) -> bytes:
         """Fill `ciphertext` and return the 16-byte tag."""
-        # AESGCM.encrypt_into is no faster (both 10 GB/s, without the GIL) and appends the tag; a record has it in front.
+        # AESGCM.encrypt_into is no faster (both 10 GB/s, without the GIL) and appends the tag, which a record has in
+        # front.
         encryptor = Cipher(
             algorithms.AES(_fitting(key, self)), modes.GCM(iv[:_NONCE_BYTES])
         ).encryptor()
@@ -156,11 +159,11 @@ class GcmMode:
             raise _failure() from None
 
     def peek(self, key: Key, *, iv: bytes, ciphertext: memoryview) -> bytes:
-        """Return up to the first 32 plaintext bytes, unauthenticated."""
+        """Return what the first bytes of a ciphertext decrypt to, unauthenticated."""
         decryptor = Cipher(
             algorithms.AES(_fitting(key, self)), modes.GCM(iv[:_NONCE_BYTES])
         ).decryptor()
-        return decryptor.update(ciphertext[:_PEEK_BYTES])
+        return decryptor.update(ciphertext)
 
     def plaintext_size(self, key: Key, *, ciphertext_size: int, end: bytes) -> int:
         """Return `ciphertext_size`."""
@@ -220,9 +223,9 @@ class CbcMode:
         plaintext[direct:] = tail[:kept]
 
     def peek(self, key: Key, *, iv: bytes, ciphertext: memoryview) -> bytes:
-        """Return up to the first 32 plaintext bytes, padding left in."""
+        """Return what the first cipher blocks decrypt to, padding left in."""
         decryptor = Cipher(self.algorithm(_fitting(key, self)), modes.CBC(iv)).decryptor()
-        return decryptor.update(ciphertext[:_PEEK_BYTES])
+        return decryptor.update(ciphertext)
 
     def plaintext_size(self, key: Key, *, ciphertext_size: int, end: bytes) -> int:
         """Return the size without padding, learned from the last block alone."""

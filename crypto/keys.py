@@ -77,10 +77,10 @@ def load_key(
 
 
 def _from_environment(name: str) -> bytes:
-    content = os.environb.get(os.fsencode(name))
-    if content is None:
-        raise KeySourceError(f"the environment has no variable {_shown(name)}")
-    return content
+    try:
+        return os.environb[os.fsencode(name)]
+    except (KeyError, UnicodeError):
+        raise KeySourceError(f"the environment has no variable {_shown(name)}") from None
 
 
 def _from_file(name: str, *, insecure: bool) -> bytes:
@@ -94,9 +94,11 @@ def _from_file(name: str, *, insecure: bool) -> bytes:
         raise KeySourceError(f"the key file {_shown(name)} cannot be opened: {reason}") from None
     try:
         status = os.fstat(descriptor)
-        refusal = None if insecure else refusal_of(status, user=os.geteuid())
         if not stat.S_ISREG(status.st_mode):
-            refusal = "is not a regular file"
+            raise KeySourceError(
+                f"the key file {_shown(name)} is not a regular file", hint="use fd: or cmd:"
+            )
+        refusal = None if insecure else refusal_of(status, user=os.geteuid())
         if refusal is not None:
             raise KeySourceError(
                 f"the key file {_shown(name)} {refusal}",
@@ -233,5 +235,5 @@ def _from_base64(line: bytes) -> bytes | None:
 
 def _shown(name: str) -> str:
     """Return a name for a message, unless somebody put the key itself there."""
-    looks_like_key = _text(os.fsencode(name)) is not None
+    looks_like_key = _text(name.encode("utf-8", "replace")) is not None
     return "(not shown: it looks like a key)" if looks_like_key else repr(name)

@@ -8,7 +8,8 @@ AES-CBC, SM4-CBC  magic(4)         block_len(4) iv_len(4) iv(16) cipher_len(4) c
 Little-endian; `block_len` = 24 + `cipher_len`, `iv_len` = 16. Nothing here needs a key, and nothing here is
 authenticated: every value is checked against the size of the file before it is used.
 
-Source: MindSpore 2.x, utils/crypto.cc. The layout of 1.x (the AES-GCM magic in both modes, no tag) is recognised and refused.
+Source: MindSpore 2.x, utils/crypto.cc. The layout of 1.x (the AES-GCM magic in both modes, no tag) is recognised and
+refused.
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ length                varint
 crc_num + 10 bytes    only with flag 1: MindSpore's CRC trailer over blocks and field, which follows from crc32
 ```
 Integers are little-endian. The hash is SHA-256, in SM4 mode SM3. The key of the HMAC is HKDF(user key, salt = file_id,
-info = "ckptmgr/v1/sealed/" + mode). A digest is taken over the record head in AES-GCM (48 bytes; it holds the tag, which
-binds the ciphertext) and over the whole record in the CBC modes.
+info = "ckptmgr/v1/sealed/" + mode). A digest is taken over the record head in AES-GCM (48 bytes; it holds the tag,
+which binds the ciphertext) and over the whole record in the CBC modes.
 
-* **Every block can be authenticated on its own.** The seal holds a table of digests rather than one MAC over the file, so
-  a reader checks the block it just read, in the same memory it decrypts from: random access costs only the blocks
+* **Every block can be authenticated on its own.** The seal holds a table of digests rather than one MAC over the file,
+  so a reader checks the block it just read, in the same memory it decrypts from: random access costs only the blocks
   touched, one pass is enough, and there is no moment between verifying and loading in which the file could change.
 * **Every offset follows from authenticated values.** Blocks are `block_bytes` long but for the last one. Without that,
   moved bytes with honest digests could show up at a wrong plaintext offset.
