@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The only room that changes a disk: every open-for-write, fsync, rename, link and unlink lives here.
 
-Everything above works on a `FileSystem`, so that tests can put a model of a disk (every legal state after a power cut) or a
-failing disk in its place. Rules:
+Everything above works on a `FileSystem`, so that tests can put a model of a disk (every legal state after a power cut)
+or a failing disk in its place. Rules:
 
 * A file is created with `O_EXCL` under a name nobody else uses, and never opened for writing again.
 * `sync` failing is final: the pages may be gone, so nothing is retried on that file (Linux marks them clean after EIO).
@@ -102,7 +102,7 @@ class FileSystem(Protocol):
         ...
 
     def open(self, path: Path) -> InputFile:
-        """Open a regular file for reading; links, FIFOs and devices are refused."""
+        """Open a regular file for reading; FIFOs and devices are refused, a final link is followed."""
         ...
 
     def replace(self, source: Path, target: Path) -> None:
@@ -222,10 +222,19 @@ class OsFileSystem:
                 yield os.pread(descriptor, _MAX_OWNER_BYTES, 0).decode(errors="replace")
                 return
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, owner.encode()[:_MAX_OWNER_BYTES], 0)
+            _write_owner(descriptor, owner)
             yield None
         finally:
             os.close(descriptor)
+
+
+def _write_owner(descriptor: int, owner: str) -> None:
+    try:
+        os.pwrite(descriptor, owner.encode()[:_MAX_OWNER_BYTES], 0)
+    except OSError as error:
+        # The lock holds without the text, and whoever wants to free space on a full disk needs the lock.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
 
 
 class _OsOutputFile:
@@ -256,7 +265,7 @@ class _OsOutputFile:
                 raise OSError(number, os.strerror(number), str(self._path))
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
-        view = memoryview(data)
+        view = memoryview(data).cast("B")
         while view.nbytes:
             written = self._write_once(offset, view)
             if written == 0:

@@ -69,7 +69,7 @@ def every_crash(
     seen = set()
     for moment in _moments(disk, run):
         for left in moment.disk.crash_states(order, tears=tears):
-            if (state := (left._state(), left.acknowledged, moment.is_finished)) not in seen:
+            if (state := (left.state(), left.acknowledged, moment.is_finished)) not in seen:
                 seen.add(state)
                 yield _with_disk(moment, left)
 
@@ -86,7 +86,7 @@ def every_kill(disk: ModelDisk, run: Callable[[ModelDisk], object]) -> Iterator[
 def _moments(disk: ModelDisk, run: Callable[[ModelDisk], object]) -> list[Crash]:
     moments: list[Crash] = []
     running = disk.copy()
-    running.operations = []
+    running.operations = ()
 
     def photograph(*, is_finished: bool = False) -> None:
         done = len(running.operations)
@@ -94,7 +94,7 @@ def _moments(disk: ModelDisk, run: Callable[[ModelDisk], object]) -> list[Crash]
         photo = running.copy()
         moments.append(Crash(after=done, operation=last, is_finished=is_finished, disk=photo))
 
-    running._before_operation = photograph
+    running.before_each_operation(photograph)
     run(running)
     photograph(is_finished=True)
     return moments

@@ -41,11 +41,12 @@ class Order(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class FileContent:
-    """The bytes of one file."""
+    """The bytes of one file; `writes` are those since the last sync, as offset and data."""
 
     durable: bytes = b""
     writes: tuple[tuple[int, bytes], ...] = ()
     size_bytes: int = 0
+    written_at: int = 0
 
     @cached_property
     def visible(self) -> bytes:
@@ -63,21 +64,25 @@ class FileContent:
 
     def synced(self) -> FileContent:
         """Return the content with all writes durable."""
-        return settled(self.visible) if self.writes else self
+        return self._settled(self.visible) if self.writes else self
 
-    def after_power_cut(self, tears: int) -> tuple[bytes, ...]:
-        """Return the distinct contents that a power cut may leave.
+    def after_power_cut(self, tears: int) -> tuple[FileContent, ...]:
+        """Return the distinct contents that a power cut may leave; the first has the least.
 
         Nothing of the unsynced writes, all of them, the new size with zeros (xfs), and for each tear one prefix of the
         written bytes and one piece of them missing from the whole (zeros in a new file).
         """
         if not self.writes:
-            return (self.durable,)
+            return (self,)
         total = sum(len(data) for _, data in self.writes)
         torn = [self._without(total * i // (tears + 1), total) for i in range(1, tears + 1)]
         holes = (self._without(total * i // tears, total * (i + 1) // tears) for i in range(tears))
         padded = [content.ljust(self.size_bytes, b"\0") for content in (self.durable, *holes)]
-        return tuple(dict.fromkeys((self.durable, self.visible, *padded, *torn)))
+        distinct = dict.fromkeys((self.durable, self.visible, *padded, *torn))
+        return tuple(self._settled(content) for content in distinct)
+
+    def _settled(self, content: bytes) -> FileContent:
+        return replace(self, durable=content, writes=(), size_bytes=len(content))
 
     def _without(self, start: int, end: int) -> bytes:
         """Return the content when bytes `start` to `end` of all that was written are lost."""
@@ -88,11 +93,6 @@ class FileContent:
             kept.append((offset + skipped, data[skipped:]))
             start, end = start - len(data), end - len(data)
         return _written(self.durable, tuple(kept))
-
-
-def settled(content: bytes) -> FileContent:
-    """Return `content` as a file in which everything is durable."""
-    return FileContent(durable=content, size_bytes=len(content))
 
 
 def _written(content: bytes, writes: tuple[tuple[int, bytes], ...]) -> bytes:

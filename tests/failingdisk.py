@@ -136,7 +136,8 @@ class FailingDisk:
     def free_bytes(self, path: Path) -> int | None:
         """Return the space that is left."""
         self._meet("free_bytes", path)
-        return self._disk.free_bytes(path) if self._space_bytes is None else self._space_bytes
+        really_free = self._disk.free_bytes(path)
+        return really_free if self._space_bytes is None else self._space_bytes
 
     @contextlib.contextmanager
     def lock(self, path: Path, *, owner: str) -> Iterator[str | None]:
