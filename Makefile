@@ -28,7 +28,7 @@ define make_venv
 $(PYTHON) tools/check_python.py
 $(PYTHON) -m venv $(1)
 $(1)/bin/python $(PIP_INSTALL) --constraint $(2) --upgrade pip setuptools
-$(1)/bin/python $(PIP_INSTALL) --constraint $(2) --no-build-isolation --editable . $(addprefix --group ,$(3))
+PYTHONWARNINGS=ignore $(1)/bin/python $(PIP_INSTALL) --constraint $(2) --no-build-isolation --editable . $(addprefix --group ,$(3))
 touch $@
 endef
 
