@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nested state to named tensors and back, without pickle.
+
+A state is any nesting of dicts, lists, tuples, sets, numbers, strings, bytes, arrays, random number generators, and
+objects with `state_dict()`. Its arrays become named tensors that every file format can hold; everything else becomes
+one line of JSON, the skeleton.
+
+* What comes back is equal: types, dtypes (also those that no file format knows), NaN and -0.0, keys and their order.
+* Arrays that share memory share it again (tied weights); what they share is stored once.
+* What cannot be stored is refused with its path. Nothing in a skeleton is ever imported or called.
+
+Some things come back in another form unless they are restored into one of their kind: a namedtuple as a plain tuple, an
+object with `state_dict()` as its state dict, a torch tensor on the CPU, a JAX or MindSpore array as a NumPy array.
+Strides are not kept: a lone transposed array comes back C-contiguous.
+
+>>> import numpy as np
+>>> state = {"weights": np.arange(3.0), "step": 7, "history": [0.5, float("nan")]}
+>>> flat = flatten(state)
+>>> [tensor.spec.name for tensor in flat.tensors]
+['weights']
+>>> stored = {t.spec.name: np.frombuffer(t.content(), t.spec.dtype.to_numpy()) for t in flat.tensors}
+>>> unflatten(flat.skeleton, lambda name: stored[name])
+{'weights': array([0., 1., 2.]), 'step': 7, 'history': [0.5, nan]}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ckptmgr.formats.tensor import Tensor
+from ckptmgr.tree_flatten import Flattener
+from ckptmgr.tree_nodes import StateMismatch, TreeError
+from ckptmgr.tree_restore import Restorer
+from ckptmgr.tree_unflatten import Read, Unflattener
+
+__all__ = ["FlatState", "Read", "StateMismatch", "TreeError", "flatten", "restore", "unflatten"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatState:
+    """A state as a file stores it.
+
+    Attributes:
+        tensors: In the order of the tree, with unique names; both `.ckpt` and `.safetensors` can hold all of them.
+            Their contents are views of live memory: copy them before training goes on.
+        skeleton: Everything else, as ASCII JSON without a newline. The same state gives the same text.
+        aliases: Second names of whole tensors (tied weights) to the names they are stored under, for `__metadata__`.
+    """
+
+    tensors: list[Tensor]
+    skeleton: str
+    aliases: Mapping[str, str]
+
+
+def flatten(state: object) -> FlatState:
+    """Take a state apart.
+
+    Args:
+        state: Any nesting of the types that the module names; nothing in it is changed or copied.
+
+    Raises:
+        UnsupportedState: A value of another type, a cycle, or more than 500 levels; names the path and the way out.
+    """
+    tensors, skeleton, aliases = Flattener().run(state)
+    return FlatState(tensors=tensors, skeleton=skeleton, aliases=aliases)
+
+
+def unflatten(skeleton: str, read: Read) -> object:
+    """Put a state together again.
+
+    Args:
+        skeleton: From `flatten`; it may come from a stranger.
+        read: Returns the tensor of a name as a NumPy array of its stored type. It is asked once for each name. A
+            writable array becomes part of the state; a read-only one is copied.
+
+    Raises:
+        TreeError: The skeleton is damaged or does not fit the tensors; what `read` raises passes through.
+    """
+    return Unflattener(read).run(skeleton)
+
+
+def restore(target: object, skeleton: str, read: Read) -> object:
+    """Put a stored state into an existing one.
+
+    All tensors are read and compared with the target first. Then objects get `load_state_dict`, arrays and tensors of
+    equal shape and type are filled in place, dicts, lists and sets are updated in place, generators get their state
+    last, and plain values are replaced. None in the target takes whatever is stored. A list whose length differs is
+    replaced when it holds plain values only (a history).
+
+    Args:
+        target: The state to fill, built as the stored one was.
+        skeleton: From `flatten`.
+        read: As for `unflatten`.
+
+    Returns:
+        The target, or what takes its place when it is immutable.
+
+    Raises:
+        StateMismatch: Missing or extra keys, other shapes or types; names every path. Nothing was changed.
+        TreeError: The skeleton is damaged or does not fit the tensors. Nothing was changed.
+    """
+    return Restorer().run(target, unflatten(skeleton, read))

@@ -1,0 +1,250 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The torch values of a state: tensors of every layout, sizes, types, devices.
+
+Imported only when a state or a skeleton has torch values in it.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckptmgr.formats.tensor import Tensor
+from ckptmgr.leaves import torch_bytes
+from ckptmgr.tree_memory import Leaf, Memory, extent, stored_as
+from ckptmgr.tree_nodes import Json, Path, TreeError, decode_shape, unsupported
+
+_DETACH_HINT = "save its state_dict(), or a plain copy: tensor.detach().clone()"
+_QUANTIZED = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
+_FULL_TENSOR_HINT = "save its full_tensor(), or use the distributed integration"
+
+
+def encode_torch_atom(value: object) -> tuple[Json] | None:
+    """Return the node of a torch value without parts, in a tuple; None for everything else."""
+    if isinstance(value, torch.Size):
+        return ({"torch.Size": list(value)},)
+    if isinstance(value, torch.dtype):
+        return ({"torch.dtype": dtype_name(value)},)
+    if isinstance(value, torch.device):
+        return ({"torch.device": str(value)},)
+    return None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of an element type without `torch.`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def decode_torch_dtype(node: object) -> torch.dtype:
+    """Return the element type of a name; raise TreeError for another one."""
+    dtype = getattr(torch, node, None) if isinstance(node, str) and node.isidentifier() else None
+    if not isinstance(dtype, torch.dtype):
+        raise TreeError(f"torch has no element type {node!r}")
+    return dtype
+
+
+def decode_torch_device(node: object) -> torch.device:
+    """Return the device of a name; raise TreeError for another one. The device need not be present."""
+    if isinstance(node, str) and re.fullmatch(r"[a-z]{1,20}(:[0-9]{1,3})?", node):
+        try:
+            return torch.device(node)
+        except RuntimeError:
+            pass
+    raise TreeError(f"torch has no device {node!r}")
+
+
+def decode_torch_size(node: object) -> torch.Size:
+    """Return the size of a list of integers; raise TreeError for another one."""
+    return torch.Size(decode_shape(node))
+
+
+def split_tensor(value: torch.Tensor, path: Path) -> tuple[Json, dict[str, object]] | None:
+    """Return the node and the parts of a sparse or quantized tensor; None for a plain one.
+
+    Raises:
+        UnsupportedState: A layout or type whose elements cannot be taken apart.
+    """
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        hint = _FULL_TENSOR_HINT if hasattr(value, "full_tensor") else _DETACH_HINT
+        raise unsupported(path, f"is a {type(value).__qualname__}", hint)
+    if value.is_meta:
+        raise unsupported(path, "is on the meta device, which holds no elements", "materialise it")
+    if value.is_quantized:
+        return _split_quantized(value, path)
+    if value.layout is torch.strided:
+        return None
+    if value.layout is not torch.sparse_coo:
+        raise unsupported(path, f"has the layout {value.layout}", "store it as to_sparse_coo()")
+    plain = value.detach()
+    node: Json = {
+        "sparse": {"shape": list(value.shape), "coalesced": value.is_coalesced(), **_flags(value)}
+    }
+    return node, {"indices": plain._indices(), "values": plain._values()}
+
+
+def _split_quantized(value: torch.Tensor, path: Path) -> tuple[Json, dict[str, object]]:
+    name, scheme = dtype_name(value.dtype), value.qscheme()
+    node: dict[str, Json] = {"dtype": name}
+    parts: dict[str, object] = {}
+    if name in _QUANTIZED and scheme is torch.per_tensor_affine:
+        node |= {"scale": value.q_scale().hex(), "zero_point": value.q_zero_point()}
+    elif name in _QUANTIZED and scheme is torch.per_channel_affine:
+        node |= {"axis": value.q_per_channel_axis()}
+        parts = {"scales": value.q_per_channel_scales()}
+        parts["zero_points"] = value.q_per_channel_zero_points()
+    else:
+        raise unsupported(path, f"is quantized as {name}, {scheme}", "store it as dequantize()")
+    return {"quantized": node}, {"integers": value.int_repr(), **parts}
+
+
+def _flags(value: torch.Tensor) -> dict[str, Json]:
+    flags: dict[str, Json] = {}
+    if isinstance(value, torch.nn.Parameter):
+        flags["parameter"] = True
+    if value.requires_grad:
+        flags["requires_grad"] = True
+    return flags
+
+
+def torch_leaf(value: torch.Tensor, path: Path, name: str) -> Leaf:
+    """Return the leaf of a plain tensor."""
+    spelling, shape = dtype_name(value.dtype), tuple(value.shape)
+    spec, is_bytes = stored_as(name, spelling, shape, value.dtype.itemsize)
+    node: dict[str, Json] = {"dtype": spelling, "shape": list(shape), **_flags(value)}
+    if is_bytes:
+        node["stored"] = "uint8"
+    return Leaf(
+        path=str(path),
+        node=node,
+        value=value,
+        tensor=Tensor(spec=spec, content=partial(torch_bytes, value)),
+        item_bytes=value.dtype.itemsize,
+        shape=shape,
+        memory=_memory(value),
+    )
+
+
+def _memory(value: torch.Tensor) -> Memory | None:
+    # Conjugated and negated views differ from their memory: stored on their own, as the values they stand for.
+    if value.numel() == 0 or value.is_conj() or value.is_neg():
+        return None
+    storage, item_bytes = value.untyped_storage(), value.dtype.itemsize
+    strides = tuple(stride * item_bytes for stride in value.stride())
+    low, origin = storage.data_ptr(), value.data_ptr()
+    start, stop = extent(origin, value.shape, strides, item_bytes)
+
+    def content(first: int, last: int) -> memoryview:
+        flat = torch.empty(0, dtype=torch.uint8, device=value.device)
+        flat.set_(storage, first - low, (last - first,), (1,))
+        return flat.cpu().numpy().data
+
+    return Memory(
+        device=str(value.device),
+        start=start,
+        stop=stop,
+        origin=origin,
+        strides=strides,
+        alignment=item_bytes,
+        bounds=(low, low + storage.nbytes()),
+        content=content,
+    )
+
+
+def build_tensor(
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    *,
+    memory: torch.Tensor,
+    offset: int,
+    strides: Sequence[int],
+) -> torch.Tensor:
+    """Return a view of uint8 memory, `offset` and `strides` in bytes, already checked to lie inside it."""
+    item_bytes = dtype.itemsize
+    if offset % item_bytes or any(stride % item_bytes for stride in strides):
+        raise TreeError(f"elements of {item_bytes} bytes lie unaligned")
+    if any(stride < 0 for stride in strides):
+        raise TreeError("torch has no negative strides")
+    usable = memory[: memory.numel() // item_bytes * item_bytes].view(dtype)
+    steps = [stride // item_bytes for stride in strides]
+    return usable.as_strided(shape, steps, offset // item_bytes)
+
+
+def with_flags(tensor: torch.Tensor, node: dict[str, Json]) -> torch.Tensor:
+    """Return the tensor as a parameter and with gradients where the node says so."""
+    requires_grad = node.get("requires_grad", False)
+    if node.get("parameter", False):
+        return torch.nn.Parameter(tensor, requires_grad=bool(requires_grad))
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def build_sparse(node: dict[str, Json], parts: list[Any]) -> torch.Tensor:
+    """Return a COO tensor from its parts; torch checks that the indices are inside the shape."""
+    indices, values = parts
+    tensor = torch.sparse_coo_tensor(
+        indices,
+        values,
+        decode_shape(node["shape"]),
+        is_coalesced=bool(node["coalesced"]),
+        check_invariants=True,
+    )
+    return with_flags(tensor, node)
+
+
+def build_quantized(node: dict[str, Json], parts: list[Any]) -> torch.Tensor:
+    """Return a quantized tensor from its integers and parameters."""
+    name = node["dtype"]
+    want = _QUANTIZED.get(name) if isinstance(name, str) else None
+    if want is None or dtype_name(parts[0].dtype) != want:
+        raise TreeError(f"a tensor quantized as {name!r} has parts of another type")
+    with warnings.catch_warnings():
+        # torch calls its own quantized types deprecated; the state that is restored has them all the same.
+        warnings.filterwarnings("ignore", message=".*quantize", category=UserWarning)
+        if len(parts) == 3:
+            axis = node["axis"]
+            if type(axis) is not int or not 0 <= axis < parts[0].dim():
+                raise TreeError(f"a quantized tensor has the axis {axis!r}")
+            integers, scales, zero_points = parts
+            return torch._make_per_channel_quantized_tensor(integers, scales, zero_points, axis)
+        scale, zero_point = float.fromhex(str(node["scale"])), node["zero_point"]
+        return torch._make_per_tensor_quantized_tensor(parts[0], scale, zero_point)  # type: ignore[arg-type]
+
+
+def generator_state(generator: torch.Generator) -> tuple[str, torch.Tensor]:
+    """Return the device and the state of a generator."""
+    return str(generator.device), generator.get_state()
+
+
+def build_generator(device: object, state: object) -> torch.Generator:
+    """Return a generator with the given state.
+
+    Raises:
+        TreeError: No such device here, or a state of another kind.
+    """
+    if not isinstance(state, torch.Tensor):
+        raise TreeError("the state of a torch generator is not a tensor")
+    try:
+        generator = torch.Generator(decode_torch_device(device))
+        generator.set_state(state)
+    except (RuntimeError, TypeError) as error:
+        raise TreeError(
+            f"no torch generator on {device!r} takes the stored state: {error}"
+        ) from None
+    return generator
+
+
+ATOM_DECODERS: dict[str, Callable[[object], object]] = {
+    "torch.Size": decode_torch_size,
+    "torch.dtype": decode_torch_dtype,
+    "torch.device": decode_torch_device,
+}
+
+
+def from_host(memory: np.ndarray) -> torch.Tensor:
+    """Return a tensor over the memory of a NumPy array."""
+    return torch.from_numpy(memory)
