@@ -44,7 +44,9 @@ class FileDigest:
     def total(self) -> bytes:
         """The digest that commits to the whole file."""
         head = b"ckptmgr.digest/1" + self.size_bytes.to_bytes(8, "little")
-        return blake3(head + self.range_bytes.to_bytes(8, "little") + b"".join(self.ranges)).digest()
+        return blake3(
+            head + self.range_bytes.to_bytes(8, "little") + b"".join(self.ranges)
+        ).digest()
 
 
 def digest_of(source: Source) -> FileDigest:
@@ -139,7 +141,9 @@ def check_size(size_bytes: int, digest: FileDigest, *, path: str) -> None:
     """
     if size_bytes < digest.size_bytes:
         raise TruncatedCheckpoint(
-            f"{size_bytes} bytes, but the manifest says {digest.size_bytes}", path=path, offset=size_bytes
+            f"{size_bytes} bytes, but the manifest says {digest.size_bytes}",
+            path=path,
+            offset=size_bytes,
         )
     if size_bytes > digest.size_bytes:
         raise ChecksumMismatch(

@@ -18,7 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ckptmgr.crypto.keys import Key, check_manifest_mac, manifest_mac
+from ckptmgr.crypto.key import Key, is_manifest_mac, manifest_mac
 from ckptmgr.digest import ALGORITHM, DIGEST_BYTES, FileDigest
 from ckptmgr.errors import CorruptCheckpoint, KeyProblem, TamperedCheckpoint
 from ckptmgr.model import Checkpoint, Pin, State
@@ -60,7 +60,7 @@ class Manifest:
         parent_run_ids: The runs it was resumed from, newest first.
         step: Global training step.
         attempt: Which save of this step it is, from 0.
-        sequence: Order of commits in the series, from 1.
+        sequence: Order of commits in the directory, from 1.
         saved_at: UTC.
         epoch: Epoch number, or None.
         why: `policy`, `end`, `manual`, or `exception: ...`.
@@ -68,7 +68,7 @@ class Manifest:
         pins: Reasons to keep it for ever.
         world_size: Number of ranks that saved together.
         stats: Seconds and bytes of the stages of the save.
-        replaces: The entry of the data file that has this name until the swap, or None.
+        replaces: The manifest of the data that has this name until the swap, or None.
     """
 
     file: FileEntry
@@ -85,13 +85,15 @@ class Manifest:
     pins: tuple[Pin, ...] = ()
     world_size: int = 1
     stats: Mapping[str, float] = field(default_factory=dict)
-    replaces: FileEntry | None = None
+    replaces: Manifest | None = None
 
     def without_replaced(self) -> Manifest:
         """Return the manifest as it is after the swap."""
         return replace(self, replaces=None)
 
-    def to_checkpoint(self, directory: Path, *, state: State = State.OK, problem: str | None = None) -> Checkpoint:
+    def to_checkpoint(
+        self, directory: Path, *, state: State = State.OK, problem: str | None = None
+    ) -> Checkpoint:
         """Return the value that policies see."""
         return Checkpoint(
             path=directory / self.file.name,
@@ -128,7 +130,9 @@ def encode(manifest: Manifest, *, key: Key | None = None) -> bytes:
     return json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
-def decode(data: bytes, *, path: Path, key: Key | None = None, must_authenticate: bool = False) -> Manifest:
+def decode(
+    data: bytes, *, path: Path, key: Key | None = None, must_authenticate: bool = False
+) -> Manifest:
     """Parse a manifest strictly.
 
     Args:
@@ -178,8 +182,10 @@ def _authenticate(
         mac = bytes.fromhex(str(auth.get("mac")))
     except ValueError:
         mac = b""
-    if not check_manifest_mac(key, _canonical(document), mac):
-        raise TamperedCheckpoint("the manifest was changed: its authentication does not match", path=path)
+    if not is_manifest_mac(key, _canonical(document), mac=mac):
+        raise TamperedCheckpoint(
+            "the manifest was changed: its authentication does not match", path=path
+        )
 
 
 def _canonical(document: Mapping[str, Any]) -> bytes:
@@ -226,7 +232,7 @@ def _to_document(manifest: Manifest) -> dict[str, Any]:
         "files": [_entry_to_document(manifest.file)],
     }
     if manifest.replaces is not None:
-        document["replaces"] = _entry_to_document(manifest.replaces)
+        document["replaces"] = _to_document(manifest.replaces.without_replaced())
     return document
 
 
@@ -264,11 +270,12 @@ def _from_document(document: Mapping[str, Any]) -> Manifest:
         why=_typed(document["why"], str),
         metrics={name: _number_from_json(value) for name, value in document["metrics"].items()},
         pins=tuple(
-            Pin(name=_typed(pin["name"], str), reason=_typed(pin["reason"], str)) for pin in document["pins"]
+            Pin(name=_typed(pin["name"], str), reason=_typed(pin["reason"], str))
+            for pin in document["pins"]
         ),
         world_size=_count(document["world"]["size"]),
         stats={name: _number_from_json(value) for name, value in document["stats"].items()},
-        replaces=None if replaces is None else _entry_from_document(replaces),
+        replaces=None if replaces is None else _from_document({**replaces, "replaces": None}),
     )
 
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The values that decisions are made from and explained with. All frozen, no I/O.
 
-Identity: a checkpoint is (series, run, step, attempt). A step can repeat after a rollback; order is (step, attempt), and
-`sequence` (the order of commits) tells attempts apart. Modification times decide nothing.
+Identity: a checkpoint is (series, step, attempt); a step can repeat after a rollback. Order is the order of commits, which
+manifests number; files without manifest come first, by step. Modification times decide nothing.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Checkpoint:
         run_id: The run that wrote it; None for bare files.
         step: Global training step.
         attempt: 0 for the first save of this step in the series, 1 for the next one after a rollback, ...
-        sequence: Order of commits in the series, from 1; 0 for bare files.
+        sequence: Order of commits in the directory, from 1; 0 for bare files.
         epoch: Epoch number, or None.
         why: What triggered the save: `policy`, `end`, `manual`, or `exception: ...` (the state may be mid-step).
         saved_at: When the save was acknowledged, UTC.
@@ -74,7 +74,7 @@ class Checkpoint:
     sequence: int = 0
     epoch: int | None = None
     why: str = "manual"
-    metrics: Mapping[str, float] = field(default=_NO_METRICS, hash=False)
+    metrics: Mapping[str, float] = field(default_factory=lambda: _NO_METRICS, hash=False)
     pins: tuple[Pin, ...] = ()
     state: State = State.OK
     format: str = "ckpt"
@@ -89,8 +89,11 @@ class Checkpoint:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """The sort key inside a series, oldest first."""
-        return (self.step, self.attempt, self.sequence)
+        """The sort key, oldest first: the order of commits, and of steps where no manifest says it.
+
+        Not the step alone: after a rollback from step 100 to 50, the save of step 60 is newer than that of step 100.
+        """
+        return (self.sequence, self.step, self.attempt)
 
     @property
     def is_countable(self) -> bool:

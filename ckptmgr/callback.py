@@ -1,0 +1,325 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ModelCheckpoint`: MindSpore's callback for any training loop.
+
+It takes any run context whose `original_args()` has `cur_step_num`, `cur_epoch_num`, `batch_num` and `train_network` (a
+mapping of names to arrays, an object with `state_dict()`, or a MindSpore Cell). File names, triggers and what is kept are
+MindSpore's; the order of work is not: a file is removed only after its successor is durable, a failed save is not marked as
+done, and only files this run wrote (or the run it was resumed from) are ever removed.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+from ckptmgr.config import CheckpointConfig
+from ckptmgr.crypto.key import Key
+from ckptmgr.formats.tensor import Item
+from ckptmgr.fsio import FileSystem
+from ckptmgr.leaves import named_tensors
+from ckptmgr.loader import ReadOptions, Value, read_values
+from ckptmgr.model import Checkpoint
+from ckptmgr.naming import (
+    breakpoint_name,
+    check_directory,
+    check_prefix,
+    check_prefix_result,
+    checkpoint_name,
+    restart_prefix,
+    step_in_epoch,
+)
+from ckptmgr.resume import Skipped, first_that_loads, newest_first, open_checkpoint
+from ckptmgr.save_policy import LastSave, decide_at_end
+from ckptmgr.saver import SaveOptions
+from ckptmgr.serialization import join_items
+from ckptmgr.series import SaveFacts, SeriesWriter
+from ckptmgr.store import Store
+
+_LOG = logging.getLogger(__name__)
+
+
+class RunContext(Protocol):
+    """What a training loop hands to a callback."""
+
+    def original_args(self) -> Any:
+        """Return an object with `cur_step_num`, `cur_epoch_num`, `batch_num` and `train_network`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumed:
+    """What `ModelCheckpoint.resume` found.
+
+    Attributes:
+        checkpoint: The newest checkpoint that loads.
+        values: Its content, name to array or string.
+        skipped: Newer ones that were passed over, and why.
+    """
+
+    checkpoint: Checkpoint
+    values: dict[str, Value]
+    skipped: tuple[Skipped, ...]
+
+
+class ModelCheckpoint:
+    """Save checkpoints from a training loop.
+
+    Args:
+        prefix: Start of the file names, or a function of the callback parameters that returns the whole name.
+        directory: Where to save; created if missing. Or a function of the callback parameters. Default: the working directory.
+        config: When and how to save, what to keep.
+        clock: Seconds since the epoch.
+        fs: The disk.
+
+    Raises:
+        ValueError, TypeError, NotADirectoryError: An argument is unusable; messages as MindSpore's.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Return an instance that MindSpore accepts as one of its callbacks when MindSpore is in use."""
+        if cls is ModelCheckpoint and "mindspore" in sys.modules:
+            from ckptmgr.integrations.mindspore import callback_class
+
+            adapter: type[Self] = callback_class()
+            return super().__new__(adapter)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        prefix: str | Callable[[Any], str] = "CKP",
+        directory: str | Callable[[Any], str] | None = None,
+        config: CheckpointConfig | None = None,
+        *,
+        clock: Callable[[], float] = time.time,
+        fs: FileSystem | None = None,
+    ) -> None:
+        super().__init__()
+        checked = check_prefix(prefix)
+        self._directory_of = directory if callable(directory) else None
+        self._directory = Path.cwd()
+        if directory is not None and not callable(directory):
+            self._directory = check_directory(directory)
+        if config is None:
+            config = CheckpointConfig()
+        if not isinstance(config, CheckpointConfig):
+            raise TypeError(
+                "For 'ModelCheckpoint', the type of argument 'config' should be 'CheckpointConfig', "
+                f"but got {type(config)}."
+            )
+        self._config = config
+        self._key = None if config.enc_key is None else Key(config.enc_key)
+        self._clock = clock
+        self._fs = fs
+        self._prefix_of = checked if callable(checked) else None
+        self._base_prefix = "" if callable(checked) else checked
+        self._prefix = self._base_prefix
+        self._writers: dict[tuple[Path, str], SeriesWriter] = {}
+        if self._prefix_of is None and self._directory_of is None:
+            self._make_directory(self._directory)
+            self._prefix = restart_prefix(self._prefix, self._names(self._directory))
+        self._last = LastSave(step=0, at=clock())
+        self._latest = ""
+        self._params: Any = None
+
+    @property
+    def latest_ckpt_file_name(self) -> str:
+        """Path of the newest durable checkpoint of this run, or an empty string."""
+        return self._latest
+
+    def begin(self, run_context: RunContext) -> None:
+        """Note the run context; called once before training."""
+        self._params = run_context.original_args()
+
+    def epoch_begin(self, run_context: RunContext) -> None:
+        """Note the run context."""
+        self._params = run_context.original_args()
+
+    def step_begin(self, run_context: RunContext) -> None:
+        """Note the run context."""
+        self._params = run_context.original_args()
+
+    def step_end(self, run_context: RunContext) -> None:
+        """Save if the policy says so; called after every step.
+
+        Raises:
+            CkptmgrError, OSError: The save failed; the earlier checkpoints are intact and the next step tries again.
+        """
+        self._params = run_context.original_args()
+        self._save_if_due(self._params, is_end=False)
+
+    def epoch_end(self, run_context: RunContext) -> None:
+        """Note the run context."""
+        self._params = run_context.original_args()
+
+    def end(self, run_context: RunContext) -> None:
+        """Save the last step unless it was saved already; called once after training."""
+        self._params = run_context.original_args()
+        self._save_if_due(self._params, is_end=True)
+        self.close()
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        """See `begin`."""
+        self.begin(run_context)
+
+    def on_train_epoch_begin(self, run_context: RunContext) -> None:
+        """See `epoch_begin`."""
+        self.epoch_begin(run_context)
+
+    def on_train_step_begin(self, run_context: RunContext) -> None:
+        """See `step_begin`."""
+        self.step_begin(run_context)
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        """See `step_end`."""
+        self.step_end(run_context)
+
+    def on_train_epoch_end(self, run_context: RunContext) -> None:
+        """See `epoch_end`."""
+        self.epoch_end(run_context)
+
+    def on_train_end(self, run_context: RunContext) -> None:
+        """See `end`."""
+        self.end(run_context)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None and self._config.exception_save and self._params is not None:
+            self._save_breakpoint(error)
+        self.close()
+
+    def close(self) -> None:
+        """Let other processes write this series. Saving again takes it back."""
+        for writer in self._writers.values():
+            writer.close()
+
+    def resume(self) -> Resumed | None:
+        """Return the newest checkpoint of this prefix in the directory that really loads, or None.
+
+        Runs of the same prefix count (`net`, `net_1`, ...). Damaged files are skipped. From then on this run continues
+        that one: its checkpoints count for the keep policy, and it is itself never removed.
+
+        Raises:
+            KeyProblem: There are checkpoints, but none opens with the key of the configuration.
+        """
+        writer = self._writer(self._directory, self._prefix)
+        family = re.compile(re.escape(self._base_prefix) + r"(_\d+)?")
+        candidates = [c for c in newest_first(writer.store.scan()) if family.fullmatch(c.series)]
+        options = ReadOptions(key=self._key)
+
+        def load(checkpoint: Checkpoint) -> dict[str, Value]:
+            with open_checkpoint(writer.store, checkpoint, options=options) as (opened, _):
+                return read_values(opened)
+
+        checkpoint, values, skipped = first_that_loads(candidates, load)
+        for one in skipped:
+            _LOG.warning("skipped %s: %s", one.checkpoint.path, one.reason)
+        if checkpoint is None or values is None:
+            return None
+        writer.continue_from(checkpoint, writer.store.read_manifest(checkpoint.name))
+        return Resumed(checkpoint=checkpoint, values=values, skipped=tuple(skipped))
+
+    def _save_if_due(self, params: Any, *, is_end: bool) -> None:
+        step, now = int(params.cur_step_num), self._clock()
+        policy = self._config.save_policy()
+        prefix = self._prefix
+        if self._prefix_of is not None:
+            prefix = check_prefix_result(self._prefix_of(params))
+        if self._directory_of is not None:
+            self._directory = check_directory(self._directory_of(params))
+            self._make_directory(self._directory)
+        decision = (
+            decide_at_end(policy, step, last=self._last)
+            if is_end
+            else policy.decide(step, now, self._last)
+        )
+        if not decision.is_due:
+            return
+        self._refuse_unbuilt()
+        epoch = int(params.cur_epoch_num)
+        if self._prefix_of is not None:
+            name = f"{prefix}.{self._config.format}"
+        else:
+            position = step_in_epoch(step, int(params.batch_num))
+            name = checkpoint_name(
+                prefix, epoch, step_in_epoch=position, format=self._config.format
+            )
+        writer = self._writer(self._directory, prefix)
+        facts = SaveFacts(
+            step=step,
+            epoch=epoch,
+            why="end" if is_end else "policy",
+            metrics=getattr(params, "metrics", None),
+        )
+        checkpoint = writer.save(name, self._items(params, step=step, epoch=epoch), facts)
+        self._last = LastSave(step=step, at=now)
+        self._latest = str(checkpoint.path)
+        if self._prefix_of is None:
+            writer.retain(self._config.retention_policy())
+
+    def _save_breakpoint(self, error: BaseException) -> None:
+        # Whatever goes wrong here must not replace the error that stopped the training.
+        try:
+            step, epoch = int(self._params.cur_step_num), int(self._params.cur_epoch_num)
+            base = self._base_prefix or "breakpoint"
+            prefix = restart_prefix(base, self._names(self._directory), is_breakpoint=True)
+            position = step_in_epoch(step, int(self._params.batch_num)) if step > 0 else 0
+            name = breakpoint_name(prefix, epoch, step_in_epoch=position)
+            facts = SaveFacts(step=step, epoch=epoch, why=f"exception: {type(error).__name__}")
+            writer = self._writer(self._directory, self._prefix)
+            items = self._items(self._params, step=step, epoch=epoch)
+            writer.save(name, items, facts, options=replace(writer.options, format="ckpt"))
+        except Exception as failure:
+            error.add_note(f"ckptmgr: the breakpoint checkpoint could not be saved: {failure}")
+
+    def _refuse_unbuilt(self) -> None:
+        if self._config.remove_redundancy:
+            # MindSpore raises this only after it has deleted an older checkpoint.
+            raise TypeError(
+                "The deduplication feature for saving checkpoint can only be used in parallel scenarios, "
+                "but got 'stand_alone'."
+            )
+
+    def _items(self, params: Any, *, step: int, epoch: int) -> list[Item]:
+        network = self._config.saved_network
+        items = named_tensors(params.train_network if network is None else network)
+        append = self._config.append_values(epoch, step=step)
+        return join_items(items, named_tensors(append or {}))
+
+    def _writer(self, directory: Path, prefix: str) -> SeriesWriter:
+        # Names of a callable prefix share one series that is this object's own: they are never pruned.
+        series = prefix if self._prefix_of is None else f"{type(self).__name__}-{id(self):x}"
+        writer = self._writers.get((directory, series))
+        if writer is None:
+            options = SaveOptions(
+                format=self._config.format,
+                key=self._key,
+                mode=self._config.enc_mode,
+                has_crc=self._config.crc_check,
+            )
+            store = Store(
+                directory, fs=self._fs, key=self._key, must_authenticate=self._key is not None
+            )
+            writer = SeriesWriter(store, series, options=options, clock=self._clock)
+            self._writers[directory, series] = writer
+        return writer
+
+    def _make_directory(self, directory: Path) -> None:
+        Store(directory, fs=self._fs).fs.make_directory(directory, mode=0o700)
+
+    def _names(self, directory: Path) -> list[str]:
+        fs = Store(directory, fs=self._fs).fs
+        return [] if fs.status(directory) is None else sorted(fs.list(directory))

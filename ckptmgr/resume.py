@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find the newest checkpoint that really loads: from new to old, each verified, damaged ones skipped with a reason.
+
+Leftovers and half-written files never make this fail; finding nothing is an answer, not an error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ckptmgr.errors import CkptmgrError, KeyProblem
+from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source, translated_errors
+from ckptmgr.manifest import Manifest
+from ckptmgr.model import Checkpoint, State
+from ckptmgr.store import Store
+
+_Loaded = TypeVar("_Loaded")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Skipped:
+    """A checkpoint that was passed over."""
+
+    checkpoint: Checkpoint
+    reason: str
+
+
+@contextlib.contextmanager
+def open_checkpoint(
+    store: Store, checkpoint: Checkpoint, *, options: ReadOptions
+) -> Iterator[tuple[OpenCheckpoint, Manifest | None]]:
+    """Open a checkpoint of a store with everything that is known about it.
+
+    Raises:
+        CkptmgrError: It is damaged, locked away by a key, or gone.
+        OSError: From the disk.
+    """
+    with translated_errors(str(checkpoint.path)):
+        manifest = store.read_manifest(checkpoint.name)
+        with contextlib.closing(store.fs.open(checkpoint.path)) as raw:
+            opened = open_source(raw, path=str(checkpoint.path), options=options, manifest=manifest)
+            yield opened, manifest
+
+
+def newest_first(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
+    """Return the checkpoints worth trying, newest first; emergency saves last, as their state may be mid-step."""
+    usable = [c for c in checkpoints if c.state in (State.OK, State.UNVERIFIED, State.CORRUPT)]
+    return sorted(usable, key=lambda c: (not c.is_emergency, *c.order, c.saved_at), reverse=True)
+
+
+def first_that_loads(
+    candidates: Sequence[Checkpoint], load: Callable[[Checkpoint], _Loaded]
+) -> tuple[Checkpoint | None, _Loaded | None, list[Skipped]]:
+    """Return the first candidate that loads, what it loaded to, and the ones skipped before it.
+
+    Raises:
+        KeyProblem: Every candidate failed for want of the right key: starting over would silently lose the run.
+    """
+    skipped = []
+    problems: list[Exception] = []
+    for checkpoint in candidates:
+        if checkpoint.state is State.CORRUPT:
+            skipped.append(Skipped(checkpoint=checkpoint, reason=checkpoint.problem or "corrupt"))
+            continue
+        try:
+            return checkpoint, load(checkpoint), skipped
+        except (CkptmgrError, OSError) as error:
+            problems.append(error)
+            reason = error.message if isinstance(error, CkptmgrError) else str(error)
+            skipped.append(Skipped(checkpoint=checkpoint, reason=reason))
+    if problems and all(isinstance(error, KeyProblem) for error in problems):
+        raise problems[0]
+    return None, None, skipped

@@ -1,0 +1,414 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`save_checkpoint` and `load_checkpoint`: MindSpore's functions, for one file at a time.
+
+Same parameters, defaults and argument errors. Different on purpose, each for safety:
+
+* A save is atomic and durable, replaces a file only when the new one is on disk, and leaves a manifest with digests.
+* Mixed dictionaries are saved whole; a name that appears twice is an error, never a silent replacement.
+* `enc_key` with `crc_check` works: the CRC goes inside the encryption.
+* Encrypted files are sealed. Given `dec_key`, a file without a seal is refused unless `allow_unsealed=True`.
+* What MindSpore fills with zeros, cuts or crashes on is an error that names file, offset and tensor.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ckptmgr.config_checks import (
+    check_async_save,
+    check_bool,
+    check_cipher,
+    check_is_bool,
+    check_key,
+    check_mode,
+)
+from ckptmgr.crypto.key import Key
+from ckptmgr.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedState
+from ckptmgr.formats.source import BytesSource, Source
+from ckptmgr.formats.tensor import Item, Tensor
+from ckptmgr.leaves import named_tensors
+from ckptmgr.loader import ReadOptions, Value, open_source, read_values
+from ckptmgr.manifest import FileEntry, Manifest
+from ckptmgr.model import Checkpoint
+from ckptmgr.naming import parse_name
+from ckptmgr.saver import SaveOptions, save_items
+from ckptmgr.store import Store
+
+_FORMATS = ("ckpt", "safetensors")
+_EMPTY_RESULT = (
+    "The loaded parameter dict is empty after filter or specify, please check whether 'filter_prefix' or "
+    "'specify_prefix' are set correctly."
+)
+
+
+def save_checkpoint(
+    save_obj: object,
+    ckpt_file_name: str | os.PathLike[str],
+    integrated_save: bool = True,
+    async_save: bool | str = False,
+    append_dict: Mapping[str, object] | None = None,
+    enc_key: bytes | None = None,
+    enc_mode: str = "AES-GCM",
+    choice_func: Callable[[str], bool] | None = None,
+    crc_check: bool = False,
+    format: str = "ckpt",
+    **kwargs: object,
+) -> Checkpoint:
+    """Save tensors to one file; when it returns, they survive a power cut.
+
+    Args:
+        save_obj: A mapping of names to arrays or strings, MindSpore's list of `{"name", "data"}`, an object with
+            `state_dict()`, or a MindSpore Cell.
+        ckpt_file_name: Where; `.ckpt` or `.safetensors` is appended unless the name ends with the format.
+        integrated_save: Accepted; it matters for sharded parameters only.
+        async_save: Accepted (`True`, `"thread"`, `"process"`); this version saves before it returns.
+        append_dict: More values to store: int, float, bool, str, arrays.
+        enc_key: 16, 24 or 32 bytes (SM4-CBC: 16) encrypt and seal the file.
+        enc_mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`.
+        choice_func: Which names to save.
+        crc_check: Store a CRC32; with a key, inside the encryption.
+        format: `ckpt` or `safetensors`.
+        kwargs: MindSpore's `remove_redundancy` (noted in safetensors metadata); others are ignored as MindSpore does.
+
+    Returns:
+        The checkpoint as listed.
+
+    Raises:
+        TypeError, ValueError, IsADirectoryError: An argument is unusable; messages as MindSpore's.
+        StoreFull: Not enough disk space; nothing was changed.
+        OSError: From the disk; an older file of this name is intact.
+    """
+    path = _save_path(save_obj, ckpt_file_name, format)
+    check_bool(integrated_save)
+    check_async_save(async_save)
+    _check_append_dict(append_dict)
+    check_key("enc_key", enc_key)
+    check_mode("enc_mode", enc_mode)
+    check_is_bool("crc_check", crc_check)
+    remove_redundancy = kwargs.get("remove_redundancy")
+    if remove_redundancy is not None:
+        check_is_bool("remove_redundancy", remove_redundancy)
+    _check_safetensors_options(format, enc_key, enc_mode, kwargs.get("incremental", False))
+    check_cipher(enc_key, enc_mode)
+    items = join_items(named_tensors(save_obj), named_tensors(dict(append_dict or {})))
+    if choice_func is not None:
+        items = [item for item in items if choice_func(name_of(item))]
+    metadata = None
+    if format == "safetensors" and remove_redundancy is not None:
+        metadata = {"remove_redundancy": str(remove_redundancy)}
+    key = None if enc_key is None else Key(enc_key)
+    options = SaveOptions(format=format, key=key, mode=enc_mode, has_crc=crc_check)
+    store = Store(path.parent, key=key)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(2, os.strerror(2), str(path))
+    facts = dict(append_dict or {})
+    manifest = save_items(
+        store,
+        path.name,
+        items,
+        options=options,
+        series=path.stem,
+        describe=lambda entry, stats: _manifest(entry, stats, path, facts),
+        metadata=metadata,
+    )
+    return manifest.to_checkpoint(path.parent)
+
+
+def load_checkpoint(
+    ckpt_file_name: str | os.PathLike[str] | io.BytesIO,
+    net: Any = None,
+    strict_load: bool = False,
+    filter_prefix: str | Sequence[str] | None = None,
+    dec_key: bytes | None = None,
+    dec_mode: str = "AES-GCM",
+    specify_prefix: str | Sequence[str] | None = None,
+    choice_func: Callable[[str], bool] | None = None,
+    crc_check: bool = False,
+    remove_redundancy: bool = False,
+    format: str | None = None,
+    *,
+    allow_unsealed: bool = False,
+) -> dict[str, Value]:
+    """Load one file; a damaged one is an error, never a wrong value.
+
+    Args:
+        ckpt_file_name: A `.ckpt` or `.safetensors` file, or a safetensors file in a BytesIO.
+        net: Load into this as well: a mapping of names to arrays, an object with `load_state_dict()`, or a MindSpore Cell.
+        strict_load: For a Cell: refuse other element types.
+        filter_prefix: Leave out names that start so.
+        dec_key: The key; files without a seal are then refused, unless `allow_unsealed`.
+        dec_mode: The cipher mode.
+        specify_prefix: Only names that start so.
+        choice_func: Which names to load; ignored with either prefix, as in MindSpore.
+        crc_check: Compare the CRC32.
+        remove_redundancy: Accepted; it matters for sharded parameters only.
+        format: `ckpt` or `safetensors`; None goes by the file.
+        allow_unsealed: Accept files that are not authenticated as a whole (MindSpore's own) although a key is given.
+
+    Returns:
+        Name to array (bf16 by `ml_dtypes`), string, or `MapArrays`; in file order.
+
+    Raises:
+        CorruptCheckpoint: Damaged; names file, offset and tensor. Also a ValueError.
+        KeyProblem: Wrong or missing key, or no seal. Also a ValueError.
+        TypeError, ValueError: An argument is unusable; messages as MindSpore's.
+    """
+    check_key("dec_key", dec_key)
+    check_mode("dec_mode", dec_mode)
+    check_is_bool("crc_check", crc_check)
+    check_is_bool("remove_redundancy", remove_redundancy)
+    choose = _chooser(filter_prefix, specify_prefix, choice_func)
+    key = None if dec_key is None else Key(dec_key)
+    options = ReadOptions(key=key, mode=dec_mode, allow_unsealed=allow_unsealed)
+    if isinstance(ckpt_file_name, io.BytesIO):
+        if format != "safetensors":
+            raise TypeError(
+                "ckpt don't support BytesIO as input type, please change to safetensors."
+            )
+        values = _read(
+            BytesSource(ckpt_file_name.getvalue()), "<BytesIO>", options, None, choose, crc_check
+        )
+    else:
+        path = _load_path(ckpt_file_name, format)
+        store = Store(path.parent, key=key)
+        manifest = store.read_manifest(path.name)
+        with closing(store.fs.open(path)) as raw:
+            values = _read(raw, str(path), options, manifest, choose, crc_check)
+    if not values:
+        raise ValueError(_EMPTY_RESULT)
+    if net is not None:
+        load_into(net, values, strict=strict_load)
+    return values
+
+
+def join_items(items: Sequence[Item], appended: Sequence[Item]) -> list[Item]:
+    """Return the items of the network and those appended to it.
+
+    Raises:
+        UnsupportedState: A name is in both: one would silently replace the other.
+    """
+    taken = {name_of(item) for item in items}
+    for item in appended:
+        if name_of(item) in taken:
+            raise UnsupportedState(
+                f"{name_of(item)!r} is the name of a parameter and of an appended value",
+                hint="rename the appended value; saving both would lose the parameter",
+            )
+    return [*items, *appended]
+
+
+def name_of(item: Item) -> str:
+    """Return the name an item is stored under."""
+    return item.spec.name if isinstance(item, Tensor) else item.name
+
+
+def load_into(net: Any, values: Mapping[str, Value], *, strict: bool = False) -> None:
+    """Put loaded values into a network.
+
+    Args:
+        net: A mapping of names to arrays (filled in place), an object with `load_state_dict()`, or a MindSpore Cell.
+        values: Name to value.
+        strict: For a Cell: refuse other element types.
+
+    Raises:
+        TypeError: It is none of these.
+        CorruptCheckpoint: An array has another shape or type than the network's.
+    """
+    if hasattr(net, "parameters_and_names"):
+        from ckptmgr.integrations.mindspore import load_into_cell
+
+        load_into_cell(net, values, strict=strict)
+    elif hasattr(net, "load_state_dict"):
+        net.load_state_dict(dict(values))
+    elif isinstance(net, Mapping):
+        _fill(net, values)
+    else:
+        raise TypeError(
+            f"For 'load_param_into_net', the argument 'net' should be a Cell, but got {type(net)}."
+        )
+
+
+def _fill(net: Mapping[str, Any], values: Mapping[str, Value]) -> None:
+    shared = [name for name in net if name in values]
+    for name in shared:
+        mine, theirs = net[name], values[name]
+        if getattr(mine, "shape", None) != getattr(theirs, "shape", None) or getattr(
+            mine, "dtype", None
+        ) != getattr(theirs, "dtype", None):
+            raise CorruptCheckpoint(
+                f"{name!r} has another shape or type in the network", tensor=name
+            )
+    for name in shared:
+        net[name][...] = values[name]
+
+
+def _read(
+    raw: Source,
+    path: str,
+    options: ReadOptions,
+    manifest: Manifest | None,
+    choose: Callable[[str], bool],
+    check_crc: bool,
+) -> dict[str, Value]:
+    opened = open_source(raw, path=path, options=options, manifest=manifest)
+    return read_values(opened, choose=choose, check_crc=check_crc)
+
+
+def _save_path(save_obj: object, name: object, format: str) -> Path:
+    if format not in _FORMATS:
+        raise ValueError(
+            f"For 'save_checkpoint', the format must be 'safetensors' or 'ckpt', but got {format}."
+        )
+    is_network = hasattr(save_obj, "state_dict") or hasattr(save_obj, "parameters_and_names")
+    if not isinstance(save_obj, (list, Mapping)) and not is_network:
+        raise TypeError(
+            "For 'save_checkpoint', the parameter 'save_obj' must be nn.Cell, list or dict, "
+            f"but got {type(save_obj)}."
+        )
+    if not isinstance(name, (str, os.PathLike)):
+        raise TypeError(
+            f"For 'save_checkpoint', the parameter {name} for checkpoint file name is invalid,"
+            f"'ckpt_file_name' must be string, but got {type(name)}."
+        )
+    path = Path(os.path.realpath(name))
+    if path.is_dir():
+        raise IsADirectoryError(
+            f"For 'save_checkpoint', the parameter `ckpt_file_name`: {path} is a directory, it must be a file name."
+        )
+    return path if path.name.endswith(format) else path.with_name(f"{path.name}.{format}")
+
+
+def _load_path(name: object, format: str | None) -> Path:
+    if not isinstance(name, (str, os.PathLike)):
+        raise TypeError(
+            f"For 'load_checkpoint', the argument 'ckpt_file_name' must be string, but got {type(name)}."
+        )
+    if format is not None and format not in _FORMATS:
+        raise ValueError(
+            f"For 'load_checkpoint', the format must be 'safetensors' or 'ckpt', but got {format}."
+        )
+    text = os.fspath(name)
+    endings = (format,) if format is not None else _FORMATS
+    if not text.endswith(endings):
+        raise ValueError(
+            "For 'load_checkpoint', the checkpoint file format must same with 'format', but got "
+            f"file_name:'{text}', format:'{format or 'ckpt'}'"
+        )
+    path = Path(os.path.realpath(text))
+    if not path.exists():
+        raise CheckpointNotFound(
+            f"For 'load_checkpoint', the checkpoint file: {path} does not exist, please check whether the "
+            "'ckpt_file_name' is correct."
+        )
+    return path
+
+
+def _chooser(
+    filter_prefix: object, specify_prefix: object, choice_func: Callable[[str], bool] | None
+) -> Callable[[str], bool]:
+    filtered, specified = _prefixes(filter_prefix), _prefixes(specify_prefix)
+    if filtered is None and specified is None:
+        return choice_func if choice_func is not None else lambda _: True
+
+    def choose(name: str) -> bool:
+        if filtered is not None and name.startswith(filtered):
+            return False
+        return specified is None or name.startswith(specified)
+
+    return choose
+
+
+def _prefixes(given: object) -> tuple[str, ...] | None:
+    if given is None:
+        return None
+    if not isinstance(given, (str, list, tuple)):
+        raise TypeError(
+            "For 'load_checkpoint', the type of 'specify_prefix' or 'filter_prefix' must be string, list[string] or "
+            f"tuple[string], but got {type(given)}."
+        )
+    if not given and not isinstance(given, str):
+        raise ValueError(
+            "For 'load_checkpoint', the argument 'specify_prefix' or 'filter_prefix' can't be empty when "
+            "'specify_prefix' or 'filter_prefix' is list or tuple."
+        )
+    prefixes = (given,) if isinstance(given, str) else tuple(given)
+    for index, prefix in enumerate(prefixes):
+        if not isinstance(prefix, str):
+            raise TypeError(
+                "For 'load_checkpoint', when 'specify_prefix' or 'filter_prefix' is list or tuple, the element in it "
+                f"must be string, but got {type(prefix)} at index {index}."
+            )
+        if prefix == "":
+            raise ValueError(
+                "For 'load_checkpoint', the value of 'specify_prefix' or 'filter_prefix' can't include ''."
+            )
+    return prefixes
+
+
+def _check_append_dict(append_dict: object) -> None:
+    if append_dict is None:
+        return
+    if not isinstance(append_dict, Mapping):
+        raise TypeError(
+            f"For 'save_checkpoint', the argument 'append_dict' must be dict, but got {type(append_dict)}."
+        )
+    for name, value in append_dict.items():
+        if (
+            not isinstance(name, str)
+            or value is None
+            or isinstance(value, (bytes, complex, list, tuple, dict))
+        ):
+            raise TypeError(
+                "For 'save_checkpoint', the type of dict 'append_info' must be key: string, value: int, float, bool or "
+                f"Generator, but got key: {type(name)}, value: {type(value)}"
+            )
+
+
+def _check_safetensors_options(
+    format: str, enc_key: bytes | None, enc_mode: str, incremental: object
+) -> None:
+    if format != "safetensors":
+        return
+    start = "For 'save_checkpoint', when format is 'safetensors', the parameter "
+    if enc_key is not None:
+        # MindSpore prints the key here.
+        raise ValueError(
+            f"{start}'enc_key' must be set to default value 'None', but got '<redacted>'."
+        )
+    if enc_mode != "AES-GCM":
+        raise ValueError(
+            f"{start}'enc_mode' must be set to default value 'AES-GCM', but got '{enc_mode}'."
+        )
+    if incremental is not False:
+        raise ValueError(
+            f"{start}'map_param_inc' must be set to default value 'False', but got '{incremental}'."
+        )
+
+
+def _manifest(
+    entry: FileEntry, stats: Mapping[str, float], path: Path, facts: Mapping[str, object]
+) -> Manifest:
+    parsed = parse_name(path.name)
+    epoch = _counter(facts, "epoch_num")
+    return Manifest(
+        file=entry,
+        series=path.stem if parsed is None else parsed.prefix,
+        run_id="",
+        step=_counter(facts, "step_num") or 0,
+        epoch=epoch if parsed is None or epoch is not None else parsed.epoch,
+        sequence=0,
+        saved_at=datetime.fromtimestamp(time.time(), UTC),
+        stats=stats,
+    )
+
+
+def _counter(facts: Mapping[str, object], name: str) -> int | None:
+    value = facts.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run writing one series in one directory: the lease, the numbering, the saves and the retention after them.
+
+The callback and the manager are two faces of this. Retention here counts and removes only what the run itself wrote, or the
+runs it was resumed from: files of others are never touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+
+from ckptmgr.errors import CkptmgrError, StoreLocked, UnsafePrune
+from ckptmgr.formats.tensor import Item
+from ckptmgr.manifest import FileEntry, Manifest
+from ckptmgr.model import Checkpoint, Plan
+from ckptmgr.retention import RetentionPolicy, plan
+from ckptmgr.saver import SaveOptions, save_items
+from ckptmgr.store import Store
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveFacts:
+    """What the training loop says about a save."""
+
+    step: int
+    epoch: int | None = None
+    why: str = "manual"
+    metrics: Mapping[str, float] | None = None
+
+
+class SeriesWriter:
+    """The only writer of a series.
+
+    Args:
+        store: The directory.
+        series: Name of the series.
+        options: How files are written.
+        clock: Seconds since the epoch; stamps the checkpoints.
+        run_id: Identifies the run; random by default.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        series: str,
+        *,
+        options: SaveOptions,
+        clock: Callable[[], float],
+        run_id: str | None = None,
+    ) -> None:
+        self.store = store
+        self.series = series
+        self.options = options
+        self.run_id = run_id if run_id is not None else uuid.uuid4().hex
+        self.parent_run_ids: tuple[str, ...] = ()
+        self.resumed_from: Checkpoint | None = None
+        self._clock = clock
+        self._lease = contextlib.ExitStack()
+        self._has_lease = False
+
+    def open(self) -> None:
+        """Take the lease and clean up after dead writers; does nothing when it is held already.
+
+        Raises:
+            StoreLocked: Another live process writes this series.
+        """
+        if self._has_lease:
+            return
+        self._lease.enter_context(self.store.lease(self.series))
+        self._has_lease = True
+        for sentence in self.store.recover(self.series):
+            _LOG.warning("%s: %s", self.store.directory, sentence)
+
+    def close(self) -> None:
+        """Give the lease back."""
+        self._has_lease = False
+        self._lease.close()
+
+    def continue_from(self, checkpoint: Checkpoint, manifest: Manifest | None) -> None:
+        """Note that this run goes on where another one was: its checkpoints now count as ours."""
+        self.resumed_from = checkpoint
+        if manifest is not None:
+            parents = (manifest.run_id, *manifest.parent_run_ids)
+            self.parent_run_ids = tuple(
+                dict.fromkeys(parent for parent in parents if parent != self.run_id)
+            )
+
+    def save(
+        self,
+        name: str,
+        items: Sequence[Item],
+        facts: SaveFacts,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        options: SaveOptions | None = None,
+    ) -> Checkpoint:
+        """Save and return the checkpoint once it is durable; see `save_items` for the errors."""
+        self.open()
+        present = self.store.scan()
+        history = [c for c in present if c.series == self.series]
+
+        def describe(entry: FileEntry, stats: Mapping[str, float]) -> Manifest:
+            return Manifest(
+                file=entry,
+                series=self.series,
+                run_id=self.run_id,
+                parent_run_ids=self.parent_run_ids,
+                step=facts.step,
+                attempt=next_attempt(history, facts.step),
+                sequence=1 + max((c.sequence for c in present), default=0),
+                saved_at=datetime.fromtimestamp(self._clock(), UTC),
+                epoch=facts.epoch,
+                why=facts.why,
+                metrics=dict(facts.metrics or {}),
+                stats=stats,
+            )
+
+        manifest = save_items(
+            self.store,
+            name,
+            items,
+            options=options or self.options,
+            series=self.series,
+            describe=describe,
+            metadata=metadata,
+        )
+        return manifest.to_checkpoint(self.store.directory)
+
+    def own_history(self) -> list[Checkpoint]:
+        """Return the checkpoints of this run and of the runs it was resumed from, as one series."""
+        lineage = {self.run_id, *self.parent_run_ids}
+        return [replace(c, series=self.series) for c in self.store.scan() if c.run_id in lineage]
+
+    def retain(self, policy: RetentionPolicy) -> Plan | None:
+        """Apply a retention policy to our own checkpoints; call it only after a save became durable.
+
+        A failure to remove something is logged, not raised: the save it follows was good.
+        """
+        protected = {}
+        if self.resumed_from is not None:
+            protected[self.resumed_from.path] = "resumed from"
+        try:
+            decided = plan(
+                self.own_history(),
+                policy,
+                datetime.fromtimestamp(self._clock(), UTC),
+                protected=protected,
+            )
+            for failure in self._remove(decided.dropped):
+                _LOG.warning("retention: %s", failure)
+        except (UnsafePrune, OSError) as error:
+            _LOG.warning("retention: %s", error)
+            return None
+        return decided
+
+    def _remove(self, dropped: Sequence[Checkpoint]) -> Sequence[Exception]:
+        # Names may belong to series of earlier runs (`net`, `net_1`): a live writer there keeps its files.
+        failures: list[Exception] = []
+        by_series: dict[str, list[Checkpoint]] = {}
+        for checkpoint in self.store.scan():
+            if checkpoint.path in {c.path for c in dropped}:
+                by_series.setdefault(checkpoint.series, []).append(checkpoint)
+        for series, checkpoints in by_series.items():
+            try:
+                if series == self.series:
+                    failures += self.store.remove(checkpoints)
+                else:
+                    with self.store.lease(series):
+                        failures += self.store.remove(checkpoints)
+            except (StoreLocked, CkptmgrError) as error:
+                failures.append(error)
+        return failures
+
+
+def next_attempt(history: Sequence[Checkpoint], step: int) -> int:
+    """Return the number of the next save of a step: 0, or one more than the highest one there."""
+    return max(
+        (c.attempt + 1 for c in history if c.step == step and c.run_id is not None), default=0
+    )

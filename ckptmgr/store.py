@@ -1,0 +1,492 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One directory of checkpoints: what is in it, and the only ways to change it.
+
+Publishing, in this order: data written and synced under a temporary name; manifest published; directory synced; data renamed
+(the commit point); directory synced. Before the rename the checkpoint does not exist, after it it is whole. When a name is
+overwritten, the new manifest also describes the old data until the swap is durable, so at every instant the name verifies.
+
+Removing, in this order: data unlinked; directory synced; manifest unlinked; directory synced. A half-removed checkpoint is a
+manifest without data, which is listed as a leftover and never as a checkpoint.
+
+Nothing here decides *what* to keep; see `retention`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ckptmgr import manifest as manifests
+from ckptmgr.crypto.key import Key
+from ckptmgr.digest import FileDigest, digest_of
+from ckptmgr.errors import CkptmgrError, KeyProblem, StoreFull, UnsafePrune
+from ckptmgr.formats.source import read_bytes
+from ckptmgr.fsio import FileStatus, FileSystem, InputFile, OsFileSystem, OutputFile
+from ckptmgr.lease import Processes, ProcProcesses, hold_lease, series_tag
+from ckptmgr.manifest import FileEntry, Manifest, manifest_name
+from ckptmgr.model import Checkpoint, State
+from ckptmgr.naming import parse_name
+
+_LOG = logging.getLogger(__name__)
+_TEMP_SUFFIX = ".tmp"
+_DATA_SUFFIXES = (".ckpt", ".safetensors")
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Room for the manifest and the directory blocks beside the data.
+_SPACE_MARGIN_BYTES = 1 << 20
+
+
+class Store:
+    """A checkpoint directory.
+
+    Args:
+        directory: Where the checkpoints lie; created on the first save.
+        fs: The disk.
+        key: Authenticates manifests.
+        processes: Tells dead writers from live ones.
+        must_authenticate: With a key, treat manifests without authentication as a problem.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        fs: FileSystem | None = None,
+        key: Key | None = None,
+        processes: Processes | None = None,
+        must_authenticate: bool = False,
+    ) -> None:
+        self.directory = directory
+        self.fs: FileSystem = fs if fs is not None else OsFileSystem()
+        self._key = key
+        self._processes: Processes = processes if processes is not None else ProcProcesses()
+        self._must_authenticate = must_authenticate
+        self._attempts = itertools.count()
+
+    def scan(self) -> list[Checkpoint]:
+        """Return everything in the directory that is, was or will be a checkpoint, in no particular order.
+
+        Never raises because of what it finds: damaged and half-written ones are returned with their state and problem.
+        Reads manifests, not data.
+        """
+        if self.fs.status(self.directory) is None:
+            return []
+        entries = self.fs.list(self.directory)
+        found = []
+        for name, status in entries.items():
+            if name.endswith(manifests.SUFFIX) and not name.startswith("."):
+                found.append(self._from_manifest(name, status, entries))
+            elif self._is_data_name(name) and manifest_name(name) not in entries and status.is_file:
+                found.append(_from_bare_file(self.directory / name, status))
+            elif _parse_temp(name) is not None:
+                found.append(self._from_temp(name, status))
+        return _number_bare_steps(found)
+
+    def read_manifest(self, data_name: str) -> Manifest | None:
+        """Return the manifest of a data file, or None when it has none.
+
+        Where a swap was interrupted, returns the half that describes the data that is there.
+
+        Raises:
+            CorruptCheckpoint, TamperedCheckpoint, KeyProblem: It is damaged, changed, or under another key.
+        """
+        manifest = self._load_manifest(manifest_name(data_name))
+        if manifest is None or manifest.replaces is None:
+            return manifest
+        return self._half_that_matches(manifest)
+
+    def _load_manifest(self, name: str, *, with_key: bool = True) -> Manifest | None:
+        path = self.directory / name
+        try:
+            file = self.fs.open(path)
+        except FileNotFoundError:
+            return None
+        with contextlib.closing(file):
+            data = read_bytes(file, 0, min(file.size, manifests.MAX_MANIFEST_BYTES))
+        key = self._key if with_key else None
+        return manifests.decode(
+            data, path=path, key=key, must_authenticate=with_key and self._must_authenticate
+        )
+
+    def _half_that_matches(self, manifest: Manifest) -> Manifest:
+        old = manifest.replaces
+        if old is None:
+            return manifest
+        with contextlib.closing(self.fs.open(self.directory / manifest.file.name)) as file:
+            digest = digest_of(file)
+        return old if digest.total == old.file.digest.total else manifest.without_replaced()
+
+    def _from_manifest(
+        self, name: str, status: FileStatus, entries: dict[str, FileStatus]
+    ) -> Checkpoint:
+        data_name = name.removesuffix(manifests.SUFFIX)
+        data = entries.get(data_name)
+        path = self.directory / data_name
+        if data is None or not data.is_file:
+            return _unknown(path, status, State.LEFTOVER, "a manifest without its data file")
+        try:
+            manifest = self.read_manifest(data_name)
+        except KeyProblem as error:
+            manifest = self._load_manifest(name, with_key=False)
+            if manifest is not None:
+                return manifest.to_checkpoint(
+                    self.directory, state=State.UNVERIFIED, problem=error.message
+                )
+        except (CkptmgrError, OSError) as error:
+            problem = error.message if isinstance(error, CkptmgrError) else str(error)
+            return _unknown(path, data, State.CORRUPT, problem)
+        if manifest is None:  # removed while we were looking
+            return _unknown(path, data, State.LEFTOVER, "vanished while the directory was listed")
+        expected = manifest.file.digest.size_bytes
+        if data.size_bytes != expected:
+            problem = f"{data.size_bytes} bytes, but the manifest says {expected}"
+            return manifest.to_checkpoint(self.directory, state=State.CORRUPT, problem=problem)
+        return manifest.to_checkpoint(self.directory)
+
+    def _from_temp(self, name: str, status: FileStatus) -> Checkpoint:
+        token = _parse_temp(name)
+        is_live = token is not None and self._processes.is_dead(token[0]) is False
+        state = State.WRITING if is_live else State.LEFTOVER
+        problem = "being written by a live process" if is_live else "left by an interrupted save"
+        return _unknown(self.directory / name, status, state, problem)
+
+    @staticmethod
+    def _is_data_name(name: str) -> bool:
+        return name.endswith(_DATA_SUFFIXES) and not name.startswith(".")
+
+    @contextlib.contextmanager
+    def lease(self, series: str) -> Iterator[None]:
+        """Be the only writer of a series; StoreLocked when somebody else is."""
+        self.fs.make_directory(self.directory, mode=0o700)
+        with hold_lease(self.fs, self.directory, series):
+            yield
+
+    def check_space(self, size_bytes: int) -> None:
+        """Raise StoreFull unless the disk has room for a file of `size_bytes`."""
+        free = self.fs.free_bytes(self.directory)
+        needed = size_bytes + _SPACE_MARGIN_BYTES
+        if free is not None and free < needed:
+            raise _full(self.directory, needed, free)
+
+    def publish(
+        self,
+        name: str,
+        *,
+        series: str,
+        size_bytes: int,
+        write: Callable[[OutputFile], FileDigest],
+        describe: Callable[[FileDigest], Manifest],
+        mode: int = 0o400,
+    ) -> Manifest:
+        """Make a new checkpoint durable under `name`, replacing what has that name.
+
+        Args:
+            name: Base name of the data file.
+            series: Series it belongs to, for reaping leftovers.
+            size_bytes: Size the file will have, to check and reserve space.
+            write: Writes the content into the new file and returns its digests.
+            describe: Makes the manifest from the digests.
+            mode: Permission bits of data and manifest.
+
+        Raises:
+            StoreFull: Not enough space; nothing was changed.
+            OSError: From the disk; before the commit point nothing was changed and no temporary file is left (as far as
+                the disk still lets us remove it).
+        """
+        self.fs.make_directory(self.directory, mode=0o700)
+        self.check_space(size_bytes)
+        old = self._manifest_of_current(name)
+        temp = self._temp_path(name, series)
+        try:
+            manifest = describe(self._write_temp(temp, size_bytes, write, mode))
+            self._commit(name, temp, manifest, old, series=series, mode=mode)
+        except OSError as error:
+            raise _with_path(error, self.directory / name, size_bytes, self.fs) from error
+        return manifest
+
+    def _write_temp(
+        self, temp: Path, size_bytes: int, write: Callable[[OutputFile], FileDigest], mode: int
+    ) -> FileDigest:
+        file = self.fs.create(temp, mode=mode)
+        try:
+            try:
+                file.reserve(size_bytes)
+                digest = write(file)
+                file.sync()
+            finally:
+                file.close()
+        except BaseException:
+            self._discard(temp)
+            raise
+        return digest
+
+    def _commit(
+        self,
+        name: str,
+        temp: Path,
+        manifest: Manifest,
+        old: Manifest | None,
+        *,
+        series: str,
+        mode: int,
+    ) -> None:
+        try:
+            self._put_manifest(replace(manifest, replaces=old), series=series, mode=mode)
+            self.fs.sync_directory(self.directory)
+            self.fs.replace(temp, self.directory / name)
+        except BaseException:
+            self._discard(temp)
+            self._undo_manifest(name, old, series=series, mode=mode)
+            raise
+        # From here on the checkpoint exists. If this sync fails the caller must hear of it, but the published file stays:
+        # removing it could remove the only good one.
+        self.fs.sync_directory(self.directory)
+        if old is not None:
+            self._put_manifest(manifest, series=series, mode=mode)
+            self.fs.sync_directory(self.directory)
+
+    def update_manifest(self, manifest: Manifest, *, mode: int = 0o400) -> None:
+        """Replace the manifest of a committed checkpoint (pins, late metrics), durably."""
+        self._put_manifest(manifest, series=manifest.series, mode=mode)
+        self.fs.sync_directory(self.directory)
+
+    def _put_manifest(self, manifest: Manifest, *, series: str, mode: int) -> None:
+        data = manifests.encode(manifest, key=self._key)
+        target = self.directory / manifest_name(manifest.file.name)
+        temp = self._temp_path(target.name, series)
+        file = self.fs.create(temp, mode=mode)
+        try:
+            try:
+                file.write_at(0, data)
+                file.sync()
+            finally:
+                file.close()
+            self.fs.replace(temp, target)
+        except BaseException:
+            self._discard(temp)
+            raise
+
+    def _undo_manifest(self, name: str, old: Manifest | None, *, series: str, mode: int) -> None:
+        # Best effort: an orphan manifest is a leftover, and one that still `replaces` the old data verifies as it.
+        with contextlib.suppress(OSError):
+            if old is not None:
+                self._put_manifest(old, series=series, mode=mode)
+            elif self.fs.status(self.directory / name) is None:
+                self.fs.unlink(self.directory / manifest_name(name))
+
+    def _manifest_of_current(self, name: str) -> Manifest | None:
+        """Return a manifest for what has this name now, making one for a bare file; None when the name is free."""
+        status = self.fs.status(self.directory / name)
+        if status is None:
+            return None
+        try:
+            manifest = self.read_manifest(name)
+        except CkptmgrError:
+            manifest = None
+        if manifest is not None:
+            return manifest
+        bare = _from_bare_file(self.directory / name, status)
+        with contextlib.closing(self.fs.open(self.directory / name)) as file:
+            digest = digest_of(file)
+        return Manifest(
+            file=FileEntry(name=name, digest=digest, format=bare.format),
+            series=bare.series,
+            run_id="",
+            step=max(bare.step, 0),
+            sequence=0,
+            saved_at=bare.saved_at,
+            why="foreign",
+        )
+
+    def _temp_path(self, name: str, series: str) -> Path:
+        unique = f"{self._processes.token()}.{series_tag(series)}.{threading.get_ident():x}-{next(self._attempts)}"
+        return self.directory / f".{name}.{unique}{_TEMP_SUFFIX}"
+
+    def _discard(self, temp: Path) -> None:
+        with contextlib.suppress(OSError):
+            self.fs.unlink(temp)
+
+    def remove(self, checkpoints: Sequence[Checkpoint]) -> list[OSError]:
+        """Remove checkpoints durably; return what could not be removed, and go on with the others.
+
+        Raises:
+            UnsafePrune: It would remove the last countable checkpoint of the directory.
+        """
+        self._check_not_all(checkpoints)
+        failures = []
+        removed = []
+        for checkpoint in checkpoints:
+            try:
+                self._unlink(checkpoint.path)
+                removed.append(checkpoint)
+            except OSError as error:
+                failures.append(error)
+        if removed:
+            self.fs.sync_directory(self.directory)
+        for checkpoint in removed:
+            try:
+                self._unlink(checkpoint.path.with_name(manifest_name(checkpoint.name)))
+            except OSError as error:
+                failures.append(error)
+        if removed:
+            self.fs.sync_directory(self.directory)
+        return failures
+
+    def _check_not_all(self, checkpoints: Iterable[Checkpoint]) -> None:
+        going = {checkpoint.name for checkpoint in checkpoints}
+        staying = [c for c in self.scan() if c.is_countable and c.name not in going]
+        if going and not staying:
+            raise UnsafePrune(
+                "refused: this would remove the last good checkpoint", path=self.directory
+            )
+
+    def _unlink(self, path: Path) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self.fs.unlink(path)
+
+    def recover(self, series: str) -> list[str]:
+        """Clean up after dead writers of a series and finish interrupted swaps; the lease must be held.
+
+        Returns:
+            What was done, one sentence each.
+        """
+        if self.fs.status(self.directory) is None:
+            return []
+        done = []
+        entries = self.fs.list(self.directory)
+        for name in sorted(entries):
+            if self._is_dead_temp(name, series):
+                self._unlink(self.directory / name)
+                done.append(f"removed {name}, left by an interrupted save")
+            elif name.endswith(manifests.SUFFIX) and not name.startswith("."):
+                done += self._recover_manifest(name, series, entries)
+        if done:
+            self.fs.sync_directory(self.directory)
+        return done
+
+    def _is_dead_temp(self, name: str, series: str) -> bool:
+        parts = _parse_temp(name)
+        if parts is None:
+            return False
+        token, tag = parts
+        is_dead = self._processes.is_dead(token)
+        # Of other hosts nothing is known, but with the lease held nobody else writes this series.
+        return is_dead is True or (is_dead is None and tag == series_tag(series))
+
+    def _recover_manifest(
+        self, name: str, series: str, entries: dict[str, FileStatus]
+    ) -> list[str]:
+        try:
+            manifest = self._load_manifest(name, with_key=False)
+        except CkptmgrError:
+            return []  # unreadable: shown by scan, removed only by a person
+        if manifest is None or manifest.series != series:
+            return []
+        if manifest.file.name not in entries:
+            self._unlink(self.directory / name)
+            return [f"removed {name}, whose data file is gone"]
+        if manifest.replaces is not None:
+            current = self._half_that_matches(manifest)
+            self._put_manifest(current, series=series, mode=0o400)
+            return [f"finished the interrupted overwrite of {manifest.file.name}"]
+        return []
+
+
+def _parse_temp(name: str) -> tuple[str, str] | None:
+    """Return (writer token, series tag) of a temporary name of ours, or None."""
+    if not (name.startswith(".") and name.endswith(_TEMP_SUFFIX)):
+        return None
+    parts = name.removesuffix(_TEMP_SUFFIX).rsplit(".", 3)
+    if len(parts) != 4 or not parts[0] or parts[1].count("-") < 1 or "-" not in parts[3]:
+        return None
+    return parts[1], parts[2]
+
+
+def _unknown(path: Path, status: FileStatus, state: State, problem: str) -> Checkpoint:
+    parsed = parse_name(path.name)
+    return Checkpoint(
+        path=path,
+        series=parsed.prefix if parsed is not None else path.name,
+        step=0,
+        saved_at=datetime.fromtimestamp(status.modified_at, UTC),
+        size_bytes=status.size_bytes,
+        state=state,
+        format="safetensors" if path.suffix == ".safetensors" else "ckpt",
+        problem=problem,
+    )
+
+
+def _from_bare_file(path: Path, status: FileStatus) -> Checkpoint:
+    """Return a checkpoint for a file without manifest; its step is filled in when the whole series is known."""
+    parsed = parse_name(path.name)
+    checkpoint = _unknown(
+        path, status, State.UNVERIFIED, "no manifest: nothing vouches for this file"
+    )
+    if parsed is None:
+        return replace(checkpoint, series=path.stem)
+    why = "exception: breakpoint file" if parsed.is_breakpoint else "manual"
+    return replace(checkpoint, epoch=parsed.epoch, step=parsed.step_in_epoch, why=why)
+
+
+def _number_bare_steps(found: list[Checkpoint]) -> list[Checkpoint]:
+    """Turn (epoch, step in epoch) of bare files into a step that grows with both.
+
+    The number of steps in an epoch is taken to be the largest seen in the series: exact once a file from the end of an epoch
+    is there, in the right order always.
+    """
+    longest: dict[str, int] = {}
+    for checkpoint in found:
+        if (
+            checkpoint.state is State.UNVERIFIED
+            and checkpoint.run_id is None
+            and checkpoint.epoch is not None
+        ):
+            longest[checkpoint.series] = max(longest.get(checkpoint.series, 1), checkpoint.step)
+    return [
+        replace(c, step=max(0, c.epoch - 1) * longest[c.series] + c.step)
+        if c.state is State.UNVERIFIED and c.run_id is None and c.epoch is not None
+        else c
+        for c in found
+    ]
+
+
+def _full(path: Path, needed: int, free: int) -> StoreFull:
+    error = StoreFull(
+        f"not enough disk space: {needed} bytes needed, {free} free, {needed - free} missing",
+        path=path,
+        hint="nothing was changed; free some space (ckptmgr prune) or keep fewer checkpoints",
+    )
+    error.errno = errno.ENOSPC
+    return error
+
+
+def _with_path(error: OSError, path: Path, needed: int, fs: FileSystem) -> OSError:
+    """Return the error to raise for a failed save: it names the file and, for a full disk, the figures."""
+    if isinstance(error, CkptmgrError):
+        return error
+    if error.errno in _NO_SPACE:
+        free = None
+        with contextlib.suppress(OSError):
+            free = fs.free_bytes(path.parent)
+        full = StoreFull(
+            f"the disk became full while saving ({error.strerror}): {needed} bytes needed, "
+            f"{'unknown' if free is None else free} free after cleaning up",
+            path=path,
+            hint="the previous checkpoints are intact; free some space or keep fewer checkpoints",
+        )
+        full.errno = error.errno
+        return full
+    if error.filename is None:
+        return type(error)(error.errno, error.strerror, str(path))
+    return error
+
+
+def open_file(fs: FileSystem, path: Path) -> InputFile:
+    """Open a checkpoint file; FileNotFoundError and friends name it."""
+    return fs.open(path)
