@@ -42,10 +42,11 @@ class DiskImage:
 
     def locate(self, path: Path) -> tuple[int, str, int | None]:
         """Return the directory a path lies in, its name there, and its inode when it exists."""
-        directory = self.resolve_directory(path.parent)
-        if len(os.fsencode(path.name)) > _MAX_NAME_BYTES:
-            raise os_error(errno.ENAMETOOLONG, path)
-        return directory, path.name, self.names_in(directory).get(path.name)
+        try:
+            directory = self.resolve_directory(path.parent)
+            return directory, path.name, self._lookup(directory, path.name)
+        except OSError as error:
+            raise os_error(error.errno or errno.EIO, path) from None
 
     def resolve(self, path: Path) -> int:
         """Return the inode of an existing path."""
@@ -86,15 +87,21 @@ class DiskImage:
 
     def renamed(self, source: Path, target: Path) -> DiskImage:
         """Return the image after a rename; the same image when both names are one file."""
-        old_directory, old_name, moved = self.locate(source)
-        new_directory, new_name, replaced = self.locate(target)
-        if moved is None:
-            raise os_error(errno.ENOENT, source, target)
+        try:
+            # Linux resolves both directories before it looks at either name.
+            old_directory = self.resolve_directory(source.parent)
+            new_directory = self.resolve_directory(target.parent)
+            moved = self._lookup(old_directory, source.name)
+            if moved is None:
+                raise os_error(errno.ENOENT)
+            replaced = self._lookup(new_directory, target.name)
+        except OSError as error:
+            raise os_error(error.errno or errno.EIO, source, target) from None
         if moved == replaced:
             return self
         self._check_rename(source, target, moved, replaced)
         sequence = self.tree.sequence + 1
-        add, drop = (new_directory, new_name, moved), (old_directory, old_name, None)
+        add, drop = (new_directory, target.name, moved), (old_directory, source.name, None)
         if old_directory == new_directory or moved not in self.files:
             change = Change(sequence=sequence, directory=new_directory, entries=(drop, add))
             return replace(self, tree=self.tree.changed(change))
@@ -141,6 +148,11 @@ class DiskImage:
                 yield path / name, inode
                 if inode not in self.files:
                     waiting.append((path / name, inode))
+
+    def _lookup(self, directory: int, name: str) -> int | None:
+        if len(os.fsencode(name)) > _MAX_NAME_BYTES:
+            raise os_error(errno.ENAMETOOLONG)
+        return self.names_in(directory).get(name)
 
     def _reachable_files(self, entries: Entries) -> Inodes:
         return tuple(dict.fromkeys(i for _, i in self.walk(entries) if i in self.files))

@@ -271,7 +271,7 @@ class _ModelOutput:
     def reserve(self, size_bytes: int) -> None:
         with self._disk._powered():
             if size_bytes:
-                content = self._open_content().reserved(size_bytes)
+                content = self._open_content(self._path).reserved(size_bytes)
                 self._change("reserve", content, f"{size_bytes} bytes")
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
@@ -286,6 +286,8 @@ class _ModelOutput:
 
     def sync(self) -> None:
         with self._disk._powered():
+            if not self._is_open:
+                raise ValueError("file descriptor cannot be a negative integer")
             self._change("sync", self._open_content().synced(), "")
 
     def close(self) -> None:
@@ -294,9 +296,9 @@ class _ModelOutput:
                 self._disk._record("close", self._path)
             self._is_open = False
 
-    def _open_content(self) -> FileContent:
+    def _open_content(self, named: Path | None = None) -> FileContent:
         if not self._is_open:
-            raise os_error(errno.EBADF)
+            raise os_error(errno.EBADF, named)
         return self._disk._image.files[self._inode]
 
     def _change(self, kind: str, content: FileContent, detail: str) -> None:
