@@ -278,9 +278,9 @@ class _ModelOutput:
         with self._disk._powered():
             if not memoryview(data).nbytes:
                 return
-            content = self._open_content()
             if offset < 0:
                 raise os_error(errno.EINVAL)
+            content = self._open_content()
             detail = f"{memoryview(data).nbytes} bytes at {offset}"
             self._change("write_at", content.written(offset, bytes(data)), detail)
 
@@ -322,10 +322,10 @@ class _ModelInput:
         with self._disk._powered():
             if not buffer.nbytes:
                 return
-            if not self._is_open:
-                raise os_error(errno.EBADF)
             if offset < 0:
                 raise os_error(errno.EINVAL)
+            if not self._is_open:
+                raise os_error(errno.EBADF)
             content = self._disk._image.files[self._inode].visible
             data = content[offset : offset + buffer.nbytes]
             buffer[: len(data)] = data

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The real disk: what `OsFileSystem` promises beyond what the model mirrors."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import resource
+import stat
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptmgr.formats.errors import TruncatedError
+from ckptmgr.formats.source import read_bytes
+from ckptmgr.fsio import DIRECT_IO_ALIGNMENT, OsFileSystem
+
+ROOT_OF_PROJECT = Path(__file__).parents[2]
+DISK = OsFileSystem()
+
+
+def read(path: Path) -> bytes:
+    file = DISK.open(path)
+    try:
+        return read_bytes(file, 0, file.size)
+    finally:
+        file.close()
+
+
+def child(code: str, *command: str) -> subprocess.Popen[str]:
+    """Start a Python process in the project; `command` goes before the interpreter."""
+    return subprocess.Popen(
+        [*command, sys.executable, "-c", textwrap.dedent(code)],
+        cwd=ROOT_OF_PROJECT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@contextlib.contextmanager
+def file_size_limit(size_bytes: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_create_refuses_a_taken_name(tmp_path: Path) -> None:
+    DISK.create(tmp_path / "a", mode=0o600).close()
+    with pytest.raises(FileExistsError):
+        DISK.create(tmp_path / "a", mode=0o600)
+
+
+def test_create_refuses_a_dangling_link(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(FileExistsError):
+        DISK.create(tmp_path / "link", mode=0o600)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_create_gives_the_mode_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        DISK.create(tmp_path / "a", mode=0o664).close()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o664
+
+
+def test_create_closes_its_descriptor_when_the_mode_cannot_be_set(tmp_path: Path) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(OverflowError):
+        DISK.create(tmp_path / "a", mode=1 << 80)
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("offset", [0, 1, DIRECT_IO_ALIGNMENT])
+@pytest.mark.parametrize("size", [1, DIRECT_IO_ALIGNMENT, 3 * DIRECT_IO_ALIGNMENT, 5000])
+@pytest.mark.parametrize("shift", [0, 8])
+def test_write_at_writes_whatever_the_alignment(
+    tmp_path: Path, offset: int, size: int, shift: int
+) -> None:
+    pages = mmap.mmap(-1, 5 * DIRECT_IO_ALIGNMENT)
+    pages[:] = os.urandom(len(pages))
+    data = memoryview(pages)[shift : shift + size]
+    file = DISK.create(tmp_path / "a", mode=0o600)
+    file.write_at(offset, data)
+    file.sync()
+    file.close()
+    assert read(tmp_path / "a") == bytes(offset) + bytes(data)
+
+
+def test_write_at_counts_bytes_of_views_of_wider_items(tmp_path: Path) -> None:
+    file = DISK.create(tmp_path / "a", mode=0o600)
+    file.write_at(0, memoryview(bytes(range(16))).cast("I"))
+    file.close()
+    assert read(tmp_path / "a") == bytes(range(16))
+
+
+def test_reserve_sets_the_size_and_reads_as_zeros(tmp_path: Path) -> None:
+    file = DISK.create(tmp_path / "a", mode=0o600)
+    file.reserve(0)
+    file.reserve(5000)
+    file.write_at(1, b"x")
+    file.close()
+    assert read(tmp_path / "a") in (b"\0x" + bytes(4998), b"\0x")
+
+
+def test_reserve_beyond_a_limit_is_reported_with_the_path(tmp_path: Path) -> None:
+    file = DISK.create(tmp_path / "a", mode=0o600)
+    with file_size_limit(4096), pytest.raises(OSError, match=r"File too large.*/a'"):
+        file.reserve(4097)
+    file.close()
+
+
+@pytest.mark.parametrize("size", [2 * DIRECT_IO_ALIGNMENT, 5000])
+def test_write_beyond_a_limit_is_reported(tmp_path: Path, size: int) -> None:
+    pages = mmap.mmap(-1, 2 * DIRECT_IO_ALIGNMENT)
+    file = DISK.create(tmp_path / "a", mode=0o600)
+    with file_size_limit(4096), pytest.raises(OSError, match="File too large") as caught:
+        file.write_at(0, memoryview(pages)[:size])
+    file.close()
+    assert caught.value.errno == errno.EFBIG
+
+
+def test_close_twice_is_harmless(tmp_path: Path) -> None:
+    file = DISK.create(tmp_path / "a", mode=0o600)
+    file.close()
+    file.close()
+    source = DISK.open(tmp_path / "a")
+    source.close()
+    source.close()
+
+
+def test_close_reports_a_lost_descriptor(tmp_path: Path) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    file = DISK.create(tmp_path / "a", mode=0o600)
+    for name in set(os.listdir("/proc/self/fd")) - before:
+        with contextlib.suppress(OSError):  # the listing's own descriptor is gone already
+            os.close(int(name))
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        file.close()
+    file.close()
+
+
+def test_open_follows_a_final_link(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"content")
+    (tmp_path / "link").symlink_to("a")
+    assert read(tmp_path / "link") == b"content"
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "directory"])
+def test_open_refuses_what_is_no_regular_file(tmp_path: Path, kind: str) -> None:
+    path = Path("/dev/null") if kind == "device" else tmp_path / kind
+    if kind == "fifo":
+        os.mkfifo(path)
+    if kind == "directory":
+        path.mkdir()
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(OSError, match="not a regular file"):
+        DISK.open(path)
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_read_past_the_end_names_where_the_file_ended(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"0123456789")
+    file = DISK.open(tmp_path / "a")
+    with pytest.raises(TruncatedError) as caught:
+        file.read_into(6, memoryview(bytearray(8)))
+    file.close()
+    assert caught.value.offset == 10
+
+
+def test_replace_swaps_names_and_keeps_open_readers(tmp_path: Path) -> None:
+    (tmp_path / "old").write_bytes(b"old")
+    (tmp_path / "new").write_bytes(b"new")
+    reader = DISK.open(tmp_path / "old")
+    DISK.replace(tmp_path / "new", tmp_path / "old")
+    DISK.sync_directory(tmp_path)
+    assert read_bytes(reader, 0, 3) == b"old"
+    reader.close()
+    assert read(tmp_path / "old") == b"new"
+    assert list(DISK.list(tmp_path)) == ["old"]
+
+
+def test_list_tells_files_directories_and_others_apart(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"12345")
+    (tmp_path / "directory").mkdir()
+    (tmp_path / "link").symlink_to("file")
+    (tmp_path / "same").hardlink_to(tmp_path / "file")
+    listed = DISK.list(tmp_path)
+    assert (listed["file"].size_bytes, listed["file"].is_file) == (5, True)
+    assert (listed["directory"].is_file, listed["directory"].is_directory) == (False, True)
+    assert (listed["link"].is_file, listed["link"].is_directory) == (False, False)
+    assert listed["same"].identity == listed["file"].identity
+    assert DISK.status(tmp_path / "same") == listed["file"]
+    assert DISK.status(tmp_path / "absent") is None
+
+
+def test_sync_directory_accepts_file_systems_that_cannot() -> None:
+    with contextlib.suppress(FileNotFoundError):
+        DISK.sync_directory(Path("/proc/self"))
+
+
+def test_sync_directory_refuses_a_file(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    with pytest.raises(NotADirectoryError):
+        DISK.sync_directory(tmp_path / "a")
+
+
+def test_make_directory_makes_parents_with_the_mode(tmp_path: Path) -> None:
+    DISK.make_directory(tmp_path / "a" / "b", mode=0o700)
+    DISK.make_directory(tmp_path / "a" / "b", mode=0o755)
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "a" / "b").stat().st_mode) == 0o700
+
+
+def test_make_directory_refuses_a_file_in_its_place(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    with pytest.raises(NotADirectoryError, match="exists and is not a directory"):
+        DISK.make_directory(tmp_path / "a", mode=0o755)
+
+
+def test_free_bytes_is_what_statvfs_says(tmp_path: Path) -> None:
+    free = DISK.free_bytes(tmp_path)
+    assert free is not None
+    assert 0 < free <= os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize
+
+
+def test_lock_of_a_live_process_shows_its_owner_and_dies_with_it(tmp_path: Path) -> None:
+    holder = child(f"""
+        from pathlib import Path
+        from ckptmgr.fsio import OsFileSystem
+        with OsFileSystem().lock(Path({str(tmp_path / "lock")!r}), owner="rank 3"):
+            print("held", flush=True)
+            input()
+    """)
+    with holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with DISK.lock(tmp_path / "lock", owner="me") as owner:
+            assert owner == "rank 3"
+        holder.kill()
+    with DISK.lock(tmp_path / "lock", owner="me") as owner:
+        assert owner is None
+    assert (tmp_path / "lock").read_text() == "me"
+
+
+def test_lock_refuses_a_link(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_bytes(b"precious")
+    (tmp_path / "lock").symlink_to("precious")
+    with pytest.raises(OSError, match="symbolic links"), DISK.lock(tmp_path / "lock", owner="me"):
+        pytest.fail("locked through a link")
+    assert (tmp_path / "precious").read_bytes() == b"precious"
+
+
+def test_lock_passes_on_errors_of_its_file(tmp_path: Path) -> None:
+    lock = DISK.lock(tmp_path / "lock", owner="me")
+    with file_size_limit(0), pytest.raises(OSError, match="too large"), lock:
+        pytest.fail("the owner cannot have been written")
+
+
+def test_full_disk_is_reported_and_can_still_be_locked(tmp_path: Path) -> None:
+    mount = 'mount -t tmpfs -o size=1M tmpfs /mnt 2>/dev/null || exit 77; exec "$@"'
+    writer = child(
+        """
+        import errno, os
+        from pathlib import Path
+        from ckptmgr.fsio import OsFileSystem
+        disk = OsFileSystem()
+        file = disk.create(Path("/mnt/a"), mode=0o600)
+        for call in (lambda: file.reserve(2 << 20), lambda: file.write_at(0, bytes(2 << 20))):
+            try:
+                call()
+            except OSError as error:
+                print(errno.errorcode[error.errno])
+        print(disk.free_bytes(Path("/mnt")))
+        with disk.lock(Path("/mnt/lock"), owner="me") as owner:
+            print(owner, disk.status(Path("/mnt/lock")).size_bytes)
+        """,
+        *("unshare", "-Urm", "sh", "-c", mount, "sh"),
+    )
+    output, problem = writer.communicate(timeout=60)
+    if writer.returncode == 77 or "unshare" in problem:
+        pytest.skip(f"no tmpfs in a user namespace here: {problem}")
+    assert (output.split(), problem) == (["ENOSPC", "ENOSPC", "0", "None", "0"], "")
