@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
-from ckptmgr.config import CheckpointConfig
+from ckptmgr.config import CheckpointConfig, check_config
 from ckptmgr.crypto.key import Key
 from ckptmgr.formats.tensor import Item
 from ckptmgr.fsio import FileSystem
@@ -106,15 +106,8 @@ class ModelCheckpoint:
         self._directory = Path.cwd()
         if directory is not None and not callable(directory):
             self._directory = check_directory(directory)
-        if config is None:
-            config = CheckpointConfig()
-        if not isinstance(config, CheckpointConfig):
-            raise TypeError(
-                "For 'ModelCheckpoint', the type of argument 'config' should be 'CheckpointConfig', "
-                f"but got {type(config)}."
-            )
-        self._config = config
-        self._key = None if config.enc_key is None else Key(config.enc_key)
+        self._config = check_config(config)
+        self._key = None if self._config.enc_key is None else Key(self._config.enc_key)
         self._clock = clock
         self._fs = fs
         self._prefix_of = checked if callable(checked) else None

@@ -165,14 +165,15 @@ def named_tensors(obj: object) -> list[Item]:
         TypeError: Another shape; the messages are MindSpore's.
         UnsupportedState: A value that no file format can hold (a TypeError, too).
     """
+    source: Any = obj
     if isinstance(obj, Mapping):
         items = [_named_item(name, value) for name, value in _checked_entries(obj)]
     elif isinstance(obj, list):
         items = [_list_item(entry, is_dict_list=isinstance(obj[0], dict)) for entry in obj]
     elif hasattr(obj, "parameters_and_names") and not isinstance(obj, type):
-        items = [_named_item(parameter.name, parameter) for parameter in _cell_parameters(obj)]
+        items = [_named_item(parameter.name, parameter) for parameter in _cell_parameters(source)]
     elif hasattr(obj, "state_dict") and not isinstance(obj, type):
-        items = [_named_item(name, value) for name, value in _flat(obj.state_dict(), "", 0)]
+        items = [_named_item(name, value) for name, value in _flat(source.state_dict(), "", 0)]
     else:
         raise TypeError(f"{_SAVE_OBJ} {type(obj)}.")
     _check_unique(items)
@@ -216,10 +217,10 @@ def _list_item(entry: Any, *, is_dict_list: bool) -> Item:
 
 def _named_item(name: str, value: Any) -> Item:
     match value:
+        case str():
+            return Text(name=name, text=str(value))
         case np.ndarray() | np.generic():
             return _numpy_tensor(name, value)
-        case str():
-            return Text(name=name, text=value)
         case bool():
             return tensor_from_array(name, np.array(value))
         case int():

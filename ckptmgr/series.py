@@ -138,21 +138,25 @@ class SeriesWriter:
         lineage = {self.run_id, *self.parent_run_ids}
         return [replace(c, series=self.series) for c in self.store.scan() if c.run_id in lineage]
 
+    def planned(self, policy: RetentionPolicy) -> Plan:
+        """Return what a retention policy would do to our own checkpoints now.
+
+        Raises:
+            UnsafePrune: The policy is refused.
+        """
+        protected = {}
+        if self.resumed_from is not None:
+            protected[self.resumed_from.path] = "resumed from"
+        now = datetime.fromtimestamp(self._clock(), UTC)
+        return plan(self.own_history(), policy, now, protected=protected)
+
     def retain(self, policy: RetentionPolicy) -> Plan | None:
         """Apply a retention policy to our own checkpoints; call it only after a save became durable.
 
         A failure to remove something is logged, not raised: the save it follows was good.
         """
-        protected = {}
-        if self.resumed_from is not None:
-            protected[self.resumed_from.path] = "resumed from"
         try:
-            decided = plan(
-                self.own_history(),
-                policy,
-                datetime.fromtimestamp(self._clock(), UTC),
-                protected=protected,
-            )
+            decided = self.planned(policy)
             for failure in self._remove(decided.dropped):
                 _LOG.warning("retention: %s", failure)
         except (UnsafePrune, OSError) as error:

@@ -26,12 +26,12 @@ from pathlib import Path
 from ckptmgr import manifest as manifests
 from ckptmgr.crypto.key import Key
 from ckptmgr.digest import FileDigest, digest_of
-from ckptmgr.errors import CkptmgrError, KeyProblem, StoreFull, UnsafePrune
+from ckptmgr.errors import CkptmgrError, KeyProblem, StoreFull, UnsafePrune, UnsupportedCheckpoint
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.fsio import FileStatus, FileSystem, InputFile, OsFileSystem, OutputFile
 from ckptmgr.lease import Processes, ProcProcesses, hold_lease, series_tag
 from ckptmgr.manifest import FileEntry, Manifest, manifest_name
-from ckptmgr.model import Checkpoint, State
+from ckptmgr.model import Checkpoint, Pin, State
 from ckptmgr.naming import parse_name
 
 _LOG = logging.getLogger(__name__)
@@ -255,6 +255,37 @@ class Store:
         """Replace the manifest of a committed checkpoint (pins, late metrics), durably."""
         self._put_manifest(manifest, series=manifest.series, mode=mode)
         self.fs.sync_directory(self.directory)
+
+    def change_pins(
+        self, checkpoint: Checkpoint, change: Callable[[tuple[Pin, ...]], tuple[Pin, ...]]
+    ) -> Manifest:
+        """Replace the pins in the manifest of a committed checkpoint, durably; the lease must be held.
+
+        Raises:
+            UnsupportedCheckpoint: It has no manifest to note pins in.
+        """
+        manifest = self.read_manifest(checkpoint.name)
+        if manifest is None:
+            raise UnsupportedCheckpoint(
+                "a file without a manifest cannot be pinned", path=checkpoint.path
+            )
+        changed = replace(manifest, pins=change(manifest.pins))
+        self.update_manifest(changed)
+        return changed
+
+    def write_note(self, path: Path, data: bytes) -> None:
+        """Replace a small file atomically, but without waiting for the disk: it may be lost, never torn."""
+        temp = self._temp_path(path.name, "")
+        file = self.fs.create(temp, mode=0o600)
+        try:
+            try:
+                file.write_at(0, data)
+            finally:
+                file.close()
+            self.fs.replace(temp, path)
+        except BaseException:
+            self._discard(temp)
+            raise
 
     def _put_manifest(self, manifest: Manifest, *, series: str, mode: int) -> None:
         data = manifests.encode(manifest, key=self._key)

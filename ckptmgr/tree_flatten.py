@@ -6,7 +6,6 @@ The walk keeps its own stack, so the depth of a state is limited by a rule and n
 
 from __future__ import annotations
 
-import random
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
@@ -18,17 +17,10 @@ import numpy as np
 
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.leaves import framework_of, to_tensor
+from ckptmgr.tree_atoms import encode_atom, encode_dtype, encode_key
 from ckptmgr.tree_memory import Leaf, array_memory, plan_storage, stored_as
-from ckptmgr.tree_nodes import (
-    MAX_DEPTH,
-    Json,
-    Path,
-    dump_skeleton,
-    encode_atom,
-    encode_dtype,
-    encode_key,
-    unsupported,
-)
+from ckptmgr.tree_nodes import MAX_DEPTH, Json, Path, dump_skeleton, unsupported
+from ckptmgr.tree_random import generator_state
 
 _INLINE_BYTES = 1024
 _WAY_OUT = "store plain values and arrays, or give the object state_dict() and load_state_dict()"
@@ -39,7 +31,6 @@ _CONTAINERS: dict[type, str] = {
     list: "list",
     tuple: "tuple",
 }
-_BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,18 +107,20 @@ class Flattener:
                 return self._ordered(value, path, depth)
             case "list" | "tuple":
                 return self._sequence(value, path, depth, end={kind: len(value)})
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            names: list[Json] = [str(field) for field in value._fields]
+        fields = getattr(value, "_fields", None)
+        if isinstance(value, tuple) and isinstance(fields, tuple):
+            names: list[Json] = [str(field) for field in fields]
             end: Json = {"namedtuple": [type(value).__name__, names]}
             return self._sequence(value, path, depth, end=end)
         if type(value) in (set, frozenset):
             return self._set(value, path)
-        found = _random_state(value)
+        found = generator_state(value)
         if found is not None:
             node, state = found
             return [_Visit(state, path, depth), _Emit([node], id(value))]
         if _has_state_dict(value):
-            return [_Visit(value.state_dict(), path.state_dict(), depth), _Emit([], id(value))]
+            state_dict: Any = value.state_dict
+            return [_Visit(state_dict(), path.state_dict(), depth), _Emit([], id(value))]
         return None
 
     def _mapping(self, value: Any, path: Path, depth: int, *, end: Json) -> list[_Visit | _Emit]:
@@ -258,23 +251,6 @@ def _foreign_leaf(value: object, path: Path, name: str) -> Leaf:
         shape=own.spec.shape,
         memory=None,
     )
-
-
-def _random_state(value: Any) -> tuple[Json, object] | None:
-    """Return the node and the state of a random number generator; None for everything else."""
-    match value:
-        case np.random.Generator() if type(value.bit_generator).__name__ in _BIT_GENERATORS:
-            return {"rng": "numpy.Generator"}, value.bit_generator.state
-        case np.random.BitGenerator() if type(value).__name__ in _BIT_GENERATORS:
-            return {"rng": "numpy.BitGenerator"}, value.state
-        case np.random.RandomState() if value.get_state(legacy=False)["bit_generator"] == "MT19937":
-            return {"rng": "numpy.RandomState"}, value.get_state(legacy=False)
-        case random.Random() if type(value) is random.Random:
-            return {"rng": "python.Random"}, value.getstate()
-    torch_module = sys.modules.get("torch")
-    if torch_module is not None and isinstance(value, torch_module.Generator):
-        return {"rng": "torch.Generator"}, [str(value.device), value.get_state()]
-    return None
 
 
 def _has_state_dict(value: object) -> bool:

@@ -7,21 +7,45 @@ generators come last, because loading other objects may draw from them.
 
 from __future__ import annotations
 
-import random
 import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ckptmgr.errors import UnsupportedState
 from ckptmgr.leaves import framework_of, is_instance_by_name
-from ckptmgr.tree_nodes import MAX_DEPTH, Path, StateMismatch, encode_atom
-
-Apply = Callable[[], object]
+from ckptmgr.tree_atoms import encode_atom
+from ckptmgr.tree_nodes import Path, StateMismatch
+from ckptmgr.tree_random import generator_kind, set_generator
 
 _SHOWN_DIFFERENCES = 20
 _PLAIN = (str, bytes, bool, int, float, complex, type(None), np.generic)
+
+
+@dataclass(frozen=True, slots=True)
+class _Visit:
+    """A value still to be compared with what is stored for it."""
+
+    target: Any
+    stored: Any
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Takes the last `count` restored values and gives the one that they are parts of."""
+
+    count: int
+    make: Callable[[list[Any]], object]
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What is left to do for a container."""
+
+    visits: list[_Visit]
+    step: _Step
 
 
 class Restorer:
@@ -29,95 +53,97 @@ class Restorer:
 
     def __init__(self) -> None:
         self._differences: list[str] = []
-        self._generators: list[Apply] = []
+        self._generators: list[Callable[[], None]] = []
 
     def run(self, target: object, stored: object) -> object:
         """Return the restored state.
 
         Raises:
             StateMismatch: The two differ in structure, shape or type; nothing was changed.
-            UnsupportedState: The target is nested too deep.
         """
-        try:
-            apply = self._plan(target, stored, Path(), 0)
-        except RecursionError:
-            raise UnsupportedState("the state is nested too deep to restore into") from None
+        steps: list[_Step] = []
+        stack: list[_Visit | _Step] = [_Visit(target, stored, Path())]
+        while stack:
+            match stack.pop():
+                case _Step() as step:
+                    steps.append(step)
+                case _Visit() as visit:
+                    plan = self._plan(visit.target, visit.stored, visit.path)
+                    if isinstance(plan, _Parts):
+                        stack.append(plan.step)
+                        stack.extend(reversed(plan.visits))
+                    else:
+                        steps.append(plan)
         if self._differences:
             raise _mismatch(self._differences)
-        restored = apply()
+        restored = _carry_out(steps)
         for set_state in self._generators:
             set_state()
         return restored
 
-    def _differ(self, path: Path, problem: str) -> Apply:
+    def _differ(self, path: Path, problem: str) -> _Step:
         self._differences.append(f"{path} {problem}")
-        return lambda: None
+        return _give(None)
 
-    def _plan(self, target: Any, stored: Any, path: Path, depth: int) -> Apply:
+    def _plan(self, target: Any, stored: Any, path: Path) -> _Step | _Parts:
         """Return what will restore `target` and give the value that takes its place."""
-        if depth > MAX_DEPTH:
-            raise UnsupportedState(f"{path} is nested more than {MAX_DEPTH} deep")
         if target is None:
-            return lambda: stored
+            return _give(stored)
         if framework_of(target) is not None and not isinstance(target, np.generic):
             return self._plan_array(target, stored, path)
         if callable(getattr(target, "load_state_dict", None)) and not isinstance(target, type):
             return self._plan_object(target, stored, path)
-        if _is_generator(target):
+        if generator_kind(target):
             return self._plan_generator(target, stored, path)
-        match target:
-            case MutableMapping():
-                return self._plan_mapping(target, stored, path, depth)
-            case list() | tuple() if not _is_atom(target):
-                return self._plan_sequence(target, stored, path, depth)
-            case set() | bytearray() if type(stored) is type(target):
-                return lambda: _refill(target, stored)
-            case frozenset() if isinstance(stored, frozenset):
-                return lambda: stored
         if _is_atom(target) and _is_atom(stored):
-            return lambda: stored
-        return self._differ(path, f"is a {_kind(target)}, stored is {_kind(stored)}")
+            return _give(stored)
+        match target:
+            case MutableMapping() if isinstance(stored, Mapping):
+                return self._plan_mapping(target, stored, path)
+            case list() if isinstance(stored, list):
+                return self._plan_sequence(target, stored, path)
+            case tuple() if isinstance(stored, tuple):
+                return self._plan_sequence(target, stored, path)
+            case set() | bytearray() if type(stored) is type(target):
+                return _Step(0, lambda _: _refill(target, stored))
+            case frozenset() if isinstance(stored, frozenset):
+                return _give(stored)
+        return self._differ(path, f"is {_described(target)}, stored is {_described(stored)}")
 
     def _plan_mapping(
-        self, target: MutableMapping[Any, Any], stored: Any, path: Path, depth: int
-    ) -> Apply:
-        if not isinstance(stored, Mapping):
-            return self._differ(path, f"is a {_kind(target)}, stored is {_kind(stored)}")
-        for key in target.keys() - stored.keys():
-            self._differ(path.key(key), "is not in the checkpoint")
-        for key in stored.keys() - target.keys():
-            self._differ(path.key(key), "is only in the checkpoint")
-        parts: list[tuple[Any, Apply]] = []
-        for key, value in stored.items():
-            if key in target:
-                parts.append((key, self._plan(target[key], value, path.key(key), depth + 1)))
+        self, target: MutableMapping[Any, Any], stored: Mapping[Any, Any], path: Path
+    ) -> _Parts:
+        self._compare_keys(target, stored, path)
+        keys = [key for key in stored if key in target]
 
-        def apply() -> object:
-            for key, part in parts:
-                target[key] = part()
+        def make(values: list[Any]) -> object:
+            target.update(zip(keys, values, strict=True))
             return target
 
-        return apply
+        visits = [_Visit(target[key], stored[key], path.key(key)) for key in keys]
+        return _Parts(visits, _Step(len(keys), make))
 
-    def _plan_sequence(self, target: Any, stored: Any, path: Path, depth: int) -> Apply:
-        if not isinstance(stored, list | tuple) or isinstance(stored, list) != isinstance(
-            target, list
-        ):
-            return self._differ(path, f"is a {_kind(target)}, stored is {_kind(stored)}")
+    def _compare_keys(
+        self, target: Mapping[Any, Any], stored: Mapping[Any, Any], path: Path
+    ) -> None:
+        for key in target:
+            if key not in stored:
+                self._differ(path.key(key), "is not in the checkpoint")
+        for key in stored:
+            if key not in target:
+                self._differ(path.key(key), "is only in the checkpoint")
+
+    def _plan_sequence(self, target: Any, stored: Any, path: Path) -> _Step | _Parts:
         if len(target) != len(stored):
-            if all(_is_history(value) for value in (*target, *stored)):
-                return lambda: _replaced(target, stored)
+            if all(map(_is_history, (*target, *stored))) and not hasattr(target, "_fields"):
+                return _Step(0, lambda _: _replaced(target, stored))
             return self._differ(path, f"has {len(target)} elements, stored are {len(stored)}")
-        parts: list[Apply] = []
-        for index, value in enumerate(stored):
-            parts.append(self._plan(target[index], value, path.index(index), depth + 1))
+        visits = [
+            _Visit(target[index], value, path.index(index)) for index, value in enumerate(stored)
+        ]
+        return _Parts(visits, _Step(len(visits), lambda values: _replaced(target, values)))
 
-        def apply() -> object:
-            return _replaced(target, list(map(_call, parts)))
-
-        return apply
-
-    def _plan_array(self, target: Any, stored: Any, path: Path) -> Apply:
+    def _plan_array(self, target: Any, stored: Any, path: Path) -> _Step:
         framework = framework_of(target)
         if framework == "torch":
             return self._plan_tensor(target, stored, path)
@@ -128,51 +154,48 @@ class Restorer:
         if (target.shape, target.dtype) != (stored.shape, stored.dtype):
             return self._differ(path, f"is {_described(target)}, stored is {_described(stored)}")
         if not target.flags.writeable:
-            return lambda: stored
-        return lambda: _fill_array(target, stored)
+            return _give(stored)
+        return _Step(0, lambda _: _fill_array(target, stored))
 
-    def _plan_tensor(self, target: Any, stored: Any, path: Path) -> Apply:
+    def _plan_tensor(self, target: Any, stored: Any, path: Path) -> _Step:
         if framework_of(stored) != "torch" or _signature(target) != _signature(stored):
             return self._differ(path, f"is {_described(target)}, stored is {_described(stored)}")
         if not _can_copy_into(target):
-            return lambda: stored
-        return lambda: _fill_tensor(target, stored)
+            return _give(stored)
+        return _Step(0, lambda _: _fill_tensor(target, stored))
 
-    def _plan_foreign(self, target: Any, stored: np.ndarray, path: Path) -> Apply:
+    def _plan_foreign(self, target: Any, stored: np.ndarray, path: Path) -> _Step:
         if tuple(target.shape) != stored.shape:
             return self._differ(path, f"is {_described(target)}, stored is {_described(stored)}")
         if is_instance_by_name(target, "mindspore.common.tensor", "Tensor"):
-            return lambda: _fill_mindspore(target, stored)
-        return lambda: sys.modules["jax"].numpy.asarray(stored)
+            return _Step(0, lambda _: _fill_mindspore(target, stored))
+        return _Step(0, lambda _: sys.modules["jax"].numpy.asarray(stored))
 
-    def _plan_object(self, target: Any, stored: Any, path: Path) -> Apply:
+    def _plan_object(self, target: Any, stored: Any, path: Path) -> _Step:
         if not isinstance(stored, Mapping | list | tuple):
-            return self._differ(path, f"is a {_kind(target)}, stored is {_kind(stored)}")
+            return self._differ(path, f"is {_described(target)}, stored is {_described(stored)}")
         torch_module = sys.modules.get("torch")
         if torch_module is not None and isinstance(target, torch_module.nn.Module):
             self._compare_module(target, stored, path.state_dict())
-        return lambda: _load(target, stored, path)
+        return _Step(0, lambda _: _load(target, stored, path))
 
     def _compare_module(self, target: Any, stored: Any, path: Path) -> None:
         current = target.state_dict()
         if not isinstance(stored, Mapping):
-            self._differ(path, f"is a {_kind(current)}, stored is {_kind(stored)}")
+            self._differ(path, f"is {_described(current)}, stored is {_described(stored)}")
             return
-        for key in current.keys() - stored.keys():
-            self._differ(path.key(key), "is not in the checkpoint")
-        for key in stored.keys() - current.keys():
-            self._differ(path.key(key), "is only in the checkpoint")
-        for key in current.keys() & stored.keys():
-            if framework_of(current[key]) == "torch":
+        self._compare_keys(current, stored, path)
+        for key in current:
+            if key in stored and framework_of(current[key]) == "torch":
                 self._plan_tensor(current[key], stored[key], path.key(key))
 
-    def _plan_generator(self, target: Any, stored: Any, path: Path) -> Apply:
-        if _generator_kind(target) != _generator_kind(stored):
+    def _plan_generator(self, target: Any, stored: Any, path: Path) -> _Step:
+        if generator_kind(target) != generator_kind(stored):
             return self._differ(
-                path, f"is a {_generator_kind(target)}, stored is a {_generator_kind(stored)}"
+                path, f"is a {generator_kind(target)}, stored is a {generator_kind(stored)}"
             )
-        self._generators.append(lambda: _set_generator(target, stored))
-        return lambda: target
+        self._generators.append(lambda: set_generator(target, stored))
+        return _give(target)
 
 
 def _mismatch(differences: Sequence[str]) -> StateMismatch:
@@ -185,18 +208,31 @@ def _mismatch(differences: Sequence[str]) -> StateMismatch:
     )
 
 
-def _is_atom(value: object) -> bool:
+def _give(value: object) -> _Step:
+    return _Step(0, lambda _: value)
+
+
+def _carry_out(steps: list[_Step]) -> object:
+    values: list[Any] = []
+    for step in steps:
+        first = len(values) - step.count
+        parts = values[first:]
+        del values[first:]
+        values.append(step.make(parts))
+    return values[0]
+
+
+def _is_atom(value: Any) -> bool:
     if isinstance(value, bytearray):
         return False
-    return encode_atom(value) is not None or type(value).__module__ == "torch"
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Size | torch.dtype | torch.device):
+        return True
+    return encode_atom(value) is not None
 
 
 def _is_history(value: object) -> bool:
     return isinstance(value, _PLAIN) or (isinstance(value, list | tuple | dict) and not value)
-
-
-def _kind(value: object) -> str:
-    return _described(value) if framework_of(value) is not None else type(value).__qualname__
 
 
 def _described(value: Any) -> str:
@@ -257,10 +293,6 @@ def _replaced(target: Any, values: Any) -> Any:
     return tuple(values)
 
 
-def _call(apply: Apply) -> object:
-    return apply()
-
-
 def _load(target: Any, stored: object, path: Path) -> object:
     try:
         target.load_state_dict(stored)
@@ -268,35 +300,3 @@ def _load(target: Any, stored: object, path: Path) -> object:
         error.add_note(f"while restoring {path}; objects before it are already restored")
         raise
     return target
-
-
-def _is_generator(value: object) -> bool:
-    return bool(_generator_kind(value))
-
-
-def _generator_kind(value: Any) -> str:
-    torch_module = sys.modules.get("torch")
-    match value:
-        case np.random.Generator():
-            return f"Generator({type(value.bit_generator).__name__})"
-        case np.random.BitGenerator():
-            return type(value).__name__
-        case np.random.RandomState():
-            return "RandomState"
-        case random.Random():
-            return "random.Random"
-    if torch_module is not None and isinstance(value, torch_module.Generator):
-        return f"torch.Generator({value.device})"
-    return ""
-
-
-def _set_generator(target: Any, stored: Any) -> None:
-    match target:
-        case np.random.Generator():
-            target.bit_generator.state = stored.bit_generator.state
-        case np.random.BitGenerator():
-            target.state = stored.state
-        case random.Random():
-            target.setstate(stored.getstate())
-        case _:
-            target.set_state(stored.get_state())

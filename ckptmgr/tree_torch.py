@@ -17,15 +17,16 @@ import torch
 
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.leaves import torch_bytes
+from ckptmgr.tree_atoms import decode_shape
 from ckptmgr.tree_memory import Leaf, Memory, extent, stored_as
-from ckptmgr.tree_nodes import Json, Path, TreeError, decode_shape, unsupported
+from ckptmgr.tree_nodes import Json, Path, TreeError, unsupported
 
 _DETACH_HINT = "save its state_dict(), or a plain copy: tensor.detach().clone()"
 _QUANTIZED = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
 _FULL_TENSOR_HINT = "save its full_tensor(), or use the distributed integration"
 
 
-def encode_torch_atom(value: object) -> tuple[Json] | None:
+def encode_torch_atom(value: Any) -> tuple[Json] | None:
     """Return the node of a torch value without parts, in a tuple; None for everything else."""
     if isinstance(value, torch.Size):
         return ({"torch.Size": list(value)},)
@@ -213,11 +214,6 @@ def build_quantized(node: dict[str, Json], parts: list[Any]) -> torch.Tensor:
             return torch._make_per_channel_quantized_tensor(integers, scales, zero_points, axis)
         scale, zero_point = float.fromhex(str(node["scale"])), node["zero_point"]
         return torch._make_per_tensor_quantized_tensor(parts[0], scale, zero_point)  # type: ignore[arg-type]
-
-
-def generator_state(generator: torch.Generator) -> tuple[str, torch.Tensor]:
-    """Return the device and the state of a generator."""
-    return str(generator.device), generator.get_state()
 
 
 def build_generator(device: object, state: object) -> torch.Generator:

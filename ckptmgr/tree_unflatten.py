@@ -7,7 +7,6 @@ is taken beyond what the tensors themselves hold.
 
 from __future__ import annotations
 
-import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,11 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ckptmgr.tree_memory import contiguous_strides, extent
-from ckptmgr.tree_nodes import (
-    MAX_DEPTH,
-    Json,
-    TreeError,
+from ckptmgr.tree_atoms import (
     decode_bytes,
     decode_complex,
     decode_dtype,
@@ -30,8 +25,10 @@ from ckptmgr.tree_nodes import (
     decode_shape,
     decode_text,
     is_key,
-    load_skeleton,
 )
+from ckptmgr.tree_memory import contiguous_strides, extent
+from ckptmgr.tree_nodes import MAX_DEPTH, Json, TreeError, load_skeleton
+from ckptmgr.tree_random import build_generator
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +36,8 @@ if TYPE_CHECKING:
 Read = Callable[[str], np.ndarray]
 
 _ALIGNMENT = 16
+# Some values of a state take two nodes, such as an OrderedDict and what torch attaches to it.
+_MAX_STEPS = 2 * MAX_DEPTH + 10
 _LEAF_FIELDS = {"tensor", "dtype", "shape", "stored", "offset", "strides", "shared"}
 _TORCH_FIELDS = _LEAF_FIELDS | {"parameter", "requires_grad"}
 _ATOMS: dict[str, Callable[[object], object]] = {
@@ -49,9 +48,6 @@ _ATOMS: dict[str, Callable[[object], object]] = {
     "bytearray": lambda node: bytearray(decode_bytes(node)),
     "text": decode_text,
     "scalar": decode_scalar,
-}
-_GENERATORS = {
-    name: getattr(np.random, name) for name in ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 }
 
 
@@ -93,7 +89,8 @@ class Unflattener:
             try:
                 self._step(node)
             except TreeError as error:
-                raise TreeError(f"node {index} of the skeleton: {error.message}") from error
+                message = f"node {index} of the skeleton: {error.message}"
+                raise TreeError(message, hint=error.hint) from error
         if len(self._stack) != 1:
             raise TreeError(f"the skeleton leaves {len(self._stack)} values instead of one state")
         return self._stack[0].value
@@ -125,8 +122,8 @@ class Unflattener:
         taken = self._stack[len(self._stack) - count :]
         del self._stack[len(self._stack) - count :]
         depth = 1 + max((built.depth for built in taken), default=0)
-        if depth > MAX_DEPTH + 2:
-            raise TreeError(f"the state is nested more than {MAX_DEPTH} deep")
+        if depth > _MAX_STEPS:
+            raise TreeError("the state is nested too deep")
         self._stack.append(_Built(None, depth))
         return [built.value for built in taken]
 
@@ -185,10 +182,7 @@ class Unflattener:
 
     def _rng(self, kind: str, body: Json) -> None:
         [state] = self._pop(1)
-        build = _RNG_BUILDERS.get(body) if isinstance(body, str) else None
-        if build is None:
-            raise TreeError(f"there is no random number generator called {body!r}")
-        self._put(_guarded(f"a {body}", lambda: build(state)))
+        self._put(_guarded(f"a {body}", lambda: build_generator(body, state)))
 
     def _leaf(self, kind: str, body: Json) -> object:
         allowed = _LEAF_FIELDS if kind == "array" else _TORCH_FIELDS
@@ -198,6 +192,7 @@ class Unflattener:
         if type(shared) is int and shared in self._shared:
             return self._shared[shared]
         build = self._array if kind == "array" else self._tensor
+        self._load(body["tensor"])
         value: object = _guarded(f"tensor {body['tensor']!r}", lambda: build(body))
         if type(shared) is int:
             self._shared[shared] = value
@@ -207,7 +202,7 @@ class Unflattener:
         dtype = decode_dtype(body["dtype"])
         place = self._place(body, dtype.itemsize, dtype.name)
         if prod(place.shape) * dtype.itemsize == 0:
-            return np.zeros(place.shape, dtype)
+            return np.ndarray(place.shape, dtype)
         return np.ndarray(place.shape, dtype, place.memory.data, place.offset, place.strides)
 
     def _tensor(self, body: dict[str, Json]) -> torch.Tensor:
@@ -224,10 +219,8 @@ class Unflattener:
         return flagged
 
     def _place(self, body: dict[str, Json], item_bytes: int, spelling: str) -> _Place:
-        name, shape = body["tensor"], decode_shape(body["shape"])
-        if not isinstance(name, str):
-            raise TreeError(f"a tensor is called {name!r}")
-        memory = self._bytes_of(name)
+        name, shape = str(body["tensor"]), decode_shape(body["shape"])
+        memory = self._memory[name]
         strides, start = contiguous_strides(shape, item_bytes), body.get("offset", 0)
         if "offset" not in body:
             stored = body.get("stored", spelling)
@@ -245,19 +238,22 @@ class Unflattener:
                 raise TreeError(f"bytes [{low}, {high}) of {memory.nbytes} are wanted")
         return _Place(memory, name, shape, start, strides)
 
-    def _bytes_of(self, name: str) -> np.ndarray:
-        """Return the bytes of a stored tensor as memory that the state will own."""
-        if name not in self._memory:
+    def _load(self, name: Json) -> None:
+        """Read the bytes of a stored tensor into memory that the state will own."""
+        if not isinstance(name, str):
+            raise TreeError(f"a tensor is called {name!r}")
+        if name in self._memory:
+            return
+        try:
             stored = self._read(name)
-            if not isinstance(stored, np.ndarray) or stored.dtype.hasobject:
-                raise TreeError("it is not a NumPy array of plain elements")
-            flat = np.ascontiguousarray(stored).reshape(-1)
-            memory = flat.view(np.uint8) if flat.nbytes else np.empty(0, np.uint8)
-            address = memory.__array_interface__["data"][0]
-            if not memory.flags.writeable or address % _ALIGNMENT:
-                memory = memory.copy()
-            self._memory[name], self._stored[name] = memory, stored
-        return self._memory[name]
+        except KeyError:
+            raise TreeError(f"there is no tensor called {name!r}") from None
+        flat = np.ascontiguousarray(stored).reshape(-1)
+        memory = flat.view(np.uint8) if flat.nbytes else np.empty(0, np.uint8)
+        address = memory.__array_interface__["data"][0]
+        if not memory.flags.writeable or address % _ALIGNMENT:
+            memory = memory.copy()
+        self._memory[name], self._stored[name] = memory, stored
 
 
 def _strides(node: Json, count: int) -> tuple[int, ...]:
@@ -281,7 +277,7 @@ def _guarded(what: str, build: Callable[[], Any]) -> Any:
     try:
         return build()
     except TreeError as error:
-        raise TreeError(f"{what}: {error.message}") from error
+        raise TreeError(f"{what}: {error.message}", hint=error.hint) from error
     except (ValueError, TypeError, KeyError, IndexError, OverflowError, RuntimeError) as error:
         raise TreeError(f"{what} cannot be restored: {error}") from error
 
@@ -302,32 +298,6 @@ def _torch() -> Any:
         ) from error
     return tree_torch
 
-
-def _bit_generator(state: Any) -> np.random.BitGenerator:
-    made: np.random.BitGenerator = _GENERATORS[state["bit_generator"]]()
-    made.state = state
-    return made
-
-
-def _random_state(state: Any) -> np.random.RandomState:
-    made = np.random.RandomState(0)
-    made.set_state(state)
-    return made
-
-
-def _python_random(state: Any) -> random.Random:
-    made = random.Random()  # noqa: S311 - a training generator, not a source of keys
-    made.setstate(state)
-    return made
-
-
-_RNG_BUILDERS: dict[str, Callable[[Any], object]] = {
-    "numpy.BitGenerator": _bit_generator,
-    "numpy.Generator": lambda state: np.random.Generator(_bit_generator(state)),
-    "numpy.RandomState": _random_state,
-    "python.Random": _python_random,
-    "torch.Generator": lambda state: _torch().build_generator(*state),
-}
 
 _COMBINERS: dict[str, Callable[[Unflattener, str, Json], None]] = {
     "list": Unflattener._sequence,

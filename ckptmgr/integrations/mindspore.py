@@ -30,11 +30,9 @@ def callback_class() -> Any:
 
 def to_parameter(name: str, array: np.ndarray) -> Any:
     """Return a MindSpore parameter with the content of an array."""
-    if array.dtype.name == "bfloat16":
-        # MindSpore does not know ml_dtypes; float32 holds every bfloat16 exactly.
-        tensor = Tensor(array.astype(np.float32)).astype(mstype.bfloat16)
-    else:
-        tensor = Tensor(array)
+    # MindSpore does not know ml_dtypes; float32 holds every bfloat16 exactly.
+    is_bf16 = array.dtype.name == "bfloat16"
+    tensor = Tensor(array.astype(np.float32)).astype(mstype.bfloat16) if is_bf16 else Tensor(array)
     return Parameter(tensor, name=name, requires_grad=False)
 
 

@@ -1,0 +1,415 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`CheckpointManager`: the explicit API for any training loop.
+
+```
+with CheckpointManager("runs/digits", CheckpointConfig(save_checkpoint_steps=100), prefix="digits") as manager:
+    start = manager.resume(state)              # restores into `state`, or starts at step 0
+    for step in range(start.step + 1, 1001):
+        train_one_step(state)
+        manager.step_end(step, state, metrics={"loss": loss})
+```
+
+* `state` is any nesting of dicts, lists, numbers, arrays, random number generators and objects with `state_dict()`.
+* A returned save survives a power cut. A failed one raises, leaves the earlier checkpoints intact, and is due again.
+* `resume` walks from the newest to the oldest checkpoint, verifies each, and says what it skipped and why.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from ckptmgr import tree
+from ckptmgr.config import CheckpointConfig, check_config
+from ckptmgr.crypto.key import Key
+from ckptmgr.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr.formats.tensor import Item
+from ckptmgr.fsio import FileSystem
+from ckptmgr.lease import Processes
+from ckptmgr.loader import OpenCheckpoint, ReadOptions, read_values
+from ckptmgr.manifest import Manifest
+from ckptmgr.model import Checkpoint, Pin, Plan, State
+from ckptmgr.naming import check_directory, check_prefix
+from ckptmgr.resume import Skipped, first_that_loads, newest_first, open_checkpoint
+from ckptmgr.save_policy import LastSave, SavePolicy, decide_at_end
+from ckptmgr.saver import SaveHandle, SaveOptions, done_handle
+from ckptmgr.series import SaveFacts, SeriesWriter, next_attempt
+from ckptmgr.start_count import count_start
+from ckptmgr.store import Store
+
+_LOG = logging.getLogger(__name__)
+_SKELETON = "ckptmgr.tree"
+_MANY_STARTS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumption:
+    """Where a run starts.
+
+    Attributes:
+        step: The last step that is done; 0 for a fresh start.
+        epoch: Epoch of the checkpoint, or None.
+        state: The restored state: the object given to `resume`, filled in place where that is possible.
+        checkpoint: What was loaded, or None for a fresh start.
+        metrics: The metrics saved with it.
+        skipped: Newer checkpoints that were passed over, and why.
+        starts: How often a run has been started from this checkpoint without a newer one being saved, this one included.
+    """
+
+    step: int
+    state: object
+    epoch: int | None = None
+    checkpoint: Checkpoint | None = None
+    metrics: Mapping[str, float]
+    skipped: tuple[Skipped, ...] = ()
+    starts: int = 1
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether nothing was found to continue from."""
+        return self.checkpoint is None
+
+
+class CheckpointManager:
+    """Saves, keeps, proves and restores the checkpoints of one training run.
+
+    Args:
+        directory: Where the checkpoints lie; created on the first save.
+        config: When and how to save, what to keep; the same as for `ModelCheckpoint`.
+        prefix: Name of the series; files are called `<prefix>-<step>.<format>`.
+        save_policy: Instead of the configuration's steps and seconds.
+        clock: Seconds since the epoch; stamps checkpoints and decides about seconds and ages.
+        allow_unsealed: With a key, also resume from files that are not authenticated as a whole.
+        fs: The disk.
+        processes: Tells dead writers from live ones.
+
+    Raises:
+        TypeError, ValueError, NotADirectoryError: An argument is unusable.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        config: CheckpointConfig | None = None,
+        *,
+        prefix: str = "ckpt",
+        save_policy: SavePolicy | None = None,
+        clock: Callable[[], float] = time.time,
+        allow_unsealed: bool = False,
+        fs: FileSystem | None = None,
+        processes: Processes | None = None,
+    ) -> None:
+        if callable(check_prefix(prefix)):
+            raise TypeError("the prefix of a CheckpointManager is a string")
+        self.directory = check_directory(directory)
+        self._config = check_config(config)
+        self._policy = save_policy if save_policy is not None else self._config.save_policy()
+        self._clock = clock
+        key = None if self._config.enc_key is None else Key(self._config.enc_key)
+        self._read_options = ReadOptions(key=key, allow_unsealed=allow_unsealed)
+        self._store = Store(
+            self.directory,
+            fs=fs,
+            key=key,
+            processes=processes,
+            must_authenticate=key is not None and not allow_unsealed,
+        )
+        options = SaveOptions(
+            format=self._config.format,
+            key=key,
+            mode=self._config.enc_mode,
+            has_crc=self._config.crc_check,
+        )
+        self._writer = SeriesWriter(self._store, prefix, options=options, clock=clock)
+        self._last = LastSave(step=0, at=clock())
+        self._seen_step = 0
+        self._unsaved: Callable[[], object] | None = None
+
+    @property
+    def prefix(self) -> str:
+        """Name of the series."""
+        return self._writer.series
+
+    def resume(self, state: object = None) -> Resumption:
+        """Restore the newest checkpoint that verifies and loads.
+
+        Args:
+            state: The state to restore into, built as for a fresh start; None gives the stored state as new objects.
+
+        Raises:
+            StateMismatch: A whole checkpoint does not fit `state`; names every difference. Nothing was changed.
+            KeyProblem: There are checkpoints, but none opens with this key.
+            StoreLocked: Another live process writes this series.
+        """
+        self._writer.open()
+        candidates = newest_first([c for c in self._store.scan() if c.series == self.prefix])
+        checkpoint, loaded, skipped = first_that_loads(candidates, lambda found: self._read(found))
+        for one in skipped:
+            _LOG.warning("skipped %s: %s", one.checkpoint.path, one.reason)
+        if checkpoint is None or loaded is None:
+            return Resumption(step=0, state=state, metrics={}, skipped=tuple(skipped))
+        restored = self._restored(state, loaded)
+        self._writer.continue_from(checkpoint, loaded.manifest)
+        self._last = LastSave(step=checkpoint.step, at=self._clock())
+        starts = count_start(self._store, self.prefix, checkpoint)
+        if starts > _MANY_STARTS:
+            _LOG.warning(
+                "this is start number %d from %s without a newer save: the run may be failing at the same place",
+                starts,
+                checkpoint.path,
+            )
+        return Resumption(
+            step=checkpoint.step,
+            epoch=checkpoint.epoch,
+            state=restored,
+            checkpoint=checkpoint,
+            metrics=checkpoint.metrics,
+            skipped=tuple(skipped),
+            starts=starts,
+        )
+
+    def step_end(
+        self,
+        step: int,
+        state: object,
+        *,
+        epoch: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> SaveHandle | None:
+        """Save if the policy says so; call it after every step.
+
+        Args:
+            step: Global step, from 1.
+            state: The state, or a function that returns it (called only when it is saved).
+            epoch: Epoch number.
+            metrics: Name to value, for `best(...)`.
+
+        Returns:
+            The handle of the save, or None when none was due.
+        """
+        self._unsaved = lambda: self.save(step, state, epoch=epoch, metrics=metrics, why="end")
+        self._seen_step = step
+        if not self._policy.decide(step, self._clock(), self._last).is_due:
+            return None
+        return self.save(step, state, epoch=epoch, metrics=metrics, why="policy")
+
+    def save(
+        self,
+        step: int,
+        state: object,
+        *,
+        epoch: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+        why: str = "manual",
+    ) -> SaveHandle:
+        """Save now; then apply the retention policy.
+
+        Raises:
+            UnsupportedState: Something in the state cannot be stored; names its path.
+            StoreFull: Not enough disk space; nothing was changed.
+            StoreLocked: Another live process writes this series.
+            OSError: From the disk; the earlier checkpoints are intact.
+        """
+        step = _checked_step(step)
+        now = self._clock()
+        flat = tree.flatten(state() if callable(state) else state)
+        items: list[Item] = [*flat.tensors]
+        metadata = {**flat.aliases, _SKELETON: flat.skeleton}
+        facts = SaveFacts(step=step, epoch=epoch, why=why, metrics=_checked_metrics(metrics))
+        checkpoint = self._writer.save(self._name(step), items, facts, metadata=metadata)
+        self._last = LastSave(step=step, at=now)
+        self._writer.retain(self._config.retention_policy())
+        return done_handle(checkpoint)
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Return the committed checkpoints of the series, oldest first."""
+        found = [c for c in self._store.scan() if c.series == self.prefix]
+        usable = (State.OK, State.UNVERIFIED, State.CORRUPT)
+        return sorted((c for c in found if c.state in usable), key=lambda c: c.order)
+
+    def latest(self) -> Checkpoint | None:
+        """Return the newest checkpoint that is not known to be damaged, or None. Never raises because of leftovers."""
+        return next((c for c in newest_first(self.checkpoints()) if c.is_countable), None)
+
+    def best(self, metric: str, mode: str = "min") -> Checkpoint | None:
+        """Return the checkpoint with the best value of a metric, or None when none has it; NaN never wins.
+
+        Args:
+            metric: Name as given to `step_end`.
+            mode: `min` or `max`.
+        """
+        if mode not in ("min", "max"):
+            raise ValueError(f"mode must be 'min' or 'max', but got {mode!r}")
+        sign = 1 if mode == "min" else -1
+        ranked = [
+            c
+            for c in self.checkpoints()
+            if c.is_countable and math.isfinite(c.metrics.get(metric, math.nan))
+        ]
+        # Of equal values the newer one is better, as in the retention rule.
+        return min(reversed(ranked), key=lambda c: sign * c.metrics[metric], default=None)
+
+    def load(self, checkpoint: Checkpoint | int | str, state: object = None) -> object:
+        """Load one checkpoint, verified.
+
+        Args:
+            checkpoint: From `checkpoints()`, a step, or a file name.
+            state: Restore into this, or None for new objects.
+
+        Raises:
+            CheckpointNotFound: There is no such checkpoint.
+            CorruptCheckpoint, KeyProblem: It is damaged, or the key is wrong.
+        """
+        return self._restored(state, self._read(self._find(checkpoint)))
+
+    def pin(
+        self, checkpoint: Checkpoint | int | str, name: str = "pinned", *, reason: str = ""
+    ) -> None:
+        """Never let retention remove a checkpoint; durable when it returns.
+
+        Raises:
+            CheckpointNotFound: There is no such checkpoint.
+            UnsupportedCheckpoint: It has no manifest.
+        """
+        self._repin(checkpoint, lambda pins: (*pins, Pin(name=name, reason=reason)))
+
+    def unpin(self, checkpoint: Checkpoint | int | str) -> None:
+        """Take all pins off a checkpoint."""
+        self._repin(checkpoint, lambda pins: ())
+
+    def plan(self) -> Plan:
+        """Return what the retention policy would do now, without doing it."""
+        return self._writer.planned(self._config.retention_policy())
+
+    def close(self) -> None:
+        """Wait for what is in flight and let other processes write this series."""
+        self._writer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Save the last step unless it is saved already or training failed; then give the lease back."""
+        try:
+            if error is None:
+                self._save_last_step()
+        finally:
+            self.close()
+
+    def _save_last_step(self) -> None:
+        unsaved, self._unsaved = self._unsaved, None
+        if (
+            unsaved is not None
+            and decide_at_end(self._policy, self._seen_step, last=self._last).is_due
+        ):
+            unsaved()
+
+    def _name(self, step: int) -> str:
+        history = [c for c in self._store.scan() if c.series == self.prefix]
+        attempt = next_attempt(history, step)
+        suffix = f"-r{attempt}" if attempt else ""
+        return f"{self.prefix}-{step}{suffix}.{self._config.format}"
+
+    def _find(self, checkpoint: Checkpoint | int | str) -> Checkpoint:
+        if isinstance(checkpoint, Checkpoint):
+            return checkpoint
+        for found in reversed(self.checkpoints()):
+            if found.step == checkpoint or checkpoint in (found.name, str(found.path)):
+                return found
+        raise CheckpointNotFound(
+            f"no checkpoint {checkpoint!r} in series {self.prefix!r}", path=self.directory
+        )
+
+    def _read(self, checkpoint: Checkpoint) -> _Loaded:
+        with open_checkpoint(self._store, checkpoint, options=self._read_options) as (
+            opened,
+            manifest,
+        ):
+            return _Loaded(
+                path=checkpoint.path,
+                skeleton=_skeleton(opened),
+                values=_arrays(opened),
+                manifest=manifest,
+            )
+
+    def _restored(self, state: object, loaded: _Loaded) -> object:
+        def read(name: str) -> np.ndarray:
+            try:
+                return loaded.values[name]
+            except KeyError:
+                raise CorruptCheckpoint(
+                    "a tensor is missing", path=loaded.path, tensor=name
+                ) from None
+
+        if loaded.skeleton is None:
+            flat: dict[str, object] = dict(loaded.values)
+            if state is None:
+                return flat
+            raise UnsupportedCheckpoint(
+                "this file holds named tensors without a state tree (it was not saved by a CheckpointManager)",
+                path=loaded.path,
+                hint="load it with ckptmgr.load_checkpoint",
+            )
+        if state is None:
+            return tree.unflatten(loaded.skeleton, read)
+        return tree.restore(state, loaded.skeleton, read)
+
+    def _repin(
+        self,
+        checkpoint: Checkpoint | int | str,
+        change: Callable[[tuple[Pin, ...]], tuple[Pin, ...]],
+    ) -> None:
+        found = self._find(checkpoint)
+        self._writer.open()
+        self._store.change_pins(found, change)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Loaded:
+    path: Path
+    skeleton: str | None
+    values: Mapping[str, np.ndarray]
+    manifest: Manifest | None
+
+
+def _skeleton(opened: OpenCheckpoint) -> str | None:
+    return opened.metadata.get(_SKELETON)
+
+
+def _arrays(opened: OpenCheckpoint) -> dict[str, np.ndarray]:
+    values = read_values(opened)
+    return {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+
+
+def _checked_step(step: int) -> int:
+    # NumPy integers are welcome, bools and floats are mistakes.
+    number = None if isinstance(step, bool) else getattr(step, "__index__", lambda: None)()
+    if number is None or number < 0:
+        raise ValueError(f"a step is an integer from 0 on, but got {step!r}")
+    return number
+
+
+def _checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
+    checked = {}
+    for name, value in (metrics or {}).items():
+        try:
+            checked[str(name)] = float(value)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"metric {name!r} must be a number, but got {type(value).__name__}"
+            ) from None
+    return checked
