@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -396,9 +397,11 @@ def _arrays(opened: OpenCheckpoint) -> dict[str, np.ndarray]:
 
 
 def _checked_step(step: int) -> int:
-    # NumPy integers are welcome, bools and floats are mistakes.
-    number = None if isinstance(step, bool) else getattr(step, "__index__", lambda: None)()
-    if number is None or number < 0:
+    try:
+        number = operator.index(step)  # NumPy integers are welcome
+    except TypeError:
+        number = -1
+    if number < 0 or isinstance(step, bool):
         raise ValueError(f"a step is an integer from 0 on, but got {step!r}")
     return number
 

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -76,16 +77,16 @@ class _PerPeriod(Rule):
     def judge(self, history: Sequence[Checkpoint], now: datetime) -> list[Finding]:
         """Return the findings, newest first."""
         findings: list[Finding] = []
-        seen: dict[str, int] = {}
+        ranks: dict[str, int] = {}
+        sizes: Counter[str] = Counter()
         for checkpoint in history:
             period = self.period(as_utc(checkpoint.saved_at))
-            is_first = period not in seen
-            seen[period] = seen.get(period, 0) + 1
-            rank = list(seen).index(period) + 1 if not is_first else len(seen)
-            findings.append(self._find(period, rank, seen[period]))
-        if len(seen) < self.count and not findings[-1].is_kept:
+            sizes[period] += 1
+            rank = ranks.setdefault(period, len(ranks) + 1)
+            findings.append(self._find(period, rank, sizes[period]))
+        if len(ranks) < self.count and not findings[-1].is_kept:
             findings[-1] = self.finding(
-                True, f"{self.NAME} (oldest)", rank=len(seen) + 1, of=self.count
+                True, f"{self.NAME} (oldest)", rank=len(ranks) + 1, of=self.count
             )
         return findings
 

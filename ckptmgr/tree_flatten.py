@@ -99,6 +99,7 @@ class Flattener:
         return parts
 
     def _parts(self, value: Any, path: Path, depth: int) -> list[_Visit | _Emit] | None:
+        unknown: Any = value
         kind = _CONTAINERS.get(type(value))
         match kind:
             case "dict" | "counter":
@@ -119,8 +120,8 @@ class Flattener:
             node, state = found
             return [_Visit(state, path, depth), _Emit([node], id(value))]
         if _has_state_dict(value):
-            state_dict: Any = value.state_dict
-            return [_Visit(state_dict(), path.state_dict(), depth), _Emit([], id(value))]
+            inner = unknown.state_dict()
+            return [_Visit(inner, path.state_dict(), depth), _Emit([], id(value))]
         return None
 
     def _mapping(self, value: Any, path: Path, depth: int, *, end: Json) -> list[_Visit | _Emit]:

@@ -21,6 +21,7 @@ VERSION = 1
 MAX_DEPTH = 500
 _MAX_INT_DIGITS = 20
 _SHOWN_CHARS = 60
+_MAX_DECIMAL_BITS = 1000
 
 
 class TreeError(CkptmgrError, ValueError):
@@ -83,13 +84,20 @@ class Path:
 
 def shown(step: object) -> str:
     """Return a value as messages print it: shortened."""
-    text = repr(step)
+    text = _hex_if_long(step) or repr(step)
     return text if len(text) <= _SHOWN_CHARS else f"{text[:_SHOWN_CHARS]}..."
+
+
+def _hex_if_long(step: object) -> str:
+    # Python refuses to print very long integers in decimal.
+    if isinstance(step, int) and step.bit_length() > _MAX_DECIMAL_BITS:
+        return hex(step)
+    return ""
 
 
 def _escaped(step: object) -> str:
     # The order in which a frozenset prints its elements changes from run to run.
-    text = type(step).__name__ if isinstance(step, frozenset | tuple) else str(step)
+    text = type(step).__name__ if isinstance(step, frozenset | tuple) else _hex_if_long(step) or str(step)
     text = text.replace("~", "~0").replace("/", "~1")
     return re.sub("[\ud800-\udfff]", lambda match: f"~u{ord(match[0]):x}", text)
 

@@ -83,7 +83,7 @@ def set_generator(target: Any, source: Any) -> None:
 
 
 def _legacy_state(value: np.random.RandomState) -> dict[str, Any]:
-    state: dict[str, Any] = value.get_state(legacy=False)  # type: ignore[assignment]
+    state: dict[str, Any] = value.get_state(legacy=False)
     return state
 
 

@@ -19,7 +19,7 @@ from ckptmgr.tree_atoms import encode_atom
 from ckptmgr.tree_nodes import Path, StateMismatch
 from ckptmgr.tree_random import generator_kind, set_generator
 
-_SHOWN_DIFFERENCES = 20
+_SHOWN_DIFFERENCES = 100
 _PLAIN = (str, bytes, bool, int, float, complex, type(None), np.generic)
 
 
@@ -117,7 +117,9 @@ class Restorer:
         keys = [key for key in stored if key in target]
 
         def make(values: list[Any]) -> object:
-            target.update(zip(keys, values, strict=True))
+            # Not update(), which would add the counts of a Counter.
+            for key, value in zip(keys, values, strict=True):
+                target[key] = value
             return target
 
         visits = [_Visit(target[key], stored[key], path.key(key)) for key in keys]
@@ -165,7 +167,7 @@ class Restorer:
         return _Step(0, lambda _: _fill_tensor(target, stored))
 
     def _plan_foreign(self, target: Any, stored: np.ndarray, path: Path) -> _Step:
-        if tuple(target.shape) != stored.shape:
+        if (tuple(target.shape), str(target.dtype).lower()) != (stored.shape, stored.dtype.name):
             return self._differ(path, f"is {_described(target)}, stored is {_described(stored)}")
         if is_instance_by_name(target, "mindspore.common.tensor", "Tensor"):
             return _Step(0, lambda _: _fill_mindspore(target, stored))
@@ -251,6 +253,7 @@ def _can_copy_into(tensor: Any) -> bool:
     return (
         tensor.layout is torch.strided
         and not tensor.is_quantized
+        and not tensor.is_meta
         and all(
             stride or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
         )
