@@ -177,9 +177,10 @@ def _check_first(source: Source, mode: CipherMode) -> None:
         )
     if _is_legacy(first, source.size):
         raise UnsupportedSuiteError(
-            "the file is of MindSpore 1.x, whose encryption has no authentication tags",
+            "the file is laid out as MindSpore 1.x did, without authentication tags",
             offset=0,
-            hint="load it with the MindSpore that wrote it and save it again",
+            hint="load it with that MindSpore and save it again; "
+            "if a newer one wrote it in a CBC mode, its first bytes are damaged",
         )
     if found != mode.name:
         raise DecryptionError(
