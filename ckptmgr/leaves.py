@@ -109,8 +109,8 @@ def torch_bytes(value: torch.Tensor) -> memoryview:
 
 
 def _mindspore_tensor(name: str, value: Any) -> Tensor:
-    if hasattr(value, "init_data"):
-        value.init_data()
+    if getattr(value, "has_init", False):
+        value = value.init_data()
     # MindSpore's Int4 (qint4x2) holds two values in each byte, as the row `int4` does.
     spelling = str(value.dtype).lower()
     row = BY_NAME["int4"] if spelling == "int4" else _row(name, spelling, value.dtype)

@@ -94,7 +94,7 @@ def _numpy_dtype(name: str) -> np.dtype:
 
     if name == "int4":
         return np.dtype(np.int8)
-    if hasattr(np, name) or name == "bool":
+    if name != "bfloat16" and not name.startswith("float8"):
         return np.dtype(name)
     import ml_dtypes
 
