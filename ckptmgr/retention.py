@@ -4,11 +4,11 @@
 Whatever the policy says:
 
 * The newest countable checkpoint of every series stays, and so do pinned ones and those the caller protects.
-* Only countable checkpoints (committed, not known to be damaged) use up a slot. Damaged ones, leftovers and those being
-  written are not counted and not dropped; cleaning up leftovers is another decision.
+* Only countable checkpoints use up a slot. Damaged ones, leftovers, those being written, and those saved while an exception
+  unwound the training are not counted and not dropped; cleaning up leftovers is another decision.
 * Series are planned one by one: one never evicts another.
-* Order is (step, attempt, commit sequence); two attempts of one step are two checkpoints; times decide only where a
-  rule is about time.
+* Order is `Checkpoint.order`, never a time; two attempts of one step are two checkpoints. Times decide only where a rule is
+  about time.
 * Refused with UnsafePrune: a policy without rules; rules that keep nothing of a series; `best` by a metric that no
   checkpoint of a series has. The last two only when something would be dropped, so nothing is ever dropped on them.
 
@@ -151,9 +151,7 @@ def _verdict(
 ) -> Verdict:
     reasons = [finding.reason for finding in findings if finding.is_kept]
     if not checkpoint.is_countable:
-        problem = f": {checkpoint.problem}" if checkpoint.problem else ""
-        detail = f"not counted: {checkpoint.state.value}{problem}"
-        reasons.append(Reason(rule="not counted", detail=detail))
+        reasons.append(Reason(rule="not counted", detail=f"not counted: {_condition(checkpoint)}"))
     if checkpoint.pins:
         reasons.append(pin_reason(checkpoint))
     if protected is not None:
@@ -166,6 +164,13 @@ def _verdict(
         reasons=tuple(dict.fromkeys(reasons)),
         nearest=() if reasons else tuple(finding.reason for finding in findings),
     )
+
+
+def _condition(checkpoint: Checkpoint) -> str:
+    if checkpoint.is_emergency:
+        return f"saved on an {checkpoint.why}"
+    problem = f": {checkpoint.problem}" if checkpoint.problem else ""
+    return f"{checkpoint.state.value}{problem}"
 
 
 def _check_something_is_kept(

@@ -174,9 +174,10 @@ class Every(Rule):
 
     def judge(self, history: Sequence[Checkpoint], now: datetime) -> list[Finding]:
         """Return the findings, newest first."""
-        # Later entries win: in a list that is newest first, that is the smallest step of each interval.
-        first = {checkpoint.step // self.interval_steps: checkpoint.step for checkpoint in history}
-        return [self._find(checkpoint.step, first) for checkpoint in history]
+        steps = [checkpoint.step for checkpoint in history]
+        # Later entries win: the smallest step of each interval.
+        first = {step // self.interval_steps: step for step in sorted(steps, reverse=True)}
+        return [self._find(step, first) for step in steps]
 
     def _find(self, step: int, first: dict[int, int]) -> Finding:
         number, past = divmod(step, self.interval_steps)

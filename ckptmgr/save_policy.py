@@ -5,7 +5,7 @@
 * Only a save that succeeded moves `LastSave` on. So after a failure the next step is due again, and the one after it,
   until one succeeds: losing an interval is worse than trying often. Whoever wants fewer attempts says so in `on_error`.
   (MindSpore marks the step as saved before it writes, and silently skips it, even at the end of training.)
-* The time comes from the caller: any clock in seconds that never goes back, such as `time.monotonic`.
+* The time comes from the caller, in seconds on any clock.
 
 >>> policy = EverySteps(100)
 >>> policy.decide(250, 0.0, LastSave(step=100, at=0.0))
@@ -98,7 +98,10 @@ class EverySteps:
 
 @dataclass(frozen=True, slots=True)
 class EverySeconds:
-    """Save once more than `interval_s` seconds have passed since the last save; exactly that many is not enough."""
+    """Save once more than `interval_s` seconds have passed since the last save; exactly that many is not enough.
+
+    When the clock has gone back it is due at once; MindSpore would wait until the clock has caught up.
+    """
 
     interval_s: float
 
@@ -116,6 +119,8 @@ class EverySeconds:
         if step == last.step:
             return _same_step(step)
         passed_s = now - last.at
+        if passed_s < 0:
+            return SaveDecision(is_due=True, reason=f"the clock went back by {-passed_s:.6g} s")
         return SaveDecision(
             is_due=passed_s > self.interval_s,
             reason=f"{passed_s:.6g} s since the last save, every {self.interval_s:g} s",

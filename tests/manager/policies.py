@@ -39,14 +39,17 @@ def checkpoint(
     pins: tuple[Pin, ...] = (),
     state: State = State.OK,
     problem: str | None = None,
+    sequence: int | None = None,
+    why: str = "policy",
 ) -> Checkpoint:
-    """Return a checkpoint of 100 bytes, saved `age` before NOW."""
+    """Return a checkpoint of 100 bytes, saved `age` before NOW, committed in the order of the steps unless told."""
     return Checkpoint(
         path=Path(f"{series}-{step}-{attempt}.ckpt"),
         series=series,
         step=step,
         attempt=attempt,
-        sequence=step * 10 + attempt,
+        sequence=step * 10 + attempt if sequence is None else sequence,
+        why=why,
         saved_at=NOW - age,
         size_bytes=100,
         metrics=metrics or {},
@@ -86,6 +89,8 @@ def histories() -> st.SearchStrategy[list[Checkpoint]]:
         series=st.sampled_from(["net", "other"]),
         metrics=st.dictionaries(st.sampled_from(["loss", "acc"]), values),
         pins=st.sampled_from([(), (), (), (Pin(name="paper"),)]),
+        sequence=st.integers(0, 20) | st.none(),
+        why=st.sampled_from(["policy", "policy", "policy", "exception: KeyboardInterrupt"]),
         state=st.sampled_from(
             [State.OK, State.OK, State.UNVERIFIED, State.CORRUPT, State.LEFTOVER]
         ),

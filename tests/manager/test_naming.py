@@ -50,7 +50,14 @@ def test_restart_prefix_takes_the_highest_number() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["net.ckpt", "net_²-1_1.ckpt", "net_" + "9" * 5000 + "-1_1.ckpt", "net_-1_1.ckpt"]
+    "name",
+    [
+        "net.ckpt",
+        "net_²-1_1.ckpt",
+        "net_" + "9" * 5000 + "-1_1.ckpt",
+        "net_-1_1.ckpt",
+        "netX5-1_1.ckpt",
+    ],
 )
 def test_restart_prefix_with_a_name_without_a_number_ignores_it(name: str) -> None:
     assert restart_prefix("net", [name]) == "net"

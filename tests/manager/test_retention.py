@@ -201,8 +201,8 @@ def test_period_of_a_time_in_another_zone_is_the_utc_one() -> None:
     assert _steps(plan(history, Daily(1), NOW).dropped) == [1]
 
 
-def test_period_with_steps_out_of_time_order_goes_by_the_step() -> None:
-    # After a rollback, step 9 is from Monday's abandoned attempt; 3 and 4 were saved on Tuesday.
+def test_period_with_times_out_of_order_goes_by_the_order_of_commits() -> None:
+    # The clock was a day behind for the last save and the first.
     history = [
         checkpoint(9, age=timedelta(days=1)),
         checkpoint(4),
@@ -277,6 +277,13 @@ def test_uncountable_checkpoint_with_a_pin_says_both() -> None:
     assert _why(answer, 1) == ["not counted: corrupt", "pinned: paper"]
 
 
+def test_checkpoint_saved_on_an_exception_is_kept_and_takes_no_slot() -> None:
+    history = [checkpoint(1), checkpoint(2, why="exception: KeyboardInterrupt")]
+    answer = plan(history, Last(1), NOW)
+    assert _why(answer, 2) == ["not counted: saved on an exception: KeyboardInterrupt"]
+    assert _why(answer, 1) == ["last 1/1"]
+
+
 def test_unverified_checkpoint_takes_a_slot() -> None:
     history = [checkpoint(1), checkpoint(2, state=State.UNVERIFIED)]
     assert _steps(plan(history, Last(1), NOW).kept) == [2]
@@ -288,9 +295,23 @@ def test_attempts_of_one_step_are_two_checkpoints() -> None:
     assert [(item.step, item.attempt) for item in kept] == [(5, 1), (5, 0)]
 
 
-def test_order_is_by_step_when_the_times_say_otherwise() -> None:
+def test_order_is_by_commit_when_the_times_say_otherwise() -> None:
     history = [checkpoint(step, age=timedelta(hours=step)) for step in (1, 2, 3)]
     assert _steps(plan(history, Last(1), NOW).kept) == [3]
+
+
+def test_order_after_a_rollback_is_by_commit_not_by_step() -> None:
+    history = [
+        checkpoint(step, sequence=number) for number, step in enumerate((50, 100, 60), start=1)
+    ]
+    assert _steps(plan(history, Last(1), NOW).kept) == [60]
+
+
+def test_every_after_a_rollback_keeps_the_smallest_step_of_the_interval() -> None:
+    history = [
+        checkpoint(step, sequence=number) for number, step in enumerate((150, 110, 199), start=1)
+    ]
+    assert _steps(plan(history, Every(100), NOW).kept) == [199, 110]
 
 
 def test_series_are_planned_one_by_one() -> None:
@@ -309,6 +330,11 @@ def test_path_that_occurs_twice_counts_once() -> None:
     history = [checkpoint(1), checkpoint(2), checkpoint(2)]
     answer = plan(history, Last(2), NOW)
     assert _steps(answer.kept) == [2, 1]
+
+
+def test_path_that_occurs_twice_gives_one_answer_in_any_order() -> None:
+    history = [checkpoint(1), checkpoint(1, pins=(Pin(name="paper"),)), checkpoint(2)]
+    assert plan(history, Last(1), NOW) == plan(history[::-1], Last(1), NOW)
 
 
 def test_history_that_is_empty_gives_an_empty_plan() -> None:

@@ -51,6 +51,12 @@ def test_every_seconds_is_due_strictly_after_the_interval(now: float, is_due: bo
     assert EverySeconds(10).decide(7, now, LastSave(step=1, at=10.0)).is_due is is_due
 
 
+def test_every_seconds_when_the_clock_goes_back_is_due() -> None:
+    decision = EverySeconds(10).decide(7, 5.0, LastSave(step=1, at=3605.0))
+    assert decision.is_due
+    assert decision.reason == "the clock went back by 3600 s"
+
+
 def test_never_is_never_due() -> None:
     assert not Never().decide(10**6, 1e9, LastSave(at=0.0)).is_due
 
