@@ -3,6 +3,7 @@
 
 Detection only chooses the parser (or the error message); the parser decides whether the file is sound.
 
+>>> from .source import BytesSource
 >>> detect(BytesSource(bytes.fromhex("0a140a0170120f1207466c6f617433321a040000c03f")))
 <Kind.MINDSPORE_CKPT: 'mindspore-ckpt'>
 """
@@ -13,10 +14,8 @@ import enum
 
 from .mindspore import CHECKPOINT_METADATA, CHECKPOINT_VALUE
 from .safetensors_file import MAX_HEADER_BYTES
-from .source import BytesSource, Source, read_bytes
+from .source import Source, read_bytes
 from .wire import encode_length_prefix
-
-__all__ = ["BytesSource", "Kind", "detect"]
 
 
 class Kind(enum.Enum):

@@ -126,10 +126,11 @@ def _encode_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> 
         }
         offset = stop
     encoded = encode_object(header, what="metadata")
-    encoded += b" " * (-(LENGTH_BYTES + len(encoded)) % _DATA_ALIGNMENT)
-    if len(encoded) > MAX_HEADER_BYTES:
-        raise FormatError(f"the header has {len(encoded)} bytes; {MAX_HEADER_BYTES} fit")
-    return len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded
+    padding = -(LENGTH_BYTES + len(encoded)) % _DATA_ALIGNMENT
+    header_bytes = len(encoded) + padding
+    if header_bytes > MAX_HEADER_BYTES:
+        raise FormatError(f"the header has {header_bytes} bytes; {MAX_HEADER_BYTES} fit")
+    return header_bytes.to_bytes(LENGTH_BYTES, "little") + encoded + b" " * padding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@
 
 Source: protobuf.dev/programming-guides/encoding (wire types, varints, field numbers).
 
+>>> from .source import BytesSource
 >>> encode_bytes_field(1, b"w").hex()
 '0a0177'
 >>> wire = WireReader(BytesSource(encode_bytes_field(1, b"w")))
@@ -21,17 +22,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from .errors import FormatError, TruncatedError
-from .source import BytesSource, Source, read_bytes
-
-__all__ = [
-    "BytesSource",
-    "Field",
-    "WireReader",
-    "encode_bytes_field",
-    "encode_length_prefix",
-    "encode_varint",
-    "encode_varint_field",
-]
+from .source import Source, read_bytes
 
 VARINT, FIXED64, LENGTH_DELIMITED, FIXED32 = 0, 1, 2, 5
 

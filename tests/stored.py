@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.image import Image
 from ckptmgr.formats.index import TensorEntry, check_crc, read_tensor_into
 from ckptmgr.formats.mindspore_entries import MapEntry, TextEntry
@@ -33,6 +34,15 @@ def image_bytes(image: Image) -> bytes:
     """Return the whole file that an image stands for."""
     body = b"".join(bytes(view) for view in image.views(0, image.body_size))
     return body + image.trailer(crc32(body))
+
+
+def format_error(read: Callable[[], object]) -> FormatError | None:
+    """Return the FormatError that reading raises, or None; anything else passes through and fails the test."""
+    try:
+        read()
+    except FormatError as error:
+        return error
+    return None
 
 
 def stored_items(items: Iterable[Item]) -> dict[str, StoredItem]:

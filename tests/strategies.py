@@ -78,9 +78,10 @@ def named_tensor(
 ) -> Tensor:
     """Return a tensor whose bytes count up from 0 unless given."""
     spec = TensorSpec(name=name, dtype=BY_NAME[dtype], shape=shape)
-    counting = bytes(index % 2 if dtype == "bool" else index % 251 for index in range(prod(shape)))
-    repeated = b"".join(bytes([byte]) * spec.dtype.item_bytes for byte in counting)
-    return tensor_of(spec, repeated if content is None else content)
+    if content is None:
+        values = [index % (2 if dtype == "bool" else 251) for index in range(prod(shape))]
+        content = b"".join(bytes([value]) * spec.dtype.item_bytes for value in values)
+    return tensor_of(spec, content)
 
 
 @st.composite

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""MindSpore's CRC of a `.safetensors` file, its quirk for 0-d integers included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from zlib import crc32
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptmgr.formats.dtypes import BY_NAME
+from ckptmgr.formats.errors import UnsupportedError
+from ckptmgr.formats.safetensors_crc import append_zeros, fold_crc
+from ckptmgr.formats.safetensors_file import build_safetensors_image
+from ckptmgr.formats.tensor import TensorSpec
+from ckptmgr.formats.trailer import crc32_combine
+from tests.strategies import named_tensor, tensor_of
+
+
+def entry(
+    name: str, dtype: str, shape: tuple[int, ...], *parts: bytes
+) -> tuple[TensorSpec, Callable[[], Iterable[bytes]]]:
+    return TensorSpec(name=name, dtype=BY_NAME[dtype], shape=shape), lambda: parts
+
+
+def test_names_and_contents_are_folded_in_name_order() -> None:
+    entries = [
+        entry("b", "float32", (2,), b"12345", b"678"),
+        entry("a", "uint8", (1,), b"9"),
+        entry("名", "uint8", (0,)),
+    ]
+    assert fold_crc(entries) == crc32(b"a" + b"9" + b"b" + b"12345678" + "名".encode())
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int4", "uint16", "int64", "uint64"])
+def test_scalar_integer_counts_as_so_many_zero_bytes(dtype: str) -> None:
+    content = (3).to_bytes(BY_NAME[dtype].item_bytes, "little")
+    assert fold_crc([entry("k", dtype, (), content)]) == crc32(b"k\0\0\0")
+
+
+@pytest.mark.parametrize("dtype", ["bool", "float16", "bfloat16", "float32", "float64"])
+def test_scalar_of_another_type_counts_as_its_bytes(dtype: str) -> None:
+    content = b"\1" * BY_NAME[dtype].item_bytes
+    assert fold_crc([entry("k", dtype, (), content)]) == crc32(b"k" + content)
+
+
+def test_integer_with_one_element_counts_as_its_bytes() -> None:
+    assert fold_crc([entry("k", "uint8", (1,), b"\3")]) == crc32(b"k\3")
+
+
+@given(st.binary(max_size=20), st.integers(0, 5000))
+def test_append_zeros_equals_hashing_them(data: bytes, count: int) -> None:
+    assert append_zeros(crc32(data), count) == crc32(bytes(count), crc32(data))
+
+
+@given(st.integers(0, 2**63), st.integers(0, 2**63), st.integers(0, 2**32 - 1))
+def test_append_zeros_adds_up(first: int, second: int, value: int) -> None:
+    assert append_zeros(append_zeros(value, first), second) == append_zeros(value, first + second)
+
+
+def test_append_zeros_of_5_gb_equals_combining_megabytes() -> None:
+    megabyte, count = crc32(bytes(2**20)), 5000
+    combined = crc32(b"k")
+    for _ in range(count):
+        combined = crc32_combine(combined, megabyte, 2**20)
+    assert append_zeros(crc32(b"k"), count * 2**20) == combined
+
+
+@pytest.mark.parametrize("dtype", ["int4", "int8", "int16", "int32", "int64"])
+def test_negative_scalar_has_no_crc(dtype: str) -> None:
+    item = tensor_of(named_tensor("n", dtype, ()).spec, b"\xff" * BY_NAME[dtype].item_bytes)
+    with pytest.raises(UnsupportedError, match=r"negative scalar \(-1\).*'n'"):
+        build_safetensors_image([item], crc=True)
+
+
+def test_scalar_of_all_bits_set_is_hashed_without_so_many_bytes() -> None:
+    assert fold_crc([entry("k", "uint64", (), b"\xff" * 8)]) == append_zeros(crc32(b"k"), 2**64 - 1)
