@@ -300,7 +300,8 @@ def _from_crypto(error: crypto_errors.CryptoError, path: str) -> CkptmgrError:
     if isinstance(error, crypto_errors.TruncatedCiphertextError):
         return TruncatedCheckpoint(str(error), path=path, offset=error.offset, hint=error.hint)
     if isinstance(error, crypto_errors.UnsealedError):
-        return UnsealedCheckpoint(str(error), path=path, hint=error.hint or _ALLOW_HINT)
+        hint = f"MindSpore itself wrote it, or its end was cut off; {_ALLOW_HINT}"
+        return UnsealedCheckpoint(str(error), path=path, hint=hint)
     if isinstance(error, crypto_errors.UnsupportedSuiteError):
         return UnsupportedCheckpoint(str(error), path=path, hint=error.hint)
     return KeyProblem(str(error), path=path, hint=error.hint)

@@ -165,6 +165,7 @@ def load_checkpoint(
     check_is_bool("crc_check", crc_check)
     check_is_bool("remove_redundancy", remove_redundancy)
     choose = _chooser(filter_prefix, specify_prefix, choice_func)
+    check_cipher(dec_key, dec_mode)
     key = None if dec_key is None else Key(dec_key)
     options = ReadOptions(key=key, mode=dec_mode, allow_unsealed=allow_unsealed)
     if isinstance(ckpt_file_name, io.BytesIO):
