@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -138,6 +139,14 @@ class Loop:
             self.run_step()
         if end:
             self.end()
+
+    def run_and_fail(self, steps: int, error: BaseException) -> None:
+        """Run so many steps as a `with` block of the callbacks, and raise `error` in it."""
+        with contextlib.ExitStack() as stack:
+            for callback in self.callbacks:
+                stack.enter_context(callback)
+            self.run(steps, end=False)
+            raise error
 
     def end(self) -> None:
         """Say that training is over."""
