@@ -97,7 +97,11 @@ def _hex_if_long(step: object) -> str:
 
 def _escaped(step: object) -> str:
     # The order in which a frozenset prints its elements changes from run to run.
-    text = type(step).__name__ if isinstance(step, frozenset | tuple) else _hex_if_long(step) or str(step)
+    text = (
+        type(step).__name__
+        if isinstance(step, frozenset | tuple)
+        else _hex_if_long(step) or str(step)
+    )
     text = text.replace("~", "~0").replace("/", "~1")
     return re.sub("[\ud800-\udfff]", lambda match: f"~u{ord(match[0]):x}", text)
 

@@ -239,7 +239,7 @@ def _is_history(value: object) -> bool:
 
 def _described(value: Any) -> str:
     if framework_of(value) is None:
-        return f"a {type(value).__qualname__}"
+        return f"a {type(value).__name__}"
     return f"{value.dtype}{list(value.shape)}"
 
 

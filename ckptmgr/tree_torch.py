@@ -17,7 +17,7 @@ import torch
 
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.leaves import torch_bytes
-from ckptmgr.tree_atoms import decode_shape
+from ckptmgr.tree_atoms import decode_float, decode_shape
 from ckptmgr.tree_memory import Leaf, Memory, extent, stored_as
 from ckptmgr.tree_nodes import Json, Path, TreeError, unsupported
 
@@ -171,6 +171,8 @@ def build_tensor(
         raise TreeError(f"elements of {item_bytes} bytes lie unaligned")
     if any(stride < 0 for stride in strides):
         raise TreeError("torch has no negative strides")
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
     usable = memory[: memory.numel() // item_bytes * item_bytes].view(dtype)
     steps = [stride // item_bytes for stride in strides]
     return usable.as_strided(shape, steps, offset // item_bytes)
@@ -212,7 +214,7 @@ def build_quantized(node: dict[str, Json], parts: list[Any]) -> torch.Tensor:
                 raise TreeError(f"a quantized tensor has the axis {axis!r}")
             integers, scales, zero_points = parts
             return torch._make_per_channel_quantized_tensor(integers, scales, zero_points, axis)
-        scale, zero_point = float.fromhex(str(node["scale"])), node["zero_point"]
+        scale, zero_point = decode_float(node["scale"]), node["zero_point"]
         return torch._make_per_tensor_quantized_tensor(parts[0], scale, zero_point)  # type: ignore[arg-type]
 
 
