@@ -3,7 +3,7 @@
 
 ```
 CkptmgrError (Exception)
-├── CheckpointNotFound (LookupError)     no such run, checkpoint or selector
+├── CheckpointNotFound (LookupError, ValueError)  no such run, checkpoint or selector
 ├── CorruptCheckpoint (ValueError)       the bytes are damaged; names file, offset, tensor
 │   ├── TruncatedCheckpoint              ... they end too early
 │   ├── ChecksumMismatch                 ... a CRC or digest does not match
@@ -15,6 +15,7 @@ CkptmgrError (Exception)
 ├── StoreLocked                          another live process writes this series; names its owner
 ├── StoreFull (OSError)                  not enough disk space; nothing was changed
 ├── UnsafePrune                          a retention request that would lose the last good checkpoint
+├── UnsafeWrite                          output that would destroy a file: its own input, or an existing one
 ├── SaveFailed                           the save did not become durable; the previous state is intact
 └── NotBuiltYet (NotImplementedError)    accepted by MindSpore, planned here, not built yet
 ```
@@ -47,8 +48,11 @@ class CkptmgrError(Exception):
         super().__init__(text if hint is None else f"{text}\nhint: {hint}")
 
 
-class CheckpointNotFound(CkptmgrError, LookupError):
-    """Report that no such run, checkpoint or selector exists."""
+class CheckpointNotFound(CkptmgrError, LookupError, ValueError):
+    """Report that no such run, checkpoint or selector exists.
+
+    A ValueError, too, because that is what MindSpore's `load_checkpoint` raises for a missing file.
+    """
 
 
 class CorruptCheckpoint(CkptmgrError, ValueError):
@@ -111,6 +115,10 @@ class StoreFull(CkptmgrError, OSError):
 
 class UnsafePrune(CkptmgrError):
     """Report a retention request that is refused for safety."""
+
+
+class UnsafeWrite(CkptmgrError):
+    """Report output that is refused because it would overwrite something."""
 
 
 class SaveFailed(CkptmgrError):

@@ -121,6 +121,10 @@ class FileSystem(Protocol):
         """Create a directory and its missing parents durably; no error when it exists."""
         ...
 
+    def remove_directory(self, path: Path) -> None:
+        """Remove an empty directory; an OSError when something is in it."""
+        ...
+
     def list(self, path: Path) -> dict[str, FileStatus]:
         """Return name to status for a directory."""
         ...
@@ -189,6 +193,10 @@ class OsFileSystem:
             self.sync_directory(directory.parent)
         if not path.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "exists and is not a directory", str(path))
+
+    def remove_directory(self, path: Path) -> None:
+        """Remove an empty directory; an OSError when something is in it."""
+        os.rmdir(path)
 
     def list(self, path: Path) -> dict[str, FileStatus]:
         """Return name to status for a directory; entries that vanish meanwhile are left out."""

@@ -5,8 +5,11 @@ Publishing, in this order: data written and synced under a temporary name; manif
 (the commit point); directory synced. Before the rename the checkpoint does not exist, after it it is whole. When a name is
 overwritten, the new manifest also describes the old data until the swap is durable, so at every instant the name verifies.
 
-Removing, in this order: data unlinked; directory synced; manifest unlinked; directory synced. A half-removed checkpoint is a
-manifest without data, which is listed as a leftover and never as a checkpoint.
+Removing, in this order: directory synced; data unlinked; directory synced; manifest unlinked; directory synced. A half-removed
+checkpoint is a manifest without data, which is listed as a leftover and never as a checkpoint.
+
+What is seen may not be durable yet: a writer may have died between a rename and the sync. So whatever acts on what it sees
+(removing, overwriting, recovering) syncs the directory first.
 
 Nothing here decides *what* to keep; see `retention`.
 """
@@ -101,7 +104,9 @@ class Store:
             return manifest
         return self._half_that_matches(manifest)
 
-    def _load_manifest(self, name: str, *, with_key: bool = True) -> Manifest | None:
+    def _load_manifest(
+        self, name: str, *, with_key: bool = True, must_authenticate: bool | None = None
+    ) -> Manifest | None:
         path = self.directory / name
         try:
             file = self.fs.open(path)
@@ -109,10 +114,10 @@ class Store:
             return None
         with contextlib.closing(file):
             data = read_bytes(file, 0, min(file.size, manifests.MAX_MANIFEST_BYTES))
+        if must_authenticate is None:
+            must_authenticate = self._must_authenticate
         key = self._key if with_key else None
-        return manifests.decode(
-            data, path=path, key=key, must_authenticate=with_key and self._must_authenticate
-        )
+        return manifests.decode(data, path=path, key=key, must_authenticate=must_authenticate)
 
     def _half_that_matches(self, manifest: Manifest) -> Manifest:
         old = manifest.replaces
@@ -201,9 +206,9 @@ class Store:
         """
         self.fs.make_directory(self.directory, mode=0o700)
         self.check_space(size_bytes)
-        old = self._manifest_of_current(name)
         temp = self._temp_path(name, series)
         try:
+            old = self._manifest_of_current(name)
             manifest = describe(self._write_temp(temp, size_bytes, write, mode))
             self._commit(name, temp, manifest, old, series=series, mode=mode)
         except OSError as error:
@@ -253,6 +258,7 @@ class Store:
 
     def update_manifest(self, manifest: Manifest, *, mode: int = 0o400) -> None:
         """Replace the manifest of a committed checkpoint (pins, late metrics), durably."""
+        self.fs.sync_directory(self.directory)
         self._put_manifest(manifest, series=manifest.series, mode=mode)
         self.fs.sync_directory(self.directory)
 
@@ -316,6 +322,7 @@ class Store:
         status = self.fs.status(self.directory / name)
         if status is None:
             return None
+        self.fs.sync_directory(self.directory)
         try:
             manifest = self.read_manifest(name)
         except CkptmgrError:
@@ -349,9 +356,11 @@ class Store:
         Raises:
             UnsafePrune: It would remove the last countable checkpoint of the directory.
         """
-        self._check_not_all(checkpoints)
+        self.check_not_all(checkpoints)
         failures = []
         removed = []
+        if checkpoints:
+            self.fs.sync_directory(self.directory)
         for checkpoint in checkpoints:
             try:
                 self._unlink(checkpoint.path)
@@ -369,7 +378,8 @@ class Store:
             self.fs.sync_directory(self.directory)
         return failures
 
-    def _check_not_all(self, checkpoints: Iterable[Checkpoint]) -> None:
+    def check_not_all(self, checkpoints: Iterable[Checkpoint]) -> None:
+        """Raise UnsafePrune when no countable checkpoint would stay without these."""
         going = {checkpoint.name for checkpoint in checkpoints}
         staying = [c for c in self.scan() if c.is_countable and c.name not in going]
         if going and not staying:
@@ -384,22 +394,54 @@ class Store:
     def recover(self, series: str) -> list[str]:
         """Clean up after dead writers of a series and finish interrupted swaps; the lease must be held.
 
+        Never raises because of what it finds: what cannot be cleaned up stays, and is tried again next time.
+
         Returns:
             What was done, one sentence each.
         """
         if self.fs.status(self.directory) is None:
             return []
-        done = []
         entries = self.fs.list(self.directory)
-        for name in sorted(entries):
-            if self._is_dead_temp(name, series):
-                self._unlink(self.directory / name)
-                done.append(f"removed {name}, left by an interrupted save")
-            elif name.endswith(manifests.SUFFIX) and not name.startswith("."):
-                done += self._recover_manifest(name, series, entries)
-        if done:
-            self.fs.sync_directory(self.directory)
+        repairs = [r for name in sorted(entries) for r in self._repairs(name, series, entries)]
+        if not repairs:
+            return []
+        self.fs.sync_directory(self.directory)
+        done = [self._attempted(repair, sentence) for repair, sentence in repairs]
+        self.fs.sync_directory(self.directory)
         return done
+
+    def _repairs(
+        self, name: str, series: str, entries: dict[str, FileStatus]
+    ) -> Iterator[tuple[Callable[[], None], str]]:
+        """Yield what to do about one name, and what to say afterwards."""
+        path = self.directory / name
+        if self._is_dead_temp(name, series):
+            yield lambda: self._unlink(path), f"removed {name}, left by an interrupted save"
+        if not name.endswith(manifests.SUFFIX) or name.startswith("."):
+            return
+        try:
+            # A manifest that is not authenticated must not become so by being written again.
+            manifest = self._load_manifest(name, must_authenticate=True)
+        except (CkptmgrError, OSError):
+            return  # unreadable: shown by scan, removed only by a person
+        if manifest is None or manifest.series != series:
+            return
+        if manifest.file.name not in entries:
+            yield lambda: self._unlink(path), f"removed {name}, whose data file is gone"
+        elif manifest.replaces is not None:
+            sentence = f"finished the interrupted overwrite of {manifest.file.name}"
+            yield lambda: self._finish_swap(manifest, series), sentence
+
+    def _finish_swap(self, manifest: Manifest, series: str) -> None:
+        self._put_manifest(self._half_that_matches(manifest), series=series, mode=0o400)
+
+    @staticmethod
+    def _attempted(repair: Callable[[], None], sentence: str) -> str:
+        try:
+            repair()
+        except OSError as error:
+            return f"could not clean up: {error}"
+        return sentence
 
     def _is_dead_temp(self, name: str, series: str) -> bool:
         parts = _parse_temp(name)
@@ -409,24 +451,6 @@ class Store:
         is_dead = self._processes.is_dead(token)
         # Of other hosts nothing is known, but with the lease held nobody else writes this series.
         return is_dead is True or (is_dead is None and tag == series_tag(series))
-
-    def _recover_manifest(
-        self, name: str, series: str, entries: dict[str, FileStatus]
-    ) -> list[str]:
-        try:
-            manifest = self._load_manifest(name, with_key=False)
-        except CkptmgrError:
-            return []  # unreadable: shown by scan, removed only by a person
-        if manifest is None or manifest.series != series:
-            return []
-        if manifest.file.name not in entries:
-            self._unlink(self.directory / name)
-            return [f"removed {name}, whose data file is gone"]
-        if manifest.replaces is not None:
-            current = self._half_that_matches(manifest)
-            self._put_manifest(current, series=series, mode=0o400)
-            return [f"finished the interrupted overwrite of {manifest.file.name}"]
-        return []
 
 
 def _parse_temp(name: str) -> tuple[str, str] | None:

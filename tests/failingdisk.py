@@ -34,6 +34,7 @@ POSSIBLE_ERRORS = {
     "open": (errno.EMFILE, errno.EIO),
     "read_into": (errno.EIO,),
     "reserve": (errno.ENOSPC,),
+    "remove_directory": (errno.EIO, errno.EROFS),
     "replace": (errno.ENOSPC, errno.EROFS, errno.EIO),
     "status": (errno.EIO,),
     "sync": (errno.EIO, errno.ENOSPC),
@@ -122,6 +123,11 @@ class FailingDisk:
         """Create a directory and its parents."""
         self._meet("make_directory", path)
         self._disk.make_directory(path, mode=mode)
+
+    def remove_directory(self, path: Path) -> None:
+        """Remove an empty directory."""
+        self._meet("remove_directory", path)
+        self._disk.remove_directory(path)
 
     def list(self, path: Path) -> dict[str, FileStatus]:
         """Return the entries of a directory."""

@@ -176,6 +176,16 @@ class ModelDisk:
             if self._image.resolve(path) in self._image.files:
                 raise NotADirectoryError(errno.ENOTDIR, "exists and is not a directory", str(path))
 
+    def remove_directory(self, path: Path) -> None:
+        """Remove an empty directory; ENOTEMPTY when something is in it."""
+        with self._powered():
+            inode = self._image.resolve_directory(path)
+            if self._image.names_in(inode):
+                raise os_error(errno.ENOTEMPTY, path)
+            directory, name, _ = self._image.locate(path)
+            self._record("rmdir", path)
+            self._image = self._image.with_entry(directory, name, None)
+
     def list(self, path: Path) -> dict[str, FileStatus]:
         """Return name to status for a directory."""
         with self._powered():

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line. Commands are imported when they are used, so that help and completion are quick."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib import import_module
+
+import click
+
+from ckptmgr._version import __version__
+from ckptmgr.cli.exits import EPILOG, Exit, UsageProblem, help_text, report
+from ckptmgr.cli.options import CONTEXT, Session
+
+_COMMANDS = {
+    "ls": ("ls", "List the checkpoints of a directory."),
+    "inspect": ("inspect", "Show what a checkpoint holds."),
+    "verify": ("verify", "Check that checkpoints are what was saved."),
+    "decrypt": ("crypt", "Write the plaintext of an encrypted checkpoint."),
+    "encrypt": ("crypt", "Encrypt and seal a plain checkpoint."),
+    "prune": ("prune", "Remove the checkpoints that a policy does not keep."),
+    "pin": ("pin", "Promise that a checkpoint is never pruned."),
+    "unpin": ("pin", "Take that promise back."),
+}
+_TOPICS = {"exit-codes": lambda: "Exit codes:\n" + help_text()}
+
+
+class Commands(click.Group):
+    """A group that loads a command when it is named and turns errors into exit codes."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return all names, in the order they are shown."""
+        return [*_COMMANDS, *super().list_commands(ctx)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a command."""
+        if cmd_name not in _COMMANDS:
+            return super().get_command(ctx, cmd_name)
+        module = import_module(f"ckptmgr.cli.{_COMMANDS[cmd_name][0]}")
+        found: click.Command = getattr(module, f"{cmd_name}_command")
+        return found
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that the arguments name, or suggest one."""
+        name = args[0]
+        if self.get_command(ctx, name) is None:
+            close = difflib.get_close_matches(name, self.list_commands(ctx), n=1)
+            hint = f"did you mean {close[0]}?" if close else "see ckptmgr --help"
+            raise UsageProblem(f"no such command: {name[:40]!r}", hint=hint)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands without importing them."""
+        rows = [(name, summary) for name, (_, summary) in _COMMANDS.items()]
+        rows.append(("help", "Explain a command, or a topic: exit-codes."))
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+    def main(  # type: ignore[override]
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        **extra: object,
+    ) -> None:
+        """Run and leave the process with an exit code."""
+        arguments = list(sys.argv[1:] if args is None else args)
+        sys.exit(int(_run(self, arguments, extra.get("obj"))))
+
+
+def _run(group: click.Group, arguments: list[str], session: object) -> int:
+    options = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    as_json, is_debug = "--json" in options, "--debug" in options
+    try:
+        result = click.Group.main(
+            group, arguments, prog_name="ckptmgr", standalone_mode=False, obj=session
+        )
+        sys.stdout.flush()
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return Exit.FAILED
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("ckptmgr: interrupted", err=True)
+        return Exit.INTERRUPTED
+    except BrokenPipeError:
+        _forget_stdout()
+        return Exit.PIPE_CLOSED
+    except Exception as error:  # the top of the program: everything becomes a message and a code
+        if is_debug:
+            traceback.print_exc()
+        return report(error, as_json=as_json)
+    return result if isinstance(result, int) else Exit.DONE
+
+
+def _forget_stdout() -> None:
+    """Keep the interpreter from complaining about the closed pipe when it flushes at exit."""
+    descriptor = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(descriptor, 1)
+    os.close(descriptor)
+
+
+@click.group(cls=Commands, context_settings=CONTEXT, epilog=EPILOG, no_args_is_help=True)
+@click.version_option(__version__, message="ckptmgr %(version)s")
+@click.option("--debug", is_flag=True, help="Show where errors come from.")
+@click.option("--color", type=click.Choice(["auto", "always", "never"]), help="When to use colour.")
+@click.option("--no-color", is_flag=True, help="The same as --color never.")
+@click.pass_context
+def cli(ctx: click.Context, debug: bool, color: str | None, no_color: bool) -> None:
+    """Checkpoints that survive: list, check, decrypt and prune them.
+
+    \b
+    Examples:
+      $ ckptmgr ls runs/resnet50
+      $ ckptmgr prune runs/resnet50 --keep 'last(3) | best(2, loss, min)' --dry-run
+    """
+    session = ctx.ensure_object(Session)
+    chosen = "never" if no_color else color or session.color
+    ctx.obj = replace(session, is_debug=debug, color=chosen)
+
+
+@cli.command("help", context_settings=CONTEXT, epilog=EPILOG)
+@click.argument("topic", required=False)
+@click.pass_context
+def help_command(ctx: click.Context, topic: str | None) -> int:
+    """Explain a command, or a topic: exit-codes."""
+    group = ctx.parent
+    if group is None or topic is None:
+        click.echo((group or ctx).get_help())
+        return Exit.DONE
+    if topic in _TOPICS:
+        click.echo(_TOPICS[topic]())
+        return Exit.DONE
+    name, command, _ = cli.resolve_command(group, [topic])
+    if command is not None:
+        with click.Context(command, info_name=name, parent=group) as explained:
+            click.echo(command.get_help(explained))
+    return Exit.DONE
+
+
+def main() -> None:
+    """Run the command line of this process."""
+    cli.main()

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the exit codes mean, which error gives which, and how errors look."""
+
+from __future__ import annotations
+
+import enum
+import json
+from collections.abc import Mapping
+
+import click
+
+from ckptmgr import errors
+
+
+class Exit(enum.IntEnum):
+    """The exit codes; any other one means failure."""
+
+    DONE = 0
+    NO = 1
+    FAILED = 2
+    PARTLY = 3
+    NOT_FOUND = 10
+    LOCKED = 11
+    KEY = 12
+    REFUSED = 13
+    INTERRUPTED = 130
+    PIPE_CLOSED = 141
+
+
+MEANINGS: Mapping[Exit, str] = {
+    Exit.DONE: "done",
+    Exit.NO: "ran, and the answer is no (damage found, prune pending with --check, prompt declined)",
+    Exit.FAILED: "usage or general error",
+    Exit.PARTLY: "partly done (the rest is named)",
+    Exit.NOT_FOUND: "no such run or checkpoint",
+    Exit.LOCKED: "locked by another process",
+    Exit.KEY: "key missing or wrong",
+    Exit.REFUSED: "refused for safety",
+    Exit.INTERRUPTED: "interrupted",
+    Exit.PIPE_CLOSED: "whoever read the output stopped reading",
+}
+
+CODES: Mapping[type[errors.CkptmgrError], Exit] = {
+    errors.CkptmgrError: Exit.FAILED,
+    errors.CheckpointNotFound: Exit.NOT_FOUND,
+    errors.CorruptCheckpoint: Exit.NO,
+    errors.TruncatedCheckpoint: Exit.NO,
+    errors.ChecksumMismatch: Exit.NO,
+    errors.TamperedCheckpoint: Exit.NO,
+    errors.UnsupportedCheckpoint: Exit.FAILED,
+    errors.KeyProblem: Exit.KEY,
+    errors.UnsealedCheckpoint: Exit.REFUSED,
+    errors.UnsupportedState: Exit.FAILED,
+    errors.StoreLocked: Exit.LOCKED,
+    errors.StoreFull: Exit.FAILED,
+    errors.UnsafePrune: Exit.REFUSED,
+    errors.UnsafeWrite: Exit.REFUSED,
+    errors.SaveFailed: Exit.FAILED,
+    errors.NotBuiltYet: Exit.FAILED,
+}
+
+
+class UsageProblem(click.UsageError):
+    """Report a wrong use of the command line, with a way out.
+
+    Args:
+        message: What is wrong; never shows the value of a key.
+        hint: What to do instead.
+    """
+
+    def __init__(self, message: str, *, hint: str) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
+def code_of(error: BaseException) -> Exit:
+    """Return the exit code of an error: that of its nearest relative in the map."""
+    for kind in type(error).__mro__:
+        if issubclass(kind, errors.CkptmgrError) and kind in CODES:
+            return CODES[kind]
+    return Exit.FAILED
+
+
+def report(error: BaseException, *, as_json: bool) -> Exit:
+    """Write an error to stderr and return its exit code."""
+    code = code_of(error)
+    message, hint, path = _parts(error)
+    if as_json:
+        fields = {
+            "code": int(code),
+            "error": type(error).__name__,
+            "message": message,
+            "hint": hint,
+            "path": path,
+        }
+        click.echo(json.dumps(fields), err=True)
+        return code
+    place = "" if path is None else f"{path}: "
+    _say("error", f"{place}{message}")
+    if hint is not None:
+        _say("hint", hint)
+    return code
+
+
+def note(text: str) -> None:
+    """Write a note to stderr."""
+    _say("note", text)
+
+
+def _say(kind: str, text: str) -> None:
+    lines = text.splitlines() or [""]
+    shown = "\n".join(escape(line) for line in lines)
+    click.echo(f"ckptmgr: {kind}: {shown}".encode(errors="backslashreplace"), err=True)
+
+
+def escape(text: str) -> str:
+    """Return text that cannot steer a terminal: what is not printable is spelled out."""
+    if text.isprintable():
+        return text
+    return "".join(
+        char if char.isprintable() else char.encode("unicode_escape").decode("ascii")
+        for char in text
+    )
+
+
+def _parts(error: BaseException) -> tuple[str, str | None, str | None]:
+    """Return message, hint and path."""
+    if isinstance(error, errors.CkptmgrError):
+        return error.message, error.hint, error.path
+    if isinstance(error, UsageProblem):
+        return error.message, error.hint, None
+    if isinstance(error, click.UsageError):
+        command = error.ctx.command_path if error.ctx is not None else "ckptmgr"
+        return _as_sentence(error.format_message()), f"see {command} --help", None
+    if isinstance(error, click.ClickException):
+        return _as_sentence(error.format_message()), None, None
+    if isinstance(error, OSError):
+        path = None if error.filename is None else str(error.filename)
+        return error.strerror or str(error), None, path
+    hint = "this is a bug in ckptmgr; run it again with ckptmgr --debug and report what it prints"
+    return f"internal error: {type(error).__name__}: {error}", hint, None
+
+
+def _as_sentence(text: str) -> str:
+    return text[:1].lower() + text[1:].removesuffix(".")
+
+
+def help_text() -> str:
+    """Return the table of exit codes."""
+    return "\n".join(f"  {code:>3}  {MEANINGS[code]}" for code in Exit)
+
+
+EPILOG = "\b\nExit codes:\n" + help_text()

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options that several commands share, and what they turn into: a key, a clock, an output."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+
+from ckptmgr.cli.exits import EPILOG, UsageProblem
+from ckptmgr.errors import KeyProblem
+
+if TYPE_CHECKING:
+    from ckptmgr.crypto.key import Key
+    from ckptmgr.store import Store
+
+Command = TypeVar("Command", bound=Callable[..., object])
+
+_SCHEMES = ("env:", "file:", "cmd:", "fd:", "prompt:")
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """What a command takes from its surroundings.
+
+    Attributes:
+        clock: Seconds since the epoch.
+        is_debug: Whether errors come with a traceback.
+        color: `auto`, `always` or `never`.
+    """
+
+    clock: Callable[[], float] = time.time
+    is_debug: bool = False
+    color: str = "auto"
+
+    def now(self) -> datetime:
+        """Return the present time, UTC."""
+        return datetime.fromtimestamp(self.clock(), UTC)
+
+
+def command(
+    name: str, *, examples: tuple[str, ...]
+) -> Callable[[Callable[..., int]], click.Command]:
+    """Return a decorator that makes a function a command whose help shows examples and exit codes."""
+
+    def decorate(function: Callable[..., int]) -> click.Command:
+        summary, _, rest = inspect.cleandoc(function.__doc__ or "").partition("\n")
+        shown = "\n".join(f"  $ ckptmgr {example}" for example in examples)
+        text = f"{summary}\n\n\b\nExamples:\n{shown}\n{rest}"
+        return click.command(name, help=text, epilog=EPILOG, context_settings=CONTEXT)(function)
+
+    return decorate
+
+
+def _color_callback(ctx: click.Context, _: click.Parameter, value: str | None) -> None:
+    if value is not None:
+        ctx.meta["ckptmgr.color"] = value
+
+
+def output_options(function: Command) -> Command:
+    """Add `--json`, `-q`, `--color` and `--no-color`."""
+    for option in (
+        click.option(
+            "--no-color",
+            flag_value="never",
+            is_flag=True,
+            expose_value=False,
+            callback=_color_callback,
+            help="The same as --color never.",
+        ),
+        click.option(
+            "--color",
+            type=click.Choice(["auto", "always", "never"]),
+            expose_value=False,
+            callback=_color_callback,
+            help="When to use colour.  [default: auto]",
+        ),
+        click.option("-q", "--quiet", is_flag=True, help="Print paths only."),
+        click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
+    ):
+        function = option(function)
+    return function
+
+
+def key_options(function: Command) -> Command:
+    """Add `--key` and `--allow-unsealed`."""
+    function = click.option(
+        "--allow-unsealed",
+        is_flag=True,
+        help="With a key: accept files that are not authenticated as a whole (MindSpore's own).",
+    )(function)
+    return click.option(
+        "--key",
+        "key_source",
+        metavar="SOURCE",
+        help="env:NAME, file:PATH, cmd:COMMAND, fd:N or prompt:  "
+        "[default: the file $CKPTMGR_KEY_FILE, then the variable CKPTMGR_KEY]",
+    )(function)
+
+
+def dir_option(function: Command) -> Command:
+    """Add `--dir`."""
+    return click.option(
+        "--dir",
+        "directory",
+        type=click.Path(path_type=Path),
+        default=Path(),
+        help="Where steps, latest, best:... and @pinned are looked up.  [default: .]",
+    )(function)
+
+
+def series_option(function: Command) -> Command:
+    """Add `--series`."""
+    return click.option("--series", metavar="NAME", help="Only checkpoints of this series.")(
+        function
+    )
+
+
+def load_key(source: str | None, environment: Mapping[str, str] = os.environ) -> Key | None:
+    """Return the key that `--key` or the environment names, or None.
+
+    Raises:
+        UsageProblem: A literal key, or no known kind of source. It is not shown.
+        KeyProblem: The source gives no key.
+    """
+    if source is None:
+        source = _from_environment(environment)
+    if source is None:
+        return None
+    if not source.startswith(_SCHEMES):
+        raise UsageProblem(
+            "--key takes the source of a key, never the key itself (not shown)",
+            hint="use env:NAME, file:PATH, cmd:COMMAND, fd:N or prompt:; "
+            "every user of the machine can read a command line",
+        )
+    from ckptmgr.crypto import errors, keys
+
+    try:
+        return keys.load_key(source)
+    except errors.CryptoError as error:
+        raise KeyProblem(error.message, hint=error.hint) from error
+
+
+def _from_environment(environment: Mapping[str, str]) -> str | None:
+    if environment.get("CKPTMGR_KEY_FILE"):
+        return f"file:{environment['CKPTMGR_KEY_FILE']}"
+    return "env:CKPTMGR_KEY" if environment.get("CKPTMGR_KEY") else None
+
+
+def open_store(directory: Path, *, key: Key | None = None, allow_unsealed: bool = False) -> Store:
+    """Return the store of a directory; with a key, manifests must be authenticated."""
+    from ckptmgr.store import Store
+
+    absolute = Path(os.path.abspath(directory))  # noqa: PTH100 - resolve() would follow links
+    is_strict = key is not None and not allow_unsealed
+    return Store(absolute, key=key, must_authenticate=is_strict)

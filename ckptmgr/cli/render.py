@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How results look: one `Output` decides between text, JSON and bare paths for every command.
+
+The plain text is the reference. On a terminal the same text is coloured; no meaning is in the colour alone.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple, TextIO
+
+import click
+
+from ckptmgr.cli.exits import escape
+from ckptmgr.cli.options import Session
+from ckptmgr.model import Checkpoint, State
+
+Json = str | int | float | bool | None | Sequence["Json"] | Mapping[str, "Json"]
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_AGES = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+
+
+class Cell(NamedTuple):
+    """A text of a table and how it may be coloured."""
+
+    text: str
+    style: str = ""
+
+
+STATE_STYLES: Mapping[str, str] = {
+    "ok": "green",
+    "unverified": "yellow",
+    "partial": "yellow",
+    "corrupt": "bold red",
+    "damaged": "bold red",
+    "leftover": "dim",
+    "writing": "cyan",
+    "keep": "green",
+    "drop": "red",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Output:
+    """Where the result of one command goes.
+
+    Attributes:
+        command: For the schema of the JSON.
+        root: The directory or file it is about.
+        is_json: One JSON object instead of text.
+        is_quiet: Paths only.
+        has_color: Whether text is coloured.
+        has_unicode: Whether glyphs outside ASCII may be used.
+    """
+
+    command: str
+    root: Path
+    is_json: bool = False
+    is_quiet: bool = False
+    has_color: bool = False
+    has_unicode: bool = True
+
+    @property
+    def is_text(self) -> bool:
+        """Whether text is wanted."""
+        return not (self.is_json or self.is_quiet)
+
+    def line(self, *cells: Cell | str) -> None:
+        """Print one line of text."""
+        parts = [Cell(cell) if isinstance(cell, str) else cell for cell in cells]
+        shown = [Cell(escape(part.text), part.style) for part in parts]
+        stream = click.get_text_stream("stdout")
+        if self.has_color:
+            _print_styled(shown, stream)
+            return
+        text = "".join(part.text for part in shown).rstrip()
+        encoding = stream.encoding or "utf-8"
+        click.echo(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)
+
+    def table(self, header: Sequence[str], rows: Sequence[Sequence[Cell]], *, right: str) -> None:
+        """Print rows under a header; columns named in `right` (words of the header) are right-aligned."""
+        aligned_right = set(right.split())
+        lines = [[Cell(name, "bold") for name in header], *rows]
+        widths = [max(len(escape(line[i].text)) for line in lines) for i in range(len(header))]
+        for line in lines:
+            cells: list[Cell | str] = []
+            for name, cell, width in zip(header, line, widths, strict=True):
+                padding = " " * (width - len(escape(cell.text)))
+                is_right = name in aligned_right
+                cells += [padding, cell] if is_right else [cell, padding]
+                cells.append("  ")
+            self.line(*cells)
+
+    def paths(self, paths: Sequence[Path]) -> None:
+        """Print bare paths, byte for byte, one a line."""
+        for path in paths:
+            click.echo(os.fsencode(path))
+
+    def result(self, items: Sequence[Mapping[str, Json]], summary: Mapping[str, Json]) -> None:
+        """Print the JSON object of the command."""
+        document = {
+            "schema": f"ckptmgr.{self.command}/1",
+            "root": str(self.root),
+            "items": items,
+            "summary": summary,
+        }
+        click.echo(json.dumps(_finite(document), allow_nan=False))
+
+
+def make_output(
+    ctx: click.Context, root: Path, *, as_json: bool = False, quiet: bool = False
+) -> Output:
+    """Return the output that the options, the environment and the terminal ask for."""
+    stream = click.get_text_stream("stdout")
+    session = ctx.ensure_object(Session)
+    color = ctx.meta.get("ckptmgr.color", session.color)
+    return Output(
+        command=ctx.command.name or "",
+        root=root,
+        is_json=as_json,
+        is_quiet=quiet,
+        has_color=wants_color(str(color), os.environ, is_terminal=stream.isatty()),
+        has_unicode=_is_utf8(stream),
+    )
+
+
+def wants_color(option: str, environment: Mapping[str, str], *, is_terminal: bool) -> bool:
+    """Return whether to colour: the option, else NO_COLOR, else FORCE_COLOR, else what the terminal is."""
+    if option != "auto":
+        return option == "always"
+    if environment.get("NO_COLOR"):
+        return False
+    if environment.get("FORCE_COLOR"):
+        return True
+    return is_terminal and environment.get("TERM") != "dumb"
+
+
+def _is_utf8(stream: TextIO) -> bool:
+    try:
+        return codecs.lookup(stream.encoding or "ascii").name == "utf-8"
+    except LookupError:
+        return False
+
+
+def _print_styled(cells: Sequence[Cell], stream: TextIO) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(
+        file=stream, force_terminal=True, no_color=False, color_system="standard", highlight=False
+    )
+    text = Text.assemble(*((cell.text, cell.style) for cell in cells))
+    text.rstrip()
+    console.print(text, soft_wrap=True)
+
+
+def _finite(value: Json) -> Json:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {name: _finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def size(size_bytes: int) -> str:
+    """Return e.g. `512 B`, `1.5 KiB`, `301 MiB`."""
+    value, unit = float(size_bytes), 0
+    while value >= 1023.95 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    digits = 0 if unit == 0 or value >= 99.95 else 1
+    return f"{value:.{digits}f} {_UNITS[unit]}"
+
+
+def age(time: datetime, now: datetime) -> str:
+    """Return e.g. `3 h ago`; a date for what lies in the future."""
+    seconds = int((now - time).total_seconds())
+    if seconds < 0:
+        return time.astimezone(UTC).strftime("%Y-%m-%d %H:%MZ")
+    for length, unit in _AGES:
+        if seconds >= length:
+            return f"{seconds // length} {unit} ago"
+    return "now"
+
+
+def timestamp(time: datetime) -> str:
+    """Return a time as RFC 3339 in UTC."""
+    return time.astimezone(UTC).isoformat().replace("+00:00", "Z")
+
+
+def number(value: float | None) -> str:
+    """Return a metric; `n/a` for a missing one and for NaN."""
+    return "n/a" if value is None or math.isnan(value) else f"{value:.4g}"
+
+
+def step(checkpoint: Checkpoint) -> str:
+    """Return the step, or `-` where nothing says it."""
+    is_known = checkpoint.run_id is not None or checkpoint.state in (State.OK, State.UNVERIFIED)
+    return str(checkpoint.step) if is_known else "-"
+
+
+def state(word: str) -> Cell:
+    """Return a state as a cell."""
+    return Cell(word, STATE_STYLES.get(word, ""))
+
+
+def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Json]:
+    """Return what every command tells of a checkpoint."""
+    return {
+        "path": str(checkpoint.path),
+        "series": checkpoint.series,
+        "run": checkpoint.run_id or None,
+        "step": checkpoint.step if step(checkpoint) != "-" else None,
+        "attempt": checkpoint.attempt,
+        "sequence": checkpoint.sequence,
+        "epoch": checkpoint.epoch,
+        "why": checkpoint.why,
+        "saved_at": timestamp(checkpoint.saved_at),
+        "size_bytes": checkpoint.size_bytes,
+        "metrics": dict(checkpoint.metrics),
+        "pins": [{"name": pin.name, "reason": pin.reason} for pin in checkpoint.pins],
+        "state": checkpoint.state.value,
+        "format": checkpoint.format,
+        "cipher": checkpoint.cipher,
+        "key_id": checkpoint.key_id,
+        "problem": checkpoint.problem,
+    }
+
+
+def count(number: int, noun: str) -> str:
+    """Return e.g. `1 checkpoint`, `3 checkpoints`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which checkpoints a person means: a path, a directory, a step, `latest`, `best:loss:min`, `@pinned`, `1000..5000`."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ckptmgr.cli.exits import UsageProblem
+from ckptmgr.errors import CheckpointNotFound
+from ckptmgr.model import Checkpoint, State
+from ckptmgr.store import Store
+
+OpenStore = Callable[[Path], Store]
+
+_STEP = re.compile(r"[0-9]{1,18}")
+_RANGE = re.compile(r"([0-9]{0,18})\.\.([0-9]{0,18})")
+_FORMS = "a path, a step, latest, best:METRIC:min, best:METRIC:max, @pinned or 1000..5000"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selected:
+    """A checkpoint and the store it lies in."""
+
+    store: Store
+    checkpoint: Checkpoint
+
+
+def select(
+    texts: Sequence[str], directory: Path, open_store: OpenStore, *, series: str | None = None
+) -> list[Selected]:
+    """Return what the selectors name, each checkpoint once, in the order named; everything when there are none.
+
+    Args:
+        texts: The selectors.
+        directory: Where those that are not paths are looked up.
+        open_store: Makes the store of a directory.
+        series: Look only at this series.
+
+    Raises:
+        CheckpointNotFound: A selector names nothing.
+        UsageProblem: A selector cannot be understood.
+    """
+    chosen: dict[Path, Selected] = {}
+    for text in texts or [str(directory)]:
+        for selected in _select_one(text, directory, open_store, series):
+            chosen.setdefault(selected.checkpoint.path, selected)
+    return list(chosen.values())
+
+
+def select_one(
+    text: str, directory: Path, open_store: OpenStore, *, series: str | None = None
+) -> Selected:
+    """Return the one checkpoint that a selector names.
+
+    Raises:
+        CheckpointNotFound, UsageProblem: It names none, or several.
+    """
+    found = select([text], directory, open_store, series=series)
+    if len(found) > 1:
+        names = ", ".join(one.checkpoint.name for one in found[:5])
+        more = ", ..." if len(found) > 5 else ""
+        raise UsageProblem(
+            f"{text!r} names {len(found)} checkpoints: {names}{more}",
+            hint="name one by its path, or narrow it down with --series",
+        )
+    return found[0]
+
+
+def listed(
+    store: Store, *, series: str | None = None, with_leftovers: bool = False
+) -> list[Checkpoint]:
+    """Return the checkpoints of a directory, oldest first; unfinished ones only when asked for.
+
+    Raises:
+        CheckpointNotFound: There is no such directory.
+    """
+    if not store.directory.is_dir():
+        raise CheckpointNotFound("no such directory", path=store.directory)
+    found = store.scan()
+    if not with_leftovers:
+        found = [c for c in found if c.state not in (State.LEFTOVER, State.WRITING)]
+    if series is not None:
+        found = [c for c in found if c.series == series]
+    return sorted(found, key=lambda c: (c.order, c.saved_at, c.name))
+
+
+def _select_one(
+    text: str, directory: Path, open_store: OpenStore, series: str | None
+) -> list[Selected]:
+    choose = _chooser(text)
+    if choose is not None:
+        store = open_store(directory)
+        found = choose(listed(store, series=series))
+        place = store.directory
+    else:
+        path = Path(text)
+        store = open_store(path if path.is_dir() else Path(os.path.realpath(path)).parent)
+        found = listed(store, series=series) if path.is_dir() else [_file(store, path)]
+        place = path
+    if not found:
+        raise CheckpointNotFound(
+            f"no checkpoint is {text!r}" if choose is not None else "no checkpoints here",
+            path=place,
+            hint=f"ckptmgr ls {place} lists what is there",
+        )
+    return [Selected(store=store, checkpoint=checkpoint) for checkpoint in found]
+
+
+Choose = Callable[[list[Checkpoint]], list[Checkpoint]]
+
+
+def _chooser(text: str) -> Choose | None:
+    """Return the function behind a selector that is not a path, or None."""
+    if text == "latest":
+        return lambda found: _usable(found)[-1:]
+    if text == "@pinned":
+        return lambda found: [c for c in found if c.pins]
+    if text == "best" or text.startswith("best:"):
+        return _best(text)
+    if _STEP.fullmatch(text):
+        return lambda found: _newest_attempts([c for c in found if c.step == int(text)])
+    match = _RANGE.fullmatch(text)
+    if match is not None and any(match.groups()):
+        low = int(match[1] or 0)
+        high = int(match[2]) if match[2] else math.inf
+        return lambda found: [c for c in found if low <= c.step <= high]
+    return None
+
+
+def _best(text: str) -> Choose:
+    metric, _, mode = text.removeprefix("best").removeprefix(":").rpartition(":")
+    if not metric or mode not in ("min", "max"):
+        raise UsageProblem(f"{text!r} is not complete", hint="write best:loss:min or best:acc:max")
+    sign = 1 if mode == "min" else -1
+
+    def choose(found: list[Checkpoint]) -> list[Checkpoint]:
+        ranked = [c for c in _usable(found) if math.isfinite(c.metrics.get(metric, math.nan))]
+        # Of equal values the newer one is better; `found` is oldest first and min() takes the first.
+        return [min(reversed(ranked), key=lambda c: sign * c.metrics[metric])] if ranked else []
+
+    return choose
+
+
+def _usable(found: list[Checkpoint]) -> list[Checkpoint]:
+    return [c for c in found if c.is_countable]
+
+
+def _newest_attempts(found: list[Checkpoint]) -> list[Checkpoint]:
+    return list({c.series: c for c in found}.values())
+
+
+def _file(store: Store, path: Path) -> Checkpoint:
+    real = Path(os.path.realpath(path))
+    if not real.exists():
+        raise CheckpointNotFound("no such checkpoint", path=path, hint=f"give {_FORMS}")
+    known = next((c for c in store.scan() if c.path == real), None)
+    if known is not None:
+        return known
+    status = real.stat()
+    return Checkpoint(
+        path=real,
+        series=real.stem,
+        step=0,
+        saved_at=datetime.fromtimestamp(status.st_mtime, UTC),
+        size_bytes=status.st_size,
+        state=State.UNVERIFIED,
+        problem="no manifest: nothing vouches for this file",
+    )
