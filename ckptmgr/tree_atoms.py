@@ -177,14 +177,11 @@ def decode_dtype(node: object) -> np.dtype:
         TreeError: No such type, or one whose elements are not plain bytes.
     """
     try:
-        dtype = _decode_dtype(node)
+        return _decode_dtype(node)
     except (ValueError, TypeError, OverflowError, KeyError, RecursionError) as error:
         if isinstance(error, TreeError):
             raise
         raise TreeError(f"no NumPy element type is spelled {shown(node)} ({error})") from None
-    if dtype.hasobject:
-        raise TreeError(f"elements of type {dtype} are never restored")
-    return dtype
 
 
 _TYPE_STRING = re.compile(r"[<>|][biufcmMSUV][0-9]{1,9}(\[[0-9]{0,9}[a-zA-Z]{1,9}\])?")

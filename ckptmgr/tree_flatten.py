@@ -64,13 +64,13 @@ class Flattener:
         """Return the tensors, the skeleton and the aliases of a state."""
         stack: list[_Visit | _Emit] = [_Visit(state, Path(), 0)]
         while stack:
-            match stack.pop():
-                case _Emit(nodes, container):
-                    self._nodes.extend(nodes)
-                    if container is not None:
-                        self._open.discard(container)
-                case _Visit(value, path, depth):
-                    stack.extend(reversed(self._visit(value, path, depth)))
+            item = stack.pop()
+            if isinstance(item, _Visit):
+                stack.extend(reversed(self._visit(item.value, item.path, item.depth)))
+                continue
+            self._nodes.extend(item.nodes)
+            if item.leaves_container is not None:
+                self._open.discard(item.leaves_container)
         tensors, aliases = plan_storage(self._leaves, self._unique)
         return tensors, dump_skeleton(self._nodes), aliases
 

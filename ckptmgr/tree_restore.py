@@ -64,16 +64,16 @@ class Restorer:
         steps: list[_Step] = []
         stack: list[_Visit | _Step] = [_Visit(target, stored, Path())]
         while stack:
-            match stack.pop():
-                case _Step() as step:
-                    steps.append(step)
-                case _Visit() as visit:
-                    plan = self._plan(visit.target, visit.stored, visit.path)
-                    if isinstance(plan, _Parts):
-                        stack.append(plan.step)
-                        stack.extend(reversed(plan.visits))
-                    else:
-                        steps.append(plan)
+            item = stack.pop()
+            if isinstance(item, _Step):
+                steps.append(item)
+                continue
+            plan = self._plan(item.target, item.stored, item.path)
+            if isinstance(plan, _Parts):
+                stack.append(plan.step)
+                stack.extend(reversed(plan.visits))
+            else:
+                steps.append(plan)
         if self._differences:
             raise _mismatch(self._differences)
         restored = _carry_out(steps)
@@ -173,13 +173,20 @@ class Restorer:
             return _Step(0, lambda _: _fill_mindspore(target, stored))
         return _Step(0, lambda _: sys.modules["jax"].numpy.asarray(stored))
 
-    def _plan_object(self, target: Any, stored: Any, path: Path) -> _Step:
+    def _plan_object(self, target: Any, stored: Any, path: Path) -> _Step | _Parts:
         if not isinstance(stored, Mapping | list | tuple):
             return self._differ(path, f"is {_described(target)}, stored is {_described(stored)}")
         torch_module = sys.modules.get("torch")
         if torch_module is not None and isinstance(target, torch_module.nn.Module):
             self._compare_module(target, stored, path.state_dict())
+        if is_instance_by_name(target, "mindspore.nn.cell", "Cell") and isinstance(stored, Mapping):
+            return self._plan_cell(target, stored, path.state_dict())
         return _Step(0, lambda _: _load(target, stored, path))
+
+    def _plan_cell(self, target: Any, stored: Mapping[Any, Any], path: Path) -> _Parts:
+        # MindSpore's own load_state_dict wants its tensors, and refuses what its optimizers give as their state_dict.
+        parts = self._plan_mapping(target.state_dict(), stored, path)
+        return _Parts(parts.visits, _Step(parts.step.count, lambda _: target))
 
     def _compare_module(self, target: Any, stored: Any, path: Path) -> None:
         current = target.state_dict()
@@ -274,7 +281,8 @@ def _fill_tensor(target: Any, stored: Any) -> Any:
 
 def _fill_mindspore(target: Any, stored: np.ndarray) -> Any:
     tensor_type = sys.modules["mindspore"].Tensor
-    target.set_data(tensor_type(stored, target.dtype))
+    fill = target.set_data if hasattr(target, "set_data") else target.assign_value
+    fill(tensor_type(stored, target.dtype))
     return target
 
 

@@ -62,25 +62,27 @@ def test_to_tensor_of_contiguous_array_is_its_own_memory() -> None:
     assert array_of(tensor)[0] == 1
 
 
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (3, "'w' is a int, not an array"),
-        (None, "'w' is a NoneType"),
-        ([1], "'w' is a list"),
-        (np.array(["a"]), "'w' has elements of type <U1"),
-        (np.zeros(2, ml_dtypes.int4), "'w' has elements of type int4"),
-        (np.array([None]), "'w' has elements of type object"),
-        (np.zeros(2, np.longdouble), "'w' has elements of type float128"),
-    ],
-)
+OTHER: list[tuple[object, str]] = [
+    (3, "'w' is a int, not an array"),
+    (None, "'w' is a NoneType"),
+    ([1], "'w' is a list"),
+    (np.array(["a"]), "'w' has elements of type <U1"),
+    (np.zeros(2, ml_dtypes.int4), "'w' has elements of type int4"),
+    (np.array([None]), "'w' has elements of type object"),
+    (np.zeros(2, np.longdouble), "'w' has elements of type float128"),
+]
+
+
+@pytest.mark.parametrize(("value", "message"), OTHER)
 def test_to_tensor_of_other_value_names_it(value: object, message: str) -> None:
     with pytest.raises(UnsupportedState, match=message):
         to_tensor("w", value)
 
 
 def test_framework_of_plain_values_is_none() -> None:
-    assert [framework_of(value) for value in (1, "a", [], None)] == [None] * 4
+    values: list[object] = [1, "a", [], None]
+
+    assert [framework_of(value) for value in values] == [None] * 4
 
 
 def test_named_tensors_types_numbers_like_mindspore() -> None:
@@ -89,7 +91,13 @@ def test_named_tensors_types_numbers_like_mindspore() -> None:
     *numbers, text = named_tensors(mapping)
 
     stored = [array_of(number) for number in numbers]
-    assert [str(array.dtype) for array in stored] == "int64 uint64 float32 float32 bool".split()
+    assert [str(array.dtype) for array in stored] == [
+        "int64",
+        "uint64",
+        "float32",
+        "float32",
+        "bool",
+    ]
     assert [array[()] for array in stored] == [5, 2**63, np.float32(0.1), np.inf, True]
     assert all(array.shape == () for array in stored)
     assert text == Text(name="s", text="text")
@@ -97,7 +105,7 @@ def test_named_tensors_types_numbers_like_mindspore() -> None:
 
 @pytest.mark.parametrize("value", [2**64, -(2**63) - 1])
 def test_named_tensors_refuses_integers_of_more_than_64_bits(value: int) -> None:
-    with pytest.raises(UnsupportedState, match="'n' is an integer of 6[45] bits"):
+    with pytest.raises(UnsupportedState, match=r"'n' is an integer of 6[45] bits"):
         named_tensors({"n": value})
 
 
@@ -263,9 +271,9 @@ def test_to_tensor_of_torch_without_plain_bytes_is_refused() -> None:
 
     with pytest.raises(UnsupportedState, match=r"'t' is sparse.*\n.*to_dense"):
         to_tensor("t", torch.eye(2).to_sparse())
-    with pytest.raises(UnsupportedState, match="whose memory is not here"):
+    with pytest.raises(UnsupportedState, match=r"whose memory is not here"):
         to_tensor("t", torch.zeros(1, device="meta"))
-    with pytest.raises(UnsupportedState, match="elements of type torch.bits8"):
+    with pytest.raises(UnsupportedState, match=r"elements of type torch.bits8"):
         to_tensor("t", torch.zeros(1, dtype=torch.uint8).view(torch.bits8))
 
 
@@ -290,12 +298,13 @@ class Stored:
         self.has_init = False
         return self
 
-    def set_data(self, other: Stored) -> None:
+    def assign(self, other: Stored) -> None:
         self.array = other.array
 
 
 MsTensor = foreign("mindspore.common.tensor", "Tensor", Stored)
-MsParameter = foreign("mindspore.common.parameter", "Parameter", MsTensor)
+MsParameter = foreign("mindspore.common.parameter", "Parameter", MsTensor, set_data=Stored.assign)
+AssignedTensor = foreign("here", "Plain", MsTensor, assign_value=Stored.assign)
 ONES = np.ones((2, 3), np.float32)
 
 
@@ -380,19 +389,43 @@ def test_jax_array_is_stored_and_restored_into_an_array(jax_array: Any) -> None:
         restore({"w": jax_array(np.zeros(3))}, flat.skeleton, reader(flat))
 
 
+def test_mindspore_cell_is_restored_through_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell_type = foreign(
+        "mindspore.nn.cell",
+        "Cell",
+        SimpleNamespace,
+        state_dict=lambda self: {"w": self.w},
+        load_state_dict=None,
+    )
+    cell_type.load_state_dict = lambda self, state: None
+    maker = SimpleNamespace(Tensor=lambda array, dtype: MsTensor(array, dtype=dtype))
+    monkeypatch.setitem(sys.modules, "mindspore", maker)
+    flat = flatten([cell_type(w=MsParameter(ONES))])
+    target = cell_type(w=MsParameter(ONES * 0))
+
+    restored: Any = restore([target], flat.skeleton, reader(flat))
+
+    assert restored[0] is target
+    assert (target.w.array == ONES).all()
+    with pytest.raises(UnsupportedState, match="is only in the checkpoint"):
+        restore([{}], flat.skeleton, reader(flat))
+
+
 def test_mindspore_tensor_is_stored_and_restored_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
     def make(array: np.ndarray, dtype: str) -> Any:
         return MsTensor(array, dtype=dtype)
 
-    monkeypatch.setitem(sys.modules, "mindspore", SimpleNamespace(Tensor=make))  # type: ignore[misc]
+    monkeypatch.setitem(sys.modules, "mindspore", SimpleNamespace(Tensor=make))
     target = MsParameter(ONES * 0)
     packed = MsTensor(np.array([1, 2], np.int8), dtype="Int4")
     flat = flatten({"w": MsParameter(ONES), "q": packed})
 
     back: Any = unflatten(flat.skeleton, reader(flat))
+    plain = AssignedTensor(ONES * 0)
     restored: Any = restore({"w": target, "q": None}, flat.skeleton, reader(flat))
+    restore({"w": plain, "q": None}, flat.skeleton, reader(flat))
 
     assert restored["w"] is target
     assert (target.array == ONES).all()
-    assert (back["w"] == ONES).all()
+    assert (plain.array == back["w"]).all()
     assert back["q"].tolist() == [1, 2]

@@ -335,6 +335,8 @@ REFUSED: list[tuple[object, str]] = [
     (random.SystemRandom(), "is a .*SystemRandom"),
     (np.random.RandomState(np.random.PCG64(1)), "is a .*RandomState"),
     (iter([]), "is a list_iterator"),
+    (np.zeros((), [("a", "O")])[()], "is a numpy.void"),
+    (np.zeros((), [("a", "f4")]).astype([("a", "O")]), "is an array with elements of type"),
 ]
 
 
@@ -396,6 +398,12 @@ def test_flatten_of_keys_nested_too_deep_is_refused() -> None:
 
     with pytest.raises(UnsupportedState, match="key of type tuple"):
         flatten({key: 1})
+
+
+def test_tensor_under_a_very_long_integer_has_a_hexadecimal_name() -> None:
+    [tensor] = flatten({10**5000: np.zeros(1)}).tensors
+
+    assert tensor.spec.name == hex(10**5000)
 
 
 def test_message_shortens_long_keys() -> None:

@@ -148,7 +148,7 @@ def test_restore_sets_numpy_generators_in_place(make: Any) -> None:
 
 def test_restore_sets_bit_and_python_generators_in_place() -> None:
     bits, python = np.random.PCG64(1), random.Random(1)
-    target = [np.random.PCG64(2), random.Random(2)]
+    target: list[Any] = [np.random.PCG64(2), random.Random(2)]
 
     saved([bits, python], target)
 
@@ -211,13 +211,14 @@ def test_restore_into_an_object_needs_a_state_dict() -> None:
 def test_restore_that_does_not_fit_changes_nothing_and_names_every_path() -> None:
     rng = random.Random(1)
     before = rng.getstate()
-    target = {"w": np.zeros(2), "n": 0, "rng": rng, "bad": np.zeros(1), "old": 1, "l": [0]}
+    target: dict[str, Any] = {"w": np.zeros(2), "n": 0, "rng": rng, "l": [0]}
+    target |= {"bad": np.zeros(1), "old": 1}
     state = {"w": np.ones(2), "n": 5, "rng": random.Random(2), "bad": np.zeros(3), "new": 1}
 
     with pytest.raises(StateMismatch) as caught:
         saved({**state, "l": [7]}, target)
 
-    assert not target["w"].any()  # type: ignore[union-attr]
+    assert not target["w"].any()
     assert (target["n"], target["l"], rng.getstate()) == (0, [0], before)
     text = str(caught.value)
     assert all(f"state['{key}']" in text for key in ("bad", "old", "new"))

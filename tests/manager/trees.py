@@ -40,7 +40,7 @@ def same(left: Any, right: Any) -> bool:
     if type(left) is not type(right):
         return False
     if isinstance(left, float):
-        return left.hex() == right.hex()
+        return bool(left.hex() == right.hex())
     if isinstance(left, complex):
         return same([left.real, left.imag], [right.real, right.imag])
     if isinstance(left, np.ndarray):
@@ -58,4 +58,5 @@ def same(left: Any, right: Any) -> bool:
 
 def same_array(left: np.ndarray, right: np.ndarray) -> bool:
     """Return whether two arrays have the same type, shape and bytes."""
-    return (left.dtype, left.shape, left.tobytes()) == (right.dtype, right.shape, right.tobytes())
+    is_alike = left.dtype == right.dtype and left.shape == right.shape
+    return bool(is_alike and left.tobytes() == right.tobytes())
