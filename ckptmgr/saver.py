@@ -7,20 +7,22 @@ returns is the one that background saves will return.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from ckptmgr.crypto.errors import CryptoError
 from ckptmgr.crypto.key import Key
 from ckptmgr.digest import FileDigest
-from ckptmgr.errors import NotBuiltYet
+from ckptmgr.errors import KeyProblem, NotBuiltYet, UnsupportedCheckpoint
+from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.image import Image
 from ckptmgr.formats.mindspore_writer import build_ckpt_image
 from ckptmgr.formats.safetensors_file import build_safetensors_image
 from ckptmgr.formats.tensor import Item
 from ckptmgr.fsio import OutputFile
-from ckptmgr.loader import translated_errors
 from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.model import Checkpoint
 from ckptmgr.pipeline import sealer_for, write_image
@@ -112,11 +114,11 @@ def save_items(
         metadata: Strings kept in the file.
 
     Raises:
-        UnsupportedCheckpoint, CorruptCheckpoint: The items cannot be stored; nothing was changed.
+        UnsupportedCheckpoint: The items cannot be stored; nothing was changed.
         StoreFull: Not enough space; nothing was changed.
         OSError: From the disk.
     """
-    with translated_errors(str(store.directory / name)):
+    with _refusals(str(store.directory / name)):
         image = build_image(items, options=options, metadata=metadata)
         sealer = None if options.key is None else sealer_for(image, options.key, options.mode)
         stats: dict[str, float] = {}
@@ -146,3 +148,14 @@ def save_items(
             describe=describe_file,
             mode=options.file_mode,
         )
+
+
+@contextlib.contextmanager
+def _refusals(path: str) -> Iterator[None]:
+    """Turn errors of the lower layers into ones that say what cannot be saved; nothing on the disk is damaged then."""
+    try:
+        yield
+    except FormatError as error:
+        raise UnsupportedCheckpoint(f"cannot be saved: {error}", path=path) from error
+    except CryptoError as error:
+        raise KeyProblem(str(error), path=path, hint=error.hint) from error

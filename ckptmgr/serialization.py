@@ -30,7 +30,7 @@ from ckptmgr.config_checks import (
     check_mode,
 )
 from ckptmgr.crypto.key import Key
-from ckptmgr.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedState
+from ckptmgr.errors import CheckpointNotFound, UnsupportedState
 from ckptmgr.formats.source import BytesSource, Source
 from ckptmgr.formats.tensor import Item, Tensor
 from ckptmgr.leaves import named_tensors
@@ -38,6 +38,7 @@ from ckptmgr.loader import ReadOptions, Value, open_source, read_values
 from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.model import Checkpoint
 from ckptmgr.naming import parse_name
+from ckptmgr.network import load_into
 from ckptmgr.saver import SaveOptions, save_items
 from ckptmgr.store import Store
 
@@ -140,8 +141,9 @@ def load_checkpoint(
 
     Args:
         ckpt_file_name: A `.ckpt` or `.safetensors` file, or a safetensors file in a BytesIO.
-        net: Load into this as well: a mapping of names to arrays, an object with `load_state_dict()`, or a MindSpore Cell.
-        strict_load: For a Cell: refuse other element types.
+        net: Load into this as well: a mapping of names to arrays, a PyTorch module, an object with `load_state_dict()`, or
+            a MindSpore Cell.
+        strict_load: Refuse other element types, instead of converting one float or signed integer type to another.
         filter_prefix: Leave out names that start so.
         dec_key: The key; files without a seal are then refused, unless `allow_unsealed`.
         dec_mode: The cipher mode.
@@ -158,7 +160,9 @@ def load_checkpoint(
     Raises:
         CorruptCheckpoint: Damaged; names file, offset and tensor. Also a ValueError.
         KeyProblem: Wrong or missing key, or no seal. Also a ValueError.
+        CheckpointNotFound: There is no such file. Also a ValueError.
         TypeError, ValueError: An argument is unusable; messages as MindSpore's.
+        RuntimeError: A value has another shape or type than the one in `net`.
     """
     check_key("dec_key", dec_key)
     check_mode("dec_mode", dec_mode)
@@ -208,46 +212,6 @@ def join_items(items: Sequence[Item], appended: Sequence[Item]) -> list[Item]:
 def name_of(item: Item) -> str:
     """Return the name an item is stored under."""
     return item.spec.name if isinstance(item, Tensor) else item.name
-
-
-def load_into(net: Any, values: Mapping[str, Value], *, strict: bool = False) -> None:
-    """Put loaded values into a network.
-
-    Args:
-        net: A mapping of names to arrays (filled in place), an object with `load_state_dict()`, or a MindSpore Cell.
-        values: Name to value.
-        strict: For a Cell: refuse other element types.
-
-    Raises:
-        TypeError: It is none of these.
-        CorruptCheckpoint: An array has another shape or type than the network's.
-    """
-    if hasattr(net, "parameters_and_names"):
-        from ckptmgr.integrations.mindspore import load_into_cell
-
-        load_into_cell(net, values, strict=strict)
-    elif hasattr(net, "load_state_dict"):
-        net.load_state_dict(dict(values))
-    elif isinstance(net, Mapping):
-        _fill(net, values)
-    else:
-        raise TypeError(
-            f"For 'load_param_into_net', the argument 'net' should be a Cell, but got {type(net)}."
-        )
-
-
-def _fill(net: Mapping[str, Any], values: Mapping[str, Value]) -> None:
-    shared = [name for name in net if name in values]
-    for name in shared:
-        mine, theirs = net[name], values[name]
-        if getattr(mine, "shape", None) != getattr(theirs, "shape", None) or getattr(
-            mine, "dtype", None
-        ) != getattr(theirs, "dtype", None):
-            raise CorruptCheckpoint(
-                f"{name!r} has another shape or type in the network", tensor=name
-            )
-    for name in shared:
-        net[name][...] = values[name]
 
 
 def _read(
