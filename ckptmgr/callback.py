@@ -13,7 +13,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -84,10 +84,10 @@ class ModelCheckpoint:
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Return an instance that MindSpore accepts as one of its callbacks when MindSpore is in use."""
-        if cls is ModelCheckpoint and "mindspore" in sys.modules:
+        if "mindspore" in sys.modules:
             from ckptmgr.integrations.mindspore import callback_class
 
-            adapter: type[Self] = callback_class()
+            adapter: type[Self] = callback_class(cls)
             return super().__new__(adapter)
         return super().__new__(cls)
 
@@ -120,6 +120,7 @@ class ModelCheckpoint:
         self._last = LastSave(step=0, at=clock())
         self._latest = ""
         self._params: Any = None
+        self._steps_before_epoch = 0
 
     @property
     def latest_ckpt_file_name(self) -> str:
@@ -133,6 +134,7 @@ class ModelCheckpoint:
     def epoch_begin(self, run_context: RunContext) -> None:
         """Note the run context."""
         self._params = run_context.original_args()
+        self._steps_before_epoch = int(self._params.cur_step_num)
 
     def step_begin(self, run_context: RunContext) -> None:
         """Note the run context."""
@@ -255,7 +257,7 @@ class ModelCheckpoint:
             step=step,
             epoch=epoch,
             why="end" if is_end else "policy",
-            metrics=getattr(params, "metrics", None),
+            metrics=_metrics(params),
         )
         checkpoint = writer.save(name, self._items(params, step=step, epoch=epoch), facts)
         self._last = LastSave(step=step, at=now)
@@ -269,7 +271,9 @@ class ModelCheckpoint:
             step, epoch = int(self._params.cur_step_num), int(self._params.cur_epoch_num)
             base = self._base_prefix or "breakpoint"
             prefix = restart_prefix(base, self._names(self._directory), is_breakpoint=True)
-            position = step_in_epoch(step, int(self._params.batch_num)) if step > 0 else 0
+            position = 0
+            if step > self._steps_before_epoch:
+                position = step_in_epoch(step, int(self._params.batch_num))
             name = breakpoint_name(prefix, epoch, step_in_epoch=position)
             facts = SaveFacts(step=step, epoch=epoch, why=f"exception: {type(error).__name__}")
             writer = self._writer(self._directory, self._prefix)
@@ -316,3 +320,11 @@ class ModelCheckpoint:
     def _names(self, directory: Path) -> list[str]:
         fs = Store(directory, fs=self._fs).fs
         return [] if fs.status(directory) is None else sorted(fs.list(directory))
+
+
+def _metrics(params: Any) -> Mapping[str, float] | None:
+    # MindSpore's parameters are a dictionary whose missing attributes are KeyErrors.
+    found: Mapping[str, float] | None = (
+        params.get("metrics") if isinstance(params, Mapping) else getattr(params, "metrics", None)
+    )
+    return found

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+# pyright: reportAttributeAccessIssue=false, reportCallIssue=false
+# (where MindSpore is not installed, pyright takes this file for it)
 """What MindSpore itself needs: a callback that its `Model` accepts, and parameters put back into a Cell."""
 
 from __future__ import annotations
@@ -10,30 +12,50 @@ from typing import Any
 import numpy as np
 from mindspore import Parameter, Tensor, load_param_into_net
 from mindspore import dtype as mstype
+from mindspore.common import np_dtype
 from mindspore.train import Callback
 
-from ckptmgr.callback import ModelCheckpoint
 from ckptmgr.loader import Value
 
 
-@cache
-def callback_class() -> Any:
-    """Return `ModelCheckpoint` as a subclass of MindSpore's `Callback`.
+def callback_class(base: type) -> Any:
+    """Return `base`, our `ModelCheckpoint` or a subclass of it, as a subclass of MindSpore's `Callback`, too.
 
-    The subclass defines no method of its own: `Model.fit` refuses callbacks whose class defines the old names
-    (`begin`, `step_end`, ...), and inherited ones pass.
+    The new class has the name of its base and none of the old methods (`begin`, `step_end`, ...) of its own: `Model.fit`
+    refuses callbacks whose class defines them, and inherited ones pass.
     """
-    return type(
-        "ModelCheckpoint", (ModelCheckpoint, Callback), {"__doc__": ModelCheckpoint.__doc__}
-    )
+    return base if issubclass(base, Callback) else _with_callback_base(base)
+
+
+@cache
+def _with_callback_base(base: type) -> Any:
+    return type(base.__name__, (base, _IgnoresEvaluation, Callback), {"__doc__": base.__doc__})
+
+
+class _IgnoresEvaluation:
+    """Keeps MindSpore from running the training methods during an evaluation, which has nothing to save."""
+
+    def on_eval_begin(self, run_context: object) -> None: ...
+    def on_eval_epoch_begin(self, run_context: object) -> None: ...
+    def on_eval_step_begin(self, run_context: object) -> None: ...
+    def on_eval_step_end(self, run_context: object) -> None: ...
+    def on_eval_epoch_end(self, run_context: object) -> None: ...
+    def on_eval_end(self, run_context: object) -> None: ...
 
 
 def to_parameter(name: str, array: np.ndarray) -> Any:
     """Return a MindSpore parameter with the content of an array."""
-    # MindSpore does not know ml_dtypes; float32 holds every bfloat16 exactly.
-    is_bf16 = array.dtype.name == "bfloat16"
-    tensor = Tensor(array.astype(np.float32)).astype(mstype.bfloat16) if is_bf16 else Tensor(array)
-    return Parameter(tensor, name=name, requires_grad=False)
+    return Parameter(_to_tensor(array), name=name, requires_grad=False)
+
+
+def _to_tensor(array: np.ndarray) -> Any:
+    if array.dtype.name != "bfloat16":
+        return Tensor(array)
+    own_bfloat16 = getattr(np_dtype, "bfloat16", None)
+    if own_bfloat16 is not None:
+        return Tensor(array.view(own_bfloat16))
+    # Beside NumPy 2 MindSpore has no bfloat16 arrays; float32 holds every value exactly (NaNs lose their payload).
+    return Tensor(array.astype(np.float32)).astype(mstype.bfloat16)
 
 
 def load_into_cell(cell: Any, values: Mapping[str, Value], *, strict: bool) -> None:
