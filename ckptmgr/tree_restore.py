@@ -20,7 +20,7 @@ from ckptmgr.tree_nodes import Path, StateMismatch
 from ckptmgr.tree_random import generator_kind, set_generator
 
 _SHOWN_DIFFERENCES = 100
-_PLAIN = (str, bytes, bool, int, float, complex, type(None), np.generic)
+_PLAIN_TYPES = frozenset({str, bytes, bool, int, float, complex, type(None)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Restorer:
 
     def _plan(self, target: Any, stored: Any, path: Path) -> _Step | _Parts:
         """Return what will restore `target` and give the value that takes its place."""
-        if target is None:
+        if target is None or {type(target), type(stored)} <= _PLAIN_TYPES:
             return _give(stored)
         if framework_of(target) is not None and not isinstance(target, np.generic):
             return self._plan_array(target, stored, path)
@@ -241,7 +241,8 @@ def _is_atom(value: Any) -> bool:
 
 
 def _is_history(value: object) -> bool:
-    return isinstance(value, _PLAIN) or (isinstance(value, list | tuple | dict) and not value)
+    is_plain = type(value) in _PLAIN_TYPES or isinstance(value, np.generic)
+    return is_plain or (isinstance(value, list | tuple | dict) and not value)
 
 
 def _described(value: Any) -> str:
