@@ -8,16 +8,17 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from itertools import pairwise
 
 from .block_layout import Layout, read_layout
-from .ciphers import CipherMode, check_key, mode_of
+from .ciphers import IV_BYTES, CipherMode, check_key, mode_of
 from .errors import DecryptionError, TamperedError, TruncatedCiphertextError
 from .key import Key
-from .records import head_size, parse_head
+from .records import head_size, parse_head, read_bytes
 from .seal import block_digest, crc_trailer
 from .source import Source
 
@@ -72,7 +73,7 @@ class BlockSource:
         self.crc = None if seal is None else seal.crc
         self._trailer = b"" if self.crc is None else crc_trailer(self.crc)
         self._buffers = _Buffers(max((b - a for a, b in pairwise(self._records)), default=0))
-        self._cache: OrderedDict[int, bytearray] = OrderedDict()
+        self._cache: OrderedDict[int, memoryview] = OrderedDict()
         self._lock = threading.Lock()
 
     @property
@@ -112,25 +113,77 @@ class BlockSource:
             offset += part.nbytes
             buffer = buffer[part.nbytes :]
 
+    @property
+    def block_bytes(self) -> int | None:
+        """Plaintext bytes of every block but the last, or None where that is not certain."""
+        return None if self._seal is None else self._seal.block_size
+
+    def peek_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with plaintext that is NOT authenticated yet, decrypting no more than it covers.
+
+        For finding one's way through a file whose blocks are all read afterwards: the caller must then compare what it
+        saw here with the bytes that `read_into` gives.
+
+        Raises:
+            TruncatedCiphertextError: The range reaches past the end.
+        """
+        if offset < 0 or offset + buffer.nbytes > self.size:
+            raise TruncatedCiphertextError(
+                f"{buffer.nbytes} bytes wanted at {offset}, but the plaintext has {self.size}"
+            )
+        while buffer.nbytes:
+            if offset >= self._starts[-1]:
+                at = offset - self._starts[-1]
+                buffer[:] = self._trailer[at : at + buffer.nbytes]
+                return
+            index = bisect_right(self._starts, offset) - 1
+            part = buffer[: self._starts[index + 1] - offset]
+            self._peek(index, at=offset - self._starts[index], part=part)
+            offset += part.nbytes
+            buffer = buffer[part.nbytes :]
+
+    def _peek(self, index: int, *, at: int, part: memoryview) -> None:
+        record, head_bytes = self._records[index], head_size(self._mode)
+        head = parse_head(
+            self._mode, read_bytes(self._source, record, length=head_bytes), offset=record
+        )
+        first, skip = divmod(at, IV_BYTES)
+        start = record + head_bytes + first * IV_BYTES
+        stop = min(
+            record + head_bytes + head.cipher_size,
+            start + -(-(skip + part.nbytes) // IV_BYTES) * IV_BYTES,
+        )
+        preceding = head.iv
+        if first:
+            preceding = read_bytes(self._source, start - IV_BYTES, length=IV_BYTES)
+        clear = self._mode.peek_at(
+            self._key,
+            iv=head.iv,
+            preceding=preceding,
+            first_block=first,
+            ciphertext=memoryview(read_bytes(self._source, start, length=stop - start)),
+        )
+        part[:] = clear[skip : skip + part.nbytes]
+
     def _copy(self, index: int, *, at: int, part: memoryview) -> None:
         with self._lock:
             block = self._cache.get(index)
             if block is not None:
                 # Under the lock, because an evicted block is overwritten by the next one.
                 self._cache.move_to_end(index)
-                part[:] = memoryview(block)[at : at + part.nbytes]
+                part[:] = block[at : at + part.nbytes]
                 return
         block = self._buffers.take()
         try:
             size = self._starts[index + 1] - self._starts[index]
-            self._decrypt(index, memoryview(block)[:size])
+            self._decrypt(index, block[:size])
         except BaseException:
             self._buffers.give(block)
             raise
-        part[:] = memoryview(block)[at : at + part.nbytes]
+        part[:] = block[at : at + part.nbytes]
         self._keep(index, block)
 
-    def _keep(self, index: int, block: bytearray) -> None:
+    def _keep(self, index: int, block: memoryview) -> None:
         with self._lock:
             evicted = [self._cache.pop(index)] if index in self._cache else []
             self._cache[index] = block
@@ -143,7 +196,7 @@ class BlockSource:
         start, stop = self._records[index], self._records[index + 1]
         buffer = self._buffers.take()
         try:
-            record = memoryview(buffer)[: stop - start]
+            record = buffer[: stop - start]
             self._source.read_into(start, record)
             self._open(index, record, plaintext)
         finally:
@@ -180,16 +233,17 @@ class _Buffers:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._spare: list[bytearray] = []
+        self._spare: list[memoryview] = []
         self._lock = threading.Lock()
 
-    def take(self) -> bytearray:
+    def take(self) -> memoryview:
         with self._lock:
             if self._spare:
                 return self._spare.pop()
-        return bytearray(self._size)
+        # Page aligned, so that a file can be read past the page cache.
+        return memoryview(mmap.mmap(-1, max(1, self._size)))
 
-    def give(self, buffer: bytearray) -> None:
+    def give(self, buffer: memoryview) -> None:
         with self._lock:
             if len(self._spare) < _SPARE_BUFFERS:
                 self._spare.append(buffer)

@@ -96,6 +96,20 @@ class CipherMode(Protocol):
         """
         ...
 
+    def peek_at(
+        self, key: Key, *, iv: bytes, preceding: bytes, first_block: int, ciphertext: memoryview
+    ) -> bytes:
+        """Return what cipher blocks in the middle decrypt to, unauthenticated.
+
+        Args:
+            key: The key.
+            iv: The IV field of the record.
+            preceding: The 16 bytes before `ciphertext`: the IV, or the cipher block before.
+            first_block: Number of the first cipher block, from 0.
+            ciphertext: Whole cipher blocks; in AES-GCM the last one may be short.
+        """
+        ...
+
     def plaintext_size(self, key: Key, *, ciphertext_size: int, end: bytes) -> int:
         """Return how many bytes `ciphertext_size` bytes become.
 
@@ -165,6 +179,17 @@ class GcmMode:
         ).decryptor()
         return decryptor.update(ciphertext)
 
+    def peek_at(
+        self, key: Key, *, iv: bytes, preceding: bytes, first_block: int, ciphertext: memoryview
+    ) -> bytes:
+        """Return what cipher blocks in the middle decrypt to, unauthenticated.
+
+        Source: NIST SP 800-38D section 7.1: the first block of text is encrypted under counter 2.
+        """
+        counter = iv[:_NONCE_BYTES] + (2 + first_block).to_bytes(4, "big")
+        decryptor = Cipher(algorithms.AES(_fitting(key, self)), modes.CTR(counter)).decryptor()
+        return decryptor.update(ciphertext)
+
     def plaintext_size(self, key: Key, *, ciphertext_size: int, end: bytes) -> int:
         """Return `ciphertext_size`."""
         return ciphertext_size
@@ -226,6 +251,12 @@ class CbcMode:
         """Return what the first cipher blocks decrypt to, padding left in."""
         decryptor = Cipher(self.algorithm(_fitting(key, self)), modes.CBC(iv)).decryptor()
         return decryptor.update(ciphertext)
+
+    def peek_at(
+        self, key: Key, *, iv: bytes, preceding: bytes, first_block: int, ciphertext: memoryview
+    ) -> bytes:
+        """Return what cipher blocks in the middle decrypt to, unauthenticated and with padding left in."""
+        return self.peek(key, iv=preceding, ciphertext=ciphertext)
 
     def plaintext_size(self, key: Key, *, ciphertext_size: int, end: bytes) -> int:
         """Return the size without padding, learned from the last block alone."""

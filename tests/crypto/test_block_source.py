@@ -276,3 +276,31 @@ def test_key_that_does_not_fit_the_mode_is_refused_before_reading() -> None:
 def test_unknown_mode_is_refused() -> None:
     with pytest.raises(UnsupportedSuiteError):
         open_blocks(BytesSource(b""), KEY, "SM4-GCM")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("has_crc", [True, False])
+@given(data=st.data())
+def test_peek_into_any_range_equals_the_slice(
+    mode: str, has_crc: bool, data: st.DataObject
+) -> None:
+    file = seal(PLAINTEXT, mode, has_crc=has_crc)
+    whole = unseal(file, mode)
+    start = data.draw(st.integers(0, len(whole)))
+    stop = data.draw(st.integers(start, len(whole)))
+    buffer = bytearray(stop - start)
+    opened(mode, file).peek_into(start, memoryview(buffer))
+    assert bytes(buffer) == whole[start:stop]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_peek_into_past_the_end_is_truncated(mode: str) -> None:
+    source = opened(mode, seal(PLAINTEXT, mode))
+    with pytest.raises(TruncatedCiphertextError):
+        source.peek_into(len(PLAINTEXT), memoryview(bytearray(1)))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_block_bytes_are_known_with_a_seal_only(mode: str) -> None:
+    assert opened(mode, seal(PLAINTEXT, mode)).block_bytes == BLOCK
+    assert opened(mode, unsealed(PLAINTEXT, mode), allow_unsealed=True).block_bytes is None
