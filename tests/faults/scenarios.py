@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The operations of the store, each with what must hold after a fault in it.
+
+`start` is the disk before, `run` the operation, `must` and `may` what is there afterwards, given what was acknowledged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptmgr.fsio import FileSystem
+from tests.crashmodel import Crash, ModelDisk, Order, every_crash, every_kill
+from tests.faults.training import (
+    RUNS,
+    Content,
+    Trainer,
+    check_after_fault,
+    disk_with,
+    name_of,
+    state_of,
+)
+
+ONE, TWO, THREE = name_of(1), name_of(2), name_of(3)
+OLD: Content = {ONE: [10.0], TWO: [20.0]}
+NEW: Content = {THREE: [30.0]}
+NONE: Content = {}
+
+Wrap = Callable[[ModelDisk], FileSystem]
+
+
+def as_it_is(disk: ModelDisk) -> FileSystem:
+    """Show the code under test the disk itself."""
+    return disk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scenario:
+    """One operation and its promises.
+
+    Attributes:
+        values: What was saved as steps 1, 2, ... before.
+        run: The operation; what it promises it notes with `disk.acknowledge`.
+        must: What is there after a fault, given whether the promise was made.
+        may: What may be there.
+        keep: The retention policy.
+    """
+
+    values: tuple[float, ...]
+    run: Callable[[Trainer], None]
+    must: Callable[[bool], Content]
+    may: Content
+    keep: str = "all"
+
+    def start(self, key: bytes | None) -> ModelDisk:
+        """Return the disk before."""
+        return disk_with(*self.values, key=key)
+
+    def runner(self, key: bytes | None, wrap: Wrap) -> Callable[[ModelDisk], None]:
+        """Return the operation for `every_crash` and its like."""
+        return lambda disk: self.run(Trainer(disk, fs=wrap(disk), key=key, keep=self.keep))
+
+    def check(self, disk: ModelDisk, key: bytes | None) -> None:
+        """Check a disk after a fault."""
+        must = self.must(bool(disk.acknowledged))
+        check_after_fault(disk, must=must, may=self.may, key=key, keep=self.keep)
+
+    def crashes(self, key: bytes | None, order: Order, wrap: Wrap = as_it_is) -> Iterator[Crash]:
+        """Yield what a power cut in the operation may leave."""
+        return every_crash(self.start(key), self.runner(key, wrap), order=order)
+
+    def crashes_after_death(
+        self,
+        key: bytes | None,
+        order: Order,
+        then: Callable[[Trainer], None],
+        wrap: Wrap = as_it_is,
+    ) -> Iterator[Crash]:
+        """Yield what a power cut in `then` may leave, for each moment at which the operation before it died."""
+
+        def run(disk: ModelDisk) -> None:
+            then(Trainer(disk, fs=wrap(disk), key=key, keep=self.keep))
+
+        for kill in every_kill(self.start(key), self.runner(key, as_it_is)):
+            yield from every_crash(kill.disk, run, order=order, tears=1)
+
+
+def _save_third(trainer: Trainer) -> None:
+    with trainer.manager() as manager:
+        manager.resume()
+        manager.save(3, state_of(30.0))
+        trainer.disk.acknowledge("saved")
+
+
+def _save_first(trainer: Trainer) -> None:
+    with trainer.manager() as manager:
+        manager.save(1, state_of(10.0))
+        trainer.disk.acknowledge("saved")
+
+
+def _overwrite_second(trainer: Trainer) -> None:
+    trainer.overwrite(TWO, 21.0, step=2)
+    trainer.disk.acknowledge("overwritten")
+
+
+def _pin_first(trainer: Trainer) -> None:
+    with trainer.manager() as manager:
+        manager.pin(1, "paper")
+        trainer.disk.acknowledge("pinned")
+
+
+FIRST_SAVE = Scenario(
+    values=(),
+    run=_save_first,
+    must=lambda is_saved: {ONE: [10.0]} if is_saved else NONE,
+    may={ONE: [10.0]},
+)
+NEXT_SAVE = Scenario(
+    values=(10.0, 20.0),
+    run=_save_third,
+    must=lambda is_saved: {**OLD, **NEW} if is_saved else OLD,
+    may={**OLD, **NEW},
+)
+OVERWRITE = Scenario(
+    values=(10.0, 20.0),
+    run=_overwrite_second,
+    must=lambda is_saved: {ONE: [10.0], TWO: [21.0] if is_saved else [20.0, 21.0]},
+    may=NONE,
+)
+# The checkpoint that a run was resumed from stays as long as it runs; the first one may go any time after the save.
+RETENTION = Scenario(
+    values=(10.0, 20.0),
+    run=_save_third,
+    must=lambda is_saved: {TWO: [20.0], **(NEW if is_saved else NONE)},
+    may={**OLD, **NEW},
+    keep="last(1)",
+)
+PIN = Scenario(values=(10.0, 20.0), run=_pin_first, must=lambda _: OLD, may=NONE)
+SCENARIOS = {
+    "first save": FIRST_SAVE,
+    "next save": NEXT_SAVE,
+    "overwrite": OVERWRITE,
+    "retention": RETENTION,
+    "pin": PIN,
+}
+
+
+def resume(trainer: Trainer) -> None:
+    """Start a run that does nothing."""
+    with trainer.manager() as manager:
+        manager.resume()
+
+
+def keep_only_newest(trainer: Trainer) -> None:
+    """Remove all checkpoints but the newest, without having saved anything."""
+    store = trainer.store()
+    whole = sorted((c for c in store.scan() if c.is_countable), key=lambda c: c.order)
+    store.remove(whole[:-1])
+
+
+def first_broken(crashes: Iterable[Crash], check: Callable[[Crash], None]) -> str | None:
+    """Return what the first crash left whose check fails, or None; equal disks are checked once."""
+    seen = set()
+    for crash in crashes:
+        state = (what_counts(crash.disk), crash.disk.acknowledged)
+        if state not in seen:
+            seen.add(state)
+            shown = str(crash)
+            try:
+                check(crash)
+            except Exception as error:  # whatever it is, something promised does not hold
+                return f"{error!r} after {shown}"
+    return None if len(seen) >= 4 else f"only {len(seen)} different disks"
+
+
+def what_counts(disk: ModelDisk) -> frozenset[tuple[Path, bytes | None]]:
+    """Return the state of a disk without the start count and the lease, which promise nothing."""
+    ignored = (".net.lease", ".net.starts", "..net.starts")
+    return frozenset(item for item in disk.state() if not item[0].name.startswith(ignored))
+
+
+def put_bare(disk: ModelDisk, step: int) -> None:
+    """Turn a checkpoint into the file of some other program: without manifest, under another name."""
+    disk.unlink(RUNS / f"{name_of(step)}.manifest.json")
+    disk.replace(RUNS / name_of(step), RUNS / "bare.ckpt")
+    disk.settle()
