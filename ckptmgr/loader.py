@@ -222,6 +222,10 @@ def _read_checking_crc(
 ) -> None:
     wanted = {id(entry) for entry in _chosen_tensors(opened, choose)}
     index = opened.index
+
+    def wanted_buffer(entry: TensorEntry) -> memoryview | None:
+        return buffer_for(entry) if id(entry) in wanted else None
+
     if isinstance(index, CkptIndex):
         if index.crc is None and not (opened.cipher is not None or opened.has_digests):
             raise ChecksumMismatch(
@@ -230,16 +234,15 @@ def _read_checking_crc(
                 offset=index.body_bytes,
                 hint="load it without crc_check if you know that it was saved without a CRC",
             )
-        crc = mindspore_reader.read_all_into(
-            opened.source, index, lambda entry: buffer_for(entry) if id(entry) in wanted else None
-        )
-        if index.crc is not None:
-            check_stored_crc(index.crc, crc)
+        crc = mindspore_reader.read_all_into(opened.source, index, wanted_buffer)
+    elif index.crc is None:
+        for entry in _chosen_tensors(opened, choose):
+            read_tensor_into(opened.source, entry, buffer_for(entry))
         return
+    else:
+        crc = safetensors_file.read_all_into(opened.source, index, wanted_buffer)
     if index.crc is not None:
-        check_stored_crc(index.crc, safetensors_file.crc_of(opened.source, index))
-    for entry in _chosen_tensors(opened, choose):
-        read_tensor_into(opened.source, entry, buffer_for(entry))
+        check_stored_crc(index.crc, crc)
 
 
 def _chosen_tensors(opened: OpenCheckpoint, choose: Callable[[str], bool]) -> Iterator[TensorEntry]:

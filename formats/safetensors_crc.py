@@ -28,18 +28,29 @@ def fold_crc(
 ) -> int:
     """Return MindSpore's CRC32 over tensors in any order, each with a function that yields its content in parts.
 
+    The contents are taken in the given order, so that a file can be read from its start to its end.
+
     Raises:
         UnsupportedError: A negative 0-d integer.
     """
+    pieces = {spec.name: _content_crc(spec, parts()) for spec, parts in contents}
     value = 0
-    for spec, parts in sorted(contents, key=lambda item: item[0].name):
-        value = crc32(spec.name.encode(), value)
-        if spec.shape == () and spec.dtype.name in _INTEGERS:
-            value = append_zeros(value, _scalar(spec, b"".join(parts())))
-        else:
-            for part in parts():
-                value = crc32(part, value)
+    for name, piece in sorted(pieces.items()):
+        value = crc32(name.encode(), value)
+        value = (
+            append_zeros(value, piece) if isinstance(piece, int) else crc32_combine(value, *piece)
+        )
     return value
+
+
+def _content_crc(spec: TensorSpec, parts: Iterable[bytes | memoryview]) -> tuple[int, int] | int:
+    """Return the CRC32 and length of a content, or, for a 0-d integer, how many zero bytes stand for it."""
+    if spec.shape == () and spec.dtype.name in _INTEGERS:
+        return _scalar(spec, b"".join(parts))
+    value = 0
+    for part in parts:
+        value = crc32(part, value)
+    return value, spec.size_bytes
 
 
 def append_zeros(value: int, count: int) -> int:

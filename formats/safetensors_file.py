@@ -25,7 +25,7 @@ from math import prod
 from .dtypes import BY_NAME, BY_SAFETENSORS, DType
 from .errors import FormatError, TruncatedError, UnsupportedError
 from .image import Image, Segment
-from .index import READ_BYTES, Piece, TensorEntry
+from .index import READ_BYTES, Piece, TensorEntry, check_buffer, check_content
 from .safetensors_crc import fold_crc
 from .source import Source, read_bytes
 from .strict_json import encode_object, is_encodable, parse_object, parse_strings
@@ -170,16 +170,41 @@ def crc_of(source: Source, index: SafetensorsIndex) -> int:
     Raises:
         UnsupportedError: A negative 0-d integer, for which MindSpore has none.
     """
-    return fold_crc((entry.spec, partial(_stream, source, entry)) for entry in index.entries)
+    return read_all_into(source, index, lambda _: None)
 
 
-def _stream(source: Source, entry: TensorEntry) -> Iterator[memoryview]:
-    scratch = memoryview(bytearray(min(READ_BYTES, entry.spec.size_bytes)))
-    for offset, length in entry.pieces:
-        for start in range(0, length, READ_BYTES):
-            view = scratch[: min(READ_BYTES, length - start)]
-            source.read_into(offset + start, view)
-            yield view
+def read_all_into(
+    source: Source, index: SafetensorsIndex, buffers: Callable[[TensorEntry], memoryview | None]
+) -> int:
+    """Read every content once, in file order, and return MindSpore's CRC32 of the names and contents.
+
+    Args:
+        source: The file.
+        index: What it holds.
+        buffers: Gives the memory for a tensor (flat, writable, format B, `spec.size_bytes` bytes), or None where only
+            the CRC is wanted.
+
+    Raises:
+        FormatError: A bool is neither 0 nor 1.
+        UnsupportedError: A negative 0-d integer, for which MindSpore has no CRC.
+    """
+    return fold_crc(
+        (entry.spec, partial(_stream, source, entry, buffers(entry))) for entry in index.entries
+    )
+
+
+def _stream(source: Source, entry: TensorEntry, wanted: memoryview | None) -> Iterator[memoryview]:
+    offset, length = entry.pieces[0]
+    if wanted is not None:
+        check_buffer(entry, wanted)
+    scratch = memoryview(bytearray(0 if wanted is not None else min(READ_BYTES, length)))
+    for start in range(0, length, READ_BYTES):
+        count = min(READ_BYTES, length - start)
+        view = scratch[:count] if wanted is None else wanted[start : start + count]
+        source.read_into(offset + start, view)
+        if wanted is not None:
+            check_content(entry, view, offset=offset + start)
+        yield view
 
 
 def _read_header(source: Source) -> tuple[dict[str, object], int]:
