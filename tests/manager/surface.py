@@ -159,3 +159,12 @@ def data_files(directory: Path) -> list[str]:
     return sorted(
         path.name for path in directory.iterdir() if path.suffix in (".ckpt", ".safetensors")
     )
+
+
+def bare(path: Path, content: bytes | None = None) -> Path:
+    """Take the manifest away, so that only the file speaks for itself; with `content`, replace the file, too."""
+    path.with_name(path.name + ".manifest.json").unlink(missing_ok=True)
+    if content is not None:
+        path.unlink(missing_ok=True)
+        path.write_bytes(content)
+    return path
