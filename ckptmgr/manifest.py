@@ -20,7 +20,7 @@ from typing import Any
 
 from ckptmgr.crypto.key import Key, is_manifest_mac, manifest_mac
 from ckptmgr.digest import ALGORITHM, DIGEST_BYTES, FileDigest
-from ckptmgr.errors import CorruptCheckpoint, KeyProblem, TamperedCheckpoint
+from ckptmgr.errors import CorruptCheckpoint, KeyProblem, TamperedCheckpoint, UnsealedCheckpoint
 from ckptmgr.model import Checkpoint, Pin, State
 
 SCHEMA = "ckptmgr.manifest/1"
@@ -127,7 +127,9 @@ def encode(manifest: Manifest, *, key: Key | None = None) -> bytes:
     if key is not None:
         mac = manifest_mac(key, _canonical(document))
         document["auth"] = {"algorithm": _MAC_ALGORITHM, "key_id": key.key_id, "mac": mac.hex()}
-    return json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
+    # File names that are no UTF-8 come as lone surrogates; the parser takes them back.
+    return text.encode("utf-8", "surrogatepass") + b"\n"
 
 
 def decode(
@@ -144,19 +146,32 @@ def decode(
     Raises:
         CorruptCheckpoint: It is not a manifest of a known version.
         TamperedCheckpoint: The authentication does not match.
-        KeyProblem: It must be authenticated and is not, or is so under another key.
+        UnsealedCheckpoint: It must be authenticated and is not.
+        KeyProblem: It is authenticated under another key.
     """
     document = _parse(data, path)
     auth = document.pop("auth", None)
     try:
         manifest = _from_document(document)
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CorruptCheckpoint(f"not a valid manifest: {error!r}", path=path) from error
     if manifest_name(manifest.file.name) != path.name:
         raise CorruptCheckpoint(f"is the manifest of {manifest.file.name!r}", path=path)
     if key is not None:
-        _authenticate(document, auth, key=key, path=path, is_required=must_authenticate)
+        try:
+            _authenticate(document, auth, key=key, path=path, is_required=must_authenticate)
+        except RecursionError as error:
+            raise CorruptCheckpoint("not valid JSON: nested too deeply", path=path) from error
     return manifest
+
+
+def is_authenticated(data: bytes, *, path: Path) -> bool:
+    """Return whether a manifest carries an authentication, without checking it.
+
+    Raises:
+        CorruptCheckpoint: It is not a manifest of a known version.
+    """
+    return "auth" in _parse(data, path)
 
 
 def _authenticate(
@@ -164,7 +179,7 @@ def _authenticate(
 ) -> None:
     if auth is None:
         if is_required:
-            raise KeyProblem(
+            raise UnsealedCheckpoint(
                 "the manifest is not authenticated although a key was given",
                 path=path,
                 hint="it was written without a key, or its authentication was removed; "

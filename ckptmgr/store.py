@@ -35,7 +35,7 @@ from ckptmgr.fsio import FileStatus, FileSystem, InputFile, OsFileSystem, Output
 from ckptmgr.lease import Processes, ProcProcesses, hold_lease, series_tag
 from ckptmgr.manifest import FileEntry, Manifest, manifest_name
 from ckptmgr.model import Checkpoint, Pin, State
-from ckptmgr.naming import parse_name
+from ckptmgr.naming import parse_name, parse_step_name
 
 _LOG = logging.getLogger(__name__)
 _TEMP_SUFFIX = ".tmp"
@@ -118,6 +118,15 @@ class Store:
             must_authenticate = self._must_authenticate
         key = self._key if with_key else None
         return manifests.decode(data, path=path, key=key, must_authenticate=must_authenticate)
+
+    def _would_lose_authentication(self, data_name: str) -> bool:
+        """Tell whether this store has no key although the manifest was authenticated with one."""
+        if self._key is not None:
+            return False
+        path = self.directory / manifest_name(data_name)
+        with contextlib.closing(self.fs.open(path)) as file:
+            data = read_bytes(file, 0, min(file.size, manifests.MAX_MANIFEST_BYTES))
+        return manifests.is_authenticated(data, path=path)
 
     def _half_that_matches(self, manifest: Manifest) -> Manifest:
         old = manifest.replaces
@@ -204,10 +213,10 @@ class Store:
             OSError: From the disk; before the commit point nothing was changed and no temporary file is left (as far as
                 the disk still lets us remove it).
         """
-        self.fs.make_directory(self.directory, mode=0o700)
-        self.check_space(size_bytes)
         temp = self._temp_path(name, series)
         try:
+            self.fs.make_directory(self.directory, mode=0o700)
+            self.check_space(size_bytes)
             old = self._manifest_of_current(name)
             manifest = describe(self._write_temp(temp, size_bytes, write, mode))
             self._commit(name, temp, manifest, old, series=series, mode=mode)
@@ -269,19 +278,26 @@ class Store:
 
         Raises:
             UnsupportedCheckpoint: It has no manifest to note pins in.
+            KeyProblem: The manifest is authenticated, and without its key it cannot be written again.
         """
         manifest = self.read_manifest(checkpoint.name)
         if manifest is None:
             raise UnsupportedCheckpoint(
                 "a file without a manifest cannot be pinned", path=checkpoint.path
             )
+        if self._would_lose_authentication(checkpoint.name):
+            raise KeyProblem(
+                "the manifest is authenticated; without its key it cannot be changed",
+                path=checkpoint.path,
+                hint="pass the key (CLI: --key)",
+            )
         changed = replace(manifest, pins=change(manifest.pins))
         self.update_manifest(changed)
         return changed
 
-    def write_note(self, path: Path, data: bytes) -> None:
+    def write_note(self, path: Path, data: bytes, *, series: str) -> None:
         """Replace a small file atomically, but without waiting for the disk: it may be lost, never torn."""
-        temp = self._temp_path(path.name, "")
+        temp = self._temp_path(path.name, series)
         file = self.fs.create(temp, mode=0o600)
         try:
             try:
@@ -428,7 +444,9 @@ class Store:
             return
         if manifest.file.name not in entries:
             yield lambda: self._unlink(path), f"removed {name}, whose data file is gone"
-        elif manifest.replaces is not None:
+        elif manifest.replaces is not None and not self._would_lose_authentication(
+            manifest.file.name
+        ):
             sentence = f"finished the interrupted overwrite of {manifest.file.name}"
             yield lambda: self._finish_swap(manifest, series), sentence
 
@@ -465,16 +483,27 @@ def _parse_temp(name: str) -> tuple[str, str] | None:
 
 def _unknown(path: Path, status: FileStatus, state: State, problem: str) -> Checkpoint:
     parsed = parse_name(path.name)
+    numbered = parse_step_name(path.name) if parsed is None else None
+    named = parsed or numbered
     return Checkpoint(
         path=path,
-        series=parsed.prefix if parsed is not None else path.name,
-        step=0,
-        saved_at=datetime.fromtimestamp(status.modified_at, UTC),
+        series=named.prefix if named is not None else path.name,
+        step=0 if numbered is None else numbered.step,
+        attempt=0 if numbered is None else numbered.attempt,
+        saved_at=_modified_at(status),
         size_bytes=status.size_bytes,
         state=state,
         format="safetensors" if path.suffix == ".safetensors" else "ckpt",
         problem=problem,
     )
+
+
+def _modified_at(status: FileStatus) -> datetime:
+    # Some file systems keep times that no calendar has.
+    try:
+        return datetime.fromtimestamp(status.modified_at, UTC)
+    except (ValueError, OverflowError, OSError):
+        return datetime.fromtimestamp(0, UTC)
 
 
 def _from_bare_file(path: Path, status: FileStatus) -> Checkpoint:
@@ -484,7 +513,8 @@ def _from_bare_file(path: Path, status: FileStatus) -> Checkpoint:
         path, status, State.UNVERIFIED, "no manifest: nothing vouches for this file"
     )
     if parsed is None:
-        return replace(checkpoint, series=path.stem)
+        # `net-2023.ckpt` may be anybody's: without a manifest it belongs to no series of ours.
+        return replace(checkpoint, series=path.stem, step=0, attempt=0)
     why = "exception: breakpoint file" if parsed.is_breakpoint else "manual"
     return replace(checkpoint, epoch=parsed.epoch, step=parsed.step_in_epoch, why=why)
 

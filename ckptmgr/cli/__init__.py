@@ -112,7 +112,7 @@ def _forget_stdout() -> None:
 @click.option("--no-color", is_flag=True, help="The same as --color never.")
 @click.pass_context
 def cli(ctx: click.Context, debug: bool, color: str | None, no_color: bool) -> None:
-    """Checkpoints that survive: list, check, decrypt and prune them.
+    r"""Checkpoints that survive: list, check, decrypt and prune them.
 
     \b
     Examples:

@@ -90,13 +90,8 @@ def output_options(function: Command) -> Command:
     return function
 
 
-def key_options(function: Command) -> Command:
-    """Add `--key` and `--allow-unsealed`."""
-    function = click.option(
-        "--allow-unsealed",
-        is_flag=True,
-        help="With a key: accept files that are not authenticated as a whole (MindSpore's own).",
-    )(function)
+def key_option(function: Command) -> Command:
+    """Add `--key`."""
     return click.option(
         "--key",
         "key_source",
@@ -104,6 +99,16 @@ def key_options(function: Command) -> Command:
         help="env:NAME, file:PATH, cmd:COMMAND, fd:N or prompt:  "
         "[default: the file $CKPTMGR_KEY_FILE, then the variable CKPTMGR_KEY]",
     )(function)
+
+
+def key_options(function: Command) -> Command:
+    """Add `--key` and `--allow-unsealed`."""
+    option = click.option(
+        "--allow-unsealed",
+        is_flag=True,
+        help="With a key: accept files that are not authenticated as a whole (MindSpore's own).",
+    )
+    return key_option(option(function))
 
 
 def dir_option(function: Command) -> Command:

@@ -10,6 +10,7 @@ import codecs
 import json
 import math
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -77,7 +78,7 @@ class Output:
         """Print one line of text."""
         parts = [Cell(cell) if isinstance(cell, str) else cell for cell in cells]
         shown = [Cell(escape(part.text), part.style) for part in parts]
-        stream = click.get_text_stream("stdout")
+        stream = sys.stdout
         if self.has_color:
             _print_styled(shown, stream)
             return
@@ -106,7 +107,7 @@ class Output:
 
     def result(self, items: Sequence[Mapping[str, Json]], summary: Mapping[str, Json]) -> None:
         """Print the JSON object of the command."""
-        document = {
+        document: dict[str, Json] = {
             "schema": f"ckptmgr.{self.command}/1",
             "root": str(self.root),
             "items": items,
@@ -119,7 +120,7 @@ def make_output(
     ctx: click.Context, root: Path, *, as_json: bool = False, quiet: bool = False
 ) -> Output:
     """Return the output that the options, the environment and the terminal ask for."""
-    stream = click.get_text_stream("stdout")
+    stream = sys.stdout
     session = ctx.ensure_object(Session)
     color = ctx.meta.get("ckptmgr.color", session.color)
     return Output(

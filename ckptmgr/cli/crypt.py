@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ckptmgr decrypt` and `ckptmgr encrypt`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ckptmgr.cli import options, render
+from ckptmgr.cli.exits import Exit
+from ckptmgr.cli.options import Command
+from ckptmgr.errors import KeyProblem, UnsafeWrite
+
+if TYPE_CHECKING:
+    from ckptmgr.convert import Converted
+    from ckptmgr.crypto.key import Key
+
+_PIPE = "-"
+
+
+def _target_options(function: Command) -> Command:
+    function = click.option("--force", is_flag=True, help="Replace an existing OUT.")(function)
+    function = click.option(
+        "-o",
+        "--output",
+        "target",
+        metavar="OUT",
+        required=True,
+        help="A file, an existing directory, or - for a pipe.",
+    )(function)
+    return click.argument("source", metavar="IN", type=click.Path(path_type=Path))(function)
+
+
+@options.command(
+    "decrypt",
+    examples=(
+        "decrypt net-3_40.ckpt -o plain/ --key file:run.key",
+        "decrypt net-3_40.ckpt -o - --key env:RUN_KEY | sha256sum",
+    ),
+)
+@_target_options
+@options.key_options
+@options.output_options
+@click.pass_context
+def decrypt_command(
+    ctx: click.Context,
+    source: Path,
+    target: str,
+    force: bool,
+    key_source: str | None,
+    allow_unsealed: bool,
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    """Write the plaintext of an encrypted checkpoint.
+
+    The plaintext is an ordinary .ckpt, byte for byte what was sealed. Only checked bytes come out. A file is written
+    whole or not at all, readable by its owner only, with a manifest.
+    """
+    from ckptmgr import convert
+    from ckptmgr.loader import ReadOptions
+
+    reading = ReadOptions(key=_key(key_source), allow_unsealed=allow_unsealed)
+    if target == _PIPE:
+        _refuse_terminal()
+        _check_input(source)
+        with convert.open_plaintext(source, reading) as plaintext:
+            return _write(plaintext.chunks())
+    session = ctx.ensure_object(options.Session)
+    return _convert(
+        ctx,
+        lambda out: convert.decrypt_file(
+            source, out, options=reading, force=force, clock=session.clock
+        ),
+        _target(source, target),
+        as_json=as_json,
+        quiet=quiet,
+    )
+
+
+@options.command(
+    "encrypt",
+    examples=(
+        "encrypt net-3_40.ckpt -o sealed/ --key file:run.key",
+        "encrypt net-3_40.ckpt -o net.ckpt --mode SM4-CBC --key env:RUN_KEY",
+    ),
+)
+@_target_options
+@click.option(
+    "--mode",
+    type=click.Choice(["AES-GCM", "AES-CBC", "SM4-CBC"]),
+    default="AES-GCM",
+    show_default=True,
+    help="Cipher mode.",
+)
+@options.key_option
+@options.output_options
+@click.pass_context
+def encrypt_command(
+    ctx: click.Context,
+    source: Path,
+    target: str,
+    force: bool,
+    mode: str,
+    key_source: str | None,
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    """Encrypt and seal a plain checkpoint.
+
+    The result loads in MindSpore and is authenticated as a whole. Damaged input is refused, never sealed. The input
+    stays; remove it yourself.
+    """
+    from ckptmgr import convert
+
+    key = _key(key_source)
+    if target == _PIPE:
+        _refuse_terminal()
+        _check_input(source)
+        return _write(convert.encrypted_chunks(source, key=key, mode=mode))
+    session = ctx.ensure_object(options.Session)
+    return _convert(
+        ctx,
+        lambda out: convert.encrypt_file(
+            source, out, key=key, mode=mode, force=force, clock=session.clock
+        ),
+        _target(source, target),
+        as_json=as_json,
+        quiet=quiet,
+    )
+
+
+def _key(source: str | None) -> Key:
+    key = options.load_key(source)
+    if key is None:
+        raise KeyProblem("a key is needed", hint="pass --key env:NAME, file:PATH or cmd:COMMAND")
+    return key
+
+
+def _check_input(source: Path) -> None:
+    from ckptmgr.errors import CheckpointNotFound
+
+    if not source.is_file():
+        raise CheckpointNotFound("no such file", path=source)
+
+
+def _target(source: Path, target: str) -> Path:
+    path = Path(target)
+    return path / source.name if path.is_dir() else path
+
+
+def _refuse_terminal() -> None:
+    if sys.stdout.isatty():
+        raise UnsafeWrite(
+            "stdout is a terminal, which is no place for binary data",
+            hint="redirect it, or name a file with -o",
+        )
+
+
+def _write(chunks: Iterable[memoryview]) -> int:
+    stdout = sys.stdout.buffer
+    for chunk in chunks:
+        stdout.write(chunk)
+    stdout.flush()
+    return Exit.DONE
+
+
+def _convert(
+    ctx: click.Context,
+    convert: Callable[[Path], Converted],
+    target: Path,
+    *,
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    output = render.make_output(ctx, target.parent, as_json=as_json, quiet=quiet)
+    started = time.perf_counter()
+    done = convert(target)
+    elapsed_s = time.perf_counter() - started
+    if output.is_json:
+        summary: dict[str, render.Json] = {
+            "source": str(done.source),
+            "source_bytes": done.source_bytes,
+            "elapsed_s": elapsed_s,
+        }
+        output.result([render.checkpoint_json(done.target)], summary)
+    elif output.is_quiet:
+        output.paths([done.target.path])
+    else:
+        arrow = "→" if output.has_unicode else "->"
+        sizes = f"{render.size(done.source_bytes)} {arrow} {render.size(done.target.size_bytes)}"
+        output.line(f"{done.source} {arrow} {target}  {sizes}, {elapsed_s:.1f} s")
+    return Exit.DONE

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The retention policy of a directory: `--keep`, else the key `keep` of its `ckptmgr.toml`."""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from pathlib import Path
+
+from ckptmgr.cli.exits import UsageProblem
+from ckptmgr.errors import CkptmgrError
+from ckptmgr.policy_text import PolicyTextError, parse_policy
+from ckptmgr.retention_rules import RetentionPolicy
+
+CONFIG_NAME = "ckptmgr.toml"
+_KEYS = ("keep",)
+_MAX_CONFIG_BYTES = 1 << 20
+
+
+def load_policy(keep: str | None, directory: Path) -> RetentionPolicy:
+    """Return the policy to apply.
+
+    Args:
+        keep: From the command line; None takes the directory's own.
+        directory: Where `ckptmgr.toml` is looked for.
+
+    Raises:
+        UsageProblem: There is no policy; nothing is ever kept or dropped by default.
+        PolicyTextError: The text is empty or not a policy.
+        CkptmgrError: The configuration cannot be understood.
+    """
+    if keep is not None:
+        return parse_policy(keep)
+    path = directory / CONFIG_NAME
+    text = _keep_of(path) if path.exists() else None
+    if text is None:
+        raise UsageProblem(
+            "no retention policy: nothing says what to keep",
+            hint=f"pass --keep 'last(5)', or write keep = \"last(5)\" into {path}",
+        )
+    try:
+        return parse_policy(text)
+    except PolicyTextError as error:
+        raise CkptmgrError(f"keep: {error.message}", path=path) from error
+
+
+def _keep_of(path: Path) -> str | None:
+    with path.open("rb") as file:
+        data = file.read(_MAX_CONFIG_BYTES + 1)
+    if len(data) > _MAX_CONFIG_BYTES:
+        raise CkptmgrError(f"more than {_MAX_CONFIG_BYTES} bytes", path=path)
+    try:
+        document = tomllib.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise CkptmgrError(f"not valid TOML: {error}", path=path) from error
+    for name in document:
+        if name not in _KEYS:
+            close = difflib.get_close_matches(name, _KEYS, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known: {', '.join(_KEYS)}"
+            raise CkptmgrError(f"unknown key {name!r}", path=path, hint=hint)
+    keep = document.get("keep")
+    if keep is not None and not isinstance(keep, str):
+        raise CkptmgrError(
+            "keep is not a text", path=path, hint='write keep = "last(5)", quotes included'
+        )
+    return keep

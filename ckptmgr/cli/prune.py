@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ckptmgr prune`."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ckptmgr.cli import options, render
+from ckptmgr.cli.exits import Exit, UsageProblem, code_of, note, report
+from ckptmgr.cli.options import Session
+from ckptmgr.errors import CheckpointNotFound, UnsafePrune
+
+if TYPE_CHECKING:
+    from ckptmgr.pruning import Outcome, Proposal
+    from ckptmgr.store import Store
+
+
+@options.command(
+    "prune",
+    examples=(
+        "prune runs/resnet50 --keep 'last(3) | best(2, loss, min)' --dry-run",
+        "prune runs/resnet50 --undo",
+    ),
+)
+@click.argument("directory", type=click.Path(path_type=Path), default=Path())
+@click.option("--keep", metavar="EXPR", help="What to keep, e.g. 'last(3) | every(1000) | pinned'.")
+@options.series_option
+@click.option("-n", "--dry-run", is_flag=True, help="Show the plan; write nothing at all.")
+@click.option("--check", is_flag=True, help="Write nothing; exit 1 if anything would go.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@click.option("--now", "at_once", is_flag=True, help="Remove at once instead of into the trash.")
+@click.option(
+    "--grace", metavar="TIME", default="24h", show_default=True, help="Life of the trash."
+)
+@click.option("--undo", is_flag=True, help="Bring back what the last prune dropped.")
+@click.option("-v", "--verbose", is_flag=True, help="List the files that would go.")
+@options.key_options
+@options.output_options
+@click.pass_context
+def prune_command(
+    ctx: click.Context,
+    directory: Path,
+    keep: str | None,
+    series: str | None,
+    dry_run: bool,
+    check: bool,
+    yes: bool,
+    at_once: bool,
+    grace: str,
+    undo: bool,
+    verbose: bool,
+    key_source: str | None,
+    allow_unsealed: bool,
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    """Remove the checkpoints that a policy does not keep.
+
+    The policy is --keep, else the key keep of ckptmgr.toml in the directory; without one nothing is done. It is applied
+    to each series by itself. The newest, pinned and damaged ones always stay. What goes lies in .ckptmgr-trash for the
+    grace time and is removed by the next prune after it; until then --undo brings the last batch back.
+    """
+    from ckptmgr.cli import prune_plan
+
+    key = options.load_key(key_source)
+    store = options.open_store(directory, key=key, allow_unsealed=allow_unsealed)
+    if not store.directory.is_dir():
+        raise CheckpointNotFound("no such directory", path=directory)
+    output = render.make_output(ctx, store.directory, as_json=as_json, quiet=quiet)
+    if undo:
+        return _undo(store, output)
+    session = ctx.ensure_object(Session)
+    proposal = _propose(store, keep, series, _duration(grace), session)
+    shown = prune_plan.Shown(output=output, directory=directory, series=series, verbose=verbose)
+    if dry_run or check:
+        shown.plan(proposal)
+        shown.result(proposal, None)
+        return Exit.NO if check and proposal.dropped else Exit.DONE
+    if not quiet:
+        shown.plan(proposal)
+    if proposal.is_empty:
+        shown.result(proposal, None)
+        return Exit.DONE
+    if not (yes or _agreed(proposal, at_once=at_once)):
+        note("nothing was changed")
+        return Exit.NO
+    return _act(store, proposal, shown, at_once=at_once)
+
+
+def _propose(
+    store: Store, keep: str | None, series: str | None, grace: timedelta, session: Session
+) -> Proposal:
+    from ckptmgr.cli.policy import load_policy
+    from ckptmgr.pruning import propose
+
+    policy = load_policy(keep, store.directory)
+    return propose(store, policy, now=session.now(), series=series, grace=grace)
+
+
+def _duration(text: str) -> timedelta:
+    from ckptmgr.policy_text import parse_duration
+
+    value = parse_duration(text)
+    if value is None:
+        raise UsageProblem(f"{text[:40]!r} is not a time", hint="write 90s, 30m, 12h, 2d or 1w")
+    return value
+
+
+def _agreed(proposal: Proposal, *, at_once: bool) -> bool:
+    """Ask the person at the terminal.
+
+    Raises:
+        UnsafePrune: There is none.
+    """
+    if not sys.stdin.isatty():
+        raise UnsafePrune(
+            "nobody can be asked here, so nothing was changed",
+            hint="look at the plan (--dry-run), then pass --yes",
+        )
+    dropped = render.count(len(proposal.dropped), "checkpoint")
+    what = f"Remove {dropped} for good?" if at_once else f"Move {dropped} to the trash?"
+    return click.confirm(what if proposal.dropped else "Clean up?", err=True)
+
+
+def _act(store: Store, proposal: Proposal, shown: prune_plan.Shown, *, at_once: bool) -> int:
+    from ckptmgr.pruning import carry_out
+
+    outcome = carry_out(store, proposal, at_once=at_once)
+    for sentence in outcome.notes:
+        note(sentence)
+    shown.result(proposal, outcome)
+    return _code(outcome, as_json=shown.output.is_json)
+
+
+def _code(outcome: Outcome, *, as_json: bool) -> int:
+    """Report what failed; the exit code is that of the first failure, or 3 when it is no class of its own."""
+    codes = [report(error, as_json=as_json) for error in outcome.failures]
+    if not codes:
+        return Exit.DONE
+    is_partial = bool(outcome.removed) and code_of(outcome.failures[0]) is Exit.FAILED
+    return Exit.PARTLY if is_partial else codes[0]
+
+
+def _undo(store: Store, output: render.Output) -> int:
+    from ckptmgr.pruning import undo
+
+    undone = undo(store)
+    for name in undone.taken:
+        note(f"{name} stays in the trash: there is a new checkpoint of that name")
+    if output.is_json:
+        items = [render.checkpoint_json(c) | _restored(store, c.name) for c in undone.restored]
+        output.result(items, {"restored": len(items), "taken": list(undone.taken)})
+    elif output.is_quiet:
+        output.paths([store.directory / c.name for c in undone.restored])
+    else:
+        for checkpoint in undone.restored:
+            output.line(f"restored {checkpoint.name}")
+        total = sum(c.size_bytes for c in undone.restored)
+        restored = render.count(len(undone.restored), "checkpoint")
+        output.line(f"{restored} restored, {render.size(total)}")
+    return Exit.PARTLY if undone.taken else Exit.DONE
+
+
+def _restored(store: Store, name: str) -> dict[str, render.Json]:
+    return {"path": str(store.directory / name)}
+
+
+if TYPE_CHECKING:
+    from ckptmgr.cli import prune_plan

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prune a directory: propose, ask, and do exactly what was proposed, or nothing.
+
+Every series is planned by itself. `carry_out` holds the lease of a series, plans it again and stops where the plan is no
+longer the one that was shown. Dropped checkpoints go to the trash and are removed by a later prune, after a grace time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from pathlib import Path
+
+from ckptmgr import trash
+from ckptmgr.errors import CheckpointNotFound, StoreLocked, UnsafePrune
+from ckptmgr.model import Checkpoint, Plan, State
+from ckptmgr.retention import RetentionPolicy, plan
+from ckptmgr.store import Store
+from ckptmgr.trash import Batch
+
+DEFAULT_GRACE = timedelta(hours=24)
+_UNFINISHED = (State.LEFTOVER, State.WRITING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeriesPlan:
+    """What a policy would do to one series."""
+
+    series: str
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """What a prune would do to a directory; made without changing anything.
+
+    Attributes:
+        now: The time the rules were applied for.
+        policy: The rules.
+        plans: One for each series, by name.
+        leftovers: What interrupted saves left, and what is being written now.
+        expired: Batches in the trash whose grace time is over.
+    """
+
+    now: datetime
+    policy: RetentionPolicy
+    plans: tuple[SeriesPlan, ...]
+    leftovers: tuple[Checkpoint, ...] = ()
+    expired: tuple[Batch, ...] = ()
+
+    @property
+    def dropped(self) -> tuple[Checkpoint, ...]:
+        """All checkpoints that would go."""
+        return tuple(c for one in self.plans for c in one.plan.dropped)
+
+    @property
+    def kept(self) -> tuple[Checkpoint, ...]:
+        """All checkpoints that would stay."""
+        return tuple(c for one in self.plans for c in one.plan.kept)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do."""
+        reapable = [c for c in self.leftovers if c.state is State.LEFTOVER]
+        return not (self.dropped or reapable or self.expired)
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What a prune did.
+
+    Attributes:
+        removed: The checkpoints that went.
+        batch: Where they lie now, or None when they were removed at once.
+        notes: Leftovers and old trash that were removed, one sentence each.
+        failures: What could not be done.
+    """
+
+    removed: list[Checkpoint] = field(default_factory=list)
+    batch: Path | None = None
+    notes: list[str] = field(default_factory=list)
+    failures: list[Exception] = field(default_factory=list)
+
+
+def propose(
+    store: Store,
+    policy: RetentionPolicy,
+    *,
+    now: datetime,
+    series: str | None = None,
+    grace: timedelta = DEFAULT_GRACE,
+) -> Proposal:
+    """Return what a prune would do; changes nothing.
+
+    Args:
+        store: The directory.
+        policy: What to keep, in each series.
+        now: The present time, UTC.
+        series: Only this series.
+        grace: How long the trash keeps a batch.
+
+    Raises:
+        UnsafePrune: The policy is refused; see `retention.plan`.
+    """
+    found = store.scan()
+    history = [c for c in found if c.state not in _UNFINISHED and series in (None, c.series)]
+    names = sorted({c.series for c in history})
+    plans = tuple(
+        SeriesPlan(series=name, plan=plan([c for c in history if c.series == name], policy, now))
+        for name in names
+    )
+    return Proposal(
+        now=now,
+        policy=policy,
+        plans=plans,
+        leftovers=tuple(sorted((c for c in found if c.state in _UNFINISHED), key=lambda c: c.name)),
+        expired=tuple(b for b in trash.batches(store) if b.thrown_at + grace <= now),
+    )
+
+
+def carry_out(store: Store, proposal: Proposal, *, at_once: bool = False) -> Outcome:
+    """Do what was proposed, series by series, each under its lease.
+
+    Args:
+        store: The directory.
+        proposal: What was shown and agreed to.
+        at_once: Remove for good instead of moving to the trash.
+
+    Returns:
+        What was done; a series that is locked, has changed or fails is left alone and named in `failures`.
+    """
+    outcome = Outcome()
+    into = trash.new_batch_path(store, proposal.now)
+    has_leftovers = any(c.state is State.LEFTOVER for c in proposal.leftovers)
+    for one in proposal.plans:
+        if one.plan.dropped or has_leftovers:
+            try:
+                with store.lease(one.series):
+                    trash.finish(store, one.series)
+                    outcome.notes += store.recover(one.series)
+                    _prune_series(store, proposal, one, outcome, None if at_once else into)
+            except (StoreLocked, UnsafePrune, OSError) as error:
+                outcome.failures.append(error)
+    for batch in proposal.expired:
+        try:
+            trash.discard(store, batch)
+            outcome.notes.append(f"removed {len(batch.checkpoints)} from the trash for good")
+        except OSError as error:
+            outcome.failures.append(error)
+    return outcome
+
+
+def _prune_series(
+    store: Store, proposal: Proposal, shown: SeriesPlan, outcome: Outcome, into: Path | None
+) -> None:
+    if not shown.plan.dropped:
+        return
+    fresh = propose(store, proposal.policy, now=proposal.now, series=shown.series)
+    # By their text, because NaN metrics are not equal to themselves.
+    if [repr(one.plan) for one in fresh.plans] != [repr(shown.plan)]:
+        raise UnsafePrune(
+            f"series {shown.series!r} changed after its plan was made; nothing was removed from it",
+            path=store.directory,
+            hint="run prune again and look at the new plan",
+        )
+    dropped = shown.plan.dropped
+    if into is None:
+        outcome.failures += store.remove(dropped)
+    else:
+        outcome.batch = into
+        outcome.failures += trash.throw_away(store, dropped, into)
+    outcome.removed += [c for c in dropped if store.fs.status(c.path) is None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Undone:
+    """What an undo did.
+
+    Attributes:
+        restored: The checkpoints that are back.
+        taken: Names that another checkpoint has meanwhile; those stayed in the trash.
+    """
+
+    restored: tuple[Checkpoint, ...]
+    taken: tuple[str, ...]
+
+
+def undo(store: Store) -> Undone:
+    """Bring the last batch back from the trash.
+
+    Raises:
+        CheckpointNotFound: The trash is empty.
+        StoreLocked: A live process writes one of the series; those before it are restored.
+        OSError: From the disk; calling it again goes on.
+    """
+    filled = [batch for batch in trash.batches(store) if batch.checkpoints]
+    if not filled:
+        raise CheckpointNotFound(
+            "there is nothing to undo: the trash is empty", path=store.directory
+        )
+    batch = filled[-1]
+    restored: list[Checkpoint] = []
+    taken: list[str] = []
+    for series in sorted({c.series for c in batch.checkpoints}):
+        chosen = [c for c in batch.checkpoints if c.series == series]
+        with store.lease(series):
+            refused = trash.restore(store, batch, chosen)
+        taken += refused
+        restored += _moved(chosen, refused)
+    trash.tidy(store, batch.path)
+    return Undone(restored=tuple(restored), taken=tuple(taken))
+
+
+def _moved(chosen: Sequence[Checkpoint], refused: Sequence[str]) -> list[Checkpoint]:
+    return [c for c in chosen if c.name not in refused]

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures of one tensor, computed while it streams by: range, mean, how many NaN and Inf. Memory stays constant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckptmgr.formats.index import READ_BYTES, TensorEntry, check_content
+from ckptmgr.formats.source import Source
+
+_MAX_ITEM_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorStats:
+    """What is in a tensor.
+
+    Attributes:
+        count: Number of elements.
+        nan_count: How many are NaN.
+        inf_count: How many are infinite.
+        minimum: Smallest one that is not NaN; None when there is none, and for complex numbers.
+        maximum: Largest one, likewise.
+        mean: Mean of those that are not NaN, likewise; computed in float64.
+    """
+
+    count: int
+    nan_count: int = 0
+    inf_count: int = 0
+    minimum: float | None = None
+    maximum: float | None = None
+    mean: float | None = None
+
+
+def stats_of(source: Source, entry: TensorEntry) -> TensorStats:
+    """Return the figures of one tensor, read in pieces of at most 4 MiB.
+
+    Args:
+        source: The plaintext the entry was found in.
+        entry: Which tensor.
+
+    Raises:
+        FormatError: A bool is neither 0 nor 1, or the source became shorter.
+    """
+    dtype = entry.spec.dtype.to_numpy()
+    total = _Total()
+    for view in _chunks(source, entry):
+        total.add(np.frombuffer(view, dtype))
+    return total.stats()
+
+
+def _chunks(source: Source, entry: TensorEntry) -> Iterator[memoryview]:
+    """Yield the content in views that hold whole elements, though the pieces of the file may not."""
+    buffer = memoryview(bytearray(min(READ_BYTES, entry.spec.size_bytes)))
+    filled = 0
+    for piece in entry.pieces:
+        done = 0
+        while done < piece.length:
+            view = buffer[filled : filled + piece.length - done]
+            source.read_into(piece.offset + done, view)
+            check_content(entry, view, offset=piece.offset + done)
+            filled += view.nbytes
+            done += view.nbytes
+            if filled == buffer.nbytes:
+                yield buffer
+                filled = 0
+    if filled:
+        yield buffer[:filled]
+
+
+class _Total:
+    """What was seen so far."""
+
+    def __init__(self) -> None:
+        self._count = self._nan_count = self._inf_count = 0
+        self._minimum: float | None = None
+        self._maximum: float | None = None
+        self._sum = 0.0
+
+    def add(self, values: np.ndarray) -> None:
+        self._count += values.size
+        if values.dtype.kind == "c":
+            self._nan_count += int(np.isnan(values).sum())
+            self._inf_count += int(np.isinf(values).sum())
+            return
+        if values.dtype.kind == "b":
+            values = values.view(np.uint8)
+        elif values.dtype.kind not in "iu":
+            values = self._without_nan(values.astype(np.float64, copy=False))
+        if values.size:
+            low, high = values.min().item(), values.max().item()
+            self._minimum = low if self._minimum is None else min(self._minimum, low)
+            self._maximum = high if self._maximum is None else max(self._maximum, high)
+            with np.errstate(over="ignore", invalid="ignore"):
+                self._sum += float(values.sum(dtype=np.float64))
+
+    def _without_nan(self, values: np.ndarray) -> np.ndarray:
+        is_nan = np.isnan(values)
+        self._nan_count += int(is_nan.sum())
+        self._inf_count += int(np.isinf(values).sum())
+        numbers: np.ndarray = values[~is_nan]
+        return numbers
+
+    def stats(self) -> TensorStats:
+        numbers = self._count - self._nan_count
+        return TensorStats(
+            count=self._count,
+            nan_count=self._nan_count,
+            inf_count=self._inf_count,
+            minimum=self._minimum,
+            maximum=self._maximum,
+            mean=None if self._minimum is None else self._sum / numbers,
+        )

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trash folder of a directory: dropped checkpoints wait there before they are removed for good.
+
+```
+<directory>/.ckptmgr-trash/20260301T101500.000000Z/net-1_20.ckpt
+                                                   net-1_20.ckpt.manifest.json
+```
+One folder for each prune (a batch). Moving in, in this order: data renamed; both directories synced; manifest renamed; both
+synced. Moving back: manifest, synced; data, synced. So at every instant a checkpoint in the directory is whole, or it is a
+manifest without data, which is a leftover and never listed as a checkpoint.
+
+The leases of the series must be held. The newest good checkpoint never goes in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from ckptmgr.errors import UnsafePrune
+from ckptmgr.manifest import SUFFIX, manifest_name
+from ckptmgr.model import Checkpoint, State
+from ckptmgr.store import Store
+
+TRASH_NAME = ".ckptmgr-trash"
+_STAMP = "%Y%m%dT%H%M%S.%fZ"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What one prune threw away.
+
+    Attributes:
+        path: The folder.
+        thrown_at: When, UTC; from the name of the folder.
+        checkpoints: What lies in it and can be restored, oldest first.
+    """
+
+    path: Path
+    thrown_at: datetime
+    checkpoints: tuple[Checkpoint, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that removing it frees."""
+        return sum(checkpoint.size_bytes for checkpoint in self.checkpoints)
+
+
+def batches(store: Store) -> list[Batch]:
+    """Return the batches in the trash of a directory, oldest first; strangers in the trash are left out."""
+    trash = store.directory / TRASH_NAME
+    status = store.fs.status(trash)
+    if status is None or not status.is_directory:
+        return []
+    found = []
+    for name, entry in sorted(store.fs.list(trash).items()):
+        thrown_at = _time_of(name)
+        if thrown_at is not None and entry.is_directory:
+            inside = Store(trash / name, fs=store.fs).scan()
+            whole = [c for c in inside if c.state is not State.LEFTOVER]
+            checkpoints = tuple(sorted(whole, key=lambda c: (c.series, c.order, c.name)))
+            found.append(Batch(path=trash / name, thrown_at=thrown_at, checkpoints=checkpoints))
+    return found
+
+
+def new_batch_path(store: Store, now: datetime) -> Path:
+    """Return the folder for a new batch, later than all others; nothing is created."""
+    taken = [batch.thrown_at for batch in batches(store)]
+    latest = max(taken, default=None)
+    if latest is not None and now <= latest:
+        now = latest + timedelta(microseconds=1)
+    return store.directory / TRASH_NAME / now.astimezone(UTC).strftime(_STAMP)
+
+
+def throw_away(store: Store, checkpoints: Sequence[Checkpoint], into: Path) -> list[OSError]:
+    """Move checkpoints into a batch, durably; return what could not be moved, and go on with the others.
+
+    Args:
+        store: The directory; the leases of the series are held.
+        checkpoints: What to move.
+        into: The folder of the batch; created when missing.
+
+    Raises:
+        UnsafePrune: It would take the last good checkpoint, or the trash is not a folder of its own.
+        OSError: The folder cannot be created, or the directories cannot be synced.
+    """
+    store.check_not_all(checkpoints)
+    _check_trash(store)
+    store.fs.make_directory(into, mode=0o700)
+    names = [checkpoint.name for checkpoint in checkpoints]
+    failures, moved = _move_all(store, names, store.directory, into)
+    manifests = [manifest_name(name) for name in moved]
+    more, _ = _move_all(store, manifests, store.directory, into, may_be_missing=True)
+    return failures + more
+
+
+def restore(store: Store, batch: Batch, checkpoints: Sequence[Checkpoint]) -> list[str]:
+    """Move checkpoints of a batch back, durably; return the names that are taken meanwhile and stayed in the trash.
+
+    Raises:
+        OSError: From the disk; calling it again goes on where it stopped.
+    """
+    taken = [c.name for c in checkpoints if store.fs.status(store.directory / c.name) is not None]
+    names = [c.name for c in checkpoints if c.name not in taken]
+    manifests = [manifest_name(name) for name in names]
+    for files, may_be_missing in ((manifests, True), (names, False)):
+        failures, _ = _move_all(
+            store, files, batch.path, store.directory, may_be_missing=may_be_missing
+        )
+        if failures:
+            raise failures[0]
+    return taken
+
+
+def finish(store: Store, series: str) -> None:
+    """Let manifests of a series follow data that an interrupted `throw_away` moved alone.
+
+    Raises:
+        OSError: From the disk; calling it again goes on.
+    """
+    for checkpoint in store.scan():
+        if checkpoint.state is not State.LEFTOVER or checkpoint.series != series:
+            continue
+        for batch in batches(store):
+            if store.fs.status(batch.path / checkpoint.name) is not None:
+                name = manifest_name(checkpoint.name)
+                failures, _ = _move_all(store, [name], store.directory, batch.path)
+                if failures:
+                    raise failures[0]
+                break
+
+
+def discard(store: Store, batch: Batch) -> None:
+    """Remove a batch for good: data, then manifests, then the folder, and the trash itself when it is empty.
+
+    Raises:
+        OSError: From the disk; calling it again goes on where it stopped.
+    """
+    fs = store.fs
+    names = sorted(name for name, status in fs.list(batch.path).items() if status.is_file)
+    for is_manifest in (False, True):
+        chosen = [name for name in names if name.endswith(SUFFIX) is is_manifest]
+        for name in chosen:
+            with contextlib.suppress(FileNotFoundError):
+                fs.unlink(batch.path / name)
+        if chosen:
+            fs.sync_directory(batch.path)
+    tidy(store, batch.path)
+
+
+def tidy(store: Store, folder: Path) -> None:
+    """Remove a batch's folder, and the trash, as far as they are empty."""
+    for directory in (folder, folder.parent):
+        try:
+            store.fs.remove_directory(directory)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                return
+            raise
+        store.fs.sync_directory(directory.parent)
+
+
+def _move_all(
+    store: Store, names: Sequence[str], source: Path, target: Path, *, may_be_missing: bool = False
+) -> tuple[list[OSError], list[str]]:
+    """Rename files and sync both directories; return the failures and the names that moved."""
+    failures: list[OSError] = []
+    moved: list[str] = []
+    for name in names:
+        try:
+            store.fs.replace(source / name, target / name)
+            moved.append(name)
+        except FileNotFoundError as error:
+            if not may_be_missing:
+                failures.append(error)
+        except OSError as error:
+            failures.append(error)
+    if moved:
+        # Where they went first: a name that is in both places is better than one that is in neither.
+        store.fs.sync_directory(target)
+        store.fs.sync_directory(source)
+    return failures, moved
+
+
+def _check_trash(store: Store) -> None:
+    status = store.fs.status(store.directory / TRASH_NAME)
+    if status is not None and not status.is_directory:
+        raise UnsafePrune(
+            "is not a directory, so nothing can be put there",
+            path=store.directory / TRASH_NAME,
+            hint="remove it; a trash elsewhere is not supported",
+        )
+
+
+def _time_of(name: str) -> datetime | None:
+    try:
+        return datetime.strptime(name, _STAMP).replace(tzinfo=UTC)
+    except ValueError:
+        return None

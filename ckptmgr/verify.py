@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check that a checkpoint is what was saved. Damage is an answer, never an exception.
+
+| level | what is checked |
+|---|---|
+| quick | manifest, size, and how the file is put together (for `.ckpt` every length and offset; with a key the seal) |
+| full | and every digest of the manifest, the CRC32, and with a key every cipher block |
+| deep | and every tensor decoded, NaN and Inf counted |
+
+Nothing is handed to another library: MindSpore crashes on contents longer than their shape and fills shorter ones with
+zeros, so its files are taken apart here first. Contents stream through a few MiB; no array is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from blake3 import blake3
+
+from ckptmgr.crypto.ciphers import mode_of
+from ckptmgr.crypto.mindspore_blocks import open_blocks, sniff_mode
+from ckptmgr.crypto.records import find_records
+from ckptmgr.digest import FileDigest, check_size
+from ckptmgr.errors import (
+    ChecksumMismatch,
+    CkptmgrError,
+    CorruptCheckpoint,
+    KeyProblem,
+    UnsealedCheckpoint,
+)
+from ckptmgr.formats import safetensors_file
+from ckptmgr.formats.detect import Kind, detect
+from ckptmgr.formats.index import READ_BYTES, TensorEntry, check_crc
+from ckptmgr.formats.mindspore_entries import MapEntry, TextEntry
+from ckptmgr.formats.mindspore_reader import CkptIndex, body_crc
+from ckptmgr.formats.source import Source, read_bytes
+from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source, translated_errors
+from ckptmgr.manifest import Manifest
+from ckptmgr.model import Checkpoint
+from ckptmgr.store import Store
+
+_HEAD_BYTES = 16
+_NONE: Mapping[str, tuple[int, int]] = MappingProxyType({})
+
+
+class Level(enum.Enum):
+    """How thoroughly to look."""
+
+    QUICK = "quick"
+    FULL = "full"
+    DEEP = "deep"
+
+
+class Status(enum.Enum):
+    """What came out."""
+
+    OK = "ok"
+    """Everything the level promises was checked and is right."""
+    UNVERIFIED = "unverified"
+    """Well-formed, but it has no checksum: nothing vouches for its contents."""
+    PARTIAL = "partial"
+    """Right as far as it could be checked; without the key, that is not all."""
+    UNSEALED = "unsealed"
+    """A key was given, but the file is not authenticated as a whole."""
+    WRONG_KEY = "wrong key"
+    """It does not open with this key."""
+    UNREADABLE = "unreadable"
+    """The disk failed, or this version does not know such files."""
+    DAMAGED = "damaged"
+    """It is not what was saved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verification:
+    """What is known about a checkpoint after a check.
+
+    Attributes:
+        checkpoint: The checkpoint.
+        level: How thoroughly it was checked.
+        status: The verdict.
+        problems: What is wrong, one sentence each.
+        checked: What was checked and is right, a word or two each.
+        unchecked: What could not be checked, and why.
+        nonfinite: With `Level.DEEP`: tensor to (number of NaN, number of Inf), where there are any.
+        hint: What to do next, or None.
+    """
+
+    checkpoint: Checkpoint
+    level: Level
+    status: Status
+    problems: tuple[str, ...] = ()
+    checked: tuple[str, ...] = ()
+    unchecked: tuple[str, ...] = ()
+    nonfinite: Mapping[str, tuple[int, int]] = field(default_factory=lambda: _NONE, hash=False)
+    hint: str | None = None
+
+
+def verify_checkpoint(
+    store: Store,
+    checkpoint: Checkpoint,
+    *,
+    level: Level = Level.FULL,
+    options: ReadOptions | None = None,
+) -> Verification:
+    """Check one checkpoint of a store; whatever is wrong with it is in the answer.
+
+    Args:
+        store: The directory it lies in; its key authenticates the manifest.
+        checkpoint: As listed by the store.
+        level: How thoroughly.
+        options: The key, and whether files without a seal are accepted.
+    """
+    check = _Check(store, checkpoint, level, options or ReadOptions())
+    error: Exception | None = None
+    try:
+        with translated_errors(str(checkpoint.path)):
+            check.run()
+    except (CkptmgrError, OSError) as raised:
+        error = raised
+    return Verification(
+        checkpoint=checkpoint,
+        level=level,
+        status=check.status if error is None else _status_of(error),
+        problems=() if error is None else (_message(error),),
+        checked=tuple(check.checked),
+        unchecked=tuple(check.unchecked),
+        nonfinite=check.nonfinite,
+        hint=error.hint if isinstance(error, CkptmgrError) else None,
+    )
+
+
+def verify_all(
+    store: Store,
+    checkpoints: Sequence[Checkpoint],
+    *,
+    level: Level = Level.FULL,
+    options: ReadOptions | None = None,
+) -> Iterator[Verification]:
+    """Yield the answer for each checkpoint in turn."""
+    for checkpoint in checkpoints:
+        yield verify_checkpoint(store, checkpoint, level=level, options=options)
+
+
+def _status_of(error: Exception) -> Status:
+    if isinstance(error, CorruptCheckpoint):
+        return Status.DAMAGED
+    if isinstance(error, UnsealedCheckpoint):
+        return Status.UNSEALED
+    return Status.WRONG_KEY if isinstance(error, KeyProblem) else Status.UNREADABLE
+
+
+def _message(error: Exception) -> str:
+    return error.message if isinstance(error, CkptmgrError) else str(error)
+
+
+class _Check:
+    """One check; what was found so far stays when a later step fails."""
+
+    def __init__(
+        self, store: Store, checkpoint: Checkpoint, level: Level, options: ReadOptions
+    ) -> None:
+        self._store = store
+        self._checkpoint = checkpoint
+        self._level = level
+        self._options = options
+        self._path = str(checkpoint.path)
+        self.checked: list[str] = []
+        self.unchecked: list[str] = []
+        self.nonfinite: dict[str, tuple[int, int]] = {}
+        self.status = Status.OK
+
+    def run(self) -> None:
+        manifest = self._store.read_manifest(self._checkpoint.name)
+        with contextlib.closing(self._store.fs.open(self._checkpoint.path)) as raw:
+            if manifest is not None:
+                self.checked.append("manifest")
+                self._check_against(manifest, raw)
+            if detect(raw) is Kind.MINDSPORE_ENCRYPTED:
+                self._check_encrypted(raw, manifest)
+            else:
+                self._check_plain(raw, manifest)
+
+    def _check_against(self, manifest: Manifest, raw: Source) -> None:
+        check_size(raw.size, manifest.file.digest, path=self._path)
+        self.checked.append("size")
+        if self._level is not Level.QUICK:
+            check_digests(raw, manifest.file.digest, path=self._path)
+            self.checked.append("digests")
+
+    def _check_encrypted(self, raw: Source, manifest: Manifest | None) -> None:
+        mode = str(sniff_mode(read_bytes(raw, 0, min(_HEAD_BYTES, raw.size))))
+        find_records(raw, mode_of(mode))
+        self.checked.append("records")
+        key = self._options.key
+        if key is None:
+            self.unchecked.append(f"seal and contents: encrypted ({mode}), and no key was given")
+            self.status = Status.PARTIAL
+            return
+        is_sealed = open_blocks(
+            raw, key, mode, allow_unsealed=self._options.allow_unsealed
+        ).is_sealed
+        if is_sealed:
+            self.checked.append("seal")
+        if self._level is not Level.QUICK:
+            opened = self._open(raw)
+            self._check_contents(opened, is_encrypted=True)
+            self.checked.append("cipher blocks")
+        if not is_sealed and manifest is None:
+            self.unchecked.append("order and number of the cipher blocks: no seal, no manifest")
+            self.status = Status.UNVERIFIED
+
+    def _check_plain(self, raw: Source, manifest: Manifest | None) -> None:
+        opened = self._open(raw)
+        if self._level is not Level.QUICK:
+            self._check_contents(opened, is_encrypted=False)
+        if manifest is None and (self._level is Level.QUICK or opened.index.crc is None):
+            why = "no manifest" if self._level is Level.QUICK else "no manifest, no CRC32"
+            self.unchecked.append(f"contents: {why}")
+            self.status = Status.UNVERIFIED
+
+    def _open(self, raw: Source) -> OpenCheckpoint:
+        opened = open_source(raw, path=self._path, options=self._options)
+        self.checked.append("structure")
+        return opened
+
+    def _check_contents(self, opened: OpenCheckpoint, *, is_encrypted: bool) -> None:
+        index = opened.index
+        if index.crc is not None:
+            if isinstance(index, CkptIndex):
+                computed = body_crc(opened.source, index)
+            else:
+                computed = safetensors_file.crc_of(opened.source, index)
+            check_crc(index.crc, computed)
+            self.checked.append("CRC32")
+        elif is_encrypted:
+            _read_through(opened.source)
+        if self._level is Level.DEEP:
+            self._decode(opened)
+
+    def _decode(self, opened: OpenCheckpoint) -> None:
+        from ckptmgr.tensor_stats import stats_of
+
+        for name, entry in tensors_of(opened):
+            stats = stats_of(opened.source, entry)
+            if stats.nan_count or stats.inf_count:
+                self.nonfinite[name] = (stats.nan_count, stats.inf_count)
+        self.checked.append("every tensor")
+
+
+def check_digests(raw: Source, digest: FileDigest, *, path: str) -> None:
+    """Compare all of a file with the digests in its manifest, one range at a time.
+
+    Raises:
+        ChecksumMismatch: Names the first range that differs and how many do.
+    """
+    buffer = memoryview(bytearray(min(digest.range_bytes, digest.size_bytes)))
+    bad = []
+    for index, expected in enumerate(digest.ranges):
+        start = index * digest.range_bytes
+        view = buffer[: min(digest.range_bytes, digest.size_bytes - start)]
+        raw.read_into(start, view)
+        if blake3(view).digest() != expected:
+            bad.append((start, start + view.nbytes))
+    if bad:
+        more = f" (and {len(bad) - 1} more ranges)" if len(bad) > 1 else ""
+        raise ChecksumMismatch(
+            f"the bytes {bad[0][0]}..{bad[0][1]} do not match the digest in the manifest{more}",
+            path=path,
+            offset=bad[0][0],
+            hint="the file was damaged or replaced after it was saved; use an older checkpoint",
+        )
+
+
+def tensors_of(opened: OpenCheckpoint) -> Iterator[tuple[str, TensorEntry]]:
+    """Yield every tensor with its name, those of map parameters as `map.key`, `map.value`, `map.status`."""
+    for entry in opened.index.entries:
+        if isinstance(entry, MapEntry):
+            for part in (entry.key, entry.value, entry.status):
+                yield f"{entry.name}.{part.name}", part
+        elif not isinstance(entry, TextEntry):
+            yield entry.name, entry
+
+
+def _read_through(source: Source) -> None:
+    """Read everything: a decrypting source checks every block on the way."""
+    buffer = memoryview(bytearray(min(READ_BYTES, source.size)))
+    for start in range(0, source.size, READ_BYTES):
+        source.read_into(start, buffer[: min(READ_BYTES, source.size - start)])
