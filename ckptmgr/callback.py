@@ -322,9 +322,16 @@ class ModelCheckpoint:
         return [] if fs.status(directory) is None else sorted(fs.list(directory))
 
 
-def _metrics(params: Any) -> Mapping[str, float] | None:
+def _metrics(params: Any) -> dict[str, float]:
     # MindSpore's parameters are a dictionary whose missing attributes are KeyErrors.
-    found: Mapping[str, float] | None = (
+    found = (
         params.get("metrics") if isinstance(params, Mapping) else getattr(params, "metrics", None)
     )
-    return found
+    numbers: dict[str, float] = {}
+    for name, value in found.items() if isinstance(found, Mapping) else ():
+        try:
+            numbers[str(name)] = float(value)
+        except (TypeError, ValueError):
+            # A loop may keep arrays and tables there; a save does not fail for what cannot be ranked.
+            _LOG.warning("the metric %r is no number and is not noted", name)
+    return numbers
