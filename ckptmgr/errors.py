@@ -14,6 +14,7 @@ CkptmgrError (Exception)
 ├── UnsupportedState (TypeError)         a value in the state cannot be stored without pickling
 ├── StoreLocked                          another live process writes this series; names its owner
 ├── StoreFull (OSError)                  not enough disk space; nothing was changed
+├── StagingExhausted (MemoryError)       a state does not fit the memory given to staging; nothing was saved
 ├── UnsafePrune                          a retention request that would lose the last good checkpoint
 ├── UnsafeWrite                          output that would destroy a file: its own input, or an existing one
 ├── SaveFailed                           the save did not become durable; the previous state is intact
@@ -111,6 +112,10 @@ class StoreLocked(CkptmgrError):
 
 class StoreFull(CkptmgrError, OSError):
     """Report that the disk has not enough free space for a save."""
+
+
+class StagingExhausted(CkptmgrError, MemoryError):
+    """Report that a copy of a state does not fit the memory given to checkpointing, or cannot be made as configured."""
 
 
 class UnsafePrune(CkptmgrError):

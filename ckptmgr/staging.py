@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Staging: one copy of a state into memory of our own, so that training goes on while the copy is saved.
+
+* The copy goes into slabs that are kept between saves: warm, it costs about one memcpy.
+* Staged items are items like any others; their contents are views of the slabs.
+* Memory never exceeds the host budget. What does not fit is spilled to nameless files, or refused with `StagingExhausted`,
+  which names the figures; nothing is ever left out.
+* In shared slabs another process can build the same items from a description and the descriptors of the memory.
+
+>>> import numpy as np
+>>> from ckptmgr.formats.tensor import tensor_from_array
+>>> weights = np.arange(4, dtype=np.float32)
+>>> with StagingPool() as pool:
+...     staged = pool.stage([tensor_from_array("w", weights)])
+...     weights += 1
+...     print(np.frombuffer(staged.items[0].content(), np.float32))
+...     staged.release()
+[0. 1. 2. 3.]
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from types import TracebackType
+
+from ckptmgr.errors import StagingExhausted
+from ckptmgr.formats.tensor import Item
+from ckptmgr.memory_config import MemoryConfig
+from ckptmgr.staging_items import items_from, tensors_of
+from ckptmgr.staging_ledger import Ledger
+from ckptmgr.staging_plan import Layout, lay_out
+from ckptmgr.staging_slabs import SlabPool, Usage
+from ckptmgr.staging_spill import SpillFile
+from ckptmgr.staging_state import Lot, StagedState
+
+__all__ = ["Ledger", "StagedState", "StagingPool", "Usage", "items_from"]
+
+
+class StagingPool:
+    """Stages states. Safe to use from several threads.
+
+    Args:
+        config: Budgets, places, kinds of memory.
+        is_shared: Whether another process can map the copies.
+        ledger: Shared with others that live on the same budget; a new one by default.
+        most_states: States that may be staged at the same time when there is no host budget; None for any number.
+    """
+
+    def __init__(
+        self,
+        config: MemoryConfig | None = None,
+        *,
+        is_shared: bool = False,
+        ledger: Ledger | None = None,
+        most_states: int | None = 2,
+    ) -> None:
+        self._config = MemoryConfig() if config is None else config
+        self.ledger = Ledger(self._config) if ledger is None else ledger
+        self._slabs = SlabPool(self._config, ledger=self.ledger, is_shared=is_shared)
+        self._most_states = most_states if self._config.host_budget_bytes is None else None
+        if self._config.allocation in ("arena", "arena_and_slabs"):
+            self._most_states = 1
+        self._lock = threading.Lock()
+        self._states = 0
+        self._is_closed = False
+
+    def __enter__(self) -> StagingPool:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def usage(self) -> Usage:
+        """What the pool has allocated and keeps."""
+        return self._slabs.usage
+
+    def stage(self, items: Sequence[Item]) -> StagedState:
+        """Copy all contents; afterwards the originals may change.
+
+        Args:
+            items: Tensors, texts and map parameters.
+
+        Raises:
+            StagingExhausted: They do not fit. Nothing is left behind.
+            FormatError: A content is shorter or longer than its shape and type say.
+            BaseException: What a content raises passes through.
+        """
+        tensors = [tensor for item in items for tensor in tensors_of(item)]
+        lot = self._allocate([tensor.spec.size_bytes for tensor in tensors])
+        state = StagedState(items, lot, wipe=self._config.wipe, give_back=self._give_back)
+        try:
+            state.fill(tensors)
+        except BaseException:
+            state.release()
+            raise
+        return state
+
+    def descriptors(self) -> list[int]:
+        """Return the descriptors of all slabs there are; only of a shared pool."""
+        return [slab.descriptor for slab in self._slabs.all]
+
+    def close(self) -> None:
+        """Free all memory; what is still staged is freed when it is released. Calling it again is fine."""
+        self._is_closed = True
+        self._slabs.close()
+
+    def _allocate(self, sizes: list[int]) -> Lot:
+        self._admit()
+        try:
+            with self.ledger.planning:
+                layout = self._lay_out(sizes)
+                spill = self._spill_file(layout, sum(sizes))
+                try:
+                    slabs = self._slabs.take(layout.slabs_bytes)
+                except BaseException:
+                    self._drop_spill(spill, layout)
+                    raise
+        except BaseException:
+            self._leave()
+            raise
+        return Lot(layout=layout, slabs=slabs, spill=spill)
+
+    def _give_back(self, lot: Lot) -> None:
+        self._slabs.give_back(lot.slabs)
+        self._drop_spill(lot.spill, lot.layout)
+        self._leave()
+
+    def _drop_spill(self, spill: SpillFile | None, layout: Layout) -> None:
+        if spill is not None:
+            spill.close()
+            self.ledger.add_disk(-layout.spill_bytes)
+
+    def _admit(self) -> None:
+        with self._lock:
+            if self._is_closed:
+                raise ValueError("the staging pool is closed")
+            if self._most_states is not None and self._states >= self._most_states:
+                raise StagingExhausted(
+                    f"{self._states} staged states are not released yet; without a host budget, and"
+                    f" with allocation={self._config.allocation!r}, no more are allowed",
+                    hint="wait for the running save, or set host_budget_bytes (offload_cpu_size)"
+                    " and allocation='slabs' (static_memory_policy=3)",
+                )
+            self._states += 1
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._states -= 1
+
+    def _lay_out(self, sizes: list[int]) -> Layout:
+        config = self._config
+        room = self.ledger.host_room_bytes()
+        if room is not None:
+            room += self.usage.kept_bytes
+        if not config.is_automatic and config.staging_place == "disk":
+            room = 0
+        return lay_out(
+            sizes, allocation=config.allocation, slab_bytes=config.slab_bytes, room_bytes=room
+        )
+
+    def _spill_file(self, layout: Layout, size_bytes: int) -> SpillFile | None:
+        if layout.spill_bytes == 0:
+            return None
+        config = self._config
+        may_spill = config.is_automatic or config.staging_place == "disk"
+        if not may_spill or config.spill_directory is None:
+            raise self._exhausted(size_bytes, "nothing may be spilled to a disk")
+        if not self.ledger.add_disk(layout.spill_bytes):
+            raise self._exhausted(
+                size_bytes,
+                f"{layout.spill_bytes} bytes for spill files exceed the disk budget, of whose"
+                f" {self.ledger.disk_limit_bytes} bytes {self.ledger.disk_bytes} are taken",
+            )
+        try:
+            return SpillFile(
+                config.spill_directory,
+                size_bytes=layout.spill_bytes,
+                block_bytes=config.write_block_bytes,
+                writes_in_flight=config.writes_in_flight,
+            )
+        except BaseException:
+            self.ledger.add_disk(-layout.spill_bytes)
+            raise
+
+    def _exhausted(self, size_bytes: int, reason: str) -> StagingExhausted:
+        taken = self.ledger.host_bytes - self.usage.kept_bytes
+        return StagingExhausted(
+            f"{size_bytes} bytes do not fit: of {self.ledger.host_limit_bytes} usable bytes of host"
+            f" memory {taken} are taken, and {reason}",
+            hint="raise host_budget_bytes (offload_cpu_size) or host_share (cpu_ratio), let it spill"
+            " (spill_directory and is_automatic; offload_path and auto_offload), or save synchronously",
+        )

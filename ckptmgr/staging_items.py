@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Items of a staged state: their tensors, the same items over other memory, and a description for another process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ckptmgr.formats.dtypes import BY_NAME
+from ckptmgr.formats.tensor import Item, MapTensors, Tensor, TensorSpec, Text
+
+Place = tuple[int, int]
+Content = Callable[[], memoryview]
+
+
+def tensors_of(item: Item) -> tuple[Tensor, ...]:
+    """Return the tensors in an item: none of a text, three of a map parameter."""
+    match item:
+        case Tensor():
+            return (item,)
+        case MapTensors():
+            return (item.key, item.value, item.status)
+        case Text():
+            return ()
+
+
+def replace_contents(items: Sequence[Item], contents: Sequence[Content]) -> list[Item]:
+    """Return the same items with other contents, one for each tensor in order."""
+    rest = iter(contents)
+    return [_replaced(item, rest) for item in items]
+
+
+def _replaced(item: Item, contents: Iterator[Content]) -> Item:
+    match item:
+        case Tensor():
+            return Tensor(spec=item.spec, content=next(contents))
+        case MapTensors():
+            key, value, status = (
+                replace(tensor, content=next(contents)) for tensor in tensors_of(item)
+            )
+            return MapTensors(name=item.name, key=key, value=value, status=status)
+        case Text():
+            return item
+
+
+def describe_items(items: Sequence[Item], places: Sequence[Place]) -> list[dict[str, object]]:
+    """Return items as plain values for JSON.
+
+    Args:
+        items: Any.
+        places: For each tensor in order the slab it lies in, and its offset there.
+    """
+    rest = iter(places)
+    return [_described(item, rest) for item in items]
+
+
+def _described(item: Item, places: Iterator[Place]) -> dict[str, object]:
+    match item:
+        case Tensor():
+            slab, offset = next(places)
+            return {
+                "name": item.spec.name,
+                "dtype": item.spec.dtype.name,
+                "shape": item.spec.shape,
+                "slab": slab,
+                "offset": offset,
+                "length": item.spec.size_bytes,
+            }
+        case MapTensors():
+            parts = [_described(tensor, places) for tensor in tensors_of(item)]
+            return {"name": item.name, "map": parts}
+        case Text():
+            return {"name": item.name, "text": item.text}
+
+
+def items_from(description: Sequence[Mapping[str, Any]], slabs: Sequence[memoryview]) -> list[Item]:
+    """Return the items of a description.
+
+    Args:
+        description: From `StagedState.describe`, also after a trip through JSON.
+        slabs: The memory it speaks of, in the order of `StagedState.descriptors`.
+
+    Raises:
+        ValueError: The description does not fit the slabs.
+    """
+    try:
+        return [_item_from(entry, slabs) for entry in description]
+    except (KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"this describes no staged items: {error!r}") from error
+
+
+def _item_from(entry: Mapping[str, Any], slabs: Sequence[memoryview]) -> Item:
+    if "text" in entry:
+        return Text(name=entry["name"], text=entry["text"])
+    if "map" in entry:
+        key, value, status = (_tensor_from(part, slabs) for part in entry["map"])
+        return MapTensors(name=entry["name"], key=key, value=value, status=status)
+    return _tensor_from(entry, slabs)
+
+
+def _tensor_from(entry: Mapping[str, Any], slabs: Sequence[memoryview]) -> Tensor:
+    spec = TensorSpec(
+        name=entry["name"], dtype=BY_NAME[entry["dtype"]], shape=tuple(entry["shape"])
+    )
+    start = entry["offset"]
+    stop = start + entry["length"]
+    if entry["length"] != spec.size_bytes:
+        raise ValueError(f"{spec.name!r} has {entry['length']} bytes instead of {spec.size_bytes}")
+    if stop == start:
+        return Tensor(spec=spec, content=lambda: memoryview(b""))
+    slab = slabs[entry["slab"]]
+    if not 0 <= start < stop <= slab.nbytes:
+        raise ValueError(f"{spec.name!r} lies outside a slab of {slab.nbytes} bytes")
+    return Tensor(spec=spec, content=partial(_part, slab, start, stop))
+
+
+def _part(slab: memoryview, start: int, stop: int) -> memoryview:
+    return slab[start:stop]

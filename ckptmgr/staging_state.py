@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One staged state: its items over staging memory, until it is released."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from ckptmgr.aligned import copy_into
+from ckptmgr.formats.tensor import Item, Tensor, checked_content
+from ckptmgr.memory_config import MIB, Wipe
+from ckptmgr.staging_items import describe_items, replace_contents, tensors_of
+from ckptmgr.staging_plan import SPILLED, Layout
+from ckptmgr.staging_slabs import Slab
+from ckptmgr.staging_spill import SpillFile
+from ckptmgr.staging_threads import drain
+
+_LARGE_BYTES = MIB
+_PIECE_BYTES = 16 * MIB
+_COPIERS = max(1, min(2, os.cpu_count() or 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lot:
+    """The memory of one state.
+
+    Attributes:
+        layout: What lies where.
+        slabs: The slabs it means.
+        spill: The spill file, if there is one.
+    """
+
+    layout: Layout
+    slabs: list[Slab]
+    spill: SpillFile | None
+
+
+class StagedState:
+    """A copy of a state, until it is released. Made by `StagingPool.stage`.
+
+    Attributes:
+        items: What was staged, in the same order. Their contents are read-only views, valid until the release.
+        size_bytes: Bytes of all contents.
+        spilled_bytes: How many of them wait in a spill file.
+    """
+
+    def __init__(
+        self,
+        items: Sequence[Item],
+        lot: Lot,
+        *,
+        wipe: Wipe | None,
+        give_back: Callable[[Lot], None],
+    ) -> None:
+        tensors = [tensor for item in items for tensor in tensors_of(item)]
+        self._sizes = [tensor.spec.size_bytes for tensor in tensors]
+        self._places = lot.layout.places
+        self._lot = lot
+        self._regions = [slab.view for slab in lot.slabs]
+        self._wipe = wipe
+        self._give_back = give_back
+        self._lock = threading.Lock()
+        self._is_released = False
+        self._discarded: set[int] = set()
+        self.size_bytes = sum(self._sizes)
+        self.spilled_bytes = lot.layout.spill_bytes and sum(
+            size
+            for (slab, _), size in zip(self._places, self._sizes, strict=True)
+            if slab == SPILLED
+        )
+        self.items = replace_contents(
+            items, [partial(self._content, index) for index in range(len(tensors))]
+        )
+
+    def release(self) -> None:
+        """Give the memory back, wiped first if so configured; no content may be in use. Calling it again is fine."""
+        with self._lock:
+            if self._is_released:
+                return
+            self._is_released = True
+        try:
+            if self._wipe is not None:
+                self._wipe_slabs()
+        finally:
+            self._regions.clear()
+            self._give_back(self._lot)
+
+    def discard(self, index: int) -> None:
+        """Say that `items[index]` is written; with `wipe="each_buffer"` its plaintext is overwritten now.
+
+        What lies in a spill file stays until the release.
+        """
+        if self._wipe != "each_buffer":
+            return
+        first = sum(len(tensors_of(item)) for item in self.items[:index])
+        for tensor in range(first, first + len(tensors_of(self.items[index]))):
+            self._discarded.add(tensor)
+            slab, offset = self._places[tensor]
+            if slab != SPILLED:
+                self._lot.slabs[slab].wipe(offset, offset + self._sizes[tensor])
+
+    def describe(self) -> list[dict[str, object]]:
+        """Return the items as plain values for JSON; `items_from` makes items of them in another process.
+
+        Slabs are meant by their position in `descriptors()`.
+        """
+        spill = len(self._lot.slabs)
+        places = [(spill if slab == SPILLED else slab, offset) for slab, offset in self._places]
+        return describe_items(self.items, places)
+
+    def descriptors(self) -> dict[int, int]:
+        """Return id and file descriptor of the regions of this state, in the order that `describe` means.
+
+        An id is never used again, so who has mapped that region once need not do so again. Only of a shared pool.
+        """
+        found = {slab.id: slab.descriptor for slab in self._lot.slabs}
+        if self._lot.spill is not None:
+            found[self._lot.spill.id] = self._lot.spill.descriptor
+        return found
+
+    def fill(self, tensors: Sequence[Tensor]) -> None:
+        """Copy the contents to their places; for the pool only."""
+        large = []
+        spilled = []
+        for index, (slab, offset) in enumerate(self._places):
+            size = self._sizes[index]
+            if size == 0:
+                checked_content(tensors[index])()
+            elif slab == SPILLED:
+                spilled.append(index)
+            elif size >= _LARGE_BYTES:
+                large.append(index)
+            else:
+                self._regions[slab][offset : offset + size] = checked_content(tensors[index])()
+        if large:
+            drain(self._pieces(large, tensors), _copy, threads=_COPIERS)
+        if self._lot.spill is not None:
+            self._lot.spill.write(
+                (self._places[index][1], checked_content(tensors[index])) for index in spilled
+            )
+            self._regions.append(self._lot.spill.view())
+
+    def _pieces(
+        self, large: Iterable[int], tensors: Sequence[Tensor]
+    ) -> Iterator[tuple[memoryview, memoryview]]:
+        for index in large:
+            source = checked_content(tensors[index])()
+            slab, start = self._places[index]
+            target = self._regions[slab][start : start + source.nbytes]
+            for offset in range(0, source.nbytes, _PIECE_BYTES):
+                piece = slice(offset, offset + _PIECE_BYTES)
+                yield target[piece], source[piece]
+
+    def _content(self, index: int) -> memoryview:
+        if self._is_released or index in self._discarded:
+            raise ValueError("a staged tensor was asked for its content after its release")
+        slab, offset = self._places[index]
+        size = self._sizes[index]
+        # The spill file is the last region, and SPILLED is -1.
+        return self._regions[slab][offset : offset + size].toreadonly() if size else memoryview(b"")
+
+    def _wipe_slabs(self) -> None:
+        ends = [0] * len(self._lot.slabs)
+        for (slab, offset), size in zip(self._places, self._sizes, strict=True):
+            if slab != SPILLED:
+                ends[slab] = max(ends[slab], offset + size)
+        for memory, end in zip(self._lot.slabs, ends, strict=True):
+            memory.wipe(0, end)
+
+
+def _copy(piece: tuple[memoryview, memoryview]) -> None:
+    copy_into(*piece)
