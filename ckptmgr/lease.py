@@ -47,12 +47,12 @@ class ProcProcesses:
         return f"{self._host()}-{self._boot()}-{os.getpid()}-{self._start_time(os.getpid()) or 0}"
 
     def is_dead(self, token: str) -> bool | None:
-        """Return whether the process of a token is gone; None for other hosts and unknown spellings."""
+        """Return whether the process of a token is gone; None for other hosts, odd spellings, and without /proc."""
         parts = token.split("-")
         if len(parts) != 4 or not (parts[2].isdecimal() and parts[3].isdecimal()):
             return None
         host, boot, pid, start = parts
-        if host != self._host():
+        if host != self._host() or self._start_time(os.getpid()) is None:
             return None
         return boot != self._boot() or self._start_time(int(pid)) != int(start)
 

@@ -16,6 +16,7 @@ with CheckpointManager("runs/digits", CheckpointConfig(save_checkpoint_steps=100
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import operator
@@ -39,7 +40,7 @@ from ckptmgr.lease import Processes
 from ckptmgr.loader import OpenCheckpoint, ReadOptions, read_values
 from ckptmgr.manifest import Manifest
 from ckptmgr.model import Checkpoint, Pin, Plan, State
-from ckptmgr.naming import check_directory, check_prefix
+from ckptmgr.naming import check_directory, check_prefix, step_name
 from ckptmgr.resume import Skipped, first_that_loads, newest_first, open_checkpoint
 from ckptmgr.save_policy import LastSave, SavePolicy, decide_at_end
 from ckptmgr.saver import SaveHandle, SaveOptions, done_handle
@@ -225,8 +226,11 @@ class CheckpointManager:
         flat = tree.flatten(state() if callable(state) else state)
         items: list[Item] = [*flat.tensors]
         metadata = {**flat.aliases, _SKELETON: flat.skeleton}
-        facts = SaveFacts(step=step, epoch=epoch, why=why, metrics=_checked_metrics(metrics))
-        checkpoint = self._writer.save(self._name(step), items, facts, metadata=metadata)
+        checked = _checked_metrics(metrics)
+        self._writer.open()  # before a name is chosen, which another process could take
+        name, attempt = self._free_name(step)
+        facts = SaveFacts(step=step, attempt=attempt, epoch=epoch, why=why, metrics=checked)
+        checkpoint = self._writer.save(name, items, facts, metadata=metadata)
         self._last = LastSave(step=step, at=now)
         self._writer.retain(self._config.retention_policy())
         return done_handle(checkpoint)
@@ -319,11 +323,16 @@ class CheckpointManager:
         ):
             unsaved()
 
-    def _name(self, step: int) -> str:
-        history = [c for c in self._store.scan() if c.series == self.prefix]
-        attempt = next_attempt(history, step)
-        suffix = f"-r{attempt}" if attempt else ""
-        return f"{self.prefix}-{step}{suffix}.{self._config.format}"
+    def _free_name(self, step: int) -> tuple[str, int]:
+        """Return a name that nobody uses, and which save of the step that makes it."""
+        present = self._store.scan()
+        taken = {checkpoint.name for checkpoint in present}
+        first = next_attempt([c for c in present if c.series == self.prefix], step)
+        for attempt in itertools.count(first):
+            name = step_name(self.prefix, step, attempt=attempt, format=self._config.format)
+            if name not in taken:
+                return name, attempt
+        raise AssertionError
 
     def _find(self, checkpoint: Checkpoint | int | str) -> Checkpoint:
         if isinstance(checkpoint, Checkpoint):

@@ -8,6 +8,9 @@
 A run that finds files of its prefix in the directory continues under `{prefix}_1`, `{prefix}_2`, ..., so that it
 overwrites nothing. Names, numbers and messages are MindSpore's (`mindspore/train/callback/_checkpoint.py`, 2.10.0).
 
+A `CheckpointManager` counts no epochs; it writes `{prefix}-{step}.{format}`, and `{prefix}-{step}-r1.{format}` for the
+next save of that step after a rollback.
+
 >>> checkpoint_name("net", 3, step_in_epoch=step_in_epoch(41, batch_num=20), format="ckpt")
 'net-3_1.ckpt'
 >>> parse_name("net-3_1.ckpt")
@@ -35,6 +38,11 @@ _NAME = re.compile(
     r"(?P<breakpoint>_breakpoint(?=\.ckpt))?\.(?P<format>ckpt|safetensors)"
 )
 _MAX_SUFFIX_DIGITS = 255  # the longest file name of a POSIX file system
+
+
+_STEP_NAME = re.compile(
+    r"(?P<prefix>[^/\0]*)-(?P<step>0|[1-9][0-9]{0,17})(?:-r(?P<attempt>[1-9][0-9]{0,8}))?\.(?:ckpt|safetensors)"
+)
 
 
 class ParsedName(NamedTuple):
@@ -85,6 +93,34 @@ def parse_name(file_name: str) -> ParsedName | None:
     if step == 0 and not is_breakpoint:
         return None
     return ParsedName(match["prefix"], int(match["epoch"]), step, is_breakpoint, match["format"])
+
+
+class ParsedStepName(NamedTuple):
+    """What the name of a file of a `CheckpointManager` says.
+
+    Attributes:
+        prefix: Name of the series.
+        step: Global step.
+        attempt: Which save of the step it is, from 0.
+    """
+
+    prefix: str
+    step: int
+    attempt: int
+
+
+def step_name(prefix: str, step: int, *, attempt: int, format: str) -> str:
+    """Return the name of the file in which a `CheckpointManager` saves a step."""
+    suffix = f"-r{attempt}" if attempt else ""
+    return f"{prefix}-{step}{suffix}.{format}"
+
+
+def parse_step_name(file_name: str) -> ParsedStepName | None:
+    """Return what the name of a file of a `CheckpointManager` says, or None when it is no such name."""
+    match = _STEP_NAME.fullmatch(file_name)
+    if match is None:
+        return None
+    return ParsedStepName(match["prefix"], int(match["step"]), int(match["attempt"] or 0))
 
 
 def restart_prefix(prefix: str, names: Iterable[str], *, is_breakpoint: bool = False) -> str:

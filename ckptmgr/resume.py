@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ckptmgr.errors import CkptmgrError, KeyProblem
+from ckptmgr.errors import CkptmgrError, CorruptCheckpoint
 from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source, translated_errors
 from ckptmgr.manifest import Manifest
 from ckptmgr.model import Checkpoint, State
@@ -46,9 +46,21 @@ def open_checkpoint(
 
 
 def newest_first(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """Return the checkpoints worth trying, newest first; emergency saves last, as their state may be mid-step."""
+    """Return the checkpoints worth trying, newest first; emergency saves last, as their state may be mid-step.
+
+    Those whose manifest cannot be read come first: nobody knows how new they are, and whoever skips them must say so.
+    """
     usable = [c for c in checkpoints if c.state in (State.OK, State.UNVERIFIED, State.CORRUPT)]
-    return sorted(usable, key=lambda c: (not c.is_emergency, *c.order, c.saved_at), reverse=True)
+    return sorted(
+        usable,
+        key=lambda c: (is_unreadable(c), not c.is_emergency, *c.order, c.saved_at),
+        reverse=True,
+    )
+
+
+def is_unreadable(checkpoint: Checkpoint) -> bool:
+    """Return whether there is a manifest that nothing could be learned from."""
+    return checkpoint.state is State.CORRUPT and checkpoint.run_id is None
 
 
 def first_that_loads(
@@ -57,7 +69,8 @@ def first_that_loads(
     """Return the first candidate that loads, what it loaded to, and the ones skipped before it.
 
     Raises:
-        KeyProblem: Every candidate failed for want of the right key: starting over would silently lose the run.
+        KeyProblem, UnsupportedCheckpoint, OSError: Nothing loads, and not all of it is known to be damaged; some only needs
+            the right key, version or permission. Starting over would silently lose the run.
     """
     skipped = []
     problems: list[Exception] = []
@@ -71,6 +84,7 @@ def first_that_loads(
             problems.append(error)
             reason = error.message if isinstance(error, CkptmgrError) else str(error)
             skipped.append(Skipped(checkpoint=checkpoint, reason=reason))
-    if problems and all(isinstance(error, KeyProblem) for error in problems):
-        raise problems[0]
+    for problem in problems:
+        if not isinstance(problem, (CorruptCheckpoint, FileNotFoundError)):
+            raise problem
     return None, None, skipped

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 from ckptmgr.errors import CkptmgrError, StoreLocked, UnsafePrune
 from ckptmgr.formats.tensor import Item
 from ckptmgr.manifest import FileEntry, Manifest
-from ckptmgr.model import Checkpoint, Plan
+from ckptmgr.model import Checkpoint, Plan, State
 from ckptmgr.retention import RetentionPolicy, plan
 from ckptmgr.saver import SaveOptions, save_items
 from ckptmgr.store import Store
@@ -27,9 +27,10 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveFacts:
-    """What the training loop says about a save."""
+    """What the training loop says about a save; `attempt` is which save of the step it is, None for the next one."""
 
     step: int
+    attempt: int | None = None
     epoch: int | None = None
     why: str = "manual"
     metrics: Mapping[str, float] | None = None
@@ -113,7 +114,9 @@ class SeriesWriter:
                 run_id=self.run_id,
                 parent_run_ids=self.parent_run_ids,
                 step=facts.step,
-                attempt=next_attempt(history, facts.step),
+                attempt=next_attempt(history, facts.step)
+                if facts.attempt is None
+                else facts.attempt,
                 sequence=1 + max((c.sequence for c in present), default=0),
                 saved_at=datetime.fromtimestamp(self._clock(), UTC),
                 epoch=facts.epoch,
@@ -184,7 +187,6 @@ class SeriesWriter:
 
 
 def next_attempt(history: Sequence[Checkpoint], step: int) -> int:
-    """Return the number of the next save of a step: 0, or one more than the highest one there."""
-    return max(
-        (c.attempt + 1 for c in history if c.step == step and c.run_id is not None), default=0
-    )
+    """Return the number of the next save of a step: 0, or one more than the highest one there, damaged or not."""
+    ours = (c for c in history if c.run_id is not None or c.state is State.CORRUPT)
+    return max((c.attempt + 1 for c in ours if c.step == step), default=0)

@@ -22,11 +22,14 @@ def count_start(store: Store, series: str, checkpoint: Checkpoint) -> int:
     identity = [checkpoint.name, checkpoint.sequence]
     path = store.directory / f".{series}.starts"
     starts = 1
-    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+    with contextlib.suppress(
+        OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError
+    ):
         with contextlib.closing(store.fs.open(path)) as file:
             noted = json.loads(read_bytes(file, 0, min(file.size, _MAX_BYTES)))
         if noted["checkpoint"] == identity:
             starts += int(noted["starts"])
     with contextlib.suppress(OSError):
-        store.write_note(path, json.dumps({"checkpoint": identity, "starts": starts}).encode())
+        note = json.dumps({"checkpoint": identity, "starts": starts}).encode()
+        store.write_note(path, note, series=series)
     return starts
