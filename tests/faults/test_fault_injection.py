@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every call of a save, of retention and of a resume fails once with every error it can meet."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from ckptmgr.errors import StoreFull
+from ckptmgr.manager import CheckpointManager
+from ckptmgr.model import State
+from tests.crashmodel import FailingDisk, Failure, ModelDisk, Order, every_failure
+from tests.faults.scenarios import FIRST_SAVE, NEXT_SAVE, OVERWRITE, RETENTION, Scenario
+from tests.faults.training import (
+    KEY,
+    RUNS,
+    Content,
+    Trainer,
+    check_after_fault,
+    disk_with,
+    name_of,
+    state_of,
+)
+
+SAVES = {"first save": FIRST_SAVE, "next save": NEXT_SAVE, "overwrite": OVERWRITE}
+all_saves = pytest.mark.parametrize("name", SAVES)
+# Errors of these calls are errors of the save; others may be survived.
+WRITES = ("create", "write_at", "reserve", "sync", "close", "replace")
+
+
+def failures(scenario: Scenario, key: bytes | None = None, **how: bool) -> list[Failure]:
+    disk = scenario.start(key)
+
+    def run(failing: FailingDisk) -> None:
+        scenario.run(Trainer(disk.copy(), fs=failing, key=key, keep=scenario.keep))
+
+    return list(every_failure(disk, run, **how))
+
+
+def content_after(scenario: Scenario, failure: Failure) -> Content:
+    """Return what must be there; a run that returned has made its promise."""
+    return scenario.must(failure.raised is None)
+
+
+def same_process(disk: ModelDisk) -> ModelDisk:
+    """Return a copy on which the process that met the failure goes on."""
+    return disk.copy()
+
+
+@all_saves
+def test_failed_save_leaves_the_old_state_and_the_next_save_works(name: str) -> None:
+    scenario = SAVES[name]
+    for failure in failures(scenario):
+        must = content_after(scenario, failure)
+        try:
+            check_after_fault(same_process(failure.disk), must=must, may=scenario.may)
+        except Exception as error:
+            raise AssertionError(str(failure)) from error
+
+
+@all_saves
+def test_failed_save_survives_a_later_power_cut(name: str) -> None:
+    scenario = SAVES[name]
+    for failure in failures(scenario, KEY):
+        must = content_after(scenario, failure)
+        for left in failure.disk.crash_states(Order.WEAK, tears=0):
+            shown = f"{failure}\nthen\n{left.tree()}"
+            try:
+                check_after_fault(left, must=must, may=scenario.may, key=KEY)
+            except Exception as error:
+                raise AssertionError(shown) from error
+
+
+@all_saves
+def test_failed_save_removes_its_temporary_files(name: str) -> None:
+    for failure in failures(SAVES[name]):
+        assert temporaries(failure.disk) == [], failure
+
+
+def temporaries(disk: ModelDisk) -> list[str]:
+    if disk.status(RUNS) is None:
+        return []
+    return [name for name in disk.list(RUNS) if name.endswith(".tmp")]
+
+
+@all_saves
+def test_failed_save_raises_the_error_of_the_disk_and_names_the_file(name: str) -> None:
+    for failure in failures(SAVES[name]):
+        if failure.raised is not None:
+            assert isinstance(failure.raised, OSError), failure
+            assert failure.raised.errno == failure.error, failure
+            # The first make_directory is the lease's, when it is not yet known what a save needs.
+            is_full = failure.error == errno.ENOSPC
+            if failure.operation != "make_directory":
+                assert isinstance(failure.raised, StoreFull) == is_full, failure
+            assert str(RUNS) in str(failure.raised), failure
+
+
+def test_save_on_a_full_disk_says_how_much_is_missing() -> None:
+    full = [f for f in failures(NEXT_SAVE) if isinstance(f.raised, StoreFull)]
+    assert len(full) >= 4
+    for failure in full:
+        assert "bytes needed" in str(failure.raised), failure
+        assert "previous checkpoints are intact" in str(failure.raised), failure
+
+
+@pytest.mark.parametrize("operation", WRITES)
+def test_error_of_a_write_is_never_swallowed(operation: str) -> None:
+    disk = NEXT_SAVE.start(None)
+    counting = FailingDisk(disk.copy())
+    with Trainer(disk, fs=counting).manager() as manager:
+        manager.save(3, state_of(30.0))
+    assert counting.calls.count(operation) > 0
+    for call in range(1, counting.calls.count(operation) + 1):
+        failing = FailingDisk(disk.copy(), operation=operation, call=call)
+        with Trainer(disk, fs=failing).manager() as manager, pytest.raises(OSError, match="Input"):
+            manager.save(3, state_of(30.0))
+
+
+def test_failed_sync_is_final() -> None:
+    synced = [f for f in failures(NEXT_SAVE) if f.operation == "sync"]
+    assert len(synced) >= 4
+    for failure in synced:
+        # What was written may be gone although a second sync would say that all is well.
+        assert failure.raised is not None
+        later = failure.disk.operations[failure.call :]
+        assert not [op for op in later if op.kind in ("sync", "replace")], failure
+        assert failure.disk.status(RUNS / name_of(3)) is None
+
+
+def test_failed_sync_after_the_commit_is_reported_and_the_file_stays() -> None:
+    committed = [
+        failure
+        for failure in failures(NEXT_SAVE)
+        if failure.operation == "sync_directory" and failure.disk.status(RUNS / name_of(3))
+    ]
+    assert len(committed) == 2  # EIO and EMFILE
+    for failure in committed:
+        assert failure.raised is not None
+        check_after_fault(failure.disk, must=NEXT_SAVE.must(True))
+
+
+@all_saves
+def test_disk_that_stays_bad_loses_nothing(name: str) -> None:
+    scenario = SAVES[name]
+    for failure in failures(scenario, is_lasting=True):
+        must = content_after(scenario, failure)
+        # The next process finds a good disk, and the temporary files that could not be removed.
+        check_after_fault(failure.disk.restart(), must=must, may=scenario.may)
+
+
+def test_failed_removal_does_not_fail_the_save_and_is_finished_later() -> None:
+    found = failures(RETENTION)
+    assert {"unlink"} <= {f.operation for f in found}
+    for failure in found:
+        if failure.operation == "unlink":
+            assert failure.raised is None, failure
+        # A run that could not read step 2 goes on from step 1, and then keeps the newest only.
+        is_read = failure.operation in ("open", "read_into")
+        must = NEXT_SAVE.must(False) if failure.raised else {name_of(3): [30.0]}
+        check_after_fault(
+            same_process(failure.disk),
+            must=must if is_read else content_after(RETENTION, failure),
+            may=RETENTION.may,
+            keep="last(1)",
+        )
+
+
+def test_retention_removes_the_others_when_one_cannot_be_removed() -> None:
+    disk = disk_with(10.0, 20.0, 30.0)
+    with Trainer(disk, keep="last(1)").manager() as manager:
+        manager.resume()
+    failing = FailingDisk(disk, error=errno.EROFS, operation="unlink", call=1)
+    store = Trainer(disk, fs=failing).store()
+    whole = sorted(store.scan(), key=lambda c: c.order)
+    (failure,) = store.remove(whole[:2])
+    assert failure.errno == errno.EROFS
+    assert sorted(c.step for c in store.scan()) == [1, 3]
+
+
+def test_resume_that_cannot_read_one_file_says_so_and_takes_the_one_before() -> None:
+    disk = disk_with(10.0, 20.0)
+
+    def run(failing: FailingDisk) -> None:
+        with Trainer(disk, fs=failing).manager() as manager:
+            resumption = manager.resume()
+            if failing.has_failed and resumption.step != 2:
+                assert resumption.step == 1
+                assert "Errno" in resumption.skipped[0].reason
+                raise Fallback
+
+    raised = {
+        type(f.raised) for f in every_failure(disk, run) if f.operation in ("open", "read_into")
+    }
+    assert Fallback in raised
+
+
+class Fallback(Exception):
+    """A run fell back to an older checkpoint."""
+
+
+class NearlyFullDisk(FailingDisk):
+    """A disk with little space that does not say how much."""
+
+    def free_bytes(self, path: Path) -> int | None:
+        return None
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
+def test_full_disk_leaves_the_directory_as_it_was(key: bytes | None) -> None:
+    disk = disk_with(10.0, 20.0, key=key)
+    outcomes = set()
+    for space_bytes in range(0, 4000, 250):
+        model = disk.copy()
+        with Trainer(
+            disk, fs=NearlyFullDisk(model, space_bytes=space_bytes), key=key
+        ).manager() as m:
+            outcomes.add(outcome(m))
+        assert temporaries(model) == []
+        check_after_fault(model, must=NEXT_SAVE.must(False), may=NEXT_SAVE.may, key=key)
+    assert outcomes == {"saved", "StoreFull"}
+
+
+def outcome(manager: CheckpointManager) -> str:
+    try:
+        manager.save(3, state_of(30.0))
+    except StoreFull as error:
+        return type(error).__name__
+    return "saved"
+
+
+def test_save_without_enough_space_changes_nothing() -> None:
+    disk = disk_with(10.0)
+    disk.available_bytes = 1000
+    before = set(disk.list(RUNS))
+    with Trainer(disk).manager() as manager:
+        with pytest.raises(StoreFull, match=r"\d+ bytes needed, 1000 free, \d+ missing"):
+            manager.save(2, state_of(20.0))
+        assert set(disk.list(RUNS)) == before
+        disk.available_bytes = 1 << 30
+        assert manager.save(2, state_of(20.0)).wait().state is State.OK
