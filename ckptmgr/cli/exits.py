@@ -53,6 +53,7 @@ CODES: Mapping[type[errors.CkptmgrError], Exit] = {
     errors.UnsupportedState: Exit.FAILED,
     errors.StoreLocked: Exit.LOCKED,
     errors.StoreFull: Exit.FAILED,
+    errors.StagingExhausted: Exit.FAILED,
     errors.UnsafePrune: Exit.REFUSED,
     errors.UnsafeWrite: Exit.REFUSED,
     errors.SaveFailed: Exit.FAILED,
