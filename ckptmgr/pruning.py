@@ -7,8 +7,7 @@ longer the one that was shown. Dropped checkpoints go to the trash and are remov
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -186,8 +185,12 @@ class Undone:
     taken: tuple[str, ...]
 
 
-def undo(store: Store) -> Undone:
+def undo(store: Store, *, is_dry: bool = False) -> Undone:
     """Bring the last batch back from the trash.
+
+    Args:
+        store: The directory.
+        is_dry: Only say what would be restored; change nothing.
 
     Raises:
         CheckpointNotFound: The trash is empty.
@@ -204,13 +207,15 @@ def undo(store: Store) -> Undone:
     taken: list[str] = []
     for series in sorted({c.series for c in batch.checkpoints}):
         chosen = [c for c in batch.checkpoints if c.series == series]
-        with store.lease(series):
-            refused = trash.restore(store, batch, chosen)
+        if is_dry:
+            refused = trash.taken_names(store, chosen)
+        else:
+            with store.lease(series):
+                refused = trash.restore(store, batch, chosen)
         taken += refused
-        restored += _moved(chosen, refused)
-    trash.tidy(store, batch.path)
+        restored += [
+            replace(c, path=store.directory / c.name) for c in chosen if c.name not in refused
+        ]
+    if not is_dry:
+        trash.tidy(store, batch.path)
     return Undone(restored=tuple(restored), taken=tuple(taken))
-
-
-def _moved(chosen: Sequence[Checkpoint], refused: Sequence[str]) -> list[Checkpoint]:
-    return [c for c in chosen if c.name not in refused]

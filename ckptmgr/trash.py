@@ -104,7 +104,7 @@ def restore(store: Store, batch: Batch, checkpoints: Sequence[Checkpoint]) -> li
     Raises:
         OSError: From the disk; calling it again goes on where it stopped.
     """
-    taken = [c.name for c in checkpoints if store.fs.status(store.directory / c.name) is not None]
+    taken = taken_names(store, checkpoints)
     names = [c.name for c in checkpoints if c.name not in taken]
     manifests = [manifest_name(name) for name in names]
     for files, may_be_missing in ((manifests, True), (names, False)):
@@ -114,6 +114,11 @@ def restore(store: Store, batch: Batch, checkpoints: Sequence[Checkpoint]) -> li
         if failures:
             raise failures[0]
     return taken
+
+
+def taken_names(store: Store, checkpoints: Sequence[Checkpoint]) -> list[str]:
+    """Return the names of checkpoints that something in the directory has now."""
+    return [c.name for c in checkpoints if store.fs.status(store.directory / c.name) is not None]
 
 
 def finish(store: Store, series: str) -> None:

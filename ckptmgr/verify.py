@@ -21,6 +21,7 @@ from types import MappingProxyType
 
 from blake3 import blake3
 
+from ckptmgr.contents import tensors_of
 from ckptmgr.crypto.ciphers import mode_of
 from ckptmgr.crypto.mindspore_blocks import open_blocks, sniff_mode
 from ckptmgr.crypto.records import find_records
@@ -34,16 +35,27 @@ from ckptmgr.errors import (
 )
 from ckptmgr.formats import safetensors_file
 from ckptmgr.formats.detect import Kind, detect
-from ckptmgr.formats.index import READ_BYTES, TensorEntry, check_crc
-from ckptmgr.formats.mindspore_entries import MapEntry, TextEntry
+from ckptmgr.formats.index import READ_BYTES, check_crc
 from ckptmgr.formats.mindspore_reader import CkptIndex, body_crc
 from ckptmgr.formats.source import Source, read_bytes
 from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source, translated_errors
 from ckptmgr.manifest import Manifest
 from ckptmgr.model import Checkpoint
 from ckptmgr.store import Store
+from ckptmgr.tensor_stats import stats_of
 
 _HEAD_BYTES = 16
+_CHECKS = (
+    "manifest",
+    "size",
+    "digests",
+    "records",
+    "seal",
+    "cipher blocks",
+    "structure",
+    "CRC32",
+    "every tensor",
+)
 _NONE: Mapping[str, tuple[int, int]] = MappingProxyType({})
 
 
@@ -126,7 +138,7 @@ def verify_checkpoint(
         level=level,
         status=check.status if error is None else _status_of(error),
         problems=() if error is None else (_message(error),),
-        checked=tuple(check.checked),
+        checked=tuple(sorted(check.checked, key=_CHECKS.index)),
         unchecked=tuple(check.unchecked),
         nonfinite=check.nonfinite,
         hint=error.hint if isinstance(error, CkptmgrError) else None,
@@ -198,7 +210,8 @@ class _Check:
         key = self._options.key
         if key is None:
             self.unchecked.append(f"seal and contents: encrypted ({mode}), and no key was given")
-            self.status = Status.PARTIAL
+            if self._level is not Level.QUICK:
+                self.status = Status.PARTIAL
             return
         is_sealed = open_blocks(
             raw, key, mode, allow_unsealed=self._options.allow_unsealed
@@ -242,8 +255,6 @@ class _Check:
             self._decode(opened)
 
     def _decode(self, opened: OpenCheckpoint) -> None:
-        from ckptmgr.tensor_stats import stats_of
-
         for name, entry in tensors_of(opened):
             stats = stats_of(opened.source, entry)
             if stats.nan_count or stats.inf_count:
@@ -273,16 +284,6 @@ def check_digests(raw: Source, digest: FileDigest, *, path: str) -> None:
             offset=bad[0][0],
             hint="the file was damaged or replaced after it was saved; use an older checkpoint",
         )
-
-
-def tensors_of(opened: OpenCheckpoint) -> Iterator[tuple[str, TensorEntry]]:
-    """Yield every tensor with its name, those of map parameters as `map.key`, `map.value`, `map.status`."""
-    for entry in opened.index.entries:
-        if isinstance(entry, MapEntry):
-            for part in (entry.key, entry.value, entry.status):
-                yield f"{entry.name}.{part.name}", part
-        elif not isinstance(entry, TextEntry):
-            yield entry.name, entry
 
 
 def _read_through(source: Source) -> None:

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import fnmatch
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,16 +13,14 @@ import click
 
 from ckptmgr.cli import options, render
 from ckptmgr.cli.exits import Exit
-from ckptmgr.cli.options import Session
 from ckptmgr.cli.render import Cell, Json, Output
 
 if TYPE_CHECKING:
-    from ckptmgr.cli.select import Selected
-    from ckptmgr.crypto.key import Key
-    from ckptmgr.loader import OpenCheckpoint
-    from ckptmgr.manifest import Manifest
+    from ckptmgr.contents import Contents, Plain, StoredTensor
 
-_SHOWN_TEXT = 60
+_SHOWN_CHARACTERS = 60
+_FACT_WIDTH = 10
+_FIGURES = ("MIN", "MAX", "MEAN", "NAN", "INF")
 
 
 @options.command(
@@ -32,7 +29,9 @@ _SHOWN_TEXT = 60
 @click.argument("checkpoint")
 @options.dir_option
 @options.series_option
-@click.option("--tensors", "pattern", metavar="PATTERN", help="Only these names, e.g. 'fc*'.")
+@click.option(
+    "--tensors", "pattern", metavar="PATTERN", default="*", help="Only these, e.g. 'fc*'."
+)
 @click.option("--stats", "has_stats", is_flag=True, help="Minimum, maximum, mean, NaN count.")
 @options.key_options
 @options.output_options
@@ -42,7 +41,7 @@ def inspect_command(
     checkpoint: str,
     directory: Path,
     series: str | None,
-    pattern: str | None,
+    pattern: str,
     has_stats: bool,
     key_source: str | None,
     allow_unsealed: bool,
@@ -52,205 +51,162 @@ def inspect_command(
     """Show what a checkpoint holds.
 
     CHECKPOINT is a path, a step, latest, best:METRIC:min, best:METRIC:max or @pinned. The envelope of an encrypted
-    file is shown without a key; its tensors need one. -q prints tensor names.
+    file is shown without a key; its tensors need one. -q prints the names of the tensors.
     """
     from ckptmgr.cli.select import select_one
+    from ckptmgr.contents import read_contents
+    from ckptmgr.loader import ReadOptions
 
     key = options.load_key(key_source)
     opener = partial(options.open_store, key=key, allow_unsealed=allow_unsealed)
     selected = select_one(checkpoint, directory, opener, series=series)
+    contents = read_contents(
+        selected.store,
+        selected.checkpoint,
+        options=ReadOptions(key=key, allow_unsealed=allow_unsealed),
+        choose=lambda name: fnmatch.fnmatchcase(name, pattern),
+        has_stats=has_stats,
+    )
     output = render.make_output(ctx, selected.store.directory, as_json=as_json, quiet=quiet)
-    with _opened(selected, key, allow_unsealed) as (opened, manifest):
-        envelope = _envelope(selected, opened, manifest)
-        items = [] if opened is None else list(_items(opened, pattern or "*", has_stats=has_stats))
-    if output.is_json:
-        output.result(items, envelope)
-    elif output.is_quiet:
-        for item in items:
-            click.echo(str(item["name"]).encode("utf-8", "surrogatepass"))
-    else:
-        _print(output, envelope, items, ctx.ensure_object(Session), has_stats=has_stats)
+    _show(output, contents, has_stats=has_stats)
     return Exit.DONE
 
 
-@contextlib.contextmanager
-def _opened(
-    selected: Selected, key: Key | None, allow_unsealed: bool
-) -> Iterator[tuple[OpenCheckpoint | None, Manifest | None]]:
-    """Open the file; None in place of its content when it is encrypted and there is no key."""
-    from ckptmgr.formats.detect import Kind, detect
-    from ckptmgr.loader import ReadOptions, open_source, translated_errors
-
-    store, checkpoint = selected.store, selected.checkpoint
-    with translated_errors(str(checkpoint.path)):
-        manifest = store.read_manifest(checkpoint.name)
-        with contextlib.closing(store.fs.open(checkpoint.path)) as raw:
-            if key is None and detect(raw) is Kind.MINDSPORE_ENCRYPTED:
-                yield None, manifest
-                return
-            reading = ReadOptions(key=key, allow_unsealed=allow_unsealed)
-            yield (
-                open_source(raw, path=str(checkpoint.path), options=reading, manifest=manifest),
-                manifest,
-            )
+def _show(output: Output, contents: Contents, *, has_stats: bool) -> None:
+    plain = contents.plain
+    if output.is_json:
+        output.result([] if plain is None else _items(plain), _summary(contents))
+        return
+    if output.is_quiet:
+        for tensor in () if plain is None else plain.tensors:
+            click.echo(tensor.spec.name.encode("utf-8", "surrogatepass"))
+        return
+    for name, value in _facts(contents):
+        output.line(Cell(name.ljust(_FACT_WIDTH), "bold"), f" {value}")
+    if plain is not None:
+        _print_plain(output, plain, has_stats=has_stats)
 
 
-def _envelope(
-    selected: Selected, opened: OpenCheckpoint | None, manifest: Manifest | None
-) -> dict[str, Json]:
-    from ckptmgr.crypto.records import sniff_mode
-    from ckptmgr.formats.source import read_bytes
-
-    store, checkpoint = selected.store, selected.checkpoint
-    with contextlib.closing(store.fs.open(checkpoint.path)) as raw:
-        cipher = sniff_mode(read_bytes(raw, 0, min(4, raw.size)))
-        stored_bytes = raw.size
-    is_known = opened is not None
-    return {
-        **render.checkpoint_json(checkpoint),
-        "format": opened.format if opened is not None else checkpoint.format,
+def _summary(contents: Contents) -> dict[str, Json]:
+    manifest, plain, cipher = contents.manifest, contents.plain, contents.cipher
+    summary = {
+        **render.checkpoint_json(contents.checkpoint),
         "cipher": cipher,
-        "stored_bytes": stored_bytes,
-        "plaintext_bytes": opened.source.size if opened is not None else None,
+        "stored_bytes": contents.stored_bytes,
         "has_manifest": manifest is not None,
         "digest": None if manifest is None else f"blake3:{manifest.file.digest.total.hex()}",
         "parents": [] if manifest is None else list(manifest.parent_run_ids),
         "stats": {} if manifest is None else dict(manifest.stats),
-        "is_sealed": (opened.is_sealed if opened is not None else None) if cipher else False,
-        "has_crc": opened.index.crc is not None if opened is not None else None,
-        "crc": opened.index.crc if opened is not None else None,
-        "metadata": opened.metadata if opened is not None else None,
-        "is_content_shown": is_known,
+        "is_content_shown": plain is not None,
+        "plaintext_bytes": None if plain is None else plain.size_bytes,
+        "is_sealed": None if plain is None else plain.is_sealed,
+        "crc": None if plain is None else plain.crc,
+        "metadata": None if plain is None else dict(plain.metadata),
     }
+    if plain is not None:
+        summary["format"] = plain.format
+    return summary
 
 
-def _items(opened: OpenCheckpoint, pattern: str, *, has_stats: bool) -> Iterator[dict[str, Json]]:
-    from ckptmgr.formats.mindspore_entries import TextEntry
-    from ckptmgr.tensor_stats import stats_of
-    from ckptmgr.verify import tensors_of
+def _items(plain: Plain) -> list[dict[str, Json]]:
+    tensors: list[dict[str, Json]] = [_tensor_item(tensor) for tensor in plain.tensors]
+    return tensors + [
+        {"name": name, "kind": "text", "text": text} for name, text in plain.texts.items()
+    ]
 
-    for entry in opened.index.entries:
-        if isinstance(entry, TextEntry) and fnmatch.fnmatchcase(entry.name, pattern):
-            yield {"name": entry.name, "kind": "text", "text": entry.text}
-    for name, tensor in tensors_of(opened):
-        if not fnmatch.fnmatchcase(name, pattern):
-            continue
-        item: dict[str, Json] = {
-            "name": name,
-            "kind": "tensor",
-            "dtype": tensor.spec.dtype.name,
-            "shape": list(tensor.spec.shape),
-            "size_bytes": tensor.spec.size_bytes,
+
+def _tensor_item(tensor: StoredTensor) -> dict[str, Json]:
+    item: dict[str, Json] = {
+        "name": tensor.spec.name,
+        "kind": "tensor",
+        "dtype": tensor.spec.dtype.name,
+        "shape": tensor.spec.shape,
+        "size_bytes": tensor.spec.size_bytes,
+    }
+    stats = tensor.stats
+    if stats is not None:
+        item["stats"] = {
+            "min": stats.minimum,
+            "max": stats.maximum,
+            "mean": stats.mean,
+            "nan_count": stats.nan_count,
+            "inf_count": stats.inf_count,
         }
-        if has_stats:
-            stats = stats_of(opened.source, tensor)
-            item["stats"] = {
-                "min": stats.minimum,
-                "max": stats.maximum,
-                "mean": stats.mean,
-                "nan_count": stats.nan_count,
-                "inf_count": stats.inf_count,
-            }
-        yield item
+    return item
 
 
-def _print(
-    output: Output,
-    envelope: dict[str, Json],
-    items: Sequence[dict[str, Json]],
-    session: Session,
-    *,
-    has_stats: bool,
-) -> None:
-    for name, value in _facts(envelope):
-        output.line(Cell(f"{name:<10}", "bold"), f" {value}")
-    if not envelope["is_content_shown"]:
-        output.line("tensors    not shown: the file is encrypted and no key was given")
-        return
-    tensors = [item for item in items if item["kind"] == "tensor"]
-    if tensors:
-        output.line()
-        names = ("NAME", "DTYPE", "SHAPE", "SIZE")
-        header = (*names, "MIN", "MAX", "MEAN", "NAN", "INF") if has_stats else names
-        rows = [_row(item, has_stats=has_stats) for item in tensors]
-        output.table(header, rows, right="SIZE MIN MAX MEAN NAN INF")
-    for item in items:
-        if item["kind"] == "text":
-            text = str(item["text"])
-            output.line(
-                f"{item['name']} = {text[:_SHOWN_TEXT]!r}{'...' * (len(text) > _SHOWN_TEXT)}"
-            )
-    total = sum(item["size_bytes"] for item in tensors if isinstance(item["size_bytes"], int))
-    output.line(f"{render.count(len(tensors), 'tensor')}, {render.size(total)}")
+def _print_plain(output: Output, plain: Plain, *, has_stats: bool) -> None:
+    output.line()
+    if plain.tensors:
+        figures = _FIGURES if has_stats else ()
+        header = ("NAME", "DTYPE", "SHAPE", "SIZE", *figures)
+        rows = [_row(tensor) for tensor in plain.tensors]
+        output.table(header, rows, right=" ".join(("SIZE", *_FIGURES)))
+    for name, text in plain.texts.items():
+        output.line(f"{name} = {_cut(text)!r}")
+    total = sum(tensor.spec.size_bytes for tensor in plain.tensors)
+    output.line(f"{render.count(len(plain.tensors), 'tensor')}, {render.size(total)}")
 
 
-def _facts(envelope: dict[str, Json]) -> Iterator[tuple[str, str]]:
+def _row(tensor: StoredTensor) -> list[Cell]:
+    spec, stats = tensor.spec, tensor.stats
+    texts = [
+        spec.name,
+        spec.dtype.name,
+        "x".join(map(str, spec.shape)) or "scalar",
+        render.size(spec.size_bytes),
+    ]
+    if stats is not None:
+        figures = (stats.minimum, stats.maximum, stats.mean)
+        texts += ["-" if figure is None else f"{figure:.6g}" for figure in figures]
+        texts += [str(stats.nan_count), str(stats.inf_count)]
+    return [Cell(text) for text in texts]
+
+
+def _facts(contents: Contents) -> Iterator[tuple[str, str]]:
     """Yield the lines of the envelope."""
-    yield "file", str(envelope["path"])
-    yield (
-        "state",
-        " ".join(
-            str(part)
-            for part in (envelope["state"], envelope["problem"] and f"({envelope['problem']})")
-            if part
-        ),
+    checkpoint, manifest, plain = contents.checkpoint, contents.manifest, contents.plain
+    problem = "" if checkpoint.problem is None else f" ({checkpoint.problem})"
+    epoch = "-" if checkpoint.epoch is None else checkpoint.epoch
+    yield "file", str(checkpoint.path)
+    yield "state", f"{checkpoint.state.value}{problem}"
+    yield "step", f"{render.step(checkpoint)} of series {checkpoint.series}, epoch {epoch}"
+    yield "saved", f"{render.timestamp(checkpoint.saved_at)} ({checkpoint.why})"
+    yield "format", f"{checkpoint.format if plain is None else plain.format}, {_crc(plain)}"
+    decrypted = (
+        "" if plain is None or contents.cipher is None else f", {plain.size_bytes} decrypted"
     )
-    yield (
-        "step",
-        f"{envelope['step']} of series {envelope['series']}, epoch {envelope['epoch'] or '-'}",
-    )
-    yield "saved", f"{envelope['saved_at']} ({envelope['why']})"
-    yield "format", f"{envelope['format']}, {_crc(envelope)}"
-    yield "size", _sizes(envelope)
-    yield "cipher", _cipher(envelope)
-    if envelope["digest"] is not None:
-        yield "digest", str(envelope["digest"])
-    if envelope["run"] is not None:
-        yield "run", str(envelope["run"])
-    metrics = envelope["metrics"]
-    if isinstance(metrics, dict) and metrics:
-        yield "metrics", " ".join(f"{k}={render.number(v)}" for k, v in sorted(metrics.items()))
-    pins = envelope["pins"]
-    if isinstance(pins, list):
-        for pin in pins:
-            yield "pinned", f"@{pin['name']} {pin['reason']}".rstrip()
-    metadata = envelope["metadata"]
-    if isinstance(metadata, dict):
-        for name, value in metadata.items():
-            yield "metadata", f"{name} = {value[:_SHOWN_TEXT]}"
+    yield "size", f"{contents.stored_bytes} bytes{decrypted}"
+    yield "cipher", _cipher(contents)
+    if manifest is not None:
+        yield "digest", f"blake3:{manifest.file.digest.total.hex()}"
+        yield "run", manifest.run_id or "-"
+    if checkpoint.metrics:
+        metrics = sorted(checkpoint.metrics.items())
+        yield "metrics", " ".join(f"{name}={render.number(value)}" for name, value in metrics)
+    for pin in checkpoint.pins:
+        yield "pinned", f"@{pin.name} {pin.reason}".rstrip()
+    for name, value in ({} if plain is None else plain.metadata).items():
+        yield "metadata", f"{name} = {_cut(value)!r}"
+    if plain is None:
+        yield "tensors", "not shown: the file is encrypted and no key was given"
 
 
-def _crc(envelope: dict[str, Json]) -> str:
-    if envelope["has_crc"] is None:
+def _crc(plain: Plain | None) -> str:
+    if plain is None:
         return "CRC32 unknown without the key"
-    return f"CRC32 {envelope['crc']:#010x} (not checked)" if envelope["has_crc"] else "no CRC32"
+    return "no CRC32" if plain.crc is None else f"CRC32 {plain.crc:#010x} (see verify)"
 
 
-def _sizes(envelope: dict[str, Json]) -> str:
-    stored, plain = envelope["stored_bytes"], envelope["plaintext_bytes"]
-    text = f"{stored} bytes"
-    return text if plain in (None, stored) else f"{text}, {plain} decrypted"
-
-
-def _cipher(envelope: dict[str, Json]) -> str:
-    if envelope["cipher"] is None:
+def _cipher(contents: Contents) -> str:
+    if contents.cipher is None:
         return "none"
-    seal = {None: "seal unknown without the key", True: "sealed", False: "not sealed"}
-    sealed = envelope["is_sealed"]
-    key_id = f", key {envelope['key_id']}" if envelope["key_id"] is not None else ""
-    return f"{envelope['cipher']}{key_id}, {seal[sealed if isinstance(sealed, bool) else None]}"
+    key_id = contents.checkpoint.key_id
+    seal = "seal unknown without the key"
+    if contents.plain is not None:
+        seal = "sealed" if contents.plain.is_sealed else "not sealed"
+    return f"{contents.cipher}, {seal}{'' if key_id is None else f', key {key_id}'}"
 
 
-def _row(item: dict[str, Json], *, has_stats: bool) -> list[Cell]:
-    shape, size_bytes, stats = item["shape"], item["size_bytes"], item.get("stats")
-    dims = "x".join(map(str, shape)) if isinstance(shape, list) and shape else "scalar"
-    size = render.size(size_bytes) if isinstance(size_bytes, int) else "-"
-    row = [Cell(str(item["name"])), Cell(str(item["dtype"])), Cell(dims), Cell(size)]
-    if has_stats and isinstance(stats, dict):
-        row += [Cell(_figure(stats[name])) for name in ("min", "max", "mean")]
-        row += [Cell(str(stats[name])) for name in ("nan_count", "inf_count")]
-    return row
-
-
-def _figure(value: Json) -> str:
-    return f"{value:.6g}" if isinstance(value, int | float) else "-"
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."

@@ -16,6 +16,7 @@ from ckptmgr.cli.options import Session
 from ckptmgr.errors import CheckpointNotFound, UnsafePrune
 
 if TYPE_CHECKING:
+    from ckptmgr.cli.prune_plan import Shown
     from ckptmgr.pruning import Outcome, Proposal
     from ckptmgr.store import Store
 
@@ -65,7 +66,7 @@ def prune_command(
     to each series by itself. The newest, pinned and damaged ones always stay. What goes lies in .ckptmgr-trash for the
     grace time and is removed by the next prune after it; until then --undo brings the last batch back.
     """
-    from ckptmgr.cli import prune_plan
+    from ckptmgr.cli.prune_plan import Shown
 
     key = options.load_key(key_source)
     store = options.open_store(directory, key=key, allow_unsealed=allow_unsealed)
@@ -73,10 +74,12 @@ def prune_command(
         raise CheckpointNotFound("no such directory", path=directory)
     output = render.make_output(ctx, store.directory, as_json=as_json, quiet=quiet)
     if undo:
-        return _undo(store, output)
+        if keep is not None or check or at_once:
+            raise UsageProblem("--undo stands alone", hint="drop --keep, --check and --now")
+        return _undo(store, output, is_dry=dry_run)
     session = ctx.ensure_object(Session)
     proposal = _propose(store, keep, series, _duration(grace), session)
-    shown = prune_plan.Shown(output=output, directory=directory, series=series, verbose=verbose)
+    shown = Shown(output=output, directory=directory, series=series, verbose=verbose)
     if dry_run or check:
         shown.plan(proposal)
         shown.result(proposal, None)
@@ -127,13 +130,17 @@ def _agreed(proposal: Proposal, *, at_once: bool) -> bool:
     return click.confirm(what if proposal.dropped else "Clean up?", err=True)
 
 
-def _act(store: Store, proposal: Proposal, shown: prune_plan.Shown, *, at_once: bool) -> int:
+def _act(store: Store, proposal: Proposal, shown: Shown, *, at_once: bool) -> int:
     from ckptmgr.pruning import carry_out
 
     outcome = carry_out(store, proposal, at_once=at_once)
     for sentence in outcome.notes:
         note(sentence)
     shown.result(proposal, outcome)
+    if outcome.batch is not None:
+        note(
+            "the disk space is freed by the first prune after the grace time; --now frees it at once"
+        )
     return _code(outcome, as_json=shown.output.is_json)
 
 
@@ -146,29 +153,22 @@ def _code(outcome: Outcome, *, as_json: bool) -> int:
     return Exit.PARTLY if is_partial else codes[0]
 
 
-def _undo(store: Store, output: render.Output) -> int:
+def _undo(store: Store, output: render.Output, *, is_dry: bool) -> int:
     from ckptmgr.pruning import undo
 
-    undone = undo(store)
+    undone = undo(store, is_dry=is_dry)
+    verb = "would be restored" if is_dry else "restored"
     for name in undone.taken:
         note(f"{name} stays in the trash: there is a new checkpoint of that name")
     if output.is_json:
-        items = [render.checkpoint_json(c) | _restored(store, c.name) for c in undone.restored]
-        output.result(items, {"restored": len(items), "taken": list(undone.taken)})
+        summary: dict[str, render.Json] = {"is_done": not is_dry, "taken": list(undone.taken)}
+        output.result([render.checkpoint_json(c) for c in undone.restored], summary)
     elif output.is_quiet:
-        output.paths([store.directory / c.name for c in undone.restored])
+        output.paths([c.path for c in undone.restored])
     else:
         for checkpoint in undone.restored:
-            output.line(f"restored {checkpoint.name}")
+            output.line(f"{checkpoint.name}  {render.size(checkpoint.size_bytes)}")
         total = sum(c.size_bytes for c in undone.restored)
         restored = render.count(len(undone.restored), "checkpoint")
-        output.line(f"{restored} restored, {render.size(total)}")
+        output.line(f"{restored} {verb}, {render.size(total)}")
     return Exit.PARTLY if undone.taken else Exit.DONE
-
-
-def _restored(store: Store, name: str) -> dict[str, render.Json]:
-    return {"path": str(store.directory / name)}
-
-
-if TYPE_CHECKING:
-    from ckptmgr.cli import prune_plan

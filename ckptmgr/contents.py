@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint file holds, as values: the envelope without a key, and with it the tensors.
+
+Reading the contents of a file checks them like loading does; only figures are kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from ckptmgr.crypto.records import sniff_mode
+from ckptmgr.formats.detect import Kind, detect
+from ckptmgr.formats.index import TensorEntry
+from ckptmgr.formats.mindspore_entries import MapEntry, TextEntry
+from ckptmgr.formats.source import read_bytes
+from ckptmgr.formats.tensor import TensorSpec
+from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source, translated_errors
+from ckptmgr.manifest import Manifest
+from ckptmgr.model import Checkpoint
+from ckptmgr.store import Store
+from ckptmgr.tensor_stats import TensorStats, stats_of
+
+_MAGIC_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """One tensor of a file, and its figures when they were asked for."""
+
+    spec: TensorSpec
+    stats: TensorStats | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plain:
+    """What is known once the file is decrypted.
+
+    Attributes:
+        format: `ckpt` or `safetensors`.
+        size_bytes: Size of the plaintext.
+        is_sealed: Whether an encrypted file is authenticated as a whole.
+        crc: The CRC32 that is stored, not checked here; or None.
+        metadata: Strings kept in the file.
+        tensors: Those that were chosen, in file order; parts of a map parameter are `map.key`, `map.value`,
+            `map.status`.
+        texts: Named strings that were chosen.
+    """
+
+    format: str
+    size_bytes: int
+    is_sealed: bool
+    crc: int | None
+    metadata: Mapping[str, str]
+    tensors: tuple[StoredTensor, ...]
+    texts: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What is known about one checkpoint file.
+
+    Attributes:
+        checkpoint: As listed.
+        manifest: Its manifest, or None.
+        stored_bytes: Size of the file.
+        cipher: The cipher mode that its first bytes name, or None.
+        plain: What is inside; None for an encrypted file without a key.
+    """
+
+    checkpoint: Checkpoint
+    manifest: Manifest | None
+    stored_bytes: int
+    cipher: str | None
+    plain: Plain | None
+
+
+def read_contents(
+    store: Store,
+    checkpoint: Checkpoint,
+    *,
+    options: ReadOptions,
+    choose: Callable[[str], bool] = lambda _: True,
+    has_stats: bool = False,
+) -> Contents:
+    """Return what a checkpoint holds.
+
+    Args:
+        store: The directory it lies in.
+        checkpoint: As listed by the store.
+        options: The key, and whether a file without a seal is accepted.
+        choose: Which tensors and texts to list.
+        has_stats: Whether to read the tensors for their figures.
+
+    Raises:
+        CkptmgrError: It is damaged, does not open with the key, or is of an unknown kind.
+        OSError: From the disk.
+    """
+    path = str(checkpoint.path)
+    with translated_errors(path), contextlib.closing(store.fs.open(checkpoint.path)) as raw:
+        manifest = store.read_manifest(checkpoint.name)
+        plain = None
+        if options.key is not None or detect(raw) is not Kind.MINDSPORE_ENCRYPTED:
+            opened = open_source(raw, path=path, options=options, manifest=manifest)
+            plain = _plain(opened, choose, has_stats=has_stats)
+        return Contents(
+            checkpoint=checkpoint,
+            manifest=manifest,
+            stored_bytes=raw.size,
+            cipher=sniff_mode(read_bytes(raw, 0, min(_MAGIC_BYTES, raw.size))),
+            plain=plain,
+        )
+
+
+def tensors_of(opened: OpenCheckpoint) -> Iterator[tuple[str, TensorEntry]]:
+    """Yield every tensor with its name, those of map parameters as `map.key`, `map.value`, `map.status`."""
+    for entry in opened.index.entries:
+        if isinstance(entry, MapEntry):
+            for part in (entry.key, entry.value, entry.status):
+                yield f"{entry.name}.{part.name}", part
+        elif not isinstance(entry, TextEntry):
+            yield entry.name, entry
+
+
+def _plain(opened: OpenCheckpoint, choose: Callable[[str], bool], *, has_stats: bool) -> Plain:
+    texts = [entry for entry in opened.index.entries if isinstance(entry, TextEntry)]
+    return Plain(
+        format=opened.format,
+        size_bytes=opened.source.size,
+        is_sealed=opened.is_sealed,
+        crc=opened.index.crc,
+        metadata=opened.metadata,
+        tensors=tuple(
+            StoredTensor(
+                spec=TensorSpec(name=name, dtype=entry.spec.dtype, shape=entry.spec.shape),
+                stats=stats_of(opened.source, entry) if has_stats else None,
+            )
+            for name, entry in tensors_of(opened)
+            if choose(name)
+        ),
+        texts={entry.name: entry.text for entry in texts if choose(entry.name)},
+    )

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file a conversion writes: what it may overwrite, who may read it, and its manifest."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.mindspore_blocks import BlockSealer
+from ckptmgr.digest import FileDigest
+from ckptmgr.errors import CheckpointNotFound, UnsafeWrite
+from ckptmgr.formats.image import Image
+from ckptmgr.fsio import OutputFile
+from ckptmgr.lease import lease_path
+from ckptmgr.loader import ReadOptions
+from ckptmgr.manifest import SUFFIX, FileEntry, Manifest
+from ckptmgr.model import Checkpoint
+from ckptmgr.naming import parse_name
+from ckptmgr.pipeline import write_image
+from ckptmgr.store import Store
+
+_PRIVATE = 0o600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Converted:
+    """What a conversion did.
+
+    Attributes:
+        source: The input.
+        target: The checkpoint that was written.
+        source_bytes: Size of the input.
+    """
+
+    source: Path
+    target: Checkpoint
+    source_bytes: int
+
+
+def check_target(source: Path, target: Path, *, force: bool) -> None:
+    """Raise unless `target` may be written.
+
+    Raises:
+        CheckpointNotFound: There is no such input, or no directory for the output.
+        UnsafeWrite: The target is the input (by any name), exists, or has the name of a manifest.
+    """
+    if not source.is_file():
+        raise CheckpointNotFound("no such file", path=source)
+    if not target.parent.is_dir():
+        raise CheckpointNotFound("no such directory", path=target.parent)
+    if target.name.endswith(SUFFIX):
+        raise UnsafeWrite("is the name of a manifest", path=target, hint="choose another name")
+    if not os.path.lexists(target):
+        return
+    if target.exists() and target.samefile(source):
+        raise UnsafeWrite(
+            "is the input itself", path=target, hint="write to another file and rename it then"
+        )
+    if target.is_dir() or not force:
+        raise UnsafeWrite("exists", path=target, hint="choose another name, or pass --force")
+
+
+def store_of(path: Path, options: ReadOptions) -> Store:
+    """Return the store a file lies in; with a key, its manifest must be authenticated."""
+    is_strict = options.key is not None and not options.allow_unsealed
+    return Store(path.parent, key=options.key, must_authenticate=is_strict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """What goes into the target.
+
+    Attributes:
+        image: The plaintext.
+        format: `ckpt` or `safetensors`.
+        mode: Cipher mode, or None for a plain file.
+        key: Its key.
+        sealer: Made for this image, or None.
+    """
+
+    image: Image
+    format: str
+    mode: str | None = None
+    key: Key | None = None
+    sealer: BlockSealer | None = None
+
+
+def publish(
+    source: Path,
+    target: Path,
+    content: Content,
+    *,
+    options: ReadOptions,
+    clock: Callable[[], float],
+) -> Converted:
+    """Make the target durable, with a manifest that says what is known about the source.
+
+    Args:
+        source: The input.
+        target: The output; checked by `check_target`.
+        content: What goes into it.
+        options: How the manifest of the source is read.
+        clock: Seconds since the epoch; stamps the manifest when the source has none.
+
+    Raises:
+        StoreFull, OSError: From the disk; nothing was changed.
+        StoreLocked: A live process writes this series in the directory of the target.
+    """
+    real = Path(os.path.realpath(source))
+    directory = Path(os.path.realpath(target.parent))
+    described = _description(real, directory / target.name, options, clock)
+    store = Store(directory, key=content.key)
+
+    def write(file: OutputFile) -> FileDigest:
+        return write_image(content.image, file, sealer=content.sealer).digest
+
+    def describe(digest: FileDigest) -> Manifest:
+        file = FileEntry(
+            name=target.name,
+            digest=digest,
+            format=content.format,
+            cipher=content.mode,
+            key_id=None if content.key is None else content.key.key_id,
+        )
+        return replace(described, file=file)
+
+    with _lease_if_used(store, described.series):
+        manifest = store.publish(
+            target.name,
+            series=described.series,
+            size_bytes=content.image.size if content.sealer is None else content.sealer.sealed_size,
+            write=write,
+            describe=describe,
+            mode=private_mode(real),
+        )
+    return Converted(
+        source=source, target=manifest.to_checkpoint(directory), source_bytes=real.stat().st_size
+    )
+
+
+def private_mode(source: Path) -> int:
+    """Return the permission bits of an output: at most 0600, and nothing the input's owner may not do."""
+    return _PRIVATE & stat.S_IMODE(source.stat().st_mode) or stat.S_IRUSR
+
+
+@contextlib.contextmanager
+def _lease_if_used(store: Store, series: str) -> Iterator[None]:
+    # A lease file is made only where the series has one already: a training run may be writing there.
+    if store.fs.status(lease_path(store.directory, series)) is None:
+        yield
+        return
+    with store.lease(series):
+        yield
+
+
+def _description(
+    source: Path, target: Path, options: ReadOptions, clock: Callable[[], float]
+) -> Manifest:
+    """Return the manifest of the target but for its file: what is known about the source.
+
+    In the directory of the source it belongs to no run, so that no run counts or removes it.
+    """
+    parsed = parse_name(target.name)
+    series = target.stem if parsed is None else parsed.prefix
+    store = store_of(source, options)
+    placeholder = FileEntry(name=target.name, digest=FileDigest(size_bytes=0, ranges=()), format="")
+    manifest = store.read_manifest(source.name)
+    if manifest is not None:
+        run_id = "" if source.parent == target.parent else manifest.run_id
+        return replace(
+            manifest, file=placeholder, series=series, run_id=run_id, stats={}, replaces=None
+        )
+    known = next((c for c in store.scan() if c.path == source), None)
+    return Manifest(
+        file=placeholder,
+        series=series,
+        run_id="",
+        step=0 if known is None else known.step,
+        epoch=None if known is None else known.epoch,
+        sequence=0,
+        saved_at=datetime.fromtimestamp(clock(), UTC) if known is None else known.saved_at,
+        why="manual" if known is None else known.why,
+    )
