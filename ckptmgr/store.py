@@ -168,7 +168,10 @@ class Store:
         is_live = token is not None and self._processes.is_dead(token[0]) is False
         state = State.WRITING if is_live else State.LEFTOVER
         problem = "being written by a live process" if is_live else "left by an interrupted save"
-        return _unknown(self.directory / name, status, state, problem)
+        data_name = name.removeprefix(".").rsplit(".", 4)[0].removesuffix(manifests.SUFFIX)
+        parsed = parse_name(data_name)
+        found = _unknown(self.directory / name, status, state, problem)
+        return replace(found, series=data_name if parsed is None else parsed.prefix)
 
     @staticmethod
     def _is_data_name(name: str) -> bool:
