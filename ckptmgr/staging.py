@@ -21,13 +21,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 
 from ckptmgr.errors import StagingExhausted
-from ckptmgr.formats.tensor import Item
+from ckptmgr.formats.tensor import Item, Tensor
 from ckptmgr.memory_config import MemoryConfig
-from ckptmgr.staging_items import items_from, tensors_of
+from ckptmgr.staging_device import DeviceMemory, copy_on_device
+from ckptmgr.staging_items import Content, items_from, tensors_of
 from ckptmgr.staging_ledger import Ledger
 from ckptmgr.staging_plan import Layout, lay_out
 from ckptmgr.staging_slabs import SlabPool, Usage
@@ -45,6 +46,7 @@ class StagingPool:
         is_shared: Whether another process can map the copies.
         ledger: Shared with others that live on the same budget; a new one by default.
         most_states: States that may be staged at the same time when there is no host budget; None for any number.
+        device: Accelerators on which `device_copy_share` may be used; a shared pool has no use for it.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class StagingPool:
         is_shared: bool = False,
         ledger: Ledger | None = None,
         most_states: int | None = 2,
+        device: DeviceMemory | None = None,
     ) -> None:
         self._config = MemoryConfig() if config is None else config
         self.ledger = Ledger(self._config) if ledger is None else ledger
@@ -61,6 +64,7 @@ class StagingPool:
         self._most_states = most_states if self._config.host_budget_bytes is None else None
         if self._config.allocation in ("arena", "arena_and_slabs"):
             self._most_states = 1
+        self._device = None if is_shared else device
         self._lock = threading.Lock()
         self._states = 0
         self._is_closed = False
@@ -93,7 +97,13 @@ class StagingPool:
             BaseException: What a content raises passes through.
         """
         tensors = [tensor for item in items for tensor in tensors_of(item)]
-        lot = self._allocate([tensor.spec.size_bytes for tensor in tensors])
+        self._admit()
+        try:
+            copies = copy_on_device(tensors, self._device, share=self._config.device_copy_share)
+            lot = self._allocate(tensors, copies)
+        except BaseException:
+            self._leave()
+            raise
         state = StagedState(items, lot, wipe=self._config.wipe, give_back=self._give_back)
         try:
             state.fill(tensors)
@@ -111,21 +121,19 @@ class StagingPool:
         self._is_closed = True
         self._slabs.close()
 
-    def _allocate(self, sizes: list[int]) -> Lot:
-        self._admit()
-        try:
-            with self.ledger.planning:
-                layout = self._lay_out(sizes)
-                spill = self._spill_file(layout, sum(sizes))
-                try:
-                    slabs = self._slabs.take(layout.slabs_bytes)
-                except BaseException:
-                    self._drop_spill(spill, layout)
-                    raise
-        except BaseException:
-            self._leave()
-            raise
-        return Lot(layout=layout, slabs=slabs, spill=spill)
+    def _allocate(self, tensors: Sequence[Tensor], copies: Mapping[int, Content]) -> Lot:
+        sizes = [
+            0 if index in copies else tensor.spec.size_bytes for index, tensor in enumerate(tensors)
+        ]
+        with self.ledger.planning:
+            layout = self._lay_out(sizes)
+            spill = self._spill_file(layout, sum(sizes))
+            try:
+                slabs = self._slabs.take(layout.slabs_bytes)
+            except BaseException:
+                self._drop_spill(spill, layout)
+                raise
+        return Lot(layout=layout, slabs=slabs, spill=spill, sizes=sizes, copies=dict(copies))
 
     def _give_back(self, lot: Lot) -> None:
         self._slabs.give_back(lot.slabs)

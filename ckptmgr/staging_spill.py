@@ -24,11 +24,11 @@ Job = tuple[int, Callable[[], memoryview]]
 
 
 class SpillFile:
-    """A nameless file of a fixed size.
+    """A nameless file; it grows where something is written beyond its size.
 
     Args:
         directory: Where; made with mode 0700 when it is missing.
-        size_bytes: Its size, at least 1.
+        size_bytes: Its size at first.
         block_bytes: Size of one write.
         writes_in_flight: Most writes at the same time.
 
@@ -68,6 +68,15 @@ class SpillFile:
     def view(self) -> memoryview:
         """Return the content, backed by the file; the view stays valid after `close`."""
         return memoryview(mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_READ))
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill a flat buffer with what was written at `offset`."""
+        while buffer.nbytes:
+            count = os.preadv(self.descriptor, [buffer], offset)
+            if count == 0:
+                raise ValueError(f"nothing was written at offset {offset} of this spill file")
+            offset += count
+            buffer = buffer[count:]
 
     def close(self) -> None:
         """Give the disk space back once no view is left."""

@@ -12,7 +12,7 @@ from functools import partial
 from ckptmgr.aligned import copy_into
 from ckptmgr.formats.tensor import Item, Tensor, checked_content
 from ckptmgr.memory_config import MIB, Wipe
-from ckptmgr.staging_items import describe_items, replace_contents, tensors_of
+from ckptmgr.staging_items import Content, describe_items, replace_contents, tensors_of
 from ckptmgr.staging_plan import SPILLED, Layout
 from ckptmgr.staging_slabs import Slab
 from ckptmgr.staging_spill import SpillFile
@@ -31,11 +31,15 @@ class Lot:
         layout: What lies where.
         slabs: The slabs it means.
         spill: The spill file, if there is one.
+        sizes: Bytes of each tensor there; 0 for one that is copied on its device.
+        copies: Contents of those, by index.
     """
 
     layout: Layout
     slabs: list[Slab]
     spill: SpillFile | None
+    sizes: list[int]
+    copies: dict[int, Content]
 
 
 class StagedState:
@@ -56,7 +60,7 @@ class StagedState:
         give_back: Callable[[Lot], None],
     ) -> None:
         tensors = [tensor for item in items for tensor in tensors_of(item)]
-        self._sizes = [tensor.spec.size_bytes for tensor in tensors]
+        self._sizes = lot.sizes
         self._places = lot.layout.places
         self._lot = lot
         self._regions = [slab.view for slab in lot.slabs]
@@ -65,7 +69,7 @@ class StagedState:
         self._lock = threading.Lock()
         self._is_released = False
         self._discarded: set[int] = set()
-        self.size_bytes = sum(self._sizes)
+        self.size_bytes = sum(tensor.spec.size_bytes for tensor in tensors)
         self.spilled_bytes = lot.layout.spill_bytes and sum(
             size
             for (slab, _), size in zip(self._places, self._sizes, strict=True)
@@ -86,6 +90,7 @@ class StagedState:
                 self._wipe_slabs()
         finally:
             self._regions.clear()
+            self._lot.copies.clear()
             self._give_back(self._lot)
 
     def discard(self, index: int) -> None:
@@ -98,6 +103,7 @@ class StagedState:
         first = sum(len(tensors_of(item)) for item in self.items[:index])
         for tensor in range(first, first + len(tensors_of(self.items[index]))):
             self._discarded.add(tensor)
+            self._lot.copies.pop(tensor, None)
             slab, offset = self._places[tensor]
             if slab != SPILLED:
                 self._lot.slabs[slab].wipe(offset, offset + self._sizes[tensor])
@@ -128,7 +134,8 @@ class StagedState:
         for index, (slab, offset) in enumerate(self._places):
             size = self._sizes[index]
             if size == 0:
-                checked_content(tensors[index])()
+                if index not in self._lot.copies:
+                    checked_content(tensors[index])()
             elif slab == SPILLED:
                 spilled.append(index)
             elif size >= _LARGE_BYTES:
@@ -157,6 +164,9 @@ class StagedState:
     def _content(self, index: int) -> memoryview:
         if self._is_released or index in self._discarded:
             raise ValueError("a staged tensor was asked for its content after its release")
+        copy = self._lot.copies.get(index)
+        if copy is not None:
+            return copy()
         slab, offset = self._places[index]
         size = self._sizes[index]
         # The spill file is the last region, and SPILLED is -1.
