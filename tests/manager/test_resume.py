@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from ckptmgr.errors import CorruptCheckpoint, KeyProblem, UnsupportedCheckpoint
+from ckptmgr.model import Checkpoint, State
+from ckptmgr.resume import first_that_loads, newest_first
+
+
+def checkpoint(step: int, **fields: object) -> Checkpoint:
+    base = Checkpoint(
+        path=Path(f"/runs/net-{step}.ckpt"),
+        series="net",
+        step=step,
+        saved_at=datetime(2026, 3, 1, tzinfo=UTC),
+        size_bytes=1,
+        run_id="run",
+        sequence=step,
+    )
+    return replace(base, **fields)  # type: ignore[arg-type]
+
+
+ONE, TWO = checkpoint(1), checkpoint(2)
+
+
+def test_newest_first_goes_by_commit_not_by_step() -> None:
+    rolled_back = checkpoint(1, sequence=3)
+    assert newest_first([ONE, rolled_back, TWO]) == [rolled_back, TWO, ONE]
+
+
+def test_newest_first_puts_emergency_saves_last() -> None:
+    emergency = checkpoint(9, why="exception: KeyError")
+    assert newest_first([emergency, ONE, TWO]) == [TWO, ONE, emergency]
+
+
+def test_newest_first_leaves_out_what_is_no_checkpoint() -> None:
+    others = [checkpoint(3, state=State.LEFTOVER), checkpoint(4, state=State.WRITING)]
+    assert newest_first([*others, ONE]) == [ONE]
+
+
+def test_newest_first_tells_of_unreadable_ones_first() -> None:
+    unreadable = checkpoint(0, sequence=0, run_id=None, state=State.CORRUPT)
+    damaged = checkpoint(2, state=State.CORRUPT)
+    assert newest_first([ONE, unreadable, damaged]) == [unreadable, damaged, ONE]
+
+
+def load_or_raise(errors: dict[int, Exception]) -> object:
+    def load(found: Checkpoint) -> int:
+        if found.step in errors:
+            raise errors[found.step]
+        return found.step
+
+    return first_that_loads([TWO, ONE], load)
+
+
+def test_first_that_loads_is_the_newest_when_it_loads() -> None:
+    assert load_or_raise({}) == (TWO, 2, [])
+
+
+@pytest.mark.parametrize(
+    "error",
+    [CorruptCheckpoint("bad"), KeyProblem("bad"), OSError(5, "bad"), FileNotFoundError(2, "bad")],
+)
+def test_first_that_loads_passes_over_what_fails_with_the_reason(error: Exception) -> None:
+    found = load_or_raise({2: error})
+    assert isinstance(found, tuple)
+    assert found[:2] == (ONE, 1)
+    assert [(skip.checkpoint, "bad" in skip.reason) for skip in found[2]] == [(TWO, True)]
+
+
+def test_first_that_loads_does_not_open_what_is_known_to_be_damaged() -> None:
+    opened: list[Checkpoint] = []
+    damaged = replace(TWO, state=State.CORRUPT, problem="12 bytes, but the manifest says 13")
+    nameless = replace(TWO, state=State.CORRUPT)
+    _, _, skipped = first_that_loads([damaged, nameless, ONE], opened.append)
+    assert opened == [ONE]
+    assert [skip.reason for skip in skipped] == ["12 bytes, but the manifest says 13", "corrupt"]
+
+
+def test_first_that_loads_finds_nothing_among_nothing() -> None:
+    assert first_that_loads([], lambda found: found) == (None, None, [])
+
+
+@pytest.mark.parametrize("error", [CorruptCheckpoint("bad"), FileNotFoundError(2, "gone")])
+def test_first_that_loads_finds_nothing_when_all_is_damaged_or_gone(error: Exception) -> None:
+    found = load_or_raise({1: error, 2: CorruptCheckpoint("bad")})
+    assert isinstance(found, tuple)
+    assert found[:2] == (None, None)
+    assert len(found[2]) == 2
+
+
+@pytest.mark.parametrize(
+    "error", [KeyProblem("wrong"), UnsupportedCheckpoint("too new"), PermissionError(13, "no")]
+)
+def test_first_that_loads_raises_when_something_whole_may_be_left(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught:
+        load_or_raise({1: error, 2: CorruptCheckpoint("bad")})
+    assert caught.value is error
