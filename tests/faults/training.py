@@ -105,7 +105,7 @@ class Trainer:
 
 def state_of(value: float) -> dict[str, object]:
     """Return a state that is known by one number."""
-    return {"weights": np.full(3, value, np.float32), "value": value}
+    return {"weights": np.full(3, value, np.float32), "value": float(value)}
 
 
 def value_of(state: object) -> float:
