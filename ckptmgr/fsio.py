@@ -222,11 +222,9 @@ class OsFileSystem:
     @contextlib.contextmanager
     def lock(self, path: Path, *, owner: str) -> Iterator[str | None]:
         """Hold an advisory lock (flock) on a file; yields the owner's text when a live process holds it."""
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        descriptor, is_held = _open_lock(path)
         try:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not is_held:
                 yield os.pread(descriptor, _MAX_OWNER_BYTES, 0).decode(errors="replace")
                 return
             os.ftruncate(descriptor, 0)
@@ -234,6 +232,27 @@ class OsFileSystem:
             yield None
         finally:
             os.close(descriptor)
+
+
+def _open_lock(path: Path) -> tuple[int, bool]:
+    """Return a descriptor of a lock file, and whether the lock is ours."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            named = os.stat(path, follow_symlinks=False)
+        except BlockingIOError:
+            return descriptor, False
+        except FileNotFoundError:
+            os.close(descriptor)
+            continue
+        except BaseException:
+            os.close(descriptor)
+            raise
+        # Its last holder may remove the file before letting go: a lock on a file without a name keeps nobody out.
+        if os.path.samestat(named, os.fstat(descriptor)):
+            return descriptor, True
+        os.close(descriptor)
 
 
 def _write_owner(descriptor: int, owner: str) -> None:

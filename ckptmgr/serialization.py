@@ -15,8 +15,8 @@ from __future__ import annotations
 import io
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,10 @@ from ckptmgr.config_checks import (
     check_mode,
 )
 from ckptmgr.crypto.key import Key
-from ckptmgr.errors import CheckpointNotFound, UnsupportedState
+from ckptmgr.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedState
 from ckptmgr.formats.source import BytesSource, Source
 from ckptmgr.formats.tensor import Item, Tensor
+from ckptmgr.lease import lease_path
 from ckptmgr.leaves import named_tensors
 from ckptmgr.loader import ReadOptions, Value, open_source, read_values
 from ckptmgr.manifest import FileEntry, Manifest
@@ -83,6 +84,7 @@ def save_checkpoint(
 
     Raises:
         TypeError, ValueError, IsADirectoryError: An argument is unusable; messages as MindSpore's.
+        StoreLocked: Another process is saving this file now.
         StoreFull: Not enough disk space; nothing was changed.
         OSError: From the disk; an older file of this name is intact.
     """
@@ -106,20 +108,35 @@ def save_checkpoint(
         metadata = {"remove_redundancy": str(remove_redundancy)}
     key = None if enc_key is None else Key(enc_key)
     options = SaveOptions(format=format, key=key, mode=enc_mode, has_crc=crc_check)
-    store = Store(path.parent, key=key)
     if not path.parent.is_dir():
         raise FileNotFoundError(2, os.strerror(2), str(path))
     facts = dict(append_dict or {})
-    manifest = save_items(
-        store,
-        path.name,
-        items,
-        options=options,
-        series=path.stem,
-        describe=lambda entry, stats: _manifest(entry, stats, path, facts),
-        metadata=metadata,
-    )
+    store = Store(path.parent, key=key)
+    with _only_writer(store, path):
+        manifest = save_items(
+            store,
+            path.name,
+            items,
+            options=options,
+            series=path.name,
+            describe=lambda entry, stats: _manifest(entry, stats, path, facts),
+            metadata=metadata,
+        )
     return manifest.to_checkpoint(path.parent)
+
+
+@contextmanager
+def _only_writer(store: Store, path: Path) -> Iterator[None]:
+    # Two at once could leave the data of one beside the manifest of the other. The lease is of this name alone, so that ranks
+    # may save their files side by side.
+    with store.lease(path.name):
+        try:
+            if any(name.endswith(".tmp") for name in store.fs.list(path.parent)):
+                store.recover(path.name)
+            yield
+        finally:
+            with suppress(OSError):
+                store.fs.unlink(lease_path(path.parent, path.name))
 
 
 def load_checkpoint(
@@ -182,10 +199,7 @@ def load_checkpoint(
         )
     else:
         path = _load_path(ckpt_file_name, format)
-        store = Store(path.parent, key=key)
-        manifest = store.read_manifest(path.name)
-        with closing(store.fs.open(path)) as raw:
-            values = _read(raw, str(path), options, manifest, choose, crc_check)
+        values = _read_file(path, options, choose, crc_check)
     if not values:
         raise ValueError(_EMPTY_RESULT)
     if net is not None:
@@ -212,6 +226,23 @@ def join_items(items: Sequence[Item], appended: Sequence[Item]) -> list[Item]:
 def name_of(item: Item) -> str:
     """Return the name an item is stored under."""
     return item.spec.name if isinstance(item, Tensor) else item.name
+
+
+def _read_file(
+    path: Path, options: ReadOptions, choose: Callable[[str], bool], check_crc: bool
+) -> dict[str, Value]:
+    store = Store(path.parent, key=options.key)
+    manifest = store.read_manifest(path.name)
+    while True:
+        try:
+            with closing(store.fs.open(path)) as raw:
+                return _read(raw, str(path), options, manifest, choose, check_crc)
+        except CorruptCheckpoint:
+            # A writer may have replaced both files since the manifest was read; then the new one describes the data.
+            latest = store.read_manifest(path.name)
+            if latest == manifest:
+                raise
+            manifest = latest
 
 
 def _read(
