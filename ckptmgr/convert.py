@@ -209,10 +209,10 @@ def _opened(path: Path, options: ReadOptions) -> Iterator[OpenCheckpoint]:
     real = Path(os.path.realpath(path))
     manifest = store_of(real, options).read_manifest(real.name)
     with contextlib.closing(_open_raw(real)) as raw:
-        opened = open_source(raw, path=str(path), options=options)
-        if manifest is not None and not opened.is_sealed:
-            # The seal proves every block; without one the digests must.
-            opened = open_source(raw, path=str(path), options=options, manifest=manifest)
+        opened = open_source(raw, path=str(path), options=options, manifest=manifest)
+        if manifest is not None and opened.is_sealed:
+            # The seal proves every block by itself; ranges of digests would be read several times over.
+            opened = open_source(raw, path=str(path), options=options)
         yield opened
 
 

@@ -205,8 +205,9 @@ def undo(store: Store, *, is_dry: bool = False) -> Undone:
     batch = filled[-1]
     restored: list[Checkpoint] = []
     taken: list[str] = []
-    for series in sorted({c.series for c in batch.checkpoints}):
-        chosen = [c for c in batch.checkpoints if c.series == series]
+    series_of = {c.name: _series_of(store, c) for c in batch.checkpoints}
+    for series in sorted(set(series_of.values())):
+        chosen = [c for c in batch.checkpoints if series_of[c.name] == series]
         if is_dry:
             refused = trash.taken_names(store, chosen)
         else:
@@ -219,3 +220,9 @@ def undo(store: Store, *, is_dry: bool = False) -> Undone:
     if not is_dry:
         trash.tidy(store, batch.path)
     return Undone(restored=tuple(restored), taken=tuple(taken))
+
+
+def _series_of(store: Store, checkpoint: Checkpoint) -> str:
+    # Only data that was moved alone is bare in the trash: its manifest is still in the directory.
+    is_bare = checkpoint.state is State.UNVERIFIED
+    return trash.series_of(store, checkpoint) if is_bare else checkpoint.series

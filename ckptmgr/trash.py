@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from ckptmgr.errors import UnsafePrune
+from ckptmgr.errors import CkptmgrError, UnsafePrune
 from ckptmgr.manifest import SUFFIX, manifest_name
 from ckptmgr.model import Checkpoint, State
 from ckptmgr.store import Store
@@ -121,6 +121,15 @@ def taken_names(store: Store, checkpoints: Sequence[Checkpoint]) -> list[str]:
     return [c.name for c in checkpoints if store.fs.status(store.directory / c.name) is not None]
 
 
+def series_of(store: Store, checkpoint: Checkpoint) -> str:
+    """Return the series that a manifest in the directory gives a file, wherever its data is; else what is listed."""
+    try:
+        manifest = store.read_manifest(checkpoint.name)
+    except (CkptmgrError, OSError):
+        manifest = None
+    return checkpoint.series if manifest is None else manifest.series
+
+
 def finish(store: Store, series: str) -> None:
     """Let manifests of a series follow data that an interrupted `throw_away` moved alone.
 
@@ -128,7 +137,7 @@ def finish(store: Store, series: str) -> None:
         OSError: From the disk; calling it again goes on.
     """
     for checkpoint in store.scan():
-        if checkpoint.state is not State.LEFTOVER or checkpoint.series != series:
+        if checkpoint.state is not State.LEFTOVER or series_of(store, checkpoint) != series:
             continue
         for batch in batches(store):
             if store.fs.status(batch.path / checkpoint.name) is not None:

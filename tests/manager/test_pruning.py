@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Proposing a prune and carrying out exactly that."""
+
+from __future__ import annotations
+
+import errno
+import math
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from ckptmgr import trash
+from ckptmgr.errors import CheckpointNotFound, StoreLocked, UnsafePrune
+from ckptmgr.manifest import manifest_name
+from ckptmgr.model import Pin, State
+from ckptmgr.policy_text import parse_policy
+from ckptmgr.pruning import Outcome, Proposal, carry_out, propose, undo
+from ckptmgr.saver import SaveOptions
+from ckptmgr.store import Store
+from tests.crashmodel import FailingDisk, ModelDisk
+from tests.faults.training import ModelProcesses
+from tests.manager.saved import KEY, overwrite, save_run, tree_of
+
+NOW = datetime(2026, 3, 2, 12, tzinfo=UTC)
+LAST_TWO = parse_policy("last(2)")
+
+
+def proposal(directory: Path, policy: str = "last(2)", *, now: datetime = NOW) -> Proposal:
+    """Return what a prune of a directory would do."""
+    return propose(Store(directory), parse_policy(policy), now=now)
+
+
+def prune(directory: Path, policy: str = "last(2)", *, now: datetime = NOW) -> Outcome:
+    """Prune a directory."""
+    return carry_out(Store(directory), proposal(directory, policy, now=now))
+
+
+def steps(directory: Path) -> list[int]:
+    """Return the steps of the checkpoints in a directory."""
+    return sorted(c.step for c in Store(directory).scan() if c.is_countable)
+
+
+def test_proposal_changes_nothing(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20, 30])
+    before = tree_of(tmp_path)
+    assert [c.step for c in proposal(tmp_path).dropped] == [10]
+    assert tree_of(tmp_path) == before
+
+
+def test_each_series_is_planned_by_itself(tmp_path: Path) -> None:
+    for series in ("a", "b"):
+        save_run(tmp_path, [10, 20, 30], series=series)
+    found = proposal(tmp_path)
+    assert [one.series for one in found.plans] == ["a", "b"]
+    assert [c.step for c in found.kept] == [30, 20, 30, 20]
+    filtered = propose(Store(tmp_path), LAST_TWO, now=NOW, series="b")
+    assert [c.series for c in filtered.dropped] == ["b"]
+
+
+def test_dropped_ones_go_to_one_batch_of_the_trash(tmp_path: Path) -> None:
+    for series in ("a", "b"):
+        save_run(tmp_path, [10, 20, 30], series=series)
+    outcome = prune(tmp_path)
+    assert [c.name for c in outcome.removed] == ["a-1_10.ckpt", "b-1_10.ckpt"]
+    (batch,) = trash.batches(Store(tmp_path))
+    assert batch.path == outcome.batch
+    assert steps(tmp_path) == [20, 20, 30, 30]
+    assert [c.name for c in undo(Store(tmp_path)).restored] == ["a-1_10.ckpt", "b-1_10.ckpt"]
+    assert len(steps(tmp_path)) == 6
+
+
+def test_at_once_leaves_no_trash(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20, 30])
+    outcome = carry_out(Store(tmp_path), proposal(tmp_path), at_once=True)
+    assert (len(outcome.removed), outcome.batch, outcome.failures) == (1, None, [])
+    assert not (tmp_path / trash.TRASH_NAME).exists()
+    with pytest.raises(CheckpointNotFound, match="trash is empty"):
+        undo(Store(tmp_path))
+
+
+def test_bare_files_are_ordered_by_epoch_and_step_of_their_names(tmp_path: Path) -> None:
+    for name in ("CKP-2_1.ckpt", "CKP-10_1.ckpt", "CKP-2_5.ckpt", "CKP-1_5.ckpt"):
+        (tmp_path / name).write_bytes(b"x")
+    assert {c.name for c in proposal(tmp_path).kept} == {"CKP-10_1.ckpt", "CKP-2_5.ckpt"}
+
+
+def test_damaged_ones_use_no_slot_and_stay(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20, 30])
+    overwrite(tmp_path / "net-3_10.ckpt", b"cut")
+    found = proposal(tmp_path)
+    assert not found.dropped
+    assert {c.step: c.state for c in found.kept}[30] is State.CORRUPT
+
+
+def test_nan_metrics_do_not_count_as_a_change(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20, 30], metrics={10: {"loss": math.nan}, 30: {"loss": math.nan}})
+    assert [c.step for c in prune(tmp_path).removed] == [10]
+
+
+def test_changed_directory_stops_that_series(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20, 30])
+    shown = proposal(tmp_path)
+    save_run(tmp_path, [40])
+    outcome = carry_out(Store(tmp_path), shown)
+    (failure,) = outcome.failures
+    assert isinstance(failure, UnsafePrune)
+    assert "changed after its plan" in str(failure)
+    assert (outcome.removed, steps(tmp_path)) == ([], [10, 20, 30, 40])
+
+
+def test_pin_between_plan_and_deed_is_honoured(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20, 30])
+    shown = proposal(tmp_path)
+    store = Store(tmp_path)
+    (oldest,) = shown.dropped
+    with store.lease("net"):
+        store.change_pins(oldest, lambda _: (Pin(name="paper"),))
+    assert carry_out(store, shown).failures
+    assert steps(tmp_path) == [10, 20, 30]
+
+
+def test_locked_series_is_left_alone_and_the_others_are_not(tmp_path: Path) -> None:
+    for series in ("a", "b"):
+        save_run(tmp_path, [10, 20, 30], series=series)
+    store = Store(tmp_path)
+    with store.lease("a"):
+        outcome = carry_out(store, proposal(tmp_path))
+    (failure,) = outcome.failures
+    assert isinstance(failure, StoreLocked)
+    assert "process" in str(failure)
+    assert [c.series for c in outcome.removed] == ["b"]
+
+
+def test_trash_is_emptied_by_a_prune_after_the_grace_time(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20, 30])
+    prune(tmp_path)
+    assert not proposal(tmp_path, now=NOW + timedelta(hours=23)).expired
+    late = NOW + timedelta(hours=24)
+    assert not proposal(tmp_path, now=late).is_empty
+    outcome = prune(tmp_path, now=late)
+    assert outcome.notes == ["removed 1 from the trash for good"]
+    assert not (tmp_path / trash.TRASH_NAME).exists()
+    assert proposal(tmp_path, now=late).is_empty
+
+
+def test_leftovers_of_dead_writers_are_reaped_with_a_note() -> None:
+    model, directory = ModelDisk(), Path("/runs")
+    save_run(directory, [10, 20], fs=model)
+    dead = Store(directory, fs=model, processes=ModelProcesses(model))
+    temp = dead._temp_path("net-9_9.ckpt", "net")
+    model.create(temp, mode=0o600).close()
+    after = model.restart()
+    after.process += 1
+    store = Store(directory, fs=after, processes=ModelProcesses(after))
+    shown = propose(store, LAST_TWO, now=NOW)
+    assert ([c.state for c in shown.leftovers], shown.is_empty) == ([State.LEFTOVER], False)
+    outcome = carry_out(store, shown)
+    assert outcome.notes == [f"removed {temp.name}, left by an interrupted save"]
+    assert after.status(temp) is None
+
+
+def test_file_being_written_is_shown_and_stays(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20])
+    store = Store(tmp_path)
+    temp = store._temp_path("net-9_9.ckpt", "net")
+    temp.touch()
+    shown = proposal(tmp_path)
+    assert ([c.state for c in shown.leftovers], shown.is_empty) == ([State.WRITING], True)
+    assert not carry_out(store, shown).notes
+    assert temp.exists()
+
+
+def test_manifest_that_lost_its_data_to_the_trash_is_not_reaped(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20, 30])
+    prune(tmp_path)
+    (batch,) = trash.batches(Store(tmp_path))
+    manifest = batch.path / manifest_name("net-1_10.ckpt")
+    manifest.rename(tmp_path / manifest.name)
+    assert prune(tmp_path).failures == []
+    assert manifest.exists()
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_file_that_cannot_be_removed_is_named(at_once: bool) -> None:
+    model, directory = ModelDisk(), Path("/runs")
+    save_run(directory, [10, 20, 30, 40], fs=model)
+    operation = "unlink" if at_once else "replace"
+    failing = FailingDisk(model, error=errno.EIO, operation=operation, call=1)
+    store = Store(directory, fs=failing, processes=ModelProcesses(model))
+    outcome = carry_out(store, propose(store, LAST_TWO, now=NOW), at_once=at_once)
+    assert len(outcome.failures) == 1
+    assert [c.step for c in outcome.removed] == [10]
+
+
+def test_trash_that_cannot_be_emptied_is_named() -> None:
+    model, directory = ModelDisk(), Path("/runs")
+    save_run(directory, [10, 20, 30], fs=model)
+    store = Store(directory, fs=model, processes=ModelProcesses(model))
+    carry_out(store, propose(store, LAST_TWO, now=NOW))
+    failing = FailingDisk(model, error=errno.EROFS, operation="unlink", call=1)
+    store = Store(directory, fs=failing, processes=ModelProcesses(model))
+    shown = propose(store, LAST_TWO, now=NOW + timedelta(days=2))
+    outcome = carry_out(store, shown)
+    assert [type(failure) for failure in outcome.failures] == [OSError]
+
+
+def test_undo_that_is_only_asked_about_changes_nothing(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20, 30])
+    prune(tmp_path)
+    before = tree_of(tmp_path)
+    undone = undo(Store(tmp_path), is_dry=True)
+    assert [c.path for c in undone.restored] == [tmp_path / "net-1_10.ckpt"]
+    assert tree_of(tmp_path) == before
+
+
+def test_prune_without_key_keeps_authenticated_manifests_as_they_are(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20, 30], options=SaveOptions(key=KEY))
+    prune(tmp_path)
+    undo(Store(tmp_path))
+    strict = Store(tmp_path, key=KEY, must_authenticate=True)
+    assert {c.state for c in strict.scan()} == {State.OK}
+
+
+def test_fresh_plan_must_be_the_shown_one_in_every_detail(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20, 30])
+    shown = proposal(tmp_path)
+    (one,) = shown.plans
+    forged = replace(one.plan, verdicts=tuple(reversed(one.plan.verdicts)))
+    outcome = carry_out(Store(tmp_path), replace(shown, plans=(replace(one, plan=forged),)))
+    assert isinstance(outcome.failures[0], UnsafePrune)
