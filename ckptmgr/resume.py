@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ckptmgr.errors import CkptmgrError, CorruptCheckpoint
+from ckptmgr.errors import CkptmgrError, CorruptCheckpoint, UnsealedCheckpoint
 from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source, translated_errors
 from ckptmgr.manifest import Manifest
 from ckptmgr.model import Checkpoint, State
@@ -40,6 +40,13 @@ def open_checkpoint(
     """
     with translated_errors(str(checkpoint.path)):
         manifest = store.read_manifest(checkpoint.name)
+        if manifest is None and options.key is not None and not options.allow_unsealed:
+            # The seal proves who wrote the file, not which step of the run it is: an old one could have been renamed.
+            raise UnsealedCheckpoint(
+                "a key was given, but no manifest proves which checkpoint this file is",
+                path=checkpoint.path,
+                hint="pass allow_unsealed=True if you trust its name",
+            )
         with contextlib.closing(store.fs.open(checkpoint.path)) as raw:
             opened = open_source(raw, path=str(checkpoint.path), options=options, manifest=manifest)
             yield opened, manifest
