@@ -301,13 +301,11 @@ class _OsOutputFile:
             view = view[written:]
 
     def _write_once(self, offset: int, view: memoryview) -> int:
-        descriptor = self._direct
-        if (
-            descriptor >= 0
-            and offset % DIRECT_IO_ALIGNMENT == 0 == view.nbytes % DIRECT_IO_ALIGNMENT
-        ):
+        # Of an unaligned length only the last bytes go through the page cache; write_at comes back for them.
+        aligned = view.nbytes - view.nbytes % DIRECT_IO_ALIGNMENT
+        if self._direct >= 0 and offset % DIRECT_IO_ALIGNMENT == 0 and aligned:
             try:
-                return os.pwrite(descriptor, view, offset)
+                return os.pwrite(self._direct, view[:aligned], offset)
             except OSError as error:
                 # Unaligned memory, or a file system that accepts the flag but not the write.
                 if error.errno != errno.EINVAL:

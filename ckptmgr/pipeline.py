@@ -18,7 +18,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -210,70 +210,84 @@ class _Writer:
         self._stream = stream
         self._file = file
         self._digests = [b""] * -(-stream.size // RANGE_BYTES)
-        # Ranges before the tail are independent of each other.
-        self._free_ranges = iter(range(stream.tail_start // RANGE_BYTES))
+        self._ranges = iter(range(-(-stream.tail_start // RANGE_BYTES)))
+        self._unfinished = blake3()  # of the range in which the tail starts
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
         self._writes: queue.SimpleQueue[tuple[int, memoryview, int] | None] = queue.SimpleQueue()
 
     def run(self) -> list[bytes]:
-        tail_range = self._stream.tail_start // RANGE_BYTES
-        if tail_range:
-            self._run_parallel()
-        self._run_tail(tail_range * RANGE_BYTES)
+        if self._stream.tail_start > CHUNK_BYTES:
+            self._write_body_in_parallel()
+        else:  # starting threads takes longer than one chunk
+            self._guard(self._produce_all)
+            self._writes.put(None)
+            self._write_all()
+        self._raise_failure()
+        self._write_tail()
         return self._digests
 
-    def _run_parallel(self) -> None:
-        producers = [
-            threading.Thread(target=self._guard, args=(self._produce_all,))
-            for _ in range(_PRODUCERS)
-        ]
-        writers = [
-            threading.Thread(target=self._guard, args=(self._write_all,)) for _ in range(_WRITERS)
-        ]
-        try:
-            for thread in (*writers, *producers):
-                thread.daemon = True
-                thread.start()
-            _join(producers)
-        except (
-            BaseException
-        ) as error:  # Ctrl-C while waiting: stop the threads before passing it on
-            self._failure = self._failure or error
-            _join(producers)
-        finally:
-            for _ in writers:
-                self._writes.put(None)
-            _join(writers)
-        if self._failure is not None:
-            raise self._failure
+    def _write_body_in_parallel(self) -> None:
+        producers = [self._thread(self._produce_all) for _ in range(_PRODUCERS)]
+        writers = [self._thread(self._write_all) for _ in range(_WRITERS)]
+        self._guard(lambda: _start((*writers, *producers)))
+        # However often Ctrl-C is pressed: nobody may close the file, or reuse its descriptor, under a running thread.
+        while any(thread.is_alive() for thread in (*writers, *producers)):
+            self._guard(lambda: self._finish(producers, writers))
 
-    def _guard(self, work: Callable[[], None]) -> None:
+    def _thread(self, work: Callable[[], None]) -> threading.Thread:
+        return threading.Thread(target=self._guard, args=(work,), daemon=True)
+
+    def _finish(self, producers: list[threading.Thread], writers: list[threading.Thread]) -> None:
+        _join(producers)
+        for _ in writers:
+            self._writes.put(None)
+        _join(writers)
+
+    def _guard(self, work: Callable[[], object]) -> None:
         try:
             work()
         except BaseException as error:  # handed to the caller of run()
-            with self._lock:
-                self._failure = self._failure or error
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._failure = self._failure or error
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure  # the cycle through its traceback would keep every tensor alive
 
     def _next_range(self) -> int | None:
         with self._lock:
-            return None if self._failure is not None else next(self._free_ranges, None)
+            return None if self._failure is not None else next(self._ranges, None)
 
     def _produce_all(self) -> None:
         while (index := self._next_range()) is not None:
             hasher = blake3()
             offset = index * RANGE_BYTES
-            while offset < (index + 1) * RANGE_BYTES and self._failure is None:
-                buffer = _buffers.take()
-                try:
-                    count = self._stream.produce(offset, buffer)
-                    hasher.update(buffer[:count])
-                except BaseException:
-                    _buffers.give_back(buffer)
-                    raise
-                self._writes.put((offset, buffer, count))
-                offset += count
-            self._digests[index] = hasher.digest()
+            stop = min(offset + RANGE_BYTES, self._stream.tail_start)
+            while offset < stop and self._failure is None:
+                offset += self._produce(offset, hasher)
+            if stop % RANGE_BYTES:
+                self._unfinished = hasher
+            else:
+                self._digests[index] = hasher.digest()
+
+    def _produce(self, offset: int, hasher: blake3) -> int:
+        buffer = _buffers.take()
+        try:
+            count = self._stream.produce(offset, buffer)
+            hasher.update(buffer[:count])
+        except BaseException:
+            _buffers.give_back(buffer)
+            raise
+        self._writes.put((offset, buffer, count))
+        return count
 
     def _write_all(self) -> None:
         while (job := self._writes.get()) is not None:
@@ -282,52 +296,29 @@ class _Writer:
                 if self._failure is None:
                     self._file.write_at(offset, buffer[:count])
             except BaseException as error:  # the queue must still be drained, or producers starve
-                with self._lock:
-                    self._failure = self._failure or error
+                self._fail(error)
             finally:
                 _buffers.give_back(buffer)
 
-    def _run_tail(self, offset: int) -> None:
-        with _digesting(self._digests, offset) as update:
-            while offset < self._stream.tail_start:
-                buffer = _buffers.take()
-                try:
-                    count = self._stream.produce(offset, buffer)
-                    update(buffer[:count])
-                    self._file.write_at(offset, buffer[:count])
-                finally:
-                    _buffers.give_back(buffer)
-                offset += count
-            tail = self._stream.tail()
-            update(memoryview(tail))
-            if tail:
-                self._file.write_at(offset, tail)
+    def _write_tail(self) -> None:
+        offset = self._stream.tail_start
+        tail = memoryview(self._stream.tail())
+        if tail.nbytes:
+            self._file.write_at(offset, tail)
+        index, filled = divmod(offset, RANGE_BYTES)
+        while filled or tail.nbytes:
+            part, tail = tail[: RANGE_BYTES - filled], tail[RANGE_BYTES - filled :]
+            self._unfinished.update(part)
+            self._digests[index] = self._unfinished.digest()
+            self._unfinished, filled, index = blake3(), 0, index + 1
 
 
-def _join(threads: list[threading.Thread]) -> None:
+def _start(threads: Iterable[threading.Thread]) -> None:
     for thread in threads:
-        if thread.ident is not None:
+        thread.start()
+
+
+def _join(threads: Iterable[threading.Thread]) -> None:
+    for thread in threads:
+        if thread.is_alive():
             thread.join()
-
-
-@contextmanager
-def _digesting(digests: list[bytes], offset: int) -> Iterator[Callable[[memoryview], None]]:
-    """Give a function that takes the file's bytes from `offset` (a range start) on and fills in the digests."""
-    hasher = blake3()
-    room = RANGE_BYTES
-    index = offset // RANGE_BYTES
-
-    def update(view: memoryview) -> None:
-        nonlocal hasher, room, index
-        while view.nbytes:
-            count = min(room, view.nbytes)
-            hasher.update(view[:count])
-            room -= count
-            view = view[count:]
-            if room == 0:
-                digests[index] = hasher.digest()
-                hasher, room, index = blake3(), RANGE_BYTES, index + 1
-
-    yield update
-    if room < RANGE_BYTES:
-        digests[index] = hasher.digest()
