@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`open_source` and `read_values`: each stage checks what it hands on, and nothing is read that is not asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckptmgr import save_checkpoint
+from ckptmgr.crypto import errors as crypto_errors
+from ckptmgr.crypto.key import Key
+from ckptmgr.errors import (
+    ChecksumMismatch,
+    CkptmgrError,
+    CorruptCheckpoint,
+    KeyProblem,
+    TamperedCheckpoint,
+    TruncatedCheckpoint,
+    UnsealedCheckpoint,
+    UnsupportedCheckpoint,
+)
+from ckptmgr.formats import errors as format_errors
+from ckptmgr.formats.source import BytesSource
+from ckptmgr.loader import ReadOptions, open_source, read_values, translated_errors
+from ckptmgr.store import Store
+from tests.manager.surface import KEY
+
+MIB = 1 << 20
+_PLAIN = ReadOptions()
+_KEYED = ReadOptions(key=Key(KEY))
+
+
+class _Counting(BytesSource):
+    """Counts the bytes that are read."""
+
+    read_bytes = 0
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        self.read_bytes += buffer.nbytes
+        super().read_into(offset, buffer)
+
+
+def _file(
+    directory: Path, state: dict[str, np.ndarray], name: str = "x.ckpt", **options: bool
+) -> bytes:
+    save_checkpoint(state, directory / name, **options)  # type: ignore[arg-type]
+    return (directory / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "metadata"), [("x.ckpt", {}), ("x.safetensors", {"format": "ms"})]
+)
+def test_open_checkpoint_tells_format_and_metadata(
+    tmp_path: Path, name: str, metadata: dict[str, str]
+) -> None:
+    format = name.partition(".")[2]
+    save_checkpoint({"w": np.zeros(1)}, tmp_path / name, format=format)
+    source = BytesSource((tmp_path / name).read_bytes())
+    opened = open_source(source, path=name, options=_PLAIN)
+    assert (opened.format, opened.metadata) == (format, metadata)
+    assert (opened.cipher, opened.is_sealed, opened.has_digests) == (None, False, False)
+
+
+def test_sealed_file_is_opened_without_a_mode_by_what_it_says(tmp_path: Path) -> None:
+    save_checkpoint({"w": np.zeros(1)}, tmp_path / "x.ckpt", enc_key=KEY, enc_mode="SM4-CBC")
+    source = BytesSource((tmp_path / "x.ckpt").read_bytes())
+    opened = open_source(source, path="x.ckpt", options=_KEYED)
+    assert (opened.cipher, opened.is_sealed) == ("SM4-CBC", True)
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["plain", "sealed"])
+def test_one_tensor_costs_the_bytes_of_that_tensor(tmp_path: Path, key: bytes | None) -> None:
+    state = {f"w{n}": np.full(8 * MIB // 4, n, np.float32) for n in range(4)}
+    save_checkpoint(state, tmp_path / "x.ckpt", enc_key=key)
+    source = _Counting((tmp_path / "x.ckpt").read_bytes())
+    options = _PLAIN if key is None else _KEYED
+    opened = open_source(source, path="x.ckpt", options=options)
+    values = read_values(opened, choose=lambda name: name == "w2")
+    assert np.array_equal(values["w2"], state["w2"])
+    # The headers of the others lie in other blocks of 4 MiB; of an encrypted block all is read.
+    assert source.read_bytes < (8 * MIB + 4096 * 20 if key is None else 28 * MIB)
+
+
+def test_nothing_chosen_is_nothing_read(tmp_path: Path) -> None:
+    source = _Counting(_file(tmp_path, {"w": np.zeros(MIB, np.float32)}))
+    opened = open_source(source, path="x.ckpt", options=_PLAIN)
+    assert read_values(opened, choose=lambda _: False) == {}
+    assert source.read_bytes < 100_000
+
+
+@pytest.mark.parametrize("name", ["x.ckpt", "x.safetensors"])
+def test_crc_covers_what_was_not_chosen_too(tmp_path: Path, name: str) -> None:
+    state = {"a": np.zeros(2, np.float32), "b": np.zeros(2, np.float32)}
+    save_checkpoint(state, tmp_path / name, format=name.partition(".")[2], crc_check=True)
+    content = bytearray((tmp_path / name).read_bytes())
+    at = content.rindex(bytes(8), 0, len(content) - (17 if name == "x.ckpt" else 0))
+    content[at] ^= 1
+    opened = open_source(BytesSource(bytes(content)), path=name, options=_PLAIN)
+    with pytest.raises(ChecksumMismatch, match="the CRC32 is"):
+        read_values(opened, choose=lambda name: name == "a", check_crc=True)
+
+
+def test_whole_file_with_its_crc_is_read_once(tmp_path: Path) -> None:
+    data = _file(tmp_path, {"w": np.zeros(MIB, np.float32)}, crc_check=True)
+    source = _Counting(data)
+    read_values(open_source(source, path="x.ckpt", options=_PLAIN), check_crc=True)
+    assert source.read_bytes < len(data) + 100_000
+
+
+def test_manifest_of_another_file_does_not_vouch_for_this_one(tmp_path: Path) -> None:
+    _file(tmp_path, {"w": np.zeros(2, np.float32)})
+    other = _file(tmp_path, {"w": np.ones(2, np.float32)}, "y.ckpt")
+    manifest = Store(tmp_path).read_manifest("x.ckpt")
+    with pytest.raises(ChecksumMismatch):
+        open_source(BytesSource(other), path="x.ckpt", options=_PLAIN, manifest=manifest)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (format_errors.FormatError("m", offset=3, tensor="w"), CorruptCheckpoint),
+        (format_errors.TruncatedError("m", offset=3, tensor="w"), TruncatedCheckpoint),
+        (format_errors.ChecksumError("m", offset=3, tensor="w"), ChecksumMismatch),
+        (format_errors.UnsupportedError("m", offset=3, tensor="w"), UnsupportedCheckpoint),
+        (crypto_errors.DecryptionError("m", offset=3, hint="h"), KeyProblem),
+        (crypto_errors.TamperedError("m", offset=3, hint="h"), TamperedCheckpoint),
+        (crypto_errors.TruncatedCiphertextError("m", offset=3, hint="h"), TruncatedCheckpoint),
+        (crypto_errors.UnsealedError("m", offset=3, hint="h"), UnsealedCheckpoint),
+        (crypto_errors.UnsupportedSuiteError("m", offset=3, hint="h"), UnsupportedCheckpoint),
+        (crypto_errors.KeyLengthError("m", offset=3, hint="h"), KeyProblem),
+        (crypto_errors.KeySourceError("m", offset=3, hint="h"), KeyProblem),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Exception) else "",
+)
+def test_error_of_a_lower_layer_becomes_ours_with_the_file_and_the_place(
+    error: Exception, expected: type[CkptmgrError]
+) -> None:
+    def fail() -> None:
+        with translated_errors("/runs/x.ckpt"):
+            raise error
+
+    with pytest.raises(CkptmgrError) as caught:
+        fail()
+    assert type(caught.value) is expected
+    assert caught.value.__cause__ is error
+    assert caught.value.path == "/runs/x.ckpt"
+    assert "offset 3" in str(caught.value)
+    if isinstance(caught.value, CorruptCheckpoint):
+        assert caught.value.offset == 3
+
+
+@pytest.mark.parametrize("kind", [ValueError, OSError, KeyboardInterrupt])
+def test_other_exceptions_pass_untouched(kind: type[BaseException]) -> None:
+    def work() -> None:
+        with translated_errors("/runs/x.ckpt"):
+            raise kind("as it was")
+
+    with pytest.raises(kind, match="as it was"):
+        work()
