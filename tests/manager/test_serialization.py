@@ -25,7 +25,8 @@ from ckptmgr.errors import (
     UnsupportedState,
 )
 from ckptmgr.network import load_into
-from ckptmgr.saver import SaveOptions, build_image, done_handle
+from ckptmgr.handle import done_handle
+from ckptmgr.saver import SaveOptions, build_image
 from ckptmgr.store import Store
 from tests.manager.surface import KEY, bare
 
@@ -125,13 +126,6 @@ def test_image_of_encrypted_safetensors_is_not_built_yet() -> None:
 
     with pytest.raises(NotBuiltYet):
         build_image([], options=SaveOptions(format="safetensors", key=Key(KEY)))
-
-
-def test_handle_of_a_finished_save_gives_the_checkpoint(tmp_path: Path) -> None:
-    saved = save_checkpoint(_W, tmp_path / "x.ckpt")
-    handle = done_handle(saved)
-    assert handle.staged.done()
-    assert handle.wait(timeout_s=0) == saved
 
 
 def test_object_with_a_state_dict_is_saved_with_joined_names(tmp_path: Path) -> None:
