@@ -20,13 +20,20 @@ from typing import Any
 
 from ckptmgr.crypto.key import Key, is_manifest_mac, manifest_mac
 from ckptmgr.digest import ALGORITHM, DIGEST_BYTES, FileDigest
-from ckptmgr.errors import CorruptCheckpoint, KeyProblem, TamperedCheckpoint, UnsealedCheckpoint
+from ckptmgr.errors import (
+    CorruptCheckpoint,
+    KeyProblem,
+    TamperedCheckpoint,
+    UnsealedCheckpoint,
+    UnsupportedCheckpoint,
+)
 from ckptmgr.model import Checkpoint, Pin, State
 
 SCHEMA = "ckptmgr.manifest/1"
 SUFFIX = ".manifest.json"
 MAX_MANIFEST_BYTES = 64 << 20
 _MAX_RANGE_BYTES = 1 << 30
+_MAX_COUNT = (1 << 64) - 1
 _MAC_ALGORITHM = "HMAC-SHA-256"
 
 
@@ -91,6 +98,10 @@ class Manifest:
         """Return the manifest as it is after the swap."""
         return replace(self, replaces=None)
 
+    def completed(self, file: FileEntry, stats: Mapping[str, float]) -> Manifest:
+        """Return this draft with the data file that was written."""
+        return replace(self, file=file, stats=dict(stats))
+
     def to_checkpoint(
         self, directory: Path, *, state: State = State.OK, problem: str | None = None
     ) -> Checkpoint:
@@ -122,8 +133,12 @@ def manifest_name(data_name: str) -> str:
 
 
 def encode(manifest: Manifest, *, key: Key | None = None) -> bytes:
-    """Return the manifest as JSON, authenticated when there is a key."""
-    document = _to_document(manifest)
+    """Return the manifest as JSON, authenticated when there is a key.
+
+    Raises:
+        UnsupportedCheckpoint: A value in it could not be read back, such as an epoch of 1.5; names it.
+    """
+    document = _checked_document(manifest)
     if key is not None:
         mac = manifest_mac(key, _canonical(document))
         document["auth"] = {"algorithm": _MAC_ALGORITHM, "key_id": key.key_id, "mac": mac.hex()}
@@ -157,12 +172,27 @@ def decode(
         raise CorruptCheckpoint(f"not a valid manifest: {error!r}", path=path) from error
     if manifest_name(manifest.file.name) != path.name:
         raise CorruptCheckpoint(f"is the manifest of {manifest.file.name!r}", path=path)
+    if manifest.replaces is not None and manifest.replaces.file.name != manifest.file.name:
+        raise CorruptCheckpoint(f"replaces {manifest.replaces.file.name!r}", path=path)
     if key is not None:
         try:
             _authenticate(document, auth, key=key, path=path, is_required=must_authenticate)
         except RecursionError as error:
             raise CorruptCheckpoint("not valid JSON: nested too deeply", path=path) from error
     return manifest
+
+
+def _checked_document(manifest: Manifest) -> dict[str, Any]:
+    # A manifest that no reader accepts would make a whole checkpoint look damaged.
+    try:
+        document = _to_document(manifest)
+        _from_document(document)
+    except (TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise UnsupportedCheckpoint(
+            f"cannot be noted in the manifest of {manifest.file.name!r}: {error}",
+            hint="nothing was changed; give another value",
+        ) from error
+    return document
 
 
 def is_authenticated(data: bytes, *, path: Path) -> bool:
@@ -209,7 +239,12 @@ def _canonical(document: Mapping[str, Any]) -> bytes:
 
 def _parse(data: bytes, path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(data, object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        document = json.loads(
+            data,
+            object_pairs_hook=_unique,
+            parse_float=_finite,
+            parse_constant=_refuse_constant,
+        )
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"not valid JSON: {error}", path=path) from error
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
@@ -223,6 +258,13 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(result) != len(pairs):
         raise ValueError("a key appears twice")
     return result
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:20]} is too large")
+    return number
 
 
 def _refuse_constant(name: str) -> float:
@@ -277,10 +319,10 @@ def _from_document(document: Mapping[str, Any]) -> Manifest:
         series=_typed(document["series"], str),
         run_id=_typed(run["id"], str),
         parent_run_ids=tuple(_typed(parent, str) for parent in run["parents"]),
-        step=_count(document["step"]),
-        attempt=_count(document["attempt"]),
-        epoch=None if document["epoch"] is None else _count(document["epoch"]),
-        sequence=_count(document["sequence"]),
+        step=_count(document, "step"),
+        attempt=_count(document, "attempt"),
+        epoch=None if document["epoch"] is None else _count(document, "epoch"),
+        sequence=_count(document, "sequence"),
         saved_at=_time(document["saved_at"]),
         why=_typed(document["why"], str),
         metrics={name: _number_from_json(value) for name, value in document["metrics"].items()},
@@ -288,7 +330,7 @@ def _from_document(document: Mapping[str, Any]) -> Manifest:
             Pin(name=_typed(pin["name"], str), reason=_typed(pin["reason"], str))
             for pin in document["pins"]
         ),
-        world_size=_count(document["world"]["size"]),
+        world_size=_count(document["world"], "size"),
         stats={name: _number_from_json(value) for name, value in document["stats"].items()},
         replaces=None if replaces is None else _from_document({**replaces, "replaces": None}),
     )
@@ -301,7 +343,7 @@ def _entry_from_document(entry: Mapping[str, Any]) -> FileEntry:
     digest = entry["digest"]
     if digest["algorithm"] != ALGORITHM:
         raise ValueError(f"unknown digest algorithm {digest['algorithm']!r}")
-    size_bytes, range_bytes = _count(entry["size_bytes"]), _count(digest["range_bytes"])
+    size_bytes, range_bytes = _count(entry, "size_bytes"), _count(digest, "range_bytes")
     if not 1 <= range_bytes <= _MAX_RANGE_BYTES:
         raise ValueError(f"{range_bytes} bytes is no sensible digest range")
     ranges = tuple(bytes.fromhex(value) for value in digest["ranges"])
@@ -329,10 +371,16 @@ def _optional_text(value: object) -> str | None:
     return None if value is None else _typed(value, str)
 
 
-def _count(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{value!r} is not a count")
+def _count(document: Mapping[str, Any], name: str) -> int:
+    value: object = document[name]
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_COUNT:
+        raise ValueError(f"the {name} is {_shown(value)}, not an integer from 0 to 2**64 - 1")
     return value
+
+
+def _shown(value: object) -> str:
+    is_huge = isinstance(value, int) and abs(value) > _MAX_COUNT  # too long for Python to print
+    return "too large" if is_huge else repr(value)
 
 
 def _time(value: object) -> datetime:

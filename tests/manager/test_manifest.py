@@ -14,9 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptmgr.crypto.key import Key
-from ckptmgr.errors import CorruptCheckpoint, KeyProblem, TamperedCheckpoint
+from ckptmgr.errors import (
+    CorruptCheckpoint,
+    KeyProblem,
+    TamperedCheckpoint,
+    UnsupportedCheckpoint,
+)
 from ckptmgr.manifest import SUFFIX, decode, encode, manifest_name
-from ckptmgr.model import State
+from ckptmgr.model import Pin, State
 from tests.manager.manifests import PATH, SAVED_AT, changed, manifest
 
 KEY, OTHER_KEY = Key(bytes(32)), Key(bytes([1] * 32))
@@ -99,6 +104,8 @@ DAMAGES: dict[str, Change] = {
     "negative step": set_in("step", to=-1),
     "step as text": set_in("step", to="1"),
     "step as bool": set_in("step", to=True),
+    "step of more than 64 bits": set_in("step", to=1 << 64),
+    "sequence that cannot be printed": set_in("sequence", to=10**4299),
     "huge size": set_in("files", 0, "size_bytes", to=10**30),
     "huge size and range": set_in("files", 0, "digest", "range_bytes", to=1 << 40),
     "range of nothing": set_in("files", 0, "digest", "range_bytes", to=0),
@@ -129,6 +136,7 @@ DAMAGES: dict[str, Change] = {
     "no time zone": set_in("saved_at", to="2026-03-01T12:00:00"),
     "no time": set_in("saved_at", to="yesterday"),
     "time before time": set_in("saved_at", to="0001-01-01T00:00:00+14:00"),
+    "replaces another file": set_in("replaces", to=json.loads(encode(manifest("net-2.ckpt")))),
     "replaces a list": set_in("replaces", to=[1]),
     "replaces a text": set_in("replaces", to="x"),
     "replaces nothing known": set_in("replaces", to={}),
@@ -138,7 +146,9 @@ DAMAGES: dict[str, Change] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_damaged_manifest_is_refused(damage: str) -> None:
-    with pytest.raises(CorruptCheckpoint, match=r"^/runs/net-1\.ckpt\.manifest\.json: not "):
+    with pytest.raises(
+        CorruptCheckpoint, match=r"^/runs/net-1\.ckpt\.manifest\.json: not |replaces 'net-2"
+    ):
         decode(changed(DAMAGES[damage]), path=PATH)
 
 
@@ -237,6 +247,30 @@ def test_changed_manifest_is_tampered(change: Change) -> None:
 def test_unknown_authentication_is_refused(auth: object) -> None:
     with pytest.raises(CorruptCheckpoint, match="unknown authentication"):
         decode(authenticated(set_in("auth", to=auth)), path=PATH, key=KEY)
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+def test_number_beyond_all_floats_is_refused(key: Key | None) -> None:
+    data = encode(manifest(), key=key).replace(b'"loss": 0.5', b'"loss": 1e999')
+    with pytest.raises(CorruptCheckpoint, match="1e999 is too large"):
+        decode(data, path=PATH, key=key)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"epoch": -1}, "the epoch is -1"),
+        ({"epoch": 1.5}, r"the epoch is 1\.5"),
+        ({"step": 1 << 64}, "the step is too large"),
+        ({"why": 5}, "5 is not a str"),
+        ({"pins": (Pin(name=5),)}, "5 is not a str"),  # type: ignore[arg-type]
+    ],
+)
+def test_manifest_that_nobody_could_read_is_not_written(
+    change: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(UnsupportedCheckpoint, match=problem):
+        encode(replace(manifest(), **change))
 
 
 def test_manifest_nested_to_the_limit_is_refused() -> None:
