@@ -25,7 +25,6 @@ from ckptmgr.errors import (
     UnsupportedState,
 )
 from ckptmgr.network import load_into
-from ckptmgr.handle import done_handle
 from ckptmgr.saver import SaveOptions, build_image
 from ckptmgr.store import Store
 from tests.manager.surface import KEY, bare
