@@ -57,6 +57,7 @@ class Flattener:
         self._nodes: list[Json] = []
         self._leaves: list[Leaf] = []
         self._names: set[str] = set()
+        self._numbers: dict[str, int] = {}
         self._open: set[int] = set()
         self._held: list[object] = []
 
@@ -197,10 +198,12 @@ class Flattener:
         self._nodes.append({kind: leaf.node})
 
     def _unique(self, name: str) -> str:
-        candidate, number = name, 1
+        candidate, number = name, self._numbers.get(name, 1)
         while candidate in self._names:
             number += 1
             candidate = f"{name}~{number}"
+        # Many arrays may want one name (tuples as keys); each search goes on where the last one ended.
+        self._numbers[name] = number
         self._names.add(candidate)
         return candidate
 

@@ -154,6 +154,12 @@ def test_tensor_name_of_bare_array_is_state() -> None:
     assert flatten(np.zeros(1)).tensors[0].spec.name == "state"
 
 
+def test_arrays_that_want_one_name_are_numbered() -> None:
+    state = {(number,): np.zeros(1) for number in range(4)}
+    names = [tensor.spec.name for tensor in flatten(state).tensors]
+    assert names == ["tuple", "tuple~2", "tuple~3", "tuple~4"]
+
+
 def test_namedtuple_comes_back_as_plain_tuple() -> None:
     assert same(round_trip(Point(1, [2])), (1, [2]))
 
