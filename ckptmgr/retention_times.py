@@ -152,7 +152,8 @@ class PerMinutes(Rule):
     """Thin out as MindSpore's `keep_checkpoint_per_n_minutes` does.
 
     Of the checkpoints less than `minutes` older than the newest, keep the oldest; keep the newest and all that is
-    older. Applied at each save, that leaves about one checkpoint for each `minutes`, and the newest.
+    older. Applied at each save, that leaves about one checkpoint for each `minutes`, and the newest. What is dated after
+    the newest is kept, too: when the clock has gone back, the whole history is.
     """
 
     minutes: int
@@ -167,7 +168,7 @@ class PerMinutes(Rule):
         """Return the findings, newest first."""
         newest = as_utc(history[0].saved_at)
         ages_s = [(newest - as_utc(item.saved_at)).total_seconds() for item in history]
-        window = [i for i, age_s in enumerate(ages_s) if i > 0 and age_s < 60 * self.minutes]
+        window = [i for i, age_s in enumerate(ages_s) if i > 0 and 0 <= age_s < 60 * self.minutes]
         oldest = max(window, key=lambda i: (ages_s[i], i), default=0)
         dropped = set(window) - {oldest}
         name = f"per_minutes {self.minutes}"

@@ -238,6 +238,12 @@ def test_per_minutes_is_strict() -> None:
     assert plan(history, PerMinutes(5), NOW).dropped == ()
 
 
+def test_per_minutes_after_the_clock_went_back_keeps_the_history() -> None:
+    before = [checkpoint(step, age=timedelta(minutes=-10 * step)) for step in (1, 2, 3)]
+    history = [*before, checkpoint(4, age=timedelta(minutes=60))]
+    assert plan(history, PerMinutes(100), NOW).dropped == ()
+
+
 def test_per_minutes_of_equal_times_keeps_one_of_the_window() -> None:
     """MindSpore removes them all when every file has the time of the clock."""
     assert _steps(plan([checkpoint(step) for step in (1, 2, 3)], PerMinutes(1), NOW).kept) == [3, 1]
