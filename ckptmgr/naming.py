@@ -158,7 +158,7 @@ def check_prefix(prefix: object) -> str | Callable[..., object]:
     """Return a prefix given to `ModelCheckpoint` when it is a usable string or a callable.
 
     Raises:
-        ValueError: It is neither, or holds a `/` or a NUL character.
+        ValueError: It is neither, holds a `/` or a NUL character, or starts with a dot (which MindSpore accepts).
     """
     if callable(prefix):
         return prefix
@@ -167,6 +167,7 @@ def check_prefix(prefix: object) -> str | Callable[..., object]:
             "For 'ModelCheckpoint', the argument 'prefix' for checkpoint file name is invalid, "
             f"it must be callable or string that does not contain '/', but got {prefix}."
         )
+    _check_start(prefix)
     return prefix
 
 
@@ -174,14 +175,29 @@ def check_prefix_result(prefix: object) -> str:
     """Return what a callable prefix returned when it is a usable string.
 
     Raises:
-        ValueError: It is not a string, or holds a `/` or a NUL character.
+        ValueError: It is not a string, holds a `/` or a NUL character, or starts with a dot.
     """
     if not isinstance(prefix, str) or "/" in prefix or "\0" in prefix:
         raise ValueError(
             "For 'ModelCheckpoint', the argument 'prefix' for checkpoint file name is callable, "
             f"it must return a string that does not contain '/', but got {prefix}."
         )
+    _check_start(prefix)
     return prefix
+
+
+def _check_start(prefix: str) -> None:
+    # Names with a leading dot are temporary files, leases, or what other systems leave beside a file (`._net-1_1.ckpt`).
+    if prefix.startswith("."):
+        raise ValueError(
+            f"the prefix {prefix!r} starts with '.': such files are hidden, never listed and never resumed from"
+        )
+    try:
+        os.fsencode(prefix)
+    except UnicodeEncodeError:
+        raise ValueError(
+            f"the prefix {prefix!r} holds a character that no file name can hold"
+        ) from None
 
 
 def check_directory(directory: object) -> Path:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,19 @@ def test_check_prefix_returns_a_callable() -> None:
 def test_check_prefix_of_an_unusable_one_is_refused(prefix: object) -> None:
     with pytest.raises(ValueError, match="it must be callable or string that does not contain '/'"):
         check_prefix(prefix)
+
+
+@pytest.mark.parametrize("check", [check_prefix, check_prefix_result])
+@pytest.mark.parametrize("prefix", [".net", ".", "a\ud800"])
+def test_check_prefix_that_gives_files_nobody_finds_is_refused(
+    check: Callable[[object], object], prefix: str
+) -> None:
+    with pytest.raises(ValueError, match=r"starts with '\.'|no file name can hold"):
+        check(prefix)
+
+
+def test_check_prefix_of_bytes_that_are_no_utf8_is_accepted() -> None:
+    assert check_prefix("net\udcff") == "net\udcff"
 
 
 def test_check_prefix_result_returns_a_usable_one() -> None:
