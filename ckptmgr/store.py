@@ -43,6 +43,8 @@ _DATA_SUFFIXES = (".ckpt", ".safetensors")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Room for the manifest and the directory blocks beside the data.
 _SPACE_MARGIN_BYTES = 1 << 20
+# Of the process, not of a store: two stores of one directory must not choose the same temporary name.
+_ATTEMPTS = itertools.count()
 
 
 class Store:
@@ -70,7 +72,6 @@ class Store:
         self._key = key
         self._processes: Processes = processes if processes is not None else ProcProcesses()
         self._must_authenticate = must_authenticate
-        self._attempts = itertools.count()
 
     def scan(self) -> list[Checkpoint]:
         """Return everything in the directory that is, was or will be a checkpoint, in no particular order.
@@ -221,15 +222,21 @@ class Store:
             self.fs.make_directory(self.directory, mode=0o700)
             self.check_space(size_bytes)
             old = self._manifest_of_current(name)
-            manifest = describe(self._write_temp(temp, size_bytes, write, mode))
+            manifest = self._write_temp(temp, size_bytes, write, describe, mode=mode)
             self._commit(name, temp, manifest, old, series=series, mode=mode)
         except OSError as error:
             raise _with_path(error, self.directory / name, size_bytes, self.fs) from error
         return manifest
 
     def _write_temp(
-        self, temp: Path, size_bytes: int, write: Callable[[OutputFile], FileDigest], mode: int
-    ) -> FileDigest:
+        self,
+        temp: Path,
+        size_bytes: int,
+        write: Callable[[OutputFile], FileDigest],
+        describe: Callable[[FileDigest], Manifest],
+        *,
+        mode: int,
+    ) -> Manifest:
         file = self.fs.create(temp, mode=mode)
         try:
             try:
@@ -238,10 +245,10 @@ class Store:
                 file.sync()
             finally:
                 file.close()
+            return describe(digest)
         except BaseException:
             self._discard(temp)
             raise
-        return digest
 
     def _commit(
         self,
@@ -258,8 +265,11 @@ class Store:
             self.fs.sync_directory(self.directory)
             self.fs.replace(temp, self.directory / name)
         except BaseException:
-            self._discard(temp)
-            self._undo_manifest(name, old, series=series, mode=mode)
+            # Ctrl-C, and an answer lost on the way from a file server, also come after the rename was done. The manifest
+            # that describes old and new must then stay: it is the only one that is true.
+            if self._is_there(temp):
+                self._discard(temp)
+                self._undo_manifest(name, old, series=series, mode=mode)
             raise
         # From here on the checkpoint exists. If this sync fails the caller must hear of it, but the published file stays:
         # removing it could remove the only good one.
@@ -362,8 +372,13 @@ class Store:
         )
 
     def _temp_path(self, name: str, series: str) -> Path:
-        unique = f"{self._processes.token()}.{series_tag(series)}.{threading.get_ident():x}-{next(self._attempts)}"
+        unique = f"{self._processes.token()}.{series_tag(series)}.{threading.get_ident():x}-{next(_ATTEMPTS)}"
         return self.directory / f".{name}.{unique}{_TEMP_SUFFIX}"
+
+    def _is_there(self, temp: Path) -> bool:
+        with contextlib.suppress(OSError):
+            return self.fs.status(temp) is not None
+        return False
 
     def _discard(self, temp: Path) -> None:
         with contextlib.suppress(OSError):
