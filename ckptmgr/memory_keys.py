@@ -73,7 +73,7 @@ def checked_offload_config(offload_config: object) -> OffloadKeys:
         check = _CHECKS.get(name)
         if check is None:
             raise ValueError(f"Unknown config: [{key!r}]")
-        if name in checked and key != name:
+        if name in checked:
             raise ValueError("'aio_queue_size' and 'aio_queue_depth' are one key; give it once.")
         checked[name] = check(name, value)
     return OffloadKeys(**checked)  # type: ignore[arg-type]

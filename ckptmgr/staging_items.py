@@ -17,13 +17,9 @@ Content = Callable[[], memoryview]
 
 def tensors_of(item: Item) -> tuple[Tensor, ...]:
     """Return the tensors in an item: none of a text, three of a map parameter."""
-    match item:
-        case Tensor():
-            return (item,)
-        case MapTensors():
-            return (item.key, item.value, item.status)
-        case Text():
-            return ()
+    if isinstance(item, MapTensors):
+        return (item.key, item.value, item.status)
+    return (item,) if isinstance(item, Tensor) else ()
 
 
 def replace_contents(items: Sequence[Item], contents: Sequence[Content]) -> list[Item]:
@@ -33,16 +29,14 @@ def replace_contents(items: Sequence[Item], contents: Sequence[Content]) -> list
 
 
 def _replaced(item: Item, contents: Iterator[Content]) -> Item:
-    match item:
-        case Tensor():
-            return Tensor(spec=item.spec, content=next(contents))
-        case MapTensors():
-            key, value, status = (
-                replace(tensor, content=next(contents)) for tensor in tensors_of(item)
-            )
-            return MapTensors(name=item.name, key=key, value=value, status=status)
-        case Text():
-            return item
+    if isinstance(item, Tensor):
+        return Tensor(spec=item.spec, content=next(contents))
+    if isinstance(item, MapTensors):
+        key, value, status = (
+            replace(tensor, content=next(contents)) for tensor in tensors_of(item)
+        )
+        return MapTensors(name=item.name, key=key, value=value, status=status)
+    return item
 
 
 def describe_items(items: Sequence[Item], places: Sequence[Place]) -> list[dict[str, object]]:
@@ -57,22 +51,20 @@ def describe_items(items: Sequence[Item], places: Sequence[Place]) -> list[dict[
 
 
 def _described(item: Item, places: Iterator[Place]) -> dict[str, object]:
-    match item:
-        case Tensor():
-            slab, offset = next(places)
-            return {
-                "name": item.spec.name,
-                "dtype": item.spec.dtype.name,
-                "shape": item.spec.shape,
-                "slab": slab,
-                "offset": offset,
-                "length": item.spec.size_bytes,
-            }
-        case MapTensors():
-            parts = [_described(tensor, places) for tensor in tensors_of(item)]
-            return {"name": item.name, "map": parts}
-        case Text():
-            return {"name": item.name, "text": item.text}
+    if isinstance(item, Text):
+        return {"name": item.name, "text": item.text}
+    if isinstance(item, MapTensors):
+        parts = [_described(tensor, places) for tensor in tensors_of(item)]
+        return {"name": item.name, "map": parts}
+    slab, offset = next(places)
+    return {
+        "name": item.spec.name,
+        "dtype": item.spec.dtype.name,
+        "shape": item.spec.shape,
+        "slab": slab,
+        "offset": offset,
+        "length": item.spec.size_bytes,
+    }
 
 
 def items_from(description: Sequence[Mapping[str, Any]], slabs: Sequence[memoryview]) -> list[Item]:

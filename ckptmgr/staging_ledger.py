@@ -30,7 +30,8 @@ class Ledger:
         self.host_limit_bytes = config.usable_host_bytes
         self.disk_limit_bytes = config.disk_budget_bytes
         self.planning = threading.Lock()
-        self._lock = threading.Lock()
+        # Reentrant: the garbage collector may give memory back while this thread takes some.
+        self._lock = threading.RLock()
         self._host_bytes = 0
         self._disk_bytes = 0
 
@@ -59,7 +60,7 @@ class Ledger:
                 and total > self.host_limit_bytes
             ):
                 return False
-            self._host_bytes = total
+            self._host_bytes += size_bytes
             return True
 
     def add_disk(self, size_bytes: int) -> bool:
@@ -72,5 +73,5 @@ class Ledger:
                 and total > self.disk_limit_bytes
             ):
                 return False
-            self._disk_bytes = total
+            self._disk_bytes += size_bytes
             return True

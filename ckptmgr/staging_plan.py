@@ -9,6 +9,7 @@ fit the host budget is laid out in one spill file.
 from __future__ import annotations
 
 import heapq
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,7 +56,7 @@ def lay_out(
     Layout(places=[(0, 0), (0, 3008)], slabs_bytes=[4096], spill_bytes=0)
     """
     padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
-    room = sum(padded) + len(padded) * slab_bytes if room_bytes is None else room_bytes
+    room = sys.maxsize if room_bytes is None else room_bytes
     unit = slab_bytes if allocation in ("slabs", "arena_and_slabs") else PAGE_BYTES
     unit = max(PAGE_BYTES, _down(min(unit, room), PAGE_BYTES))
     whole = _up(sum(padded), unit)

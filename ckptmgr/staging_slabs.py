@@ -49,9 +49,8 @@ class Slab:
         self._memory = self._map(config, is_shared=is_shared)
         self.view = memoryview(self._memory)[:size_bytes]
         try:
-            with contextlib.suppress(
-                OSError
-            ):  # kernels without core dumps or transparent huge pages
+            # Kernels without core dumps or transparent huge pages refuse, and nothing is lost.
+            with contextlib.suppress(OSError):
                 self._memory.madvise(mmap.MADV_DONTDUMP)
                 if not is_shared:
                     self._memory.madvise(mmap.MADV_HUGEPAGE)
@@ -69,9 +68,8 @@ class Slab:
         return self._file
 
     def wipe(self, start: int, stop: int) -> None:
-        """Overwrite a range with zeros."""
-        if stop > start:
-            np.frombuffer(self.view[start:stop], np.uint8).fill(0)
+        """Overwrite a range of at least one byte with zeros."""
+        np.frombuffer(self.view[start:stop], np.uint8).fill(0)
 
     def close(self) -> None:
         """Give the memory back; where somebody still holds a view, as soon as they let go of it."""

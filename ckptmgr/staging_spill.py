@@ -56,14 +56,20 @@ class SpillFile:
         """The open file."""
         return self._file.fileno()
 
-    def write(self, jobs: Iterable[Job]) -> None:
+    def write(self, jobs: Iterable[Job], *, size_bytes: int) -> None:
         """Write contents at their offsets.
+
+        Args:
+            jobs: Offset and content; each content is asked for when its turn comes.
+            size_bytes: Of all contents together.
 
         Raises:
             StagingExhausted: The disk is full.
             BaseException: From a content.
         """
-        drain(self._blocks(jobs), self._write_block, threads=self._writes_in_flight)
+        blocks = -(-size_bytes // self._block_bytes)
+        threads = min(self._writes_in_flight, max(1, blocks))
+        drain(self._blocks(jobs), self._write_block, threads=threads)
 
     def view(self) -> memoryview:
         """Return the content, backed by the file; the view stays valid after `close`."""

@@ -146,7 +146,8 @@ class StagedState:
             drain(self._pieces(large, tensors), _copy, threads=_COPIERS)
         if self._lot.spill is not None:
             self._lot.spill.write(
-                (self._places[index][1], checked_content(tensors[index])) for index in spilled
+                ((self._places[index][1], checked_content(tensors[index])) for index in spilled),
+                size_bytes=self.spilled_bytes,
             )
             self._regions.append(self._lot.spill.view())
 

@@ -21,7 +21,7 @@ class CudaMemory:
         value = _torch_value(tensor)
         return value.device if value is not None and value.is_cuda else None
 
-    def free_bytes(self, device: object) -> int:
+    def free_bytes(self, device: object) -> int:  # pragma: no cover - needs CUDA
         """Return how many bytes a device has free, without what PyTorch itself keeps cached."""
         free, _ = torch.cuda.mem_get_info(torch.device(str(device)))
         return int(free)
@@ -32,7 +32,7 @@ class CudaMemory:
         copies = [value.detach().clone() for value in values]
         for device in {copy.device for copy in copies if copy.is_cuda}:
             # Another thread brings the copies to the host, on another stream.
-            torch.cuda.current_stream(device).synchronize()
+            torch.cuda.current_stream(device).synchronize()  # pragma: no cover - needs CUDA
         return [partial(torch_bytes, copy) for copy in copies]
 
 

@@ -61,7 +61,8 @@ class _SpillArea:
     def __init__(self, config: MemoryConfig, ledger: Ledger) -> None:
         self._config = config
         self._ledger = ledger
-        self._lock = threading.Lock()
+        # Reentrant: the garbage collector may drop a tensor while this thread puts another.
+        self._lock = threading.RLock()
         self._file: SpillFile | None = None
         self._size_bytes = 0
         self._tensors = 0
@@ -83,7 +84,7 @@ class _SpillArea:
                         block_bytes=config.write_block_bytes,
                         writes_in_flight=config.writes_in_flight,
                     )
-                self._file.write([(offset, lambda: content)])
+                self._file.write([(offset, lambda: content)], size_bytes=content.nbytes)
             except BaseException:
                 self._forget_one()
                 raise
@@ -166,13 +167,13 @@ class SavedTensorOffload:
         if isinstance(packed, torch.Tensor):
             return packed
         place = packed.place
-        if isinstance(place, torch.Tensor):
-            flat = place.to(packed.device, copy=True)
-        else:
+        if isinstance(place, tuple):
             file, offset = place
             flat = torch.empty(prod(packed.shape), dtype=packed.dtype)
             file.read_into(offset, torch_bytes(flat))
             flat = flat.to(packed.device)
+        else:
+            flat = place.to(packed.device, copy=True)
         inverse = [packed.order.index(dim) for dim in range(len(packed.order))]
         return flat.view(packed.shape).permute(inverse)
 

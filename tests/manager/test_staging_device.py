@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies on a device instead of the host; the device is one whose memory is a dictionary."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+import pytest
+
+from ckptmgr.formats.tensor import Tensor
+from ckptmgr.memory_config import MemoryConfig
+from ckptmgr.staging import StagingPool
+from ckptmgr.staging_device import copy_on_device
+from ckptmgr.staging_items import Content
+from tests.manager.staging_memory import filled, values
+
+
+class DictDevice:
+    """Tensors whose name starts with a device's name live there."""
+
+    def __init__(self, free: dict[str, int]) -> None:
+        self.free = free
+        self.copied: list[str] = []
+
+    def device_of(self, tensor: Tensor) -> Hashable | None:
+        name = tensor.spec.name.split(".")[0]
+        return name if name in self.free else None
+
+    def free_bytes(self, device: Hashable) -> int:
+        return self.free[str(device)]
+
+    def copy(self, tensors: Sequence[Tensor]) -> list[Content]:
+        self.copied += [tensor.spec.name for tensor in tensors]
+        copies = [np.frombuffer(bytes(tensor.content()), np.uint8) for tensor in tensors]
+        return [lambda copy=copy: copy.data for copy in copies]  # type: ignore[misc]
+
+
+def test_hbm_ratio_is_the_share_of_free_device_memory_that_copies_take() -> None:
+    device = DictDevice({"gpu0": 100, "gpu1": 10})
+    state = [filled(name, 30) for name in ("gpu0.a", "host.b", "gpu0.c", "gpu1.d")]
+    config = MemoryConfig(device_copy_share=0.5)
+    with StagingPool(config, device=device) as pool:
+        staged = pool.stage(state)
+        assert device.copied == ["gpu0.a"]
+        assert values(staged.items) == values(state)
+        assert staged.size_bytes == 120
+        staged.release()
+
+
+def test_hbm_ratio_1_leaves_the_host_alone_when_all_fits() -> None:
+    device = DictDevice({"gpu": 60})
+    with StagingPool(MemoryConfig(device_copy_share=1.0), device=device) as pool:
+        staged = pool.stage([filled("gpu.a", 30), filled("gpu.b", 30)])
+        assert pool.ledger.host_bytes == 0
+        staged.release()
+
+
+def test_copy_on_the_device_ends_with_its_release_or_discard() -> None:
+    device = DictDevice({"gpu": 60})
+    config = MemoryConfig(device_copy_share=1.0, wipe="each_buffer")
+    with StagingPool(config, device=device) as pool:
+        staged = pool.stage([filled("gpu.a", 30), filled("gpu.b", 30)])
+        staged.discard(0)
+        staged.release()
+        for item in staged.items:
+            assert isinstance(item, Tensor)
+            with pytest.raises(ValueError, match="after its release"):
+                item.content()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_without_a_share_that_fits_nothing_is_copied_on_the_device(share: float) -> None:
+    device = DictDevice({"gpu": 60})
+    assert copy_on_device([filled("gpu.a", 30)], device, share=share) == {}
+    assert device.copied == []
+
+
+def test_shared_pool_makes_no_copies_on_the_device() -> None:
+    device = DictDevice({"gpu": 60})
+    config = MemoryConfig(device_copy_share=1.0)
+    with StagingPool(config, is_shared=True, device=device) as pool:
+        pool.stage([filled("gpu.a", 30)]).release()
+    assert device.copied == []
+
+
+def test_failing_device_copy_leaves_the_pool_usable() -> None:
+    class Broken(DictDevice):
+        def copy(self, tensors: Sequence[Tensor]) -> list[Content]:
+            raise RuntimeError("device lost")
+
+    config = MemoryConfig(device_copy_share=1.0, allocation="arena")
+    with StagingPool(config, device=Broken({"gpu": 60})) as pool:
+        with pytest.raises(RuntimeError, match="device lost"):
+            pool.stage([filled("gpu.a", 30)])
+        pool.stage([filled("host.a", 30)]).release()
