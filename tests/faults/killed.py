@@ -92,6 +92,8 @@ def main(plan: dict[str, Any]) -> None:
         loop.run_step()
         if plan.get("function"):
             save_checkpoint({"w": np.full(4, step, np.float32)}, directory / str(name), **config)
+        if config.get("async_save"):
+            loop.callbacks[0].close()  # waits for the disk
         print(f"saved {step}", flush=True)  # noqa: T201 - the parent waits for it
 
 

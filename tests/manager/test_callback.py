@@ -64,7 +64,7 @@ def test_neither_steps_nor_seconds_saves_nothing_even_at_the_end(tmp_path: Path)
 
 
 @pytest.mark.parametrize("how", [True, "thread", "process"])
-def test_async_save_is_durable_when_the_step_returns(tmp_path: Path, how: bool | str) -> None:
+def test_async_save_is_durable_when_training_ends(tmp_path: Path, how: bool | str) -> None:
     callback = _callback(tmp_path, async_save=how)
     loop = Loop(callbacks=(callback,))
     loop.run(2)

@@ -124,7 +124,7 @@ def test_safetensors_of_anything_load_back(items: list[Tensor]) -> None:
         assert _load(checkpoint.path, _Kind(format="safetensors")) == _expected(items)
 
 
-@settings(max_examples=25)
+@settings(max_examples=10)
 @given(
     names=st.sets(st.sampled_from(["w", "net.w", "net.b", "opt.m", "名前"]), min_size=1),
     prefix=st.sampled_from(["net.", "opt", "名"]),
@@ -245,7 +245,7 @@ def test_damaged_manifest_never_gives_other_values(kind: _Kind, tmp_path: Path) 
     text = beside.read_bytes()
     beside.unlink()
     errors = 0
-    for position in range(len(text)):
+    for position in range(0, len(text), 3):
         changed = bytearray(text)
         changed[position] ^= 1 << position % 7
         beside.write_bytes(changed)
