@@ -13,7 +13,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +21,7 @@ from typing import Any, Protocol, Self
 
 from ckptmgr.config import CheckpointConfig, check_config
 from ckptmgr.crypto.key import Key
+from ckptmgr.engine import engine_for
 from ckptmgr.formats.tensor import Item
 from ckptmgr.fsio import FileSystem
 from ckptmgr.leaves import named_tensors
@@ -35,9 +36,10 @@ from ckptmgr.naming import (
     restart_prefix,
     step_in_epoch,
 )
+from ckptmgr.progress import Progress
 from ckptmgr.resume import Skipped, first_that_loads, newest_first, open_checkpoint
 from ckptmgr.save_policy import LastSave, decide_at_end
-from ckptmgr.saver import SaveOptions
+from ckptmgr.saver import Publish, SaveOptions
 from ckptmgr.serialization import join_items
 from ckptmgr.series import SaveFacts, SeriesWriter
 from ckptmgr.store import Store
@@ -117,15 +119,15 @@ class ModelCheckpoint:
         if self._prefix_of is None and self._directory_of is None:
             self._make_directory(self._directory)
             self._prefix = restart_prefix(self._prefix, self._names(self._directory))
-        self._last = LastSave(step=0, at=clock())
-        self._latest = ""
+        self._progress = Progress(LastSave(step=0, at=clock()))
+        self._engine = engine_for(self._config)
         self._params: Any = None
         self._steps_before_epoch = 0
 
     @property
     def latest_ckpt_file_name(self) -> str:
         """Path of the newest durable checkpoint of this run, or an empty string."""
-        return self._latest
+        return self._progress.latest_path
 
     def begin(self, run_context: RunContext) -> None:
         """Note the run context; called once before training."""
@@ -144,9 +146,11 @@ class ModelCheckpoint:
         """Save if the policy says so; called after every step.
 
         Raises:
-            CkptmgrError, OSError: The save failed; the earlier checkpoints are intact and the next step tries again.
+            CkptmgrError, OSError: The save failed, or an earlier one in the background; the earlier checkpoints are
+                intact and the next step tries again.
         """
         self._params = run_context.original_args()
+        self._engine.check()
         self._save_if_due(self._params, is_end=False)
 
     def epoch_end(self, run_context: RunContext) -> None:
@@ -154,10 +158,17 @@ class ModelCheckpoint:
         self._params = run_context.original_args()
 
     def end(self, run_context: RunContext) -> None:
-        """Save the last step unless it was saved already; called once after training."""
+        """Save the last step unless it was saved already, and wait for the disk; called once after training.
+
+        Raises:
+            CkptmgrError, OSError: A save failed, this one or an earlier one in the background.
+        """
         self._params = run_context.original_args()
-        self._save_if_due(self._params, is_end=True)
-        self.close()
+        try:
+            self._engine.wait()
+        finally:  # the last step is saved even if the one before it could not be
+            self._save_if_due(self._params, is_end=True)
+            self.close()
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """See `begin`."""
@@ -194,12 +205,24 @@ class ModelCheckpoint:
     ) -> None:
         if error is not None and self._config.exception_save and self._params is not None:
             self._save_breakpoint(error)
-        self.close()
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"ckptmgr: a save in the background failed: {failure}")
 
     def close(self) -> None:
-        """Let other processes write this series. Saving again takes it back."""
-        for writer in self._writers.values():
-            writer.close()
+        """Wait for what is in flight, and let other processes write this series. Saving again takes it back.
+
+        Raises:
+            CkptmgrError, OSError: The failure of a background save that nobody has fetched.
+        """
+        try:
+            self._engine.close()
+        finally:
+            for writer in self._writers.values():
+                writer.close()
 
     def resume(self) -> Resumed | None:
         """Return the newest checkpoint of this prefix in the directory that really loads, or None.
@@ -237,9 +260,9 @@ class ModelCheckpoint:
             self._directory = check_directory(self._directory_of(params))
             self._make_directory(self._directory)
         decision = (
-            decide_at_end(policy, step, last=self._last)
+            decide_at_end(policy, step, last=self._progress.last)
             if is_end
-            else policy.decide(step, now, self._last)
+            else policy.decide(step, now, self._progress.last)
         )
         if not decision.is_due:
             return
@@ -255,18 +278,29 @@ class ModelCheckpoint:
         writer = self._writer(self._directory, prefix)
         facts = SaveFacts(
             step=step,
+            at=now,
             epoch=epoch,
             why="end" if is_end else "policy",
             metrics=_metrics(params),
         )
-        checkpoint = writer.save(name, self._items(params, step=step, epoch=epoch), facts)
-        self._last = LastSave(step=step, at=now)
-        self._latest = str(checkpoint.path)
-        if self._prefix_of is None:
-            writer.retain(self._config.retention_policy())
+
+        def save(items: Sequence[Item], publish: Publish) -> Checkpoint:
+            checkpoint = writer.save(name, items, facts, publish=publish)
+            if self._prefix_of is None:
+                writer.retain(self._config.retention_policy())
+            return checkpoint
+
+        writer.open()
+        handle = self._engine.run(writer.store, self._items(params, step=step, epoch=epoch), save)
+        if handle is not None:
+            self._progress.note(handle, LastSave(step=step, at=now))
 
     def _save_breakpoint(self, error: BaseException) -> None:
         # Whatever goes wrong here must not replace the error that stopped the training.
+        try:
+            self._engine.wait()
+        except Exception as failure:
+            error.add_note(f"ckptmgr: a save in the background failed: {failure}")
         try:
             step, epoch = int(self._params.cur_step_num), int(self._params.cur_epoch_num)
             base = self._base_prefix or "breakpoint"

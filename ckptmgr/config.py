@@ -37,9 +37,11 @@ from ckptmgr.config_checks import (
     check_type,
     warn_unknown_options,
 )
+from ckptmgr.memory_config import MemoryConfig
 from ckptmgr.naming import FORMATS
 from ckptmgr.policy_text import parse_policy
 from ckptmgr.retention import Best, Every, Last, PerMinutes, Pinned, RetentionPolicy, Rule
+from ckptmgr.save_failure import BackPressure, OnError, check_back_pressure, parse_on_error
 from ckptmgr.save_policy import EverySeconds, EverySteps, Never, SavePolicy
 
 __all__ = [
@@ -79,6 +81,11 @@ class CheckpointConfig:
         remove_redundancy: Whether each rank of a parallel run saves only what no other rank saves.
         format: "ckpt" or "safetensors".
         keep: A retention policy instead of the two `keep_checkpoint_*`, e.g. "last(3) | best(2, loss, min)".
+        memory: Budget and kind of the memory in which background saves stage the state.
+        back_pressure: What happens to a background save while another one runs: "wait" for that one, "skip" this one, or
+            "coalesce": keep only the newest as the next to run.
+        on_error: What happens when a background save fails: "raise" at the next step, "warn" in the log, "retry(n)" and
+            then raise, or a function that gets the exception.
         options: `incremental` and `enable_redundance`, as in MindSpore. Others are ignored with a logged warning.
 
     Raises:
@@ -105,6 +112,9 @@ class CheckpointConfig:
         format: str = "ckpt",
         *,
         keep: str | RetentionPolicy | Rule | None = None,
+        memory: MemoryConfig | None = None,
+        back_pressure: BackPressure = "wait",
+        on_error: OnError = "raise",
         **options: object,
     ) -> None:
         # The order of the checks decides which of two mistakes is reported; it is MindSpore's.
@@ -132,6 +142,12 @@ class CheckpointConfig:
         self._check_format()
         check_cipher(self._enc_key, self._enc_mode)
         self._keep = _check_keep(keep, keep_max, keep_minutes)
+        if memory is not None and not isinstance(memory, MemoryConfig):
+            raise TypeError(f"memory must be a MemoryConfig, but got {type(memory)}.")
+        self.memory = memory
+        self.back_pressure = check_back_pressure(back_pressure)
+        self.on_error = on_error
+        parse_on_error(on_error)
         warn_unknown_options(options, options=_OPTIONS, known=_PARAMETERS)
 
     def __repr__(self) -> str:

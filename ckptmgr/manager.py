@@ -22,7 +22,7 @@ import math
 import operator
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -33,17 +33,20 @@ import numpy as np
 from ckptmgr import tree
 from ckptmgr.config import CheckpointConfig, check_config
 from ckptmgr.crypto.key import Key
+from ckptmgr.engine import engine_for
 from ckptmgr.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedCheckpoint
 from ckptmgr.formats.tensor import Item
 from ckptmgr.fsio import FileSystem
+from ckptmgr.handle import SaveHandle
 from ckptmgr.lease import Processes
 from ckptmgr.loader import OpenCheckpoint, ReadOptions, read_values
 from ckptmgr.manifest import Manifest
 from ckptmgr.model import Checkpoint, Pin, Plan, State
 from ckptmgr.naming import check_directory, check_prefix, step_name
+from ckptmgr.progress import Progress
 from ckptmgr.resume import Skipped, first_that_loads, newest_first, open_checkpoint
 from ckptmgr.save_policy import LastSave, SavePolicy, decide_at_end
-from ckptmgr.saver import SaveHandle, SaveOptions, done_handle
+from ckptmgr.saver import Publish, SaveOptions
 from ckptmgr.series import SaveFacts, SeriesWriter, next_attempt
 from ckptmgr.start_count import count_start
 from ckptmgr.store import Store
@@ -132,7 +135,8 @@ class CheckpointManager:
             has_crc=self._config.crc_check,
         )
         self._writer = SeriesWriter(self._store, prefix, options=options, clock=clock)
-        self._last = LastSave(step=0, at=clock())
+        self._progress = Progress(LastSave(step=0, at=clock()))
+        self._engine = engine_for(self._config)
         self._seen_step = 0
         self._unsaved: Callable[[], object] | None = None
 
@@ -161,7 +165,7 @@ class CheckpointManager:
             return Resumption(step=0, state=state, metrics={}, skipped=tuple(skipped))
         restored = self._restored(state, loaded)
         self._writer.continue_from(checkpoint, loaded.manifest)
-        self._last = LastSave(step=checkpoint.step, at=self._clock())
+        self._progress = Progress(LastSave(step=checkpoint.step, at=self._clock()))
         starts = count_start(self._store, self.prefix, checkpoint)
         if starts > _MANY_STARTS:
             _LOG.warning(
@@ -197,10 +201,14 @@ class CheckpointManager:
 
         Returns:
             The handle of the save, or None when none was due.
+
+        Raises:
+            BaseException: An earlier save failed in the background; it is raised once.
         """
+        self._engine.check()
         self._unsaved = lambda: self.save(step, state, epoch=epoch, metrics=metrics, why="end")
         self._seen_step = step
-        if not self._policy.decide(step, self._clock(), self._last).is_due:
+        if not self._policy.decide(step, self._clock(), self._progress.last).is_due:
             return None
         return self.save(step, state, epoch=epoch, metrics=metrics, why="policy")
 
@@ -212,10 +220,14 @@ class CheckpointManager:
         epoch: int | None = None,
         metrics: Mapping[str, float] | None = None,
         why: str = "manual",
-    ) -> SaveHandle:
-        """Save now; then apply the retention policy.
+    ) -> SaveHandle | None:
+        """Save now; then apply the retention policy. With `async_save` both happen in the background.
+
+        Returns:
+            The handle, or None when `back_pressure="skip"` and an earlier save still runs.
 
         Raises:
+            BaseException: An earlier save failed in the background; it is raised once.
             UnsupportedState: Something in the state cannot be stored; names its path.
             StoreFull: Not enough disk space; nothing was changed.
             StoreLocked: Another live process writes this series.
@@ -229,11 +241,17 @@ class CheckpointManager:
         checked = _checked_metrics(metrics)
         self._writer.open()  # before a name is chosen, which another process could take
         name, attempt = self._free_name(step)
-        facts = SaveFacts(step=step, attempt=attempt, epoch=epoch, why=why, metrics=checked)
-        checkpoint = self._writer.save(name, items, facts, metadata=metadata)
-        self._last = LastSave(step=step, at=now)
-        self._writer.retain(self._config.retention_policy())
-        return done_handle(checkpoint)
+        facts = SaveFacts(step=step, attempt=attempt, at=now, epoch=epoch, why=why, metrics=checked)
+
+        def write(items: Sequence[Item], publish: Publish) -> Checkpoint:
+            checkpoint = self._writer.save(name, items, facts, metadata=metadata, publish=publish)
+            self._writer.retain(self._config.retention_policy())
+            return checkpoint
+
+        handle = self._engine.run(self._store, items, write)
+        if handle is not None:
+            self._progress.note(handle, LastSave(step=step, at=now))
+        return handle
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return the committed checkpoints of the series, oldest first."""
@@ -296,8 +314,23 @@ class CheckpointManager:
         return self._writer.planned(self._config.retention_policy())
 
     def close(self) -> None:
-        """Wait for what is in flight and let other processes write this series."""
-        self._writer.close()
+        """Wait for what is in flight and let other processes write this series. Saving again takes it back.
+
+        Raises:
+            BaseException: A save failed in the background and nobody has fetched its failure.
+        """
+        try:
+            self._engine.close()
+        finally:
+            self._writer.close()
+
+    def wait(self) -> None:
+        """Wait until everything handed over is durable.
+
+        Raises:
+            BaseException: A save failed in the background; it is raised once.
+        """
+        self._engine.wait()
 
     def __enter__(self) -> Self:
         return self
@@ -308,18 +341,26 @@ class CheckpointManager:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Save the last step unless it is saved already or training failed; then give the lease back."""
+        """Save the last step unless it is saved already or training failed; then wait and give the lease back."""
+        if error is None:
+            try:
+                self._engine.wait()
+            finally:  # the last step is saved even if the one before it could not be
+                try:
+                    self._save_last_step()
+                finally:
+                    self.close()
+            return
         try:
-            if error is None:
-                self._save_last_step()
-        finally:
             self.close()
+        except Exception as failure:
+            error.add_note(f"ckptmgr: a save in the background failed: {failure}")
 
     def _save_last_step(self) -> None:
         unsaved, self._unsaved = self._unsaved, None
         if (
             unsaved is not None
-            and decide_at_end(self._policy, self._seen_step, last=self._last).is_due
+            and decide_at_end(self._policy, self._seen_step, last=self._progress.last).is_due
         ):
             unsaved()
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Save a list of tensors under a name: build the image, seal it, stream it, publish it.
 
-This version runs in the caller (`async_save` is accepted and means the same promises, kept synchronously); the handle it
-returns is the one that background saves will return.
+It runs where it is called: in the training loop, in a background thread, or in the worker process (see `engine`).
 """
 
 from __future__ import annotations
@@ -10,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Protocol
 
 from ckptmgr.crypto.errors import CryptoError
 from ckptmgr.crypto.key import Key
@@ -24,7 +23,6 @@ from ckptmgr.formats.safetensors_file import build_safetensors_image
 from ckptmgr.formats.tensor import Item
 from ckptmgr.fsio import OutputFile
 from ckptmgr.manifest import FileEntry, Manifest
-from ckptmgr.model import Checkpoint
 from ckptmgr.pipeline import sealer_for, write_image
 from ckptmgr.store import Store
 
@@ -48,30 +46,22 @@ class SaveOptions:
     file_mode: int = 0o400
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveHandle:
-    """A save in progress or done.
+class Publish(Protocol):
+    """Save items durably; `save_items` is one, the worker process has another."""
 
-    Attributes:
-        staged: Done when the caller may change its arrays again.
-        durable: Done when the checkpoint survives a power cut; its result is the checkpoint, its exception the failure.
-            Both can be awaited with `asyncio.wrap_future`.
-    """
-
-    staged: Future[None] = field(default_factory=Future)
-    durable: Future[Checkpoint] = field(default_factory=Future)
-
-    def wait(self, timeout_s: float | None = None) -> Checkpoint:
-        """Return the checkpoint once it is durable, or raise why it is not."""
-        return self.durable.result(timeout_s)
-
-
-def done_handle(checkpoint: Checkpoint) -> SaveHandle:
-    """Return the handle of a save that is finished."""
-    handle = SaveHandle()
-    handle.staged.set_result(None)
-    handle.durable.set_result(checkpoint)
-    return handle
+    def __call__(
+        self,
+        store: Store,
+        name: str,
+        items: Sequence[Item],
+        *,
+        options: SaveOptions,
+        series: str,
+        describe: Callable[[FileEntry, Mapping[str, float]], Manifest],
+        metadata: Mapping[str, str] | None = None,
+    ) -> Manifest:
+        """Save and return the manifest once it is durable."""
+        ...
 
 
 def build_image(

@@ -19,7 +19,7 @@ from ckptmgr.formats.tensor import Item
 from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.model import Checkpoint, Plan, State
 from ckptmgr.retention import RetentionPolicy, plan
-from ckptmgr.saver import SaveOptions, save_items
+from ckptmgr.saver import Publish, SaveOptions, save_items
 from ckptmgr.store import Store
 
 _LOG = logging.getLogger(__name__)
@@ -27,10 +27,20 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveFacts:
-    """What the training loop says about a save; `attempt` is which save of the step it is, None for the next one."""
+    """What the training loop says about a save.
+
+    Attributes:
+        step: Global step.
+        attempt: Which save of the step it is; None for the next one.
+        at: When it was asked for, in seconds since the epoch; None for now.
+        epoch: Epoch number, or None.
+        why: What triggered it.
+        metrics: Name to value.
+    """
 
     step: int
     attempt: int | None = None
+    at: float | None = None
     epoch: int | None = None
     why: str = "manual"
     metrics: Mapping[str, float] | None = None
@@ -101,6 +111,7 @@ class SeriesWriter:
         *,
         metadata: Mapping[str, str] | None = None,
         options: SaveOptions | None = None,
+        publish: Publish = save_items,
     ) -> Checkpoint:
         """Save and return the checkpoint once it is durable; see `save_items` for the errors."""
         self.open()
@@ -118,14 +129,16 @@ class SeriesWriter:
                 if facts.attempt is None
                 else facts.attempt,
                 sequence=1 + max((c.sequence for c in present), default=0),
-                saved_at=datetime.fromtimestamp(self._clock(), UTC),
+                saved_at=datetime.fromtimestamp(
+                    self._clock() if facts.at is None else facts.at, UTC
+                ),
                 epoch=facts.epoch,
                 why=facts.why,
                 metrics=dict(facts.metrics or {}),
                 stats=stats,
             )
 
-        manifest = save_items(
+        manifest = publish(
             self.store,
             name,
             items,

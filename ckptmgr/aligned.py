@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Page-aligned buffers that are kept, and copies that do not hold the GIL.
+
+Touching a fresh page costs more than encrypting it, and direct I/O needs aligned memory: so a few buffers are made once and
+shared by all saves and loads of the process.
+"""
+
+from __future__ import annotations
+
+import mmap
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+_GIL_FREE_COPY_BYTES = 1 << 16
+
+
+class Buffers:
+    """At most `count` buffers of `size_bytes`, made when first needed.
+
+    Whoever takes one waits until one is free; whoever holds one must never wait for another of the same kind.
+    """
+
+    def __init__(self, count: int, size_bytes: int) -> None:
+        self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        self._unmade = count
+        self._size_bytes = size_bytes
+        self._lock = threading.Lock()
+
+    def take(self) -> memoryview:
+        """Return a buffer, waiting for one if all are in use."""
+        try:
+            return self._free.get_nowait()
+        except queue.Empty:
+            pass
+        with self._lock:
+            must_make, self._unmade = self._unmade > 0, max(0, self._unmade - 1)
+        if must_make:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            return memoryview(mmap.mmap(-1, self._size_bytes, flags=flags))
+        return self._free.get()
+
+    def give_back(self, buffer: memoryview) -> None:
+        """Let somebody else have a buffer."""
+        self._free.put(buffer)
+
+    @contextmanager
+    def lent(self) -> Iterator[memoryview]:
+        """Lend a buffer for the time of a `with` block."""
+        buffer = self.take()
+        try:
+            yield buffer
+        finally:
+            self.give_back(buffer)
+
+
+def copy_into(target: memoryview, source: memoryview) -> None:
+    """Copy bytes; large copies let other threads run."""
+    if target.nbytes >= _GIL_FREE_COPY_BYTES:
+        # NumPy releases the GIL while it copies; slice assignment does not.
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
+    else:
+        target[:] = source

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The handle of a save: when the caller may go on, when the checkpoint is safe, and what it cost."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from ckptmgr.model import Checkpoint
+
+
+@dataclass(slots=True, kw_only=True)
+class SaveStats:
+    """What a save cost, in seconds and bytes; filled in while it proceeds.
+
+    Attributes:
+        blocked_s: How long the caller was held up.
+        queue_s: How long the save waited for the one before it.
+        stage_s: Copying the state into staging memory.
+        write_s: Gathering, encrypting, digesting and writing, which overlap.
+        sync_s: Waiting for the disk to confirm.
+        commit_s: Manifest, rename and directory syncs.
+        size_bytes: Size of the file.
+        staged_bytes: Bytes copied into staging memory.
+    """
+
+    blocked_s: float = 0.0
+    queue_s: float = 0.0
+    stage_s: float = 0.0
+    write_s: float = 0.0
+    sync_s: float = 0.0
+    commit_s: float = 0.0
+    size_bytes: int = 0
+    staged_bytes: int = 0
+
+    @property
+    def gigabytes_per_s(self) -> float:
+        """Bytes of the file over the time it took to write and sync it, in units of 10^9."""
+        seconds = self.write_s + self.sync_s + self.commit_s
+        return self.size_bytes / seconds / 1e9 if seconds > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveHandle:
+    """A save in progress or done.
+
+    Attributes:
+        staged: Done when the caller may change its arrays again.
+        durable: Done when the checkpoint survives a power cut; its result is the checkpoint, its exception the failure.
+            Both can be awaited with `asyncio.wrap_future`.
+        stats: What it cost so far.
+    """
+
+    staged: Future[None] = field(default_factory=Future)
+    durable: Future[Checkpoint] = field(default_factory=Future)
+    stats: SaveStats = field(default_factory=SaveStats)
+
+    def wait(self, timeout_s: float | None = None) -> Checkpoint:
+        """Return the checkpoint once it is durable, or raise why it is not.
+
+        Raises:
+            TimeoutError: It is still being saved after `timeout_s` seconds.
+        """
+        return self.durable.result(timeout_s)
+
+
+def done_handle(checkpoint: Checkpoint) -> SaveHandle:
+    """Return the handle of a save that is finished."""
+    handle = SaveHandle()
+    handle.staged.set_result(None)
+    handle.durable.set_result(checkpoint)
+    return handle

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which step counts as saved while a save is still running.
+
+A save in flight counts, so that the policy does not ask for it again; one that failed does not, so that it does.
+"""
+
+from __future__ import annotations
+
+from ckptmgr.handle import SaveHandle
+from ckptmgr.save_policy import LastSave
+
+
+class Progress:
+    """The last save as the save policy shall see it.
+
+    Args:
+        start: Step 0 and the time of construction, or what a run was resumed from.
+    """
+
+    def __init__(self, start: LastSave) -> None:
+        self._durable = start
+        self._in_flight: list[tuple[SaveHandle, LastSave]] = []
+        self._path = ""
+
+    def note(self, handle: SaveHandle, save: LastSave) -> None:
+        """Note that a save was handed over."""
+        self._in_flight.append((handle, save))
+
+    @property
+    def last(self) -> LastSave:
+        """The newest save that succeeded or may still do so."""
+        self._settle()
+        return self._in_flight[-1][1] if self._in_flight else self._durable
+
+    @property
+    def latest_path(self) -> str:
+        """Path of the newest save that succeeded, or an empty string."""
+        self._settle()
+        return self._path
+
+    def _settle(self) -> None:
+        remaining = []
+        for handle, save in self._in_flight:
+            if not handle.durable.done():
+                remaining.append((handle, save))
+            elif handle.durable.exception() is None:
+                self._durable = save
+                self._path = str(handle.durable.result().path)
+        self._in_flight = remaining
