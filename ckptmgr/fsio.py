@@ -20,7 +20,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from ckptmgr.formats.errors import TruncatedError
 
@@ -223,15 +223,37 @@ class OsFileSystem:
     def lock(self, path: Path, *, owner: str) -> Iterator[str | None]:
         """Hold an advisory lock (flock) on a file; yields the owner's text when a live process holds it."""
         descriptor, is_held = _open_lock(path)
-        try:
+        with contextlib.closing(_LockFile(descriptor)):
             if not is_held:
                 yield os.pread(descriptor, _MAX_OWNER_BYTES, 0).decode(errors="replace")
                 return
             os.ftruncate(descriptor, 0)
             _write_owner(descriptor, owner)
             yield None
-        finally:
+
+
+class _LockFile:
+    """An open lock file. Forked children close theirs at once: a data loader must not keep the lock of a dead trainer."""
+
+    _open: ClassVar[set[_LockFile]] = set()
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._open.add(self)
+
+    def close(self) -> None:
+        self._open.discard(self)
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
             os.close(descriptor)
+
+    @classmethod
+    def close_inherited(cls) -> None:
+        for file in list(cls._open):
+            file.close()
+
+
+os.register_at_fork(after_in_child=_LockFile.close_inherited)
 
 
 def _open_lock(path: Path) -> tuple[int, bool]:
@@ -273,12 +295,13 @@ class _OsOutputFile:
         self._buffered = os.open(path, flags, 0o600)
         self._direct = -1
         try:
-            os.fchmod(self._buffered, mode)
             with contextlib.suppress(OSError):
-                # tmpfs before Linux 6.6, some FUSE and network file systems refuse O_DIRECT: EINVAL.
+                # tmpfs before Linux 6.6, some FUSE and network file systems refuse O_DIRECT: EINVAL. Opened before the
+                # mode is set: only root may open a read-only file for writing.
                 self._direct = os.open(
                     f"/proc/self/fd/{self._buffered}", os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC
                 )
+            os.fchmod(self._buffered, mode)
         except BaseException:
             self.close()
             raise

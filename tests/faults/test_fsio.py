@@ -8,6 +8,7 @@ import errno
 import mmap
 import os
 import resource
+import shutil
 import stat
 import subprocess
 import sys
@@ -82,6 +83,32 @@ def test_create_closes_its_descriptor_when_the_mode_cannot_be_set(tmp_path: Path
     with pytest.raises(OverflowError):
         DISK.create(tmp_path / "a", mode=1 << 80)
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_read_only_file_is_written_past_the_page_cache_by_everybody(tmp_path: Path) -> None:
+    # Root without its capabilities is an owner like any other.
+    as_owner = ("setpriv", "--bounding-set=-all", "--inh-caps=-all") if os.geteuid() == 0 else ()
+    if as_owner and shutil.which("setpriv") is None:
+        pytest.skip("needs setpriv, or not to be root")
+    writer = child(
+        f"""
+        import os
+        from pathlib import Path
+        from ckptmgr.fsio import OsFileSystem
+
+        def direct(mode):
+            file = OsFileSystem().create(Path({str(tmp_path)!r}) / oct(mode), mode=mode)
+            flags = [Path("/proc/self/fdinfo", name).read_text().split()[3]
+                     for name in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fdinfo/{{name}}")]
+            file.close()
+            return sum(bool(int(flag, 8) & os.O_DIRECT) for flag in flags)
+
+        print(direct(0o600) == direct(0o400), flush=True)
+        """,
+        *as_owner,
+    )
+    output, errors = writer.communicate()
+    assert output == "True\n", errors
 
 
 @pytest.mark.parametrize("offset", [0, 1, DIRECT_IO_ALIGNMENT])
@@ -254,6 +281,49 @@ def test_lock_of_a_live_process_shows_its_owner_and_dies_with_it(tmp_path: Path)
     with DISK.lock(tmp_path / "lock", owner="me") as owner:
         assert owner is None
     assert (tmp_path / "lock").read_text() == "me"
+
+
+def test_lock_is_not_kept_by_a_child_that_was_forked_under_it(tmp_path: Path) -> None:
+    trainer = child(f"""
+        import os, time
+        from pathlib import Path
+        from ckptmgr.fsio import OsFileSystem
+        with OsFileSystem().lock(Path({str(tmp_path / "lock")!r}), owner="trainer"):
+            if os.fork() == 0:
+                print("loader", flush=True)
+                os.close(1)
+                input()
+                os._exit(0)
+            os.wait()
+    """)
+    with trainer:
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == "loader\n"
+        with DISK.lock(tmp_path / "lock", owner="me") as owner:
+            assert owner == "trainer"
+        trainer.kill()
+        trainer.wait()
+        with DISK.lock(tmp_path / "lock", owner="me") as owner:
+            assert owner is None
+
+
+def test_lock_that_a_forked_child_unwinds_stays_with_its_parent(tmp_path: Path) -> None:
+    trainer = child(f"""
+        import os
+        from pathlib import Path
+        from ckptmgr.fsio import OsFileSystem
+        with OsFileSystem().lock(Path({str(tmp_path / "lock")!r}), owner="trainer"):
+            is_child = os.fork() == 0
+            if not is_child:
+                print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+                input()
+    """)
+    with trainer:
+        assert trainer.stdout is not None
+        assert trainer.stdout.readline() == "0\n"
+        with DISK.lock(tmp_path / "lock", owner="me") as owner:
+            assert owner == "trainer"
+        trainer.kill()
 
 
 def test_lock_refuses_a_link(tmp_path: Path) -> None:
