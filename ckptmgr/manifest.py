@@ -374,13 +374,10 @@ def _optional_text(value: object) -> str | None:
 def _count(document: Mapping[str, Any], name: str) -> int:
     value: object = document[name]
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_COUNT:
-        raise ValueError(f"the {name} is {_shown(value)}, not an integer from 0 to 2**64 - 1")
+        is_huge = isinstance(value, int) and abs(value) > _MAX_COUNT  # too long for Python to print
+        shown = "too large" if is_huge else repr(value)
+        raise ValueError(f"the {name} is {shown}, not an integer from 0 to 2**64 - 1")
     return value
-
-
-def _shown(value: object) -> str:
-    is_huge = isinstance(value, int) and abs(value) > _MAX_COUNT  # too long for Python to print
-    return "too large" if is_huge else repr(value)
 
 
 def _time(value: object) -> datetime:
