@@ -21,6 +21,7 @@ from tests.faults.training import (
     check_after_fault,
     disk_with,
     name_of,
+    saved,
     state_of,
 )
 
@@ -240,4 +241,4 @@ def test_save_without_enough_space_changes_nothing() -> None:
             manager.save(2, state_of(20.0))
         assert set(disk.list(RUNS)) == before
         disk.available_bytes = 1 << 30
-        assert manager.save(2, state_of(20.0)).wait().state is State.OK
+        assert saved(manager, 2, 20.0).state is State.OK

@@ -31,12 +31,14 @@ class Known:
         spoiled: Names that were damaged from outside: they may be listed, but never load.
         writers: Name to the run that wrote it.
         pinned: Names that retention must not touch.
+        undurable: Names that are there, but that nobody promised: their writer died or got an error.
     """
 
     intact: dict[str, float] = field(default_factory=dict)
     spoiled: set[str] = field(default_factory=set)
     writers: dict[str, int] = field(default_factory=dict)
     pinned: set[str] = field(default_factory=set)
+    undurable: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -99,13 +101,16 @@ class Training(RuleBasedStateMachine):
         self.value += 1
         self.step = max(0, self.step + forward)
         metrics = {"loss": self.value % 3}
-        return run.manager.save(self.step, state_of(self.value), metrics=metrics).wait()
+        handle = run.manager.save(self.step, state_of(self.value), metrics=metrics)
+        assert handle is not None
+        return handle.wait()
 
     def promised(self, run: Run, checkpoint: Checkpoint) -> None:
         assert checkpoint.name not in self.known.intact
         self.known.writers[checkpoint.name] = run.number
         self.retained(run, self.listed())
         self.known.intact[checkpoint.name] = self.value
+        self.known.undurable.clear()
 
     def retained(self, run: Run, listed: dict[str, Checkpoint]) -> None:
         """Forget what retention removed, if it was allowed to."""
@@ -126,18 +131,36 @@ class Training(RuleBasedStateMachine):
     )
     def save_and_cut(self, forward: int, after: int, order: Order, which: int) -> None:
         assert self.run is not None
+        is_promised = self.is_saved_before_cut(self.run, forward, after)
+        self.cut(order, which)
+        self.found_after_fault(self.run, is_promised=is_promised)
+        self.known.undurable.clear()  # what is there after a power cut stays
+        self.run = None
+
+    @precondition(lambda self: self.run is not None)
+    @rule(forward=st.integers(0, 2), after=st.integers(0, 40))
+    def save_and_die(self, forward: int, after: int) -> None:
+        assert self.run is not None
+        is_promised = self.is_saved_before_cut(self.run, forward, after)
+        self.disk = self.disk.restart()
+        self.found_after_fault(self.run, is_promised=is_promised)
+        self.run = None
+
+    def is_saved_before_cut(self, run: Run, forward: int, after: int) -> bool:
         self.disk.cut_after(after)
         try:
-            checkpoint = self.save_step(self.run, forward)
+            self.save_step(run, forward)
         except PowerCut:
-            checkpoint = None
-        self.cut(order, which)
-        self.found_after_fault(self.run, is_promised=checkpoint is not None)
-        self.run = None
+            return False
+        return True
 
     def cut(self, order: Order, which: int) -> None:
         states = list(self.disk.crash_states(order))
         self.disk = states[which % len(states)]
+        listed = self.listed()
+        for name in self.known.undurable - set(listed):
+            self.known.intact.pop(name, None)
+        self.known.undurable.clear()
 
     def found_after_fault(self, run: Run, *, is_promised: bool) -> None:
         """Find out whether the save in flight is there; without it nothing may be gone."""
@@ -151,6 +174,7 @@ class Training(RuleBasedStateMachine):
         self.known.writers[new[0]] = run.number
         self.retained(run, listed)
         self.known.intact[new[0]] = self.value
+        self.known.undurable = set() if is_promised else {new[0]}
 
     @precondition(lambda self: self.run is None)
     @rule(

@@ -108,6 +108,13 @@ def state_of(value: float) -> dict[str, object]:
     return {"weights": np.full(3, value, np.float32), "value": float(value)}
 
 
+def saved(manager: CheckpointManager, step: int, value: float) -> Checkpoint:
+    """Save a state and return its checkpoint once it is durable."""
+    handle = manager.save(step, state_of(value))
+    assert handle is not None
+    return handle.wait()
+
+
 def value_of(state: object) -> float:
     """Return the number of a restored state, after checking that its parts agree."""
     assert isinstance(state, dict)

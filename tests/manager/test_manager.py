@@ -24,6 +24,7 @@ from tests.faults.training import (
     check_no_leftovers,
     disk_with,
     name_of,
+    saved,
     state_of,
     value_of,
 )
@@ -101,9 +102,9 @@ def test_second_save_of_a_step_is_another_checkpoint() -> None:
     disk = disk_with(10.0, 20.0)
     with Trainer(disk).manager() as manager:
         manager.resume()
-        again = manager.save(2, state_of(21.0)).wait()
+        again = saved(manager, 2, 21.0)
         assert (again.name, again.attempt) == (f"{SERIES}-2-r1.ckpt", 1)
-        assert manager.save(2, state_of(22.0)).wait().name == f"{SERIES}-2-r2.ckpt"
+        assert saved(manager, 2, 22.0).name == f"{SERIES}-2-r2.ckpt"
         assert value_of(manager.load(name_of(2))) == 20.0
         assert value_of(manager.load(2)) == 22.0
 
@@ -124,8 +125,8 @@ def test_name_of_a_file_that_lost_its_manifest_is_not_taken() -> None:
     disk.unlink(RUNS / f"{name_of(2)}.manifest.json")
     before = disk.read_bytes(RUNS / name_of(2))
     with Trainer(disk).manager() as manager:
-        saved = manager.save(2, state_of(21.0)).wait()
-    assert (saved.name, saved.attempt) == (f"{SERIES}-2-r1.ckpt", 1)
+        again = saved(manager, 2, 21.0)
+    assert (again.name, again.attempt) == (f"{SERIES}-2-r1.ckpt", 1)
     assert disk.read_bytes(RUNS / name_of(2)) == before
 
 
@@ -133,8 +134,8 @@ def test_step_end_saves_when_the_policy_says_so() -> None:
     disk = ModelDisk()
     config = CheckpointConfig(save_checkpoint_steps=2)
     with CheckpointManager(RUNS, config, prefix=SERIES, fs=disk) as manager:
-        saved = [manager.step_end(step, state_of(step)) is not None for step in range(1, 5)]
-        assert saved == [False, True, False, True]
+        due = [manager.step_end(step, state_of(step)) is not None for step in range(1, 5)]
+        assert due == [False, True, False, True]
     assert steps(manager) == [2, 4]
 
 
@@ -248,8 +249,8 @@ def test_metric_that_is_no_number_is_refused_and_nothing_saved(value: object) ->
 
 def test_numpy_metric_is_a_number() -> None:
     with Trainer(ModelDisk()).manager() as manager:
-        saved = manager.save(1, state_of(1.0), metrics={"loss": np.float32(0.5)})  # type: ignore[dict-item]
-    assert saved.wait().metrics == {"loss": 0.5}
+        manager.save(1, state_of(1.0), metrics={"loss": np.float32(0.5)})  # type: ignore[dict-item]
+        assert manager.checkpoints()[0].metrics == {"loss": 0.5}
 
 
 @pytest.mark.parametrize("step", [-1, 1.0, True, "1", None])
@@ -261,7 +262,7 @@ def test_step_that_is_no_count_is_refused(step: object) -> None:
 
 def test_numpy_step_is_a_step() -> None:
     with Trainer(ModelDisk()).manager() as manager:
-        assert manager.save(np.int64(3), state_of(1.0)).wait().step == 3  # type: ignore[arg-type]
+        assert saved(manager, np.int64(3), 1.0).step == 3  # type: ignore[arg-type]
 
 
 def test_retention_keeps_what_the_policy_says() -> None:
@@ -448,6 +449,7 @@ def test_saved_checkpoint_is_described_by_its_handle() -> None:
     disk = ModelDisk()
     with Trainer(disk, key=KEY).manager() as manager:
         handle = manager.save(1, state_of(1.0))
+    assert handle is not None
     assert handle.staged.done()
     checkpoint = handle.durable.result()
     assert checkpoint == handle.wait() == manager.latest()

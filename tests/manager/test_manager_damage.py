@@ -26,6 +26,7 @@ from tests.faults.training import (
     Trainer,
     disk_with,
     name_of,
+    saved,
     state_of,
     value_of,
 )
@@ -78,8 +79,8 @@ def test_run_goes_on_after_damage_and_overwrites_nothing(damage: str, key: bytes
     before = disk.read_bytes(RUNS / TWO)
     with Trainer(disk, key=key).manager() as manager:
         manager.resume()
-        saved = manager.save(2, state_of(21.0)).wait()
-    assert saved.name == f"{SERIES}-2-r1.ckpt"
+        again = saved(manager, 2, 21.0)
+    assert again.name == f"{SERIES}-2-r1.ckpt"
     assert disk.read_bytes(RUNS / TWO) == before
     assert value_of(resumed(disk, key).state) == 21.0
 
