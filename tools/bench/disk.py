@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import threading
@@ -94,6 +95,8 @@ class RawDisk:
 def _open_direct(path: Path, flags: int) -> int:
     try:
         return os.open(path, flags | os.O_DIRECT, 0o600)
-    except OSError:  # tmpfs
-        path.unlink(missing_ok=bool(flags & os.O_CREAT)) if flags & os.O_CREAT else None
-        return os.open(path, flags, 0o600)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        # tmpfs before Linux 6.6 refuses, but the file was created.
+        return os.open(path, flags & ~os.O_EXCL, 0o600)

@@ -51,26 +51,37 @@ def _versions() -> Iterator[str]:
 
 
 def table(figures: Sequence[Figures], size_bytes: int) -> str:
-    """Return seconds, GB/s, and how many times faster ours is than each, by mode."""
-    lines = [
-        f"{'mode':<17}{'who':<19}{'save s':>9}{'GB/s':>7}{'ours':>8}{'load s':>9}{'GB/s':>7}{'ours':>8}"
-    ]
+    """Return medians by mode: seconds, GB/s, speed as a share of the bare disk's, and how often ours is faster."""
+    columns = f"{'s':>9}{'GB/s':>7}{'of raw':>8}{'ours':>8}"
+    lines = [f"{'':<36}{'save':^32}{'cold load':^32}", f"{'mode':<17}{'who':<19}{columns}{columns}"]
+    raw = _find(figures, "limit")
     for one in figures:
-        mine = _ours(figures, one.contestant.mode)
-        save = _columns(one.median_save_s, mine.median_save_s if mine else 0.0, size_bytes)
-        load = _columns(one.median_load_s, mine.median_load_s if mine else 0.0, size_bytes)
-        lines.append(f"{one.contestant.mode:<17}{one.contestant.name:<19}{save}{load}")
+        ours = _find(figures, one.contestant.mode, who="ckptmgr")
+        columns = [
+            _columns(_median(one, what), _median(raw, what), _median(ours, what), size_bytes)
+            for what in ("save", "load")
+        ]
+        lines.append(f"{one.contestant.mode:<17}{one.contestant.name:<19}{''.join(columns)}")
     return "\n".join(lines)
 
 
-def _columns(seconds: float, ours_s: float, size_bytes: int) -> str:
+def _median(figures: Figures | None, what: str) -> float:
+    if figures is None:
+        return 0.0
+    return figures.median_save_s if what == "save" else figures.median_load_s
+
+
+def _columns(seconds: float, raw_s: float, ours_s: float, size_bytes: int) -> str:
+    of_raw = f"{raw_s / seconds:.2f}" if raw_s and raw_s != seconds else ""
     times = f"{seconds / ours_s:.1f}x" if ours_s and ours_s != seconds else ""
-    return f"{seconds:>9.3f}{size_bytes / seconds / 1e9:>7.2f}{times:>8}"
+    return f"{seconds:>9.3f}{size_bytes / seconds / 1e9:>7.2f}{of_raw:>8}{times:>8}"
 
 
-def _ours(figures: Sequence[Figures], mode: str) -> Figures | None:
-    found = (f for f in figures if (f.contestant.name, f.contestant.mode) == ("ckptmgr", mode))
-    return next(found, None)
+def _find(figures: Sequence[Figures], mode: str, *, who: str | None = None) -> Figures | None:
+    for one in figures:
+        if one.contestant.mode == mode and who in (None, one.contestant.name):
+            return one
+    return None
 
 
 def memory_table(peaks: Sequence[Peak]) -> str:
