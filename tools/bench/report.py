@@ -57,11 +57,11 @@ def table(figures: Sequence[Figures], size_bytes: int) -> str:
     raw = _find(figures, "limit")
     for one in figures:
         ours = _find(figures, one.contestant.mode, who="ckptmgr")
-        columns = [
-            _columns(_median(one, what), _median(raw, what), _median(ours, what), size_bytes)
+        cells = [
+            _cells(_median(one, what), _median(raw, what), _median(ours, what), size_bytes)
             for what in ("save", "load")
         ]
-        lines.append(f"{one.contestant.mode:<17}{one.contestant.name:<19}{''.join(columns)}")
+        lines.append(f"{one.contestant.mode:<17}{one.contestant.name:<19}{''.join(cells)}")
     return "\n".join(lines)
 
 
@@ -71,7 +71,7 @@ def _median(figures: Figures | None, what: str) -> float:
     return figures.median_save_s if what == "save" else figures.median_load_s
 
 
-def _columns(seconds: float, raw_s: float, ours_s: float, size_bytes: int) -> str:
+def _cells(seconds: float, raw_s: float, ours_s: float, size_bytes: int) -> str:
     of_raw = f"{raw_s / seconds:.2f}" if raw_s and raw_s != seconds else ""
     times = f"{seconds / ours_s:.1f}x" if ours_s and ours_s != seconds else ""
     return f"{seconds:>9.3f}{size_bytes / seconds / 1e9:>7.2f}{of_raw:>8}{times:>8}"
