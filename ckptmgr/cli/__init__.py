@@ -63,6 +63,16 @@ class Commands(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl(rows)
 
+    def invoke(self, ctx: click.Context) -> object:
+        """Run the command; click would report a closed pipe with the code of a real answer."""
+        try:
+            result: object = super().invoke(ctx)
+            sys.stdout.flush()
+        except BrokenPipeError:
+            _forget_stdout()
+            return Exit.PIPE_CLOSED
+        return result
+
     def main(  # type: ignore[override]
         self,
         args: Sequence[str] | None = None,
@@ -81,16 +91,12 @@ def _run(group: click.Group, arguments: list[str], session: object) -> int:
         result = click.Group.main(
             group, arguments, prog_name="ckptmgr", standalone_mode=False, obj=session
         )
-        sys.stdout.flush()
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return Exit.FAILED
     except (click.Abort, KeyboardInterrupt):
         click.echo("ckptmgr: interrupted", err=True)
         return Exit.INTERRUPTED
-    except BrokenPipeError:
-        _forget_stdout()
-        return Exit.PIPE_CLOSED
     except Exception as error:  # the top of the program: everything becomes a message and a code
         if is_debug:
             traceback.print_exc()

@@ -17,7 +17,7 @@ from ckptmgr.cli.options import Command
 from ckptmgr.errors import KeyProblem, UnsafeWrite
 
 if TYPE_CHECKING:
-    from ckptmgr.convert import Converted
+    from ckptmgr.convert_target import Converted
     from ckptmgr.crypto.key import Key
 
 _PIPE = "-"

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ def stats(array: np.ndarray, *cuts: int) -> TensorStats:
     """Return the figures of an array that lies in a file in pieces, cut at these bytes."""
     data = array.tobytes()
     edges = [0, *sorted(cuts), len(data)]
-    pieces = tuple(Piece(a, b - a) for a, b in zip(edges, edges[1:], strict=False) if b > a)
+    pieces = tuple(Piece(a, b - a) for a, b in itertools.pairwise(edges) if b > a)
     spec = TensorSpec(name="w", dtype=dtype_of(array.dtype.name), shape=array.shape)
     return stats_of(BytesSource(data), TensorEntry(spec=spec, pieces=pieces))
 

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ckptmgr pin` and `ckptmgr unpin`."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from ckptmgr.model import State
+from ckptmgr.saver import SaveOptions
+from ckptmgr.store import Store
+from tests.cli.running import key_file, run, run_json
+from tests.manager.saved import GOLDEN_FILES, KEY, save_run
+
+
+def test_pin_is_listed_and_survives_prune(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20, 30])
+    result = run("pin", "10", "--dir", tmp_path, "--reason", "table 2")
+    assert result.stdout == "net-1_10.ckpt  step 10  @pinned table 2\n"
+    plan = run_json("prune", tmp_path, "--keep", "last(1)", "--dry-run")
+    kept = {item["step"]: item["reasons"] for item in plan["items"] if item["keep"]}
+    assert set(kept) == {10, 30}
+    assert kept[10][0]["detail"] == "pinned: table 2"
+
+
+def test_pin_of_the_same_name_is_replaced_and_others_stay(tmp_path: Path) -> None:
+    (path,) = save_run(tmp_path, [10])
+    run("pin", path, "--name", "a", "--reason", "old")
+    run("pin", path, "--name", "b")
+    document = run_json("pin", path, "--name", "a", "--reason", "new")
+    assert document["schema"] == "ckptmgr.pin/1"
+    assert document["items"][0]["pins"] == [
+        {"name": "b", "reason": ""},
+        {"name": "a", "reason": "new"},
+    ]
+    assert run("unpin", path, "--name", "a").stdout.endswith("@b\n")
+    assert run("unpin", "@pinned", "--dir", tmp_path).stdout.endswith("not pinned\n")
+    assert run("unpin", "@pinned", "--dir", tmp_path).exit_code == 10
+
+
+def test_quiet_prints_the_path(tmp_path: Path) -> None:
+    (path,) = save_run(tmp_path, [10])
+    assert run("pin", path, "-q").stdout == f"{path}\n"
+
+
+def test_authenticated_manifest_stays_authenticated(tmp_path: Path) -> None:
+    (path,) = save_run(tmp_path / "runs", [10], options=SaveOptions(key=KEY))
+    refused = run("pin", path)
+    assert (refused.exit_code, "without its key" in refused.stderr) == (12, True)
+    assert run("pin", path, "--key", key_file(tmp_path)).exit_code == 0
+    (found,) = Store(tmp_path / "runs", key=KEY, must_authenticate=True).scan()
+    assert (found.state, len(found.pins)) == (State.OK, 1)
+
+
+def test_bare_file_cannot_be_pinned(tmp_path: Path) -> None:
+    path = shutil.copy(GOLDEN_FILES / "slices_sync.ckpt", tmp_path)
+    result = run("pin", path)
+    assert (result.exit_code, "without a manifest" in result.stderr) == (2, True)
+
+
+def test_series_that_a_run_writes_is_locked(tmp_path: Path) -> None:
+    save_run(tmp_path, [10])
+    with Store(tmp_path).lease("net"):
+        result = run("pin", "10", "--dir", tmp_path)
+    assert (result.exit_code, "process" in result.stderr) == (11, True)

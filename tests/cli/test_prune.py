@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ckptmgr prune`: the plan, the question, the deed, and its undoing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckptmgr import trash
+from ckptmgr.saver import SaveOptions
+from ckptmgr.store import Store
+from tests.cli.running import NOW_S, process_env, run, run_json
+from tests.manager.saved import GOLDEN_FILES, KEY, overwrite, save_run, tree_of
+
+KEEP = "last(2) | best(2, loss, min) | every(4000)"
+DAY_S = 86_400
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """Eight checkpoints, the sixth damaged, the last without a metric."""
+    directory = tmp_path / "runs"
+    metrics = {1000 * i: {"loss": 1 / i} for i in range(1, 8)}
+    save_run(directory, [1000 * i for i in range(1, 9)], metrics=metrics)
+    overwrite(directory / "net-600_10.ckpt", b"cut")
+    return directory
+
+
+def steps(directory: Path) -> list[int]:
+    """Return the steps in a directory."""
+    return sorted(c.step for c in Store(directory).scan())
+
+
+PLAN = """\
+{root}  8 checkpoints, 1.1 KiB   policy last(2) | best(2, loss, min) | every(4000)
+ step 1k ···■■✗■■ 8k
+         ■ keep  · drop  ✗ corrupt (does not count towards any rule)
+      STEP     SAVED   SIZE    LOSS  STATE    WHY
+keep  8000  17 h ago  144 B     n/a  ok       last 1/2; every 4k
+keep  7000  18 h ago  144 B  0.1429  ok       last 2/2; best 1/2 loss=0.1429
+keep  6000  19 h ago  144 B  0.1667  corrupt  not counted: corrupt: 3 bytes, but the manifest says 144
+keep  5000  20 h ago  144 B     0.2  ok       best 2/2 loss=0.2
+keep  4000  21 h ago  144 B    0.25  ok       every 4k
+drop  3000  22 h ago  144 B  0.3333  ok       nearest: last (5th of 2), best (4th of 2), every 4k (3000 past 0)
+drop  2000  23 h ago  144 B     0.5  ok       nearest: last (6th of 2), best (5th of 2), every 4k (2000 past 0)
+drop  1000   1 d ago  144 B       1  ok       nearest: last (7th of 2), best (6th of 2), every 4k (1000 past 0)
+would free 432 B; 5 stay (720 B)
+"""
+
+
+def test_dry_run_shows_the_plan_and_writes_nothing_at_all(runs: Path) -> None:
+    before = tree_of(runs.parent)
+    result = run("prune", runs, "--keep", KEEP, "--dry-run")
+    assert (result.exit_code, result.stdout) == (0, PLAN.format(root=runs))
+    assert tree_of(runs.parent) == before
+
+
+def test_terminal_without_unicode_gets_an_ascii_timeline(runs: Path) -> None:
+    shown = run("prune", runs, "--keep", KEEP, "--dry-run", charset="ascii").stdout
+    assert " step 1k ...##x## 8k\n" in shown
+
+
+def test_json_plan_has_reasons_and_nearest_misses(runs: Path) -> None:
+    document = run_json("prune", runs, "--keep", KEEP, "--dry-run")
+    assert document["schema"] == "ckptmgr.prune/1"
+    best = next(item for item in document["items"] if item["step"] == 5000)
+    assert (best["keep"], best["nearest"]) == (True, [])
+    assert best["reasons"] == [
+        {
+            "rule": "best(2, loss, min)",
+            "detail": "best 2/2 loss=0.2",
+            "rank": 2,
+            "of": 2,
+            "value": 0.2,
+        }
+    ]
+    assert [reason["rule"] for reason in document["items"][-1]["nearest"]] == [
+        "last(2)",
+        "best(2, loss, min)",
+        "every(4000)",
+    ]
+    summary = document["summary"]
+    assert (summary["kept"], summary["dropped"], summary["freed_bytes"]) == (5, 3, 432)
+    assert (summary["is_done"], summary["removed"], summary["trash"]) == (False, [], None)
+
+
+def test_quiet_dry_run_prints_what_would_go(runs: Path) -> None:
+    result = run("prune", runs, "--keep", "last(7)", "--dry-run", "-q")
+    assert result.stdout == ""
+    result = run("prune", runs, "--keep", "last(6)", "--dry-run", "-q")
+    assert result.stdout == f"{runs / 'net-100_10.ckpt'}\n"
+
+
+def test_verbose_lists_the_files(runs: Path) -> None:
+    shown = run("prune", runs, "--keep", "last(6)", "--dry-run", "-v").stdout
+    assert "  net-100_10.ckpt  144 B\n" in shown
+
+
+def test_check_exits_1_while_something_would_go(runs: Path) -> None:
+    before = tree_of(runs)
+    assert run("prune", runs, "--keep", "last(2)", "--check").exit_code == 1
+    assert run("prune", runs, "--keep", "all", "--check").exit_code == 0
+    assert tree_of(runs) == before
+
+
+def test_nobody_to_ask_exits_13_and_changes_nothing(runs: Path) -> None:
+    before = tree_of(runs)
+    for extra in ({}, {"CKPTMGR_PRUNE_YES": "1", "CKPTMGR_YES": "1"}):
+        result = run("prune", runs, "--keep", "last(2)", env=extra)
+        assert (result.exit_code, "pass --yes" in result.stderr) == (13, True)
+    assert tree_of(runs) == before
+
+
+def test_yes_moves_to_the_trash_and_undo_brings_back(runs: Path) -> None:
+    before = {name: state[0] for name, state in tree_of(runs).items()}
+    result = run("prune", runs, "--keep", KEEP, "--yes")
+    assert result.exit_code == 0
+    assert result.stdout.endswith(
+        "moved 3 checkpoints, 432 B to .ckptmgr-trash/20260302T100000.000000Z\n"
+    )
+    assert "the disk space is freed by" in result.stderr
+    assert steps(runs) == [4000, 5000, 6000, 7000, 8000]
+    asked = run("prune", runs, "--undo", "--dry-run")
+    assert asked.stdout.endswith("3 checkpoints would be restored, 432 B\n")
+    undone = run("prune", runs, "--undo")
+    assert undone.stdout.endswith("net-300_10.ckpt  144 B\n3 checkpoints restored, 432 B\n")
+    assert {name: state[0] for name, state in tree_of(runs).items()} == before
+
+
+def test_undo_speaks_json_and_paths(runs: Path) -> None:
+    run("prune", runs, "--keep", KEEP, "--yes")
+    assert run_json("prune", runs, "--undo")["summary"] == {"is_done": True, "taken": []}
+    run("prune", runs, "--keep", "last(6)", "--yes")
+    assert run("prune", runs, "--undo", "-q").stdout == f"{runs / 'net-100_10.ckpt'}\n"
+
+
+def test_undo_of_nothing_is_not_found(runs: Path) -> None:
+    assert run("prune", runs, "--undo").exit_code == 10
+
+
+def test_undo_keeps_a_newer_checkpoint_of_the_same_name(runs: Path) -> None:
+    run("prune", runs, "--keep", "last(6)", "--yes")
+    save_run(runs, [1000])
+    result = run("prune", runs, "--undo")
+    assert (result.exit_code, "stays in the trash" in result.stderr) == (3, True)
+
+
+def test_undo_stands_alone(runs: Path) -> None:
+    assert run("prune", runs, "--undo", "--keep", "all").exit_code == 2
+
+
+def test_quiet_and_json_tell_what_was_removed(runs: Path) -> None:
+    quiet = run("prune", runs, "--keep", "last(6)", "--yes", "-q")
+    assert quiet.stdout == f"{runs / 'net-100_10.ckpt'}\n"
+    summary = run_json("prune", runs, "--keep", "last(5)", "--yes")["summary"]
+    assert (summary["is_done"], summary["removed"]) == (True, [str(runs / "net-200_10.ckpt")])
+    assert summary["trash"] == str(runs / trash.TRASH_NAME / "20260302T100000.000001Z")
+
+
+def test_now_removes_at_once(runs: Path) -> None:
+    result = run("prune", runs, "--keep", "last(6)", "--yes", "--now")
+    assert result.stdout.endswith("removed 1 checkpoint, 144 B\n")
+    assert not (runs / trash.TRASH_NAME).exists()
+
+
+def test_old_trash_goes_with_a_later_prune(runs: Path) -> None:
+    run("prune", runs, "--keep", "last(6)", "--yes")
+    later = NOW_S + DAY_S
+    shown = run("prune", runs, "--keep", "all", "--dry-run", now_s=later).stdout
+    assert "1 checkpoint, 144 B; would be removed for good\n" in shown
+    assert "would be removed" not in run("prune", runs, "--keep", "all", "--dry-run").stdout
+    result = run("prune", runs, "--keep", "all", "--yes", now_s=later)
+    assert "note: removed 1 from the trash for good" in result.stderr
+    assert not (runs / trash.TRASH_NAME).exists()
+
+
+def test_grace_time_is_an_option(runs: Path) -> None:
+    run("prune", runs, "--keep", "last(6)", "--yes")
+    run("prune", runs, "--keep", "all", "--yes", "--grace", "0s")
+    assert not (runs / trash.TRASH_NAME).exists()
+    assert run("prune", runs, "--keep", "all", "--grace", "soon").exit_code == 2
+
+
+def test_nothing_to_do_asks_nobody(runs: Path) -> None:
+    result = run("prune", runs, "--keep", "all")
+    assert (result.exit_code, "would free 0 B; 8 stay" in result.stdout) == (0, True)
+
+
+def test_policy_comes_from_the_directory(runs: Path) -> None:
+    (runs / "ckptmgr.toml").write_text('keep = "last(6)"\n')
+    assert run_json("prune", runs, "--dry-run")["summary"]["policy"] == "last(6)"
+    assert run_json("prune", runs, "--dry-run", "--keep", "all")["summary"]["policy"] == "all"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "no retention policy"),
+        ("", "no retention policy"),
+        ('kep = "last(2)"', "did you mean keep?"),
+        ("other = 1", "known: keep"),
+        ("keep = 3", "quotes included"),
+        ('keep = ""', "the policy is empty"),
+        ('keep = "lst(2)"', "did you mean 'last'?"),
+        ("keep = ", "not valid TOML"),
+        ("\xff", "not valid TOML"),
+        ("# " + "x" * (1 << 20), "more than 1048576 bytes"),
+    ],
+)
+def test_missing_or_wrong_policy_is_refused(runs: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (runs / "ckptmgr.toml").write_text(content, encoding="latin-1")
+    result = run("prune", runs, "--yes")
+    assert (result.exit_code, message in result.stderr) == (2, True)
+    assert len(steps(runs)) == 8
+
+
+def test_empty_policy_on_the_command_line_is_refused(runs: Path) -> None:
+    assert run("prune", runs, "--keep", "", "--yes").exit_code == 2
+
+
+def test_unsafe_policy_exits_13(runs: Path) -> None:
+    result = run("prune", runs, "--keep", "last(1) | best(2, acc, max)", "--yes")
+    assert (result.exit_code, "cannot rank" in result.stderr) == (13, True)
+    assert len(steps(runs)) == 8
+
+
+def test_missing_directory_exits_10(tmp_path: Path) -> None:
+    assert run("prune", tmp_path / "no", "--keep", "all").exit_code == 10
+
+
+def test_locked_series_exits_11_and_names_the_owner(runs: Path) -> None:
+    with Store(runs).lease("net"):
+        result = run("prune", runs, "--keep", "last(2)", "--yes")
+    assert result.exit_code == 11
+    assert f"process {os.getpid()}" in result.stderr
+    assert len(steps(runs)) == 8
+
+
+def test_locked_series_does_not_stop_the_others(runs: Path) -> None:
+    save_run(runs, [10, 20, 30], series="other")
+    with Store(runs).lease("net"):
+        result = run("prune", runs, "--keep", "last(2)", "--yes", "--json")
+    assert result.exit_code == 11
+    assert json.loads(result.stderr.splitlines()[-1])["error"] == "StoreLocked"
+    assert json.loads(result.stdout)["summary"]["removed"] == [str(runs / "other-1_10.ckpt")]
+
+
+def test_several_series_are_shown_one_by_one_and_filtered(runs: Path) -> None:
+    save_run(runs, [10, 20, 30], series="other")
+    shown = run("prune", runs, "--keep", "last(2)", "--dry-run").stdout
+    assert f"{runs} [net]  8 checkpoints" in shown
+    assert f"{runs} [other]  3 checkpoints" in shown
+    only = run("prune", runs, "--keep", "last(2)", "--dry-run", "--series", "other").stdout
+    assert "policy last(2)   filter series=other\n" in only
+    assert "[net]" not in only
+
+
+def test_leftovers_are_shown_and_reaped(runs: Path) -> None:
+    store = Store(runs)
+    (runs / "net-700_10.ckpt").unlink()
+    live = store._temp_path("net-9_9.ckpt", "net")
+    live.touch()
+    shown = run("prune", runs, "--keep", "all", "--dry-run").stdout
+    assert "net-700_10.ckpt: a manifest without its data file; would be cleaned up\n" in shown
+    assert f"{live.name}: being written by a live process; stays\n" in shown
+    result = run("prune", runs, "--keep", "all", "--yes")
+    assert "note: removed net-700_10.ckpt.manifest.json" in result.stderr
+    assert live.exists()
+
+
+def test_bare_mindspore_directory_is_pruned_by_epoch_and_step(tmp_path: Path) -> None:
+    for name in ("CKP-1_5.ckpt", "CKP-2_5.ckpt", "CKP-10_5.ckpt", "CKP-2_1.ckpt"):
+        shutil.copy(GOLDEN_FILES / "slices_sync.ckpt", tmp_path / name)
+    result = run("prune", tmp_path, "--keep", "last(2)", "--yes", "-q")
+    assert result.stdout.split() == [str(tmp_path / f"CKP-{n}.ckpt") for n in ("2_1", "1_5")]
+    run("prune", tmp_path, "--undo")
+    assert len(steps(tmp_path)) == 4
+
+
+def test_unreadable_manifest_shows_no_step_it_does_not_know(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20])
+    overwrite(tmp_path / "net-1_10.ckpt.manifest.json", b"{")
+    shown = run("prune", tmp_path, "--keep", "last(1)", "--dry-run").stdout
+    assert "keep     -" in shown
+    (tmp_path / "net-2_10.ckpt").unlink()
+    (tmp_path / "net-2_10.ckpt.manifest.json").unlink()
+    shown = run("prune", tmp_path, "--keep", "last(1)", "--dry-run").stdout
+    assert " step " not in shown
+
+
+def test_long_history_is_drawn_in_groups(tmp_path: Path) -> None:
+    for epoch in range(1, 91):
+        (tmp_path / f"CKP-{epoch}_1.ckpt").write_bytes(b"x")
+    shown = run("prune", tmp_path, "--keep", "last(1)", "--dry-run").stdout
+    assert f" step 1 {'·' * 44}■ 90\n" in shown
+    assert "(each for up to 2 checkpoints)" in shown
+
+
+def test_encrypted_run_is_pruned_without_and_with_its_key(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20, 30], options=SaveOptions(key=KEY))
+    assert run("prune", tmp_path, "--keep", "last(2)", "--yes").exit_code == 0
+    env = {"CKPTMGR_KEY": KEY.raw.hex()}
+    assert run("prune", tmp_path, "--keep", "last(1)", "--yes", env=env).exit_code == 0
+    assert run("prune", tmp_path, "--undo", env=env).exit_code == 0
+    items = run_json("ls", tmp_path, env=env)["items"]
+    assert {item["state"] for item in items} == {"ok"}
+
+
+def test_failure_after_something_was_removed_is_partly_done(
+    runs: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ckptmgr.cli.prune import _code
+    from ckptmgr.pruning import Outcome
+
+    gone = Store(runs).scan()[:1]
+    outcome = Outcome(removed=gone, failures=[OSError(5, "Input/output error", "/x")])
+    assert _code(outcome, as_json=False) == 3
+    assert _code(Outcome(failures=outcome.failures), as_json=False) == 2
+    assert "Input/output error" in capsys.readouterr().err
+
+
+class Terminal:
+    """A prune at a terminal: it asks, somebody answers."""
+
+    def __init__(self, *arguments: str | Path) -> None:
+        self._leader, terminal = pty.openpty()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "ckptmgr", "prune", *map(str, arguments)],
+            stdin=terminal,
+            stdout=subprocess.PIPE,
+            stderr=terminal,
+            env=process_env(NO_COLOR="1"),
+            # Whoever starts the tests in the background has SIGINT ignored, and children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        )
+        os.close(terminal)
+
+    def question(self) -> bytes:
+        """Return what is shown up to the question."""
+        shown = b""
+        while b"[y/N]: " not in shown:
+            shown += os.read(self._leader, 4096)
+        return shown
+
+    def answer(self, keys: bytes) -> tuple[int, bytes]:
+        """Type and return the exit code and stdout."""
+        os.write(self._leader, keys)
+        stdout, _ = self._process.communicate(timeout=60)
+        os.close(self._leader)
+        return self._process.returncode, stdout
+
+    def interrupt(self) -> int:
+        """Press Ctrl-C and return the exit code."""
+        while self._process.poll() is None:
+            # A signal that comes just before Python starts to read is noticed only when the next one comes.
+            self._process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.communicate(timeout=2)
+        os.close(self._leader)
+        return self._process.returncode
+
+    def kill(self) -> None:
+        """Kill the process while it waits."""
+        self._process.kill()
+        self._process.communicate(timeout=60)
+        os.close(self._leader)
+
+
+def test_answer_decides_at_a_terminal(runs: Path) -> None:
+    terminal = Terminal(runs, "--keep", "last(6)")
+    assert b"Move 1 checkpoint to the trash? [y/N]: " in terminal.question()
+    assert terminal.answer(b"n\n")[0] == 1
+    assert len(steps(runs)) == 8
+    terminal = Terminal(runs, "--keep", "last(6)", "--now")
+    assert b"Remove 1 checkpoint for good? [y/N]: " in terminal.question()
+    code, stdout = terminal.answer(b"y\n")
+    assert (code, stdout.endswith(b"removed 1 checkpoint, 144 B\n")) == (0, True)
+
+
+def test_interrupt_or_kill_at_the_question_changes_nothing(runs: Path) -> None:
+    before = tree_of(runs)
+    terminal = Terminal(runs, "--keep", "last(6)")
+    terminal.question()
+    assert terminal.interrupt() == 130
+    terminal = Terminal(runs, "--keep", "last(6)")
+    terminal.question()
+    terminal.kill()
+    assert tree_of(runs) == before
+
+
+def test_checkpoint_saved_while_the_question_stands_stops_the_prune(runs: Path) -> None:
+    terminal = Terminal(runs, "--keep", "last(6)")
+    terminal.question()
+    save_run(runs, [9000])
+    assert terminal.answer(b"y\n")[0] == 13
+    assert len(steps(runs)) == 9

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures, ages, colour, and what goes where in a real process."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptmgr.cli import _COMMANDS, render
+from ckptmgr.cli.options import load_key
+from tests.cli.running import process_env, run, run_process
+from tests.manager.saved import save_run
+
+NOW = datetime(2026, 3, 2, 12, tzinfo=UTC)
+ANSI = re.compile(r"\x1b\[[0-9;]*m")
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (int(1023.99 * 1024), "1.0 MiB"),
+        (301 << 20, "301 MiB"),
+        (11 * 2**30 + 800 * 2**20, "11.8 GiB"),
+        (2**70, "1024 EiB"),
+    ],
+)
+def test_sizes_are_short(size_bytes: int, text: str) -> None:
+    assert render.size(size_bytes) == text
+
+
+@given(st.integers(0, 2**64))
+def test_size_never_exceeds_nine_characters(size_bytes: int) -> None:
+    assert len(render.size(size_bytes)) <= 9
+
+
+@pytest.mark.parametrize(
+    ("ago", "text"),
+    [
+        (timedelta(0), "now"),
+        (timedelta(seconds=59), "59 s ago"),
+        (timedelta(hours=3, minutes=59), "3 h ago"),
+        (timedelta(days=800), "2 y ago"),
+        (timedelta(hours=-1), "2026-03-02 13:00Z"),
+    ],
+)
+def test_ages_are_short(ago: timedelta, text: str) -> None:
+    assert render.age(NOW - ago, NOW) == text
+
+
+@pytest.mark.parametrize(
+    ("option", "environment", "is_terminal", "expected"),
+    [
+        ("always", {"NO_COLOR": "1"}, False, True),
+        ("never", {"FORCE_COLOR": "1"}, True, False),
+        ("auto", {"NO_COLOR": "1", "FORCE_COLOR": "1"}, True, False),
+        ("auto", {"NO_COLOR": ""}, True, True),
+        ("auto", {"FORCE_COLOR": "1", "TERM": "dumb"}, False, True),
+        ("auto", {"TERM": "dumb"}, True, False),
+        ("auto", {}, True, True),
+        ("auto", {}, False, False),
+    ],
+)
+def test_colour_is_decided_by_option_then_environment_then_terminal(
+    option: str, environment: Mapping[str, str], is_terminal: bool, expected: bool
+) -> None:
+    assert render.wants_color(option, environment, is_terminal=is_terminal) is expected
+
+
+def test_colour_adds_nothing_but_colour(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20], metrics={10: {"loss": 0.5}})
+    plain = run("ls", tmp_path).stdout
+    for arguments in (["--color", "always", "ls"], ["ls", "--color", "always"]):
+        colored = run(*arguments, tmp_path).stdout
+        assert "\x1b[" in colored
+        assert ANSI.sub("", colored) == plain
+    assert run("ls", tmp_path, env={"FORCE_COLOR": "1"}).stdout != plain
+    for arguments in (["--no-color", "ls"], ["ls", "--no-color"]):
+        assert run(*arguments, tmp_path, env={"FORCE_COLOR": "1"}).stdout == plain
+
+
+def test_json_is_never_coloured(tmp_path: Path) -> None:
+    save_run(tmp_path, [10])
+    assert "\x1b" not in run("ls", tmp_path, "--json", "--color", "always").stdout
+
+
+def test_unknown_stdout_encoding_counts_as_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Odd:
+        encoding = "no-such-codec"
+
+    assert not render._is_utf8(Odd())  # type: ignore[arg-type]
+
+
+def test_environment_names_the_key_only_when_it_says_something() -> None:
+    assert load_key(None, {}) is None
+    assert load_key(None, {"CKPTMGR_KEY": "", "CKPTMGR_KEY_FILE": ""}) is None
+
+
+def test_terminal_gets_colour_and_a_pipe_does_not(tmp_path: Path) -> None:
+    save_run(tmp_path, [10])
+    assert b"\x1b[" not in run_process("ls", tmp_path).stdout
+    leader, terminal = pty.openpty()
+    command = [sys.executable, "-m", "ckptmgr", "ls", str(tmp_path)]
+    env = process_env(TERM="xterm")
+    subprocess.run(command, stdout=terminal, env=env, timeout=60, check=True)
+    os.close(terminal)
+    shown = os.read(leader, 65536)
+    os.close(leader)
+    assert b"\x1b[" in shown
+
+
+def test_closed_pipe_ends_quietly(tmp_path: Path) -> None:
+    for epoch in range(1, 3000):
+        (tmp_path / f"CKP-{epoch}_1.ckpt").touch()
+    reader, writer = os.pipe()
+    command = [sys.executable, "-m", "ckptmgr", "ls", "-q", str(tmp_path)]
+    process = subprocess.Popen(command, stdout=writer, stderr=subprocess.PIPE, env=process_env())
+    os.close(writer)
+    os.close(reader)
+    _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (141, b"")
+
+
+def test_process_keeps_stdout_for_the_result(tmp_path: Path) -> None:
+    done = run_process("ls", tmp_path / "no")
+    assert (done.returncode, done.stdout) == (10, b"")
+    assert done.stderr.startswith(b"ckptmgr: error: ")
+
+
+def test_process_in_an_ascii_locale_spells_names_out(tmp_path: Path) -> None:
+    save_run(tmp_path, [10], series="ä")
+    save_run(tmp_path, [10], series="b")
+    done = run_process("ls", tmp_path, PYTHONIOENCODING="ascii")
+    assert (done.returncode, b"\\xe4" in done.stdout) == (0, True)
+
+
+HEAVY = ("numpy", "rich", "cryptography", "torch", "mindspore", "blake3", "ml_dtypes")
+
+
+@pytest.mark.parametrize("command", [None, *_COMMANDS])
+def test_help_imports_nothing_heavy(command: str | None) -> None:
+    arguments = [command, "--help"] if command else ["--help"]
+    program = (
+        "import sys\n"
+        "from ckptmgr.cli import cli\n"
+        f"try: cli.main({arguments!r})\n"
+        "except SystemExit: pass\n"
+        f"print('LOADED', [n for n in {HEAVY!r} if n in sys.modules], file=sys.stderr)\n"
+    )
+    command_line = [sys.executable, "-c", program]
+    done = subprocess.run(
+        command_line, capture_output=True, env=process_env(), timeout=60, check=True
+    )
+    assert done.stderr == b"LOADED []\n"
+
+
+def test_plain_list_imports_neither_numpy_nor_rich(tmp_path: Path) -> None:
+    save_run(tmp_path, [10])
+    program = (
+        "import sys\n"
+        "from ckptmgr.cli import cli\n"
+        f"try: cli.main(['ls', {str(tmp_path)!r}])\n"
+        "except SystemExit: pass\n"
+        "print([n for n in ('numpy', 'rich') if n in sys.modules], file=sys.stderr)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        env=process_env(),
+        timeout=60,
+        check=True,
+    )
+    assert done.stderr == b"[]\n"

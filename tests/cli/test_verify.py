@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ckptmgr verify`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckptmgr.formats.tensor import tensor_from_array
+from ckptmgr.manifest import manifest_name
+from ckptmgr.saver import SaveOptions
+from tests.cli.running import key_file, run, run_json
+from tests.manager.saved import GOLDEN_FILES, KEY, OTHER_KEY, flip, save_run, tree_of
+
+
+def test_whole_run_is_ok_and_nothing_is_written(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20], options=SaveOptions(has_crc=True))
+    before = tree_of(tmp_path)
+    result = run("verify", tmp_path)
+    assert (result.exit_code, result.stdout) == (
+        0,
+        "ok          net-1_10.ckpt  checked manifest, size, digests, structure, CRC32\n"
+        "ok          net-2_10.ckpt  checked manifest, size, digests, structure, CRC32\n"
+        "2 checkpoints (full): 2 ok\n",
+    )
+    assert tree_of(tmp_path) == before
+
+
+def test_damage_exits_1_and_names_place_and_way_out(tmp_path: Path) -> None:
+    first, second = save_run(tmp_path, [10, 20])
+    flip(second, 70)
+    result = run("verify", "--dir", tmp_path)
+    assert result.exit_code == 1
+    assert "damaged     net-2_10.ckpt: the bytes 0.." in result.stdout
+    assert "  hint: the file was damaged" in result.stdout
+    assert run("verify", "-q", tmp_path).stdout == f"{second}\n"
+    assert run("verify", first).exit_code == 0
+
+
+def test_levels_are_named_and_deep_counts_nan(tmp_path: Path) -> None:
+    content = [tensor_from_array("w", np.array([np.nan, 1], np.float32))]
+    (path,) = save_run(tmp_path, [10], content=content)
+    assert "1 checkpoint (quick): 1 ok" in run("verify", path, "--quick").stdout
+    deep = run("verify", path, "--deep")
+    assert (deep.exit_code, "w has 1 NaN, 0 Inf" in deep.stdout) == (0, True)
+
+
+def test_encrypted_run_without_key_is_partly_checked(tmp_path: Path) -> None:
+    save_run(tmp_path / "runs", [10], options=SaveOptions(key=KEY))
+    result = run("verify", tmp_path / "runs")
+    assert result.exit_code == 3
+    assert "checked manifest, size, digests, records; not checked: seal and contents" in (
+        result.stdout
+    )
+    assert run("verify", tmp_path / "runs", "--quick").exit_code == 0
+    assert run("verify", tmp_path / "runs", "--key", key_file(tmp_path)).exit_code == 0
+
+
+def test_key_from_the_environment_is_used(tmp_path: Path) -> None:
+    save_run(tmp_path / "runs", [10], options=SaveOptions(key=KEY))
+    by_value = {"CKPTMGR_KEY": KEY.raw.hex()}
+    assert run("verify", tmp_path / "runs", env=by_value).exit_code == 0
+    other = key_file(tmp_path, hex_digits=OTHER_KEY.raw.hex()).removeprefix("file:")
+    both = {**by_value, "CKPTMGR_KEY_FILE": other}
+    assert run("verify", tmp_path / "runs", env=both).exit_code == 12
+
+
+@pytest.mark.parametrize("key", [KEY, OTHER_KEY], ids=["plain file", "other key"])
+def test_refusals_have_their_codes(tmp_path: Path, key: object) -> None:
+    options = SaveOptions() if key is KEY else SaveOptions(key=KEY)
+    save_run(tmp_path / "runs", [10], options=options)
+    source = key_file(tmp_path, hex_digits=getattr(key, "raw", b"").hex())
+    result = run("verify", tmp_path / "runs", "--key", source)
+    assert result.exit_code == (13 if key is KEY else 12)
+
+
+def test_worst_answer_decides_the_code(tmp_path: Path) -> None:
+    (path,) = save_run(tmp_path, [10])
+    save_run(tmp_path, [20], options=SaveOptions(key=KEY))
+    (tmp_path / "net-3_10.ckpt").write_bytes(b"PK\x03\x04 torch")
+    assert run("verify", tmp_path).exit_code == 2
+    flip(path, 70)
+    assert run("verify", tmp_path).exit_code == 1
+
+
+def test_bare_directory_is_checked_as_far_as_it_can_be(tmp_path: Path) -> None:
+    for name in ("ckpt_all_dtypes.ckpt", "slices_sync_crc.ckpt", "st_all_dtypes.safetensors"):
+        shutil.copy(GOLDEN_FILES / name, tmp_path)
+    document = run_json("verify", tmp_path, "--deep")
+    assert document["schema"] == "ckptmgr.verify/1"
+    assert document["summary"] == {
+        "level": "deep",
+        "count": 3,
+        "statuses": {"ok": 1, "unverified": 2},
+    }
+    assert {item["status"]: item["unchecked"] for item in document["items"]} == {
+        "ok": [],
+        "unverified": ["contents: no manifest, no CRC32"],
+    }
+
+
+def test_json_of_damage_says_what_and_where(tmp_path: Path) -> None:
+    (path,) = save_run(tmp_path, [10])
+    (tmp_path / manifest_name(path.name)).unlink()
+    path.chmod(0o600)
+    os.truncate(path, path.stat().st_size - 3)
+    result = run("verify", path, "--json")
+    assert result.exit_code == 1
+    assert '"status": "damaged"' in result.stdout
+    assert '"problems": ["' in result.stdout
+
+
+def test_selected_checkpoint_is_verified_once(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20])
+    items = run_json("verify", "20", "latest", "10..20", "--dir", tmp_path)["items"]
+    assert [item["step"] for item in items] == [20, 10]
+
+
+def test_nothing_to_verify_is_not_found(tmp_path: Path) -> None:
+    assert run("verify", tmp_path).exit_code == 10
