@@ -23,6 +23,11 @@ from typing import Protocol
 from ckptmgr.errors import StoreLocked
 from ckptmgr.fsio import FileSystem
 
+_OTHER_HINT = (
+    "two writers would overwrite each other: stop that process, or use another prefix or directory"
+)
+_OWN_HINT = "that is this process: close() the manager or callback that wrote it before, or use it in a with block"
+
 
 class Processes(Protocol):
     """What is known about writing processes."""
@@ -101,7 +106,7 @@ def hold_lease(fs: FileSystem, directory: Path, series: str) -> Iterator[None]:
             raise StoreLocked(
                 f"series {series!r} is being written by {holder or 'another process'}",
                 path=directory,
-                hint="two writers would overwrite each other: stop that process, or use another prefix or directory",
+                hint=_OTHER_HINT if holder != describe_owner() else _OWN_HINT,
             )
         yield
 

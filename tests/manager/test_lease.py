@@ -95,6 +95,14 @@ def test_second_lease_names_the_owner(tmp_path: Path) -> None:
     assert str(os.getpid()) in str(caught.value)
 
 
+def test_second_lease_in_one_process_says_what_to_close(tmp_path: Path) -> None:
+    with (
+        hold_lease(OsFileSystem(), tmp_path, "net"),
+        pytest.raises(StoreLocked, match=r"this process: close\(\)"),
+    ):
+        take(tmp_path)
+
+
 def test_lease_is_free_again_after_use(tmp_path: Path) -> None:
     for _ in range(2):
         with hold_lease(OsFileSystem(), tmp_path, "net"):
