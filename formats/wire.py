@@ -116,6 +116,9 @@ class WireReader:
         return Field(number, wire_type, offset, start, end, value)
 
     def _varint(self, offset: int, stop: int) -> tuple[int, int]:
+        position = offset - self._window_start
+        if offset < stop and 0 <= position < len(self._window) and self._window[position] < 0x80:
+            return self._window[position], offset + 1  # most are one byte
         limit = min(offset + _MAX_VARINT_BYTES, stop)
         self._cover(offset, limit)
         value = shift = 0
