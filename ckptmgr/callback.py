@@ -365,7 +365,7 @@ def _metrics(params: Any) -> dict[str, float]:
     for name, value in found.items() if isinstance(found, Mapping) else ():
         try:
             numbers[str(name)] = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             # A loop may keep arrays and tables there; a save does not fail for what cannot be ranked.
             _LOG.warning("the metric %r is no number and is not noted", name)
     return numbers

@@ -23,7 +23,7 @@ import operator
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -54,6 +54,7 @@ from ckptmgr.store import Store
 _LOG = logging.getLogger(__name__)
 _SKELETON = "ckptmgr.tree"
 _MANY_STARTS = 3
+_COUNT_BITS = 63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,7 @@ class Resumption:
     """
 
     step: int
-    state: object
+    state: object = field(repr=False)
     epoch: int | None = None
     checkpoint: Checkpoint | None = None
     metrics: Mapping[str, float]
@@ -233,9 +234,13 @@ class CheckpointManager:
             StoreLocked: Another live process writes this series.
             OSError: From the disk; the earlier checkpoints are intact.
         """
-        step = _checked_step(step)
+        step = _checked_count("step", step)
+        epoch = None if epoch is None else _checked_count("epoch", epoch)
         now = self._clock()
-        flat = tree.flatten(state() if callable(state) else state)
+        # A model is callable, too, and is no function that returns a state.
+        if callable(state) and not hasattr(state, "state_dict"):
+            state = state()
+        flat = tree.flatten(state)
         items: list[Item] = [*flat.tensors]
         metadata = {**flat.aliases, _SKELETON: flat.skeleton}
         checked = _checked_metrics(metrics)
@@ -446,13 +451,15 @@ def _arrays(opened: OpenCheckpoint) -> dict[str, np.ndarray]:
     return {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
 
 
-def _checked_step(step: int) -> int:
+def _checked_count(name: str, count: int) -> int:
     try:
-        number = operator.index(step)  # NumPy integers are welcome
+        number = operator.index(count)  # NumPy integers are welcome
     except TypeError:
         number = -1
-    if number < 0 or isinstance(step, bool):
-        raise ValueError(f"a step is an integer from 0 on, but got {step!r}")
+    if number.bit_length() > _COUNT_BITS:  # Python refuses to print the longest
+        raise ValueError(f"the {name} has more than {_COUNT_BITS} bits")
+    if number < 0 or isinstance(count, bool):
+        raise ValueError(f"the {name} is an integer from 0 on, but got {count!r}")
     return number
 
 
@@ -461,7 +468,7 @@ def _checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
     for name, value in (metrics or {}).items():
         try:
             checked[str(name)] = float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             raise TypeError(
                 f"metric {name!r} must be a number, but got {type(value).__name__}"
             ) from None

@@ -184,8 +184,9 @@ class SeriesWriter:
         # Names may belong to series of earlier runs (`net`, `net_1`): a live writer there keeps its files.
         failures: list[Exception] = []
         by_series: dict[str, list[Checkpoint]] = {}
+        paths = {checkpoint.path for checkpoint in dropped}
         for checkpoint in self.store.scan():
-            if checkpoint.path in {c.path for c in dropped}:
+            if checkpoint.path in paths:
                 by_series.setdefault(checkpoint.series, []).append(checkpoint)
         for series, checkpoints in by_series.items():
             try:

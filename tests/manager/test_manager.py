@@ -139,6 +139,45 @@ def test_step_end_saves_when_the_policy_says_so() -> None:
     assert steps(manager) == [2, 4]
 
 
+def test_state_that_is_a_callable_object_with_a_state_dict_is_saved_not_called() -> None:
+    class Model:
+        def state_dict(self) -> dict[str, object]:
+            return state_of(7.0)
+
+        def __call__(self, batch: object) -> object:
+            raise AssertionError("called")
+
+    with Trainer(ModelDisk()).manager() as manager:
+        manager.save(1, Model())
+        assert value_of(manager.load(1)) == 7.0
+
+
+@pytest.mark.parametrize("epoch", [-1, 1.5, True, "1"])
+def test_epoch_that_is_no_count_is_refused_and_nothing_saved(epoch: int) -> None:
+    with Trainer(ModelDisk()).manager() as manager:
+        with pytest.raises(ValueError, match="the epoch is an integer from 0 on"):
+            manager.save(1, state_of(1.0), epoch=epoch)
+        assert manager.checkpoints() == []
+
+
+def test_numpy_epoch_is_a_count() -> None:
+    with Trainer(ModelDisk()).manager() as manager:
+        manager.save(1, state_of(1.0), epoch=np.int64(3))  # type: ignore[arg-type]
+        assert manager.checkpoints()[0].epoch == 3
+
+
+@pytest.mark.parametrize("step", [2**63, 10**5000], ids=["64 bits", "5001 digits"])
+def test_step_that_no_manifest_can_note_is_refused(step: int) -> None:
+    manager = Trainer(ModelDisk()).manager()
+    with manager, pytest.raises(ValueError, match="the step has more than 63 bits"):
+        manager.save(step, state_of(1.0))
+
+
+def test_repr_of_a_resumption_does_not_print_the_state() -> None:
+    with Trainer(disk_with(10.0)).manager() as manager:
+        assert "weights" not in repr(manager.resume(state_of(0.0)))
+
+
 def test_state_function_is_called_only_for_a_save() -> None:
     calls: list[None] = []
 
@@ -239,7 +278,7 @@ def test_nan_metric_is_kept_with_its_checkpoint() -> None:
     assert math.isnan(latest.metrics["loss"])
 
 
-@pytest.mark.parametrize("value", ["low", None, [1]])
+@pytest.mark.parametrize("value", ["low", None, [1], 10**400], ids=["text", "none", "list", "huge"])
 def test_metric_that_is_no_number_is_refused_and_nothing_saved(value: object) -> None:
     with Trainer(ModelDisk()).manager() as manager:
         with pytest.raises((TypeError, ValueError), match="metric 'loss' must be a number"):
@@ -256,7 +295,7 @@ def test_numpy_metric_is_a_number() -> None:
 @pytest.mark.parametrize("step", [-1, 1.0, True, "1", None])
 def test_step_that_is_no_count_is_refused(step: object) -> None:
     manager = Trainer(ModelDisk()).manager()
-    with pytest.raises(ValueError, match="a step is an integer from 0 on"):
+    with pytest.raises(ValueError, match="the step is an integer from 0 on"):
         manager.save(step, state_of(1.0))  # type: ignore[arg-type]
 
 
