@@ -183,10 +183,10 @@ def test_power_cut_while_throwing_away_lists_no_half_checkpoint(order: Order) ->
             assert set(by_name(store)) == {THIRD}
 
 
-def test_power_cut_while_throwing_away_leaves_everything_restorable() -> None:
-    """On a journaling file system a rename is in one place or in the other."""
+@in_both_orders
+def test_power_cut_while_throwing_away_leaves_everything_restorable(order: Order) -> None:
     for crash in every_crash(
-        saved_disk(), lambda disk: throw_first_two(model_store(disk)), order=Order.JOURNALED
+        saved_disk(), lambda disk: throw_first_two(model_store(disk)), order=order
     ):
         store = model_store(crash.disk)
         if any(batch.checkpoints for batch in trash.batches(store)):
@@ -205,11 +205,12 @@ def test_power_cut_while_restoring_lists_no_half_checkpoint(order: Order) -> Non
         check_whole(store, must={THIRD, *may} if crash.is_finished else {THIRD}, may=may)
 
 
-def test_power_cut_while_restoring_can_be_restored_again() -> None:
+@in_both_orders
+def test_power_cut_while_restoring_can_be_restored_again(order: Order) -> None:
     disk = saved_disk()
     throw_first_two(model_store(disk))
     disk.settle()
-    for crash in every_crash(disk, lambda disk: undo(model_store(disk)), order=Order.JOURNALED):
+    for crash in every_crash(disk, lambda disk: undo(model_store(disk)), order=order):
         store = model_store(crash.disk)
         if any(batch.checkpoints for batch in trash.batches(store)):
             undo(store)
