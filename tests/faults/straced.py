@@ -23,6 +23,8 @@ from ckptmgr.manager import CheckpointManager
 manager = CheckpointManager(sys.argv[1], CheckpointConfig(keep=sys.argv[3]), prefix="net")
 step = int(sys.argv[2])
 with manager:
+    if "resume" in sys.argv:
+        manager.resume()
     manager.save(step, {"weights": numpy.full(3, 10.0 * step, numpy.float32), "value": 10.0 * step})
 print("acknowledged", flush=True)
 """
@@ -49,7 +51,7 @@ class Straced:
 
     @property
     def is_injected(self) -> bool:
-        """Whether the fault happened at all; a wrong path filter would pass silently."""
+        """Whether the fault happened at all; a wrong number would pass silently."""
         return "(INJECTED)" in self.log
 
     @property
@@ -66,23 +68,31 @@ def save_steps(directory: Path, *steps: int, keep: str = "all") -> None:
             manager.save(step, state_of(10.0 * step))
 
 
+def saver_command(directory: Path, step: int, keep: str | None) -> list[str]:
+    """Return the command of a process that saves one step."""
+    arguments = (
+        [str(directory), str(step), "all"]
+        if keep is None
+        else [str(directory), str(step), keep, "resume"]
+    )
+    return [sys.executable, "-c", SAVE, *arguments]
+
+
 def straced_save(
-    directory: Path, log: Path, inject: str, *, step: int, keep: str = "all", paths: list[str]
+    directory: Path, log: Path, inject: str, *, step: int, keep: str | None = None
 ) -> Straced:
-    """Save one step in a process whose calls on `paths` are interfered with.
+    """Save one step in a process whose calls are interfered with.
 
     Args:
         directory: Of the checkpoints, absolute.
         log: Where strace writes.
         inject: As for `strace -e inject=`.
         step: The step to save.
-        keep: The retention policy.
-        paths: Only calls on these absolute paths count; all calls when empty.
+        keep: Resume first, and keep by this retention policy; None just saves.
     """
-    only = [part for path in paths for part in ("-P", path)]
-    command = ["strace", "-f", "-o", str(log), *only, "-e", f"inject={inject}"]
+    command = ["strace", "-f", "-o", str(log), "-e", f"inject={inject}"]
     done = subprocess.run(
-        [*command, sys.executable, "-c", SAVE, str(directory), str(step), keep],
+        [*command, *saver_command(directory, step, keep)],
         capture_output=True,
         text=True,
         check=False,
