@@ -8,7 +8,7 @@ the lower layers are turned once, here, into `CkptmgrError`s that name the file.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ import numpy as np
 from ckptmgr.crypto import errors as crypto_errors
 from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.mindspore_blocks import open_blocks, sniff_mode
-from ckptmgr.digest import VerifyingSource
+from ckptmgr.digest import RANGE_BYTES, VerifyingSource
 from ckptmgr.errors import (
     ChecksumMismatch,
     CkptmgrError,
@@ -31,15 +31,18 @@ from ckptmgr.errors import (
 from ckptmgr.formats import errors as format_errors
 from ckptmgr.formats import mindspore_reader, safetensors_file
 from ckptmgr.formats.detect import Kind, detect
-from ckptmgr.formats.index import TensorEntry, read_tensor_into
+from ckptmgr.formats.index import TensorEntry, check_content, read_tensor_into
 from ckptmgr.formats.index import check_crc as check_stored_crc
 from ckptmgr.formats.mindspore_entries import MapEntry, TextEntry
 from ckptmgr.formats.mindspore_reader import CkptIndex
 from ckptmgr.formats.safetensors_file import SafetensorsIndex
 from ckptmgr.formats.source import Source, read_bytes
+from ckptmgr.glimpses import Glimpses
 from ckptmgr.manifest import Manifest
+from ckptmgr.scatter import MAX_UNIT_BYTES, Placement, read_scattered
 
 _HEAD_BYTES = 16
+_UNIT_BYTES = 4 << 20
 _ALLOW_HINT = (
     "pass allow_unsealed=True (CLI: --allow-unsealed) if you trust where the file comes from"
 )
@@ -82,6 +85,8 @@ class OpenCheckpoint:
         cipher: The cipher mode, or None for a plain file.
         is_sealed: Whether the file as a whole is authenticated.
         has_digests: Whether a manifest vouches for every byte that is read.
+        unit_bytes: What the source checks at once.
+        glimpses: What the index was made from, where that is still to be checked by reading the contents.
     """
 
     path: str
@@ -90,6 +95,8 @@ class OpenCheckpoint:
     cipher: str | None
     is_sealed: bool
     has_digests: bool
+    unit_bytes: int = RANGE_BYTES
+    glimpses: Glimpses | None = None
 
     @property
     def format(self) -> str:
@@ -103,7 +110,12 @@ class OpenCheckpoint:
 
 
 def open_source(
-    raw: Source, *, path: str, options: ReadOptions, manifest: Manifest | None = None
+    raw: Source,
+    *,
+    path: str,
+    options: ReadOptions,
+    manifest: Manifest | None = None,
+    is_for_loading: bool = False,
 ) -> OpenCheckpoint:
     """Open a checkpoint over raw bytes.
 
@@ -112,47 +124,90 @@ def open_source(
         path: For messages.
         options: Key and what to accept.
         manifest: Checks every byte that is read against its digests.
+        is_for_loading: All contents will be read with `read_values`, which also checks the index; otherwise that is done
+            here, at the price of reading most of a `.ckpt` once more.
 
     Raises:
         CorruptCheckpoint, KeyProblem, UnsupportedCheckpoint: See `ckptmgr.errors`.
     """
     with translated_errors(path):
-        checked = raw if manifest is None else VerifyingSource(raw, manifest.file.digest, path=path)
-        plain, cipher, is_sealed = _decrypted(checked, path=path, options=options)
+        plain = _open_plaintext(raw, path=path, options=options, manifest=manifest)
+        index, glimpses = None, None
+        if is_for_loading and plain.peek_into is not None:
+            glimpses = Glimpses(
+                plain.source.size, plain.peek_into, unit_bytes=plain.unit_bytes, path=path
+            )
+            # Where unchecked bytes make no sense, the checked ones say what is wrong.
+            with contextlib.suppress(format_errors.FormatError):
+                index = _index(glimpses, path)
+        if index is None:
+            index, glimpses = _index(plain.source, path), None
         return OpenCheckpoint(
             path=path,
-            source=plain,
-            index=_index(plain, path),
-            cipher=cipher,
-            is_sealed=is_sealed,
+            source=plain.source,
+            index=index,
+            cipher=plain.cipher,
+            is_sealed=plain.is_sealed,
             has_digests=manifest is not None,
+            unit_bytes=plain.unit_bytes,
+            glimpses=glimpses,
         )
 
 
-def _decrypted(
-    source: Source, *, path: str, options: ReadOptions
-) -> tuple[Source, str | None, bool]:
-    kind = detect(source)
-    if kind is not Kind.MINDSPORE_ENCRYPTED:
-        _refuse_unreadable(kind, path)
-        if options.key is not None and not options.allow_unsealed:
-            raise UnsealedCheckpoint(
-                "a key was given, but the file is not encrypted, so nothing proves who wrote it",
-                path=path,
-                hint=_ALLOW_HINT,
-            )
-        return source, None, False
-    mode = sniff_mode(read_bytes(source, 0, min(_HEAD_BYTES, source.size)))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plaintext:
+    """The plaintext of a file; `peek_into` reads it unchecked where checking costs more than the bytes that are wanted."""
+
+    source: Source
+    cipher: str | None = None
+    is_sealed: bool = False
+    unit_bytes: int = RANGE_BYTES
+    peek_into: Callable[[int, memoryview], None] | None = None
+
+
+def _open_plaintext(
+    raw: Source, *, path: str, options: ReadOptions, manifest: Manifest | None
+) -> _Plaintext:
+    checked = raw if manifest is None else VerifyingSource(raw, manifest.file.digest, path=path)
+    kind = detect(checked)
+    if kind is Kind.MINDSPORE_ENCRYPTED:
+        return _open_encrypted(raw, checked, path=path, options=options)
+    _refuse_unreadable(kind, path)
+    if options.key is not None and not options.allow_unsealed:
+        raise UnsealedCheckpoint(
+            "a key was given, but the file is not encrypted, so nothing proves who wrote it",
+            path=path,
+            hint=_ALLOW_HINT,
+        )
+    return _Plaintext(source=checked, peek_into=None if checked is raw else raw.read_into)
+
+
+def _open_encrypted(raw: Source, checked: Source, *, path: str, options: ReadOptions) -> _Plaintext:
+    mode = sniff_mode(read_bytes(checked, 0, min(_HEAD_BYTES, checked.size)))
     if options.key is None:
         raise KeyProblem(
             f"the file is encrypted ({mode}); a key is needed",
             path=path,
             hint="pass dec_key or --key",
         )
-    blocks = open_blocks(
-        source, options.key, options.mode or str(mode), allow_unsealed=options.allow_unsealed
+    wanted = options.mode or str(mode)
+    blocks = open_blocks(raw, options.key, wanted, allow_unsealed=options.allow_unsealed)
+    if blocks.block_bytes is None:
+        # Without a seal the digests are all there is; they are checked below the decryption.
+        blocks = open_blocks(checked, options.key, wanted, allow_unsealed=True)
+        return _Plaintext(source=blocks, cipher=mode, unit_bytes=0)
+    # The seal authenticates every block. The manifest must still be the one of this very save: its digests of the end of
+    # the file, where the seal is, bind it to all the rest.
+    seal = read_bytes(checked, blocks.seal_offset, checked.size - blocks.seal_offset)
+    if seal != read_bytes(raw, blocks.seal_offset, len(seal)):
+        raise ChecksumMismatch("the file changed while it was being read", path=path)
+    return _Plaintext(
+        source=blocks,
+        cipher=mode,
+        is_sealed=True,
+        unit_bytes=blocks.block_bytes * max(1, _UNIT_BYTES // blocks.block_bytes),
+        peek_into=blocks.peek_into,
     )
-    return blocks, mode, blocks.is_sealed
 
 
 def _refuse_unreadable(kind: Kind, path: str) -> None:
@@ -183,10 +238,16 @@ def _index(source: Source, path: str) -> CkptIndex | SafetensorsIndex:
     return mindspore_reader.read_ckpt_index(source)
 
 
+def everything(name: str) -> bool:
+    """Choose every name."""
+    del name
+    return True
+
+
 def read_values(
     opened: OpenCheckpoint,
     *,
-    choose: Callable[[str], bool] = lambda _: True,
+    choose: Callable[[str], bool] = everything,
     check_crc: bool = False,
 ) -> dict[str, Value]:
     """Read tensors straight into new arrays, in file order.
@@ -201,48 +262,75 @@ def read_values(
         ChecksumMismatch: The CRC differs, or a plain `.ckpt` that nothing else vouches for has none: its end may be cut off.
     """
     with translated_errors(opened.path):
-        arrays: dict[int, np.ndarray] = {}
-
-        def buffer_for(entry: TensorEntry) -> memoryview:
-            array = arrays[id(entry)] = np.empty(entry.spec.shape, entry.spec.dtype.to_numpy())
-            return _bytes_of(array)
-
-        if check_crc:
-            _read_checking_crc(opened, buffer_for, choose)
+        entries = list(_chosen_tensors(opened, choose))
+        arrays = {id(one): np.empty(one.spec.shape, one.spec.dtype.to_numpy()) for one in entries}
+        index = opened.index
+        if isinstance(index, CkptIndex):
+            crc_bytes = _crc_bytes(opened, index) if check_crc else None
+            crc = _read(opened, entries, arrays, crc_bytes=crc_bytes)
+            if crc is not None:
+                check_stored_crc(index.crc, crc)
+        elif check_crc and index.crc is not None:
+            _read(opened, [], {}, crc_bytes=None)  # checks the index
+            buffers = {key: _bytes_of(array) for key, array in arrays.items()}
+            crc = safetensors_file.read_all_into(
+                opened.source, index, lambda entry: buffers.get(id(entry))
+            )
+            check_stored_crc(index.crc, crc)
         else:
-            for entry in _chosen_tensors(opened, choose):
-                read_tensor_into(opened.source, entry, buffer_for(entry))
+            _read(opened, entries, arrays, crc_bytes=None)
         return dict(_values(opened, arrays, choose))
 
 
-def _read_checking_crc(
-    opened: OpenCheckpoint,
-    buffer_for: Callable[[TensorEntry], memoryview],
-    choose: Callable[[str], bool],
-) -> None:
-    wanted = {id(entry) for entry in _chosen_tensors(opened, choose)}
-    index = opened.index
-
-    def wanted_buffer(entry: TensorEntry) -> memoryview | None:
-        return buffer_for(entry) if id(entry) in wanted else None
-
-    if isinstance(index, CkptIndex):
-        if index.crc is None and not (opened.cipher is not None or opened.has_digests):
-            raise ChecksumMismatch(
-                "crc_check was asked for, but the file has no CRC32: it was saved without one, or its end was cut off",
-                path=opened.path,
-                offset=index.body_bytes,
-                hint="load it without crc_check if you know that it was saved without a CRC",
-            )
-        crc = mindspore_reader.read_all_into(opened.source, index, wanted_buffer)
-    elif index.crc is None:
-        for entry in _chosen_tensors(opened, choose):
-            read_tensor_into(opened.source, entry, buffer_for(entry))
-        return
-    else:
-        crc = safetensors_file.read_all_into(opened.source, index, wanted_buffer)
+def _crc_bytes(opened: OpenCheckpoint, index: CkptIndex) -> int | None:
     if index.crc is not None:
-        check_stored_crc(index.crc, crc)
+        return index.body_bytes
+    if opened.cipher is None and not opened.has_digests:
+        raise ChecksumMismatch(
+            "crc_check was asked for, but the file has no CRC32: it was saved without one, or its end was cut off",
+            path=opened.path,
+            offset=index.body_bytes,
+            hint="load it without crc_check if you know that it was saved without a CRC",
+        )
+    return None
+
+
+def _read(
+    opened: OpenCheckpoint,
+    entries: Sequence[TensorEntry],
+    arrays: Mapping[int, np.ndarray],
+    *,
+    crc_bytes: int | None,
+) -> int | None:
+    """Fill the arrays; return the CRC-32 of the first `crc_bytes` bytes if that is wanted."""
+    if not 0 < opened.unit_bytes <= MAX_UNIT_BYTES:
+        index = opened.index
+        if crc_bytes is not None and isinstance(index, CkptIndex):
+            buffers = {key: _bytes_of(array) for key, array in arrays.items()}
+            return mindspore_reader.read_all_into(
+                opened.source, index, lambda entry: buffers.get(id(entry))
+            )
+        for entry in entries:
+            read_tensor_into(opened.source, entry, _bytes_of(arrays[id(entry)]))
+        return None
+    placements = []
+    for entry in entries:
+        target = _bytes_of(arrays[id(entry)])
+        for piece in entry.pieces:
+            placements.append(Placement(piece.offset, target[: piece.length]))
+            target = target[piece.length :]
+    placements.sort(key=lambda one: one.offset)
+    crc = read_scattered(
+        opened.source,
+        placements,
+        unit_bytes=opened.unit_bytes,
+        crc_bytes=crc_bytes,
+        glimpses=opened.glimpses,
+    )
+    for entry in entries:
+        for piece in entry.pieces[:1]:
+            check_content(entry, _bytes_of(arrays[id(entry)]), offset=piece.offset)
+    return crc
 
 
 def _chosen_tensors(opened: OpenCheckpoint, choose: Callable[[str], bool]) -> Iterator[TensorEntry]:

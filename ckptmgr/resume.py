@@ -32,7 +32,7 @@ class Skipped:
 def open_checkpoint(
     store: Store, checkpoint: Checkpoint, *, options: ReadOptions
 ) -> Iterator[tuple[OpenCheckpoint, Manifest | None]]:
-    """Open a checkpoint of a store with everything that is known about it.
+    """Open a checkpoint of a store with everything that is known about it, to be read with `read_values`.
 
     Raises:
         CkptmgrError: It is damaged, locked away by a key, or gone.
@@ -48,7 +48,13 @@ def open_checkpoint(
                 hint="pass allow_unsealed=True if you trust its name",
             )
         with contextlib.closing(store.fs.open(checkpoint.path)) as raw:
-            opened = open_source(raw, path=str(checkpoint.path), options=options, manifest=manifest)
+            opened = open_source(
+                raw,
+                path=str(checkpoint.path),
+                options=options,
+                manifest=manifest,
+                is_for_loading=True,
+            )
             yield opened, manifest
 
 

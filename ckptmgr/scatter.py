@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from ckptmgr.aligned import Buffers, copy_into
 from ckptmgr.formats.source import Source
 from ckptmgr.formats.trailer import crc32, crc32_combine
+from ckptmgr.glimpses import Glimpses
 
 _THREADS = 3
-_MAX_UNIT_BYTES = 16 << 20
+MAX_UNIT_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +47,24 @@ def read_scattered(
     *,
     unit_bytes: int,
     crc_bytes: int | None = None,
+    glimpses: Glimpses | None = None,
 ) -> int | None:
     """Fill the targets of all placements.
 
     Args:
         source: The file.
         placements: In ascending order, not overlapping.
-        unit_bytes: What the source checks at once; at most 16 MiB.
+        unit_bytes: What the source checks at once; at most 16 MiB. Of a unit no more is read than is wanted, unless it
+            holds bytes of the CRC or of glimpses.
         crc_bytes: Also read everything up to here and return its CRC-32.
+        glimpses: What was seen of the file before; compared with the checked bytes.
 
     Raises:
         CkptmgrError, FormatError, CryptoError, OSError: What the source raises; targets are then undefined.
     """
-    if not 0 < unit_bytes <= _MAX_UNIT_BYTES:
+    if not 0 < unit_bytes <= MAX_UNIT_BYTES:
         raise ValueError(f"a unit of {unit_bytes} bytes is no unit")
-    return _Reader(source, placements, unit_bytes, crc_bytes).run()
+    return _Reader(source, placements, unit_bytes, crc_bytes, glimpses).run()
 
 
 class _Reader:
@@ -70,27 +74,27 @@ class _Reader:
         placements: Sequence[Placement],
         unit_bytes: int,
         crc_bytes: int | None,
+        glimpses: Glimpses | None,
     ) -> None:
         self._source = source
         self._placements = [one for one in placements if one.target.nbytes]
         self._stops = [one.stop for one in self._placements]
         self._unit_bytes = unit_bytes
         self._crc_bytes = crc_bytes
+        self._glimpses = glimpses
         self._crcs: dict[int, tuple[int, int]] = {}
+        self._whole_units = set(range(-(-(crc_bytes or 0) // unit_bytes)))
+        if glimpses is not None:
+            self._whole_units |= glimpses.units
         self._units = iter(self._wanted_units())
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
 
-    def _wanted_units(self) -> Sequence[int]:
-        if self._crc_bytes is not None:
-            end = max(self._crc_bytes, self._stops[-1] if self._stops else 0)
-            return range(-(-end // self._unit_bytes))
-        units = dict.fromkeys(
-            unit
-            for one in self._placements
-            for unit in range(one.offset // self._unit_bytes, -(-one.stop // self._unit_bytes))
-        )
-        return list(units)
+    def _wanted_units(self) -> list[int]:
+        units = set(self._whole_units)
+        for one in self._placements:
+            units.update(range(one.offset // self._unit_bytes, -(-one.stop // self._unit_bytes)))
+        return sorted(units)
 
     def run(self) -> int | None:
         count = self._source.size // self._unit_bytes
@@ -125,25 +129,29 @@ class _Reader:
         start = unit * self._unit_bytes
         stop = min(start + self._unit_bytes, self._source.size)
         index = bisect_right(self._stops, start)
-        first = self._placements[index] if index < len(self._placements) else None
-        if first is not None and first.offset <= start and stop <= first.stop:
-            # The whole unit belongs to one array: no copy.
-            view = first.target[start - first.offset : stop - first.offset]
-            self._source.read_into(start, view)
-            self._add_crc(start, view)
+        parts = []
+        while index < len(self._placements) and self._placements[index].offset < stop:
+            parts.append(self._placements[index])
+            index += 1
+        if unit not in self._whole_units:
+            start, stop = max(start, parts[0].offset), min(stop, parts[-1].stop)
+        if len(parts) == 1 and parts[0].offset <= start and stop <= parts[0].stop:
+            # All of it belongs to one array: no copy.
+            one = parts[0]
+            self._take(start, one.target[start - one.offset : stop - one.offset])
             return
         view = buffer[: stop - start]
-        self._source.read_into(start, view)
-        self._add_crc(start, view)
-        while index < len(self._placements) and self._placements[index].offset < stop:
-            one = self._placements[index]
+        self._take(start, view)
+        for one in parts:
             low, high = max(start, one.offset), min(stop, one.stop)
             copy_into(
                 one.target[low - one.offset : high - one.offset], view[low - start : high - start]
             )
-            index += 1
 
-    def _add_crc(self, start: int, view: memoryview) -> None:
+    def _take(self, start: int, view: memoryview) -> None:
+        self._source.read_into(start, view)
+        if self._glimpses is not None:
+            self._glimpses.check(start, view)
         if self._crc_bytes is not None and start < self._crc_bytes:
             covered = view[: self._crc_bytes - start]
             self._crcs[start] = (crc32(covered), covered.nbytes)
@@ -158,4 +166,4 @@ class _Reader:
         return total
 
 
-_buffers = Buffers(_THREADS, _MAX_UNIT_BYTES)
+_buffers = Buffers(_THREADS, MAX_UNIT_BYTES)

@@ -35,7 +35,7 @@ from ckptmgr.formats.source import BytesSource, Source
 from ckptmgr.formats.tensor import Item, Tensor
 from ckptmgr.lease import lease_path
 from ckptmgr.leaves import named_tensors
-from ckptmgr.loader import ReadOptions, Value, open_source, read_values
+from ckptmgr.loader import ReadOptions, Value, everything, open_source, read_values
 from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.model import Checkpoint
 from ckptmgr.naming import parse_name
@@ -253,7 +253,9 @@ def _read(
     choose: Callable[[str], bool],
     check_crc: bool,
 ) -> dict[str, Value]:
-    opened = open_source(raw, path=path, options=options, manifest=manifest)
+    opened = open_source(
+        raw, path=path, options=options, manifest=manifest, is_for_loading=choose is everything
+    )
     return read_values(opened, choose=choose, check_crc=check_crc)
 
 
@@ -311,7 +313,7 @@ def _chooser(
 ) -> Callable[[str], bool]:
     filtered, specified = _prefixes(filter_prefix), _prefixes(specify_prefix)
     if filtered is None and specified is None:
-        return choice_func if choice_func is not None else lambda _: True
+        return choice_func if choice_func is not None else everything
 
     def choose(name: str) -> bool:
         if filtered is not None and name.startswith(filtered):

@@ -118,6 +118,11 @@ class BlockSource:
         """Plaintext bytes of every block but the last, or None where that is not certain."""
         return None if self._seal is None else self._seal.block_size
 
+    @property
+    def seal_offset(self) -> int:
+        """Where the last record starts in the file: the seal, if there is one."""
+        return self._records[-1]
+
     def peek_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with plaintext that is NOT authenticated yet, decrypting no more than it covers.
 
