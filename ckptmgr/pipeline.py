@@ -13,7 +13,6 @@ Why it looks like this (each measured):
 
 from __future__ import annotations
 
-import mmap
 import os
 import queue
 import threading
@@ -22,9 +21,9 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 from blake3 import blake3
 
+from ckptmgr.aligned import Buffers, copy_into
 from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.mindspore_blocks import BlockSealer
 from ckptmgr.digest import RANGE_BYTES, FileDigest
@@ -37,7 +36,6 @@ _BUFFERS = 8
 # Two keep a disk busy with plain or GCM bytes; CBC, 1.5 GB/s a core, can use more. Four leave buffers for the writers.
 _PRODUCERS = min(4, len(os.sched_getaffinity(0)))
 _WRITERS = 4
-_GIL_FREE_COPY_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,12 +147,9 @@ class _SealedStream:
         if len(views) == 1:  # inside one tensor: encrypted straight from the tensor's memory
             yield views[0]
             return
-        scratch = _scratch.take()
-        try:
+        with _scratch.lent() as scratch:
             gather(iter(views), scratch)
             yield scratch[:length]
-        finally:
-            _scratch.give_back(scratch)
 
     def tail(self) -> bytes:
         """Return the seal; everything else must have been produced."""
@@ -166,42 +161,12 @@ def gather(views: Iterator[memoryview], buffer: memoryview) -> None:
     position = 0
     for view in views:
         end = position + view.nbytes
-        if view.nbytes >= _GIL_FREE_COPY_BYTES:
-            # NumPy releases the GIL while it copies; slice assignment does not.
-            np.copyto(np.frombuffer(buffer[position:end], np.uint8), np.frombuffer(view, np.uint8))
-        else:
-            buffer[position:end] = view
+        copy_into(buffer[position:end], view)
         position = end
 
 
-class _Buffers:
-    """Page-aligned buffers, kept between saves and shared by all of them."""
-
-    def __init__(self, count: int, size_bytes: int) -> None:
-        self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
-        self._unmade = count
-        self._size_bytes = size_bytes
-        self._lock = threading.Lock()
-
-    def take(self) -> memoryview:
-        try:
-            return self._free.get_nowait()
-        except queue.Empty:
-            pass
-        with self._lock:
-            make, self._unmade = self._unmade > 0, max(0, self._unmade - 1)
-        if make:
-            return memoryview(
-                mmap.mmap(-1, self._size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            )
-        return self._free.get()
-
-    def give_back(self, buffer: memoryview) -> None:
-        self._free.put(buffer)
-
-
-_buffers = _Buffers(_BUFFERS, CHUNK_BYTES)
-_scratch = _Buffers(_PRODUCERS, CHUNK_BYTES)
+_buffers = Buffers(_BUFFERS, CHUNK_BYTES)
+_scratch = Buffers(_PRODUCERS, CHUNK_BYTES)
 
 
 class _Writer:

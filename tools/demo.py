@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from ckptmgr import load_checkpoint
@@ -66,9 +67,9 @@ def main() -> None:
     plain = ROOT / "plain.ckpt"
     ckptmgr("decrypt", str(newest), "-o", str(plain), environment=environment)
     values = load_checkpoint(str(plain))
-    say(
-        f"{plain} holds {len(values)} values, among them hidden.weight {values['hidden.weight'].shape}"
-    )
+    weight = values["hidden.weight"]
+    assert isinstance(weight, np.ndarray)
+    say(f"{plain} holds {len(values)} values, among them hidden.weight {weight.shape}")
 
     heading("6  Prune, with reasons")
     ckptmgr(
