@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import threading
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -72,9 +74,12 @@ class SeriesWriter:
         self.run_id = run_id if run_id is not None else uuid.uuid4().hex
         self.parent_run_ids: tuple[str, ...] = ()
         self.resumed_from: Checkpoint | None = None
+        self._last_saved: Checkpoint | None = None
         self._clock = clock
         self._lease = contextlib.ExitStack()
-        self._has_lease = False
+        self._holder: int | None = None
+        # Held while retention removes what it has decided to, and while something is pinned.
+        self.changing = threading.Lock()
 
     def open(self) -> None:
         """Take the lease and clean up after dead writers; does nothing when it is held already.
@@ -82,16 +87,16 @@ class SeriesWriter:
         Raises:
             StoreLocked: Another live process writes this series.
         """
-        if self._has_lease:
+        if self._holder == os.getpid():  # a forked child has no part in the lease of its parent
             return
         self._lease.enter_context(self.store.lease(self.series))
-        self._has_lease = True
+        self._holder = os.getpid()
         for sentence in self.store.recover(self.series):
             _LOG.warning("%s: %s", self.store.directory, sentence)
 
     def close(self) -> None:
         """Give the lease back."""
-        self._has_lease = False
+        self._holder = None
         self._lease.close()
 
     def continue_from(self, checkpoint: Checkpoint, manifest: Manifest | None) -> None:
@@ -117,6 +122,9 @@ class SeriesWriter:
         self.open()
         present = self.store.scan()
         history = [c for c in present if c.series == self.series]
+        # What was seen before counts, too: a manifest may be unreadable just now.
+        known = [c for c in (*present, self.resumed_from, self._last_saved) if c is not None]
+        sequence = 1 + max((c.sequence for c in known), default=0)
 
         def describe(entry: FileEntry, stats: Mapping[str, float]) -> Manifest:
             return Manifest(
@@ -128,7 +136,7 @@ class SeriesWriter:
                 attempt=next_attempt(history, facts.step)
                 if facts.attempt is None
                 else facts.attempt,
-                sequence=1 + max((c.sequence for c in present), default=0),
+                sequence=sequence,
                 saved_at=datetime.fromtimestamp(
                     self._clock() if facts.at is None else facts.at, UTC
                 ),
@@ -147,7 +155,8 @@ class SeriesWriter:
             describe=describe,
             metadata=metadata,
         )
-        return manifest.to_checkpoint(self.store.directory)
+        self._last_saved = manifest.to_checkpoint(self.store.directory)
+        return self._last_saved
 
     def own_history(self) -> list[Checkpoint]:
         """Return the checkpoints of this run and of the runs it was resumed from, as one series."""
@@ -163,6 +172,8 @@ class SeriesWriter:
         protected = {}
         if self.resumed_from is not None:
             protected[self.resumed_from.path] = "resumed from"
+        if self._last_saved is not None:
+            protected[self._last_saved.path] = "saved last"
         now = datetime.fromtimestamp(self._clock(), UTC)
         return plan(self.own_history(), policy, now, protected=protected)
 
@@ -172,8 +183,10 @@ class SeriesWriter:
         A failure to remove something is logged, not raised: the save it follows was good.
         """
         try:
-            decided = self.planned(policy)
-            for failure in self._remove(decided.dropped):
+            with self.changing:
+                decided = self.planned(policy)
+                failures = self._remove(decided.dropped)
+            for failure in failures:
                 _LOG.warning("retention: %s", failure)
         except (UnsafePrune, OSError) as error:
             _LOG.warning("retention: %s", error)

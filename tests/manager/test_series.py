@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from ckptmgr.errors import StoreLocked
+from ckptmgr.model import Checkpoint, State
+from ckptmgr.retention import Last, RetentionPolicy
+from ckptmgr.saver import SaveOptions
+from ckptmgr.series import SaveFacts, SeriesWriter, next_attempt
+from tests.crashmodel import FailingDisk, ModelDisk
+from tests.faults.training import RUNS, SERIES, Trainer, disk_with, name_of, saved
+from tests.manager.damage import manifest_of, truncate
+from tests.strategies import named_tensor
+
+KEEP_ONE = RetentionPolicy((Last(1),))
+
+
+def writer(disk: ModelDisk, series: str = SERIES, *, run_id: str = "run") -> SeriesWriter:
+    store = Trainer(disk).store()
+    return SeriesWriter(
+        store, series, options=SaveOptions(), clock=lambda: 1_700_000_000.0, run_id=run_id
+    )
+
+
+def save(series: SeriesWriter, step: int) -> Checkpoint:
+    name = f"{series.series}-{step}.ckpt"
+    return series.save(name, [named_tensor("w")], SaveFacts(step=step))
+
+
+def test_commits_are_numbered_across_the_series_of_a_directory() -> None:
+    disk = ModelDisk()
+    assert save(writer(disk), 5).sequence == 1
+    assert save(writer(disk, "other"), 1).sequence == 2
+
+
+def saved_after_failed_open(disk: ModelDisk, call: int, *, is_lasting: bool = False) -> Checkpoint:
+    """Resume, and save step 4 on a disk on which one `open` after the resume fails."""
+    counting = FailingDisk(disk)
+    with Trainer(disk, fs=counting).manager() as manager:
+        manager.resume()
+    before = counting.calls.count("open")
+    failing = FailingDisk(
+        disk, error=errno.EMFILE, operation="open", call=before + call, is_lasting=is_lasting
+    )
+    with Trainer(disk, fs=failing, keep="last(1)").manager() as manager:
+        assert manager.resume().step == 3
+        checkpoint = saved(manager, 4, 40.0)
+    assert failing.has_failed
+    return checkpoint
+
+
+@pytest.mark.parametrize("is_lasting", [False, True])
+@pytest.mark.parametrize("call", range(1, 8))
+def test_save_stays_and_is_the_newest_when_older_ones_cannot_be_read(
+    call: int, is_lasting: bool
+) -> None:
+    disk = disk_with(10.0, 20.0, 30.0)
+    checkpoint = saved_after_failed_open(disk, call, is_lasting=is_lasting)
+    assert disk.status(checkpoint.path) is not None
+    assert Trainer(disk).manager().latest() == checkpoint
+
+
+def test_retention_of_another_series_needs_its_lease() -> None:
+    disk = ModelDisk()
+    before = writer(disk, "net")
+    save(before, 1)
+    manifest = before.store.read_manifest("net-1.ckpt")
+    before.close()
+    assert manifest is not None
+    after = writer(disk, "net_1", run_id="second")
+    after.continue_from(manifest.to_checkpoint(RUNS), manifest)
+    after.resumed_from = None
+    save(after, 2)
+    with writer(disk, "net").store.lease("net"):
+        after.retain(KEEP_ONE)
+        assert disk.status(RUNS / "net-1.ckpt") is not None
+    after.retain(KEEP_ONE)
+    assert disk.status(RUNS / "net-1.ckpt") is None
+
+
+def test_refused_retention_is_logged_and_removes_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    disk = disk_with(10.0)
+    assert writer(disk).retain(RetentionPolicy(())) is None
+    assert "retention: the retention policy is empty" in caplog.text
+
+
+def test_failed_removal_is_logged_and_the_others_go(caplog: pytest.LogCaptureFixture) -> None:
+    disk = ModelDisk()
+    failing = FailingDisk(disk, error=errno.EROFS, operation="unlink", call=1)
+    store = Trainer(disk, fs=failing).store()
+    series = SeriesWriter(store, SERIES, options=SaveOptions(), clock=lambda: 0.0)
+    for step in (1, 2, 3):
+        save(series, step)
+    assert series.retain(KEEP_ONE) is not None
+    assert "retention: [Errno 30]" in caplog.text
+    assert len([c for c in store.scan() if c.state is State.OK]) == 2
+
+
+def test_lease_is_taken_once_and_given_back() -> None:
+    disk = ModelDisk()
+    first, second = writer(disk), writer(disk)
+    first.open()
+    first.open()
+    with pytest.raises(StoreLocked):
+        second.open()
+    first.close()
+    second.open()
+    second.close()
+
+
+def test_next_attempt_counts_damaged_ones_but_no_foreign_files() -> None:
+    disk = disk_with(10.0, 20.0)
+    truncate(disk, manifest_of(name_of(1)), 3)
+    truncate(disk, name_of(2), 3)
+    history = Trainer(disk).store().scan()
+    assert [next_attempt(history, step) for step in (0, 1, 2)] == [0, 1, 1]
+    disk.unlink(RUNS / manifest_of(name_of(1)))
+    disk.replace(RUNS / name_of(1), RUNS / "net-1_1.ckpt")
+    assert next_attempt(Trainer(disk).store().scan(), 1) == 0
