@@ -104,6 +104,15 @@ def _run(group: click.Group, arguments: list[str], session: object) -> int:
     return result if isinstance(result, int) else Exit.DONE
 
 
+_HELP = """Checkpoints that survive: list, check, decrypt and prune them.
+
+\b
+Examples:
+  $ ckptmgr ls runs/resnet50
+  $ ckptmgr prune runs/resnet50 --keep 'last(3) | best(2, loss, min)' --dry-run
+"""
+
+
 def _forget_stdout() -> None:
     """Keep the interpreter from complaining about the closed pipe when it flushes at exit."""
     descriptor = os.open(os.devnull, os.O_WRONLY)
@@ -111,20 +120,16 @@ def _forget_stdout() -> None:
     os.close(descriptor)
 
 
-@click.group(cls=Commands, context_settings=CONTEXT, epilog=EPILOG, no_args_is_help=True)
+@click.group(
+    cls=Commands, help=_HELP, context_settings=CONTEXT, epilog=EPILOG, no_args_is_help=True
+)
 @click.version_option(__version__, message="ckptmgr %(version)s")
 @click.option("--debug", is_flag=True, help="Show where errors come from.")
 @click.option("--color", type=click.Choice(["auto", "always", "never"]), help="When to use colour.")
 @click.option("--no-color", is_flag=True, help="The same as --color never.")
 @click.pass_context
 def cli(ctx: click.Context, debug: bool, color: str | None, no_color: bool) -> None:
-    r"""Checkpoints that survive: list, check, decrypt and prune them.
-
-    \b
-    Examples:
-      $ ckptmgr ls runs/resnet50
-      $ ckptmgr prune runs/resnet50 --keep 'last(3) | best(2, loss, min)' --dry-run
-    """
+    """Checkpoints that survive: list, check, decrypt and prune them."""
     session = ctx.ensure_object(Session)
     chosen = "never" if no_color else color or session.color
     ctx.obj = replace(session, is_debug=debug, color=chosen)
