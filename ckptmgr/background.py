@@ -3,33 +3,43 @@
 
 * One save runs; what happens to the next one meanwhile is `back_pressure`: `wait` for it, `skip` the new one, or `coalesce`:
   keep only the newest as the next to run. So at most two states are staged.
-* A failure is sticky: it is raised at the next `submit`, `check`, `wait` or `close`, or handed to `on_error`.
+* A failure is sticky: it is raised once, at the next `submit`, `check`, `wait` or `close`, or handed to `on_error`. Handles
+  give their own failure as often as they are asked.
 * The thread is an ordinary one: the interpreter waits for it at exit, so an acknowledged hand-over is never cut off by the end
   of the program. A failure that nobody fetched by then is logged.
+* A forked child starts with nothing in flight: the saves are its parent's.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
+import os
 import threading
 import time
+import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
 from ckptmgr.errors import SaveFailed
-from ckptmgr.handle import SaveHandle
+from ckptmgr.handle import SaveHandle, SaveStats
 from ckptmgr.model import Checkpoint
-from ckptmgr.save_failure import BackPressure, OnError, parse_on_error
+from ckptmgr.save_failure import BackPressure, OnError, check_back_pressure, parse_on_error
 
 _LOG = logging.getLogger(__name__)
 
 
 class Staged(Protocol):
     """A copy of a state in memory of its own."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the copy."""
+        ...
 
     def release(self) -> None:
         """Give the memory back."""
@@ -48,7 +58,7 @@ class _Job:
 
 
 class BackgroundSaver:
-    """Runs saves in a thread.
+    """Runs saves in a thread. Safe to use from several threads.
 
     Args:
         back_pressure: What happens to a save while another one runs.
@@ -58,152 +68,263 @@ class BackgroundSaver:
     def __init__(
         self, *, back_pressure: BackPressure = "wait", on_error: OnError = "raise"
     ) -> None:
-        if back_pressure not in ("wait", "skip", "coalesce"):
-            raise ValueError(
-                f"back_pressure must be 'wait', 'skip' or 'coalesce', but got {back_pressure!r}"
-            )
-        self._back_pressure = back_pressure
+        self._back_pressure = check_back_pressure(back_pressure)
         self._policy = parse_on_error(on_error)
+        self._failure: Exception | None = None
+        self._start_anew()
+        _savers.add(self)
+
+    def _start_anew(self) -> None:
+        """Be idle; in a forked child, where locks may be held by threads that are not there."""
+        self._submitting = threading.RLock()
         self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
         self._running: _Job | None = None
         self._next: _Job | None = None
-        self._failure: BaseException | None = None
-        _unfinished.add(self)
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is running."""
+        """Whether a save is running or waiting."""
         with self._changed:
-            return self._running is not None
+            return self._is_busy()
 
     def submit(
-        self, stage: Callable[[], _Staged], finish: Callable[[_Staged], Checkpoint]
+        self,
+        stage: Callable[[], _Staged],
+        finish: Callable[[_Staged, SaveStats], Checkpoint],
     ) -> SaveHandle | None:
         """Stage a state now and save it in the background.
 
         Args:
             stage: Copies the state; runs in the caller.
-            finish: Makes the copy durable; runs in the background. The copy is released afterwards.
+            finish: Makes the copy durable and notes what it cost; runs in the background. The copy is released afterwards.
 
         Returns:
             The handle, or None when the save was skipped because another one is running.
 
         Raises:
-            BaseException: The failure of an earlier save, or of `stage`.
+            Exception: The failure of an earlier save, or of `stage`.
         """
         started = time.perf_counter()
-        self.check()
-        if self._back_pressure == "wait":
-            self._wait_until_idle()
+        with self._one_submitter():
             self.check()
-        elif self._back_pressure == "skip" and self.is_busy:
-            return None
-        handle = SaveHandle()
-        staging = time.perf_counter()
-        staged = stage()
-        now = time.perf_counter()
-        handle.stats.stage_s = now - staging
-        handle.staged.set_result(None)
-        self._enqueue(
-            _Job(handle=handle, staged=staged, finish=partial(finish, staged), submitted_at=now)
-        )
-        handle.stats.blocked_s = time.perf_counter() - started
+            if not self._has_room():
+                return None
+            self.check()
+            handle = SaveHandle()
+            staging = time.perf_counter()
+            staged = stage()
+            now = time.perf_counter()
+            handle.stats.stage_s = now - staging
+            handle.stats.staged_bytes = staged.size_bytes
+            handle.staged.set_result(None)
+            work = partial(finish, staged, handle.stats)
+            self._enqueue(_Job(handle=handle, staged=staged, finish=work, submitted_at=now))
+            handle.stats.blocked_s = time.perf_counter() - started
         return handle
 
     def check(self) -> None:
         """Raise the failure of an earlier save, once."""
-        with self._changed:
-            failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        failure = self._take_failure()
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure  # its traceback holds this frame: a cycle would keep what was staged
 
     def wait(self) -> None:
         """Wait until nothing is running or waiting; then raise a failure, if any."""
-        self._wait_until_idle()
+        self.wait_until_idle()
         self.check()
 
-    def close(self) -> None:
-        """Do as `wait` does."""
-        self.wait()
+    def wait_until_idle(self) -> None:
+        """Wait until nothing is running or waiting.
 
-    def _wait_until_idle(self) -> None:
+        Raises:
+            SaveFailed: Called by `on_error`, which would wait for itself.
+        """
+        if self._is_own_thread():
+            raise SaveFailed(
+                "on_error cannot wait for saves: the one that failed is over only when it returns",
+                hint="it may call save(), which then runs next, but neither wait() nor close()",
+            )
         with self._changed:
             self._changed.wait_for(lambda: self._running is None and self._next is None)
 
-    def _enqueue(self, job: _Job) -> None:
+    def report_unfetched(self) -> None:
+        """Log a failure that nobody has fetched."""
+        failure = self._take_failure()
+        if failure is not None:
+            _LOG.critical("a background save failed and nobody asked: %s", _all_of(failure))
+
+    def forget_parent(self) -> None:
+        """Leave what is in flight to the parent; for a forked child."""
+        self._start_anew()
+        self._failure = None
+
+    def _is_busy(self) -> bool:
+        running = self._running
+        # A save whose handle is done is over, even if its thread has not been told yet.
+        return self._next is not None or (running is not None and not running.handle.durable.done())
+
+    def _is_own_thread(self) -> bool:
+        return threading.current_thread() is self._thread
+
+    @contextlib.contextmanager
+    def _one_submitter(self) -> Iterator[None]:
+        if (
+            self._is_own_thread()
+        ):  # on_error: who holds the lock may be waiting for this very thread
+            yield
+            return
+        with self._submitting:
+            yield
+
+    def _has_room(self) -> bool:
+        """Wait for the save before, or make room for the new one, or tell that it is to be skipped."""
+        if self._back_pressure == "coalesce":
+            # Before the new state is staged: never more than two are.
+            self._supersede()
+        elif self._is_own_thread():
+            pass
+        elif self._back_pressure == "skip":
+            return not self.is_busy
+        else:
+            self.wait_until_idle()
+        return True
+
+    def _supersede(self) -> None:
         with self._changed:
-            superseded, self._next = self._next, job
-            must_start = self._running is None
-            if must_start:
-                self._running, self._next = job, None
+            superseded, self._next = self._next, None
         if superseded is not None:
-            superseded.staged.release()
+            _release(superseded.staged)
             superseded.handle.durable.set_exception(
                 SaveFailed(
                     "superseded by a newer save before it was started (back_pressure='coalesce')"
                 )
             )
-        if must_start:
-            threading.Thread(target=self._work, name="ckptmgr-save", daemon=False).start()
+
+    def _enqueue(self, job: _Job) -> None:
+        self._supersede()  # `on_error` may have asked for a save meanwhile
+        with self._changed:
+            if self._running is not None:
+                self._next = job
+                return
+            self._running = job
+            self._thread = threading.Thread(target=self._work, name="ckptmgr-save", daemon=False)
+        try:
+            self._thread.start()
+        except Exception:  # not Ctrl-C, which finds a thread that runs
+            with self._changed:
+                self._running = None
+                self._changed.notify_all()
+            _release(job.staged)
+            raise
 
     def _work(self) -> None:
-        while True:
-            with self._changed:
-                job = self._running
-            if job is None:  # pragma: no cover - the thread is started with a job
-                return
+        job = self._running
+        while job is not None:
             self._run(job)
             with self._changed:
-                self._running, self._next = self._next, None
+                job = self._running = self._next
+                self._next = None
                 self._changed.notify_all()
-                if self._running is None:
-                    return
 
     def _run(self, job: _Job) -> None:
         job.handle.stats.queue_s = time.perf_counter() - job.submitted_at
         outcome = self._attempt(job)
-        job.staged.release()
+        _release(job.staged)
         if isinstance(outcome, Checkpoint):
             job.handle.durable.set_result(outcome)
-        else:
-            job.handle.durable.set_exception(outcome)
-            self._deliver(outcome)
+            return
+        if self._policy.action == "raise":
+            self._keep(outcome)
+        job.handle.durable.set_exception(outcome)
+        self._deliver(outcome)
 
-    def _attempt(self, job: _Job) -> Checkpoint | BaseException:
-        failure: BaseException = SaveFailed("not attempted")
+    def _attempt(self, job: _Job) -> Checkpoint | Exception:
+        failure: Exception = SaveFailed("not attempted")
         for _ in range(self._policy.attempts):
             try:
                 return job.finish()
             except BaseException as error:  # delivered to whoever asks next
-                failure = error
+                failure = _storable(error)
         return failure
 
-    def _deliver(self, failure: BaseException) -> None:
+    def _deliver(self, failure: Exception) -> None:
         if self._policy.action == "warn":
             _LOG.error("a background save failed: %s", failure)
-            return
         if self._policy.call is not None:
             try:
                 self._policy.call(failure)
-            except BaseException as error:  # a failing handler is a failure of the save, too
-                failure = error
-            else:
-                return
-        with self._changed:
-            self._failure = failure
+            except BaseException as error:  # a failing handler must not hide that a save has failed
+                self._keep(_storable(error))
 
-    def report_unfetched(self) -> None:
-        """Log a failure that nobody has fetched."""
+    def _keep(self, failure: Exception) -> None:
+        with self._changed:
+            if self._failure is None:
+                self._failure = failure
+            elif self._failure is not failure:
+                self._failure.add_note(f"ckptmgr: a later save failed, too: {failure}")
+            _unfetched.add(self)
+
+    def _take_failure(self) -> Exception | None:
         with self._changed:
             failure, self._failure = self._failure, None
-        if failure is not None:
-            _LOG.critical("a background save failed and nobody asked: %s", failure)
+            _unfetched.discard(self)
+        return failure
 
 
-_unfinished: weakref.WeakSet[BackgroundSaver] = weakref.WeakSet()
+def _release(staged: Staged) -> None:
+    try:
+        staged.release()
+    except Exception:  # the save has an outcome of its own
+        _LOG.exception("the staging memory of a save could not be given back")
+
+
+def _storable(error: BaseException) -> Exception:
+    """Return what may be raised in another thread, without the variables of the functions that failed.
+
+    They hold views of the staging memory, as long as the failure is kept. What is no Exception would end the program, or
+    replace the error that ended the training.
+    """
+    for one in _chain(error):
+        traceback.clear_frames(one.__traceback__)
+    if isinstance(error, Exception):
+        return error
+    failure = SaveFailed(f"stopped by {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    chain = [error]
+    for one in chain:
+        for behind in (one.__cause__, one.__context__):
+            if behind is not None and behind not in chain:
+                chain.append(behind)
+    return chain
+
+
+def _all_of(failure: Exception) -> str:
+    return "; ".join([str(failure), *getattr(failure, "__notes__", [])])
+
+
+_savers: weakref.WeakSet[BackgroundSaver] = weakref.WeakSet()
+# Strong references: a failure outlives the manager that was dropped without close().
+_unfetched: set[BackgroundSaver] = set()
 
 
 @atexit.register
 def _report_at_exit() -> None:
-    for saver in list(_unfinished):
+    for saver in list(_unfetched):
         saver.report_unfetched()
+
+
+def _forget_parent() -> None:
+    _unfetched.clear()
+    for saver in list(_savers):
+        saver.forget_parent()
+
+
+os.register_at_fork(after_in_child=_forget_parent)

@@ -167,8 +167,10 @@ class ModelCheckpoint:
         try:
             self._engine.wait()
         finally:  # the last step is saved even if the one before it could not be
-            self._save_if_due(self._params, is_end=True)
-            self.close()
+            try:
+                self._save_if_due(self._params, is_end=True)
+            finally:
+                self.close()
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """See `begin`."""
@@ -221,8 +223,9 @@ class ModelCheckpoint:
         try:
             self._engine.close()
         finally:
-            for writer in self._writers.values():
-                writer.close()
+            if not self._engine.is_busy:  # Ctrl-C does not stop a save, which needs the lease
+                for writer in self._writers.values():
+                    writer.close()
 
     def resume(self) -> Resumed | None:
         """Return the newest checkpoint of this prefix in the directory that really loads, or None.
@@ -233,6 +236,7 @@ class ModelCheckpoint:
         Raises:
             KeyProblem: There are checkpoints, but none opens with the key of the configuration.
         """
+        self._engine.wait_until_idle()
         writer = self._writer(self._directory, self._prefix)
         family = re.compile(re.escape(self._base_prefix) + r"(_\d+)?")
         candidates = [c for c in newest_first(writer.store.scan()) if family.fullmatch(c.series)]

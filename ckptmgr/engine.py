@@ -10,19 +10,22 @@
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from ckptmgr.background import BackgroundSaver
 from ckptmgr.config import CheckpointConfig
 from ckptmgr.formats.tensor import Item
 from ckptmgr.fsio import OsFileSystem
-from ckptmgr.handle import SaveHandle
+from ckptmgr.handle import SaveHandle, SaveStats
+from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.memory_config import MemoryConfig
 from ckptmgr.model import Checkpoint
 from ckptmgr.save_failure import BackPressure, OnError
-from ckptmgr.saver import Publish, save_items
+from ckptmgr.saver import Publish, SaveOptions, save_items
 from ckptmgr.staging import StagingPool
 from ckptmgr.staging_state import StagedState
 from ckptmgr.store import Store
@@ -71,7 +74,9 @@ class SaveEngine:
         self._memory = memory
         self._background = BackgroundSaver(back_pressure=back_pressure, on_error=on_error)
         self._pool: StagingPool | None = None
-        self._worker: WorkerClient | None = None
+        self._worker = WorkerClient()
+        self._free_pool: Callable[[], object] = _nothing
+        _engines.add(self)
 
     def run(self, store: Store, items: Sequence[Item], save: Save) -> SaveHandle | None:
         """Save `items`; return the handle, or None when the save was skipped under back-pressure.
@@ -91,37 +96,41 @@ class SaveEngine:
                 "async_save='process' needs the real disk; use 'thread' with another file system"
             )
         return self._background.submit(
-            lambda: self._stage(items), lambda staged: self._finish(staged, save)
+            lambda: self._stage(items), lambda staged, stats: self._finish(staged, save, stats)
         )
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is in flight."""
+        return self._background.is_busy
 
     @staticmethod
     def _run_now(items: Sequence[Item], save: Save) -> SaveHandle:
         started = time.perf_counter()
         handle = SaveHandle()
-        checkpoint = save(items, save_items)
+        checkpoint = save(items, _measured(save_items, handle.stats))
         handle.stats.blocked_s = time.perf_counter() - started
-        handle.stats.size_bytes = checkpoint.size_bytes
         handle.staged.set_result(None)
         handle.durable.set_result(checkpoint)
         return handle
 
     def _stage(self, items: Sequence[Item]) -> StagedState:
+        if self.mode == "process":
+            self._worker.start()
+        return self._staging_pool().stage(items)
+
+    def _finish(self, staged: StagedState, save: Save, stats: SaveStats) -> Checkpoint:
+        publish: Publish = save_items
+        if self.mode == "process":
+            publish = self._worker.publisher(staged)
+        return save(staged.items, _measured(publish, stats))
+
+    def _staging_pool(self) -> StagingPool:
         if self._pool is None:
             self._pool = StagingPool(self._memory, is_shared=self.mode == "process")
-        if self.mode == "process":
-            self._started_worker()
-        return self._pool.stage(items)
-
-    def _finish(self, staged: StagedState, save: Save) -> Checkpoint:
-        if self.mode == "thread":
-            return save(staged.items, save_items)
-        return save(staged.items, self._started_worker().publisher(staged))
-
-    def _started_worker(self) -> WorkerClient:
-        if self._worker is None:
-            self._worker = WorkerClient()
-        self._worker.start()
-        return self._worker
+            # Memory that a worker maps has descriptors, which only close() gives back.
+            self._free_pool = weakref.finalize(self, self._pool.close)
+        return self._pool
 
     def check(self) -> None:
         """Raise the failure of an earlier background save, once."""
@@ -130,6 +139,10 @@ class SaveEngine:
     def wait(self) -> None:
         """Wait for what is in flight; then raise a failure, if any."""
         self._background.wait()
+
+    def wait_until_idle(self) -> None:
+        """Wait for what is in flight; a failure stays to be raised by the next call."""
+        self._background.wait_until_idle()
 
     def close(self) -> None:
         """Wait, then free the staging memory and end the worker; saving again starts anew.
@@ -140,9 +153,66 @@ class SaveEngine:
         try:
             self._background.wait()
         finally:
-            worker, self._worker = self._worker, None
-            pool, self._pool = self._pool, None
-            if worker is not None:
-                worker.close()
-            if pool is not None:
-                pool.close()
+            # After Ctrl-C the save goes on, and the end of the program waits for it.
+            if not self._background.is_busy:
+                self._free()
+
+    def _free(self) -> None:
+        self._worker.close()
+        free, self._free_pool, self._pool = self._free_pool, _nothing, None
+        free()
+
+    def forget_parent(self) -> None:
+        """Leave the staging memory to the parent, which may be saving from it; for a forked child."""
+        if isinstance(self._free_pool, weakref.finalize):
+            self._free_pool.detach()
+        self._free_pool, self._pool = _nothing, None
+
+
+def _nothing() -> None:
+    pass
+
+
+_engines: weakref.WeakSet[SaveEngine] = weakref.WeakSet()
+
+
+def _forget_parent() -> None:
+    for engine in list(_engines):
+        engine.forget_parent()
+
+
+os.register_at_fork(after_in_child=_forget_parent)
+
+
+def _measured(publish: Publish, stats: SaveStats) -> Publish:
+    """Return `publish`, noting what it costs."""
+
+    def measured(
+        store: Store,
+        name: str,
+        items: Sequence[Item],
+        *,
+        options: SaveOptions,
+        series: str,
+        describe: Callable[[FileEntry, Mapping[str, float]], Manifest],
+        metadata: Mapping[str, str] | None = None,
+    ) -> Manifest:
+        started = time.perf_counter()
+        manifest = publish(
+            store,
+            name,
+            items,
+            options=options,
+            series=series,
+            describe=describe,
+            metadata=metadata,
+        )
+        passed_s = time.perf_counter() - started
+        stats.size_bytes = manifest.file.digest.size_bytes
+        stats.write_s = manifest.stats.get("write_s", 0.0)
+        until_synced_s = manifest.stats.get("until_synced_s", stats.write_s)
+        stats.sync_s = until_synced_s - stats.write_s
+        stats.commit_s = max(0.0, passed_s - until_synced_s)
+        return manifest
+
+    return measured

@@ -223,7 +223,7 @@ class OsFileSystem:
     def lock(self, path: Path, *, owner: str) -> Iterator[str | None]:
         """Hold an advisory lock (flock) on a file; yields the owner's text when a live process holds it."""
         descriptor, is_held = _open_lock(path)
-        with contextlib.closing(_LockFile(descriptor)):
+        with contextlib.closing(_LockFile(descriptor, path if is_held else None)):
             if not is_held:
                 yield os.pread(descriptor, _MAX_OWNER_BYTES, 0).decode(errors="replace")
                 return
@@ -237,8 +237,9 @@ class _LockFile:
 
     _open: ClassVar[set[_LockFile]] = set()
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, held: Path | None) -> None:
         self._descriptor = descriptor
+        self._held = held
         self._open.add(self)
 
     def close(self) -> None:
@@ -251,6 +252,18 @@ class _LockFile:
     def close_inherited(cls) -> None:
         for file in list(cls._open):
             file.close()
+
+    @classmethod
+    def descriptor_of(cls, path: Path) -> int | None:
+        return next((file._descriptor for file in list(cls._open) if file._held == path), None)
+
+
+def lock_descriptor(path: Path) -> int | None:
+    """Return the descriptor of a lock that `OsFileSystem` holds, or None.
+
+    A worker process that has a copy of it holds the lock, too: it is free only when both are gone.
+    """
+    return _LockFile.descriptor_of(path)
 
 
 os.register_at_fork(after_in_child=_LockFile.close_inherited)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 from ckptmgr.model import Checkpoint
 
@@ -40,6 +41,13 @@ class SaveStats:
         return self.size_bytes / seconds / 1e9 if seconds > 0 else 0.0
 
 
+def _started() -> Future[Any]:
+    """Return a future that nobody can cancel: a save goes on even if the task that waits for it is given up."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveHandle:
     """A save in progress or done.
@@ -47,12 +55,12 @@ class SaveHandle:
     Attributes:
         staged: Done when the caller may change its arrays again.
         durable: Done when the checkpoint survives a power cut; its result is the checkpoint, its exception the failure.
-            Both can be awaited with `asyncio.wrap_future`.
+            Both can be awaited with `asyncio.wrap_future`; neither can be cancelled.
         stats: What it cost so far.
     """
 
-    staged: Future[None] = field(default_factory=Future)
-    durable: Future[Checkpoint] = field(default_factory=Future)
+    staged: Future[None] = field(default_factory=_started)
+    durable: Future[Checkpoint] = field(default_factory=_started)
     stats: SaveStats = field(default_factory=SaveStats)
 
     def wait(self, timeout_s: float | None = None) -> Checkpoint:
@@ -62,11 +70,3 @@ class SaveHandle:
             TimeoutError: It is still being saved after `timeout_s` seconds.
         """
         return self.durable.result(timeout_s)
-
-
-def done_handle(checkpoint: Checkpoint) -> SaveHandle:
-    """Return the handle of a save that is finished."""
-    handle = SaveHandle()
-    handle.staged.set_result(None)
-    handle.durable.set_result(checkpoint)
-    return handle

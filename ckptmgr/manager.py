@@ -157,6 +157,7 @@ class CheckpointManager:
             KeyProblem: There are checkpoints, but none opens with this key.
             StoreLocked: Another live process writes this series.
         """
+        self._engine.wait_until_idle()  # going back: what is in flight would be newer
         self._writer.open()
         candidates = newest_first([c for c in self._store.scan() if c.series == self.prefix])
         checkpoint, loaded, skipped = first_that_loads(candidates, lambda found: self._read(found))
@@ -206,9 +207,9 @@ class CheckpointManager:
         Raises:
             BaseException: An earlier save failed in the background; it is raised once.
         """
-        self._engine.check()
         self._unsaved = lambda: self.save(step, state, epoch=epoch, metrics=metrics, why="end")
         self._seen_step = step
+        self._engine.check()
         if not self._policy.decide(step, self._clock(), self._progress.last).is_due:
             return None
         return self.save(step, state, epoch=epoch, metrics=metrics, why="policy")
@@ -245,10 +246,12 @@ class CheckpointManager:
         metadata = {**flat.aliases, _SKELETON: flat.skeleton}
         checked = _checked_metrics(metrics)
         self._writer.open()  # before a name is chosen, which another process could take
-        name, attempt = self._free_name(step)
-        facts = SaveFacts(step=step, attempt=attempt, at=now, epoch=epoch, why=why, metrics=checked)
 
         def write(items: Sequence[Item], publish: Publish) -> Checkpoint:
+            name, attempt = self._free_name(step)  # not before the save in flight has taken its own
+            facts = SaveFacts(
+                step=step, attempt=attempt, at=now, epoch=epoch, why=why, metrics=checked
+            )
             checkpoint = self._writer.save(name, items, facts, metadata=metadata, publish=publish)
             self._writer.retain(self._config.retention_policy())
             return checkpoint
@@ -327,7 +330,8 @@ class CheckpointManager:
         try:
             self._engine.close()
         finally:
-            self._writer.close()
+            if not self._engine.is_busy:  # Ctrl-C does not stop a save, which needs the lease
+                self._writer.close()
 
     def wait(self) -> None:
         """Wait until everything handed over is durable.
@@ -429,9 +433,10 @@ class CheckpointManager:
         checkpoint: Checkpoint | int | str,
         change: Callable[[tuple[Pin, ...]], tuple[Pin, ...]],
     ) -> None:
-        found = self._find(checkpoint)
+        name = checkpoint.name if isinstance(checkpoint, Checkpoint) else checkpoint
         self._writer.open()
-        self._store.change_pins(found, change)
+        with self._writer.changing:
+            self._store.change_pins(self._find(name), change)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,12 +6,14 @@ A save in flight counts, so that the policy does not ask for it again; one that 
 
 from __future__ import annotations
 
+import threading
+
 from ckptmgr.handle import SaveHandle
 from ckptmgr.save_policy import LastSave
 
 
 class Progress:
-    """The last save as the save policy shall see it.
+    """The last save as the save policy shall see it. Safe to use from several threads.
 
     Args:
         start: Step 0 and the time of construction, or what a run was resumed from.
@@ -21,22 +23,27 @@ class Progress:
         self._durable = start
         self._in_flight: list[tuple[SaveHandle, LastSave]] = []
         self._path = ""
+        self._lock = threading.Lock()
 
     def note(self, handle: SaveHandle, save: LastSave) -> None:
         """Note that a save was handed over."""
-        self._in_flight.append((handle, save))
+        with self._lock:
+            self._settle()
+            self._in_flight.append((handle, save))
 
     @property
     def last(self) -> LastSave:
         """The newest save that succeeded or may still do so."""
-        self._settle()
-        return self._in_flight[-1][1] if self._in_flight else self._durable
+        with self._lock:
+            self._settle()
+            return self._in_flight[-1][1] if self._in_flight else self._durable
 
     @property
     def latest_path(self) -> str:
         """Path of the newest save that succeeded, or an empty string."""
-        self._settle()
-        return self._path
+        with self._lock:
+            self._settle()
+            return self._path
 
     def _settle(self) -> None:
         remaining = []

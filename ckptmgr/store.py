@@ -71,7 +71,7 @@ class Store:
         self.fs: FileSystem = fs if fs is not None else OsFileSystem()
         self._key = key
         self._processes: Processes = processes if processes is not None else ProcProcesses()
-        self._must_authenticate = must_authenticate
+        self.must_authenticate = must_authenticate
 
     def scan(self) -> list[Checkpoint]:
         """Return everything in the directory that is, was or will be a checkpoint, in no particular order.
@@ -116,7 +116,7 @@ class Store:
         with contextlib.closing(file):
             data = read_bytes(file, 0, min(file.size, manifests.MAX_MANIFEST_BYTES))
         if must_authenticate is None:
-            must_authenticate = self._must_authenticate
+            must_authenticate = self.must_authenticate
         key = self._key if with_key else None
         return manifests.decode(data, path=path, key=key, must_authenticate=must_authenticate)
 

@@ -1,20 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker process: saves what its parent staged in shared memory. Run as `python -m ckptmgr.worker FD`.
+"""The worker process: saves what its parent staged in shared memory. Run as `python -m ckptmgr.worker FD PARENT`.
 
 It is started fresh (never forked from a process with threads and devices), keeps its buffers warm between saves, and ends when
 its parent does: the socket reports that even if the parent was killed. A half-written save then stays under its temporary
-name and is reaped by the next run.
+name and is reaped by the next run, which cannot start before: during a save the worker shares the lease of its parent.
 """
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import queue
+import select
+import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,48 +27,73 @@ from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.saver import SaveOptions, save_items
 from ckptmgr.staging_items import items_from
 from ckptmgr.store import Store
-from ckptmgr.worker_protocol import describe_error, receive, send
+from ckptmgr.worker_protocol import IGNORED_SIGNALS, describe_error, receive, send
+
+_Order = tuple[dict[str, Any], list[int]]
 
 
 class Worker:
-    """Serves one parent over one socket."""
+    """Serves one parent over one socket.
 
-    def __init__(self, connection: socket.socket) -> None:
+    Args:
+        connection: The socket.
+        parent: A descriptor that becomes readable when the parent dies, or None where the system has no such thing.
+    """
+
+    def __init__(self, connection: socket.socket, parent: int | None = None) -> None:
         self._connection = connection
-        self._orders: queue.SimpleQueue[tuple[dict[str, Any], list[int]]] = queue.SimpleQueue()
-        self._regions: dict[int, memoryview] = {}
+        self._parent = parent
+        self._orders: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._unanswered = 0
 
     def serve(self) -> None:
         """Save until the parent is gone."""
         threading.Thread(target=self._listen, name="ckptmgr-listen", daemon=True).start()
-        while True:
-            order, descriptors = self._orders.get()
-            try:
-                self._map(order, descriptors)
-                manifest = _save(order, [self._regions[region] for region in order["regions"]])
-                answer: dict[str, Any] = {"manifest": manifests.encode(manifest).decode()}
-            except Exception as error:  # the parent raises it where the caller sees it
-                answer = {"error": describe_error(error)}
-            send(self._connection, answer)
+        while (order := self._orders.get()) is not None:
+            answer = _answer(*order)
+            with self._lock:
+                self._unanswered -= 1
+            with contextlib.suppress(OSError):  # the parent is gone; the listener sees it, too
+                send(self._connection, answer)
 
     def _listen(self) -> None:
-        try:
-            while True:
-                self._orders.put(receive(self._connection))
-        except (EOFError, OSError):
-            # The parent is gone. Not sys.exit: the main thread may be in the middle of a long write.
-            os._exit(0)
+        poll = select.poll()
+        poll.register(self._connection, select.POLLIN)
+        if self._parent is not None:
+            poll.register(self._parent, select.POLLIN)
+        with contextlib.suppress(EOFError, OSError):
+            # A process that the parent forked from C may hold its end of the socket open.
+            while self._parent not in [descriptor for descriptor, _ in poll.poll()]:
+                order = receive(self._connection)
+                with self._lock:
+                    self._unanswered += 1
+                self._orders.put(order)
+        with self._lock:
+            if self._unanswered:
+                # Not sys.exit: the main thread may be in the middle of a long write.
+                os._exit(1)
+        self._orders.put(None)
 
-    def _map(self, order: dict[str, Any], descriptors: list[int]) -> None:
-        for region in set(self._regions) - set(order["regions"]):
-            del self._regions[region]
-        for region, descriptor in zip(order["new_regions"], descriptors, strict=True):
-            try:
-                self._regions[region] = memoryview(
-                    mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
-                )
-            finally:
-                os.close(descriptor)
+
+def _answer(order: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
+    count = order["regions"]
+    with contextlib.ExitStack() as lease:
+        for descriptor in descriptors[count:]:
+            lease.callback(os.close, descriptor)
+        try:
+            manifest = _save(order, _mapped(descriptors[:count]))
+            return {"manifest": manifests.encode(manifest).decode()}
+        except Exception as error:  # the parent raises it where the caller sees it
+            return {"error": describe_error(error)}
+
+
+def _mapped(descriptors: Sequence[int]) -> list[memoryview]:
+    """Map memory of the parent; for one save only, because what the parent frees must be free."""
+    with contextlib.ExitStack() as stack:
+        for descriptor in descriptors:
+            stack.callback(os.close, descriptor)
+        return [memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_READ)) for fd in descriptors]
 
 
 def _save(order: dict[str, Any], regions: list[memoryview]) -> Manifest:
@@ -79,7 +107,7 @@ def _save(order: dict[str, Any], regions: list[memoryview]) -> Manifest:
         return draft.completed(entry, stats)
 
     return save_items(
-        Store(directory, key=key),
+        Store(directory, key=key, must_authenticate=order["must_authenticate"]),
         order["name"],
         items_from(order["items"], regions),
         options=SaveOptions(
@@ -95,9 +123,22 @@ def _save(order: dict[str, Any], regions: list[memoryview]) -> Manifest:
     )
 
 
+def _watch(parent: int) -> int | None:
+    """Return a descriptor that becomes readable when the parent dies."""
+    with contextlib.suppress(OSError):
+        return os.pidfd_open(parent)
+    return None
+
+
 def main() -> None:
     """Serve the parent at the other end of the inherited descriptor."""
-    Worker(socket.socket(fileno=int(sys.argv[1]))).serve()
+    for ignored in IGNORED_SIGNALS:
+        signal.signal(ignored, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
+    descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
+    watch = _watch(parent)
+    if os.getppid() == parent:
+        Worker(socket.socket(fileno=descriptor), watch).serve()
 
 
 if __name__ == "__main__":

@@ -3,64 +3,84 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ckptmgr import manifest as manifests
 from ckptmgr.digest import FileDigest
 from ckptmgr.errors import SaveFailed
 from ckptmgr.formats.tensor import Item
+from ckptmgr.fsio import lock_descriptor
+from ckptmgr.lease import lease_path
 from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.saver import Publish, SaveOptions
 from ckptmgr.staging_state import StagedState
 from ckptmgr.store import Store
-from ckptmgr.worker_protocol import rebuild_error, receive, send
+from ckptmgr.worker_protocol import IGNORED_SIGNALS, rebuild_error, receive, send
 
+_LOG = logging.getLogger(__name__)
 _STOP_TIMEOUT_S = 60.0
 _NOTHING = FileDigest(size_bytes=0, ranges=())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Running:
+    process: subprocess.Popen[bytes]
+    connection: socket.socket
+
+    def end(self) -> str:
+        """End the process, which is idle or dead, and say how it ended."""
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_RDWR)
+        self.connection.close()
+        try:
+            code = self.process.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait()
+        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
 class WorkerClient:
-    """One worker process; started with the first save, restarted after its death.
+    """One worker process; started with the first save, restarted after its death. Safe to use from several threads.
 
     What it raises instead of `save_items`: SaveFailed when the worker died; the earlier checkpoints are then intact.
     """
 
     def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: socket.socket | None = None
-        self._known: set[int] = set()
+        self._in_use = threading.Lock()
+        self._running: _Running | None = None
+        self._at_exit: weakref.finalize[..., WorkerClient] | None = None
+        _clients.add(self)
 
     @property
     def pid(self) -> int | None:
         """The process id of the worker, or None while there is none."""
-        return None if self._process is None else self._process.pid
+        running = self._running
+        return None if running is None else running.process.pid
 
     def start(self) -> None:
-        """Start the worker unless it runs; its start-up overlaps with the training."""
-        if self._process is not None:
-            return
-        ours, theirs = socket.socketpair()
-        with theirs:
-            # The parent's import path, because the worker is no fork of it; nothing secret travels in the environment.
-            environment = {
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path),
-            }
-            self._process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
-                [sys.executable, "-m", "ckptmgr.worker", str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-            )
-        self._connection = ours
+        """Start the worker unless it runs; its start-up overlaps with the training.
+
+        Raises:
+            SaveFailed: The system does not start another process.
+        """
+        # In use means that it runs; whoever uses it deals with its death.
+        if self._in_use.acquire(blocking=False):
+            try:
+                self._ensure_running()
+            finally:
+                self._in_use.release()
 
     def publisher(self, staged: StagedState) -> Publish:
         """Return a function like `save_items` that saves in the worker; the items must be those of `staged`."""
@@ -75,79 +95,144 @@ class WorkerClient:
             describe: Callable[[FileEntry, Mapping[str, float]], Manifest],
             metadata: Mapping[str, str] | None = None,
         ) -> Manifest:
-            del (
-                items,
-                series,
-            )  # the worker builds them from the description of the staged state, and the draft
-            return self._publish(
-                store.directory, name, staged, options=options, describe=describe, metadata=metadata
-            )
+            del items  # the worker builds them from the description of the staged state
+            draft = describe(FileEntry(name=name, digest=_NOTHING, format=options.format), {})
+            regions = staged.descriptors()
+            lease = lock_descriptor(lease_path(store.directory, series))
+            order: dict[str, Any] = {
+                "directory": os.path.abspath(store.directory),  # noqa: PTH100 - no links resolved
+                "name": name,
+                "items": staged.describe(),
+                "regions": len(regions),
+                "draft": manifests.encode(draft).decode(),
+                "metadata": None if metadata is None else dict(metadata),
+                "must_authenticate": store.must_authenticate,
+                **_described(options),
+            }
+            descriptors = [*regions.values(), *([] if lease is None else [lease])]
+            answer = self._exchange(order, descriptors, store=store, series=series)
+            if "error" in answer:
+                raise rebuild_error(answer["error"])
+            text = str(answer["manifest"]).encode()
+            return manifests.decode(text, path=store.directory / manifests.manifest_name(name))
 
         return publish
 
-    def _publish(
-        self,
-        directory: Path,
-        name: str,
-        staged: StagedState,
-        *,
-        options: SaveOptions,
-        describe: Callable[[FileEntry, Mapping[str, float]], Manifest],
-        metadata: Mapping[str, str] | None,
-    ) -> Manifest:
-        self.start()
-        entry = FileEntry(name=name, digest=_NOTHING, format=options.format)
-        regions = staged.descriptors()
-        new = [region for region in regions if region not in self._known]
-        order: dict[str, Any] = {
-            "directory": str(directory),
-            "name": name,
-            "items": staged.describe(),
-            "regions": list(regions),
-            "new_regions": new,
-            "draft": manifests.encode(describe(entry, {})).decode(),
-            "metadata": None if metadata is None else dict(metadata),
-            "format": options.format,
-            "mode": options.mode,
-            "has_crc": options.has_crc,
-            "file_mode": options.file_mode,
-            "key": None if options.key is None else options.key.raw.hex(),
-        }
-        answer = self._exchange(order, [regions[region] for region in new])
-        self._known = set(regions)
-        if "error" in answer:
-            raise rebuild_error(answer["error"])
-        text = str(answer["manifest"]).encode()
-        return manifests.decode(text, path=directory / manifests.manifest_name(name))
+    def _exchange(
+        self, order: dict[str, Any], descriptors: Sequence[int], *, store: Store, series: str
+    ) -> dict[str, Any]:
+        with self._in_use:
+            running = self._ensure_running()
+            try:
+                send(running.connection, order, descriptors)
+                return receive(running.connection)[0]
+            except (EOFError, OSError) as error:
+                end = self._bury(running)
+                # Its half-written file would stay as long as this run.
+                with contextlib.suppress(OSError):
+                    for sentence in store.recover(series):
+                        _LOG.warning("%s: %s", store.directory, sentence)
+                raise SaveFailed(
+                    f"the saving process died ({end}); the earlier checkpoints are intact",
+                    hint=_hint_about(end),
+                ) from error
 
-    def _exchange(self, order: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
-        connection = self._connection
-        try:
-            if connection is None:
-                raise EOFError
-            send(connection, order, descriptors)
-            return receive(connection)[0]
-        except (EOFError, OSError) as error:
-            raise SaveFailed(
-                f"the saving process died ({self._bury()}); the earlier checkpoints are intact",
-                hint="look for the out-of-memory killer in the system log; the next save starts a new process",
-            ) from error
+    def _ensure_running(self) -> _Running:
+        running = self._running
+        if running is not None and running.process.poll() is None:
+            return running
+        if running is not None:
+            _LOG.warning("the saving process died while idle (%s)", self._bury(running))
+        running = self._running = _start()
+        # Its sockets are closed with this process anyway, but an interpreter that ends should leave no child behind.
+        self._at_exit = weakref.finalize(self, running.end)
+        return running
 
-    def _bury(self) -> str:
-        """Take leave of a dead worker and return what is known about its end."""
-        process, self._process = self._process, None
-        connection, self._connection = self._connection, None
-        self._known = set()
-        if connection is not None:
-            connection.close()
-        if process is None:
-            return "it was not running"
-        code = process.wait(_STOP_TIMEOUT_S)
-        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    def _bury(self, running: _Running) -> str:
+        self._running = None
+        if self._at_exit is not None:
+            self._at_exit.detach()
+        return running.end()
 
     def close(self) -> None:
-        """End the worker; it has nothing to do when this is called."""
-        if self._process is not None:
-            if self._connection is not None:
-                self._connection.shutdown(socket.SHUT_RDWR)
-            self._bury()
+        """End the worker; it has nothing to do when this is called. The next save starts another one."""
+        with self._in_use:
+            if self._running is not None:
+                self._bury(self._running)
+
+    def forget_parent(self) -> None:
+        """Leave the worker to the parent, and do not keep it alive; for a forked child."""
+        self._in_use = threading.Lock()
+        running, self._running = self._running, None
+        if self._at_exit is not None:
+            self._at_exit.detach()
+        if running is not None:
+            running.connection.close()
+            running.process.returncode = 0  # nothing to wait for, nothing to warn about
+
+
+def _start() -> _Running:
+    ours, theirs = socket.socketpair()
+    with theirs, contextlib.ExitStack() as undo:
+        undo.callback(ours.close)
+        descriptor = str(theirs.fileno())
+        # -P: the parent's import path, not a file of that name in the working directory.
+        command = [sys.executable, "-P", "-m", "ckptmgr.worker", descriptor, str(os.getpid())]
+        try:
+            with _blocked(IGNORED_SIGNALS):
+                process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+                    command,
+                    pass_fds=[theirs.fileno()],
+                    env={**os.environ, "PYTHONPATH": _import_path()},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                )
+        except OSError as error:
+            raise SaveFailed(
+                f"the saving process could not be started: {error}",
+                hint="use async_save='thread', which needs no process",
+            ) from error
+        undo.pop_all()
+    return _Running(process=process, connection=ours)
+
+
+@contextlib.contextmanager
+def _blocked(signals: Sequence[signal.Signals]) -> Iterator[None]:
+    """Block signals in this thread: a process that it starts has them blocked until it can ignore them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _import_path() -> str:
+    # The empty entry means the working directory, which may change.
+    return os.pathsep.join(os.path.abspath(path) for path in sys.path)  # noqa: PTH100
+
+
+def _described(options: SaveOptions) -> dict[str, Any]:
+    return {
+        "format": options.format,
+        "mode": options.mode,
+        "has_crc": options.has_crc,
+        "file_mode": options.file_mode,
+        "key": None if options.key is None else options.key.raw.hex(),
+    }
+
+
+def _hint_about(end: str) -> str:
+    if end == signal.SIGKILL.name:
+        return "look for the out-of-memory killer in the system log; the next save starts a new process"
+    return "its own words, if any, are on standard error; the next save starts a new process"
+
+
+_clients: weakref.WeakSet[WorkerClient] = weakref.WeakSet()
+
+
+def _forget_parent() -> None:
+    for client in list(_clients):
+        client.forget_parent()
+
+
+os.register_at_fork(after_in_child=_forget_parent)

@@ -1,35 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a saving process and its worker say to each other: JSON messages over a socket, and errors that survive the trip.
 
-A message is a 4-byte little-endian length and UTF-8 JSON; file descriptors of shared memory travel beside it. Nothing is
-pickled.
+A message is two 4-byte little-endian numbers (the length of the text, how many descriptors), the descriptors of shared memory
+in batches, and UTF-8 JSON. Nothing is pickled.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 from ckptmgr import errors
-from ckptmgr.errors import CkptmgrError, SaveFailed
+from ckptmgr.errors import CkptmgrError, CorruptCheckpoint, SaveFailed
 
+# Terminals and batch systems send these to all processes of a job; the worker ends when its parent does, not before.
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MAX_MESSAGE_BYTES = 1 << 30
-_LENGTH = struct.Struct("<I")
-_MAX_DESCRIPTORS = 64
+_HEAD = struct.Struct("<II")
+# The kernel takes 253 at a time (SCM_MAX_FD).
+_BATCH = 64
+_BUILTIN = {kind.__name__: kind for kind in (MemoryError, RuntimeError, TypeError, ValueError)}
 
 
 def send(
-    connection: socket.socket, message: dict[str, Any], descriptors: list[int] | None = None
+    connection: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()
 ) -> None:
-    """Send one message, with descriptors attached to its first bytes."""
+    """Send one message with copies of descriptors.
+
+    Raises:
+        SaveFailed: It is too long.
+        OSError: The other side is gone.
+    """
     body = json.dumps(message).encode()
-    head = _LENGTH.pack(len(body))
-    if descriptors:
-        socket.send_fds(connection, [head], descriptors)
-    else:
-        connection.sendall(head)
+    if len(body) > MAX_MESSAGE_BYTES:
+        raise SaveFailed(
+            f"the description of the state takes {len(body)} bytes, more than {MAX_MESSAGE_BYTES}",
+            hint="use async_save='thread', which needs no description",
+        )
+    connection.sendall(_HEAD.pack(len(body), len(descriptors)))
+    for start in range(0, len(descriptors), _BATCH):
+        socket.send_fds(connection, [b"F"], descriptors[start : start + _BATCH])
     connection.sendall(body)
 
 
@@ -37,17 +52,38 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Return the next message and the descriptors that came with it.
 
     Raises:
-        EOFError: The other side is gone.
+        EOFError: The other side is gone, or does not speak this protocol.
+        OSError: The connection is broken.
     """
-    head, descriptors, _, _ = socket.recv_fds(connection, _LENGTH.size, _MAX_DESCRIPTORS)
-    if not head:
-        raise EOFError
-    head += _exactly(connection, _LENGTH.size - len(head))
-    (length,) = _LENGTH.unpack(head)
+    length, count = _HEAD.unpack(_exactly(connection, _HEAD.size))
     if length > MAX_MESSAGE_BYTES:
         raise EOFError
-    message: dict[str, Any] = json.loads(_exactly(connection, length))
-    return message, list(descriptors)
+    descriptors: list[int] = []
+    try:
+        while len(descriptors) < count:
+            descriptors += _batch(connection, count - len(descriptors))
+        return _parsed(_exactly(connection, length)), descriptors
+    except BaseException:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise
+
+
+def _parsed(body: bytes) -> dict[str, Any]:
+    try:
+        message: dict[str, Any] = json.loads(body)
+    except ValueError as error:
+        raise EOFError from error
+    return message
+
+
+def _batch(connection: socket.socket, most: int) -> list[int]:
+    _, descriptors, _, _ = socket.recv_fds(
+        connection, 1, min(most, _BATCH), socket.MSG_CMSG_CLOEXEC
+    )
+    if not descriptors:
+        raise EOFError
+    return list(descriptors)
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
@@ -65,21 +101,39 @@ def describe_error(error: BaseException) -> dict[str, Any]:
     described: dict[str, Any] = {"type": type(error).__name__, "text": str(error)}
     if isinstance(error, CkptmgrError):
         described |= {"message": error.message, "path": error.path, "hint": error.hint}
+    if isinstance(error, CorruptCheckpoint):
+        described |= {"offset": error.offset, "tensor": error.tensor}
     if isinstance(error, OSError):
-        described |= {"errno": error.errno, "strerror": error.strerror, "filename": error.filename}
+        filename = None if error.filename is None else str(error.filename)
+        described |= {"errno": error.errno, "strerror": error.strerror, "filename": filename}
     return described
 
 
-def rebuild_error(described: dict[str, Any]) -> BaseException:
-    """Return the error that `describe_error` described: the same class where it is one of ours or an OSError."""
+def rebuild_error(described: dict[str, Any]) -> Exception:
+    """Return the error that `describe_error` described.
+
+    It has the same class where it is one of ours, an OSError, or one of the common kinds; else it is a SaveFailed that names
+    its class.
+    """
     kind = getattr(errors, str(described.get("type")), None)
     if isinstance(kind, type) and issubclass(kind, CkptmgrError):
-        error = kind(
-            described.get("message", ""), path=described.get("path"), hint=described.get("hint")
-        )
-        if isinstance(error, OSError):
-            error.errno = described.get("errno")
-        return error
+        return _rebuild_ours(kind, described)
     if described.get("errno") is not None:
         return OSError(described["errno"], described.get("strerror"), described.get("filename"))
+    builtin = _BUILTIN.get(str(described.get("type")))
+    if builtin is not None:
+        return builtin(described.get("text"))
     return SaveFailed(f"{described.get('type')}: {described.get('text')}")
+
+
+def _rebuild_ours(kind: type[CkptmgrError], described: dict[str, Any]) -> CkptmgrError:
+    places = {name: described[name] for name in ("offset", "tensor") if name in described}
+    error = kind(
+        described.get("message", ""),
+        path=described.get("path"),
+        hint=described.get("hint"),
+        **places,
+    )
+    if isinstance(error, OSError):
+        error.errno = described.get("errno")
+    return error
