@@ -42,7 +42,7 @@ from ckptmgr.naming import FORMATS
 from ckptmgr.policy_text import parse_policy
 from ckptmgr.retention import Best, Every, Last, PerMinutes, Pinned, RetentionPolicy, Rule
 from ckptmgr.save_failure import BackPressure, OnError, check_back_pressure, parse_on_error
-from ckptmgr.save_policy import EverySeconds, EverySteps, Never, SavePolicy
+from ckptmgr.save_policy import EverySeconds, EverySteps, Never, Overhead, SavePolicy
 
 __all__ = [
     "CheckpointConfig",
@@ -81,6 +81,8 @@ class CheckpointConfig:
         remove_redundancy: Whether each rank of a parallel run saves only what no other rank saves.
         format: "ckpt" or "safetensors".
         keep: A retention policy instead of the two `keep_checkpoint_*`, e.g. "last(3) | best(2, loss, min)".
+        save_checkpoint_overhead: Instead of steps and seconds: save as often as saving holds the training up for at most this
+            share of its time, e.g. 0.03.
         memory: Budget and kind of the memory in which background saves stage the state.
         back_pressure: What happens to a background save while another one runs: "wait" for that one, "skip" this one, or
             "coalesce": keep only the newest as the next to run.
@@ -112,6 +114,7 @@ class CheckpointConfig:
         format: str = "ckpt",
         *,
         keep: str | RetentionPolicy | Rule | None = None,
+        save_checkpoint_overhead: float | None = None,
         memory: MemoryConfig | None = None,
         back_pressure: BackPressure = "wait",
         on_error: OnError = "raise",
@@ -142,11 +145,14 @@ class CheckpointConfig:
         self._check_format()
         check_cipher(self._enc_key, self._enc_mode)
         self._keep = _check_keep(keep, keep_max, keep_minutes)
+        self._overhead = (
+            None if save_checkpoint_overhead is None else Overhead(save_checkpoint_overhead)
+        )
         if memory is not None and not isinstance(memory, MemoryConfig):
             raise TypeError(f"memory must be a MemoryConfig, but got {type(memory)}.")
         self.memory = memory
-        self.back_pressure = check_back_pressure(back_pressure)
-        self.on_error = on_error
+        self.back_pressure: BackPressure = check_back_pressure(back_pressure)
+        self.on_error: OnError = on_error
         parse_on_error(on_error)
         warn_unknown_options(options, options=_OPTIONS, known=_PARAMETERS)
 
@@ -237,7 +243,9 @@ class CheckpointConfig:
         }
 
     def save_policy(self) -> SavePolicy:
-        """Return when to save: by steps, else by seconds, else never."""
+        """Return when to save: by overhead, else by steps, else by seconds, else never."""
+        if self._overhead is not None:
+            return self._overhead
         if self._save_steps:
             return EverySteps(self._save_steps)
         return EverySeconds(self._save_seconds) if self._save_seconds else Never()

@@ -28,10 +28,12 @@ class LastSave:
     Attributes:
         step: Its global step; 0 before the first save.
         at: When it was due, in seconds on the caller's clock; before the first save, when the manager was constructed.
+        cost_s: Seconds for which it held up the training; 0 before the first save.
     """
 
     step: int = 0
     at: float
+    cost_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +126,42 @@ class EverySeconds:
         return SaveDecision(
             is_due=passed_s > self.interval_s,
             reason=f"{passed_s:.6g} s since the last save, every {self.interval_s:g} s",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Overhead:
+    """Save as often as saving holds up the training for at most a share of its time.
+
+    The first step is saved, to learn the cost; from then on the interval is the cost of the last save over the share. When
+    the clock has gone back it is due at once.
+
+    Source: Mohan, Phanishayee, Chidambaram, "CheckFreq: Frequent, Fine-Grained DNN Checkpointing", FAST 2021.
+    """
+
+    share: float
+
+    def __post_init__(self) -> None:
+        if not 0 < self.share < 1:
+            raise ValueError(f"the share must be between 0 and 1, but got {self.share}")
+
+    @property
+    def is_active(self) -> bool:
+        """Always true."""
+        return True
+
+    def decide(self, step: int, now: float, last: LastSave) -> SaveDecision:
+        """Return due when the time since the last save is long enough for its cost."""
+        if step == last.step:
+            return _same_step(step)
+        passed_s = now - last.at
+        if passed_s < 0:
+            return SaveDecision(is_due=True, reason=f"the clock went back by {-passed_s:.6g} s")
+        interval_s = last.cost_s / self.share
+        return SaveDecision(
+            is_due=passed_s >= interval_s,
+            reason=f"{passed_s:.6g} s since the last save; it cost {last.cost_s:.3g} s, "
+            f"which is {self.share:.3g} of {interval_s:.6g} s",
         )
 
 

@@ -6,15 +6,17 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
+from typing import Any
 
 import numpy as np
 import pytest
 
 from ckptmgr.config import CheckpointConfig, check_config
 from ckptmgr.errors import KeyProblem
+from ckptmgr.memory_config import MemoryConfig
 from ckptmgr.policy_text import PolicyTextError
 from ckptmgr.retention import Best, Last, PerMinutes, RetentionPolicy
-from ckptmgr.save_policy import EverySeconds, EverySteps, Never
+from ckptmgr.save_policy import EverySeconds, EverySteps, Never, Overhead
 
 _KEY = b"sixteen byte key"
 
@@ -335,3 +337,30 @@ def test_check_config_of_none_is_the_default() -> None:
 def test_check_config_returns_the_same_object() -> None:
     config = CheckpointConfig()
     assert check_config(config) is config
+
+
+def test_overhead_takes_the_place_of_steps_and_seconds() -> None:
+    assert CheckpointConfig(save_checkpoint_overhead=0.05).save_policy() == Overhead(0.05)
+
+
+def test_background_options_are_kept() -> None:
+    memory = MemoryConfig(slab_bytes=1 << 20)
+    config = CheckpointConfig(memory=memory, back_pressure="skip", on_error="retry(2)")
+    assert (config.memory, config.back_pressure, config.on_error) == (memory, "skip", "retry(2)")
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"memory": {"slab_bytes": 1}}, TypeError),
+        ({"back_pressure": "queue"}, ValueError),
+        ({"on_error": "ignore"}, ValueError),
+        ({"save_checkpoint_overhead": 3}, ValueError),
+    ],
+    ids=["memory", "back_pressure", "on_error", "overhead"],
+)
+def test_background_option_that_cannot_work_is_refused(
+    options: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        CheckpointConfig(**options)

@@ -15,6 +15,7 @@ from ckptmgr.save_policy import (
     EverySteps,
     LastSave,
     Never,
+    Overhead,
     SavePolicy,
     decide_at_end,
 )
@@ -22,6 +23,7 @@ from ckptmgr.save_policy import (
 _POLICIES: st.SearchStrategy[SavePolicy] = st.one_of(
     st.builds(EverySteps, st.integers(1, 50)),
     st.builds(EverySeconds, st.floats(0.1, 100)),
+    st.builds(Overhead, st.floats(0.001, 0.999)),
     st.just(Never()),
     st.builds(
         lambda n, s: AnyOf((EverySteps(n), EverySeconds(s))),
@@ -55,6 +57,28 @@ def test_every_seconds_when_the_clock_goes_back_is_due() -> None:
     decision = EverySeconds(10).decide(7, 5.0, LastSave(step=1, at=3605.0))
     assert decision.is_due
     assert decision.reason == "the clock went back by 3600 s"
+
+
+@pytest.mark.parametrize(("now", "is_due"), [(109.9, False), (110.0, True), (500.0, True)])
+def test_overhead_is_due_once_the_last_save_costs_no_more_than_its_share(
+    now: float, is_due: bool
+) -> None:
+    last = LastSave(step=1, at=10.0, cost_s=3.0)
+    assert Overhead(0.03).decide(7, now, last).is_due is is_due
+
+
+def test_overhead_before_the_first_save_is_due_to_learn_the_cost() -> None:
+    assert Overhead(0.03).decide(1, 0.0, LastSave(at=0.0)).is_due
+
+
+def test_overhead_when_the_clock_goes_back_is_due() -> None:
+    assert Overhead(0.03).decide(7, 5.0, LastSave(step=1, at=9.0, cost_s=3.0)).is_due
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, -0.5, math.nan])
+def test_overhead_of_an_impossible_share_is_refused(share: float) -> None:
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        Overhead(share)
 
 
 def test_never_is_never_due() -> None:
