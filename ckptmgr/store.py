@@ -20,6 +20,7 @@ import contextlib
 import errno
 import itertools
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -39,6 +40,7 @@ from ckptmgr.naming import parse_name, parse_step_name
 
 _LOG = logging.getLogger(__name__)
 _TEMP_SUFFIX = ".tmp"
+_MAX_NAME_BYTES = 255
 _DATA_SUFFIXES = (".ckpt", ".safetensors")
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Room for the manifest and the directory blocks beside the data.
@@ -143,7 +145,10 @@ class Store:
         data_name = name.removesuffix(manifests.SUFFIX)
         data = entries.get(data_name)
         path = self.directory / data_name
-        if data is None or not data.is_file:
+        if data is not None and not data.is_file:
+            problem = "the data file is a link or no regular file; put the file itself here"
+            return _unknown(path, data, State.CORRUPT, problem)
+        if data is None:
             return _unknown(path, status, State.LEFTOVER, "a manifest without its data file")
         try:
             manifest = self.read_manifest(data_name)
@@ -373,6 +378,12 @@ class Store:
 
     def _temp_path(self, name: str, series: str) -> Path:
         unique = f"{self._processes.token()}.{series_tag(series)}.{threading.get_ident():x}-{next(_ATTEMPTS)}"
+        room = _MAX_NAME_BYTES - len(f"..{unique}{_TEMP_SUFFIX}")
+        if (
+            len(os.fsencode(name)) > room
+        ):  # a long name must not fail because its temporary one is longer
+            head = os.fsencode(name)[: room - len(series_tag(name)) - 1].decode(errors="ignore")
+            name = f"{head}~{series_tag(name)}"
         return self.directory / f".{name}.{unique}{_TEMP_SUFFIX}"
 
     def _is_there(self, temp: Path) -> bool:

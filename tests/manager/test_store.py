@@ -7,12 +7,14 @@ import errno
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ckptmgr.crypto.key import Key
 from ckptmgr.errors import CorruptCheckpoint, StoreFull, UnsafePrune, UnsupportedCheckpoint
 from ckptmgr.lease import series_tag
 from ckptmgr.model import Checkpoint, Pin, State
+from ckptmgr.serialization import save_checkpoint
 from ckptmgr.store import Store, open_file
 from tests.crashmodel import FailingDisk, ModelDisk
 from tests.faults.training import KEY, RUNS, SERIES, ModelProcesses, Trainer, disk_with, name_of
@@ -286,3 +288,23 @@ def test_two_stores_of_one_process_never_choose_the_same_temporary_name() -> Non
         broken = FailingDisk(failing, operation="replace", call=1)
     left = [c for c in Trainer(disk).store().scan() if c.state is State.WRITING]
     assert len(left) == 4
+
+
+def test_data_file_that_is_a_link_is_listed_as_damaged_not_overlooked(tmp_path: Path) -> None:
+    saved = save_checkpoint({"w": np.zeros(3)}, tmp_path / "x.ckpt")
+    elsewhere = tmp_path / "elsewhere"
+    saved.path.rename(elsewhere)
+    saved.path.symlink_to(elsewhere)
+    (found,) = Store(tmp_path).scan()
+    assert found.state is State.CORRUPT
+    assert found.problem is not None
+    assert "link" in found.problem
+
+
+def test_name_as_long_as_a_manifest_allows_is_saved(tmp_path: Path) -> None:
+    longest = "n" * (255 - len(".ckpt.manifest.json"))
+    saved = save_checkpoint({"w": np.zeros(3)}, tmp_path / f"{longest}.ckpt")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        saved.name,
+        f"{saved.name}.manifest.json",
+    ]
