@@ -3,7 +3,7 @@
 
 * One save runs; what happens to the next one meanwhile is `back_pressure`: `wait` for it, `skip` the new one, or `coalesce`:
   keep only the newest as the next to run. So at most two states are staged.
-* A failure is sticky: it is raised once, at the next `submit`, `check`, `wait` or `close`, or handed to `on_error`. Handles
+* A failure is sticky: it is raised once, at the next `submit`, `check` or `wait`, or handed to `on_error`. Handles
   give their own failure as often as they are asked.
 * The thread is an ordinary one: the interpreter waits for it at exit, so an acknowledged hand-over is never cut off by the end
   of the program. A failure that nobody fetched by then is logged.

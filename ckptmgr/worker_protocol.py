@@ -22,6 +22,7 @@ from ckptmgr.errors import CkptmgrError, CorruptCheckpoint, SaveFailed
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MAX_MESSAGE_BYTES = 1 << 30
 _HEAD = struct.Struct("<II")
+_DESCRIPTOR = struct.Struct("i")
 # The kernel takes 253 at a time (SCM_MAX_FD).
 _BATCH = 64
 _BUILTIN = {kind.__name__: kind for kind in (MemoryError, RuntimeError, TypeError, ValueError)}
@@ -78,12 +79,13 @@ def _parsed(body: bytes) -> dict[str, Any]:
 
 
 def _batch(connection: socket.socket, most: int) -> list[int]:
-    _, descriptors, _, _ = socket.recv_fds(
-        connection, 1, min(most, _BATCH), socket.MSG_CMSG_CLOEXEC
-    )
-    if not descriptors:
+    # Not socket.recv_fds: it ignores the flags in Python 3.11.
+    size = socket.CMSG_LEN(min(most, _BATCH) * _DESCRIPTOR.size)
+    _, ancillary, _, _ = connection.recvmsg(1, size, socket.MSG_CMSG_CLOEXEC)
+    found = [number for _, _, data in ancillary for (number,) in _DESCRIPTOR.iter_unpack(data)]
+    if not found:
         raise EOFError
-    return list(descriptors)
+    return found
 
 
 def _exactly(connection: socket.socket, count: int) -> bytes:
