@@ -90,7 +90,8 @@ def _torch_tensor(name: str, value: torch.Tensor) -> Tensor:
         raise UnsupportedState(
             f"{name!r} is sparse ({value.layout})", hint="store it as .to_dense()"
         )
-    if value.is_meta or type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    is_wrapper = _dispatch_of(type(value)) is not _dispatch_of(torch.Tensor)
+    if value.is_meta or is_wrapper:
         raise UnsupportedState(
             f"{name!r} is a {type(value).__qualname__} on {value.device}, whose memory is not here",
             hint="materialise it first, e.g. with full_tensor() or to_empty()",
@@ -98,6 +99,11 @@ def _torch_tensor(name: str, value: torch.Tensor) -> Tensor:
     row = _row(name, str(value.dtype).removeprefix("torch."), value.dtype)
     spec = TensorSpec(name=name, dtype=row, shape=tuple(value.shape))
     return Tensor(spec=spec, content=partial(torch_bytes, value))
+
+
+def _dispatch_of(kind: type[Any]) -> object:
+    # A subclass with a dispatcher of its own (DTensor, FakeTensor, ...) keeps its data elsewhere.
+    return getattr(kind, "__torch_dispatch__", None)
 
 
 def torch_bytes(value: torch.Tensor) -> memoryview:

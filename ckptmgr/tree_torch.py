@@ -213,7 +213,8 @@ def build_quantized(node: dict[str, Json], parts: list[Any]) -> torch.Tensor:
             if type(axis) is not int or not 0 <= axis < parts[0].dim():
                 raise TreeError(f"a quantized tensor has the axis {axis!r}")
             integers, scales, zero_points = parts
-            return torch._make_per_channel_quantized_tensor(integers, scales, zero_points, axis)
+            make = torch._make_per_channel_quantized_tensor  # pyright: ignore[reportPrivateImportUsage]
+            return make(integers, scales, zero_points, axis)
         scale, zero_point = decode_float(node["scale"]), node["zero_point"]
         return torch._make_per_tensor_quantized_tensor(parts[0], scale, zero_point)  # type: ignore[arg-type]
 

@@ -377,7 +377,7 @@ def jax_array(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_jax_array_is_stored_and_restored_into_an_array(jax_array: Any) -> None:
     half = np.arange(3).astype(ml_dtypes.bfloat16)
-    state, target = {"w": jax_array(half)}, {"w": jax_array(half * 0)}
+    state, target = {"w": jax_array(half)}, {"w": jax_array(np.zeros_like(half))}
     flat = flatten(state)
 
     restored: Any = restore(target, flat.skeleton, reader(flat))
