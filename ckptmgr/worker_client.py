@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ckptmgr import manifest as manifests
@@ -207,8 +208,9 @@ def _blocked(signals: Sequence[signal.Signals]) -> Iterator[None]:
 
 
 def _import_path() -> str:
-    # The empty entry means the working directory, which may change.
-    return os.pathsep.join(os.path.abspath(path) for path in sys.path)  # noqa: PTH100
+    # Not the empty entry: it means the working directory, which may have changed, and may hold anything.
+    package = Path(__file__).parents[1]
+    return os.pathsep.join([*(os.path.abspath(path) for path in sys.path if path), str(package)])  # noqa: PTH100
 
 
 def _described(options: SaveOptions) -> dict[str, Any]:
