@@ -74,13 +74,15 @@ class ProcProcesses:
         return "0"
 
     def _start_time(self, pid: int) -> int | None:
-        """Return the start time of a process in clock ticks since boot, or None when there is no such process."""
+        """Return the start time of a process in clock ticks since boot, or None when it is gone or only waited for."""
         try:
             text = (self.proc / str(pid) / "stat").read_text()
         except OSError:
             return None
         # The second field is the command in parentheses and may itself contain spaces and parentheses.
-        return int(text.rpartition(")")[2].split()[19])
+        fields = text.rpartition(")")[2].split()
+        # The init process of a container may never wait for orphans: a zombie is dead.
+        return None if fields[0] in ("Z", "X") else int(fields[19])
 
 
 def describe_owner() -> str:

@@ -57,6 +57,15 @@ def test_token_of_a_process_that_ended_is_dead() -> None:
     assert ProcProcesses().is_dead(done.stdout.strip()) is True
 
 
+def test_process_that_nobody_waits_for_is_dead() -> None:
+    code = "from ckptmgr.lease import ProcProcesses; print(ProcProcesses().token(), flush=True)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as child:
+        assert child.stdout is not None
+        token = child.stdout.readline().strip()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it stays a zombie
+        assert ProcProcesses().is_dead(token) is True
+
+
 def test_reused_pid_is_another_process(tmp_path: Path) -> None:
     proc = fake_proc(tmp_path, starts={77: 500})
     assert ProcProcesses(proc).is_dead(token(proc, pid=77, start=500)) is False

@@ -202,7 +202,7 @@ def test_worker_that_died_between_saves_is_replaced(
 
 MOMENTS = [
     *(("pwrite", call) for call in (1, 2)),
-    *(("fsync", call) for call in (1, 2, 3, 4)),
+    *(("fsync", call) for call in (1, 2, 3, 4, 5)),
     *(("replace", call) for call in (1, 2)),
 ]
 
