@@ -19,42 +19,50 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-import operator
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import Self
-
-import numpy as np
 
 from ckptmgr import tree
 from ckptmgr.config import CheckpointConfig, check_config
 from ckptmgr.crypto.key import Key
 from ckptmgr.engine import engine_for
-from ckptmgr.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr.errors import CheckpointNotFound
 from ckptmgr.formats.tensor import Item
 from ckptmgr.fsio import FileSystem
 from ckptmgr.handle import SaveHandle
 from ckptmgr.lease import Processes
-from ckptmgr.loader import OpenCheckpoint, ReadOptions, read_values
-from ckptmgr.manifest import Manifest
+from ckptmgr.loader import ReadOptions
+from ckptmgr.loop_values import (
+    checked_count,
+    checked_epoch,
+    checked_interval,
+    checked_metrics,
+    given_state,
+)
 from ckptmgr.model import Checkpoint, Pin, Plan, State
 from ckptmgr.naming import check_directory, check_prefix, step_name
 from ckptmgr.progress import Progress
-from ckptmgr.resume import Skipped, first_that_loads, newest_first, open_checkpoint
+from ckptmgr.recent_states import RecentStates
+from ckptmgr.resume import (
+    Skipped,
+    first_that_loads,
+    newest_first,
+    open_checkpoint,
+    without_manifest,
+)
 from ckptmgr.save_policy import LastSave, SavePolicy, decide_at_end
 from ckptmgr.saver import Publish, SaveOptions
 from ckptmgr.series import SaveFacts, SeriesWriter, next_attempt
 from ckptmgr.start_count import count_start
 from ckptmgr.store import Store
+from ckptmgr.stored_state import StoredState, metadata_of, put_back
 
 _LOG = logging.getLogger(__name__)
-_SKELETON = "ckptmgr.tree"
 _MANY_STARTS = 3
-_COUNT_BITS = 63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +103,8 @@ class CheckpointManager:
         save_policy: Instead of the configuration's steps and seconds.
         clock: Seconds since the epoch; stamps checkpoints and decides about seconds and ages.
         allow_unsealed: With a key, also resume from files that are not authenticated as a whole.
+        snapshot_steps: Every so many steps `step_end` also copies the state into memory, for `rollback`; None for never.
+        snapshots: How many such copies are kept; `memory.snapshot_budget_bytes` bounds them, too.
         fs: The disk.
         processes: Tells dead writers from live ones.
 
@@ -111,6 +121,8 @@ class CheckpointManager:
         save_policy: SavePolicy | None = None,
         clock: Callable[[], float] = time.time,
         allow_unsealed: bool = False,
+        snapshot_steps: int | None = None,
+        snapshots: int = 2,
         fs: FileSystem | None = None,
         processes: Processes | None = None,
     ) -> None:
@@ -139,6 +151,12 @@ class CheckpointManager:
         self._progress = Progress(LastSave(step=0, at=clock()))
         self._engine = engine_for(self._config)
         self._seen_step = 0
+        self._snapshot_steps = (
+            None if snapshot_steps is None else checked_interval("snapshot_steps", snapshot_steps)
+        )
+        self._recent = RecentStates(
+            self._config.memory, time.monotonic, most=checked_interval("snapshots", snapshots)
+        )
         self._unsaved: Callable[[], object] | None = None
 
     @property
@@ -159,13 +177,15 @@ class CheckpointManager:
         """
         self._engine.wait_until_idle()  # going back: what is in flight would be newer
         self._writer.open()
-        candidates = newest_first([c for c in self._store.scan() if c.series == self.prefix])
+        present = self._store.scan()
+        candidates = newest_first([c for c in present if c.series == self.prefix])
         checkpoint, loaded, skipped = first_that_loads(candidates, lambda found: self._read(found))
+        skipped += without_manifest(present, self.prefix)
         for one in skipped:
             _LOG.warning("skipped %s: %s", one.checkpoint.path, one.reason)
         if checkpoint is None or loaded is None:
             return Resumption(step=0, state=state, metrics={}, skipped=tuple(skipped))
-        restored = self._restored(state, loaded)
+        restored = loaded.put_back(state)
         self._writer.continue_from(checkpoint, loaded.manifest)
         self._progress = Progress(LastSave(step=checkpoint.step, at=self._clock()))
         starts = count_start(self._store, self.prefix, checkpoint)
@@ -197,7 +217,7 @@ class CheckpointManager:
 
         Args:
             step: Global step, from 1.
-            state: The state, or a function that returns it (called only when it is saved).
+            state: The state, or a function that returns it (called only when it is saved or copied).
             epoch: Epoch number.
             metrics: Name to value, for `best(...)`.
 
@@ -210,6 +230,8 @@ class CheckpointManager:
         self._unsaved = lambda: self.save(step, state, epoch=epoch, metrics=metrics, why="end")
         self._seen_step = step
         self._engine.check()
+        if self._snapshot_steps is not None and step % self._snapshot_steps == 0:
+            self.snapshot(step, state, epoch=epoch, metrics=metrics)
         if not self._policy.decide(step, self._clock(), self._progress.last).is_due:
             return None
         return self.save(step, state, epoch=epoch, metrics=metrics, why="policy")
@@ -235,16 +257,13 @@ class CheckpointManager:
             StoreLocked: Another live process writes this series.
             OSError: From the disk; the earlier checkpoints are intact.
         """
-        step = _checked_count("step", step)
-        epoch = None if epoch is None else _checked_count("epoch", epoch)
+        step, epoch = checked_count("step", step), checked_epoch(epoch)
         now = self._clock()
-        # A model is callable, too, and is no function that returns a state.
-        if callable(state) and not hasattr(state, "state_dict"):
-            state = state()
-        flat = tree.flatten(state)
+        flat = tree.flatten(given_state(state))
         items: list[Item] = [*flat.tensors]
-        metadata = {**flat.aliases, _SKELETON: flat.skeleton}
-        checked = _checked_metrics(metrics)
+        metadata = metadata_of(flat)
+        checked = checked_metrics(metrics)
+        self._seen_step = max(self._seen_step, step)
         self._writer.open()  # before a name is chosen, which another process could take
 
         def write(items: Sequence[Item], publish: Publish) -> Checkpoint:
@@ -260,6 +279,70 @@ class CheckpointManager:
         if handle is not None:
             self._progress.note(handle, LastSave(step=step, at=now))
         return handle
+
+    def snapshot(
+        self,
+        step: int,
+        state: object,
+        *,
+        epoch: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> bool:
+        """Copy the state into memory, for `rollback`; return whether there was room.
+
+        A snapshot is gone when the process is; what must survive is saved.
+        """
+        step, epoch = checked_count("step", step), checked_epoch(epoch)
+        self._seen_step = max(self._seen_step, step)
+        flat = tree.flatten(given_state(state))
+        return self._recent.put(step, flat, epoch=epoch, metrics=checked_metrics(metrics))
+
+    def rollback(self, state: object = None, *, steps_back: int = 1) -> Resumption:
+        """Go back to the newest state that is at least `steps_back` steps old: from memory, else from disk.
+
+        Args:
+            state: The state to restore into, or None for new objects.
+            steps_back: How far, counted from the last step seen by `step_end`, `save` or `snapshot`.
+
+        Raises:
+            CheckpointNotFound: Neither memory nor disk has a state that old. Nothing was changed.
+            StateMismatch: It does not fit `state`. Nothing was changed.
+        """
+        target = self._seen_step - steps_back
+        self._engine.wait_until_idle()
+        recent = self._recent.newest_until(target)
+        on_disk = [c for c in newest_first(self.checkpoints()) if c.step <= target]
+        if recent is not None and not any(c.step > recent.step for c in on_disk):
+            found = Resumption(
+                step=recent.step,
+                epoch=recent.epoch,
+                state=put_back(state, recent.skeleton, recent.read),
+                metrics=recent.metrics,
+            )
+        else:
+            found = self._rolled_back_to_disk(state, on_disk, target)
+        self._recent.drop_after(found.step)
+        self._seen_step = found.step
+        self._unsaved = None
+        return found
+
+    def _rolled_back_to_disk(
+        self, state: object, candidates: Sequence[Checkpoint], target: int
+    ) -> Resumption:
+        checkpoint, loaded, skipped = first_that_loads(candidates, lambda found: self._read(found))
+        if checkpoint is None or loaded is None:
+            raise CheckpointNotFound(
+                f"no state of step {target} or before: in memory are {self._recent.steps}, on disk nothing that loads",
+                path=self.directory,
+            )
+        return Resumption(
+            step=checkpoint.step,
+            epoch=checkpoint.epoch,
+            state=loaded.put_back(state),
+            checkpoint=checkpoint,
+            metrics=checkpoint.metrics,
+            skipped=tuple(skipped),
+        )
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return the committed checkpoints of the series, oldest first."""
@@ -300,7 +383,7 @@ class CheckpointManager:
             CheckpointNotFound: There is no such checkpoint.
             CorruptCheckpoint, KeyProblem: It is damaged, or the key is wrong.
         """
-        return self._restored(state, self._read(self._find(checkpoint)))
+        return self._read(self._find(checkpoint)).put_back(state)
 
     def pin(
         self, checkpoint: Checkpoint | int | str, name: str = "pinned", *, reason: str = ""
@@ -330,6 +413,7 @@ class CheckpointManager:
         try:
             self._engine.close()
         finally:
+            self._recent.close()
             if not self._engine.is_busy:  # Ctrl-C does not stop a save, which needs the lease
                 self._writer.close()
 
@@ -394,39 +478,12 @@ class CheckpointManager:
             f"no checkpoint {checkpoint!r} in series {self.prefix!r}", path=self.directory
         )
 
-    def _read(self, checkpoint: Checkpoint) -> _Loaded:
+    def _read(self, checkpoint: Checkpoint) -> StoredState:
         with open_checkpoint(self._store, checkpoint, options=self._read_options) as (
             opened,
             manifest,
         ):
-            return _Loaded(
-                path=checkpoint.path,
-                skeleton=_skeleton(opened),
-                values=_arrays(opened),
-                manifest=manifest,
-            )
-
-    def _restored(self, state: object, loaded: _Loaded) -> object:
-        def read(name: str) -> np.ndarray:
-            try:
-                return loaded.values[name]
-            except KeyError:
-                raise CorruptCheckpoint(
-                    "a tensor is missing", path=loaded.path, tensor=name
-                ) from None
-
-        if loaded.skeleton is None:
-            flat: dict[str, object] = dict(loaded.values)
-            if state is None:
-                return flat
-            raise UnsupportedCheckpoint(
-                "this file holds named tensors without a state tree (it was not saved by a CheckpointManager)",
-                path=loaded.path,
-                hint="load it with ckptmgr.load_checkpoint",
-            )
-        if state is None:
-            return tree.unflatten(loaded.skeleton, read)
-        return tree.restore(state, loaded.skeleton, read)
+            return StoredState.read(opened, path=checkpoint.path, manifest=manifest)
 
     def _repin(
         self,
@@ -437,44 +494,3 @@ class CheckpointManager:
         self._writer.open()
         with self._writer.changing:
             self._store.change_pins(self._find(name), change)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Loaded:
-    path: Path
-    skeleton: str | None
-    values: Mapping[str, np.ndarray]
-    manifest: Manifest | None
-
-
-def _skeleton(opened: OpenCheckpoint) -> str | None:
-    return opened.metadata.get(_SKELETON)
-
-
-def _arrays(opened: OpenCheckpoint) -> dict[str, np.ndarray]:
-    values = read_values(opened)
-    return {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
-
-
-def _checked_count(name: str, count: int) -> int:
-    try:
-        number = operator.index(count)  # NumPy integers are welcome
-    except TypeError:
-        number = -1
-    if number.bit_length() > _COUNT_BITS:  # Python refuses to print the longest
-        raise ValueError(f"the {name} has more than {_COUNT_BITS} bits")
-    if number < 0 or isinstance(count, bool):
-        raise ValueError(f"the {name} is an integer from 0 on, but got {count!r}")
-    return number
-
-
-def _checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
-    checked = {}
-    for name, value in (metrics or {}).items():
-        try:
-            checked[str(name)] = float(value)
-        except (TypeError, ValueError, OverflowError):
-            raise TypeError(
-                f"metric {name!r} must be a number, but got {type(value).__name__}"
-            ) from None
-    return checked

@@ -15,6 +15,7 @@ from ckptmgr.errors import CkptmgrError, CorruptCheckpoint, UnsealedCheckpoint
 from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source, translated_errors
 from ckptmgr.manifest import Manifest
 from ckptmgr.model import Checkpoint, State
+from ckptmgr.naming import parse_step_name
 from ckptmgr.store import Store
 
 _Loaded = TypeVar("_Loaded")
@@ -101,3 +102,18 @@ def first_that_loads(
         if not isinstance(problem, (CorruptCheckpoint, FileNotFoundError)):
             raise problem
     return None, None, skipped
+
+
+def without_manifest(present: Sequence[Checkpoint], prefix: str) -> list[Skipped]:
+    """Return the files that a manager with this prefix would have written, but whose manifests are gone.
+
+    They may be anybody's, so they are not resumed from; but whoever copied the data and forgot the manifests must hear of it.
+    """
+    reason = "it has no manifest, so nothing says that it belongs to this series; copy the .manifest.json files, too"
+    found = []
+    for checkpoint in present:
+        parsed = parse_step_name(checkpoint.name)
+        is_bare = checkpoint.state is State.UNVERIFIED and checkpoint.run_id is None
+        if parsed is not None and parsed.prefix == prefix != checkpoint.series and is_bare:
+            found.append(Skipped(checkpoint=checkpoint, reason=reason))
+    return found

@@ -188,6 +188,11 @@ class SnapshotCache:
                 )
             return self.get(old[-1])
 
+    def drop(self, step: int) -> None:
+        """Drop the snapshot of a step, if there is one."""
+        with self._lock:
+            self._drop(step)
+
     def drop_after(self, step: int) -> None:
         """Drop the snapshots of later steps: after a rollback they are another future."""
         with self._lock:

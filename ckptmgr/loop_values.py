@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What training loops pass in: counts, metrics and states, checked before anything is written."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+
+_COUNT_BITS = 63
+
+
+def checked_count(name: str, count: int) -> int:
+    """Return a step or epoch as an int; NumPy integers are welcome.
+
+    Raises:
+        ValueError: It is negative, no integer, or longer than 63 bits.
+    """
+    try:
+        number = operator.index(count)
+    except TypeError:
+        number = -1
+    if number.bit_length() > _COUNT_BITS:  # Python refuses to print the longest
+        raise ValueError(f"the {name} has more than {_COUNT_BITS} bits")
+    if number < 0 or isinstance(count, bool):
+        raise ValueError(f"the {name} is an integer from 0 on, but got {count!r}")
+    return number
+
+
+def checked_epoch(epoch: int | None) -> int | None:
+    """Return an epoch as an int, or None."""
+    return None if epoch is None else checked_count("epoch", epoch)
+
+
+def checked_interval(name: str, interval: int) -> int:
+    """Return a number of steps or copies.
+
+    Raises:
+        ValueError: It is not at least 1.
+    """
+    if checked_count(name, interval) < 1:
+        raise ValueError(f"{name} must be at least 1, but got {interval}")
+    return operator.index(interval)
+
+
+def checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
+    """Return metrics as plain floats.
+
+    Raises:
+        TypeError: One is no number, or they are no mapping.
+    """
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise TypeError(
+            f"metrics must be a mapping of names to numbers, but got {type(metrics).__name__}"
+        )
+    checked = {}
+    for name, value in (metrics or {}).items():
+        try:
+            checked[str(name)] = float(value)
+        except (TypeError, ValueError, OverflowError):
+            raise TypeError(
+                f"metric {name!r} must be a number, but got {type(value).__name__}"
+            ) from None
+    return checked
+
+
+def given_state(state: object) -> object:
+    """Return the state, calling it if it is a function that returns one; a model is callable, too, and is none."""
+    if callable(state) and not hasattr(state, "state_dict"):
+        return state()
+    return state

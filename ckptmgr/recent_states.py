@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recent states in memory with all that is needed to go back to one: the way back from a loss spike in milliseconds."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ckptmgr.errors import CheckpointNotFound, StagingExhausted
+from ckptmgr.formats.tensor import Tensor
+from ckptmgr.memory_config import MemoryConfig
+from ckptmgr.snapshots import SnapshotCache
+from ckptmgr.tree import FlatState, Read
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecentState:
+    """A state in memory.
+
+    Attributes:
+        step: Its step.
+        epoch: Its epoch, or None.
+        metrics: What was measured.
+        skeleton: Of the state tree.
+        read: Returns a tensor of it by name.
+    """
+
+    step: int
+    epoch: int | None
+    metrics: Mapping[str, float]
+    skeleton: str
+    read: Read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Note:
+    skeleton: str
+    epoch: int | None
+    metrics: Mapping[str, float]
+
+
+class RecentStates:
+    """Keeps copies of the last states, within the budget of a `MemoryConfig`.
+
+    Args:
+        config: `snapshot_budget_bytes` and how to choose what is evicted.
+        clock: Seconds on any monotonic clock.
+        most: How many states are kept at most; the oldest goes first.
+    """
+
+    def __init__(
+        self, config: MemoryConfig | None, clock: Callable[[], float], *, most: int
+    ) -> None:
+        self._cache = SnapshotCache(config, clock)
+        self._most = most
+        self._notes: dict[int, _Note] = {}
+
+    def put(
+        self, step: int, flat: FlatState, *, epoch: int | None, metrics: Mapping[str, float]
+    ) -> bool:
+        """Copy a state; return whether there was room. Training goes on either way."""
+        try:
+            # A snapshot may always be given up: going back further costs time, not the run.
+            evicted = self._cache.put(step, flat.tensors, is_committed=True)
+        except StagingExhausted as error:
+            _LOG.warning("no snapshot of step %d: %s", step, error)
+            return False
+        self._notes[step] = _Note(skeleton=flat.skeleton, epoch=epoch, metrics=dict(metrics))
+        for gone in evicted:
+            self._notes.pop(gone, None)
+        for oldest in self._cache.steps[: -self._most]:
+            self._cache.drop(oldest)
+            self._notes.pop(oldest, None)
+        return True
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps there are, in order."""
+        return self._cache.steps
+
+    def newest_until(self, step: int) -> RecentState | None:
+        """Return the newest state that is not after `step`, or None."""
+        steps = [held for held in self._cache.steps if held <= step]
+        if not steps:
+            return None
+        try:
+            snapshot = self._cache.get(steps[-1])
+        except CheckpointNotFound:  # pragma: no cover - evicted by another thread just now
+            return None
+        tensors = {item.spec.name: item for item in snapshot.items if isinstance(item, Tensor)}
+        note = self._notes[snapshot.step]
+
+        def read(name: str) -> np.ndarray:
+            tensor = tensors[name]
+            flat = np.frombuffer(tensor.content(), tensor.spec.dtype.to_numpy())
+            return flat.reshape(tensor.spec.shape)
+
+        return RecentState(
+            step=snapshot.step,
+            epoch=note.epoch,
+            metrics=note.metrics,
+            skeleton=note.skeleton,
+            read=read,
+        )
+
+    def drop_after(self, step: int) -> None:
+        """Forget the states after `step`: they belong to a branch that was given up."""
+        self._cache.drop_after(step)
+        self._notes = {held: note for held, note in self._notes.items() if held <= step}
+
+    def close(self) -> None:
+        """Free the memory."""
+        self._cache.close()
+        self._notes.clear()

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A state tree inside a checkpoint: its tensors, and its skeleton among the metadata strings of the file."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ckptmgr import tree
+from ckptmgr.errors import CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr.loader import OpenCheckpoint, read_values
+from ckptmgr.manifest import Manifest
+
+_SKELETON = "ckptmgr.tree"
+
+
+def metadata_of(flat: tree.FlatState) -> dict[str, str]:
+    """Return the metadata strings that a file needs to give the state back."""
+    return {**flat.aliases, _SKELETON: flat.skeleton}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredState:
+    """What was read from a checkpoint, verified.
+
+    Attributes:
+        path: Where from.
+        skeleton: Of the state tree, or None in a file that holds plain named tensors.
+        arrays: Name to array.
+        manifest: Of the file, or None.
+    """
+
+    path: Path
+    skeleton: str | None
+    arrays: Mapping[str, np.ndarray]
+    manifest: Manifest | None
+
+    @classmethod
+    def read(cls, opened: OpenCheckpoint, *, path: Path, manifest: Manifest | None) -> StoredState:
+        """Read everything; raises as `read_values` does."""
+        skeleton = opened.metadata.get(_SKELETON)
+        values = read_values(opened)
+        arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+        return cls(path=path, skeleton=skeleton, arrays=arrays, manifest=manifest)
+
+    def put_back(self, state: object) -> object:
+        """Restore into `state`, or return new objects when it is None.
+
+        Raises:
+            StateMismatch: It does not fit; nothing was changed.
+            CorruptCheckpoint: A tensor is missing.
+            UnsupportedCheckpoint: The file has no state tree, and there is a state to restore into.
+        """
+        if self.skeleton is not None:
+            return put_back(state, self.skeleton, self._array)
+        if state is None:
+            return dict(self.arrays)
+        raise UnsupportedCheckpoint(
+            "this file holds named tensors without a state tree (it was not saved by a CheckpointManager)",
+            path=self.path,
+            hint="load it with ckptmgr.load_checkpoint",
+        )
+
+    def _array(self, name: str) -> np.ndarray:
+        try:
+            return self.arrays[name]
+        except KeyError:
+            raise CorruptCheckpoint("a tensor is missing", path=self.path, tensor=name) from None
+
+
+def put_back(state: object, skeleton: str, read: tree.Read) -> object:
+    """Restore a state tree into `state`, or return new objects when it is None."""
+    return tree.unflatten(skeleton, read) if state is None else tree.restore(state, skeleton, read)

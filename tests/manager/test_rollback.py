@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Going back to an earlier state: from memory, else from disk."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckptmgr.config import CheckpointConfig
+from ckptmgr.errors import CheckpointNotFound
+from ckptmgr.manager import CheckpointManager
+from ckptmgr.memory_config import MemoryConfig
+from ckptmgr.recent_states import RecentStates
+from ckptmgr.tree import StateMismatch, flatten
+
+
+def fresh() -> dict[str, Any]:
+    return {"w": np.zeros(8), "rng": np.random.default_rng(3), "n": 0}
+
+
+def advance(state: dict[str, Any]) -> None:
+    state["w"] += state["rng"].normal(size=8)
+    state["n"] += 1
+
+
+def run(manager: CheckpointManager, state: dict[str, Any], steps: range) -> None:
+    for step in steps:
+        advance(state)
+        manager.step_end(step, state, epoch=step // 4, metrics={"loss": float(step)})
+
+
+def reference(steps: int) -> np.ndarray:
+    state = fresh()
+    for _ in range(steps):
+        advance(state)
+    return np.array(state["w"])
+
+
+def manager_with(
+    path: Path, *, every: int | None = 1, save: int = 100, **options: Any
+) -> CheckpointManager:
+    config = CheckpointConfig(save_checkpoint_steps=save, **options)
+    return CheckpointManager(path, config, snapshot_steps=every, snapshots=3)
+
+
+def test_rollback_restores_the_state_of_a_step_back_from_memory(tmp_path: Path) -> None:
+    state = fresh()
+    with manager_with(tmp_path) as manager:
+        run(manager, state, range(1, 6))
+        found = manager.rollback(state)
+        assert (found.step, found.epoch, found.checkpoint) == (4, 1, None)
+        assert found.metrics == {"loss": 4.0}
+        assert np.array_equal(state["w"], reference(4))
+        assert not list(tmp_path.glob("*.ckpt"))
+
+
+def test_rollback_then_training_on_gives_the_same_future(tmp_path: Path) -> None:
+    state = fresh()
+    with manager_with(tmp_path) as manager:
+        run(manager, state, range(1, 6))
+        start = manager.rollback(state, steps_back=2)
+        run(manager, state, range(start.step + 1, 8))
+    assert np.array_equal(state["w"], reference(7))
+
+
+def test_rollback_without_a_state_returns_a_new_one(tmp_path: Path) -> None:
+    with manager_with(tmp_path) as manager:
+        run(manager, fresh(), range(1, 4))
+        restored: Any = manager.rollback(steps_back=1).state
+    assert np.array_equal(restored["w"], reference(2))
+
+
+def test_rollback_further_than_memory_reaches_falls_back_to_disk(tmp_path: Path) -> None:
+    state = fresh()
+    with manager_with(tmp_path, save=2) as manager:
+        run(manager, state, range(1, 10))
+        found = manager.rollback(state, steps_back=5)
+        assert found.step == 4
+        assert found.checkpoint is not None
+        assert np.array_equal(state["w"], reference(4))
+
+
+def test_rollback_takes_a_newer_checkpoint_rather_than_an_older_snapshot(tmp_path: Path) -> None:
+    state = fresh()
+    with manager_with(tmp_path, every=5, save=2) as manager:
+        run(manager, state, range(1, 10))
+        assert manager.rollback(state).step == 8
+
+
+def test_rollback_skips_a_damaged_checkpoint_and_says_so(tmp_path: Path) -> None:
+    state = fresh()
+    with manager_with(tmp_path, every=None, save=2) as manager:
+        run(manager, state, range(1, 7))
+        newest = tmp_path / "ckpt-4.ckpt"
+        newest.chmod(0o600)
+        newest.write_bytes(newest.read_bytes()[:-1])
+        found = manager.rollback(state, steps_back=2)
+        assert found.step == 2
+        assert [one.checkpoint.name for one in found.skipped] == ["ckpt-4.ckpt"]
+
+
+def test_rollback_without_anything_that_old_changes_nothing(tmp_path: Path) -> None:
+    state = fresh()
+    with manager_with(tmp_path) as manager:
+        run(manager, state, range(1, 6))
+        before = state["w"].copy()
+        with pytest.raises(CheckpointNotFound, match=r"in memory are \[3, 4, 5\]"):
+            manager.rollback(state, steps_back=4)
+        assert np.array_equal(state["w"], before)
+
+
+def test_rollback_into_another_state_changes_nothing(tmp_path: Path) -> None:
+    with manager_with(tmp_path) as manager:
+        run(manager, fresh(), range(1, 4))
+        other: dict[str, Any] = {"w": np.ones(9), "rng": np.random.default_rng(0), "n": 0}
+        with pytest.raises(StateMismatch):
+            manager.rollback(other)
+        assert np.array_equal(other["w"], np.ones(9))
+        assert manager.rollback(fresh()).step == 2
+
+
+def test_rollback_forgets_the_future_that_was_given_up(tmp_path: Path) -> None:
+    state = fresh()
+    with manager_with(tmp_path) as manager:
+        run(manager, state, range(1, 6))
+        manager.rollback(state, steps_back=2)
+        assert manager.rollback(state, steps_back=0).step == 3
+
+
+def test_last_step_after_a_rollback_is_not_saved_at_the_end(tmp_path: Path) -> None:
+    state = fresh()
+    with manager_with(tmp_path) as manager:
+        run(manager, state, range(1, 6))
+        manager.rollback(state)
+    assert not list(tmp_path.glob("*.ckpt"))
+
+
+def test_save_after_a_rollback_is_newer_than_what_was_given_up(tmp_path: Path) -> None:
+    state = fresh()
+    with manager_with(tmp_path, save=2, async_save=True, keep_checkpoint_max=2) as manager:
+        run(manager, state, range(1, 7))
+        start = manager.rollback(state, steps_back=2)
+        run(manager, state, range(start.step + 1, 6))
+        manager.wait()
+        latest = manager.latest()
+    assert latest is not None
+    assert latest.step == 5
+    with manager_with(tmp_path, every=None) as manager:
+        assert manager.resume(fresh()).step == 5
+
+
+def test_snapshot_without_room_is_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = MemoryConfig(snapshot_budget_bytes=10)
+    with manager_with(tmp_path, memory=memory) as manager, caplog.at_level(logging.WARNING):
+        run(manager, fresh(), range(1, 3))
+        assert not manager.snapshot(2, fresh())
+    assert "no snapshot of step 2" in caplog.text
+
+
+def test_snapshots_within_a_budget_push_out_older_ones() -> None:
+    recent = RecentStates(MemoryConfig(snapshot_budget_bytes=150, smallest_evictee_bytes=0), lambda: 0.0, most=9)
+    for step in range(1, 6):
+        assert recent.put(step, flatten({"w": np.full(8, step)}), epoch=None, metrics={})
+    assert len(recent.steps) == 2
+    assert recent.newest_until(0) is None
+    recent.close()
+
+
+@pytest.mark.parametrize("options", [{"snapshot_steps": 0}, {"snapshots": 0}])
+def test_number_of_snapshots_that_makes_no_sense_is_refused(
+    tmp_path: Path, options: dict[str, int]
+) -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        CheckpointManager(tmp_path, **options)  # type: ignore[arg-type]
+
+
+def test_metrics_that_are_no_mapping_are_refused(tmp_path: Path) -> None:
+    with manager_with(tmp_path) as manager, pytest.raises(TypeError, match="mapping of names"):
+        manager.save(1, fresh(), metrics=[1.0])  # type: ignore[arg-type]
+
+
+def test_resume_says_that_manifests_were_left_behind(tmp_path: Path) -> None:
+    with manager_with(tmp_path, save=2) as manager:
+        run(manager, fresh(), range(1, 3))
+    (tmp_path / "ckpt-2.ckpt.manifest.json").unlink()
+    with manager_with(tmp_path, every=None) as manager:
+        found = manager.resume(fresh())
+    assert found.is_fresh
+    assert [one.checkpoint.name for one in found.skipped] == ["ckpt-2.ckpt"]
+    assert "no manifest" in found.skipped[0].reason
