@@ -29,6 +29,7 @@ class Buffers:
         self._unmade = count
         self._size_bytes = size_bytes
         self._lock = threading.Lock()
+        self._taking_many = threading.Lock()
 
     def take(self) -> memoryview:
         """Return a buffer, waiting for one if all are in use."""
@@ -42,6 +43,12 @@ class Buffers:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             return memoryview(mmap.mmap(-1, self._size_bytes, flags=flags))
         return self._free.get()
+
+    def take_many(self, count: int) -> list[memoryview]:
+        """Return some buffers, waiting until they are free; never ask for more than there are."""
+        # One at a time: two that each hold a part would wait for each other forever.
+        with self._taking_many:
+            return [self.take() for _ in range(count)]
 
     def give_back(self, buffer: memoryview) -> None:
         """Let somebody else have a buffer."""

@@ -205,7 +205,7 @@ def _open_encrypted(raw: Source, checked: Source, *, path: str, options: ReadOpt
         source=blocks,
         cipher=mode,
         is_sealed=True,
-        unit_bytes=blocks.block_bytes * max(1, _UNIT_BYTES // blocks.block_bytes),
+        unit_bytes=blocks.block_bytes * max(blocks.batch, _UNIT_BYTES // blocks.block_bytes),
         peek_into=blocks.peek_into,
     )
 

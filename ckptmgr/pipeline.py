@@ -8,33 +8,28 @@ everything before it (the CRC trailer, the seal record) is the tail and is produ
 Why it looks like this (each measured):
 * The buffers are page aligned and kept between saves: touching fresh pages costs more than AES, and direct I/O needs them.
 * 4 MiB per call: each return from a GIL-free call may wait a whole switch interval when the training thread is busy.
-* Records are exactly 4 MiB long, so that encrypted files are written aligned, too.
+* A buffer holds whole records, so that encrypted files are written aligned, too.
 """
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from blake3 import blake3
 
-from ckptmgr.aligned import Buffers, copy_into
+from ckptmgr.aligned import Buffers
 from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.mindspore_blocks import BlockSealer
 from ckptmgr.digest import RANGE_BYTES, FileDigest
 from ckptmgr.formats.image import Image
-from ckptmgr.formats.trailer import crc32, crc32_combine
 from ckptmgr.fsio import OutputFile
+from ckptmgr.streams import CHUNK_BYTES, PRODUCERS, PlainStream, SealedStream
 
-CHUNK_BYTES = 4 << 20
 _BUFFERS = 8
-# Two keep a disk busy with plain or GCM bytes; CBC, 1.5 GB/s a core, can use more. Four leave buffers for the writers.
-_PRODUCERS = min(4, len(os.sched_getaffinity(0)))
 _WRITERS = 4
 
 
@@ -52,7 +47,7 @@ class Written:
 
 
 def sealer_for(image: Image, key: Key, mode: str) -> BlockSealer:
-    """Return the sealer of an image; its records are as long as the chunks that are written."""
+    """Return the sealer of an image; whole records fill the chunks that are written."""
     return BlockSealer(
         key, mode, plaintext_size=image.body_size, has_crc_trailer=image.has_crc_trailer
     )
@@ -73,106 +68,19 @@ def write_image(image: Image, file: OutputFile, *, sealer: BlockSealer | None = 
         FormatError: A tensor gave other bytes than it promised.
     """
     started = time.perf_counter()
-    stream = _SealedStream(image, sealer) if sealer is not None else _PlainStream(image)
+    stream = SealedStream(image, sealer) if sealer is not None else PlainStream(image)
     digests = _Writer(stream, file).run()
     digest = FileDigest(size_bytes=stream.size, ranges=tuple(digests))
     return Written(digest=digest, write_s=time.perf_counter() - started)
 
 
-class _CrcOfRanges:
-    """CRC-32 of the body, put together from pieces that are computed in any order."""
-
-    def __init__(self, *, is_wanted: bool) -> None:
-        self._is_wanted = is_wanted
-        self._pieces: dict[int, tuple[int, int]] = {}
-
-    def add(self, offset: int, view: memoryview) -> None:
-        if self._is_wanted:
-            self._pieces[offset] = (crc32(view), view.nbytes)
-
-    def value(self) -> int:
-        total = 0
-        for offset in sorted(self._pieces):
-            piece, length = self._pieces[offset]
-            total = crc32_combine(total, piece, length)
-        return total
-
-
-class _PlainStream:
-    """The image as it is. Chunk k is the bytes `[k * 4 MiB, ...)`."""
-
-    def __init__(self, image: Image) -> None:
-        self._image = image
-        self._crc = _CrcOfRanges(is_wanted=image.has_crc_trailer)
-        self.size = image.size
-        self.tail_start = image.body_size
-
-    def produce(self, offset: int, buffer: memoryview) -> int:
-        """Fill `buffer` with the file's bytes from `offset` on; return how many."""
-        count = min(buffer.nbytes, self._image.body_size - offset)
-        gather(self._image.views(offset, count), buffer)
-        self._crc.add(offset, buffer[:count])
-        return count
-
-    def tail(self) -> bytes:
-        """Return the bytes after the body; everything else must have been produced."""
-        return self._image.trailer(self._crc.value())
-
-
-class _SealedStream:
-    """The image in encrypted records; the seal record carries the CRC trailer, if any."""
-
-    def __init__(self, image: Image, sealer: BlockSealer) -> None:
-        self._image = image
-        self._sealer = sealer
-        self._crc = _CrcOfRanges(is_wanted=image.has_crc_trailer)
-        self.size = sealer.sealed_size
-        self.tail_start = 0
-        if sealer.block_count:
-            self.tail_start = sum(sealer.record_range(sealer.block_count - 1))
-
-    def produce(self, offset: int, buffer: memoryview) -> int:
-        """Encrypt the record at `offset` into `buffer`; return its length."""
-        block = offset // CHUNK_BYTES
-        start, length = self._sealer.plaintext_range(block)
-        count = self._sealer.record_range(block)[1]
-        with self._plaintext(start, length) as plaintext:
-            self._crc.add(start, plaintext)
-            self._sealer.seal_into(block, plaintext, buffer[:count])
-        return count
-
-    @contextmanager
-    def _plaintext(self, start: int, length: int) -> Iterator[memoryview]:
-        views = list(self._image.views(start, length))
-        if len(views) == 1:  # inside one tensor: encrypted straight from the tensor's memory
-            yield views[0]
-            return
-        with _scratch.lent() as scratch:
-            gather(iter(views), scratch)
-            yield scratch[:length]
-
-    def tail(self) -> bytes:
-        """Return the seal; everything else must have been produced."""
-        return self._sealer.finish(crc=self._crc.value() if self._image.has_crc_trailer else None)
-
-
-def gather(views: Iterator[memoryview], buffer: memoryview) -> None:
-    """Copy `views` one after the other into `buffer`."""
-    position = 0
-    for view in views:
-        end = position + view.nbytes
-        copy_into(buffer[position:end], view)
-        position = end
-
-
 _buffers = Buffers(_BUFFERS, CHUNK_BYTES)
-_scratch = Buffers(_PRODUCERS, CHUNK_BYTES)
 
 
 class _Writer:
     """Drive one stream into one file."""
 
-    def __init__(self, stream: _PlainStream | _SealedStream, file: OutputFile) -> None:
+    def __init__(self, stream: PlainStream | SealedStream, file: OutputFile) -> None:
         self._stream = stream
         self._file = file
         self._digests = [b""] * -(-stream.size // RANGE_BYTES)
@@ -194,7 +102,7 @@ class _Writer:
         return self._digests
 
     def _write_body_in_parallel(self) -> None:
-        producers = [self._thread(self._produce_all) for _ in range(_PRODUCERS)]
+        producers = [self._thread(self._produce_all) for _ in range(PRODUCERS)]
         writers = [self._thread(self._write_all) for _ in range(_WRITERS)]
         self._guard(lambda: _start((*writers, *producers)))
         # However often Ctrl-C is pressed: nobody may close the file, or reuse its descriptor, under a running thread.
@@ -238,21 +146,27 @@ class _Writer:
             offset = index * RANGE_BYTES
             stop = min(offset + RANGE_BYTES, self._stream.tail_start)
             while offset < stop and self._failure is None:
-                offset += self._produce(offset, hasher)
+                offset += self._produce(offset, stop, hasher)
             if stop % RANGE_BYTES:
                 self._unfinished = hasher
             else:
                 self._digests[index] = hasher.digest()
 
-    def _produce(self, offset: int, hasher: blake3) -> int:
-        buffer = _buffers.take()
+    def _produce(self, offset: int, stop: int, hasher: blake3) -> int:
+        chunks = min(self._stream.chunks_at_once, -(-(stop - offset) // CHUNK_BYTES))
+        buffers = _buffers.take_many(chunks)
         try:
-            count = self._stream.produce(offset, buffer)
-            hasher.update(buffer[:count])
+            count = self._stream.produce(offset, buffers)
+            parts = [buffer[: count - index * CHUNK_BYTES] for index, buffer in enumerate(buffers)]
+            for part in parts:
+                hasher.update(part)
         except BaseException:
-            _buffers.give_back(buffer)
+            for buffer in buffers:
+                _buffers.give_back(buffer)
             raise
-        self._writes.put((offset, buffer, count))
+        for buffer, part in zip(buffers, parts, strict=True):
+            self._writes.put((offset, buffer, part.nbytes))
+            offset += part.nbytes
         return count
 
     def _write_all(self) -> None:

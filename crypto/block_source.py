@@ -8,26 +8,30 @@
 
 from __future__ import annotations
 
-import mmap
 import threading
 from bisect import bisect_right
 from collections import OrderedDict
-from itertools import pairwise
 
 from .block_layout import Layout, read_layout
+from .block_reader import BlockReader
+from .cbc_batches import FindLanes, lanes_for
 from .ciphers import IV_BYTES, CipherMode, check_key, mode_of
-from .errors import DecryptionError, TamperedError, TruncatedCiphertextError
+from .errors import TruncatedCiphertextError
 from .key import Key
 from .records import head_size, parse_head, read_bytes
-from .seal import block_digest, crc_trailer
+from .seal import crc_trailer
 from .source import Source
 
 _CACHED_BLOCKS = 2
-_SPARE_BUFFERS = 4
 
 
 def open_blocks(
-    source: Source, key: Key, mode: str, *, allow_unsealed: bool = False
+    source: Source,
+    key: Key,
+    mode: str,
+    *,
+    allow_unsealed: bool = False,
+    find_lanes: FindLanes = lanes_for,
 ) -> BlockSource:
     """Open the encrypted `.ckpt` in `source`.
 
@@ -37,6 +41,7 @@ def open_blocks(
         mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`.
         allow_unsealed: Whether to open a file without a seal. Then order, number and end of its blocks are not
             authenticated, and in the CBC modes nothing is. A lone CRC trailer behind the last record is ignored.
+        find_lanes: Returns what decrypts several blocks of a mode at once, or None.
 
     Raises:
         KeyLengthError: The key does not fit the mode.
@@ -49,7 +54,7 @@ def open_blocks(
     suite = mode_of(mode)
     check_key(key, suite)
     layout = read_layout(source, key, mode=suite, allow_unsealed=allow_unsealed)
-    return BlockSource(source, key, mode=suite, layout=layout)
+    return BlockSource(source, key, mode=suite, layout=layout, find_lanes=find_lanes)
 
 
 class BlockSource:
@@ -58,10 +63,19 @@ class BlockSource:
     Attributes:
         block_count: The number of blocks, the seal not counted.
         file_id: 16 bytes that name this save, or None without a seal.
+        batch: How many blocks one `read_into` best covers.
         crc: CRC32 that the seal stores of the plaintext before its CRC trailer, or None.
     """
 
-    def __init__(self, source: Source, key: Key, *, mode: CipherMode, layout: Layout) -> None:
+    def __init__(
+        self,
+        source: Source,
+        key: Key,
+        *,
+        mode: CipherMode,
+        layout: Layout,
+        find_lanes: FindLanes = lanes_for,
+    ) -> None:
         self._source = source
         self._key = key
         self._mode = mode
@@ -72,7 +86,8 @@ class BlockSource:
         self.file_id = None if seal is None else seal.file_id
         self.crc = None if seal is None else seal.crc
         self._trailer = b"" if self.crc is None else crc_trailer(self.crc)
-        self._buffers = _Buffers(max((b - a for a, b in pairwise(self._records)), default=0))
+        self._blocks = BlockReader(source, key, mode=mode, layout=layout, find_lanes=find_lanes)
+        self.batch = self._blocks.batch
         self._cache: OrderedDict[int, memoryview] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -107,7 +122,7 @@ class BlockSource:
             start, stop = self._starts[index], self._starts[index + 1]
             part = buffer[: stop - offset]
             if part.nbytes == stop - start:
-                self._decrypt(index, part)
+                part = buffer[: self._blocks.read_into(index, buffer)]
             else:
                 self._copy(index, at=offset - start, part=part)
             offset += part.nbytes
@@ -178,12 +193,12 @@ class BlockSource:
                 self._cache.move_to_end(index)
                 part[:] = block[at : at + part.nbytes]
                 return
-        block = self._buffers.take()
+        block = self._blocks.buffers.take()
         try:
             size = self._starts[index + 1] - self._starts[index]
-            self._decrypt(index, block[:size])
+            self._blocks.read_into(index, block[:size])
         except BaseException:
-            self._buffers.give(block)
+            self._blocks.buffers.give(block)
             raise
         part[:] = block[at : at + part.nbytes]
         self._keep(index, block)
@@ -195,60 +210,4 @@ class BlockSource:
             if len(self._cache) > _CACHED_BLOCKS:
                 evicted.append(self._cache.popitem(last=False)[1])
         for buffer in evicted:
-            self._buffers.give(buffer)
-
-    def _decrypt(self, index: int, plaintext: memoryview) -> None:
-        start, stop = self._records[index], self._records[index + 1]
-        buffer = self._buffers.take()
-        try:
-            record = buffer[: stop - start]
-            self._source.read_into(start, record)
-            self._open(index, record, plaintext)
-        finally:
-            self._buffers.give(buffer)
-
-    def _open(self, index: int, record: memoryview, plaintext: memoryview) -> None:
-        offset, head_bytes = self._records[index], head_size(self._mode)
-        if self._seal is not None and block_digest(self._mode, record) != self._seal.digest(index):
-            raise TamperedError(
-                f"block {index} is not the one the seal lists: it was changed, moved or replaced",
-                offset=offset,
-            )
-        head = parse_head(self._mode, bytes(record[:head_bytes]), offset=offset)
-        if head.cipher_size != record.nbytes - head_bytes:
-            raise TamperedError(f"block {index} changed while the file was open", offset=offset)
-        try:
-            self._mode.decrypt_into(
-                self._key,
-                iv=head.iv,
-                tag=head.tag,
-                ciphertext=record[head_bytes:],
-                plaintext=plaintext,
-            )
-        except DecryptionError as error:
-            if self._seal is not None:
-                raise TamperedError(f"block {index} was changed", offset=offset) from None
-            raise DecryptionError(
-                f"block {index} does not open: {error.message}", offset=offset
-            ) from None
-
-
-class _Buffers:
-    """Memory of one size that is kept between uses: touching fresh pages costs more than decrypting."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._spare: list[memoryview] = []
-        self._lock = threading.Lock()
-
-    def take(self) -> memoryview:
-        with self._lock:
-            if self._spare:
-                return self._spare.pop()
-        # Page aligned, so that a file can be read past the page cache.
-        return memoryview(mmap.mmap(-1, max(1, self._size)))
-
-    def give(self, buffer: memoryview) -> None:
-        with self._lock:
-            if len(self._spare) < _SPARE_BUFFERS:
-                self._spare.append(buffer)
+            self._blocks.buffers.give(buffer)

@@ -13,9 +13,9 @@ length                varint
   mac(32)             HMAC over everything before it in the body
 crc_num + 10 bytes    only with flag 1: MindSpore's CRC trailer over blocks and field, which follows from crc32
 ```
-Integers are little-endian. The hash is SHA-256, in SM4 mode SM3. The key of the HMAC is HKDF(user key, salt = file_id,
-info = "ckptmgr/v1/sealed/" + mode). A digest is taken over the record head in AES-GCM (48 bytes; it holds the tag,
-which binds the ciphertext) and over the whole record in the CBC modes.
+Integers are little-endian. The hash of HMAC and HKDF is SHA-256, in SM4 mode SM3. The key of the HMAC is HKDF(user key,
+salt = file_id, info = "ckptmgr/v1/sealed/" + mode). A digest is the SHA-256 of the record head in AES-GCM (48 bytes; it
+holds the tag, which binds the ciphertext), and the BLAKE3 of the whole record in the CBC modes.
 
 * **Every block can be authenticated on its own.** The seal holds a table of digests rather than one MAC over the file,
   so a reader checks the block it just read, in the same memory it decrypts from: random access costs only the blocks
@@ -32,6 +32,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 
+from blake3 import blake3
 from cryptography.hazmat.primitives import constant_time, hashes, hmac
 
 from .ciphers import CipherMode
@@ -81,8 +82,10 @@ class Seal:
 
 def block_digest(mode: CipherMode, record: memoryview) -> bytes:
     """Return the digest that identifies one record."""
+    if not mode.tag_bytes:
+        return blake3(record).digest()
     digest = hashes.Hash(mode.digest)
-    digest.update(record[: head_size(mode)] if mode.tag_bytes else record)
+    digest.update(record[: head_size(mode)])
     return digest.finalize()
 
 

@@ -294,6 +294,12 @@ def test_peek_into_any_range_equals_the_slice(
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_seal_offset_is_where_the_seal_starts(mode: str) -> None:
+    file = seal(PLAINTEXT, mode)
+    assert opened(mode, file).seal_offset == len(file) - len(split(file, mode)[-1])
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_peek_into_past_the_end_is_truncated(mode: str) -> None:
     source = opened(mode, seal(PLAINTEXT, mode))
     with pytest.raises(TruncatedCiphertextError):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ckptmgr.crypto.ciphers import mode_of
 from ckptmgr.crypto.errors import KeyLengthError, UnsupportedSuiteError
 from ckptmgr.crypto.keys import Key
-from ckptmgr.crypto.mindspore_blocks import PLAINTEXT_BLOCK_BYTES, BlockSealer
+from ckptmgr.crypto.mindspore_blocks import BlockSealer
 from ckptmgr.crypto.records import head_size, parse_head
 
 from .sealing import BLOCK, KEY, MODES, seal, split, unseal
@@ -49,13 +49,24 @@ def test_ranges_cover_plaintext_and_file_without_gap(mode: str) -> None:
     assert plaintext_end == 200
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_full_records_of_the_default_size_are_four_mebibytes(mode: str) -> None:
-    sealer = BlockSealer(KEY, mode, plaintext_size=10 * 2**30)
+@pytest.mark.parametrize(
+    ("mode", "plaintext_size", "record_bytes"),
+    [
+        ("AES-GCM", 10 * 2**30, 2**22),
+        ("AES-CBC", 10 * 2**30, 2**22),
+        ("SM4-CBC", 10 * 2**30, 2**19),
+        ("SM4-CBC", 2**40, 2**22),  # so many small blocks would not fit into one seal
+    ],
+)
+def test_full_records_of_the_default_size_are_aligned(
+    mode: str, plaintext_size: int, record_bytes: int
+) -> None:
+    sealer = BlockSealer(KEY, mode, plaintext_size=plaintext_size)
+    assert sealer.record_bytes == record_bytes
     assert [sealer.record_range(k) for k in (0, 1, 2000)] == [
-        (k * 2**22, 2**22) for k in (0, 1, 2000)
+        (k * record_bytes, record_bytes) for k in (0, 1, 2000)
     ]
-    assert sealer.plaintext_range(1) == (PLAINTEXT_BLOCK_BYTES, PLAINTEXT_BLOCK_BYTES)
+    assert sealer.plaintext_range(1) == (record_bytes - 48, record_bytes - 48)
 
 
 @pytest.mark.parametrize("mode", MODES)

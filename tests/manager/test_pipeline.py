@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptmgr.crypto.key import Key
-from ckptmgr.crypto.mindspore_blocks import open_blocks
+from ckptmgr.crypto.mindspore_blocks import SM4_BLOCK_BYTES, BlockSealer, open_blocks
 from ckptmgr.digest import RANGE_BYTES, FileDigest, digest_of
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.image import Image, Segment
@@ -25,12 +25,15 @@ from ckptmgr.formats.mindspore_writer import build_ckpt_image
 from ckptmgr.formats.source import BytesSource, read_bytes
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.formats.trailer import encode_trailer
-from ckptmgr.pipeline import CHUNK_BYTES, Written, sealer_for, write_image
+from ckptmgr.pipeline import Written, sealer_for, write_image
+from ckptmgr.streams import CHUNK_BYTES
+from tests.crypto.lanes import Library, finder
 from tests.strategies import named_tensor, tensor_of
 
 _POOL = np.random.default_rng(0).bytes(3 * RANGE_BYTES + 12_345)
 _MODES = {"AES-GCM": Key(bytes(range(32))), "AES-CBC": Key(bytes(24)), "SM4-CBC": Key(bytes(16))}
 _RECORD_CONTENT = CHUNK_BYTES - 48
+_SM4_CONTENT = SM4_BLOCK_BYTES
 
 
 class _MemoryFile:
@@ -81,6 +84,20 @@ def _write(image: Image, mode: str | None) -> tuple[bytes, Written]:
     return bytes(file.content), written
 
 
+def _write_in_batches(image: Image) -> tuple[bytes, Written]:
+    """Write with an accelerator that takes sixteen blocks at once, whatever this machine has."""
+    file, key = _MemoryFile(), _MODES["SM4-CBC"]
+    sealer = BlockSealer(
+        key,
+        "SM4-CBC",
+        plaintext_size=image.body_size,
+        has_crc_trailer=image.has_crc_trailer,
+        find_lanes=finder(Library()),
+    )
+    written = write_image(image, file, sealer=sealer)
+    return bytes(file.content), written
+
+
 def _opened(content: bytes, mode: str | None) -> bytes:
     if mode is None:
         return content
@@ -121,6 +138,41 @@ def test_sealed_file_opens_to_the_image_at_every_edge(size: int, crc: bool, mode
     content, written = _write(image, mode)
     assert _opened(content, mode) == expected
     assert written.digest == digest_of(BytesSource(content))
+
+
+@pytest.mark.parametrize("crc", [False, True])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [1],
+        [5 * _SM4_CONTENT + 1],
+        [16 * _SM4_CONTENT],
+        [16 * _SM4_CONTENT + 1],
+        [32 * _SM4_CONTENT],
+        [100, 3 * _SM4_CONTENT, 7, 7, 15 * _SM4_CONTENT, 900_000],
+    ],
+)
+def test_file_sealed_in_batches_opens_to_the_image(sizes: list[int], crc: bool) -> None:
+    image, expected = _image(sizes, crc=crc)
+    content, written = _write_in_batches(image)
+    assert _opened(content, "SM4-CBC") == expected
+    assert written.digest == digest_of(BytesSource(content))
+
+
+def test_several_saves_in_batches_do_not_wait_for_each_other_forever() -> None:
+    images = [_image([33 * _SM4_CONTENT + n]) for n in range(6)]
+    contents: dict[int, bytes] = {}
+
+    def save(number: int) -> None:
+        contents[number] = _write_in_batches(images[number][0])[0]
+
+    threads = [threading.Thread(target=save, args=(number,), daemon=True) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    opened = [_opened(contents[number], "SM4-CBC") for number in range(6)]
+    assert opened == [expected for _, expected in images]
 
 
 @st.composite

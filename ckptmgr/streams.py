@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The bytes of a file to be, made chunk by chunk in any order: an image as it is, or sealed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+
+from ckptmgr.aligned import Buffers, copy_into
+from ckptmgr.crypto.mindspore_blocks import BlockSealer
+from ckptmgr.formats.image import Image
+from ckptmgr.formats.trailer import crc32, crc32_combine
+
+CHUNK_BYTES = 4 << 20
+# Two keep a disk busy with plain or GCM bytes; CBC, 1.5 GB/s a core, can use more. Four leave buffers for the writers.
+PRODUCERS = min(4, len(os.sched_getaffinity(0)))
+
+
+class CrcOfRanges:
+    """CRC-32 of the body, put together from pieces that are computed in any order."""
+
+    def __init__(self, *, is_wanted: bool) -> None:
+        self._is_wanted = is_wanted
+        self._pieces: dict[int, tuple[int, int]] = {}
+
+    def add(self, offset: int, view: memoryview) -> None:
+        """Take a piece of the body; any order, any thread."""
+        if self._is_wanted:
+            self._pieces[offset] = (crc32(view), view.nbytes)
+
+    def value(self) -> int:
+        """Return the CRC-32 of all pieces together."""
+        total = 0
+        for offset in sorted(self._pieces):
+            piece, length = self._pieces[offset]
+            total = crc32_combine(total, piece, length)
+        return total
+
+
+class PlainStream:
+    """The image as it is."""
+
+    chunks_at_once = 1
+
+    def __init__(self, image: Image) -> None:
+        self._image = image
+        self._crc = CrcOfRanges(is_wanted=image.has_crc_trailer)
+        self.size = image.size
+        self.tail_start = image.body_size
+
+    def produce(self, offset: int, buffers: Sequence[memoryview]) -> int:
+        """Fill the one buffer with the file's bytes from `offset` on; return how many."""
+        (buffer,) = buffers
+        count = min(buffer.nbytes, self._image.body_size - offset)
+        gather(self._image.views(offset, count), buffer)
+        self._crc.add(offset, buffer[:count])
+        return count
+
+    def tail(self) -> bytes:
+        """Return the bytes after the body; everything else must have been produced."""
+        return self._image.trailer(self._crc.value())
+
+
+class SealedStream:
+    """The image in encrypted records; the seal record carries the CRC trailer, if any.
+
+    A chunk holds whole records. Where the sealer takes a batch of blocks, as many chunks are produced at once.
+    """
+
+    def __init__(self, image: Image, sealer: BlockSealer) -> None:
+        self._image = image
+        self._sealer = sealer
+        self._crc = CrcOfRanges(is_wanted=image.has_crc_trailer)
+        self.chunks_at_once = max(1, sealer.batch * sealer.record_bytes // CHUNK_BYTES)
+        self.size = sealer.sealed_size
+        self.tail_start = 0
+        if sealer.block_count:
+            self.tail_start = sum(sealer.record_range(sealer.block_count - 1))
+
+    def produce(self, offset: int, buffers: Sequence[memoryview]) -> int:
+        """Encrypt the records from `offset` on into `buffers`, all full but the last; return how many bytes."""
+        records = list(self._records(offset // self._sealer.record_bytes, buffers))
+        if self._sealer.batch > 1:
+            self._seal_together(records)
+        else:
+            for block, record in records:
+                self._seal(block, record)
+        return sum(record.nbytes for _, record in records)
+
+    def _records(
+        self, block: int, buffers: Sequence[memoryview]
+    ) -> Iterator[tuple[int, memoryview]]:
+        for buffer in buffers:
+            room = buffer
+            while room.nbytes and block < self._sealer.block_count:
+                length = self._sealer.record_range(block)[1]
+                yield block, room[:length]
+                room = room[length:]
+                block += 1
+
+    def _seal(self, block: int, record: memoryview) -> None:
+        start, length = self._sealer.plaintext_range(block)
+        views = list(self._image.views(start, length))
+        if len(views) == 1:  # inside one tensor: encrypted straight from the tensor's memory
+            self._crc.add(start, views[0])
+            self._sealer.seal_into(block, views[0], record)
+            return
+        with _scratch.lent() as scratch:
+            gather(iter(views), scratch)
+            self._crc.add(start, scratch[:length])
+            self._sealer.seal_into(block, scratch[:length], record)
+
+    def _seal_together(self, records: Sequence[tuple[int, memoryview]]) -> None:
+        plaintexts = []
+        for block, record in records:
+            start, length = self._sealer.plaintext_range(block)
+            views = list(self._image.views(start, length))
+            plaintext = views[0]
+            if len(views) > 1:
+                plaintext = self._sealer.plaintext_room(record, length)
+                gather(iter(views), plaintext)
+            self._crc.add(start, plaintext)
+            plaintexts.append(plaintext)
+        self._sealer.seal_many(records[0][0], plaintexts, [record for _, record in records])
+
+    def tail(self) -> bytes:
+        """Return the seal; everything else must have been produced."""
+        return self._sealer.finish(crc=self._crc.value() if self._image.has_crc_trailer else None)
+
+
+def gather(views: Iterator[memoryview], buffer: memoryview) -> None:
+    """Copy `views` one after the other into `buffer`."""
+    position = 0
+    for view in views:
+        end = position + view.nbytes
+        copy_into(buffer[position:end], view)
+        position = end
+
+
+_scratch = Buffers(PRODUCERS, CHUNK_BYTES)
