@@ -264,7 +264,7 @@ class BackgroundSaver:
         with self._changed:
             if self._failure is None:
                 self._failure = failure
-            elif self._failure is not failure:
+            else:
                 self._failure.add_note(f"ckptmgr: a later save failed, too: {failure}")
             _unfetched.add(self)
 

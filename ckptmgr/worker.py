@@ -58,21 +58,29 @@ class Worker:
                 send(self._connection, answer)
 
     def _listen(self) -> None:
+        try:
+            with contextlib.suppress(EOFError, OSError):
+                self._take_orders()
+        finally:
+            self._end()
+
+    def _take_orders(self) -> None:
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
         if self._parent is not None:
             poll.register(self._parent, select.POLLIN)
-        with contextlib.suppress(EOFError, OSError):
-            # A process that the parent forked from C may hold its end of the socket open.
-            while self._parent not in [descriptor for descriptor, _ in poll.poll()]:
-                order = receive(self._connection)
-                with self._lock:
-                    self._unanswered += 1
-                self._orders.put(order)
+        # A process that the parent forked from C may hold its end of the socket open.
+        while self._parent not in [descriptor for descriptor, _ in poll.poll()]:
+            order = receive(self._connection)
+            with self._lock:
+                self._unanswered += 1
+            self._orders.put(order)
+
+    def _end(self) -> None:
         with self._lock:
             if self._unanswered:
                 # Not sys.exit: the main thread may be in the middle of a long write.
-                os._exit(1)
+                os._exit(1)  # pragma: no cover - coverage is measured until a normal end
         self._orders.put(None)
 
 

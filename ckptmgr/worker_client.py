@@ -38,18 +38,18 @@ _NOTHING = FileDigest(size_bytes=0, ranges=())
 class _Running:
     process: subprocess.Popen[bytes]
     connection: socket.socket
+    at_exit: weakref.finalize[..., WorkerClient]
 
     def end(self) -> str:
         """End the process, which is idle or dead, and say how it ended."""
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_RDWR)
+        self.at_exit.detach()
+        return _end(self.process, self.connection)
+
+    def forget(self) -> None:
+        """Let go of the process, which is that of a parent."""
+        self.at_exit.detach()
         self.connection.close()
-        try:
-            code = self.process.wait(_STOP_TIMEOUT_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            code = self.process.wait()
-        return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        self.process.returncode = 0  # nothing to wait for, nothing to warn about
 
 
 class WorkerClient:
@@ -61,7 +61,6 @@ class WorkerClient:
     def __init__(self) -> None:
         self._in_use = threading.Lock()
         self._running: _Running | None = None
-        self._at_exit: weakref.finalize[..., WorkerClient] | None = None
         _clients.add(self)
 
     @property
@@ -137,6 +136,9 @@ class WorkerClient:
                     f"the saving process died ({end}); the earlier checkpoints are intact",
                     hint=_hint_about(end),
                 ) from error
+            except BaseException:  # the next save must not get the answer to this one
+                self._bury(running)
+                raise
 
     def _ensure_running(self) -> _Running:
         running = self._running
@@ -144,15 +146,11 @@ class WorkerClient:
             return running
         if running is not None:
             _LOG.warning("the saving process died while idle (%s)", self._bury(running))
-        running = self._running = _start()
-        # Its sockets are closed with this process anyway, but an interpreter that ends should leave no child behind.
-        self._at_exit = weakref.finalize(self, running.end)
-        return running
+        self._running = _start(self)
+        return self._running
 
     def _bury(self, running: _Running) -> str:
         self._running = None
-        if self._at_exit is not None:
-            self._at_exit.detach()
         return running.end()
 
     def close(self) -> None:
@@ -165,14 +163,11 @@ class WorkerClient:
         """Leave the worker to the parent, and do not keep it alive; for a forked child."""
         self._in_use = threading.Lock()
         running, self._running = self._running, None
-        if self._at_exit is not None:
-            self._at_exit.detach()
         if running is not None:
-            running.connection.close()
-            running.process.returncode = 0  # nothing to wait for, nothing to warn about
+            running.forget()
 
 
-def _start() -> _Running:
+def _start(owner: WorkerClient) -> _Running:
     ours, theirs = socket.socketpair()
     with theirs, contextlib.ExitStack() as undo:
         undo.callback(ours.close)
@@ -194,7 +189,21 @@ def _start() -> _Running:
                 hint="use async_save='thread', which needs no process",
             ) from error
         undo.pop_all()
-    return _Running(process=process, connection=ours)
+    # An interpreter that ends, or drops its client, leaves no child behind.
+    at_exit = weakref.finalize(owner, _end, process, ours)
+    return _Running(process=process, connection=ours, at_exit=at_exit)
+
+
+def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> str:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+    try:
+        code = process.wait(_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        code = process.wait()
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
 @contextlib.contextmanager

@@ -277,7 +277,7 @@ def test_error_handler_may_save_the_training_elsewhere(tmp_path: Path) -> None:
 
 
 PROLOGUE = """
-import os, signal, sys, threading, time
+import os, signal, sys, threading
 from pathlib import Path
 from ckptmgr import CheckpointConfig, CheckpointManager
 from ckptmgr.fsio import OsFileSystem
@@ -293,6 +293,7 @@ class Disk(OsFileSystem):
 
 disk = Disk()
 manager = CheckpointManager(runs, CheckpointConfig(async_save=mode), fs=disk)
+unused = CheckpointManager(runs, CheckpointConfig(async_save=mode))
 """
 
 EXIT_IN_FLIGHT = (
@@ -436,7 +437,7 @@ elif rest[0] == "inherit":  # as a process forked from C does
 else:
     heir = 0
 print(manager._engine._worker.pid, heir, flush=True)
-time.sleep(600)
+signal.pause()
 """
 )
 
@@ -541,7 +542,7 @@ def interrupt():
 class Waiting(threading.Thread):
     def run(self):
         while not manager._engine._background._changed._waiters:
-            time.sleep(0.001)
+            os.sched_yield()
         interrupt()
 Waiting(daemon=True).start()
 try:

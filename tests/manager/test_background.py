@@ -107,10 +107,10 @@ def test_submit_returns_when_the_state_is_staged_and_not_durable() -> None:
     handle = saves.begin(1)
     assert handle.staged.done()
     assert not handle.durable.done()
-    assert saves.saver.is_busy
+    was_busy = saves.saver.is_busy
     saves.gate.set()
     assert handle.wait(TIMEOUT_S).step == 1
-    assert not saves.saver.is_busy
+    assert (was_busy, saves.saver.is_busy) == (True, False)
     saves.saver.wait()
     assert saves.copies.live == 0
 

@@ -17,11 +17,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import worker_client
+from ckptmgr import worker_client, worker_protocol
 from ckptmgr.config import CheckpointConfig
 from ckptmgr.errors import SaveFailed, StoreFull
 from ckptmgr.manager import CheckpointManager
 from ckptmgr.memory_config import MIB
+from ckptmgr.worker import Worker, _watch
 from ckptmgr.worker_client import WorkerClient
 from tests.manager.held import (
     KEY,
@@ -337,6 +338,26 @@ def test_started_client_that_is_dropped_ends_its_worker() -> None:
     assert pid is not None
     del client
     wait_for_end(pid)
+
+
+def test_description_that_is_too_long_is_refused_and_the_next_save_is_good(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with manager_of(runs) as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(worker_protocol, "MAX_MESSAGE_BYTES", 10)
+            manager.save(1, {"w": 1})
+            with pytest.raises(SaveFailed, match="the description of the state takes"):
+                manager.wait()
+        save(manager, 2)
+        assert steps(manager) == [2]
+
+
+def test_worker_ends_with_its_connection_where_processes_cannot_be_watched() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        ours.close()
+        Worker(theirs, _watch(2**22 + 1)).serve()
 
 
 def test_worker_whose_parent_is_gone_before_it_starts_ends_at_once() -> None:
