@@ -62,7 +62,7 @@ coverage: ## run the tests and enforce the branch coverage we promise
 
 .PHONY: coverage-report
 coverage-report: $(VENV)/.stamp-test
-	@$(PY) -m coverage combine --quiet
+	@$(PY) -W ignore -m coverage combine --quiet # processes that were killed leave half-written figures
 	$(PY) -m coverage json --quiet -o .coverage.json
 	$(PY) -m coverage report || true
 	$(PY) tools/check_coverage.py .coverage.json

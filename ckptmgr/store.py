@@ -17,36 +17,29 @@ Nothing here decides *what* to keep; see `retention`.
 from __future__ import annotations
 
 import contextlib
-import errno
-import itertools
 import logging
-import os
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 from ckptmgr import manifest as manifests
+from ckptmgr.bare_files import bare_file, entry_of, number_bare_steps
 from ckptmgr.crypto.key import Key
 from ckptmgr.digest import FileDigest, digest_of
-from ckptmgr.errors import CkptmgrError, KeyProblem, StoreFull, UnsafePrune, UnsupportedCheckpoint
+from ckptmgr.disk_errors import explained, not_enough_space
+from ckptmgr.errors import CkptmgrError, KeyProblem, UnsafePrune, UnsupportedCheckpoint
 from ckptmgr.formats.source import read_bytes
-from ckptmgr.fsio import FileStatus, FileSystem, InputFile, OsFileSystem, OutputFile
+from ckptmgr.fsio import FileStatus, FileSystem, OsFileSystem, OutputFile
 from ckptmgr.lease import Processes, ProcProcesses, hold_lease, series_tag
 from ckptmgr.manifest import FileEntry, Manifest, manifest_name
 from ckptmgr.model import Checkpoint, Pin, State
-from ckptmgr.naming import parse_name, parse_step_name
+from ckptmgr.naming import parse_name
+from ckptmgr.temp_names import final_name, parse_temp, temp_name
 
 _LOG = logging.getLogger(__name__)
-_TEMP_SUFFIX = ".tmp"
-_MAX_NAME_BYTES = 255
 _DATA_SUFFIXES = (".ckpt", ".safetensors")
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Room for the manifest and the directory blocks beside the data.
 _SPACE_MARGIN_BYTES = 1 << 20
-# Of the process, not of a store: two stores of one directory must not choose the same temporary name.
-_ATTEMPTS = itertools.count()
 
 
 class Store:
@@ -89,10 +82,10 @@ class Store:
             if name.endswith(manifests.SUFFIX) and not name.startswith("."):
                 found.append(self._from_manifest(name, status, entries))
             elif self._is_data_name(name) and manifest_name(name) not in entries and status.is_file:
-                found.append(_from_bare_file(self.directory / name, status))
-            elif _parse_temp(name) is not None:
+                found.append(bare_file(self.directory / name, status))
+            elif parse_temp(name) is not None:
                 found.append(self._from_temp(name, status))
-        return _number_bare_steps(found)
+        return number_bare_steps(found)
 
     def read_manifest(self, data_name: str) -> Manifest | None:
         """Return the manifest of a data file, or None when it has none.
@@ -147,9 +140,9 @@ class Store:
         path = self.directory / data_name
         if data is not None and not data.is_file:
             problem = "the data file is a link or no regular file; put the file itself here"
-            return _unknown(path, data, State.CORRUPT, problem)
+            return entry_of(path, data, State.CORRUPT, problem)
         if data is None:
-            return _unknown(path, status, State.LEFTOVER, "a manifest without its data file")
+            return entry_of(path, status, State.LEFTOVER, "a manifest without its data file")
         try:
             manifest = self.read_manifest(data_name)
         except KeyProblem as error:
@@ -160,9 +153,9 @@ class Store:
                 )
         except (CkptmgrError, OSError) as error:
             problem = error.message if isinstance(error, CkptmgrError) else str(error)
-            return _unknown(path, data, State.CORRUPT, problem)
+            return entry_of(path, data, State.CORRUPT, problem)
         if manifest is None:  # removed while we were looking
-            return _unknown(path, data, State.LEFTOVER, "vanished while the directory was listed")
+            return entry_of(path, data, State.LEFTOVER, "vanished while the directory was listed")
         expected = manifest.file.digest.size_bytes
         if data.size_bytes != expected:
             problem = f"{data.size_bytes} bytes, but the manifest says {expected}"
@@ -170,13 +163,13 @@ class Store:
         return manifest.to_checkpoint(self.directory)
 
     def _from_temp(self, name: str, status: FileStatus) -> Checkpoint:
-        token = _parse_temp(name)
+        token = parse_temp(name)
         is_live = token is not None and self._processes.is_dead(token[0]) is False
         state = State.WRITING if is_live else State.LEFTOVER
         problem = "being written by a live process" if is_live else "left by an interrupted save"
-        data_name = name.removeprefix(".").rsplit(".", 4)[0].removesuffix(manifests.SUFFIX)
+        data_name = final_name(name).removesuffix(manifests.SUFFIX)
         parsed = parse_name(data_name)
-        found = _unknown(self.directory / name, status, state, problem)
+        found = entry_of(self.directory / name, status, state, problem)
         return replace(found, series=data_name if parsed is None else parsed.prefix)
 
     @staticmethod
@@ -195,7 +188,7 @@ class Store:
         free = self.fs.free_bytes(self.directory)
         needed = size_bytes + _SPACE_MARGIN_BYTES
         if free is not None and free < needed:
-            raise _full(self.directory, needed, free)
+            raise not_enough_space(self.directory, needed, free)
 
     def publish(
         self,
@@ -230,7 +223,7 @@ class Store:
             manifest = self._write_temp(temp, size_bytes, write, describe, mode=mode)
             self._commit(name, temp, manifest, old, series=series, mode=mode)
         except OSError as error:
-            raise _with_path(error, self.directory / name, size_bytes, self.fs) from error
+            raise explained(error, self.directory / name, size_bytes, self.fs) from error
         return manifest
 
     def _write_temp(
@@ -363,7 +356,7 @@ class Store:
             manifest = None
         if manifest is not None:
             return manifest
-        bare = _from_bare_file(self.directory / name, status)
+        bare = bare_file(self.directory / name, status)
         with contextlib.closing(self.fs.open(self.directory / name)) as file:
             digest = digest_of(file)
         return Manifest(
@@ -377,14 +370,7 @@ class Store:
         )
 
     def _temp_path(self, name: str, series: str) -> Path:
-        unique = f"{self._processes.token()}.{series_tag(series)}.{threading.get_ident():x}-{next(_ATTEMPTS)}"
-        room = _MAX_NAME_BYTES - len(f"..{unique}{_TEMP_SUFFIX}")
-        if (
-            len(os.fsencode(name)) > room
-        ):  # a long name must not fail because its temporary one is longer
-            head = os.fsencode(name)[: room - len(series_tag(name)) - 1].decode(errors="ignore")
-            name = f"{head}~{series_tag(name)}"
-        return self.directory / f".{name}.{unique}{_TEMP_SUFFIX}"
+        return self.directory / temp_name(name, token=self._processes.token(), series=series)
 
     def _is_there(self, temp: Path) -> bool:
         with contextlib.suppress(OSError):
@@ -491,116 +477,10 @@ class Store:
         return sentence
 
     def _is_dead_temp(self, name: str, series: str) -> bool:
-        parts = _parse_temp(name)
+        parts = parse_temp(name)
         if parts is None:
             return False
         token, tag = parts
         is_dead = self._processes.is_dead(token)
         # Of other hosts nothing is known, but with the lease held nobody else writes this series.
         return is_dead is True or (is_dead is None and tag == series_tag(series))
-
-
-def _parse_temp(name: str) -> tuple[str, str] | None:
-    """Return (writer token, series tag) of a temporary name of ours, or None."""
-    if not (name.startswith(".") and name.endswith(_TEMP_SUFFIX)):
-        return None
-    parts = name.removesuffix(_TEMP_SUFFIX).rsplit(".", 3)
-    if len(parts) != 4 or not parts[0] or parts[1].count("-") < 1 or "-" not in parts[3]:
-        return None
-    return parts[1], parts[2]
-
-
-def _unknown(path: Path, status: FileStatus, state: State, problem: str) -> Checkpoint:
-    parsed = parse_name(path.name)
-    numbered = parse_step_name(path.name) if parsed is None else None
-    named = parsed or numbered
-    return Checkpoint(
-        path=path,
-        series=named.prefix if named is not None else path.name,
-        step=0 if numbered is None else numbered.step,
-        attempt=0 if numbered is None else numbered.attempt,
-        saved_at=_modified_at(status),
-        size_bytes=status.size_bytes,
-        state=state,
-        format="safetensors" if path.suffix == ".safetensors" else "ckpt",
-        problem=problem,
-    )
-
-
-def _modified_at(status: FileStatus) -> datetime:
-    # Some file systems keep times that no calendar has.
-    try:
-        return datetime.fromtimestamp(status.modified_at, UTC)
-    except (ValueError, OverflowError, OSError):
-        return datetime.fromtimestamp(0, UTC)
-
-
-def _from_bare_file(path: Path, status: FileStatus) -> Checkpoint:
-    """Return a checkpoint for a file without manifest; its step is filled in when the whole series is known."""
-    parsed = parse_name(path.name)
-    checkpoint = _unknown(
-        path, status, State.UNVERIFIED, "no manifest: nothing vouches for this file"
-    )
-    if parsed is None:
-        # `net-2023.ckpt` may be anybody's: without a manifest it belongs to no series of ours.
-        return replace(checkpoint, series=path.stem, step=0, attempt=0)
-    why = "exception: breakpoint file" if parsed.is_breakpoint else "manual"
-    return replace(checkpoint, epoch=parsed.epoch, step=parsed.step_in_epoch, why=why)
-
-
-def _number_bare_steps(found: list[Checkpoint]) -> list[Checkpoint]:
-    """Turn (epoch, step in epoch) of bare files into a step that grows with both.
-
-    The number of steps in an epoch is taken to be the largest seen in the series: exact once a file from the end of an epoch
-    is there, in the right order always.
-    """
-    longest: dict[str, int] = {}
-    for checkpoint in found:
-        if (
-            checkpoint.state is State.UNVERIFIED
-            and checkpoint.run_id is None
-            and checkpoint.epoch is not None
-        ):
-            longest[checkpoint.series] = max(longest.get(checkpoint.series, 1), checkpoint.step)
-    return [
-        replace(c, step=max(0, c.epoch - 1) * longest[c.series] + c.step)
-        if c.state is State.UNVERIFIED and c.run_id is None and c.epoch is not None
-        else c
-        for c in found
-    ]
-
-
-def _full(path: Path, needed: int, free: int) -> StoreFull:
-    error = StoreFull(
-        f"not enough disk space: {needed} bytes needed, {free} free, {needed - free} missing",
-        path=path,
-        hint="nothing was changed; free some space (ckptmgr prune) or keep fewer checkpoints",
-    )
-    error.errno = errno.ENOSPC
-    return error
-
-
-def _with_path(error: OSError, path: Path, needed: int, fs: FileSystem) -> OSError:
-    """Return the error to raise for a failed save: it names the file and, for a full disk, the figures."""
-    if isinstance(error, CkptmgrError):
-        return error
-    if error.errno in _NO_SPACE:
-        free = None
-        with contextlib.suppress(OSError):
-            free = fs.free_bytes(path.parent)
-        full = StoreFull(
-            f"the disk became full while saving ({error.strerror}): {needed} bytes needed, "
-            f"{'unknown' if free is None else free} free after cleaning up",
-            path=path,
-            hint="the previous checkpoints are intact; free some space or keep fewer checkpoints",
-        )
-        full.errno = error.errno
-        return full
-    if error.filename is None:
-        return type(error)(error.errno, error.strerror, str(path))
-    return error
-
-
-def open_file(fs: FileSystem, path: Path) -> InputFile:
-    """Open a checkpoint file; FileNotFoundError and friends name it."""
-    return fs.open(path)

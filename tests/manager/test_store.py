@@ -15,7 +15,7 @@ from ckptmgr.errors import CorruptCheckpoint, StoreFull, UnsafePrune, Unsupporte
 from ckptmgr.lease import series_tag
 from ckptmgr.model import Checkpoint, Pin, State
 from ckptmgr.serialization import save_checkpoint
-from ckptmgr.store import Store, open_file
+from ckptmgr.store import Store
 from tests.crashmodel import FailingDisk, ModelDisk
 from tests.faults.training import KEY, RUNS, SERIES, ModelProcesses, Trainer, disk_with, name_of
 from tests.manager.damage import copy, flip_bit, manifest_of, put, truncate
@@ -269,13 +269,6 @@ def test_damaged_manifest_names_itself() -> None:
     truncate(disk, manifest_of(ONE), 9)
     with pytest.raises(CorruptCheckpoint, match=r"/net-1\.ckpt\.manifest\.json: not valid JSON"):
         Trainer(disk).store().read_manifest(ONE)
-
-
-def test_file_opens_through_the_store_s_disk() -> None:
-    disk = disk_with(10.0)
-    assert open_file(disk, RUNS / ONE).size == len(disk.read_bytes(RUNS / ONE))
-    with pytest.raises(FileNotFoundError, match="net-7"):
-        open_file(disk, RUNS / "net-7.ckpt")
 
 
 def test_two_stores_of_one_process_never_choose_the_same_temporary_name() -> None:

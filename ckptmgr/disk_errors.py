@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a failed save says: the file, and for a full disk the figures and the way out."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from pathlib import Path
+
+from ckptmgr.errors import CkptmgrError, StoreFull
+from ckptmgr.fsio import FileSystem
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def not_enough_space(path: Path, needed: int, free: int) -> StoreFull:
+    """Return the error for a save that was not begun."""
+    error = StoreFull(
+        f"not enough disk space: {needed} bytes needed, {free} free, {needed - free} missing",
+        path=path,
+        hint="nothing was changed; free some space (ckptmgr prune) or keep fewer checkpoints",
+    )
+    error.errno = errno.ENOSPC
+    return error
+
+
+def explained(error: OSError, path: Path, needed: int, fs: FileSystem) -> OSError:
+    """Return the error to raise for a failed save: it names the file and, for a full disk, the figures."""
+    if isinstance(error, CkptmgrError):
+        return error
+    if error.errno in _NO_SPACE:
+        free = None
+        with contextlib.suppress(OSError):
+            free = fs.free_bytes(path.parent)
+        full = StoreFull(
+            f"the disk became full while saving ({error.strerror}): {needed} bytes needed, "
+            f"{'unknown' if free is None else free} free after cleaning up",
+            path=path,
+            hint="the previous checkpoints are intact; free some space or keep fewer checkpoints",
+        )
+        full.errno = error.errno
+        return full
+    if error.filename is None:
+        return type(error)(error.errno, error.strerror, str(path))
+    return error
