@@ -18,7 +18,6 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -189,6 +188,8 @@ def library_files() -> list[Path]:
 
 
 def _file_of(package: str, name: str) -> Path:
+    from importlib import metadata  # 20 ms that only SM4 must pay
+
     try:
         files = metadata.distribution(package).files or []
     except metadata.PackageNotFoundError:
