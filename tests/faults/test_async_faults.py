@@ -420,6 +420,52 @@ def test_forked_child_may_train_on_its_own(tmp_path: Path, mode: str) -> None:
     assert data_files(tmp_path) == ["child-3.ckpt", "ckpt-1.ckpt"]
 
 
+FORK_AND_STAGE = (
+    PROLOGUE
+    + """
+import numpy as np
+from ckptmgr.formats.tensor import tensor_from_array
+from ckptmgr.saver import SaveOptions
+from ckptmgr.series import SaveFacts, SeriesWriter
+from ckptmgr.store import Store
+manager.save(1, {"w": np.full(4, 1)})
+manager.wait()
+arrived, go = threading.Event(), threading.Event()
+def hold():
+    arrived.set()
+    assert go.wait(60)
+disk.hold = hold
+staged_there, staged_here = os.pipe()
+child = os.fork()
+if child == 0:
+    os.read(staged_there, 1)
+    disk.hold = None
+    writer = SeriesWriter(Store(Path(runs)), "child", options=SaveOptions(), clock=lambda: 0.0)
+    def save(items, publish):
+        return writer.save("child.ckpt", items, SaveFacts(step=1), publish=publish)
+    items = [tensor_from_array("w", np.full(4, 9))]
+    writer.open()
+    manager._engine.run(writer.store, items, save).wait(60)
+    sys.exit(0)
+manager.save(2, {"w": np.full(4, 2)})
+assert arrived.wait(60)
+os.write(staged_here, b"x")
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+go.set()
+manager.close()
+assert manager.load(2)["w"].tolist() == [2] * 4
+"""
+)
+
+
+@in_background
+def test_forked_child_does_not_stage_into_memory_of_its_parent(tmp_path: Path, mode: str) -> None:
+    done = run_program(FORK_AND_STAGE, tmp_path, mode)
+    assert (done.returncode, done.stderr) == (0, "")
+    values = load_checkpoint(str(tmp_path / "child.ckpt"))
+    assert np.asarray(values["w"]).tolist() == [9] * 4
+
+
 IDLE_WORKER = (
     PROLOGUE
     + """
@@ -529,6 +575,35 @@ def test_ctrl_c_reaches_the_training_and_the_save_in_flight_is_finished(tmp_path
     assert temporary_files(runs) == []
 
 
+INTERRUPTED = """
+import sys
+sys.path.insert(0, sys.argv[3])
+from ckptmgr import CheckpointConfig, CheckpointManager
+manager = CheckpointManager(sys.argv[1], CheckpointConfig(async_save=sys.argv[2]))
+try:
+    manager.save(1, {"w": 1})
+    manager.save(2, {"w": 2})
+    print("saving", flush=True)
+    manager.close()
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+"""
+
+
+def test_ctrl_c_in_close_does_not_wait_for_the_worker(tmp_path: Path) -> None:
+    held = Interference.at(tmp_path / "site", "pwrite", 3, action="hold")
+    runs = tmp_path / "runs"
+    with start_program(INTERRUPTED, runs, "process", tmp_path / "site") as parent:
+        assert parent.stdout is not None
+        assert parent.stdout.readline() == "saving\n"
+        held.arrive()
+        parent.send_signal(signal.SIGINT)
+        assert parent.stdout.readline() == "interrupted\n"
+        held.let_go()
+        assert parent.wait(TIMEOUT_S) == 0
+    assert steps(CheckpointManager(runs)) == [1, 2]
+
+
 CTRL_C_IN_CLOSE = (
     PROLOGUE
     + """
@@ -577,6 +652,7 @@ def test_pin_in_time_is_never_undone_by_retention(tmp_path: Path) -> None:
         removing = _pause(disk, "unlink")
         manager.save(2, {"w": 2})
         removing.arrive()
+        assert manager._writer.changing.locked()
         pinned: list[object] = []
 
         def pin() -> None:
