@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -81,6 +82,7 @@ def _take_turns(group: Iterable[Figures], directory: Path, turn: int) -> None:
 
 def _seconds(work: Callable[[Path], object], path: Path) -> float:
     gc.collect()
+    os.sync()  # nobody pays for what the one before left to be written back or discarded
     started = time.perf_counter()
     work(path)
     return time.perf_counter() - started
