@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The examples of the README do what they say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from ckptmgr import CheckpointManager
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def blocks() -> list[str]:
+    if not README.exists():
+        pytest.skip("needs the sources: the README is not installed")
+    return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+
+
+def test_training_loop_of_the_readme_runs_and_can_be_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        names: dict[str, object] = {}
+        exec(blocks()[0], names)  # noqa: S102 - our own README
+    manager = names["manager"]
+    assert isinstance(manager, CheckpointManager)
+    latest = manager.latest()
+    assert latest is not None
+    assert latest.step == 1000
+
+
+def test_encryption_example_of_the_readme_makes_an_encrypted_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CKPTMGR_KEY", "ab" * 16)
+    names: dict[str, object] = {}
+    exec(blocks()[2], names)  # noqa: S102 - our own README
+    manager = names["manager"]
+    assert isinstance(manager, CheckpointManager)
+    with manager:
+        manager.save(1, {"n": 1})
+    (saved,) = manager.checkpoints()
+    assert saved.cipher == "AES-GCM"
