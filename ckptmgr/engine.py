@@ -10,10 +10,12 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from ckptmgr.background import BackgroundSaver
@@ -31,6 +33,8 @@ from ckptmgr.staging_state import StagedState
 from ckptmgr.store import Store
 from ckptmgr.worker_client import WorkerClient
 
+_LOG = logging.getLogger(__name__)
+
 Mode = Literal["sync", "thread", "process"]
 Save = Callable[[Sequence[Item], Publish], Checkpoint]
 
@@ -43,10 +47,19 @@ def mode_of(async_save: bool | str) -> Mode:
 
 
 def engine_for(config: CheckpointConfig) -> SaveEngine:
-    """Return the engine that a configuration asks for."""
+    """Return the engine that a configuration asks for.
+
+    With a key nothing is spilled: the files would hold the plaintext that the key is to protect.
+    """
+    memory = config.memory
+    if config.enc_key is not None and memory is not None and memory.spill_directory is not None:
+        _LOG.warning(
+            "staging does not spill to %s: the state is saved encrypted", memory.spill_directory
+        )
+        memory = replace(memory, spill_directory=None)
     return SaveEngine(
         mode_of(config.async_save),
-        memory=config.memory,
+        memory=memory,
         back_pressure=config.back_pressure,
         on_error=config.on_error,
     )

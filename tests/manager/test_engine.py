@@ -280,3 +280,16 @@ def test_lease_is_held_until_what_is_in_flight_is_durable(tmp_path: Path, mode: 
     with CheckpointManager(tmp_path) as other:
         other.save(2, state_of(2.0))
     assert [c.step for c in other.checkpoints()] == [1, 2]
+
+
+def test_encrypted_state_is_never_spilled_as_plaintext(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = MemoryConfig(
+        host_budget_bytes=1 << 20, spill_directory=tmp_path / "spill", slab_bytes=1 << 20
+    )
+    config = CheckpointConfig(enc_key=bytes(16), async_save=True, memory=memory)
+    with CheckpointManager(tmp_path / "runs", config) as manager, pytest.raises(StagingExhausted):
+        manager.save(1, {"w": np.zeros(1 << 20)})
+    assert not (tmp_path / "spill").exists()
+    assert "does not spill" in caplog.text
