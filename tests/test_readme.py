@@ -23,8 +23,9 @@ def test_training_loop_of_the_readme_runs_and_can_be_run_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    names: dict[str, object] = {}
     for _ in range(2):
-        names: dict[str, object] = {}
+        names.clear()
         exec(blocks()[0], names)  # noqa: S102 - our own README
     manager = names["manager"]
     assert isinstance(manager, CheckpointManager)
