@@ -164,7 +164,9 @@ def test_snapshot_without_room_is_left_out_with_a_warning(
 
 
 def test_snapshots_within_a_budget_push_out_older_ones() -> None:
-    recent = RecentStates(MemoryConfig(snapshot_budget_bytes=150, smallest_evictee_bytes=0), lambda: 0.0, most=9)
+    recent = RecentStates(
+        MemoryConfig(snapshot_budget_bytes=150, smallest_evictee_bytes=0), lambda: 0.0, most=9
+    )
     for step in range(1, 6):
         assert recent.put(step, flatten({"w": np.full(8, step)}), epoch=None, metrics={})
     assert len(recent.steps) == 2
