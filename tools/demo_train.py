@@ -14,6 +14,7 @@ import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from sklearn.datasets import load_digits
@@ -136,7 +137,7 @@ class RunContext:
 
 def train(directory: Path, *, is_resumed: bool, stop_at: int | None) -> dict[str, object]:
     """Train, or go on training, and return an account of it."""
-    digits = load_digits()
+    digits: Any = load_digits()
     images, labels = digits.data / 16.0, digits.target
     split = len(images) - 297
     network = Network(images.shape[1], 10)
