@@ -12,6 +12,10 @@ from ckptmgr.formats.image import Image
 from ckptmgr.formats.trailer import crc32, crc32_combine
 
 CHUNK_BYTES = 4 << 20
+# Plain bytes go through half of every buffer: eight of them then stay in a cache of 32 MiB beside the tensors that stream
+# past, and the disk (or the host that plays one) reads them from there. Measured: as fast on an idle host, 1.3 times as
+# fast on a busy one. Records of 4 MiB are worth more to encryption than that.
+PLAIN_CHUNK_BYTES = 2 << 20
 # Two keep a disk busy with plain or GCM bytes; CBC, 1.5 GB/s a core, can use more. Four leave buffers for the writers.
 PRODUCERS = min(4, len(os.sched_getaffinity(0)))
 
@@ -49,9 +53,9 @@ class PlainStream:
         self.tail_start = image.body_size
 
     def produce(self, offset: int, buffers: Sequence[memoryview]) -> int:
-        """Fill the one buffer with the file's bytes from `offset` on; return how many."""
+        """Fill the start of the one buffer with the file's bytes from `offset` on; return how many."""
         (buffer,) = buffers
-        count = min(buffer.nbytes, self._image.body_size - offset)
+        count = min(PLAIN_CHUNK_BYTES, self._image.body_size - offset)
         gather(self._image.views(offset, count), buffer)
         self._crc.add(offset, buffer[:count])
         return count

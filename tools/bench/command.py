@@ -46,7 +46,9 @@ def main(arguments: Sequence[str]) -> int:
         state = new_state(options.size)
         size_bytes = size_of(state)
         everybody = contestants(state, names)
-        figures = measure(everybody, directory, rounds=options.rounds, report=_progress)
+        figures = measure(
+            everybody, directory, rounds=options.rounds, rest_s=options.rest, report=_progress
+        )
     no_peaks: list[Peak] = []
     print(f"{size_bytes} bytes, {options.rounds} rounds, medians; durable saves, cold loads")
     print(table(figures, size_bytes))
@@ -58,6 +60,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="bench", description=__doc__)
     parser.add_argument("--size", type=_size, default="1GiB", help="of the model [1GiB]")
     parser.add_argument("--rounds", type=_positive, default=5, help="measured rounds [5]")
+    parser.add_argument(
+        "--rest", type=float, default=3.0, help="seconds of rest before each save and load [3]"
+    )
     parser.add_argument("--dir", type=Path, default=Path.cwd(), help="where to write [.]")
     parser.add_argument("--json", type=Path, help="write all figures to this file")
     parser.add_argument(

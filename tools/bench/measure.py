@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Take turns: A B C A B C, one round to warm up, fresh file names, a cold cache before every load."""
+"""Take turns: A B C A B C, one round to warm up, fresh file names, a machine at rest, a cold cache before every load."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +13,7 @@ from statistics import median
 
 from tools.bench.contestants import Contestant
 from tools.bench.disk import drop_cache
+from tools.bench.quiet import rest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +40,7 @@ def measure(
     directory: Path,
     *,
     rounds: int,
+    rest_s: float,
     report: Callable[[str], None],
 ) -> list[Figures]:
     """Return the figures of everybody, in their order.
@@ -49,17 +49,18 @@ def measure(
         everybody: Those of one mode side by side.
         directory: Where to write; removed files leave it as it was.
         rounds: Measured rounds, after one that is not.
+        rest_s: Seconds of rest before every save and load.
         report: Takes a line of progress.
     """
     figures = [Figures(contestant=one) for one in everybody]
     for turn in range(-1, rounds):
         for mode, group in groupby(figures, key=lambda one: one.contestant.mode):
             report(f"round {turn + 1} of {rounds}: {mode}")
-            _take_turns(list(group), directory, turn)
+            _take_turns(list(group), directory, turn=turn, rest_s=rest_s)
     return figures
 
 
-def _take_turns(group: Iterable[Figures], directory: Path, turn: int) -> None:
+def _take_turns(group: Iterable[Figures], directory: Path, *, turn: int, rest_s: float) -> None:
     group = list(group)
     paths = {
         one.contestant.name: directory
@@ -67,10 +68,16 @@ def _take_turns(group: Iterable[Figures], directory: Path, turn: int) -> None:
         for one in group
     }
     try:
-        saves = [_seconds(one.contestant.save, paths[one.contestant.name]) for one in group]
+        saves = [
+            _seconds(one.contestant.save, paths[one.contestant.name], rest_s=rest_s)
+            for one in group
+        ]
         for path in paths.values():
             drop_cache(path)
-        loads = [_seconds(one.contestant.load, paths[one.contestant.name]) for one in group]
+        loads = [
+            _seconds(one.contestant.load, paths[one.contestant.name], rest_s=rest_s)
+            for one in group
+        ]
     finally:
         for path in paths.values():
             remove(path)
@@ -80,9 +87,8 @@ def _take_turns(group: Iterable[Figures], directory: Path, turn: int) -> None:
             one.load_s.append(load_s)
 
 
-def _seconds(work: Callable[[Path], object], path: Path) -> float:
-    gc.collect()
-    os.sync()  # nobody pays for what the one before left to be written back or discarded
+def _seconds(work: Callable[[Path], object], path: Path, *, rest_s: float) -> float:
+    rest(rest_s)
     started = time.perf_counter()
     work(path)
     return time.perf_counter() - started
