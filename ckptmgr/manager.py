@@ -16,13 +16,10 @@ with CheckpointManager("runs/digits", CheckpointConfig(save_checkpoint_steps=100
 
 from __future__ import annotations
 
-import itertools
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -43,54 +40,24 @@ from ckptmgr.loop_values import (
     checked_metrics,
     given_state,
 )
-from ckptmgr.model import Checkpoint, Pin, Plan, State
-from ckptmgr.naming import check_directory, check_prefix, step_name
+from ckptmgr.model import Checkpoint, Pin, Plan
+from ckptmgr.naming import check_directory, check_prefix
 from ckptmgr.progress import Progress
 from ckptmgr.recent_states import RecentStates
-from ckptmgr.resume import (
-    Skipped,
-    first_that_loads,
-    newest_first,
-    open_checkpoint,
-    without_manifest,
-)
+from ckptmgr.resume import first_that_loads, newest_first, without_manifest
+from ckptmgr.resumption import Resumption
 from ckptmgr.save_policy import LastSave, SavePolicy, decide_at_end
 from ckptmgr.saver import Publish, SaveOptions
-from ckptmgr.series import SaveFacts, SeriesWriter, next_attempt
+from ckptmgr.series import SaveFacts, SeriesWriter
+from ckptmgr.series_reader import SeriesReader
 from ckptmgr.start_count import count_start
 from ckptmgr.store import Store
-from ckptmgr.stored_state import StoredState, metadata_of, put_back
+from ckptmgr.stored_state import metadata_of, put_back
+
+__all__ = ["CheckpointManager", "Resumption"]
 
 _LOG = logging.getLogger(__name__)
 _MANY_STARTS = 3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resumption:
-    """Where a run starts.
-
-    Attributes:
-        step: The last step that is done; 0 for a fresh start.
-        epoch: Epoch of the checkpoint, or None.
-        state: The restored state: the object given to `resume`, filled in place where that is possible.
-        checkpoint: What was loaded, or None for a fresh start.
-        metrics: The metrics saved with it.
-        skipped: Newer checkpoints that were passed over, and why.
-        starts: How often a run has been started from this checkpoint without a newer one being saved, this one included.
-    """
-
-    step: int
-    state: object = field(repr=False)
-    epoch: int | None = None
-    checkpoint: Checkpoint | None = None
-    metrics: Mapping[str, float]
-    skipped: tuple[Skipped, ...] = ()
-    starts: int = 1
-
-    @property
-    def is_fresh(self) -> bool:
-        """Whether nothing was found to continue from."""
-        return self.checkpoint is None
 
 
 class CheckpointManager:
@@ -133,7 +100,6 @@ class CheckpointManager:
         self._policy = save_policy if save_policy is not None else self._config.save_policy()
         self._clock = clock
         key = None if self._config.enc_key is None else Key(self._config.enc_key)
-        self._read_options = ReadOptions(key=key, allow_unsealed=allow_unsealed)
         self._store = Store(
             self.directory,
             fs=fs,
@@ -148,6 +114,8 @@ class CheckpointManager:
             has_crc=self._config.crc_check,
         )
         self._writer = SeriesWriter(self._store, prefix, options=options, clock=clock)
+        read_options = ReadOptions(key=key, allow_unsealed=allow_unsealed)
+        self._reader = SeriesReader(self._store, prefix, options=read_options)
         self._progress = Progress(LastSave(step=0, at=clock()))
         self._engine = engine_for(self._config)
         self._seen_step = 0
@@ -179,7 +147,7 @@ class CheckpointManager:
         self._writer.open()
         present = self._store.scan()
         candidates = newest_first([c for c in present if c.series == self.prefix])
-        checkpoint, loaded, skipped = first_that_loads(candidates, lambda found: self._read(found))
+        checkpoint, loaded, skipped = first_that_loads(candidates, self._reader.read)
         skipped += without_manifest(present, self.prefix)
         for one in skipped:
             _LOG.warning("skipped %s: %s", one.checkpoint.path, one.reason)
@@ -195,15 +163,7 @@ class CheckpointManager:
                 starts,
                 checkpoint.path,
             )
-        return Resumption(
-            step=checkpoint.step,
-            epoch=checkpoint.epoch,
-            state=restored,
-            checkpoint=checkpoint,
-            metrics=checkpoint.metrics,
-            skipped=tuple(skipped),
-            starts=starts,
-        )
+        return Resumption.at(checkpoint, restored, skipped=skipped, starts=starts)
 
     def step_end(
         self,
@@ -267,7 +227,8 @@ class CheckpointManager:
         self._writer.open()  # before a name is chosen, which another process could take
 
         def write(items: Sequence[Item], publish: Publish) -> Checkpoint:
-            name, attempt = self._free_name(step)  # not before the save in flight has taken its own
+            # Not before the save in flight has taken its own name.
+            name, attempt = self._reader.free_name(step, format=self._config.format)
             facts = SaveFacts(
                 step=step, attempt=attempt, at=now, epoch=epoch, why=why, metrics=checked
             )
@@ -329,30 +290,21 @@ class CheckpointManager:
     def _rolled_back_to_disk(
         self, state: object, candidates: Sequence[Checkpoint], target: int
     ) -> Resumption:
-        checkpoint, loaded, skipped = first_that_loads(candidates, lambda found: self._read(found))
+        checkpoint, loaded, skipped = first_that_loads(candidates, self._reader.read)
         if checkpoint is None or loaded is None:
             raise CheckpointNotFound(
                 f"no state of step {target} or before: in memory are {self._recent.steps}, on disk nothing that loads",
                 path=self.directory,
             )
-        return Resumption(
-            step=checkpoint.step,
-            epoch=checkpoint.epoch,
-            state=loaded.put_back(state),
-            checkpoint=checkpoint,
-            metrics=checkpoint.metrics,
-            skipped=tuple(skipped),
-        )
+        return Resumption.at(checkpoint, loaded.put_back(state), skipped=skipped)
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return the committed checkpoints of the series, oldest first."""
-        found = [c for c in self._store.scan() if c.series == self.prefix]
-        usable = (State.OK, State.UNVERIFIED, State.CORRUPT)
-        return sorted((c for c in found if c.state in usable), key=lambda c: c.order)
+        return self._reader.checkpoints()
 
     def latest(self) -> Checkpoint | None:
         """Return the newest checkpoint that is not known to be damaged, or None. Never raises because of leftovers."""
-        return next((c for c in newest_first(self.checkpoints()) if c.is_countable), None)
+        return self._reader.latest()
 
     def best(self, metric: str, mode: str = "min") -> Checkpoint | None:
         """Return the checkpoint with the best value of a metric, or None when none has it; NaN never wins.
@@ -361,16 +313,7 @@ class CheckpointManager:
             metric: Name as given to `step_end`.
             mode: `min` or `max`.
         """
-        if mode not in ("min", "max"):
-            raise ValueError(f"mode must be 'min' or 'max', but got {mode!r}")
-        sign = 1 if mode == "min" else -1
-        ranked = [
-            c
-            for c in self.checkpoints()
-            if c.is_countable and math.isfinite(c.metrics.get(metric, math.nan))
-        ]
-        # Of equal values the newer one is better, as in the retention rule.
-        return min(reversed(ranked), key=lambda c: sign * c.metrics[metric], default=None)
+        return self._reader.best(metric, mode)
 
     def load(self, checkpoint: Checkpoint | int | str, state: object = None) -> object:
         """Load one checkpoint, verified.
@@ -383,7 +326,7 @@ class CheckpointManager:
             CheckpointNotFound: There is no such checkpoint.
             CorruptCheckpoint, KeyProblem: It is damaged, or the key is wrong.
         """
-        return self._read(self._find(checkpoint)).put_back(state)
+        return self._reader.read(self._reader.find(checkpoint)).put_back(state)
 
     def pin(
         self, checkpoint: Checkpoint | int | str, name: str = "pinned", *, reason: str = ""
@@ -457,34 +400,6 @@ class CheckpointManager:
         ):
             unsaved()
 
-    def _free_name(self, step: int) -> tuple[str, int]:
-        """Return a name that nobody uses, and which save of the step that makes it."""
-        present = self._store.scan()
-        taken = {checkpoint.name for checkpoint in present}
-        first = next_attempt([c for c in present if c.series == self.prefix], step)
-        for attempt in itertools.count(first):
-            name = step_name(self.prefix, step, attempt=attempt, format=self._config.format)
-            if name not in taken:
-                return name, attempt
-        raise AssertionError
-
-    def _find(self, checkpoint: Checkpoint | int | str) -> Checkpoint:
-        if isinstance(checkpoint, Checkpoint):
-            return checkpoint
-        for found in reversed(self.checkpoints()):
-            if found.step == checkpoint or checkpoint in (found.name, str(found.path)):
-                return found
-        raise CheckpointNotFound(
-            f"no checkpoint {checkpoint!r} in series {self.prefix!r}", path=self.directory
-        )
-
-    def _read(self, checkpoint: Checkpoint) -> StoredState:
-        with open_checkpoint(self._store, checkpoint, options=self._read_options) as (
-            opened,
-            manifest,
-        ):
-            return StoredState.read(opened, path=checkpoint.path, manifest=manifest)
-
     def _repin(
         self,
         checkpoint: Checkpoint | int | str,
@@ -493,4 +408,4 @@ class CheckpointManager:
         name = checkpoint.name if isinstance(checkpoint, Checkpoint) else checkpoint
         self._writer.open()
         with self._writer.changing:
-            self._store.change_pins(self._find(name), change)
+            self._store.change_pins(self._reader.find(name), change)

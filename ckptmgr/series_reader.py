@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checkpoints of one series as their run looks them up: which there are, which is best, what is in one."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from ckptmgr.errors import CheckpointNotFound
+from ckptmgr.loader import ReadOptions
+from ckptmgr.model import Checkpoint, State
+from ckptmgr.naming import step_name
+from ckptmgr.resume import newest_first, open_checkpoint
+from ckptmgr.series import next_attempt
+from ckptmgr.store import Store
+from ckptmgr.stored_state import StoredState
+
+_USABLE = (State.OK, State.UNVERIFIED, State.CORRUPT)
+
+
+class SeriesReader:
+    """Looks up and reads the checkpoints of a series.
+
+    Args:
+        store: The directory.
+        series: Name of the series.
+        options: How to read.
+    """
+
+    def __init__(self, store: Store, series: str, *, options: ReadOptions) -> None:
+        self._store = store
+        self._series = series
+        self._options = options
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Return the committed checkpoints, oldest first."""
+        found = [c for c in self._store.scan() if c.series == self._series]
+        return sorted((c for c in found if c.state in _USABLE), key=lambda c: c.order)
+
+    def latest(self) -> Checkpoint | None:
+        """Return the newest checkpoint that is not known to be damaged, or None."""
+        return next((c for c in newest_first(self.checkpoints()) if c.is_countable), None)
+
+    def best(self, metric: str, mode: str) -> Checkpoint | None:
+        """Return the checkpoint with the best finite value of a metric, or None.
+
+        Raises:
+            ValueError: `mode` is neither `min` nor `max`.
+        """
+        if mode not in ("min", "max"):
+            raise ValueError(f"mode must be 'min' or 'max', but got {mode!r}")
+        sign = 1 if mode == "min" else -1
+        ranked = [
+            c
+            for c in self.checkpoints()
+            if c.is_countable and math.isfinite(c.metrics.get(metric, math.nan))
+        ]
+        # Of equal values the newer one is better, as in the retention rule.
+        return min(reversed(ranked), key=lambda c: sign * c.metrics[metric], default=None)
+
+    def find(self, checkpoint: Checkpoint | int | str) -> Checkpoint:
+        """Return a checkpoint by itself, by its step, its name or its path.
+
+        Raises:
+            CheckpointNotFound: There is no such checkpoint.
+        """
+        if isinstance(checkpoint, Checkpoint):
+            return checkpoint
+        for found in reversed(self.checkpoints()):
+            if found.step == checkpoint or checkpoint in (found.name, str(found.path)):
+                return found
+        raise CheckpointNotFound(
+            f"no checkpoint {checkpoint!r} in series {self._series!r}", path=self._store.directory
+        )
+
+    def read(self, checkpoint: Checkpoint) -> StoredState:
+        """Read one checkpoint, verified."""
+        with open_checkpoint(self._store, checkpoint, options=self._options) as (opened, manifest):
+            return StoredState.read(opened, path=checkpoint.path, manifest=manifest)
+
+    def free_name(self, step: int, *, format: str) -> tuple[str, int]:
+        """Return a name that nobody uses, and which save of the step that makes it."""
+        present = self._store.scan()
+        taken = {checkpoint.name for checkpoint in present}
+        first = next_attempt([c for c in present if c.series == self._series], step)
+        for attempt in itertools.count(first):
+            name = step_name(self._series, step, attempt=attempt, format=format)
+            if name not in taken:
+                return name, attempt
+        raise AssertionError
