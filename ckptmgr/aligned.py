@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import queue
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -26,10 +27,16 @@ class Buffers:
 
     def __init__(self, count: int, size_bytes: int) -> None:
         self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
-        self._unmade = count
+        self._count = self._unmade = count
         self._size_bytes = size_bytes
         self._lock = threading.Lock()
         self._taking_many = threading.Lock()
+        _all.add(self)
+
+    @property
+    def made_bytes(self) -> int:
+        """Bytes of the buffers that were needed so far."""
+        return (self._count - self._unmade) * self._size_bytes
 
     def take(self) -> memoryview:
         """Return a buffer, waiting for one if all are in use."""
@@ -62,6 +69,14 @@ class Buffers:
             yield buffer
         finally:
             self.give_back(buffer)
+
+
+_all: weakref.WeakSet[Buffers] = weakref.WeakSet()
+
+
+def buffer_bytes() -> int:
+    """Return the bytes of all buffers of this process; they are kept, so this is also the most there ever were."""
+    return sum(buffers.made_bytes for buffers in list(_all))
 
 
 def copy_into(target: memoryview, source: memoryview) -> None:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
-from ckptmgr.errors import SaveFailed
+from ckptmgr.errors import SaveFailed, SaveSuperseded
 from ckptmgr.handle import SaveHandle, SaveStats
 from ckptmgr.model import Checkpoint
 from ckptmgr.save_failure import BackPressure, OnError, check_back_pressure, parse_on_error
@@ -118,6 +118,7 @@ class BackgroundSaver:
             handle.stats.stage_s = now - staging
             handle.stats.staged_bytes = staged.size_bytes
             handle.staged.set_result(None)
+            handle.stats.blocked_s = now - started  # all but what follows; it may be noted before this returns
             work = partial(finish, staged, handle.stats)
             self._enqueue(_Job(handle=handle, staged=staged, finish=work, submitted_at=now))
             handle.stats.blocked_s = time.perf_counter() - started
@@ -199,7 +200,7 @@ class BackgroundSaver:
         if superseded is not None:
             _release(superseded.staged)
             superseded.handle.durable.set_exception(
-                SaveFailed(
+                SaveSuperseded(
                     "superseded by a newer save before it was started (back_pressure='coalesce')"
                 )
             )

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
 from ckptmgr.background import BackgroundSaver
@@ -26,6 +27,7 @@ from ckptmgr.handle import SaveHandle, SaveStats
 from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.memory_config import MemoryConfig
 from ckptmgr.model import Checkpoint
+from ckptmgr.observe import EVERYBODY, SaveWatch
 from ckptmgr.save_failure import BackPressure, OnError
 from ckptmgr.saver import Publish, SaveOptions, save_items
 from ckptmgr.staging import StagingPool
@@ -91,26 +93,33 @@ class SaveEngine:
         self._free_pool: Callable[[], object] = _nothing
         _engines.add(self)
 
-    def run(self, store: Store, items: Sequence[Item], save: Save) -> SaveHandle | None:
+    def run(
+        self, store: Store, items: Sequence[Item], save: Save, *, watch: SaveWatch | None = None
+    ) -> SaveHandle | None:
         """Save `items`; return the handle, or None when the save was skipped under back-pressure.
 
         Args:
             store: Where to; a worker process can only reach the real disk.
             items: What to save. They may change as soon as `handle.staged` is done, which it is on return.
             save: Saves items with the function it is given and returns the checkpoint; runs in the background.
+            watch: Hears how the save proceeds.
 
         Raises:
             BaseException: In `sync` mode the failure of this save, otherwise that of an earlier one.
         """
+        watch = EVERYBODY.watch(series="", step=None, why="manual") if watch is None else watch
         if self.mode == "sync":
-            return self._run_now(items, save)
+            return self._run_now(items, save, watch)
         if self.mode == "process" and not isinstance(store.fs, OsFileSystem):
             raise ValueError(
                 "async_save='process' needs the real disk; use 'thread' with another file system"
             )
-        return self._background.submit(
-            lambda: self._stage(items), lambda staged, stats: self._finish(staged, save, stats)
+        handle = self._background.submit(
+            lambda: self._stage(items),
+            lambda staged, stats: self._finish(staged, save, stats, watch=watch),
         )
+        watch.follow(handle)
+        return handle
 
     @property
     def is_busy(self) -> bool:
@@ -118,11 +127,17 @@ class SaveEngine:
         return self._background.is_busy
 
     @staticmethod
-    def _run_now(items: Sequence[Item], save: Save) -> SaveHandle:
+    def _run_now(items: Sequence[Item], save: Save, watch: SaveWatch) -> SaveHandle:
         started = time.perf_counter()
         handle = SaveHandle()
-        checkpoint = save(items, _measured(save_items, handle.stats))
-        handle.stats.blocked_s = time.perf_counter() - started
+        stats = handle.stats
+
+        def note_blocked(path: Path) -> None:
+            stats.blocked_s = time.perf_counter() - started
+            watch.durable(path, stats)
+
+        checkpoint = save(items, _measured(save_items, stats, note_blocked))
+        stats.blocked_s = time.perf_counter() - started
         handle.staged.set_result(None)
         handle.durable.set_result(checkpoint)
         return handle
@@ -132,11 +147,15 @@ class SaveEngine:
             self._worker.start()
         return self._staging_pool().stage(items)
 
-    def _finish(self, staged: StagedState, save: Save, stats: SaveStats) -> Checkpoint:
+    def _finish(
+        self, staged: StagedState, save: Save, stats: SaveStats, *, watch: SaveWatch
+    ) -> Checkpoint:
         publish: Publish = save_items
         if self.mode == "process":
             publish = self._worker.publisher(staged)
-        return save(staged.items, _measured(publish, stats))
+        stats.staging_bytes = self._staging_pool().ledger.host_bytes
+        measured = _measured(publish, stats, lambda path: watch.durable(path, stats))
+        return save(staged.items, measured)
 
     def _staging_pool(self) -> StagingPool:
         if self._pool is None:
@@ -197,8 +216,8 @@ def _forget_parent() -> None:
 os.register_at_fork(after_in_child=_forget_parent)
 
 
-def _measured(publish: Publish, stats: SaveStats) -> Publish:
-    """Return `publish`, noting what it costs."""
+def _measured(publish: Publish, stats: SaveStats, done: Callable[[Path], None]) -> Publish:
+    """Return `publish`, noting what it costs, and calling `done` with the path of the file that is now durable."""
 
     def measured(
         store: Store,
@@ -210,6 +229,9 @@ def _measured(publish: Publish, stats: SaveStats) -> Publish:
         describe: Callable[[FileEntry, Mapping[str, float]], Manifest],
         metadata: Mapping[str, str] | None = None,
     ) -> Manifest:
+        def describe_cost(entry: FileEntry, figures: Mapping[str, float]) -> Manifest:
+            return describe(entry, {**_known_early(stats), **figures})
+
         started = time.perf_counter()
         manifest = publish(
             store,
@@ -217,7 +239,7 @@ def _measured(publish: Publish, stats: SaveStats) -> Publish:
             items,
             options=options,
             series=series,
-            describe=describe,
+            describe=describe_cost,
             metadata=metadata,
         )
         passed_s = time.perf_counter() - started
@@ -226,6 +248,21 @@ def _measured(publish: Publish, stats: SaveStats) -> Publish:
         until_synced_s = manifest.stats.get("until_synced_s", stats.write_s)
         stats.sync_s = until_synced_s - stats.write_s
         stats.commit_s = max(0.0, passed_s - until_synced_s)
+        stats.buffer_bytes = int(manifest.stats.get("buffer_bytes", 0))
+        done(store.directory / name)
         return manifest
 
     return measured
+
+
+def _known_early(stats: SaveStats) -> dict[str, float]:
+    """Return what a manifest can say about a save in the background: the figures from before the writing."""
+    if stats.staged_bytes == 0:
+        return {}
+    return {
+        "blocked_s": stats.blocked_s,
+        "queue_s": stats.queue_s,
+        "stage_s": stats.stage_s,
+        "staged_bytes": stats.staged_bytes,
+        "staging_bytes": stats.staging_bytes,
+    }

@@ -18,6 +18,7 @@ CkptmgrError (Exception)
 ├── UnsafePrune                          a retention request that would lose the last good checkpoint
 ├── UnsafeWrite                          output that would destroy a file: its own input, or an existing one
 ├── SaveFailed                           the save did not become durable; the previous state is intact
+│   └── SaveSuperseded                   ... because a newer one took its place before it was started
 └── NotBuiltYet (NotImplementedError)    accepted by MindSpore, planned here, not built yet
 ```
 
@@ -128,6 +129,10 @@ class UnsafeWrite(CkptmgrError):
 
 class SaveFailed(CkptmgrError):
     """Report a save that did not become durable."""
+
+
+class SaveSuperseded(SaveFailed):
+    """Report a save that never started because a newer one took its place (`back_pressure="coalesce"`)."""
 
 
 class NotBuiltYet(CkptmgrError, NotImplementedError):

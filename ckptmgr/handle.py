@@ -23,6 +23,8 @@ class SaveStats:
         commit_s: Manifest, rename and directory syncs.
         size_bytes: Size of the file.
         staged_bytes: Bytes copied into staging memory.
+        staging_bytes: All staging memory there is, kept for the next save.
+        buffer_bytes: The buffers between memory and disk, which all saves and loads of the writing process share.
     """
 
     blocked_s: float = 0.0
@@ -33,6 +35,13 @@ class SaveStats:
     commit_s: float = 0.0
     size_bytes: int = 0
     staged_bytes: int = 0
+    staging_bytes: int = 0
+    buffer_bytes: int = 0
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most memory beside the state itself that the save needed; it stays allocated for the next one."""
+        return self.staging_bytes + self.buffer_bytes
 
     @property
     def gigabytes_per_s(self) -> float:

@@ -99,8 +99,8 @@ class Manifest:
         return replace(self, replaces=None)
 
     def completed(self, file: FileEntry, stats: Mapping[str, float]) -> Manifest:
-        """Return this draft with the data file that was written."""
-        return replace(self, file=file, stats=dict(stats))
+        """Return this draft with the data file that was written, and what is known about its cost by now."""
+        return replace(self, file=file, stats={**self.stats, **stats})
 
     def to_checkpoint(
         self, directory: Path, *, state: State = State.OK, problem: str | None = None

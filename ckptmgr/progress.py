@@ -7,6 +7,7 @@ A save in flight counts, so that the policy does not ask for it again; one that 
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 from ckptmgr.handle import SaveHandle
 from ckptmgr.save_policy import LastSave
@@ -33,10 +34,13 @@ class Progress:
 
     @property
     def last(self) -> LastSave:
-        """The newest save that succeeded or may still do so."""
+        """The newest save that succeeded or may still do so, and for how long it held up the training."""
         with self._lock:
             self._settle()
-            return self._in_flight[-1][1] if self._in_flight else self._durable
+            if not self._in_flight:
+                return self._durable
+            handle, save = self._in_flight[-1]
+            return _with_cost(save, handle)
 
     @property
     def latest_path(self) -> str:
@@ -51,6 +55,10 @@ class Progress:
             if not handle.durable.done():
                 remaining.append((handle, save))
             elif handle.durable.exception() is None:
-                self._durable = save
+                self._durable = _with_cost(save, handle)
                 self._path = str(handle.durable.result().path)
         self._in_flight = remaining
+
+
+def _with_cost(save: LastSave, handle: SaveHandle) -> LastSave:
+    return replace(save, cost_s=handle.stats.blocked_s)

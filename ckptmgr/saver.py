@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ckptmgr.aligned import buffer_bytes
 from ckptmgr.crypto.errors import CryptoError
 from ckptmgr.crypto.key import Key
 from ckptmgr.digest import FileDigest
@@ -120,6 +121,7 @@ def save_items(
 
         def describe_file(digest: FileDigest) -> Manifest:
             stats["until_synced_s"] = time.perf_counter() - started
+            stats["buffer_bytes"] = buffer_bytes()
             entry = FileEntry(
                 name=name,
                 digest=digest,

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from ckptmgr.errors import CkptmgrError, StoreLocked, UnsafePrune
 from ckptmgr.formats.tensor import Item
 from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.model import Checkpoint, Plan, State
+from ckptmgr.observe import EVERYBODY, Observers
 from ckptmgr.retention import RetentionPolicy, plan
 from ckptmgr.saver import Publish, SaveOptions, save_items
 from ckptmgr.store import Store
@@ -57,6 +59,7 @@ class SeriesWriter:
         options: How files are written.
         clock: Seconds since the epoch; stamps the checkpoints.
         run_id: Identifies the run; random by default.
+        observers: Hear of removed checkpoints and of leases that were taken over.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class SeriesWriter:
         options: SaveOptions,
         clock: Callable[[], float],
         run_id: str | None = None,
+        observers: Observers = EVERYBODY,
     ) -> None:
         self.store = store
         self.series = series
@@ -76,6 +80,7 @@ class SeriesWriter:
         self.resumed_from: Checkpoint | None = None
         self._last_saved: Checkpoint | None = None
         self._clock = clock
+        self._observers = observers
         self._lease = contextlib.ExitStack()
         self._holder: int | None = None
         # Held while retention removes what it has decided to, and while something is pinned.
@@ -91,8 +96,16 @@ class SeriesWriter:
             return
         self._lease.enter_context(self.store.lease(self.series))
         self._holder = os.getpid()
-        for sentence in self.store.recover(self.series):
+        sentences = self.store.recover(self.series)
+        for sentence in sentences:
             _LOG.warning("%s: %s", self.store.directory, sentence)
+        if sentences:
+            self._observers.emit(
+                "lease.taken_over",
+                path=self.store.directory,
+                series=self.series,
+                notes=tuple(sentences),
+            )
 
     def close(self) -> None:
         """Give the lease back."""
@@ -182,16 +195,37 @@ class SeriesWriter:
 
         A failure to remove something is logged, not raised: the save it follows was good.
         """
+        started = time.perf_counter()
         try:
             with self.changing:
                 decided = self.planned(policy)
                 failures = self._remove(decided.dropped)
-            for failure in failures:
-                _LOG.warning("retention: %s", failure)
         except (UnsafePrune, OSError) as error:
             _LOG.warning("retention: %s", error)
+            self._observers.emit("prune", error, path=self.store.directory, series=self.series)
             return None
+        for failure in failures:
+            _LOG.warning("retention: %s", failure)
+        if decided.dropped:
+            self._tell_pruned(decided, failures, seconds=time.perf_counter() - started)
         return decided
+
+    def _tell_pruned(
+        self, decided: Plan, failures: Sequence[Exception], *, seconds: float
+    ) -> None:
+        self._observers.emit(
+            "prune",
+            failures[0] if failures else None,
+            path=self.store.directory,
+            series=self.series,
+            seconds=seconds,
+            figures={
+                "kept": len(decided.kept),
+                "dropped": len(decided.dropped),
+                "freed_bytes": decided.freed_bytes,
+            },
+            notes=tuple(f"dropped {checkpoint.name}" for checkpoint in decided.dropped),
+        )
 
     def _remove(self, dropped: Sequence[Checkpoint]) -> Sequence[Exception]:
         # Names may belong to series of earlier runs (`net`, `net_1`): a live writer there keeps its files.

@@ -57,6 +57,7 @@ CODES: Mapping[type[errors.CkptmgrError], Exit] = {
     errors.UnsafePrune: Exit.REFUSED,
     errors.UnsafeWrite: Exit.REFUSED,
     errors.SaveFailed: Exit.FAILED,
+    errors.SaveSuperseded: Exit.FAILED,
     errors.NotBuiltYet: Exit.FAILED,
 }
 
