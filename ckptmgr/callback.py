@@ -13,7 +13,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +24,7 @@ from ckptmgr.crypto.key import Key
 from ckptmgr.engine import engine_for
 from ckptmgr.formats.tensor import Item
 from ckptmgr.fsio import FileSystem
+from ckptmgr.handle import SaveStats
 from ckptmgr.leaves import named_tensors
 from ckptmgr.loader import ReadOptions, Value, read_values
 from ckptmgr.model import Checkpoint
@@ -36,8 +37,9 @@ from ckptmgr.naming import (
     restart_prefix,
     step_in_epoch,
 )
+from ckptmgr.observe import Observer, Observers, about
 from ckptmgr.progress import Progress
-from ckptmgr.resume import Skipped, first_that_loads, newest_first, open_checkpoint
+from ckptmgr.resume import Skipped, first_that_loads, newest_first, notes_of, open_checkpoint
 from ckptmgr.save_policy import LastSave, decide_at_end
 from ckptmgr.saver import Publish, SaveOptions
 from ckptmgr.serialization import join_items
@@ -77,6 +79,7 @@ class ModelCheckpoint:
         prefix: Start of the file names, or a function of the callback parameters that returns the whole name.
         directory: Where to save; created if missing. Or a function of the callback parameters. Default: the working directory.
         config: When and how to save, what to keep.
+        observe: A function, or several, that take an `Event` of `ckptmgr.observe`.
         clock: Seconds since the epoch.
         fs: The disk.
 
@@ -99,6 +102,7 @@ class ModelCheckpoint:
         directory: str | Callable[[Any], str] | None = None,
         config: CheckpointConfig | None = None,
         *,
+        observe: Observer | Iterable[Observer] | None = None,
         clock: Callable[[], float] = time.time,
         fs: FileSystem | None = None,
     ) -> None:
@@ -110,6 +114,7 @@ class ModelCheckpoint:
             self._directory = check_directory(directory)
         self._config = check_config(config)
         self._key = None if self._config.enc_key is None else Key(self._config.enc_key)
+        self._observers = Observers(observe)
         self._clock = clock
         self._fs = fs
         self._prefix_of = checked if callable(checked) else None
@@ -236,6 +241,15 @@ class ModelCheckpoint:
         Raises:
             KeyProblem: There are checkpoints, but none opens with the key of the configuration.
         """
+        with self._observers.timed("resume", series=self._prefix) as told:
+            found, skipped = self._resume()
+            if found is not None:
+                told |= about(found.checkpoint)
+            told["figures"] = {"skipped": len(skipped)}
+            told["notes"] = notes_of(skipped)
+        return found
+
+    def _resume(self) -> tuple[Resumed | None, Sequence[Skipped]]:
         self._engine.wait_until_idle()
         writer = self._writer(self._directory, self._prefix)
         family = re.compile(re.escape(self._base_prefix) + r"(_\d+)?")
@@ -250,9 +264,9 @@ class ModelCheckpoint:
         for one in skipped:
             _LOG.warning("skipped %s: %s", one.checkpoint.path, one.reason)
         if checkpoint is None or values is None:
-            return None
+            return None, skipped
         writer.continue_from(checkpoint, writer.store.read_manifest(checkpoint.name))
-        return Resumed(checkpoint=checkpoint, values=values, skipped=tuple(skipped))
+        return Resumed(checkpoint=checkpoint, values=values, skipped=tuple(skipped)), skipped
 
     def _save_if_due(self, params: Any, *, is_end: bool) -> None:
         step, now = int(params.cur_step_num), self._clock()
@@ -294,8 +308,10 @@ class ModelCheckpoint:
                 writer.retain(self._config.retention_policy())
             return checkpoint
 
-        writer.open()
-        handle = self._engine.run(writer.store, self._items(params, step=step, epoch=epoch), save)
+        with self._observers.watch(series=prefix, step=step, why=facts.why) as watch:
+            writer.open()
+            items = self._items(params, step=step, epoch=epoch)
+            handle = self._engine.run(writer.store, items, save, watch=watch)
         if handle is not None:
             self._progress.note(handle, LastSave(step=step, at=now))
 
@@ -315,8 +331,11 @@ class ModelCheckpoint:
             name = breakpoint_name(prefix, epoch, step_in_epoch=position)
             facts = SaveFacts(step=step, epoch=epoch, why=f"exception: {type(error).__name__}")
             writer = self._writer(self._directory, self._prefix)
-            items = self._items(self._params, step=step, epoch=epoch)
-            writer.save(name, items, facts, options=replace(writer.options, format="ckpt"))
+            options = replace(writer.options, format="ckpt")
+            with self._observers.watch(series=prefix, step=step, why=facts.why) as watch:
+                items = self._items(self._params, step=step, epoch=epoch)
+                saved = writer.save(name, items, facts, options=options)
+                watch.durable(saved.path, SaveStats(size_bytes=saved.size_bytes))
         except Exception as failure:
             error.add_note(f"ckptmgr: the breakpoint checkpoint could not be saved: {failure}")
 
@@ -348,7 +367,9 @@ class ModelCheckpoint:
             store = Store(
                 directory, fs=self._fs, key=self._key, must_authenticate=self._key is not None
             )
-            writer = SeriesWriter(store, series, options=options, clock=self._clock)
+            writer = SeriesWriter(
+                store, series, options=options, clock=self._clock, observers=self._observers
+            )
             self._writers[directory, series] = writer
         return writer
 

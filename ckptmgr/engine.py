@@ -242,13 +242,11 @@ def _measured(publish: Publish, stats: SaveStats, done: Callable[[Path], None]) 
             describe=describe_cost,
             metadata=metadata,
         )
-        passed_s = time.perf_counter() - started
-        stats.size_bytes = manifest.file.digest.size_bytes
-        stats.write_s = manifest.stats.get("write_s", 0.0)
-        until_synced_s = manifest.stats.get("until_synced_s", stats.write_s)
-        stats.sync_s = until_synced_s - stats.write_s
-        stats.commit_s = max(0.0, passed_s - until_synced_s)
-        stats.buffer_bytes = int(manifest.stats.get("buffer_bytes", 0))
+        stats.note_written(
+            manifest.stats,
+            size_bytes=manifest.file.digest.size_bytes,
+            passed_s=time.perf_counter() - started,
+        )
         done(store.directory / name)
         return manifest
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +38,23 @@ class SaveStats:
     staged_bytes: int = 0
     staging_bytes: int = 0
     buffer_bytes: int = 0
+
+    def note_written(
+        self, figures: Mapping[str, float], *, size_bytes: int, passed_s: float
+    ) -> None:
+        """Take over what was measured while the file was written.
+
+        Args:
+            figures: As in the manifest.
+            size_bytes: Of the file.
+            passed_s: Seconds from the first byte until the checkpoint was durable.
+        """
+        self.size_bytes = size_bytes
+        self.write_s = figures.get("write_s", 0.0)
+        until_synced_s = figures.get("until_synced_s", self.write_s)
+        self.sync_s = until_synced_s - self.write_s
+        self.commit_s = max(0.0, passed_s - until_synced_s)
+        self.buffer_bytes = int(figures.get("buffer_bytes", 0))
 
     @property
     def peak_bytes(self) -> int:

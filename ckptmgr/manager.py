@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -42,9 +42,10 @@ from ckptmgr.loop_values import (
 )
 from ckptmgr.model import Checkpoint, Pin, Plan
 from ckptmgr.naming import check_directory, check_prefix
+from ckptmgr.observe import Observer, Observers, SaveWatch, about
 from ckptmgr.progress import Progress
 from ckptmgr.recent_states import RecentStates
-from ckptmgr.resume import first_that_loads, newest_first, without_manifest
+from ckptmgr.resume import first_that_loads, newest_first, notes_of, without_manifest
 from ckptmgr.resumption import Resumption
 from ckptmgr.save_policy import LastSave, SavePolicy, decide_at_end
 from ckptmgr.saver import Publish, SaveOptions
@@ -72,6 +73,7 @@ class CheckpointManager:
         allow_unsealed: With a key, also resume from files that are not authenticated as a whole.
         snapshot_steps: Every so many steps `step_end` also copies the state into memory, for `rollback`; None for never.
         snapshots: How many such copies are kept; `memory.snapshot_budget_bytes` bounds them, too.
+        observe: A function, or several, that take an `Event` of `ckptmgr.observe`.
         fs: The disk.
         processes: Tells dead writers from live ones.
 
@@ -90,6 +92,7 @@ class CheckpointManager:
         allow_unsealed: bool = False,
         snapshot_steps: int | None = None,
         snapshots: int = 2,
+        observe: Observer | Iterable[Observer] | None = None,
         fs: FileSystem | None = None,
         processes: Processes | None = None,
     ) -> None:
@@ -113,7 +116,10 @@ class CheckpointManager:
             mode=self._config.enc_mode,
             has_crc=self._config.crc_check,
         )
-        self._writer = SeriesWriter(self._store, prefix, options=options, clock=clock)
+        self._observers = Observers(observe)
+        self._writer = SeriesWriter(
+            self._store, prefix, options=options, clock=clock, observers=self._observers
+        )
         read_options = ReadOptions(key=key, allow_unsealed=allow_unsealed)
         self._reader = SeriesReader(self._store, prefix, options=read_options)
         self._progress = Progress(LastSave(step=0, at=clock()))
@@ -143,6 +149,15 @@ class CheckpointManager:
             KeyProblem: There are checkpoints, but none opens with this key.
             StoreLocked: Another live process writes this series.
         """
+        with self._observers.timed("resume", series=self.prefix) as told:
+            found = self._resume(state)
+            if found.checkpoint is not None:
+                told |= about(found.checkpoint)
+            told["figures"] = {"skipped": len(found.skipped), "starts": found.starts}
+            told["notes"] = notes_of(found.skipped)
+        return found
+
+    def _resume(self, state: object) -> Resumption:
         self._engine.wait_until_idle()  # going back: what is in flight would be newer
         self._writer.open()
         present = self._store.scan()
@@ -218,11 +233,24 @@ class CheckpointManager:
             OSError: From the disk; the earlier checkpoints are intact.
         """
         step, epoch = checked_count("step", step), checked_epoch(epoch)
+        checked = checked_metrics(metrics)
+        with self._observers.watch(series=self.prefix, step=step, why=why) as watch:
+            return self._save(step, state, watch, epoch=epoch, metrics=checked, why=why)
+
+    def _save(
+        self,
+        step: int,
+        state: object,
+        watch: SaveWatch,
+        *,
+        epoch: int | None,
+        metrics: Mapping[str, float],
+        why: str,
+    ) -> SaveHandle | None:
         now = self._clock()
         flat = tree.flatten(given_state(state))
         items: list[Item] = [*flat.tensors]
         metadata = metadata_of(flat)
-        checked = checked_metrics(metrics)
         self._seen_step = max(self._seen_step, step)
         self._writer.open()  # before a name is chosen, which another process could take
 
@@ -230,13 +258,13 @@ class CheckpointManager:
             # Not before the save in flight has taken its own name.
             name, attempt = self._reader.free_name(step, format=self._config.format)
             facts = SaveFacts(
-                step=step, attempt=attempt, at=now, epoch=epoch, why=why, metrics=checked
+                step=step, attempt=attempt, at=now, epoch=epoch, why=why, metrics=metrics
             )
             checkpoint = self._writer.save(name, items, facts, metadata=metadata, publish=publish)
             self._writer.retain(self._config.retention_policy())
             return checkpoint
 
-        handle = self._engine.run(self._store, items, write)
+        handle = self._engine.run(self._store, items, write, watch=watch)
         if handle is not None:
             self._progress.note(handle, LastSave(step=step, at=now))
         return handle
@@ -326,7 +354,9 @@ class CheckpointManager:
             CheckpointNotFound: There is no such checkpoint.
             CorruptCheckpoint, KeyProblem: It is damaged, or the key is wrong.
         """
-        return self._reader.read(self._reader.find(checkpoint)).put_back(state)
+        found = self._reader.find(checkpoint)
+        with self._observers.timed("load", series=self.prefix, **about(found)):
+            return self._reader.read(found).put_back(state)
 
     def pin(
         self, checkpoint: Checkpoint | int | str, name: str = "pinned", *, reason: str = ""

@@ -155,9 +155,7 @@ class Observers:
         self._clock = clock
         self._failed: list[Observer] = []
 
-    def emit(
-        self, name: str, failure: BaseException | None = None, **facts: Unpack[Facts]
-    ) -> None:
+    def emit(self, name: str, failure: BaseException | None = None, **facts: Unpack[Facts]) -> None:
         """Tell all observers; never raises because of them.
 
         Args:
@@ -249,9 +247,7 @@ class SaveWatch:
         """Say that the checkpoint is safe, and what it cost."""
         if stats.staged_bytes:
             self.staged(stats)  # whoever staged it may not have had the time to say so
-        self._end(
-            "save.durable", path=path, size_bytes=stats.size_bytes, figures=figures_of(stats)
-        )
+        self._end("save.durable", path=path, size_bytes=stats.size_bytes, figures=figures_of(stats))
 
     def ended_with(self, error: BaseException | None) -> None:
         """Say how the save ended, unless that was said already; None stands for skipped."""
@@ -280,19 +276,13 @@ class SaveWatch:
         handle.staged.add_done_callback(staged)
         handle.durable.add_done_callback(ended)
 
-    def _end(
-        self, name: str, failure: BaseException | None = None, **facts: Unpack[Facts]
-    ) -> None:
+    def _end(self, name: str, failure: BaseException | None = None, **facts: Unpack[Facts]) -> None:
         with self._lock:
             is_late, self._is_over = self._is_over, True
         if not is_late:
             facts["seconds"] = time.perf_counter() - self._started
             facts |= self._about
             self._observers.emit(name, failure, **facts)
-
-
-EVERYBODY = Observers()
-"""The registered observers only, for functions that belong to no manager."""
 
 
 def about(checkpoint: Checkpoint) -> Facts:
@@ -324,3 +314,7 @@ def _as_tuple(observe: Observer | Iterable[Observer] | None) -> tuple[Observer, 
 
 def _text(error: BaseException) -> str:
     return error.message if isinstance(error, CkptmgrError) else str(error)
+
+
+EVERYBODY = Observers()
+"""The registered observers only, for functions that belong to no manager."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from ckptmgr import trash
 from ckptmgr.errors import CheckpointNotFound, StoreLocked, UnsafePrune
 from ckptmgr.model import Checkpoint, Plan, State
+from ckptmgr.observe import EVERYBODY
 from ckptmgr.retention import RetentionPolicy, plan
 from ckptmgr.store import Store
 from ckptmgr.trash import Batch
@@ -129,6 +130,21 @@ def carry_out(store: Store, proposal: Proposal, *, at_once: bool = False) -> Out
     Returns:
         What was done; a series that is locked, has changed or fails is left alone and named in `failures`.
     """
+    with EVERYBODY.timed("prune", path=store.directory) as told:
+        outcome = _carry_out(store, proposal, at_once=at_once)
+        told["figures"] = {
+            "kept": len(proposal.kept),
+            "dropped": len(outcome.removed),
+            "freed_bytes": sum(c.size_bytes for c in outcome.removed),
+        }
+        told["notes"] = (*(f"dropped {c.name}" for c in outcome.removed), *outcome.notes)
+        if outcome.failures:
+            told["error"] = "; ".join(map(str, outcome.failures))
+            told["error_type"] = type(outcome.failures[0]).__name__
+    return outcome
+
+
+def _carry_out(store: Store, proposal: Proposal, *, at_once: bool) -> Outcome:
     outcome = Outcome()
     into = trash.new_batch_path(store, proposal.now)
     has_leftovers = any(c.state is State.LEFTOVER for c in proposal.leftovers)

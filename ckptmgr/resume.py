@@ -29,6 +29,11 @@ class Skipped:
     reason: str
 
 
+def notes_of(skipped: Sequence[Skipped]) -> tuple[str, ...]:
+    """Return a sentence for each checkpoint that was passed over."""
+    return tuple(f"skipped {one.checkpoint.name}: {one.reason}" for one in skipped)
+
+
 @contextlib.contextmanager
 def open_checkpoint(
     store: Store, checkpoint: Checkpoint, *, options: ReadOptions

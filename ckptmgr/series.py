@@ -210,9 +210,7 @@ class SeriesWriter:
             self._tell_pruned(decided, failures, seconds=time.perf_counter() - started)
         return decided
 
-    def _tell_pruned(
-        self, decided: Plan, failures: Sequence[Exception], *, seconds: float
-    ) -> None:
+    def _tell_pruned(self, decided: Plan, failures: Sequence[Exception], *, seconds: float) -> None:
         self._observers.emit(
             "prune",
             failures[0] if failures else None,
