@@ -146,6 +146,18 @@ class FileSystem(Protocol):
         ...
 
 
+def discard(fs: FileSystem, path: Path) -> None:
+    """Remove a file that nobody needs, as far as the disk lets us."""
+    with contextlib.suppress(OSError):
+        fs.unlink(path)
+
+
+def remove_name(fs: FileSystem, path: Path) -> None:
+    """Remove a file that may be gone already."""
+    with contextlib.suppress(FileNotFoundError):
+        fs.unlink(path)
+
+
 class OsFileSystem:
     """The real disk."""
 

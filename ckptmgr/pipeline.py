@@ -16,12 +16,14 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from blake3 import blake3
 
 from ckptmgr.aligned import Buffers
+from ckptmgr.crew import run_together
 from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.mindspore_blocks import BlockSealer
 from ckptmgr.digest import RANGE_BYTES, FileDigest
@@ -87,6 +89,7 @@ class _Writer:
         self._ranges = iter(range(-(-stream.tail_start // RANGE_BYTES)))
         self._unfinished = blake3()  # of the range in which the tail starts
         self._lock = threading.Lock()
+        self._producing = 0
         self._failure: BaseException | None = None
         self._writes: queue.SimpleQueue[tuple[int, memoryview, int] | None] = queue.SimpleQueue()
 
@@ -102,21 +105,20 @@ class _Writer:
         return self._digests
 
     def _write_body_in_parallel(self) -> None:
-        producers = [self._thread(self._produce_all) for _ in range(PRODUCERS)]
-        writers = [self._thread(self._write_all) for _ in range(_WRITERS)]
-        self._guard(lambda: _start((*writers, *producers)))
-        # However often Ctrl-C is pressed: nobody may close the file, or reuse its descriptor, under a running thread.
-        while any(thread.is_alive() for thread in (*writers, *producers)):
-            self._guard(lambda: self._finish(producers, writers))
+        self._producing = PRODUCERS
+        works = [self._produce_and_leave] * PRODUCERS + [self._write_all] * _WRITERS
+        run_together([partial(self._guard, work) for work in works], fail=self._fail)
 
-    def _thread(self, work: Callable[[], None]) -> threading.Thread:
-        return threading.Thread(target=self._guard, args=(work,), daemon=True)
-
-    def _finish(self, producers: list[threading.Thread], writers: list[threading.Thread]) -> None:
-        _join(producers)
-        for _ in writers:
-            self._writes.put(None)
-        _join(writers)
+    def _produce_and_leave(self) -> None:
+        try:
+            self._produce_all()
+        finally:
+            with self._lock:
+                self._producing -= 1
+                is_last = self._producing == 0
+            if is_last:
+                for _ in range(_WRITERS):
+                    self._writes.put(None)
 
     def _guard(self, work: Callable[[], object]) -> None:
         try:
@@ -191,14 +193,3 @@ class _Writer:
             self._unfinished.update(part)
             self._digests[index] = self._unfinished.digest()
             self._unfinished, filled, index = blake3(), 0, index + 1
-
-
-def _start(threads: Iterable[threading.Thread]) -> None:
-    for thread in threads:
-        thread.start()
-
-
-def _join(threads: Iterable[threading.Thread]) -> None:
-    for thread in threads:
-        if thread.is_alive():
-            thread.join()

@@ -7,11 +7,13 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
+from ckptmgr.crew import run_together
+
 Piece = TypeVar("Piece")
 
 
 def drain(pieces: Iterator[Piece], work: Callable[[Piece], None], *, threads: int) -> None:
-    """Call `work` with every piece, at most `threads` at a time; the caller is one of them.
+    """Call `work` with every piece, at most `threads` at a time.
 
     Pieces are made one at a time. No thread is left when this returns.
 
@@ -29,18 +31,10 @@ class _Drain(Generic[Piece]):
         self._failure: BaseException | None = None
 
     def run(self, threads: int) -> None:
-        others = [
-            threading.Thread(target=self._loop, name="ckptmgr-staging", daemon=True)
-            for _ in range(threads - 1)
-        ]
-        try:
-            for thread in others:
-                thread.start()
+        if threads > 1:
+            run_together([self._loop] * threads, fail=self._fail)
+        else:
             self._loop()
-            _join(others)
-        except BaseException as error:  # no thread to start, or Ctrl-C: stop the others first
-            self._fail(error)
-            _join(others)
         if self._failure is not None:
             raise self._failure
 
@@ -57,9 +51,3 @@ class _Drain(Generic[Piece]):
 
     def _fail(self, error: BaseException) -> None:
         self._failure = self._failure or error
-
-
-def _join(threads: list[threading.Thread]) -> None:
-    for thread in threads:
-        if thread.ident is not None:
-            thread.join()

@@ -28,13 +28,14 @@ from ckptmgr.crypto.key import Key
 from ckptmgr.digest import FileDigest, digest_of
 from ckptmgr.disk_errors import explained, not_enough_space
 from ckptmgr.errors import CkptmgrError, KeyProblem, UnsafePrune, UnsupportedCheckpoint
-from ckptmgr.formats.source import read_bytes
-from ckptmgr.fsio import FileStatus, FileSystem, OsFileSystem, OutputFile
-from ckptmgr.lease import Processes, ProcProcesses, hold_lease, series_tag
+from ckptmgr.fsio import FileStatus, FileSystem, OsFileSystem, OutputFile, discard, remove_name
+from ckptmgr.lease import Processes, ProcProcesses, hold_lease
 from ckptmgr.manifest import FileEntry, Manifest, manifest_name
+from ckptmgr.manifest_files import ManifestFiles
 from ckptmgr.model import Checkpoint, Pin, State
 from ckptmgr.naming import parse_name
-from ckptmgr.temp_names import final_name, parse_temp, temp_name
+from ckptmgr.recovery import recover
+from ckptmgr.temp_names import final_name, parse_temp
 
 _LOG = logging.getLogger(__name__)
 _DATA_SUFFIXES = (".ckpt", ".safetensors")
@@ -67,6 +68,13 @@ class Store:
         self._key = key
         self._processes: Processes = processes if processes is not None else ProcProcesses()
         self.must_authenticate = must_authenticate
+        self._manifests = ManifestFiles(
+            directory,
+            fs=self.fs,
+            key=key,
+            processes=self._processes,
+            must_authenticate=must_authenticate,
+        )
 
     def scan(self) -> list[Checkpoint]:
         """Return everything in the directory that is, was or will be a checkpoint, in no particular order.
@@ -95,42 +103,7 @@ class Store:
         Raises:
             CorruptCheckpoint, TamperedCheckpoint, KeyProblem: It is damaged, changed, or under another key.
         """
-        manifest = self._load_manifest(manifest_name(data_name))
-        if manifest is None or manifest.replaces is None:
-            return manifest
-        return self._half_that_matches(manifest)
-
-    def _load_manifest(
-        self, name: str, *, with_key: bool = True, must_authenticate: bool | None = None
-    ) -> Manifest | None:
-        path = self.directory / name
-        try:
-            file = self.fs.open(path)
-        except FileNotFoundError:
-            return None
-        with contextlib.closing(file):
-            data = read_bytes(file, 0, min(file.size, manifests.MAX_MANIFEST_BYTES))
-        if must_authenticate is None:
-            must_authenticate = self.must_authenticate
-        key = self._key if with_key else None
-        return manifests.decode(data, path=path, key=key, must_authenticate=must_authenticate)
-
-    def _would_lose_authentication(self, data_name: str) -> bool:
-        """Tell whether this store has no key although the manifest was authenticated with one."""
-        if self._key is not None:
-            return False
-        path = self.directory / manifest_name(data_name)
-        with contextlib.closing(self.fs.open(path)) as file:
-            data = read_bytes(file, 0, min(file.size, manifests.MAX_MANIFEST_BYTES))
-        return manifests.is_authenticated(data, path=path)
-
-    def _half_that_matches(self, manifest: Manifest) -> Manifest:
-        old = manifest.replaces
-        if old is None:
-            return manifest
-        with contextlib.closing(self.fs.open(self.directory / manifest.file.name)) as file:
-            digest = digest_of(file)
-        return old if digest.total == old.file.digest.total else manifest.without_replaced()
+        return self._manifests.read(data_name)
 
     def _from_manifest(
         self, name: str, status: FileStatus, entries: dict[str, FileStatus]
@@ -146,7 +119,7 @@ class Store:
         try:
             manifest = self.read_manifest(data_name)
         except KeyProblem as error:
-            manifest = self._load_manifest(name, with_key=False)
+            manifest = self._manifests.load(name, with_key=False)
             if manifest is not None:
                 return manifest.to_checkpoint(
                     self.directory, state=State.UNVERIFIED, problem=error.message
@@ -215,7 +188,7 @@ class Store:
             OSError: From the disk; before the commit point nothing was changed and no temporary file is left (as far as
                 the disk still lets us remove it).
         """
-        temp = self._temp_path(name, series)
+        temp = self._manifests.temp_path(name, series)
         try:
             self.fs.make_directory(self.directory, mode=0o700)
             self.check_space(size_bytes)
@@ -245,7 +218,7 @@ class Store:
                 file.close()
             return describe(digest)
         except BaseException:
-            self._discard(temp)
+            discard(self.fs, temp)
             raise
 
     def _commit(
@@ -259,27 +232,27 @@ class Store:
         mode: int,
     ) -> None:
         try:
-            self._put_manifest(replace(manifest, replaces=old), series=series, mode=mode)
+            self._manifests.put(replace(manifest, replaces=old), series=series, mode=mode)
             self.fs.sync_directory(self.directory)
             self.fs.replace(temp, self.directory / name)
         except BaseException:
             # Ctrl-C, and an answer lost on the way from a file server, also come after the rename was done. The manifest
             # that describes old and new must then stay: it is the only one that is true.
             if self._is_there(temp):
-                self._discard(temp)
-                self._undo_manifest(name, old, series=series, mode=mode)
+                discard(self.fs, temp)
+                self._manifests.undo(name, old, series=series, mode=mode)
             raise
         # From here on the checkpoint exists. If this sync fails the caller must hear of it, but the published file stays:
         # removing it could remove the only good one.
         self.fs.sync_directory(self.directory)
         if old is not None:
-            self._put_manifest(manifest, series=series, mode=mode)
+            self._manifests.put(manifest, series=series, mode=mode)
             self.fs.sync_directory(self.directory)
 
     def update_manifest(self, manifest: Manifest, *, mode: int = 0o400) -> None:
         """Replace the manifest of a committed checkpoint (pins, late metrics), durably."""
         self.fs.sync_directory(self.directory)
-        self._put_manifest(manifest, series=manifest.series, mode=mode)
+        self._manifests.put(manifest, series=manifest.series, mode=mode)
         self.fs.sync_directory(self.directory)
 
     def change_pins(
@@ -296,7 +269,7 @@ class Store:
             raise UnsupportedCheckpoint(
                 "a file without a manifest cannot be pinned", path=checkpoint.path
             )
-        if self._would_lose_authentication(checkpoint.name):
+        if self._manifests.would_lose_authentication(checkpoint.name):
             raise KeyProblem(
                 "the manifest is authenticated; without its key it cannot be changed",
                 path=checkpoint.path,
@@ -305,44 +278,6 @@ class Store:
         changed = replace(manifest, pins=change(manifest.pins))
         self.update_manifest(changed)
         return changed
-
-    def write_note(self, path: Path, data: bytes, *, series: str) -> None:
-        """Replace a small file atomically, but without waiting for the disk: it may be lost, never torn."""
-        temp = self._temp_path(path.name, series)
-        file = self.fs.create(temp, mode=0o600)
-        try:
-            try:
-                file.write_at(0, data)
-            finally:
-                file.close()
-            self.fs.replace(temp, path)
-        except BaseException:
-            self._discard(temp)
-            raise
-
-    def _put_manifest(self, manifest: Manifest, *, series: str, mode: int) -> None:
-        data = manifests.encode(manifest, key=self._key)
-        target = self.directory / manifest_name(manifest.file.name)
-        temp = self._temp_path(target.name, series)
-        file = self.fs.create(temp, mode=mode)
-        try:
-            try:
-                file.write_at(0, data)
-                file.sync()
-            finally:
-                file.close()
-            self.fs.replace(temp, target)
-        except BaseException:
-            self._discard(temp)
-            raise
-
-    def _undo_manifest(self, name: str, old: Manifest | None, *, series: str, mode: int) -> None:
-        # Best effort: an orphan manifest is a leftover, and one that still `replaces` the old data verifies as it.
-        with contextlib.suppress(OSError):
-            if old is not None:
-                self._put_manifest(old, series=series, mode=mode)
-            elif self.fs.status(self.directory / name) is None:
-                self.fs.unlink(self.directory / manifest_name(name))
 
     def _manifest_of_current(self, name: str) -> Manifest | None:
         """Return a manifest for what has this name now, making one for a bare file; None when the name is free."""
@@ -369,17 +304,10 @@ class Store:
             why="foreign",
         )
 
-    def _temp_path(self, name: str, series: str) -> Path:
-        return self.directory / temp_name(name, token=self._processes.token(), series=series)
-
     def _is_there(self, temp: Path) -> bool:
         with contextlib.suppress(OSError):
             return self.fs.status(temp) is not None
         return False
-
-    def _discard(self, temp: Path) -> None:
-        with contextlib.suppress(OSError):
-            self.fs.unlink(temp)
 
     def remove(self, checkpoints: Sequence[Checkpoint]) -> list[OSError]:
         """Remove checkpoints durably; return what could not be removed, and go on with the others.
@@ -394,7 +322,7 @@ class Store:
             self.fs.sync_directory(self.directory)
         for checkpoint in checkpoints:
             try:
-                self._unlink(checkpoint.path)
+                remove_name(self.fs, checkpoint.path)
                 removed.append(checkpoint)
             except OSError as error:
                 failures.append(error)
@@ -402,7 +330,7 @@ class Store:
             self.fs.sync_directory(self.directory)
         for checkpoint in removed:
             try:
-                self._unlink(checkpoint.path.with_name(manifest_name(checkpoint.name)))
+                remove_name(self.fs, checkpoint.path.with_name(manifest_name(checkpoint.name)))
             except OSError as error:
                 failures.append(error)
         if removed:
@@ -418,9 +346,9 @@ class Store:
                 "refused: this would remove the last good checkpoint", path=self.directory
             )
 
-    def _unlink(self, path: Path) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self.fs.unlink(path)
+    def write_note(self, path: Path, data: bytes, *, series: str) -> None:
+        """Replace a small file atomically, but without waiting for the disk: it may be lost, never torn."""
+        self._manifests.write(path, data, series=series, mode=0o600, is_durable=False)
 
     def recover(self, series: str) -> list[str]:
         """Clean up after dead writers of a series and finish interrupted swaps; the lease must be held.
@@ -430,57 +358,4 @@ class Store:
         Returns:
             What was done, one sentence each.
         """
-        if self.fs.status(self.directory) is None:
-            return []
-        entries = self.fs.list(self.directory)
-        repairs = [r for name in sorted(entries) for r in self._repairs(name, series, entries)]
-        if not repairs:
-            return []
-        self.fs.sync_directory(self.directory)
-        done = [self._attempted(repair, sentence) for repair, sentence in repairs]
-        self.fs.sync_directory(self.directory)
-        return done
-
-    def _repairs(
-        self, name: str, series: str, entries: dict[str, FileStatus]
-    ) -> Iterator[tuple[Callable[[], None], str]]:
-        """Yield what to do about one name, and what to say afterwards."""
-        path = self.directory / name
-        if self._is_dead_temp(name, series):
-            yield lambda: self._unlink(path), f"removed {name}, left by an interrupted save"
-        if not name.endswith(manifests.SUFFIX) or name.startswith("."):
-            return
-        try:
-            # A manifest that is not authenticated must not become so by being written again.
-            manifest = self._load_manifest(name, must_authenticate=True)
-        except (CkptmgrError, OSError):
-            return  # unreadable: shown by scan, removed only by a person
-        if manifest is None or manifest.series != series:
-            return
-        if manifest.file.name not in entries:
-            yield lambda: self._unlink(path), f"removed {name}, whose data file is gone"
-        elif manifest.replaces is not None and not self._would_lose_authentication(
-            manifest.file.name
-        ):
-            sentence = f"finished the interrupted overwrite of {manifest.file.name}"
-            yield lambda: self._finish_swap(manifest, series), sentence
-
-    def _finish_swap(self, manifest: Manifest, series: str) -> None:
-        self._put_manifest(self._half_that_matches(manifest), series=series, mode=0o400)
-
-    @staticmethod
-    def _attempted(repair: Callable[[], None], sentence: str) -> str:
-        try:
-            repair()
-        except OSError as error:
-            return f"could not clean up: {error}"
-        return sentence
-
-    def _is_dead_temp(self, name: str, series: str) -> bool:
-        parts = parse_temp(name)
-        if parts is None:
-            return False
-        token, tag = parts
-        is_dead = self._processes.is_dead(token)
-        # Of other hosts nothing is known, but with the lease held nobody else writes this series.
-        return is_dead is True or (is_dead is None and tag == series_tag(series))
+        return recover(self._manifests, self._processes, series)

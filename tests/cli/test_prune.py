@@ -16,8 +16,10 @@ from pathlib import Path
 import pytest
 
 from ckptmgr import trash
+from ckptmgr.lease import ProcProcesses
 from ckptmgr.saver import SaveOptions
 from ckptmgr.store import Store
+from ckptmgr.temp_names import temp_name
 from tests.cli.running import NOW_S, process_env, run, run_json
 from tests.manager.saved import GOLDEN_FILES, KEY, overwrite, save_run, tree_of
 
@@ -266,9 +268,8 @@ def test_several_series_are_shown_one_by_one_and_filtered(runs: Path) -> None:
 
 
 def test_leftovers_are_shown_and_reaped(runs: Path) -> None:
-    store = Store(runs)
     (runs / "net-700_10.ckpt").unlink()
-    live = store._temp_path("net-9_9.ckpt", "net")
+    live = runs / temp_name("net-9_9.ckpt", token=ProcProcesses().token(), series="net")
     live.touch()
     shown = run("prune", runs, "--keep", "all", "--dry-run").stdout
     assert "net-700_10.ckpt: a manifest without its data file; would be cleaned up\n" in shown

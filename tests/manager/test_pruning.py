@@ -13,12 +13,14 @@ import pytest
 
 from ckptmgr import trash
 from ckptmgr.errors import CheckpointNotFound, StoreLocked, UnsafePrune
+from ckptmgr.lease import ProcProcesses
 from ckptmgr.manifest import manifest_name
 from ckptmgr.model import Pin, State
 from ckptmgr.policy_text import parse_policy
 from ckptmgr.pruning import Outcome, Proposal, carry_out, propose, undo
 from ckptmgr.saver import SaveOptions
 from ckptmgr.store import Store
+from ckptmgr.temp_names import temp_name
 from tests.crashmodel import FailingDisk, ModelDisk
 from tests.faults.training import ModelProcesses
 from tests.manager.saved import KEY, overwrite, save_run, tree_of
@@ -148,8 +150,7 @@ def test_trash_is_emptied_by_a_prune_after_the_grace_time(tmp_path: Path) -> Non
 def test_leftovers_of_dead_writers_are_reaped_with_a_note() -> None:
     model, directory = ModelDisk(), Path("/runs")
     save_run(directory, [10, 20], fs=model)
-    dead = Store(directory, fs=model, processes=ModelProcesses(model))
-    temp = dead._temp_path("net-9_9.ckpt", "net")
+    temp = directory / temp_name("net-9_9.ckpt", token=ModelProcesses(model).token(), series="net")
     model.create(temp, mode=0o600).close()
     after = model.restart()
     after.process += 1
@@ -163,12 +164,11 @@ def test_leftovers_of_dead_writers_are_reaped_with_a_note() -> None:
 
 def test_file_being_written_is_shown_and_stays(tmp_path: Path) -> None:
     save_run(tmp_path, [10, 20])
-    store = Store(tmp_path)
-    temp = store._temp_path("net-9_9.ckpt", "net")
+    temp = tmp_path / temp_name("net-9_9.ckpt", token=ProcProcesses().token(), series="net")
     temp.touch()
     shown = proposal(tmp_path)
     assert ([c.state for c in shown.leftovers], shown.is_empty) == ([State.WRITING], True)
-    assert not carry_out(store, shown).notes
+    assert not carry_out(Store(tmp_path), shown).notes
     assert temp.exists()
 
 

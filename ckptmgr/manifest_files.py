@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Manifests on the disk: read, replaced atomically, and told apart while a name is being overwritten."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from ckptmgr import manifest as manifests
+from ckptmgr.crypto.key import Key
+from ckptmgr.digest import digest_of
+from ckptmgr.formats.source import read_bytes
+from ckptmgr.fsio import FileSystem, discard
+from ckptmgr.lease import Processes
+from ckptmgr.manifest import Manifest, manifest_name
+from ckptmgr.temp_names import temp_name
+
+
+class ManifestFiles:
+    """The manifests of a directory.
+
+    Args:
+        directory: Where the checkpoints lie.
+        fs: The disk.
+        key: Authenticates manifests.
+        processes: Names this writer, so that its leftovers can be told from those of live ones.
+        must_authenticate: With a key, treat manifests without authentication as a problem.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        fs: FileSystem,
+        key: Key | None,
+        processes: Processes,
+        must_authenticate: bool,
+    ) -> None:
+        self.directory = directory
+        self.fs = fs
+        self._key = key
+        self._processes = processes
+        self._must_authenticate = must_authenticate
+
+    def read(self, data_name: str) -> Manifest | None:
+        """Return the manifest of a data file, or None when it has none.
+
+        Where a swap was interrupted, returns the half that describes the data that is there.
+
+        Raises:
+            CorruptCheckpoint, TamperedCheckpoint, KeyProblem: It is damaged, changed, or under another key.
+        """
+        manifest = self.load(manifest_name(data_name))
+        if manifest is None or manifest.replaces is None:
+            return manifest
+        return self.half_that_matches(manifest)
+
+    def load(
+        self, name: str, *, with_key: bool = True, must_authenticate: bool | None = None
+    ) -> Manifest | None:
+        """Return what a manifest file says, both halves of an interrupted swap; None when there is no such file.
+
+        Args:
+            name: Of the manifest file.
+            with_key: Whether to check its authentication.
+            must_authenticate: As for the class, for this call.
+
+        Raises:
+            CorruptCheckpoint, TamperedCheckpoint, KeyProblem: It is damaged, changed, or under another key.
+        """
+        path = self.directory / name
+        try:
+            data = self._content(path)
+        except FileNotFoundError:
+            return None
+        if must_authenticate is None:
+            must_authenticate = self._must_authenticate
+        key = self._key if with_key else None
+        return manifests.decode(data, path=path, key=key, must_authenticate=must_authenticate)
+
+    def would_lose_authentication(self, data_name: str) -> bool:
+        """Tell whether there is no key here although the manifest was authenticated with one."""
+        if self._key is not None:
+            return False
+        path = self.directory / manifest_name(data_name)
+        return manifests.is_authenticated(self._content(path), path=path)
+
+    def _content(self, path: Path) -> bytes:
+        with contextlib.closing(self.fs.open(path)) as file:
+            return read_bytes(file, 0, min(file.size, manifests.MAX_MANIFEST_BYTES))
+
+    def half_that_matches(self, manifest: Manifest) -> Manifest:
+        """Return the half of a manifest of two files that describes the data that is there; reads the data."""
+        old = manifest.replaces
+        if old is None:
+            return manifest
+        with contextlib.closing(self.fs.open(self.directory / manifest.file.name)) as file:
+            digest = digest_of(file)
+        return old if digest.total == old.file.digest.total else manifest.without_replaced()
+
+    def put(self, manifest: Manifest, *, series: str, mode: int) -> None:
+        """Replace a manifest atomically; its content is durable, its name not before the directory is synced."""
+        data = manifests.encode(manifest, key=self._key)
+        target = self.directory / manifest_name(manifest.file.name)
+        self.write(target, data, series=series, mode=mode, is_durable=True)
+
+    def undo(self, name: str, old: Manifest | None, *, series: str, mode: int) -> None:
+        """Put back the manifest that data called `name` had before; None for none."""
+        # Best effort: an orphan manifest is a leftover, and one that still `replaces` the old data verifies as it.
+        with contextlib.suppress(OSError):
+            if old is not None:
+                self.put(old, series=series, mode=mode)
+            elif self.fs.status(self.directory / name) is None:
+                self.fs.unlink(self.directory / manifest_name(name))
+
+    def write(self, path: Path, data: bytes, *, series: str, mode: int, is_durable: bool) -> None:
+        """Replace a small file atomically; durable ones are synced before they get their name."""
+        temp = self.temp_path(path.name, series)
+        file = self.fs.create(temp, mode=mode)
+        try:
+            try:
+                file.write_at(0, data)
+                if is_durable:
+                    file.sync()
+            finally:
+                file.close()
+            self.fs.replace(temp, path)
+        except BaseException:
+            discard(self.fs, temp)
+            raise
+
+    def temp_path(self, name: str, series: str) -> Path:
+        """Return a temporary path for a file that will be called `name`; nobody else uses it."""
+        return self.directory / temp_name(name, token=self._processes.token(), series=series)

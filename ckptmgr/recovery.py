@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clean up after writers that died: remove what they left, finish the overwrites they had committed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ckptmgr import manifest as manifests
+from ckptmgr.errors import CkptmgrError
+from ckptmgr.fsio import FileStatus, remove_name
+from ckptmgr.lease import Processes, series_tag
+from ckptmgr.manifest_files import ManifestFiles
+from ckptmgr.temp_names import parse_temp
+
+Repair = tuple[Callable[[], None], str]
+
+
+def recover(files: ManifestFiles, processes: Processes, series: str) -> list[str]:
+    """Clean up after dead writers of a series and finish interrupted swaps; see `Store.recover`."""
+    return _Recovery(files, processes, series).run()
+
+
+class _Recovery:
+    def __init__(self, files: ManifestFiles, processes: Processes, series: str) -> None:
+        self._files = files
+        self._fs = files.fs
+        self._directory = files.directory
+        self._processes = processes
+        self._series = series
+
+    def run(self) -> list[str]:
+        if self._fs.status(self._directory) is None:
+            return []
+        entries = self._fs.list(self._directory)
+        repairs = [repair for name in sorted(entries) for repair in self._repairs(name, entries)]
+        if not repairs:
+            return []
+        self._fs.sync_directory(self._directory)
+        done = [_attempted(repair, sentence) for repair, sentence in repairs]
+        self._fs.sync_directory(self._directory)
+        return done
+
+    def _repairs(self, name: str, entries: dict[str, FileStatus]) -> Iterator[Repair]:
+        """Yield what to do about one name, and what to say afterwards."""
+        path = self._directory / name
+        if self._is_dead_temp(name):
+            yield (
+                lambda: remove_name(self._fs, path),
+                f"removed {name}, left by an interrupted save",
+            )
+        if not name.endswith(manifests.SUFFIX) or name.startswith("."):
+            return
+        try:
+            # A manifest that is not authenticated must not become so by being written again.
+            manifest = self._files.load(name, must_authenticate=True)
+        except (CkptmgrError, OSError):
+            return  # unreadable: shown by scan, removed only by a person
+        if manifest is None or manifest.series != self._series:
+            return
+        data_name = manifest.file.name
+        if data_name not in entries:
+            yield lambda: remove_name(self._fs, path), f"removed {name}, whose data file is gone"
+        elif manifest.replaces is not None and not self._files.would_lose_authentication(data_name):
+            sentence = f"finished the interrupted overwrite of {data_name}"
+            yield lambda: self._finish_swap(manifest), sentence
+
+    def _finish_swap(self, manifest: manifests.Manifest) -> None:
+        true_half = self._files.half_that_matches(manifest)
+        self._files.put(true_half, series=self._series, mode=0o400)
+
+    def _is_dead_temp(self, name: str) -> bool:
+        parts = parse_temp(name)
+        if parts is None:
+            return False
+        token, tag = parts
+        is_dead = self._processes.is_dead(token)
+        # Of other hosts nothing is known, but with the lease held nobody else writes this series.
+        return is_dead is True or (is_dead is None and tag == series_tag(self._series))
+
+
+def _attempted(repair: Callable[[], None], sentence: str) -> str:
+    try:
+        repair()
+    except OSError as error:
+        return f"could not clean up: {error}"
+    return sentence
