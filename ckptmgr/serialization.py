@@ -33,6 +33,7 @@ from ckptmgr.crypto.key import Key
 from ckptmgr.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedState
 from ckptmgr.formats.source import BytesSource, Source
 from ckptmgr.formats.tensor import Item, Tensor
+from ckptmgr.handle import SaveStats
 from ckptmgr.lease import lease_path
 from ckptmgr.leaves import named_tensors
 from ckptmgr.loader import ReadOptions, Value, everything, open_source, read_values
@@ -40,6 +41,7 @@ from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.model import Checkpoint
 from ckptmgr.naming import parse_name
 from ckptmgr.network import load_into
+from ckptmgr.observe import EVERYBODY
 from ckptmgr.saver import SaveOptions, save_items
 from ckptmgr.store import Store
 
@@ -112,7 +114,11 @@ def save_checkpoint(
         raise FileNotFoundError(2, os.strerror(2), str(path))
     facts = dict(append_dict or {})
     store = Store(path.parent, key=key)
-    with _only_writer(store, path):
+    started = time.perf_counter()
+    with (
+        EVERYBODY.watch(series=path.name, step=None, why="manual") as watch,
+        _only_writer(store, path),
+    ):
         manifest = save_items(
             store,
             path.name,
@@ -122,6 +128,13 @@ def save_checkpoint(
             describe=lambda entry, stats: _manifest(entry, stats, path, facts),
             metadata=metadata,
         )
+        cost = SaveStats(blocked_s=time.perf_counter() - started)
+        cost.note_written(
+            manifest.stats,
+            size_bytes=manifest.file.digest.size_bytes,
+            passed_s=cost.blocked_s,
+        )
+        watch.durable(path, cost)
     return manifest.to_checkpoint(path.parent)
 
 
@@ -199,7 +212,10 @@ def load_checkpoint(
         )
     else:
         path = _load_path(ckpt_file_name, format)
-        values = _read_file(path, options, choose, crc_check)
+        with EVERYBODY.timed("load", path=path) as told:
+            values = _read_file(path, options, choose, crc_check)
+            with suppress(OSError):  # its name may be gone by now
+                told["size_bytes"] = path.stat().st_size
     if not values:
         raise ValueError(_EMPTY_RESULT)
     if net is not None:

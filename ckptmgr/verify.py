@@ -41,6 +41,7 @@ from ckptmgr.formats.source import Source, read_bytes
 from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source, translated_errors
 from ckptmgr.manifest import Manifest
 from ckptmgr.model import Checkpoint
+from ckptmgr.observe import EVERYBODY, about
 from ckptmgr.store import Store
 from ckptmgr.tensor_stats import stats_of
 
@@ -126,7 +127,18 @@ def verify_checkpoint(
         level: How thoroughly.
         options: The key, and whether files without a seal are accepted.
     """
-    check = _Check(store, checkpoint, level, options or ReadOptions())
+    with EVERYBODY.timed("verify", series=checkpoint.series, **about(checkpoint)) as told:
+        answer = _verify(store, checkpoint, level, options or ReadOptions())
+        if answer.status not in (Status.OK, Status.UNVERIFIED):
+            told["error"] = "; ".join(answer.problems or answer.unchecked)
+            told["error_type"] = answer.status.value
+    return answer
+
+
+def _verify(
+    store: Store, checkpoint: Checkpoint, level: Level, options: ReadOptions
+) -> Verification:
+    check = _Check(store, checkpoint, level, options)
     error: Exception | None = None
     try:
         with translated_errors(str(checkpoint.path)):
