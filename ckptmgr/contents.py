@@ -16,7 +16,8 @@ from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.mindspore_entries import MapEntry, TextEntry
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.formats.tensor import TensorSpec
-from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source, translated_errors
+from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source
+from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import Manifest
 from ckptmgr.model import Checkpoint
 from ckptmgr.store import Store

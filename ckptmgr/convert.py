@@ -29,7 +29,8 @@ from ckptmgr.formats.image import Image, Segment
 from ckptmgr.formats.source import Source
 from ckptmgr.formats.trailer import crc32
 from ckptmgr.fsio import InputFile
-from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source, translated_errors
+from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source
+from ckptmgr.lower_errors import translated_errors
 from ckptmgr.store import Store
 
 

@@ -65,7 +65,7 @@ class VerifyingSource:
 
     Whole ranges are read straight into the caller's memory and checked there; of a partly wanted range one copy is kept, so
     that walking through a file checks each range once. The bytes that were checked are the bytes that are returned: nothing
-    is read twice.
+    is read twice. Whoever can take back what it was given reads a range in pieces, with `open_range`.
 
     Args:
         raw: The file.
@@ -110,6 +110,10 @@ class VerifyingSource:
             offset += count
             buffer = buffer[count:]
 
+    def open_range(self, index: int) -> RangeReader:
+        """Return what reads one range from its first byte to its last."""
+        return RangeReader(self._raw, self._digest, index, path=self._path)
+
     def _cached_range(self, index: int, size: int) -> memoryview:
         if index != self._cached_index:
             self._cached_index = -1
@@ -120,13 +124,38 @@ class VerifyingSource:
         return self._cached
 
     def _fill(self, index: int, view: memoryview) -> None:
-        start = index * self._digest.range_bytes
-        self._raw.read_into(start, view)
-        if not hmac.compare_digest(blake3(view).digest(), self._digest.ranges[index]):
+        reader = self.open_range(index)
+        reader.read_into(view)
+        reader.finish()
+
+
+class RangeReader:
+    """Reads one range in order, in pieces of any length; nothing that it gave is checked before `finish`."""
+
+    def __init__(self, raw: Source, digest: FileDigest, index: int, *, path: str) -> None:
+        self._raw = raw
+        self._path = path
+        self._expected = digest.ranges[index]
+        self._start = self._offset = index * digest.range_bytes
+        self._hasher = blake3()
+
+    def read_into(self, view: memoryview) -> None:
+        """Fill `view` with the next bytes."""
+        self._raw.read_into(self._offset, view)
+        self._hasher.update(view)
+        self._offset += view.nbytes
+
+    def finish(self) -> None:
+        """Compare the digest; all of the range must have been read.
+
+        Raises:
+            ChecksumMismatch: It differs.
+        """
+        if not hmac.compare_digest(self._hasher.digest(), self._expected):
             raise ChecksumMismatch(
-                f"the bytes {start}..{start + view.nbytes} do not match the digest in the manifest",
+                f"the bytes {self._start}..{self._offset} do not match the digest in the manifest",
                 path=self._path,
-                offset=start,
+                offset=self._start,
                 hint="the file was damaged or replaced after it was saved; use an older checkpoint, or, if you "
                 "replaced it on purpose, remove its .manifest.json",
             )

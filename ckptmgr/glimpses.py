@@ -24,37 +24,41 @@ class Glimpses:
     Args:
         size: Bytes of the source.
         read_into: Reads without checking.
-        unit_bytes: The pieces that will be checked one by one; what is remembered never crosses from one into the next.
+        piece_bytes: The pieces that will be checked one by one; what is remembered never crosses from one into the next.
         path: For messages.
     """
 
     def __init__(
-        self, size: int, read_into: Callable[[int, memoryview], None], *, unit_bytes: int, path: str
+        self,
+        size: int,
+        read_into: Callable[[int, memoryview], None],
+        *,
+        piece_bytes: int,
+        path: str,
     ) -> None:
         self.size = size
         self._read_into = read_into
-        self._unit_bytes = unit_bytes
+        self._piece_bytes = piece_bytes
         self._path = path
         self._seen: dict[tuple[int, int], bytes] = {}
         self._starts: list[tuple[int, int]] | None = None
 
-    @property
-    def units(self) -> set[int]:
-        """The numbers of the units in which something was seen."""
-        return {start // self._unit_bytes for start, _ in self._seen}
+    def units(self, unit_bytes: int) -> set[int]:
+        """Return the numbers of the units of so many bytes, a multiple of the pieces, in which something was seen."""
+        return {start // unit_bytes for start, _ in self._seen}
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with unchecked bytes and remember them."""
         self._read_into(offset, buffer)
         self._starts = None
         while buffer.nbytes:
-            part = buffer[: self._unit_bytes - offset % self._unit_bytes]
+            part = buffer[: self._piece_bytes - offset % self._piece_bytes]
             self._seen[offset, part.nbytes] = blake3(part).digest(_DIGEST_BYTES)
             offset += part.nbytes
             buffer = buffer[part.nbytes :]
 
     def check(self, start: int, view: memoryview) -> None:
-        """Compare what was seen in one unit with its checked bytes. Safe to call from several threads.
+        """Compare what was seen in one piece with its bytes. Safe to call from several threads.
 
         Raises:
             ChecksumMismatch: They differ: the file changed while it was being read.

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Open a checkpoint file: raw bytes -> checked -> decrypted -> indexed, all through one descriptor.
 
-Each stage is a source over the one below; no byte leaves a stage unchecked, and nothing is read that is not needed. Errors of
-the lower layers are turned once, here, into `CkptmgrError`s that name the file.
+Each stage is a source over the one below; no byte leaves a stage unchecked, and nothing is read that is not needed.
 """
 
 from __future__ import annotations
@@ -14,23 +13,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckptmgr.crypto import errors as crypto_errors
+from ckptmgr.crypto.errors import CryptoError
 from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.mindspore_blocks import open_blocks, sniff_mode
+from ckptmgr.destinations import match
 from ckptmgr.digest import RANGE_BYTES, VerifyingSource
 from ckptmgr.errors import (
     ChecksumMismatch,
-    CkptmgrError,
-    CorruptCheckpoint,
     KeyProblem,
-    TamperedCheckpoint,
     TruncatedCheckpoint,
     UnsealedCheckpoint,
     UnsupportedCheckpoint,
 )
-from ckptmgr.formats import errors as format_errors
 from ckptmgr.formats import mindspore_reader, safetensors_file
 from ckptmgr.formats.detect import Kind, detect
+from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.index import TensorEntry, check_content, read_tensor_into
 from ckptmgr.formats.index import check_crc as check_stored_crc
 from ckptmgr.formats.mindspore_entries import MapEntry, TextEntry
@@ -38,14 +35,13 @@ from ckptmgr.formats.mindspore_reader import CkptIndex
 from ckptmgr.formats.safetensors_file import SafetensorsIndex
 from ckptmgr.formats.source import Source, read_bytes
 from ckptmgr.glimpses import Glimpses
+from ckptmgr.lower_errors import ALLOW_UNSEALED_HINT, translated_errors
 from ckptmgr.manifest import Manifest
-from ckptmgr.scatter import MAX_UNIT_BYTES, Placement, read_scattered
+from ckptmgr.scatter import PIECE_BYTES, Placement, read_scattered
+from ckptmgr.tree_nodes import StateMismatch
 
 _HEAD_BYTES = 16
-_UNIT_BYTES = 4 << 20
-_ALLOW_HINT = (
-    "pass allow_unsealed=True (CLI: --allow-unsealed) if you trust where the file comes from"
-)
+_READABLE = (Kind.MINDSPORE_CKPT, Kind.SAFETENSORS, Kind.MINDSPORE_ENCRYPTED)
 
 
 class MapArrays(NamedTuple):
@@ -85,7 +81,7 @@ class OpenCheckpoint:
         cipher: The cipher mode, or None for a plain file.
         is_sealed: Whether the file as a whole is authenticated.
         has_digests: Whether a manifest vouches for every byte that is read.
-        unit_bytes: What the source checks at once.
+        unit_bytes: What the source checks at once; 0 where it is read tensor by tensor.
         glimpses: What the index was made from, where that is still to be checked by reading the contents.
     """
 
@@ -95,7 +91,7 @@ class OpenCheckpoint:
     cipher: str | None
     is_sealed: bool
     has_digests: bool
-    unit_bytes: int = RANGE_BYTES
+    unit_bytes: int = PIECE_BYTES
     glimpses: Glimpses | None = None
 
     @property
@@ -132,13 +128,11 @@ def open_source(
     """
     with translated_errors(path):
         plain = _open_plaintext(raw, path=path, options=options, manifest=manifest)
-        index, glimpses = None, None
-        if is_for_loading and plain.peek_into is not None:
-            glimpses = Glimpses(
-                plain.source.size, plain.peek_into, unit_bytes=plain.unit_bytes, path=path
-            )
+        glimpses = plain.glimpses if is_for_loading else None
+        index = None
+        if glimpses is not None:
             # Where unchecked bytes make no sense, the checked ones say what is wrong.
-            with contextlib.suppress(format_errors.FormatError):
+            with contextlib.suppress(FormatError):
                 index = _index(glimpses, path)
         if index is None:
             index, glimpses = _index(plain.source, path), None
@@ -156,34 +150,43 @@ def open_source(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plaintext:
-    """The plaintext of a file; `peek_into` reads it unchecked where checking costs more than the bytes that are wanted."""
+    """The plaintext of a file; `glimpses` reads it unchecked where checking costs more than the bytes that are wanted."""
 
     source: Source
     cipher: str | None = None
     is_sealed: bool = False
-    unit_bytes: int = RANGE_BYTES
-    peek_into: Callable[[int, memoryview], None] | None = None
+    unit_bytes: int = PIECE_BYTES
+    glimpses: Glimpses | None = None
 
 
 def _open_plaintext(
     raw: Source, *, path: str, options: ReadOptions, manifest: Manifest | None
 ) -> _Plaintext:
-    checked = raw if manifest is None else VerifyingSource(raw, manifest.file.digest, path=path)
-    kind = detect(checked)
+    if manifest is None:
+        plain = _Plaintext(source=raw)
+    else:
+        checked = VerifyingSource(raw, manifest.file.digest, path=path)
+        plain = _Plaintext(source=checked, unit_bytes=0)
+        if manifest.file.digest.range_bytes == RANGE_BYTES:
+            glimpses = Glimpses(raw.size, raw.read_into, piece_bytes=PIECE_BYTES, path=path)
+            plain = _Plaintext(source=checked, unit_bytes=RANGE_BYTES, glimpses=glimpses)
+    kind = detect(plain.glimpses or plain.source)
+    if kind not in _READABLE:
+        kind = detect(plain.source)  # it is of another kind, or it is damaged
     if kind is Kind.MINDSPORE_ENCRYPTED:
-        return _open_encrypted(raw, checked, path=path, options=options)
+        return _open_encrypted(raw, plain.source, path=path, options=options)
     _refuse_unreadable(kind, path)
     if options.key is not None and not options.allow_unsealed:
         raise UnsealedCheckpoint(
             "a key was given, but the file is not encrypted, so nothing proves who wrote it",
             path=path,
-            hint=_ALLOW_HINT,
+            hint=ALLOW_UNSEALED_HINT,
         )
-    return _Plaintext(source=checked, peek_into=None if checked is raw else raw.read_into)
+    return plain
 
 
 def _open_encrypted(raw: Source, checked: Source, *, path: str, options: ReadOptions) -> _Plaintext:
-    mode = sniff_mode(read_bytes(checked, 0, min(_HEAD_BYTES, checked.size)))
+    mode = sniff_mode(read_bytes(raw, 0, min(_HEAD_BYTES, raw.size)))
     if options.key is None:
         raise KeyProblem(
             f"the file is encrypted ({mode}); a key is needed",
@@ -191,7 +194,11 @@ def _open_encrypted(raw: Source, checked: Source, *, path: str, options: ReadOpt
             hint="pass dec_key or --key",
         )
     wanted = options.mode or str(mode)
-    blocks = open_blocks(raw, options.key, wanted, allow_unsealed=options.allow_unsealed)
+    try:
+        blocks = open_blocks(raw, options.key, wanted, allow_unsealed=options.allow_unsealed)
+    except CryptoError:
+        read_bytes(checked, 0, min(_HEAD_BYTES, raw.size))  # is the mode the one that was saved?
+        raise
     if blocks.block_bytes is None:
         # Without a seal the digests are all there is; they are checked below the decryption.
         blocks = open_blocks(checked, options.key, wanted, allow_unsealed=True)
@@ -201,12 +208,15 @@ def _open_encrypted(raw: Source, checked: Source, *, path: str, options: ReadOpt
     seal = read_bytes(checked, blocks.seal_offset, checked.size - blocks.seal_offset)
     if seal != read_bytes(raw, blocks.seal_offset, len(seal)):
         raise ChecksumMismatch("the file changed while it was being read", path=path)
+    unit_bytes = PIECE_BYTES // blocks.block_bytes * blocks.block_bytes
     return _Plaintext(
         source=blocks,
         cipher=mode,
         is_sealed=True,
-        unit_bytes=blocks.block_bytes * max(blocks.batch, _UNIT_BYTES // blocks.block_bytes),
-        peek_into=blocks.peek_into,
+        unit_bytes=unit_bytes,
+        glimpses=Glimpses(blocks.size, blocks.peek_into, piece_bytes=unit_bytes, path=path)
+        if unit_bytes
+        else None,
     )
 
 
@@ -264,22 +274,62 @@ def read_values(
     with translated_errors(opened.path):
         entries = list(_chosen_tensors(opened, choose))
         arrays = {id(one): np.empty(one.spec.shape, one.spec.dtype.to_numpy()) for one in entries}
-        index = opened.index
-        if isinstance(index, CkptIndex):
-            crc_bytes = _crc_bytes(opened, index) if check_crc else None
-            crc = _read(opened, entries, arrays, crc_bytes=crc_bytes)
-            if crc is not None:
-                check_stored_crc(index.crc, crc)
-        elif check_crc and index.crc is not None:
-            _read(opened, [], {}, crc_bytes=None)  # checks the index
-            buffers = {key: _bytes_of(array) for key, array in arrays.items()}
-            crc = safetensors_file.read_all_into(
-                opened.source, index, lambda entry: buffers.get(id(entry))
-            )
-            check_stored_crc(index.crc, crc)
-        else:
-            _read(opened, entries, arrays, crc_bytes=None)
+        _fill(opened, entries, arrays, check_crc=check_crc)
         return dict(_values(opened, arrays, choose))
+
+
+def read_into(
+    opened: OpenCheckpoint, into: Mapping[str, object], *, check_crc: bool = False
+) -> None:
+    """Read the tensors that `into` names straight into the arrays there.
+
+    Args:
+        opened: The checkpoint.
+        into: Name to NumPy array or torch tensor; see `ckptmgr.destinations`.
+        check_crc: Compare the CRC32 of the whole file with the stored one.
+
+    Raises:
+        StateMismatch: What is stored does not fit all arrays; names every difference. Nothing was changed.
+        CorruptCheckpoint: Damage was found while reading; the content of the arrays is then undefined.
+    """
+    with translated_errors(opened.path):
+        try:
+            found = match(opened.index.entries, into)
+        except StateMismatch:
+            _read(opened, [], {}, crc_bytes=None)  # damage that looks like a difference
+            raise
+    try:
+        with translated_errors(opened.path):
+            _fill(opened, found.entries, found.arrays, check_crc=check_crc)
+    except BaseException as error:
+        error.add_note("the content of the arrays given as into is undefined now; load them again")
+        raise
+    found.finish()
+
+
+def _fill(
+    opened: OpenCheckpoint,
+    entries: Sequence[TensorEntry],
+    arrays: Mapping[int, np.ndarray],
+    *,
+    check_crc: bool,
+) -> None:
+    """Fill the arrays, all checks included."""
+    index = opened.index
+    if isinstance(index, CkptIndex):
+        crc_bytes = _crc_bytes(opened, index) if check_crc else None
+        crc = _read(opened, entries, arrays, crc_bytes=crc_bytes)
+        if crc is not None:
+            check_stored_crc(index.crc, crc)
+    elif check_crc and index.crc is not None:
+        _read(opened, [], {}, crc_bytes=None)  # checks the index
+        buffers = {key: _bytes_of(array) for key, array in arrays.items()}
+        crc = safetensors_file.read_all_into(
+            opened.source, index, lambda entry: buffers.get(id(entry))
+        )
+        check_stored_crc(index.crc, crc)
+    else:
+        _read(opened, entries, arrays, crc_bytes=None)
 
 
 def _crc_bytes(opened: OpenCheckpoint, index: CkptIndex) -> int | None:
@@ -303,7 +353,7 @@ def _read(
     crc_bytes: int | None,
 ) -> int | None:
     """Fill the arrays; return the CRC-32 of the first `crc_bytes` bytes if that is wanted."""
-    if not 0 < opened.unit_bytes <= MAX_UNIT_BYTES:
+    if not opened.unit_bytes:
         index = opened.index
         if crc_bytes is not None and isinstance(index, CkptIndex):
             buffers = {key: _bytes_of(array) for key, array in arrays.items()}
@@ -361,38 +411,3 @@ def _values(
 def _bytes_of(array: np.ndarray) -> memoryview:
     flat: np.ndarray = array.reshape(-1).view(np.uint8)
     return flat.data
-
-
-@contextlib.contextmanager
-def translated_errors(path: str) -> Iterator[None]:
-    """Turn errors of the format and crypto layers into `CkptmgrError`s that name the file."""
-    try:
-        yield
-    except format_errors.FormatError as error:
-        raise _from_format(error, path) from error
-    except crypto_errors.CryptoError as error:
-        raise _from_crypto(error, path) from error
-
-
-def _from_format(error: format_errors.FormatError, path: str) -> CkptmgrError:
-    if isinstance(error, format_errors.UnsupportedError):
-        return UnsupportedCheckpoint(str(error), path=path)
-    kind: type[CorruptCheckpoint] = CorruptCheckpoint
-    if isinstance(error, format_errors.TruncatedError):
-        kind = TruncatedCheckpoint
-    elif isinstance(error, format_errors.ChecksumError):
-        kind = ChecksumMismatch
-    return kind(str(error), path=path, offset=error.offset, tensor=error.tensor)
-
-
-def _from_crypto(error: crypto_errors.CryptoError, path: str) -> CkptmgrError:
-    if isinstance(error, crypto_errors.TamperedError):
-        return TamperedCheckpoint(str(error), path=path, offset=error.offset, hint=error.hint)
-    if isinstance(error, crypto_errors.TruncatedCiphertextError):
-        return TruncatedCheckpoint(str(error), path=path, offset=error.offset, hint=error.hint)
-    if isinstance(error, crypto_errors.UnsealedError):
-        hint = f"MindSpore itself wrote it, or its end was cut off; {_ALLOW_HINT}"
-        return UnsealedCheckpoint(str(error), path=path, hint=hint)
-    if isinstance(error, crypto_errors.UnsupportedSuiteError):
-        return UnsupportedCheckpoint(str(error), path=path, hint=error.hint)
-    return KeyProblem(str(error), path=path, hint=error.hint)

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ckptmgr.errors import CkptmgrError, CorruptCheckpoint, UnsealedCheckpoint
-from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source, translated_errors
+from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source
+from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import Manifest
 from ckptmgr.model import Checkpoint, State
 from ckptmgr.naming import parse_step_name

@@ -1,26 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read a file into many arrays at once: the mirror of `pipeline`.
 
-The file is taken in units (digest ranges of 16 MiB, or cipher blocks of 4 MiB). A few threads each read a unit, straight
-into the array where it lies in one, else into a recycled buffer from which its parts are copied. So reads are large
-whatever the sizes of the tensors, several are in flight, and the only fresh pages that are touched are those of the
-arrays. (Direct I/O was no faster than three buffered reads in flight, and ten times slower for files in the page cache.)
+The file is taken in units (digest ranges of 16 MiB, or cipher blocks of 4 MiB). A few threads each read a unit, in pieces of
+at most 4 MiB: straight into the array where a piece lies in one, else into a recycled buffer from which its parts are
+copied. So reads are large whatever the sizes of the tensors, several are in flight, every byte is hashed while it is in
+cache, and the only fresh pages that are touched are those of the arrays. (Direct I/O was no faster than three buffered
+reads in flight, and ten times slower for files in the page cache.)
 """
 
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right
-from collections.abc import Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ckptmgr.aligned import Buffers, copy_into
+from ckptmgr.crew import run_together
+from ckptmgr.digest import VerifyingSource
 from ckptmgr.formats.source import Source
 from ckptmgr.formats.trailer import crc32, crc32_combine
 from ckptmgr.glimpses import Glimpses
 
 _THREADS = 3
-MAX_UNIT_BYTES = 16 << 20
+PIECE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,23 +51,26 @@ def read_scattered(
     unit_bytes: int,
     crc_bytes: int | None = None,
     glimpses: Glimpses | None = None,
+    is_all_read: bool = False,
 ) -> int | None:
     """Fill the targets of all placements.
 
     Args:
         source: The file.
         placements: In ascending order, not overlapping.
-        unit_bytes: What the source checks at once; at most 16 MiB. Of a unit no more is read than is wanted, unless it
-            holds bytes of the CRC or of glimpses.
+        unit_bytes: What the source checks at once: its ranges of digests; of other sources at most 4 MiB. Of a unit no more
+            is read than is wanted, unless the source has digests or it holds bytes of the CRC or of glimpses.
         crc_bytes: Also read everything up to here and return its CRC-32.
         glimpses: What was seen of the file before; compared with the checked bytes.
+        is_all_read: Also read what nobody wants, to have it checked.
 
     Raises:
         CkptmgrError, FormatError, CryptoError, OSError: What the source raises; targets are then undefined.
     """
-    if not 0 < unit_bytes <= MAX_UNIT_BYTES:
+    if not 0 < unit_bytes <= PIECE_BYTES and not isinstance(source, VerifyingSource):
         raise ValueError(f"a unit of {unit_bytes} bytes is no unit")
-    return _Reader(source, placements, unit_bytes, crc_bytes, glimpses).run()
+    reader = _Reader(source, placements, unit_bytes, crc_bytes, glimpses)
+    return reader.run(is_all_read=is_all_read)
 
 
 class _Reader:
@@ -78,6 +84,7 @@ class _Reader:
     ) -> None:
         self._source = source
         self._placements = [one for one in placements if one.target.nbytes]
+        self._offsets = [one.offset for one in self._placements]
         self._stops = [one.stop for one in self._placements]
         self._unit_bytes = unit_bytes
         self._crc_bytes = crc_bytes
@@ -85,8 +92,8 @@ class _Reader:
         self._crcs: dict[int, tuple[int, int]] = {}
         self._whole_units = set(range(-(-(crc_bytes or 0) // unit_bytes)))
         if glimpses is not None:
-            self._whole_units |= glimpses.units
-        self._units = iter(self._wanted_units())
+            self._whole_units |= glimpses.units(unit_bytes)
+        self._units: Iterator[int] = iter(())
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
 
@@ -96,18 +103,15 @@ class _Reader:
             units.update(range(one.offset // self._unit_bytes, -(-one.stop // self._unit_bytes)))
         return sorted(units)
 
-    def run(self) -> int | None:
+    def run(self, *, is_all_read: bool) -> int | None:
+        if is_all_read:
+            self._whole_units = set(range(-(-self._source.size // self._unit_bytes)))
+        self._units = iter(self._wanted_units())
         count = self._source.size // self._unit_bytes
-        threads = [threading.Thread(target=self._guard) for _ in range(min(_THREADS, count) - 1)]
-        try:
-            for thread in threads:
-                thread.daemon = True
-                thread.start()
+        if count > 1:
+            run_together([self._guard] * min(_THREADS, count), fail=self._fail)
+        else:  # starting a thread takes longer
             self._guard()
-        finally:
-            for thread in threads:
-                if thread.ident is not None:
-                    thread.join()
         if self._failure is not None:
             raise self._failure
         return self._crc()
@@ -118,8 +122,11 @@ class _Reader:
                 while (unit := self._next()) is not None:
                     self._read(unit, buffer)
         except BaseException as error:  # raised by run(), in the caller's thread
-            with self._lock:
-                self._failure = self._failure or error
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._failure = self._failure or error
 
     def _next(self) -> int | None:
         with self._lock:
@@ -128,28 +135,49 @@ class _Reader:
     def _read(self, unit: int, buffer: memoryview) -> None:
         start = unit * self._unit_bytes
         stop = min(start + self._unit_bytes, self._source.size)
-        index = bisect_right(self._stops, start)
-        parts = []
-        while index < len(self._placements) and self._placements[index].offset < stop:
-            parts.append(self._placements[index])
-            index += 1
+        if isinstance(self._source, VerifyingSource):
+            reader = self._source.open_range(unit)
+            for first in range(start, stop, PIECE_BYTES):
+                last = min(first + PIECE_BYTES, stop)
+                self._scatter(first, last, self._parts(first, last), buffer, reader.read_into)
+            reader.finish()
+            return
+        parts = self._parts(start, stop)
         if unit not in self._whole_units:
             start, stop = max(start, parts[0].offset), min(stop, parts[-1].stop)
+        self._scatter(start, stop, parts, buffer, lambda view: self._source.read_into(start, view))
+
+    def _parts(self, start: int, stop: int) -> list[Placement]:
+        """Return the placements that want bytes of `[start, stop)`."""
+        first = bisect_right(self._stops, start)
+        return self._placements[first : bisect_left(self._offsets, stop, lo=first)]
+
+    def _scatter(
+        self,
+        start: int,
+        stop: int,
+        parts: Sequence[Placement],
+        buffer: memoryview,
+        read_into: Callable[[memoryview], None],
+    ) -> None:
+        """Read `[start, stop)` and put it where it is wanted."""
         if len(parts) == 1 and parts[0].offset <= start and stop <= parts[0].stop:
             # All of it belongs to one array: no copy.
-            one = parts[0]
-            self._take(start, one.target[start - one.offset : stop - one.offset])
+            at = start - parts[0].offset
+            view = parts[0].target[at : at + stop - start]
+            read_into(view)
+            self._note(start, view)
             return
         view = buffer[: stop - start]
-        self._take(start, view)
+        read_into(view)
+        self._note(start, view)
         for one in parts:
             low, high = max(start, one.offset), min(stop, one.stop)
             copy_into(
                 one.target[low - one.offset : high - one.offset], view[low - start : high - start]
             )
 
-    def _take(self, start: int, view: memoryview) -> None:
-        self._source.read_into(start, view)
+    def _note(self, start: int, view: memoryview) -> None:
         if self._glimpses is not None:
             self._glimpses.check(start, view)
         if self._crc_bytes is not None and start < self._crc_bytes:
@@ -166,4 +194,4 @@ class _Reader:
         return total
 
 
-_buffers = Buffers(_THREADS, MAX_UNIT_BYTES)
+_buffers = Buffers(_THREADS, PIECE_BYTES)

@@ -31,12 +31,19 @@ from ckptmgr.config_checks import (
 )
 from ckptmgr.crypto.key import Key
 from ckptmgr.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedState
-from ckptmgr.formats.source import BytesSource, Source
+from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import Item, Tensor
 from ckptmgr.handle import SaveStats
 from ckptmgr.lease import lease_path
 from ckptmgr.leaves import named_tensors
-from ckptmgr.loader import ReadOptions, Value, everything, open_source, read_values
+from ckptmgr.loader import (
+    OpenCheckpoint,
+    ReadOptions,
+    everything,
+    open_source,
+    read_into,
+    read_values,
+)
 from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.model import Checkpoint
 from ckptmgr.naming import parse_name
@@ -166,7 +173,8 @@ def load_checkpoint(
     format: str | None = None,
     *,
     allow_unsealed: bool = False,
-) -> dict[str, Value]:
+    into: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Load one file; a damaged one is an error, never a wrong value.
 
     Args:
@@ -183,9 +191,12 @@ def load_checkpoint(
         remove_redundancy: Accepted; it matters for sharded parameters only.
         format: `ckpt` or `safetensors`; None goes by the file.
         allow_unsealed: Accept files that are not authenticated as a whole (MindSpore's own) although a key is given.
+        into: Name to NumPy array or torch tensor: these names are read, straight into their memory, and nothing else.
+            Everything is compared before the first byte is written; damage is found while writing, and an error about it
+            leaves the content of the arrays undefined.
 
     Returns:
-        Name to array (bf16 by `ml_dtypes`), string, or `MapArrays`; in file order.
+        Name to array (bf16 by `ml_dtypes`), string, or `MapArrays`, in file order; or the values of `into`.
 
     Raises:
         CorruptCheckpoint: Damaged; names file, offset and tensor. Also a ValueError.
@@ -193,27 +204,38 @@ def load_checkpoint(
         CheckpointNotFound: There is no such file. Also a ValueError.
         TypeError, ValueError: An argument is unusable; messages as MindSpore's.
         RuntimeError: A value has another shape or type than the one in `net`.
+        StateMismatch: The file does not fit `into`; names every difference. Nothing was changed.
     """
     check_key("dec_key", dec_key)
     check_mode("dec_mode", dec_mode)
     check_is_bool("crc_check", crc_check)
     check_is_bool("remove_redundancy", remove_redundancy)
     choose = _chooser(filter_prefix, specify_prefix, choice_func)
+    if into is not None and (net is not None or choose is not everything):
+        raise ValueError(
+            "'into' says what is loaded; it goes with neither 'net' nor a choice of names"
+        )
     check_cipher(dec_key, dec_mode)
     key = None if dec_key is None else Key(dec_key)
     options = ReadOptions(key=key, mode=dec_mode, allow_unsealed=allow_unsealed)
+
+    def wanted(opened: OpenCheckpoint) -> dict[str, Any]:
+        if into is None:
+            return dict(read_values(opened, choose=choose, check_crc=crc_check))
+        read_into(opened, into, check_crc=crc_check)
+        return dict(into)
+
     if isinstance(ckpt_file_name, io.BytesIO):
         if format != "safetensors":
             raise TypeError(
                 "ckpt don't support BytesIO as input type, please change to safetensors."
             )
-        values = _read(
-            BytesSource(ckpt_file_name.getvalue()), "<BytesIO>", options, None, choose, crc_check
-        )
+        source = BytesSource(ckpt_file_name.getvalue())
+        values = wanted(open_source(source, path="<BytesIO>", options=options, is_for_loading=True))
     else:
         path = _load_path(ckpt_file_name, format)
         with EVERYBODY.timed("load", path=path) as told:
-            values = _read_file(path, options, choose, crc_check)
+            values = _read_file(path, options, wanted)
             with suppress(OSError):  # its name may be gone by now
                 told["size_bytes"] = path.stat().st_size
     if not values:
@@ -245,34 +267,23 @@ def name_of(item: Item) -> str:
 
 
 def _read_file(
-    path: Path, options: ReadOptions, choose: Callable[[str], bool], check_crc: bool
-) -> dict[str, Value]:
+    path: Path, options: ReadOptions, read: Callable[[OpenCheckpoint], dict[str, Any]]
+) -> dict[str, Any]:
     store = Store(path.parent, key=options.key)
     manifest = store.read_manifest(path.name)
     while True:
         try:
             with closing(store.fs.open(path)) as raw:
-                return _read(raw, str(path), options, manifest, choose, check_crc)
+                opened = open_source(
+                    raw, path=str(path), options=options, manifest=manifest, is_for_loading=True
+                )
+                return read(opened)
         except CorruptCheckpoint:
             # A writer may have replaced both files since the manifest was read; then the new one describes the data.
             latest = store.read_manifest(path.name)
             if latest == manifest:
                 raise
             manifest = latest
-
-
-def _read(
-    raw: Source,
-    path: str,
-    options: ReadOptions,
-    manifest: Manifest | None,
-    choose: Callable[[str], bool],
-    check_crc: bool,
-) -> dict[str, Value]:
-    opened = open_source(
-        raw, path=path, options=options, manifest=manifest, is_for_loading=choose is everything
-    )
-    return read_values(opened, choose=choose, check_crc=check_crc)
 
 
 def _save_path(save_obj: object, name: object, format: str) -> Path:

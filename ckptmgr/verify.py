@@ -38,7 +38,8 @@ from ckptmgr.formats.detect import Kind, detect
 from ckptmgr.formats.index import READ_BYTES, check_crc
 from ckptmgr.formats.mindspore_reader import CkptIndex, body_crc
 from ckptmgr.formats.source import Source, read_bytes
-from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source, translated_errors
+from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source
+from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import Manifest
 from ckptmgr.model import Checkpoint
 from ckptmgr.observe import EVERYBODY, about

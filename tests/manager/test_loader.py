@@ -23,7 +23,8 @@ from ckptmgr.errors import (
 )
 from ckptmgr.formats import errors as format_errors
 from ckptmgr.formats.source import BytesSource
-from ckptmgr.loader import ReadOptions, open_source, read_values, translated_errors
+from ckptmgr.loader import ReadOptions, open_source, read_values
+from ckptmgr.lower_errors import translated_errors
 from ckptmgr.store import Store
 from tests.manager.surface import KEY
 

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays that exist already as the places a load fills: all compared with the file before the first byte is written.
+
+| given | how it is filled |
+|---|---|
+| NumPy array: writable, C-contiguous, little-endian | straight from the file |
+| torch tensor: on the CPU, contiguous | straight from the file |
+| any other NumPy array or strided torch tensor | through a buffer of its size |
+| memory that an array before it covers as well | through a buffer, so that both are never mixed |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ckptmgr.formats.index import TensorEntry
+from ckptmgr.formats.mindspore_entries import CkptEntry
+from ckptmgr.leaves import framework_of
+from ckptmgr.tree_nodes import StateMismatch
+
+_SHOWN_DIFFERENCES = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Destinations:
+    """Where the contents of some tensors go.
+
+    Attributes:
+        entries: The tensors, in file order.
+        arrays: `id` of an entry to C-contiguous memory of its size.
+        copies: What is left to do when the memory is filled.
+    """
+
+    entries: tuple[TensorEntry, ...]
+    arrays: Mapping[int, np.ndarray]
+    copies: tuple[Callable[[], None], ...]
+
+    def finish(self) -> None:
+        """Copy what was read into a buffer to where it belongs."""
+        for copy in self.copies:
+            copy()
+
+
+def match(stored: Iterable[CkptEntry], into: Mapping[str, Any]) -> Destinations:
+    """Return where the tensors go whose names are in `into`; nothing is written yet.
+
+    Args:
+        stored: What the file holds, in file order.
+        into: Name to NumPy array or torch tensor.
+
+    Raises:
+        StateMismatch: Names every difference: what the file lacks, other shapes or types, what cannot be written to.
+    """
+    entries = {entry.name: entry for entry in stored if entry.name in into}
+    problems = [_problem(name, value, entries.get(name)) for name, value in into.items()]
+    differences = [problem for problem in problems if problem is not None]
+    if differences:
+        raise _mismatch(differences)
+    tensors = [entry for entry in entries.values() if isinstance(entry, TensorEntry)]
+    arrays, copies = {}, []
+    direct = _apart({entry.name: _memory(into[entry.name], entry) for entry in tensors})
+    for entry in tensors:
+        memory = direct.get(entry.name)
+        if memory is None:
+            memory = np.empty(entry.spec.shape, entry.spec.dtype.to_numpy())
+            copies.append(partial(_copy, into[entry.name], memory))
+        arrays[id(entry)] = memory
+    return Destinations(entries=tuple(tensors), arrays=arrays, copies=tuple(copies))
+
+
+def _problem(name: str, value: Any, entry: CkptEntry | None) -> str | None:
+    """Return why a value cannot take what is stored under its name, or None."""
+    if entry is None:
+        return f"{name!r} is not in the checkpoint"
+    if not isinstance(entry, TensorEntry):
+        return f"{name!r} is stored as a {type(entry).__name__.removesuffix('Entry').lower()}"
+    framework = None if isinstance(value, np.generic) else framework_of(value)
+    if framework not in ("numpy", "torch"):
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        return f"{name!r} is a {kind}, not a NumPy array or torch tensor"
+    found = (str(value.dtype).removeprefix("torch."), tuple(value.shape))
+    if framework == "numpy":
+        found = (value.dtype.name, value.shape)
+    wanted = (entry.spec.dtype.to_numpy().name, entry.spec.shape)
+    if found != wanted:
+        return f"{name!r} is {found[0]}{list(found[1])}, stored is {wanted[0]}{list(wanted[1])}"
+    is_writable = value.flags.writeable if framework == "numpy" else _is_plain(value)
+    return None if is_writable else f"{name!r} cannot be written to"
+
+
+def _is_plain(tensor: Any) -> bool:
+    """Return whether a torch tensor has memory of its own for every element."""
+    import torch
+
+    if getattr(type(tensor), "__torch_dispatch__", None) is not getattr(
+        torch.Tensor, "__torch_dispatch__", None
+    ):
+        return False  # DTensor and the like keep their data elsewhere
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        return False
+    return all(
+        stride or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
+def _memory(value: Any, entry: TensorEntry) -> np.ndarray | None:
+    """Return the memory of a value as the file would fill it, or None where it is laid out otherwise."""
+    if isinstance(value, np.ndarray):
+        is_direct = value.flags.c_contiguous and value.dtype == entry.spec.dtype.to_numpy()
+        return np.asarray(value) if is_direct else None
+    import torch
+
+    is_lazy = value.is_conj() or value.is_neg()
+    if value.device.type != "cpu" or not value.is_contiguous() or is_lazy:
+        return None
+    memory: np.ndarray = value.detach().reshape(-1).view(torch.uint8).numpy()
+    return memory
+
+
+def _apart(memories: Mapping[str, np.ndarray | None]) -> dict[str, np.ndarray]:
+    """Return those memories that no other one before them covers, too."""
+    known = {name: one for name, one in memories.items() if one is not None}
+    kept, end = {}, 0
+    for name in sorted(known, key=lambda name: _address(known[name])):
+        start = _address(known[name])
+        if start >= end or not known[name].nbytes:
+            kept[name] = known[name]
+            end = max(end, start + known[name].nbytes)
+    return kept
+
+
+def _address(array: np.ndarray) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _copy(value: Any, memory: np.ndarray) -> None:
+    if isinstance(value, np.ndarray):
+        value[...] = memory
+        return
+    import torch
+
+    flat = torch.from_numpy(memory.reshape(-1).view(np.uint8)).view(value.dtype)
+    # Not through autograd: weights are leaves, and loading is no step of a computation.
+    value.detach().copy_(flat.reshape(value.shape))
+
+
+def _mismatch(differences: list[str]) -> StateMismatch:
+    shown = sorted(differences)[:_SHOWN_DIFFERENCES]
+    if len(differences) > len(shown):
+        shown.append(f"... and {len(differences) - len(shown)} more")
+    return StateMismatch(
+        "the checkpoint does not fit the arrays given as into; nothing was changed:\n  "
+        + "\n  ".join(shown),
+        hint="give arrays of the stored shapes and types, or load without into",
+    )
