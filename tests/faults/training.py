@@ -16,6 +16,7 @@ from ckptmgr.crypto.key import Key
 from ckptmgr.fsio import FileSystem
 from ckptmgr.manager import CheckpointManager, Resumption
 from ckptmgr.model import Checkpoint, State
+from ckptmgr.observe import Observer
 from ckptmgr.saver import SaveOptions
 from ckptmgr.series import SaveFacts, SeriesWriter
 from ckptmgr.store import Store
@@ -63,7 +64,7 @@ class Trainer:
     keep: str = "all"
     times: Iterator[int] = field(default_factory=lambda: itertools.count(1_700_000_000, 60))
 
-    def manager(self) -> CheckpointManager:
+    def manager(self, observe: Observer | None = None) -> CheckpointManager:
         """Return a manager of the run directory."""
         return CheckpointManager(
             RUNS,
@@ -72,6 +73,7 @@ class Trainer:
             fs=self.fs or self.disk,
             processes=ModelProcesses(self.disk),
             clock=lambda: float(next(self.times)),
+            observe=observe,
         )
 
     def store(self) -> Store:
