@@ -123,7 +123,7 @@ class CheckpointManager:
         read_options = ReadOptions(key=key, allow_unsealed=allow_unsealed)
         self._reader = SeriesReader(self._store, prefix, options=read_options)
         self._progress = Progress(LastSave(step=0, at=clock()))
-        self._engine = engine_for(self._config)
+        self._engine = engine_for(self._config, has_before_update=True)
         self._seen_step = 0
         self._snapshot_steps = (
             None if snapshot_steps is None else checked_interval("snapshot_steps", snapshot_steps)
@@ -248,7 +248,8 @@ class CheckpointManager:
         why: str,
     ) -> SaveHandle | None:
         now = self._clock()
-        flat = tree.flatten(given_state(state))
+        given = given_state(state)
+        flat = tree.flatten(given)
         items: list[Item] = [*flat.tensors]
         metadata = metadata_of(flat)
         self._seen_step = max(self._seen_step, step)
@@ -264,10 +265,18 @@ class CheckpointManager:
             self._writer.retain(self._config.retention_policy())
             return checkpoint
 
-        handle = self._engine.run(self._store, items, write, watch=watch)
+        handle = self._engine.run(self._store, items, write, watch=watch, state=given)
         if handle is not None:
             self._progress.note(handle, LastSave(step=step, at=now))
         return handle
+
+    def before_update(self) -> None:
+        """Wait until the state of the last save is copied; call it before the state is changed in place.
+
+        Only with `zero_stall`, where `save` leaves the copying to the background; otherwise, and when the copy is complete,
+        it does nothing. All torch optimizers of the process call it before their steps.
+        """
+        self._engine.before_update()
 
     def snapshot(
         self,
@@ -355,7 +364,7 @@ class CheckpointManager:
             CorruptCheckpoint, KeyProblem: It is damaged, or the key is wrong.
         """
         found = self._reader.find(checkpoint)
-        with self._observers.timed("load", series=self.prefix, **about(found)):
+        with self._observers.timed("load", **about(found)):
             return self._reader.read(found).put_back(state)
 
     def pin(

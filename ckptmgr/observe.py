@@ -287,7 +287,12 @@ class SaveWatch:
 
 def about(checkpoint: Checkpoint) -> Facts:
     """Return which checkpoint an event is about."""
-    return Facts(path=checkpoint.path, step=checkpoint.step, size_bytes=checkpoint.size_bytes)
+    return Facts(
+        path=checkpoint.path,
+        series=checkpoint.series,
+        step=checkpoint.step,
+        size_bytes=checkpoint.size_bytes,
+    )
 
 
 def figures_of(stats: SaveStats) -> dict[str, float]:

@@ -128,7 +128,7 @@ def verify_checkpoint(
         level: How thoroughly.
         options: The key, and whether files without a seal are accepted.
     """
-    with EVERYBODY.timed("verify", series=checkpoint.series, **about(checkpoint)) as told:
+    with EVERYBODY.timed("verify", **about(checkpoint)) as told:
         answer = _verify(store, checkpoint, level, options or ReadOptions())
         if answer.status not in (Status.OK, Status.UNVERIFIED):
             told["error"] = "; ".join(answer.problems or answer.unchecked)
