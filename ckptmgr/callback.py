@@ -363,6 +363,7 @@ class ModelCheckpoint:
                 key=self._key,
                 mode=self._config.enc_mode,
                 has_crc=self._config.crc_check,
+                verify_after_write=self._config.verify_after_write,
             )
             store = Store(
                 directory, fs=self._fs, key=self._key, must_authenticate=self._key is not None

@@ -88,6 +88,10 @@ class CheckpointConfig:
             "coalesce": keep only the newest as the next to run.
         on_error: What happens when a background save fails: "raise" at the next step, "warn" in the log, "retry(n)" and
             then raise, or a function that gets the exception.
+        zero_stall: Whether background saves also copy the state in the background, during forward and backward. The loop
+            calls `manager.before_update()` before it changes the state in place; torch optimizers do so by themselves.
+        verify_after_write: Read every file back from the disk, past the page cache, before it is published; a save whose
+            bytes did not arrive fails, and the earlier checkpoints stay.
         options: `incremental` and `enable_redundance`, as in MindSpore. Others are ignored with a logged warning.
 
     Raises:
@@ -118,6 +122,8 @@ class CheckpointConfig:
         memory: MemoryConfig | None = None,
         back_pressure: BackPressure = "wait",
         on_error: OnError = "raise",
+        zero_stall: bool = False,
+        verify_after_write: bool = False,
         **options: object,
     ) -> None:
         # The order of the checks decides which of two mistakes is reported; it is MindSpore's.
@@ -154,6 +160,12 @@ class CheckpointConfig:
         self.back_pressure: BackPressure = check_back_pressure(back_pressure)
         self.on_error: OnError = on_error
         parse_on_error(on_error)
+        self.verify_after_write = check_is_bool("verify_after_write", verify_after_write)
+        self.zero_stall = check_is_bool("zero_stall", zero_stall)
+        if zero_stall and not async_save:
+            raise ValueError(
+                "zero_stall is about background saves: it needs async_save=True or 'process'"
+            )
         warn_unknown_options(options, options=_OPTIONS, known=_PARAMETERS)
 
     def __repr__(self) -> str:

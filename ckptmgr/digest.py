@@ -18,6 +18,7 @@ from blake3 import blake3
 
 from ckptmgr.errors import ChecksumMismatch, TruncatedCheckpoint
 from ckptmgr.formats.source import Source
+from ckptmgr.units import each_unit
 
 ALGORITHM = "blake3"
 RANGE_BYTES = 16 << 20
@@ -50,14 +51,41 @@ class FileDigest:
 
 
 def digest_of(source: Source) -> FileDigest:
-    """Return the digests of everything in `source`, reading one range at a time."""
-    ranges = []
-    buffer = memoryview(bytearray(min(RANGE_BYTES, source.size)))
-    for start in range(0, source.size, RANGE_BYTES):
-        view = buffer[: min(RANGE_BYTES, source.size - start)]
-        source.read_into(start, view)
-        ranges.append(blake3(view).digest())
+    """Return the digests of everything in `source`, ranges in parallel."""
+    ranges = _range_digests(source, source.size, RANGE_BYTES)
     return FileDigest(size_bytes=source.size, ranges=tuple(ranges))
+
+
+def differing_ranges(source: Source, digest: FileDigest) -> list[tuple[int, int]]:
+    """Read everything, ranges in parallel; return start and end of those that do not match their digest.
+
+    Args:
+        source: The file; of the size that `digest` says.
+        digest: What its ranges should be.
+    """
+    length = digest.range_bytes
+    found = _range_digests(source, digest.size_bytes, length)
+    return [
+        (index * length, min((index + 1) * length, digest.size_bytes))
+        for index, (one, expected) in enumerate(zip(found, digest.ranges, strict=True))
+        if one != expected
+    ]
+
+
+def _range_digests(source: Source, size: int, range_bytes: int) -> list[bytes]:
+    digests = [b""] * -(-size // range_bytes)
+
+    def work(index: int, buffer: memoryview) -> None:
+        hasher = blake3()
+        stop = min((index + 1) * range_bytes, size)
+        for start in range(index * range_bytes, stop, buffer.nbytes):
+            view = buffer[: stop - start]
+            source.read_into(start, view)
+            hasher.update(view)
+        digests[index] = hasher.digest()
+
+    each_unit(range(len(digests)), work)
+    return digests
 
 
 class VerifyingSource:

@@ -22,9 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Protocol
 
-from ckptmgr.formats.errors import TruncatedError
+from ckptmgr.input_files import DIRECT_IO_ALIGNMENT, CachedFile, UncachedFile
 
-DIRECT_IO_ALIGNMENT = 4096
 _MAX_OWNER_BYTES = 4096
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -101,8 +100,11 @@ class FileSystem(Protocol):
         """Create a new file for writing; FileExistsError when the name is taken."""
         ...
 
-    def open(self, path: Path) -> InputFile:
-        """Open a regular file for reading; FIFOs and devices are refused, a final link is followed."""
+    def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:
+        """Open a regular file for reading; FIFOs and devices are refused, a final link is followed.
+
+        With `is_uncached`, what the disk holds is read, as far as the page cache lets itself be passed by.
+        """
         ...
 
     def replace(self, source: Path, target: Path) -> None:
@@ -165,9 +167,9 @@ class OsFileSystem:
         """Create a new file for writing; FileExistsError when the name is taken."""
         return _OsOutputFile(path, mode)
 
-    def open(self, path: Path) -> InputFile:
+    def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:
         """Open a regular file for reading; FIFOs and devices are refused, a final link is followed."""
-        return _OsInputFile(path)
+        return UncachedFile(path) if is_uncached else CachedFile(path)
 
     def replace(self, source: Path, target: Path) -> None:
         """Rename, replacing the target atomically."""
@@ -374,37 +376,6 @@ class _OsOutputFile:
                     failure = error
         if failure is not None:
             raise failure
-
-
-class _OsInputFile:
-    def __init__(self, path: Path) -> None:
-        # O_NONBLOCK so that opening a FIFO with no writer does not hang; it means nothing for regular files.
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        figures = os.fstat(self._descriptor)
-        if not stat.S_ISREG(figures.st_mode):
-            self.close()
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        self._path = path
-        self._size = figures.st_size
-
-    @property
-    def size(self) -> int:
-        return self._size
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        while buffer.nbytes:
-            count = os.preadv(self._descriptor, [buffer], offset)
-            if count == 0:
-                raise TruncatedError(
-                    f"{buffer.nbytes} bytes wanted, but the file ends here", offset=offset
-                )
-            offset += count
-            buffer = buffer[count:]
-
-    def close(self) -> None:
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor >= 0:
-            os.close(descriptor)
 
 
 def _status(figures: os.stat_result) -> FileStatus:

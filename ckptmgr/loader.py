@@ -37,8 +37,9 @@ from ckptmgr.formats.source import Source, read_bytes
 from ckptmgr.glimpses import Glimpses
 from ckptmgr.lower_errors import ALLOW_UNSEALED_HINT, translated_errors
 from ckptmgr.manifest import Manifest
-from ckptmgr.scatter import PIECE_BYTES, Placement, read_scattered
+from ckptmgr.scatter import Placement, read_scattered
 from ckptmgr.tree_nodes import StateMismatch
+from ckptmgr.units import PIECE_BYTES
 
 _HEAD_BYTES = 16
 _READABLE = (Kind.MINDSPORE_CKPT, Kind.SAFETENSORS, Kind.MINDSPORE_ENCRYPTED)

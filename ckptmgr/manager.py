@@ -115,6 +115,7 @@ class CheckpointManager:
             key=key,
             mode=self._config.enc_mode,
             has_crc=self._config.crc_check,
+            verify_after_write=self._config.verify_after_write,
         )
         self._observers = Observers(observe)
         self._writer = SeriesWriter(
@@ -365,7 +366,10 @@ class CheckpointManager:
         """
         found = self._reader.find(checkpoint)
         with self._observers.timed("load", **about(found)):
-            return self._reader.read(found).put_back(state)
+            loaded = self._reader.read(found)
+            if state is not None:
+                self.before_update()
+            return loaded.put_back(state)
 
     def pin(
         self, checkpoint: Checkpoint | int | str, name: str = "pinned", *, reason: str = ""

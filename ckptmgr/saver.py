@@ -15,14 +15,14 @@ from typing import Protocol
 from ckptmgr.aligned import buffer_bytes
 from ckptmgr.crypto.errors import CryptoError
 from ckptmgr.crypto.key import Key
-from ckptmgr.digest import FileDigest
-from ckptmgr.errors import KeyProblem, NotBuiltYet, UnsupportedCheckpoint
+from ckptmgr.digest import FileDigest, differing_ranges
+from ckptmgr.errors import KeyProblem, NotBuiltYet, SaveFailed, UnsupportedCheckpoint
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.image import Image
 from ckptmgr.formats.mindspore_writer import build_ckpt_image
 from ckptmgr.formats.safetensors_file import build_safetensors_image
 from ckptmgr.formats.tensor import Item
-from ckptmgr.fsio import OutputFile
+from ckptmgr.fsio import InputFile, OutputFile
 from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.pipeline import sealer_for, write_image
 from ckptmgr.store import Store
@@ -38,6 +38,7 @@ class SaveOptions:
         mode: Cipher mode used with a key.
         has_crc: Write a CRC32 trailer (`.ckpt`; inside the encryption) or `crc_num` (`.safetensors`).
         file_mode: Permission bits of data and manifest; MindSpore's 0400 by default.
+        verify_after_write: Read the file back from the disk before it is published, and compare it.
     """
 
     format: str = "ckpt"
@@ -45,6 +46,7 @@ class SaveOptions:
     mode: str = "AES-GCM"
     has_crc: bool = False
     file_mode: int = 0o400
+    verify_after_write: bool = False
 
 
 class Publish(Protocol):
@@ -107,6 +109,7 @@ def save_items(
     Raises:
         UnsupportedCheckpoint: The items cannot be stored; nothing was changed.
         StoreFull: Not enough space; nothing was changed.
+        SaveFailed: With `verify_after_write`: the disk does not hold what was written; nothing was changed.
         OSError: From the disk.
     """
     with _refusals(str(store.directory / name)):
@@ -119,8 +122,13 @@ def save_items(
             stats["write_s"] = written.write_s
             return written.digest
 
-        def describe_file(digest: FileDigest) -> Manifest:
+        def read_back(file: InputFile, digest: FileDigest) -> None:
             stats["until_synced_s"] = time.perf_counter() - started
+            check_written(file, digest, path=str(store.directory / name))
+            stats["verify_s"] = time.perf_counter() - started - stats["until_synced_s"]
+
+        def describe_file(digest: FileDigest) -> Manifest:
+            stats.setdefault("until_synced_s", time.perf_counter() - started)
             stats["buffer_bytes"] = buffer_bytes()
             entry = FileEntry(
                 name=name,
@@ -139,6 +147,20 @@ def save_items(
             write=write,
             describe=describe_file,
             mode=options.file_mode,
+            read_back=read_back if options.verify_after_write else None,
+        )
+
+
+def check_written(file: InputFile, digest: FileDigest, *, path: str) -> None:
+    """Raise SaveFailed unless a file that was read back is what was written."""
+    bad = [] if file.size == digest.size_bytes else [(file.size, digest.size_bytes)]
+    bad = bad or differing_ranges(file, digest)
+    if bad:
+        more = f" (and {len(bad) - 1} more ranges)" if len(bad) > 1 else ""
+        raise SaveFailed(
+            f"read back from the disk, the bytes {bad[0][0]}..{bad[0][1]} are not those that were written{more}",
+            path=path,
+            hint="nothing was published and the earlier checkpoints are intact; check disk and memory of this machine",
         )
 
 

@@ -10,20 +10,16 @@ reads in flight, and ten times slower for files in the page cache.)
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ckptmgr.aligned import Buffers, copy_into
-from ckptmgr.crew import run_together
+from ckptmgr.aligned import copy_into
 from ckptmgr.digest import VerifyingSource
 from ckptmgr.formats.source import Source
 from ckptmgr.formats.trailer import crc32, crc32_combine
 from ckptmgr.glimpses import Glimpses
-
-_THREADS = 3
-PIECE_BYTES = 4 << 20
+from ckptmgr.units import PIECE_BYTES, each_unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +89,6 @@ class _Reader:
         self._whole_units = set(range(-(-(crc_bytes or 0) // unit_bytes)))
         if glimpses is not None:
             self._whole_units |= glimpses.units(unit_bytes)
-        self._units: Iterator[int] = iter(())
-        self._lock = threading.Lock()
-        self._failure: BaseException | None = None
 
     def _wanted_units(self) -> list[int]:
         units = set(self._whole_units)
@@ -106,31 +99,8 @@ class _Reader:
     def run(self, *, is_all_read: bool) -> int | None:
         if is_all_read:
             self._whole_units = set(range(-(-self._source.size // self._unit_bytes)))
-        self._units = iter(self._wanted_units())
-        count = self._source.size // self._unit_bytes
-        if count > 1:
-            run_together([self._guard] * min(_THREADS, count), fail=self._fail)
-        else:  # starting a thread takes longer
-            self._guard()
-        if self._failure is not None:
-            raise self._failure
+        each_unit(self._wanted_units(), self._read)
         return self._crc()
-
-    def _guard(self) -> None:
-        try:
-            with _buffers.lent() as buffer:
-                while (unit := self._next()) is not None:
-                    self._read(unit, buffer)
-        except BaseException as error:  # raised by run(), in the caller's thread
-            self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
-        with self._lock:
-            self._failure = self._failure or error
-
-    def _next(self) -> int | None:
-        with self._lock:
-            return None if self._failure is not None else next(self._units, None)
 
     def _read(self, unit: int, buffer: memoryview) -> None:
         start = unit * self._unit_bytes
@@ -192,6 +162,3 @@ class _Reader:
             piece, length = self._crcs[start]
             total = crc32_combine(total, piece, length)
         return total
-
-
-_buffers = Buffers(_THREADS, PIECE_BYTES)

@@ -70,6 +70,8 @@ def save_checkpoint(
     choice_func: Callable[[str], bool] | None = None,
     crc_check: bool = False,
     format: str = "ckpt",
+    *,
+    verify_after_write: bool = False,
     **kwargs: object,
 ) -> Checkpoint:
     """Save tensors to one file; when it returns, they survive a power cut.
@@ -86,6 +88,7 @@ def save_checkpoint(
         choice_func: Which names to save.
         crc_check: Store a CRC32; with a key, inside the encryption.
         format: `ckpt` or `safetensors`.
+        verify_after_write: Read the file back from the disk, past the page cache, before it is published.
         kwargs: MindSpore's `remove_redundancy` (noted in safetensors metadata); others are ignored as MindSpore does.
 
     Returns:
@@ -95,6 +98,7 @@ def save_checkpoint(
         TypeError, ValueError, IsADirectoryError: An argument is unusable; messages as MindSpore's.
         StoreLocked: Another process is saving this file now.
         StoreFull: Not enough disk space; nothing was changed.
+        SaveFailed: With `verify_after_write`: the disk does not hold what was written; nothing was changed.
         OSError: From the disk; an older file of this name is intact.
     """
     path = _save_path(save_obj, ckpt_file_name, format)
@@ -116,7 +120,13 @@ def save_checkpoint(
     if format == "safetensors" and remove_redundancy is not None:
         metadata = {"remove_redundancy": str(remove_redundancy)}
     key = None if enc_key is None else Key(enc_key)
-    options = SaveOptions(format=format, key=key, mode=enc_mode, has_crc=crc_check)
+    options = SaveOptions(
+        format=format,
+        key=key,
+        mode=enc_mode,
+        has_crc=crc_check,
+        verify_after_write=check_is_bool("verify_after_write", verify_after_write),
+    )
     if not path.parent.is_dir():
         raise FileNotFoundError(2, os.strerror(2), str(path))
     facts = dict(append_dict or {})

@@ -28,7 +28,15 @@ from ckptmgr.crypto.key import Key
 from ckptmgr.digest import FileDigest, digest_of
 from ckptmgr.disk_errors import explained, not_enough_space
 from ckptmgr.errors import CkptmgrError, KeyProblem, UnsafePrune, UnsupportedCheckpoint
-from ckptmgr.fsio import FileStatus, FileSystem, OsFileSystem, OutputFile, discard, remove_name
+from ckptmgr.fsio import (
+    FileStatus,
+    FileSystem,
+    InputFile,
+    OsFileSystem,
+    OutputFile,
+    discard,
+    remove_name,
+)
 from ckptmgr.lease import Processes, ProcProcesses, hold_lease
 from ckptmgr.manifest import FileEntry, Manifest, manifest_name
 from ckptmgr.manifest_files import ManifestFiles
@@ -172,6 +180,7 @@ class Store:
         write: Callable[[OutputFile], FileDigest],
         describe: Callable[[FileDigest], Manifest],
         mode: int = 0o400,
+        read_back: Callable[[InputFile, FileDigest], None] | None = None,
     ) -> Manifest:
         """Make a new checkpoint durable under `name`, replacing what has that name.
 
@@ -182,6 +191,7 @@ class Store:
             write: Writes the content into the new file and returns its digests.
             describe: Makes the manifest from the digests.
             mode: Permission bits of data and manifest.
+            read_back: Compares what the disk holds with the digests, after the sync and before anything is published.
 
         Raises:
             StoreFull: Not enough space; nothing was changed.
@@ -193,7 +203,9 @@ class Store:
             self.fs.make_directory(self.directory, mode=0o700)
             self.check_space(size_bytes)
             old = self._manifest_of_current(name)
-            manifest = self._write_temp(temp, size_bytes, write, describe, mode=mode)
+            manifest = self._write_temp(
+                temp, size_bytes, write, describe, mode=mode, read_back=read_back
+            )
             self._commit(name, temp, manifest, old, series=series, mode=mode)
         except OSError as error:
             raise explained(error, self.directory / name, size_bytes, self.fs) from error
@@ -207,6 +219,7 @@ class Store:
         describe: Callable[[FileDigest], Manifest],
         *,
         mode: int,
+        read_back: Callable[[InputFile, FileDigest], None] | None,
     ) -> Manifest:
         file = self.fs.create(temp, mode=mode)
         try:
@@ -216,6 +229,9 @@ class Store:
                 file.sync()
             finally:
                 file.close()
+            if read_back is not None:
+                with contextlib.closing(self.fs.open(temp, is_uncached=True)) as stored:
+                    read_back(stored, digest)
             return describe(digest)
         except BaseException:
             discard(self.fs, temp)

@@ -19,13 +19,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
-from blake3 import blake3
-
 from ckptmgr.contents import tensors_of
 from ckptmgr.crypto.ciphers import mode_of
 from ckptmgr.crypto.mindspore_blocks import open_blocks, sniff_mode
 from ckptmgr.crypto.records import find_records
-from ckptmgr.digest import FileDigest, check_size
+from ckptmgr.digest import FileDigest, check_size, differing_ranges
 from ckptmgr.errors import (
     ChecksumMismatch,
     CkptmgrError,
@@ -276,19 +274,12 @@ class _Check:
 
 
 def check_digests(raw: Source, digest: FileDigest, *, path: str) -> None:
-    """Compare all of a file with the digests in its manifest, one range at a time.
+    """Compare all of a file with the digests in its manifest, ranges in parallel.
 
     Raises:
         ChecksumMismatch: Names the first range that differs and how many do.
     """
-    buffer = memoryview(bytearray(min(digest.range_bytes, digest.size_bytes)))
-    bad = []
-    for index, expected in enumerate(digest.ranges):
-        start = index * digest.range_bytes
-        view = buffer[: min(digest.range_bytes, digest.size_bytes - start)]
-        raw.read_into(start, view)
-        if blake3(view).digest() != expected:
-            bad.append((start, start + view.nbytes))
+    bad = differing_ranges(raw, digest)
     if bad:
         more = f" (and {len(bad) - 1} more ranges)" if len(bad) > 1 else ""
         raise ChecksumMismatch(

@@ -124,6 +124,7 @@ def _save(order: dict[str, Any], regions: list[memoryview]) -> Manifest:
             mode=order["mode"],
             has_crc=order["has_crc"],
             file_mode=order["file_mode"],
+            verify_after_write=order["verify_after_write"],
         ),
         series=draft.series,
         describe=describe,

@@ -228,6 +228,7 @@ def _described(options: SaveOptions) -> dict[str, Any]:
         "mode": options.mode,
         "has_crc": options.has_crc,
         "file_mode": options.file_mode,
+        "verify_after_write": options.verify_after_write,
         "key": None if options.key is None else options.key.raw.hex(),
     }
 

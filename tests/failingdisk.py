@@ -95,10 +95,10 @@ class FailingDisk:
         self._meet("create", path)
         return _FailingOutput(self, self._disk.create(path, mode=mode), path)
 
-    def open(self, path: Path) -> InputFile:
+    def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:
         """Open a file for reading."""
         self._meet("open", path)
-        return _FailingInput(self, self._disk.open(path), path)
+        return _FailingInput(self, self._disk.open(path, is_uncached=is_uncached), path)
 
     def replace(self, source: Path, target: Path) -> None:
         """Rename."""

@@ -127,8 +127,9 @@ class ModelDisk:
                 raise os_error(errno.EEXIST, path)
             return _ModelOutput(self, path, self._create(directory, name, path, f"{mode:#o}"))
 
-    def open(self, path: Path) -> InputFile:
-        """Open a regular file for reading."""
+    def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:
+        """Open a regular file for reading; this disk has no cache to pass by."""
+        del is_uncached
         with self._powered():
             inode = self._image.resolve(path)
             if inode not in self._image.files:

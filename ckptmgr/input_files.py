@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of the real disk, opened for reading: through the page cache, or past it to see what the disk itself holds."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from pathlib import Path
+
+from ckptmgr.formats.errors import TruncatedError
+
+DIRECT_IO_ALIGNMENT = 4096
+
+
+class CachedFile:
+    """A regular file, read through the page cache."""
+
+    def __init__(self, path: Path) -> None:
+        # O_NONBLOCK so that opening a FIFO with no writer does not hang; it means nothing for regular files.
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        figures = os.fstat(self._descriptor)
+        if not stat.S_ISREG(figures.st_mode):
+            self.close()
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        self._path = path
+        self._size = figures.st_size
+
+    @property
+    def size(self) -> int:
+        """The number of bytes when it was opened."""
+        return self._size
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset` on, or raise TruncatedError."""
+        while buffer.nbytes:
+            count = self._read_once(offset, buffer)
+            if count == 0:
+                raise TruncatedError(
+                    f"{buffer.nbytes} bytes wanted, but the file ends here", offset=offset
+                )
+            offset += count
+            buffer = buffer[count:]
+
+    def _read_once(self, offset: int, buffer: memoryview) -> int:
+        return os.preadv(self._descriptor, [buffer], offset)
+
+    def close(self) -> None:
+        """Release the descriptor."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+class UncachedFile(CachedFile):
+    """A regular file whose bytes come from the disk.
+
+    Direct I/O where file system, offset, length and memory allow it. The rest is read through the page cache, from which
+    the file is dropped first: that works for what was synced. (tmpfs has no disk; its page cache is the file.)
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._direct = -1
+        super().__init__(path)
+        try:
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            with contextlib.suppress(OSError):
+                self._direct = os.open(
+                    f"/proc/self/fd/{self._descriptor}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC
+                )
+        except BaseException:
+            self.close()
+            raise
+
+    def _read_once(self, offset: int, buffer: memoryview) -> int:
+        aligned = buffer.nbytes - buffer.nbytes % DIRECT_IO_ALIGNMENT
+        if self._direct >= 0 and offset % DIRECT_IO_ALIGNMENT == 0 and aligned:
+            try:
+                return os.preadv(self._direct, [buffer[:aligned]], offset)
+            except OSError as error:
+                # Unaligned memory, or a file system that accepts the flag but not the read.
+                if error.errno != errno.EINVAL:
+                    raise
+        return super()._read_once(offset, buffer)
+
+    def close(self) -> None:
+        """Release the descriptors."""
+        descriptor, self._direct = self._direct, -1
+        try:
+            super().close()
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
