@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole containers in memory: sealed, cut up, read back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+
+from ckptmgr.crypto.container import ContainerSealer
+from ckptmgr.crypto.container_header import Content
+from ckptmgr.crypto.container_source import ContainerSource, open_container
+from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.slots import Identity, Recipient
+from ckptmgr.crypto.wrapping import RawKey
+from ckptmgr.formats.source import BytesSource
+
+from .sealing import read_range
+
+MODES = ("AES-GCM", "SM4-GCM", "AES-CBC", "SM4-CBC")
+ME = RawKey(Key(bytes(range(16))))
+OTHER = RawKey(Key(bytes(range(1, 33))))
+SEGMENT = 128
+HEAD = 3 * 4096
+
+
+def seal(
+    plaintext: bytes,
+    mode: str = "AES-GCM",
+    *,
+    recipients: Sequence[Recipient] = (ME,),
+    segment_bytes: int = SEGMENT,
+    copy_bytes: int | None = None,
+    content: Content = Content.OPAQUE,
+    random: Callable[[int], bytes] = os.urandom,
+) -> bytes:
+    """Return the container of `plaintext`."""
+    sealer = ContainerSealer(
+        recipients,
+        mode,
+        plaintext_size=len(plaintext),
+        segment_bytes=segment_bytes,
+        copy_bytes=copy_bytes,
+        content=content,
+        random=random,
+    )
+    file = memoryview(bytearray(sealer.sealed_size))
+    file[: len(sealer.head)] = sealer.head
+    for index in range(sealer.block_count):
+        start, size = sealer.plaintext_range(index)
+        at, length = sealer.record_range(index)
+        sealer.seal_into(index, memoryview(plaintext)[start : start + size], file[at : at + length])
+    sealer.finish()
+    return bytes(file)
+
+
+def opened(file: bytes, *identities: Identity) -> ContainerSource:
+    """Return the opened container."""
+    return open_container(BytesSource(file), identities or (ME,))
+
+
+def unseal(file: bytes, *identities: Identity) -> bytes:
+    """Return the whole plaintext of `file`."""
+    source = opened(file, *identities)
+    return read_range(source, 0, source.size)
+
+
+def segments(file: bytes, *, head: int = HEAD, segment_bytes: int = SEGMENT) -> list[bytes]:
+    """Return everything before the first segment, then the segments."""
+    starts = range(head, len(file), segment_bytes)
+    return [file[:head], *(file[start : start + segment_bytes] for start in starts)]
