@@ -80,10 +80,9 @@ def encode_strategy(strategy: Strategy, *, kind: Kind = "protobuf") -> bytes:
     Raises:
         FormatError: It could not be read back: a layout contradicts itself, or a name comes twice or is not UTF-8.
     """
-    check_unique([one.name for one in strategy.layouts], what="parameter")
-    for layout in strategy.layouts:
-        check_layout(layout)
-    for name in (one.name for one in (*strategy.layouts, *strategy.operators)):
+    parameters = [check_layout(layout).name for layout in strategy.layouts]
+    check_unique(parameters, what="parameter")
+    for name in parameters + [one.name for one in strategy.operators]:
         if not is_encodable(name):
             raise FormatError("the name holds a lone surrogate, not valid in UTF-8", tensor=name)
     if kind == "protobuf":

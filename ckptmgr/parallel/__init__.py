@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors that are cut over many ranks."""
