@@ -11,9 +11,10 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ckptmgr.convert_target import Content, Converted, check_target, publish, store_of
 from ckptmgr.crypto.key import Key
@@ -146,17 +147,33 @@ def encrypted_chunks(source: Path, *, key: Key, mode: str = "AES-GCM") -> Iterat
     """
     with _opened_plain(source) as opened, translated_errors(str(source)):
         sealer = _checking_sealer(opened, key, mode)
-        record = memoryview(bytearray(sealer.largest_record))
         crc = 0
-        for index in range(sealer.block_count):
-            start, length = sealer.plaintext_range(index)
-            view = record[: sealer.record_range(index)[1]]
-            plaintext = memoryview(bytearray(length))
-            opened.source.read_into(start, plaintext)
-            crc = crc32(plaintext, crc)
-            sealer.seal_into(index, plaintext, view)
-            yield view
+        room = memoryview(bytearray(sealer.batch * sealer.largest_record))
+        clear = memoryview(bytearray(room.nbytes))
+        for first in range(0, sealer.block_count, sealer.batch):
+            blocks = range(first, min(first + sealer.batch, sealer.block_count))
+            plaintext = _joined(clear, map(sealer.plaintext_range, blocks))
+            records = _joined(room, map(sealer.record_range, blocks))
+            opened.source.read_into(sealer.plaintext_range(first)[0], plaintext.whole)
+            crc = crc32(plaintext.whole, crc)
+            sealer.seal_many(first, plaintext.parts, records.parts)
+            yield records.whole
         yield memoryview(sealer.finish(crc=crc if sealer.has_crc else None))
+
+
+class _Joined(NamedTuple):
+    """Neighbouring pieces of memory, and all of them as one."""
+
+    whole: memoryview
+    parts: list[memoryview]
+
+
+def _joined(room: memoryview, ranges: Iterable[tuple[int, int]]) -> _Joined:
+    parts, end = [], 0
+    for _, length in ranges:
+        parts.append(room[end : end + length])
+        end += length
+    return _Joined(room[:end], parts)
 
 
 class _CheckingSealer(BlockSealer):

@@ -34,6 +34,7 @@ from ckptmgr.formats.mindspore_entries import MapEntry, TextEntry
 from ckptmgr.formats.mindspore_reader import CkptIndex
 from ckptmgr.formats.safetensors_file import SafetensorsIndex
 from ckptmgr.formats.source import Source, read_bytes
+from ckptmgr.formats.trailer import crc32
 from ckptmgr.glimpses import Glimpses
 from ckptmgr.lower_errors import ALLOW_UNSEALED_HINT, translated_errors
 from ckptmgr.manifest import Manifest
@@ -306,6 +307,38 @@ def read_into(
         error.add_note("the content of the arrays given as into is undefined now; load them again")
         raise
     found.finish()
+
+
+def read_through(opened: OpenCheckpoint, *, crc_bytes: int = 0) -> int:
+    """Read everything and keep nothing: the source checks all of it on the way.
+
+    Args:
+        opened: The checkpoint.
+        crc_bytes: How many first bytes the CRC-32 is wanted of.
+
+    Returns:
+        The CRC-32.
+
+    Raises:
+        FormatError, CryptoError, CkptmgrError: What the source raises.
+    """
+    if opened.unit_bytes:
+        whole = read_scattered(
+            opened.source,
+            [],
+            unit_bytes=opened.unit_bytes,
+            crc_bytes=crc_bytes,
+            glimpses=opened.glimpses,
+            is_all_read=True,
+        )
+        return whole or 0
+    crc = 0
+    buffer = memoryview(bytearray(min(PIECE_BYTES, opened.source.size)))
+    for start in range(0, opened.source.size, PIECE_BYTES):
+        view = buffer[: opened.source.size - start]
+        opened.source.read_into(start, view)
+        crc = crc32(view[: max(0, crc_bytes - start)], crc)
+    return crc
 
 
 def _fill(

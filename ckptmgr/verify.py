@@ -8,7 +8,7 @@
 | deep | and every tensor decoded, NaN and Inf counted |
 
 Nothing is handed to another library: MindSpore crashes on contents longer than their shape and fills shorter ones with
-zeros, so its files are taken apart here first. Contents stream through a few MiB; no array is kept.
+zeros, so its files are taken apart here first. Contents stream through a few MiB, in parallel; no array is kept.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from ckptmgr.errors import (
 )
 from ckptmgr.formats import safetensors_file
 from ckptmgr.formats.detect import Kind, detect
-from ckptmgr.formats.index import READ_BYTES, check_crc
-from ckptmgr.formats.mindspore_reader import CkptIndex, body_crc
+from ckptmgr.formats.index import check_crc
+from ckptmgr.formats.mindspore_reader import CkptIndex
 from ckptmgr.formats.source import Source, read_bytes
-from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source
+from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source, read_through
 from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import Manifest
 from ckptmgr.model import Checkpoint
@@ -255,13 +255,13 @@ class _Check:
         index = opened.index
         if index.crc is not None:
             if isinstance(index, CkptIndex):
-                computed = body_crc(opened.source, index)
+                computed = read_through(opened, crc_bytes=index.body_bytes)
             else:
                 computed = safetensors_file.crc_of(opened.source, index)
             check_crc(index.crc, computed)
             self.checked.append("CRC32")
         elif is_encrypted:
-            _read_through(opened.source)
+            read_through(opened)
         if self._level is Level.DEEP:
             self._decode(opened)
 
@@ -288,10 +288,3 @@ def check_digests(raw: Source, digest: FileDigest, *, path: str) -> None:
             offset=bad[0][0],
             hint="the file was damaged or replaced after it was saved; use an older checkpoint",
         )
-
-
-def _read_through(source: Source) -> None:
-    """Read everything: a decrypting source checks every block on the way."""
-    buffer = memoryview(bytearray(min(READ_BYTES, source.size)))
-    for start in range(0, source.size, READ_BYTES):
-        source.read_into(start, buffer[: min(READ_BYTES, source.size - start)])

@@ -104,6 +104,17 @@ def test_encrypted_pipe_opens_for_any_size(
         assert b"".join(map(bytes, plaintext.chunks())) == source.read_bytes()
 
 
+@pytest.mark.parametrize("has_crc", [False, True], ids=["plain", "crc"])
+def test_encrypted_pipe_takes_sm4_blocks_together(tmp_path: Path, has_crc: bool) -> None:
+    content = [tensor_from_array("w", np.arange(9 << 18, dtype=np.int32))]
+    (source,) = save_run(tmp_path, [10], options=SaveOptions(has_crc=has_crc), content=content)
+    key, piped = key_for("SM4-CBC"), tmp_path / "piped.ckpt"
+    chunks = convert.encrypted_chunks(source, key=key, mode="SM4-CBC")
+    piped.write_bytes(b"".join(map(bytes, chunks)))
+    with convert.open_plaintext(piped, ReadOptions(key=key)) as plaintext:
+        assert b"".join(map(bytes, plaintext.chunks())) == source.read_bytes()
+
+
 def test_target_is_published_with_what_the_manifest_says(tmp_path: Path) -> None:
     (source,) = save_run(
         tmp_path / "runs",

@@ -302,3 +302,27 @@ def test_no_bytes_make_it_raise(tmp_path_factory: pytest.TempPathFactory, data: 
     for options in (None, ReadOptions(key=KEY, allow_unsealed=True)):
         for level in Level:
             assert verify(path, level=level, options=options, strict=False).status is not Status.OK
+
+
+@pytest.mark.parametrize("offset", [5 << 20, 17 << 20, 20 << 20])
+@pytest.mark.parametrize("options", [PLAIN_CRC, SEALED], ids=["crc", "key"])
+def test_large_file_without_manifest_is_checked_to_its_end(
+    tmp_path: Path, options: SaveOptions, offset: int
+) -> None:
+    content = [tensor_from_array("w", np.arange(21 << 18, dtype=np.int32))]
+    (path,) = save_run(tmp_path, [10], options=options, content=content)
+    only_file = tmp_path / "alone" / path.name
+    only_file.parent.mkdir()
+    shutil.copy(path, only_file)
+    reading = ReadOptions(key=options.key)
+    assert verify(only_file, options=reading, strict=False).status is Status.OK
+    flip(only_file, offset)
+    answer = verify(only_file, options=reading, strict=False)
+    assert answer.status is Status.DAMAGED
+
+
+def test_unsealed_file_of_others_is_decrypted_to_its_end(tmp_path: Path) -> None:
+    path = bare(tmp_path, "gcm_all_dtypes.ckpt")
+    reading = ReadOptions(key=Key(bytes(range(32))), allow_unsealed=True)
+    flip(path, path.stat().st_size - 1)
+    assert verify(path, options=reading, strict=False).status is not Status.OK
