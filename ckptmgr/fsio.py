@@ -111,6 +111,10 @@ class FileSystem(Protocol):
         """Rename, replacing the target atomically."""
         ...
 
+    def link(self, source: Path, target: Path) -> None:
+        """Give a file a second name; FileExistsError when that is taken."""
+        ...
+
     def unlink(self, path: Path) -> None:
         """Remove a name; FileNotFoundError when it is gone."""
         ...
@@ -174,6 +178,10 @@ class OsFileSystem:
     def replace(self, source: Path, target: Path) -> None:
         """Rename, replacing the target atomically."""
         os.replace(source, target)
+
+    def link(self, source: Path, target: Path) -> None:
+        """Give a file a second name; FileExistsError when that is taken."""
+        os.link(source, target)
 
     def unlink(self, path: Path) -> None:
         """Remove a name."""

@@ -4,6 +4,8 @@
 `net-3_40.ckpt` has `net-3_40.ckpt.manifest.json`. It is self-contained (base names only), so a copied directory is as good as
 the original. With a key it carries an HMAC over its canonical JSON.
 
+Many ranks that save together have one manifest for all their files (`shard_names`), in version 2 of the schema.
+
 While a name is being overwritten the new manifest also accepts the digests of the old data (`replaces`), so that at every
 instant one of the two verifies.
 """
@@ -28,8 +30,10 @@ from ckptmgr.errors import (
     UnsupportedCheckpoint,
 )
 from ckptmgr.model import Checkpoint, Pin, State
+from ckptmgr.shard_names import is_set_name, parse_shard_name
 
 SCHEMA = "ckptmgr.manifest/1"
+SHARDED_SCHEMA = "ckptmgr.manifest/2"
 SUFFIX = ".manifest.json"
 MAX_MANIFEST_BYTES = 64 << 20
 _MAX_RANGE_BYTES = 1 << 30
@@ -61,7 +65,7 @@ class Manifest:
     """Everything that is known about one checkpoint besides its tensors.
 
     Attributes:
-        file: The data file.
+        file: The data file; of a sharded checkpoint the one of rank 0.
         series: Name of the series.
         run_id: The run that wrote it.
         parent_run_ids: The runs it was resumed from, newest first.
@@ -76,6 +80,7 @@ class Manifest:
         world_size: Number of ranks that saved together.
         stats: Seconds and bytes of the stages of the save.
         replaces: The manifest of the data that has this name until the swap, or None.
+        shards: The data files of a sharded checkpoint, by rank; else empty.
     """
 
     file: FileEntry
@@ -93,6 +98,17 @@ class Manifest:
     world_size: int = 1
     stats: Mapping[str, float] = field(default_factory=dict)
     replaces: Manifest | None = None
+    shards: tuple[FileEntry, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Base name of the checkpoint: its data file, or what all its shards have in common."""
+        shard = parse_shard_name(self.file.name) if self.shards else None
+        return self.file.name if shard is None else shard.set_name
+
+    def of_shard(self, rank: int) -> Manifest:
+        """Return what there is to know about the file of one rank, as a manifest of that file alone."""
+        return replace(self, file=self.shards[rank], shards=())
 
     def without_replaced(self) -> Manifest:
         """Return the manifest as it is after the swap."""
@@ -107,11 +123,11 @@ class Manifest:
     ) -> Checkpoint:
         """Return the value that policies see."""
         return Checkpoint(
-            path=directory / self.file.name,
+            path=directory / self.name,
             series=self.series,
             step=self.step,
             saved_at=self.saved_at,
-            size_bytes=self.file.digest.size_bytes,
+            size_bytes=sum(entry.digest.size_bytes for entry in self.shards or (self.file,)),
             run_id=self.run_id,
             attempt=self.attempt,
             sequence=self.sequence,
@@ -124,6 +140,7 @@ class Manifest:
             cipher=self.file.cipher,
             key_id=self.file.key_id,
             problem=problem,
+            shards=tuple(entry.name for entry in self.shards),
         )
 
 
@@ -170,8 +187,8 @@ def decode(
         manifest = _from_document(document)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise CorruptCheckpoint(f"not a valid manifest: {error!r}", path=path) from error
-    if manifest_name(manifest.file.name) != path.name:
-        raise CorruptCheckpoint(f"is the manifest of {manifest.file.name!r}", path=path)
+    if manifest_name(manifest.name) != path.name:
+        raise CorruptCheckpoint(f"is the manifest of {manifest.name!r}", path=path)
     if manifest.replaces is not None and manifest.replaces.file.name != manifest.file.name:
         raise CorruptCheckpoint(f"replaces {manifest.replaces.file.name!r}", path=path)
     if key is not None:
@@ -189,7 +206,7 @@ def _checked_document(manifest: Manifest) -> dict[str, Any]:
         _from_document(document)
     except (TypeError, ValueError, AttributeError, OverflowError) as error:
         raise UnsupportedCheckpoint(
-            f"cannot be noted in the manifest of {manifest.file.name!r}: {error}",
+            f"cannot be noted in the manifest of {manifest.name!r}: {error}",
             hint="nothing was changed; give another value",
         ) from error
     return document
@@ -247,7 +264,7 @@ def _parse(data: bytes, path: Path) -> dict[str, Any]:
         )
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"not valid JSON: {error}", path=path) from error
-    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
+    if not isinstance(document, dict) or document.get("schema") not in (SCHEMA, SHARDED_SCHEMA):
         found = document.get("schema") if isinstance(document, dict) else None
         raise CorruptCheckpoint(f"not a {SCHEMA} document (schema: {found!r})", path=path)
     return document
@@ -273,7 +290,7 @@ def _refuse_constant(name: str) -> float:
 
 def _to_document(manifest: Manifest) -> dict[str, Any]:
     document: dict[str, Any] = {
-        "schema": SCHEMA,
+        "schema": SHARDED_SCHEMA if manifest.shards else SCHEMA,
         "series": manifest.series,
         "step": manifest.step,
         "attempt": manifest.attempt,
@@ -286,14 +303,15 @@ def _to_document(manifest: Manifest) -> dict[str, Any]:
         "metrics": {name: _number_to_json(value) for name, value in manifest.metrics.items()},
         "pins": [{"name": pin.name, "reason": pin.reason} for pin in manifest.pins],
         "stats": {name: _number_to_json(value) for name, value in manifest.stats.items()},
-        "files": [_entry_to_document(manifest.file)],
+        "files": [entry_to_document(entry) for entry in manifest.shards or (manifest.file,)],
     }
     if manifest.replaces is not None:
         document["replaces"] = _to_document(manifest.replaces.without_replaced())
     return document
 
 
-def _entry_to_document(entry: FileEntry) -> dict[str, Any]:
+def entry_to_document(entry: FileEntry) -> dict[str, Any]:
+    """Return what a manifest says about one file, as JSON."""
     digest = entry.digest
     return {
         "name": entry.name,
@@ -311,11 +329,14 @@ def _entry_to_document(entry: FileEntry) -> dict[str, Any]:
 
 
 def _from_document(document: Mapping[str, Any]) -> Manifest:
-    (entry,) = document["files"]
+    files = tuple(entry_from_document(entry) for entry in document["files"])
+    shards = files if document["schema"] == SHARDED_SCHEMA else ()
+    _check_names(files, is_sharded=bool(shards))
     replaces = document.get("replaces")
     run = document["run"]
     return Manifest(
-        file=_entry_from_document(entry),
+        file=files[0],
+        shards=shards,
         series=_typed(document["series"], str),
         run_id=_typed(run["id"], str),
         parent_run_ids=tuple(_typed(parent, str) for parent in run["parents"]),
@@ -336,7 +357,25 @@ def _from_document(document: Mapping[str, Any]) -> Manifest:
     )
 
 
-def _entry_from_document(entry: Mapping[str, Any]) -> FileEntry:
+def _check_names(files: tuple[FileEntry, ...], *, is_sharded: bool) -> None:
+    """Check that there is one file, or all those of one attempt in the order of their ranks."""
+    if not is_sharded:
+        if len(files) != 1 or is_set_name(files[0].name):
+            raise ValueError(f"{[entry.name for entry in files[:2]]} is not one data file")
+        return
+    first = parse_shard_name(files[0].name)
+    for rank, entry in enumerate(files):
+        expected = None if first is None else first._replace(rank=rank, world=len(files))
+        if expected is None or parse_shard_name(entry.name) != expected:
+            raise ValueError(f"{entry.name!r} is not the file of rank {rank} of {len(files)}")
+
+
+def entry_from_document(entry: Mapping[str, Any]) -> FileEntry:
+    """Return what a manifest says about one file.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError, OverflowError: It is no such document.
+    """
     name = _typed(entry["name"], str)
     if not name or "/" in name or "\0" in name or name in (".", ".."):
         raise ValueError(f"{name!r} is not a base name")

@@ -101,8 +101,31 @@ class ManifestFiles:
     def put(self, manifest: Manifest, *, series: str, mode: int) -> None:
         """Replace a manifest atomically; its content is durable, its name not before the directory is synced."""
         data = manifests.encode(manifest, key=self._key)
-        target = self.directory / manifest_name(manifest.file.name)
+        target = self.directory / manifest_name(manifest.name)
         self.write(target, data, series=series, mode=mode, is_durable=True)
+
+    def create(self, manifest: Manifest, *, series: str, mode: int) -> None:
+        """Publish a manifest unless its name is taken; its content is durable, its name not before the directory is synced.
+
+        Raises:
+            FileExistsError: Somebody has the name.
+            OSError: From the disk. Nothing has the name because of us, unless the disk does not even tell that.
+        """
+        data = manifests.encode(manifest, key=self._key)
+        target = self.directory / manifest_name(manifest.name)
+        temp = self._write_temp(target, data, series=series, mode=mode, is_durable=True)
+        try:
+            self.fs.link(temp, target)
+        except OSError:
+            # A file server may have done it, and its answer was lost.
+            if not self._are_one_file(temp, target):
+                raise
+        finally:
+            discard(self.fs, temp)
+
+    def _are_one_file(self, temp: Path, target: Path) -> bool:
+        one, other = self.fs.status(temp), self.fs.status(target)
+        return one is not None and other is not None and one.identity == other.identity
 
     def undo(self, name: str, old: Manifest | None, *, series: str, mode: int) -> None:
         """Put back the manifest that data called `name` had before; None for none."""
@@ -115,6 +138,16 @@ class ManifestFiles:
 
     def write(self, path: Path, data: bytes, *, series: str, mode: int, is_durable: bool) -> None:
         """Replace a small file atomically; durable ones are synced before they get their name."""
+        temp = self._write_temp(path, data, series=series, mode=mode, is_durable=is_durable)
+        try:
+            self.fs.replace(temp, path)
+        except BaseException:
+            discard(self.fs, temp)
+            raise
+
+    def _write_temp(
+        self, path: Path, data: bytes, *, series: str, mode: int, is_durable: bool
+    ) -> Path:
         temp = self.temp_path(path.name, series)
         file = self.fs.create(temp, mode=mode)
         try:
@@ -124,10 +157,10 @@ class ManifestFiles:
                     file.sync()
             finally:
                 file.close()
-            self.fs.replace(temp, path)
         except BaseException:
             discard(self.fs, temp)
             raise
+        return temp
 
     def temp_path(self, name: str, series: str) -> Path:
         """Return a temporary path for a file that will be called `name`; nobody else uses it."""

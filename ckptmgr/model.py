@@ -45,7 +45,7 @@ class Checkpoint:
     """One checkpoint in a directory.
 
     Attributes:
-        path: The data file.
+        path: The data file; of a sharded checkpoint the name that its manifest stands beside.
         series: Name of the series (the prefix of the file names).
         run_id: The run that wrote it; None for bare files.
         step: Global training step.
@@ -54,7 +54,7 @@ class Checkpoint:
         epoch: Epoch number, or None.
         why: What triggered the save: `policy`, `end`, `manual`, or `exception: ...` (the state may be mid-step).
         saved_at: When the save was acknowledged, UTC.
-        size_bytes: Size of the data file.
+        size_bytes: Size of the data file or files.
         metrics: Name to value; NaN means "measured, not a number" and never ranks.
         pins: Why retention must keep it.
         state: What is known about it.
@@ -62,6 +62,7 @@ class Checkpoint:
         cipher: `AES-GCM`, `AES-CBC`, `SM4-CBC`, or None for a plain file.
         key_id: Short identifier of the key, or None.
         problem: Why the state is not OK, or None.
+        shards: Base names of the data files by rank; empty unless many ranks saved together.
     """
 
     path: Path
@@ -81,6 +82,7 @@ class Checkpoint:
     cipher: str | None = None
     key_id: str | None = None
     problem: str | None = None
+    shards: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:

@@ -55,8 +55,8 @@ class _Recovery:
             manifest = self._files.load(name, must_authenticate=True)
         except (CkptmgrError, OSError):
             return  # unreadable: shown by scan, removed only by a person
-        if manifest is None or manifest.series != self._series:
-            return
+        if manifest is None or manifest.series != self._series or manifest.shards:
+            return  # a sharded checkpoint has no half that could be finished
         data_name = manifest.file.name
         if data_name not in entries:
             yield lambda: remove_name(self._fs, path), f"removed {name}, whose data file is gone"

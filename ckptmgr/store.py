@@ -8,6 +8,9 @@ overwritten, the new manifest also describes the old data until the swap is dura
 Removing, in this order: directory synced; data unlinked; directory synced; manifest unlinked; directory synced. A half-removed
 checkpoint is a manifest without data, which is listed as a leftover and never as a checkpoint.
 
+A sharded checkpoint is what its manifest says, and is there when that is (see `shard_names`): the manifest comes last and
+goes first. Data files of ranks that no manifest names are leftovers.
+
 What is seen may not be durable yet: a writer may have died between a rename and the sync. So whatever acts on what it sees
 (removing, overwriting, recovering) syncs the directory first.
 
@@ -43,6 +46,8 @@ from ckptmgr.manifest_files import ManifestFiles
 from ckptmgr.model import Checkpoint, Pin, State
 from ckptmgr.naming import parse_name
 from ckptmgr.recovery import recover
+from ckptmgr.shard_listing import problem_of_shards, unnamed_shards
+from ckptmgr.shard_names import is_set_name, parse_shard_name
 from ckptmgr.temp_names import final_name, parse_temp
 
 _LOG = logging.getLogger(__name__)
@@ -97,11 +102,13 @@ class Store:
         for name, status in entries.items():
             if name.endswith(manifests.SUFFIX) and not name.startswith("."):
                 found.append(self._from_manifest(name, status, entries))
+            elif parse_shard_name(name) is not None:
+                continue
             elif self._is_data_name(name) and manifest_name(name) not in entries and status.is_file:
                 found.append(bare_file(self.directory / name, status))
             elif parse_temp(name) is not None:
                 found.append(self._from_temp(name, status))
-        return number_bare_steps(found)
+        return [*number_bare_steps(found), *unnamed_shards(self.directory, entries, found)]
 
     def read_manifest(self, data_name: str) -> Manifest | None:
         """Return the manifest of a data file, or None when it has none.
@@ -122,7 +129,7 @@ class Store:
         if data is not None and not data.is_file:
             problem = "the data file is a link or no regular file; put the file itself here"
             return entry_of(path, data, State.CORRUPT, problem)
-        if data is None:
+        if data is None and not is_set_name(data_name):
             return entry_of(path, status, State.LEFTOVER, "a manifest without its data file")
         try:
             manifest = self.read_manifest(data_name)
@@ -134,9 +141,14 @@ class Store:
                 )
         except (CkptmgrError, OSError) as error:
             problem = error.message if isinstance(error, CkptmgrError) else str(error)
-            return entry_of(path, data, State.CORRUPT, problem)
+            return entry_of(path, data or status, State.CORRUPT, problem)
         if manifest is None:  # removed while we were looking
-            return entry_of(path, data, State.LEFTOVER, "vanished while the directory was listed")
+            problem = "vanished while the directory was listed"
+            return entry_of(path, data or status, State.LEFTOVER, problem)
+        if data is None:
+            problem_found = problem_of_shards(manifest, entries)
+            state = State.OK if problem_found is None else State.CORRUPT
+            return manifest.to_checkpoint(self.directory, state=state, problem=problem_found)
         expected = manifest.file.digest.size_bytes
         if data.size_bytes != expected:
             problem = f"{data.size_bytes} bytes, but the manifest says {expected}"
@@ -333,25 +345,33 @@ class Store:
         """
         self.check_not_all(checkpoints)
         failures = []
-        removed = []
+        removed: list[Path] = []
         if checkpoints:
             self.fs.sync_directory(self.directory)
         for checkpoint in checkpoints:
+            first, then = self._in_order_of_removal(checkpoint)
             try:
-                remove_name(self.fs, checkpoint.path)
-                removed.append(checkpoint)
+                remove_name(self.fs, first)
+                removed += then
             except OSError as error:
                 failures.append(error)
         if removed:
             self.fs.sync_directory(self.directory)
-        for checkpoint in removed:
+        for path in removed:
             try:
-                remove_name(self.fs, checkpoint.path.with_name(manifest_name(checkpoint.name)))
+                remove_name(self.fs, path)
             except OSError as error:
                 failures.append(error)
         if removed:
             self.fs.sync_directory(self.directory)
         return failures
+
+    def _in_order_of_removal(self, checkpoint: Checkpoint) -> tuple[Path, list[Path]]:
+        """Return the file without which it is no checkpoint any more, and the others."""
+        manifest_path = checkpoint.path.with_name(manifest_name(checkpoint.name))
+        if is_set_name(checkpoint.name):
+            return manifest_path, [self.directory / name for name in checkpoint.shards]
+        return checkpoint.path, [manifest_path]
 
     def check_not_all(self, checkpoints: Iterable[Checkpoint]) -> None:
         """Raise UnsafePrune when no countable checkpoint would stay without these."""

@@ -12,7 +12,7 @@ for crash in every_crash(disk, lambda disk: Store(disk, RUNS).save(...), order=O
   since the last `sync_directory` likewise (`Order`). Reading is always consistent while the power is on.
 * `disk.acknowledge("step 3")` inside the operation under test notes a promise; the disks of later crashes carry it in
   `acknowledged`, and the test checks that it is kept.
-* Not modelled: stale bytes of other files in new blocks (ext4 `data=writeback`), bit rot, links, permissions, rmdir.
+* Not modelled: stale bytes of other files in new blocks (ext4 `data=writeback`), bit rot, symbolic links, permissions, rmdir.
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ POSSIBLE_ERRORS = {
     "close": (errno.EIO,),
     "create": (errno.EMFILE, errno.ENOSPC, errno.EROFS),
     "free_bytes": (errno.EIO,),
+    "link": (errno.ENOSPC, errno.EIO),
     "list": (errno.EMFILE, errno.EIO),
     "lock": (errno.EMFILE, errno.EROFS),
     "make_directory": (errno.ENOSPC, errno.EROFS),
@@ -106,6 +107,11 @@ class FailingDisk:
         freed = self._size_of(target) if source != target else 0
         self._disk.replace(source, target)
         self._give_back(freed)
+
+    def link(self, source: Path, target: Path) -> None:
+        """Give a file a second name."""
+        self._meet("link", source)
+        self._disk.link(source, target)
 
     def unlink(self, path: Path) -> None:
         """Remove a name."""

@@ -144,6 +144,18 @@ class ModelDisk:
                 self._record("replace", source, f"-> {target}")
                 self._image = renamed
 
+    def link(self, source: Path, target: Path) -> None:
+        """Give a file a second name; FileExistsError when that is taken."""
+        with self._powered():
+            inode = self._image.resolve(source)
+            directory, name, taken = self._image.locate(target)
+            if taken is not None:
+                raise os_error(errno.EEXIST, source, target)
+            if inode not in self._image.files:
+                raise os_error(errno.EPERM, source, target)
+            self._record("link", source, f"-> {target}")
+            self._image = self._image.with_entry(directory, name, inode)
+
     def unlink(self, path: Path) -> None:
         """Remove a name; FileNotFoundError when it is gone."""
         with self._powered():
