@@ -92,12 +92,16 @@ class BackgroundSaver:
         self,
         stage: Callable[[], _Staged],
         finish: Callable[[_Staged, SaveStats], Checkpoint],
+        *,
+        handle_of: Callable[[_Staged], SaveHandle] | None = None,
     ) -> SaveHandle | None:
         """Stage a state now and save it in the background.
 
         Args:
             stage: Copies the state; runs in the caller.
             finish: Makes the copy durable and notes what it cost; runs in the background. The copy is released afterwards.
+            handle_of: Returns the handle of a state that is still being copied when `stage` returns, for `finish` to wait
+                for; by default the copy is complete then.
 
         Returns:
             The handle, or None when the save was skipped because another one is running.
@@ -111,14 +115,19 @@ class BackgroundSaver:
             if not self._has_room():
                 return None
             self.check()
-            handle = SaveHandle()
             staging = time.perf_counter()
             staged = stage()
             now = time.perf_counter()
-            handle.stats.stage_s = now - staging
+            if handle_of is None:
+                handle = SaveHandle()
+                handle.stats.stage_s = now - staging
+                handle.staged.set_result(None)
+            else:
+                handle = handle_of(staged)
             handle.stats.staged_bytes = staged.size_bytes
-            handle.staged.set_result(None)
-            handle.stats.blocked_s = now - started  # all but what follows; it may be noted before this returns
+            handle.stats.blocked_s = (
+                now - started
+            )  # all but what follows; it may be noted before this returns
             work = partial(finish, staged, handle.stats)
             self._enqueue(_Job(handle=handle, staged=staged, finish=work, submitted_at=now))
             handle.stats.blocked_s = time.perf_counter() - started

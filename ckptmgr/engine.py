@@ -6,6 +6,8 @@
 | `sync` | the disk |
 | `thread` | one copy of the state into staging memory |
 | `process` | the same copy; encryption and digests then cost this interpreter nothing |
+
+With zero stall the caller does not wait for the copy either, until it changes the state: see `zero_stall`.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -34,6 +36,7 @@ from ckptmgr.staging import StagingPool
 from ckptmgr.staging_state import StagedState
 from ckptmgr.store import Store
 from ckptmgr.worker_client import WorkerClient
+from ckptmgr.zero_stall import DeferredState, Updates, changing_in_forward, defer
 
 _LOG = logging.getLogger(__name__)
 
@@ -48,11 +51,22 @@ def mode_of(async_save: bool | str) -> Mode:
     return "process" if async_save == "process" else "thread"
 
 
-def engine_for(config: CheckpointConfig) -> SaveEngine:
+def engine_for(config: CheckpointConfig, *, has_before_update: bool = False) -> SaveEngine:
     """Return the engine that a configuration asks for.
 
     With a key nothing is spilled: the files would hold the plaintext that the key is to protect.
+
+    Args:
+        config: The configuration.
+        has_before_update: Whether the caller can be told to wait before it changes its state.
+
+    Raises:
+        ValueError: The configuration asks for zero stall, and it cannot.
     """
+    if config.zero_stall and not has_before_update:
+        raise ValueError(
+            "zero_stall needs a loop that calls before_update(): use CheckpointManager, not a callback"
+        )
     memory = config.memory
     if config.enc_key is not None and memory is not None and memory.spill_directory is not None:
         _LOG.warning(
@@ -64,6 +78,7 @@ def engine_for(config: CheckpointConfig) -> SaveEngine:
         memory=memory,
         back_pressure=config.back_pressure,
         on_error=config.on_error,
+        has_zero_stall=config.zero_stall,
     )
 
 
@@ -75,6 +90,7 @@ class SaveEngine:
         memory: Budget and kind of the staging memory.
         back_pressure: What happens to a save while another one runs: `wait`, `skip` or `coalesce`.
         on_error: What happens to a failure in the background: `raise`, `warn`, `retry(n)` or a function.
+        has_zero_stall: Whether states are copied in the background, too; not in `sync` mode.
     """
 
     def __init__(
@@ -84,6 +100,7 @@ class SaveEngine:
         memory: MemoryConfig | None = None,
         back_pressure: BackPressure = "wait",
         on_error: OnError = "raise",
+        has_zero_stall: bool = False,
     ) -> None:
         self.mode: Mode = mode
         self._memory = memory
@@ -91,18 +108,26 @@ class SaveEngine:
         self._pool: StagingPool | None = None
         self._worker = WorkerClient()
         self._free_pool: Callable[[], object] = _nothing
+        self._updates = Updates() if has_zero_stall else None
         _engines.add(self)
 
     def run(
-        self, store: Store, items: Sequence[Item], save: Save, *, watch: SaveWatch | None = None
+        self,
+        store: Store,
+        items: Sequence[Item],
+        save: Save,
+        *,
+        watch: SaveWatch | None = None,
+        state: object = None,
     ) -> SaveHandle | None:
         """Save `items`; return the handle, or None when the save was skipped under back-pressure.
 
         Args:
             store: Where to; a worker process can only reach the real disk.
-            items: What to save. They may change as soon as `handle.staged` is done, which it is on return.
+            items: What to save. They may change as soon as `handle.staged` is done, which it is on return without zero stall.
             save: Saves items with the function it is given and returns the checkpoint; runs in the background.
             watch: Hears how the save proceeds.
+            state: What the items are from. Torch modules in it tell what changes in the forward pass.
 
         Raises:
             BaseException: In `sync` mode the failure of this save, otherwise that of an earlier one.
@@ -114,12 +139,25 @@ class SaveEngine:
             raise ValueError(
                 "async_save='process' needs the real disk; use 'thread' with another file system"
             )
-        handle = self._background.submit(
-            lambda: self._stage(items),
-            lambda staged, stats: self._finish(staged, save, stats, watch=watch),
-        )
+        if self._updates is None:
+            handle = self._background.submit(
+                lambda: self._stage(items),
+                lambda staged, stats: self._finish(staged, save, stats, watch=watch),
+            )
+        else:
+            updates = self._updates
+            handle = self._background.submit(
+                lambda: self._defer(items, updates, changing_in_forward(state)),
+                lambda deferred, stats: self._finish_deferred(deferred, save, stats, watch=watch),
+                handle_of=lambda deferred: deferred.handle,
+            )
         watch.follow(handle)
         return handle
+
+    def before_update(self) -> None:
+        """Return when the state may be changed; at once without zero stall."""
+        if self._updates is not None:
+            self._updates.wait()
 
     @property
     def is_busy(self) -> bool:
@@ -147,15 +185,41 @@ class SaveEngine:
             self._worker.start()
         return self._staging_pool().stage(items)
 
+    def _defer(
+        self, items: Sequence[Item], updates: Updates, changing: Container[int]
+    ) -> DeferredState:
+        is_process = self.mode == "process"
+        if is_process:
+            self._worker.start()
+        deferred = defer(items, self._staging_pool(), changing=changing, copies_all=is_process)
+        updates.add(deferred)
+        return deferred
+
     def _finish(
         self, staged: StagedState, save: Save, stats: SaveStats, *, watch: SaveWatch
     ) -> Checkpoint:
+        return save(staged.items, self._publisher(staged, stats, watch))
+
+    def _finish_deferred(
+        self, deferred: DeferredState, save: Save, stats: SaveStats, *, watch: SaveWatch
+    ) -> Checkpoint:
+        deferred.wait()
+        publish = self._publisher(deferred.staged, stats, watch, check=deferred.check)
+        return save(deferred.items, publish)
+
+    def _publisher(
+        self,
+        staged: StagedState,
+        stats: SaveStats,
+        watch: SaveWatch,
+        *,
+        check: Callable[[], object] | None = None,
+    ) -> Publish:
         publish: Publish = save_items
         if self.mode == "process":
             publish = self._worker.publisher(staged)
         stats.staging_bytes = self._staging_pool().ledger.host_bytes
-        measured = _measured(publish, stats, lambda path: watch.durable(path, stats))
-        return save(staged.items, measured)
+        return _measured(publish, stats, lambda path: watch.durable(path, stats), check=check)
 
     def _staging_pool(self) -> StagingPool:
         if self._pool is None:
@@ -188,6 +252,8 @@ class SaveEngine:
             # After Ctrl-C the save goes on, and the end of the program waits for it.
             if not self._background.is_busy:
                 self._free()
+                if self._updates is not None:
+                    self._updates.close()
 
     def _free(self) -> None:
         self._worker.close()
@@ -199,6 +265,8 @@ class SaveEngine:
         if isinstance(self._free_pool, weakref.finalize):
             self._free_pool.detach()
         self._free_pool, self._pool = _nothing, None
+        if self._updates is not None:
+            self._updates.forget_parent()
 
 
 def _nothing() -> None:
@@ -216,8 +284,21 @@ def _forget_parent() -> None:
 os.register_at_fork(after_in_child=_forget_parent)
 
 
-def _measured(publish: Publish, stats: SaveStats, done: Callable[[Path], None]) -> Publish:
-    """Return `publish`, noting what it costs, and calling `done` with the path of the file that is now durable."""
+def _measured(
+    publish: Publish,
+    stats: SaveStats,
+    done: Callable[[Path], None],
+    *,
+    check: Callable[[], object] | None = None,
+) -> Publish:
+    """Return `publish`, noting what it costs.
+
+    Args:
+        publish: Saves items.
+        stats: Where the cost is noted.
+        done: Gets the path of the file that is now durable.
+        check: Raises when what was written must not be committed.
+    """
 
     def measured(
         store: Store,
@@ -230,6 +311,8 @@ def _measured(publish: Publish, stats: SaveStats, done: Callable[[Path], None]) 
         metadata: Mapping[str, str] | None = None,
     ) -> Manifest:
         def describe_cost(entry: FileEntry, figures: Mapping[str, float]) -> Manifest:
+            if check is not None:
+                check()
             return describe(entry, {**_known_early(stats), **figures})
 
         started = time.perf_counter()

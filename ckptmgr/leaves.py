@@ -114,6 +114,11 @@ def torch_bytes(value: torch.Tensor) -> memoryview:
     return host.reshape(-1).view(torch.uint8).numpy().data
 
 
+def array_bytes(array: np.ndarray) -> memoryview:
+    """Return a NumPy array in C order, in its own byte order; a view of its memory when it is C-contiguous."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+
+
 def _mindspore_tensor(name: str, value: Any) -> Tensor:
     if getattr(value, "has_init", False):
         value = value.init_data()
@@ -134,7 +139,12 @@ def _mindspore_tensor(name: str, value: Any) -> Tensor:
 def _jax_tensor(name: str, value: Any) -> Tensor:
     spec = TensorSpec(name=name, dtype=_row(name, str(value.dtype), value.dtype), shape=value.shape)
     # Asking JAX for a host view keeps the buffer from being donated, so it happens only when the bytes are needed.
-    return Tensor(spec=spec, content=lambda: _numpy_tensor(name, np.asarray(value)).content())
+    return Tensor(spec=spec, content=partial(jax_bytes, value))
+
+
+def jax_bytes(value: Any) -> memoryview:
+    """Return a JAX array in C order; a view of its memory when it lies on one CPU device."""
+    return array_bytes(np.asarray(value))
 
 
 _TO_TENSOR: Mapping[Framework, Callable[[str, Any], Tensor]] = {

@@ -96,6 +96,20 @@ class StagingPool:
             FormatError: A content is shorter or longer than its shape and type say.
             BaseException: What a content raises passes through.
         """
+        state = self.reserve(items)
+        try:
+            state.fill([tensor for item in items for tensor in tensors_of(item)])
+        except BaseException:
+            state.release()
+            raise
+        return state
+
+    def reserve(self, items: Sequence[Item]) -> StagedState:
+        """Return a state that has its memory; `fill` copies the contents there.
+
+        Raises:
+            StagingExhausted: They do not fit. Nothing is left behind.
+        """
         tensors = [tensor for item in items for tensor in tensors_of(item)]
         self._admit()
         try:
@@ -104,13 +118,7 @@ class StagingPool:
         except BaseException:
             self._leave()
             raise
-        state = StagedState(items, lot, wipe=self._config.wipe, give_back=self._give_back)
-        try:
-            state.fill(tensors)
-        except BaseException:
-            state.release()
-            raise
-        return state
+        return StagedState(items, lot, wipe=self._config.wipe, give_back=self._give_back)
 
     def descriptors(self) -> list[int]:
         """Return the descriptors of all slabs there are; only of a shared pool."""

@@ -43,7 +43,7 @@ class Lot:
 
 
 class StagedState:
-    """A copy of a state, until it is released. Made by `StagingPool.stage`.
+    """A copy of a state, until it is released. Made by `StagingPool.stage`, or by `reserve` and `fill`.
 
     Attributes:
         items: What was staged, in the same order. Their contents are read-only views, valid until the release.
@@ -127,11 +127,22 @@ class StagedState:
             found[self._lot.spill.id] = self._lot.spill.descriptor
         return found
 
-    def fill(self, tensors: Sequence[Tensor]) -> None:
-        """Copy the contents to their places; for the pool only."""
+    def fill(self, tensors: Sequence[Tensor], *, only: Iterable[int] | None = None) -> None:
+        """Copy contents to their places.
+
+        Args:
+            tensors: All tensors of the state, in order.
+            only: Which of them to copy; all by default. Once all are copied the items have their contents.
+
+        Raises:
+            StagingExhausted: The disk of a spill file is full.
+            FormatError: A content is shorter or longer than its shape and type say.
+            BaseException: What a content raises passes through.
+        """
         large = []
         spilled = []
-        for index, (slab, offset) in enumerate(self._places):
+        for index in range(len(self._places)) if only is None else only:
+            slab, offset = self._places[index]
             size = self._sizes[index]
             if size == 0:
                 if index not in self._lot.copies:
@@ -147,9 +158,10 @@ class StagedState:
         if self._lot.spill is not None:
             self._lot.spill.write(
                 ((self._places[index][1], checked_content(tensors[index])) for index in spilled),
-                size_bytes=self.spilled_bytes,
+                size_bytes=sum(self._sizes[index] for index in spilled),
             )
-            self._regions.append(self._lot.spill.view())
+            if len(self._regions) == len(self._lot.slabs):
+                self._regions.append(self._lot.spill.view())
 
     def _pieces(
         self, large: Iterable[int], tensors: Sequence[Tensor]

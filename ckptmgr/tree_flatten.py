@@ -10,13 +10,14 @@ import sys
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from ckptmgr.formats.tensor import Tensor
-from ckptmgr.leaves import framework_of, to_tensor
+from ckptmgr.leaves import array_bytes, framework_of, to_tensor
 from ckptmgr.tree_atoms import encode_atom, encode_dtype, encode_key
 from ckptmgr.tree_memory import Leaf, array_memory, plan_storage, stored_as
 from ckptmgr.tree_nodes import MAX_DEPTH, Json, Path, dump_skeleton, unsupported
@@ -220,14 +221,11 @@ def _array_leaf(array: np.ndarray, path: Path, name: str) -> Leaf:
     if is_bytes:
         node["stored"] = "uint8"
 
-    def content() -> memoryview:
-        return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
-
     return Leaf(
         path=str(path),
         node=node,
         value=array,
-        tensor=Tensor(spec=spec, content=content if array.nbytes else _nothing),
+        tensor=Tensor(spec=spec, content=partial(array_bytes, array) if array.nbytes else _nothing),
         item_bytes=array.dtype.itemsize,
         shape=array.shape,
         memory=array_memory(array),

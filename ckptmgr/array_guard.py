@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which arrays can be copied later, and how it is noticed that one changed before it was.
+
+| array | may wait | what notices a change |
+|---|---|---|
+| of at most 64 KiB | no | |
+| JAX array | yes: nobody can change it | |
+| NumPy array, C-contiguous, read-only down to its buffer | yes | samples |
+| NumPy array, C-contiguous | yes | samples |
+| torch tensor on the CPU | yes | its version counter; samples, where it is contiguous |
+| anything else | no | |
+
+* The version counter misses nothing that torch counts: operations in place, on the tensor or any view of it. It does not count
+  writes through `.data`, through NumPy, or by code that goes past torch.
+* Samples are up to 128 words of 8 bytes, evenly spread. An update of the whole array is noticed, also when the copy was half
+  done; one of a few elements is noticed only if it hits a sample.
+* What may not wait is copied at once: that costs time, and is always right.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Container
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ckptmgr.formats.tensor import Tensor
+from ckptmgr.leaves import array_bytes, jax_bytes, torch_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+# Copying that much takes about as long as describing a tensor; most running statistics, which change in forward, are smaller.
+_SMALL_BYTES = 64 << 10
+_SAMPLES = 128
+_WORD_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guarded:
+    """A tensor that may be copied later.
+
+    Attributes:
+        tensor: It; its content is what the caller must not change meanwhile.
+        is_immutable: Whether it may be read at any time, so that it need not be copied at all.
+        sample: Some of its bytes, or None.
+        counted: A torch tensor with a version counter, or None.
+        version: The counter when the guard was made.
+    """
+
+    tensor: Tensor
+    is_immutable: bool = False
+    sample: bytes | None = None
+    counted: torch.Tensor | None = None
+    version: int = 0
+
+    def is_counted_as_changed(self) -> bool:
+        """Return whether torch has counted a change."""
+        return self.counted is not None and self.counted._version != self.version
+
+    def differs_from(self, content: Callable[[], memoryview]) -> bool:
+        """Return whether bytes that should be the same differ in the samples."""
+        return self.sample is not None and sample_of(content()) != self.sample
+
+
+def guard(tensor: Tensor, *, changing: Container[int] = ()) -> Guarded | None:
+    """Return how a tensor is guarded until it is copied; None when it must be copied at once.
+
+    Args:
+        tensor: Of a flattened state.
+        changing: Addresses of torch storages that change in the forward pass.
+    """
+    content = tensor.content
+    if tensor.spec.size_bytes <= _SMALL_BYTES or not isinstance(content, partial):
+        return None
+    of_kind = _GUARDS.get(content.func)
+    return None if of_kind is None else of_kind(tensor, content.args[0], changing)
+
+
+def sample_of(content: memoryview) -> bytes:
+    """Return some words of a content, evenly spread."""
+    words = np.frombuffer(content, np.uint64, count=content.nbytes // _WORD_BYTES)
+    # Odd, so that the samples of a matrix do not all lie in one column.
+    step = len(words) // _SAMPLES | 1
+    return words[::step].tobytes()
+
+
+def _guard_numpy(tensor: Tensor, array: np.ndarray, changing: Container[int]) -> Guarded | None:
+    if not array.flags.c_contiguous or isinstance(_buffer_of(array), bytearray):
+        return None  # a bytearray cannot grow while somebody looks at it
+    view = array_bytes(array)
+    return Guarded(
+        tensor=_pinned(tensor, view), is_immutable=_is_read_only(array), sample=sample_of(view)
+    )
+
+
+def _guard_torch(tensor: Tensor, value: torch.Tensor, changing: Container[int]) -> Guarded | None:
+    if value.device.type != "cpu" or value.untyped_storage().data_ptr() in changing:
+        return None
+    # A tensor of its own: the caller may give a parameter other memory.
+    value = value.detach()
+    counted = None if value.is_inference() else value
+    version = 0 if counted is None else counted._version
+    if value.is_contiguous() and not value.is_conj() and not value.is_neg():
+        view = torch_bytes(value)
+        tensor, sample = _pinned(tensor, view), sample_of(view)
+        return Guarded(tensor=tensor, sample=sample, counted=counted, version=version)
+    if counted is None:
+        return None
+    tensor = replace(tensor, content=partial(torch_bytes, value))
+    return Guarded(tensor=tensor, counted=counted, version=version)
+
+
+def _guard_jax(tensor: Tensor, value: Any, changing: Container[int]) -> Guarded | None:
+    devices = value.devices()
+    if len(devices) == 1 and all(device.platform == "cpu" for device in devices):
+        # A view keeps the memory from being donated to a computation. Elsewhere there is none, and reading a donated
+        # array is an error that says so.
+        tensor = _pinned(tensor, jax_bytes(value))
+    return Guarded(tensor=tensor, is_immutable=True)
+
+
+_GUARDS: dict[Callable[..., object], Callable[[Tensor, Any, Container[int]], Guarded | None]] = {
+    array_bytes: _guard_numpy,
+    torch_bytes: _guard_torch,
+    jax_bytes: _guard_jax,
+}
+
+
+def _pinned(tensor: Tensor, view: memoryview) -> Tensor:
+    return replace(tensor, content=lambda: view)
+
+
+def _is_read_only(array: np.ndarray) -> bool:
+    """Return whether no array on the way to the memory, nor its owner, lets itself be written to."""
+    base: object = array
+    while isinstance(base, np.ndarray):
+        if base.flags.writeable:
+            return False
+        base = base.base
+    if isinstance(base, bytes | memoryview | mmap.mmap):
+        return memoryview(base).readonly
+    return base is None
+
+
+def _buffer_of(array: np.ndarray) -> object:
+    base: object = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return base.obj if isinstance(base, memoryview) else base

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where PyTorch changes a state: optimizers in their steps, modules their buffers in the forward pass."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+
+class Waiter(Protocol):
+    """Something that must be waited for before a state is changed."""
+
+    def wait(self) -> None:
+        """Return when the state may be changed."""
+        ...
+
+
+def wait_before_steps(waiter: Waiter) -> Callable[[], object]:
+    """Call `waiter.wait` before every step of every optimizer of this process.
+
+    All optimizers, because a state may hold the `state_dict()` of one instead of the optimizer. Waiting when nothing is
+    being copied costs nothing.
+
+    Returns:
+        A function that ends it; it also ends when `waiter` is gone.
+    """
+    found = weakref.ref(waiter)
+
+    def hook(optimizer: object, arguments: object, options: object) -> None:
+        alive = found()
+        if alive is not None:
+            alive.wait()
+
+    handle = register_optimizer_step_pre_hook(hook)
+    unhook = weakref.finalize(waiter, handle.remove)
+    unhook.atexit = False
+    return unhook
+
+
+def buffers_of_modules(state: object) -> frozenset[int]:
+    """Return the addresses of the storages of all buffers of all modules in a nested state.
+
+    Running statistics, codebooks and the like change in the forward pass, parameters do not.
+    """
+    found: set[int] = set()
+    todo = [state]
+    while todo:
+        value = todo.pop()
+        if isinstance(value, torch.nn.Module):
+            found.update(buffer.untyped_storage().data_ptr() for buffer in value.buffers())
+        elif isinstance(value, dict):
+            todo.extend(value.values())
+        elif isinstance(value, list | tuple):
+            todo.extend(value)
+    return frozenset(found)

@@ -1,0 +1,280 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saves that hold the training up for no copy: parameters do not change in forward and backward, so they are copied meanwhile.
+
+`save()` describes the state, copies what is small or changes in the forward pass, and returns. The rest is copied in a thread.
+The copy must be complete before the next update in place: `before_update()` waits for that, and every torch optimizer of
+the process calls it before its step.
+
+* Whoever updates without waiting is found out, as exactly as `array_guard` says; such a save fails and names the tensor.
+* Arrays that nobody can change are not copied at all (a worker process needs a copy, which then waits for nothing either).
+* A copy that fails is a failed save like any other. `handle.staged` is done in every case: the arrays are free again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, replace
+
+from ckptmgr.array_guard import Guarded, guard
+from ckptmgr.errors import SaveFailed
+from ckptmgr.formats.tensor import Item, Tensor
+from ckptmgr.handle import SaveHandle
+from ckptmgr.staging import StagingPool
+from ckptmgr.staging_items import tensors_of
+from ckptmgr.staging_state import StagedState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """What happens to the items of a state.
+
+    Attributes:
+        staged: The items that get a copy.
+        late: Index among the tensors of `staged` to what may wait.
+        at_once: Indices of the other tensors.
+        direct: Index among all items to what is read from where it is.
+    """
+
+    staged: list[Item]
+    late: dict[int, Guarded]
+    at_once: list[int]
+    direct: dict[int, Guarded]
+
+
+def _plan(items: Sequence[Item], changing: Container[int], *, copies_all: bool) -> _Plan:
+    plan = _Plan(staged=[], late={}, at_once=[], direct={})
+    count = 0
+    for index, item in enumerate(items):
+        guarded = guard(item, changing=changing) if isinstance(item, Tensor) else None
+        if guarded is not None and guarded.is_immutable and not copies_all:
+            plan.direct[index] = guarded
+            continue
+        start, count = count, count + len(tensors_of(item))
+        if guarded is None:
+            plan.staged.append(item)
+            plan.at_once.extend(range(start, count))
+        else:
+            plan.staged.append(guarded.tensor)
+            plan.late[start] = guarded
+    return plan
+
+
+class DeferredState:
+    """A state that is being copied. Made by `defer`; safe to use from several threads.
+
+    Attributes:
+        items: What to save, in the order given; complete when `wait` has returned.
+        staged: Those of them that are copies.
+        handle: Of its save; `handle.staged` is done when the copying is over, well or not.
+    """
+
+    def __init__(self, items: Sequence[Item], staged: StagedState, plan: _Plan) -> None:
+        copies = iter(staged.items)
+        self.items: list[Item] = [
+            plan.direct[index].tensor if index in plan.direct else next(copies)
+            for index in range(len(items))
+        ]
+        self.staged = staged
+        self.handle = SaveHandle()
+        self._sources = [tensor for item in plan.staged for tensor in tensors_of(item)]
+        for index in plan.late:
+            self._sources[index] = self._unless_released(self._sources[index])
+        self._at_once = plan.at_once
+        self._late = plan.late
+        self._direct = list(plan.direct.values())
+        self._lock = threading.Lock()
+        self._is_begun = False
+        self._is_released = False
+        self._failure: BaseException | None = None
+        self._started_at = time.perf_counter()
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the copy."""
+        return self.staged.size_bytes
+
+    @property
+    def has_more(self) -> bool:
+        """Whether there is something left to copy after `copy_at_once`."""
+        return bool(self._late)
+
+    def copy_at_once(self) -> None:
+        """Copy what may not wait."""
+        self.staged.fill(self._sources, only=self._at_once)
+
+    def copy(self) -> None:
+        """Copy the rest, unless the state was released before that began; raises nothing."""
+        with self._lock:
+            if self._is_begun:
+                return
+            self._is_begun = True
+        try:
+            self._copy_late()
+        except BaseException as error:  # raised by wait(), in the thread that saves
+            traceback.clear_frames(error.__traceback__)
+            self._failure = error
+        self._finish_copy()
+
+    def wait(self) -> None:
+        """Wait until the copy is complete.
+
+        Raises:
+            SaveFailed: An array was changed too early; names it.
+            BaseException: The copy failed.
+        """
+        self.handle.staged.result()
+        if self._failure is not None:
+            raise self._failure
+
+    def allow_changes(self) -> None:
+        """Wait until the copying is over; from then on the caller may change the arrays."""
+        self.handle.staged.result()
+        with self._lock:
+            self._late = {}
+
+    def check(self) -> None:
+        """Raise if an array was changed too early that was not known to be when the copy was complete.
+
+        Called when the data are written and nothing is committed: an update that was still going on when its array was
+        copied is counted by now, and what is read from where it is has been read.
+
+        Raises:
+            SaveFailed: Names the array.
+        """
+        with self._lock:
+            for guarded in self._late.values():
+                _refuse(guarded, is_changed=guarded.is_counted_as_changed())
+            for guarded in self._direct:
+                _refuse(guarded, is_changed=guarded.differs_from(guarded.tensor.content))
+
+    def release(self) -> None:
+        """Give the memory back and let go of the arrays, as soon as nothing is being copied. Calling it again is fine."""
+        with self._lock:
+            self._is_released = True
+            is_begun, self._is_begun = self._is_begun, True
+        if not is_begun:
+            self._finish_copy()
+        self.handle.staged.result()
+        with self._lock:
+            self._late, self._direct, self.items = {}, [], []
+        self.staged.release()
+
+    def _copy_late(self) -> None:
+        self.staged.fill(self._sources, only=list(self._late))
+        copies = [tensor for item in self.staged.items for tensor in tensors_of(item)]
+        for index, guarded in self._late.items():
+            is_changed = guarded.is_counted_as_changed()
+            is_changed = is_changed or guarded.differs_from(copies[index].content)
+            _refuse(guarded, is_changed=is_changed)
+
+    def _finish_copy(self) -> None:
+        self._sources = []  # the caller may have let go of them
+        with self._lock:
+            self._late = {
+                index: guarded
+                for index, guarded in self._late.items()
+                if guarded.counted is not None
+            }
+        self.handle.stats.stage_s = time.perf_counter() - self._started_at
+        self.handle.staged.set_result(None)
+
+    def _unless_released(self, tensor: Tensor) -> Tensor:
+        def content() -> memoryview:
+            if self._is_released:
+                raise SaveFailed("given up before it was copied")
+            return tensor.content()
+
+        return replace(tensor, content=content)
+
+
+def defer(
+    items: Sequence[Item],
+    pool: StagingPool,
+    *,
+    changing: Container[int] = (),
+    copies_all: bool = False,
+) -> DeferredState:
+    """Begin to copy a state in a thread.
+
+    Args:
+        items: Tensors of a flattened state, and others, which are copied at once.
+        pool: Where to.
+        changing: Addresses of torch storages that change in the forward pass.
+        copies_all: Whether what nobody can change is copied, too, for another process.
+
+    Raises:
+        StagingExhausted: They do not fit. Nothing is left behind.
+        BaseException: What a content raises that is copied at once.
+    """
+    plan = _plan(items, changing, copies_all=copies_all)
+    deferred = DeferredState(items, pool.reserve(plan.staged), plan)
+    try:
+        deferred.copy_at_once()
+        if deferred.has_more:
+            # Not a daemon: the save that waits for it is waited for at the end of the program.
+            threading.Thread(target=deferred.copy, name="ckptmgr-stage", daemon=False).start()
+        else:
+            deferred.copy()
+    except BaseException:
+        deferred.release()
+        raise
+    return deferred
+
+
+class Updates:
+    """What must be waited for before the state is changed in place."""
+
+    def __init__(self) -> None:
+        self._pending: list[DeferredState] = []
+        self._unhook: Callable[[], object] | None = None
+
+    def add(self, deferred: DeferredState) -> None:
+        """Note a state that is being copied; from now on torch optimizers wait, too."""
+        self._pending = [d for d in self._pending if not d.handle.durable.done()]
+        self._pending.append(deferred)
+        if self._unhook is None and "torch" in sys.modules:
+            from ckptmgr.integrations.torch_optimizer import wait_before_steps
+
+            self._unhook = wait_before_steps(self)
+
+    def wait(self) -> None:
+        """Return when all arrays may be changed; failures are those of the saves."""
+        for deferred in list(self._pending):
+            started = time.perf_counter()
+            deferred.allow_changes()
+            deferred.handle.stats.blocked_s += time.perf_counter() - started
+            with contextlib.suppress(ValueError):  # another thread waited, too
+                self._pending.remove(deferred)
+
+    def close(self) -> None:
+        """Leave the optimizers alone."""
+        unhook, self._unhook = self._unhook, None
+        if unhook is not None:
+            unhook()
+
+    def forget_parent(self) -> None:
+        """Wait for nothing; for a forked child, in which nothing is being copied."""
+        self._pending = []
+
+
+def changing_in_forward(state: object) -> frozenset[int]:
+    """Return the addresses of the torch storages that change in the forward pass: those of the buffers of modules."""
+    if "torch" not in sys.modules:
+        return frozenset()
+    from ckptmgr.integrations.torch_optimizer import buffers_of_modules
+
+    return buffers_of_modules(state)
+
+
+def _refuse(guarded: Guarded, *, is_changed: bool) -> None:
+    if is_changed:
+        raise SaveFailed(
+            f"{guarded.tensor.spec.name!r} changed before it was copied; nothing was published",
+            hint="call manager.before_update() before the optimizer step, and before any other change of the state in"
+            " place; or save without zero_stall",
+        )
