@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a key service must offer, and the context that every wrapped key is bound to.
+
+A provider holds a key that it never shows (the key-encryption key) and uses it to wrap and unwrap the keys of runs. The
+context is a handful of words, such as the run a key belongs to; it is not secret (services write it into their logs), and
+a wrapped key opens only together with the same words.
+
+>>> context_bytes({"run": "7f", "purpose": "run-key"})
+b'{"purpose":"run-key","run":"7f"}'
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from ..errors import KeySourceError
+from ..key import KEY_SIZES
+from .errors import ProviderAnswerError
+
+MAX_BLOB_BYTES = 16 * 1024
+MAX_CONTEXT_BYTES = 8192
+"""The longest encryption context that AWS KMS takes; others take more."""
+
+
+class KeyProvider(Protocol):
+    """A service that wraps keys. Safe to use from several threads."""
+
+    @property
+    def name(self) -> str:
+        """The kind of service, as in its address: `aws-kms`, `exec`."""
+        ...
+
+    @property
+    def key_id(self) -> str:
+        """The name of the key-encryption key inside the service; not secret."""
+        ...
+
+    def wrap(self, key: bytes, context: Mapping[str, str]) -> bytes:
+        """Return a blob that only the service can turn back into `key`, given the same context.
+
+        Args:
+            key: 16, 24 or 32 secret bytes.
+            context: What the blob is bound to; not secret.
+
+        Raises:
+            ProviderError: The service gave no blob; the subclass says why. The message never shows the key.
+        """
+        ...
+
+    def unwrap(self, blob: bytes, context: Mapping[str, str]) -> bytes:
+        """Return the key inside `blob`.
+
+        Raises:
+            ProviderError: The service gave no key; the subclass says why.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratedKey:
+    """A key that a service made, and its wrapped form.
+
+    Attributes:
+        key: 32 secret bytes.
+        blob: What `unwrap` takes.
+    """
+
+    key: bytes = field(repr=False)
+    blob: bytes = field(repr=False)
+
+
+@runtime_checkable
+class KeyGenerator(Protocol):
+    """A provider that makes keys itself, from the randomness of its hardware."""
+
+    def generate(self, context: Mapping[str, str]) -> GeneratedKey:
+        """Return a new key with its blob; raises as `KeyProvider.wrap`."""
+        ...
+
+
+def context_bytes(context: Mapping[str, str]) -> bytes:
+    """Return the one spelling of a context: JSON with sorted names, without spaces, in ASCII.
+
+    Raises:
+        KeySourceError: It holds something other than text, or is longer than 8 KiB.
+    """
+    words: Iterable[object] = itertools.chain.from_iterable(context.items())
+    for word in words:
+        if not isinstance(word, str):
+            raise KeySourceError("the context of a wrapped key maps text to text, and nothing else")
+    canonical = json.dumps(dict(context), sort_keys=True, separators=(",", ":")).encode("ascii")
+    if len(canonical) > MAX_CONTEXT_BYTES:
+        raise KeySourceError(
+            f"the context of a wrapped key has {len(canonical)} bytes, more than {MAX_CONTEXT_BYTES}"
+        )
+    return canonical
+
+
+def check_key(key: bytes) -> None:
+    """Raise KeySourceError unless `key` has a length that keys have."""
+    if len(key) not in KEY_SIZES:
+        raise KeySourceError(f"only keys of 16, 24 or 32 bytes are wrapped, not of {len(key)}")
+
+
+def check_unwrapped(key: bytes, *, provider: str) -> bytes:
+    """Return `key`, or raise ProviderAnswerError when a service gave something that is no key."""
+    if len(key) not in KEY_SIZES:
+        raise ProviderAnswerError(
+            f"{provider} unwrapped {len(key)} bytes, and a key has 16, 24 or 32",
+            hint="the blob wraps something else",
+        )
+    return key
+
+
+def check_blob(blob: bytes, *, provider: str) -> bytes:
+    """Return `blob`, or raise ProviderAnswerError when nothing would store it."""
+    if not 1 <= len(blob) <= MAX_BLOB_BYTES:
+        raise ProviderAnswerError(
+            f"{provider} gave a blob of {len(blob)} bytes; 1 to {MAX_BLOB_BYTES} are taken"
+        )
+    return blob

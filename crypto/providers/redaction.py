@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What another program printed, made fit for a message: short, printable, and without anything that may be a key.
+
+>>> redact(b"denied for AKIB7Q2ZC0FFEE1234567890 AccessDeniedException", secrets=())
+'denied for (not shown) AccessDeniedException'
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+from collections.abc import Sequence
+
+MAX_SHOWN_CHARACTERS = 400
+
+_NOT_SHOWN = "(not shown)"
+# Twenty characters of hex or base64 (either alphabet) may be a key of sixteen bytes ...
+_RUN = re.compile(r"[A-Za-z0-9+/_=-]{20,}")
+# ... unless they are words run together, as in the names of errors, which random text is once in ten thousand.
+_WORDS = re.compile(r"[A-Z]{0,5}[a-z]{2,}(?:[A-Z][a-z]{2,})*")
+
+
+def redact(output: bytes, *, secrets: Sequence[bytes]) -> str:
+    """Return the end of `output` as one line that shows none of the secrets, and nothing that looks like one.
+
+    Args:
+        output: What a program printed.
+        secrets: Bytes that are hidden in every spelling, however short.
+    """
+    for secret in secrets:
+        for form in spellings(secret):
+            pattern = re.escape(form) + rb"={0,2}"
+            output = re.sub(pattern, _NOT_SHOWN.encode(), output, flags=re.IGNORECASE)
+    # Redacted before it is cut, because half a key is a secret, too.
+    text = _RUN.sub(_shown, output.decode("utf-8", "replace"))
+    printable = "".join(char if char.isprintable() else " " for char in text)
+    line = " ".join(printable.split())
+    cut = len(line) > MAX_SHOWN_CHARACTERS
+    return f"... {line[-MAX_SHOWN_CHARACTERS:]}" if cut else line
+
+
+def spellings(secret: bytes) -> tuple[bytes, ...]:
+    """Return the forms in which a secret may turn up: raw, hex, hex with colons, both alphabets of base64."""
+    return (
+        secret,
+        secret.hex().encode(),
+        secret.hex(":").encode(),
+        base64.b64encode(secret).rstrip(b"="),
+        base64.urlsafe_b64encode(secret).rstrip(b"="),
+    )
+
+
+def _shown(match: re.Match[str]) -> str:
+    text = match.group()
+    return text if _WORDS.fullmatch(text) else _NOT_SHOWN
