@@ -12,7 +12,7 @@
 
 * The version counter misses nothing that torch counts: operations in place, on the tensor or any view of it. It does not count
   writes through `.data`, through NumPy, or by code that goes past torch.
-* Samples are up to 128 words of 8 bytes, evenly spread. An update of the whole array is noticed, also when the copy was half
+* Samples are about 128 words of 8 bytes, evenly spread. An update of the whole array is noticed, also when the copy was half
   done; one of a few elements is noticed only if it hits a sample.
 * What may not wait is copied at once: that costs time, and is always right.
 """
