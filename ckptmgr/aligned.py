@@ -14,8 +14,6 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
-
 _GIL_FREE_COPY_BYTES = 1 << 16
 
 
@@ -82,6 +80,8 @@ def buffer_bytes() -> int:
 def copy_into(target: memoryview, source: memoryview) -> None:
     """Copy bytes; large copies let other threads run."""
     if target.nbytes >= _GIL_FREE_COPY_BYTES:
+        import numpy as np  # not above: listing a directory needs digests, but no arrays
+
         # NumPy releases the GIL while it copies; slice assignment does not.
         np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
     else:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -181,6 +181,8 @@ def _facts(contents: Contents) -> Iterator[tuple[str, str]]:
     if manifest is not None:
         yield "digest", f"blake3:{manifest.file.digest.total.hex()}"
         yield "run", manifest.run_id or "-"
+        if manifest.stats.get("write_s"):
+            yield "cost", ", ".join(_costs(manifest.stats, contents.stored_bytes))
     if checkpoint.metrics:
         metrics = sorted(checkpoint.metrics.items())
         yield "metrics", " ".join(f"{name}={render.number(value)}" for name, value in metrics)
@@ -190,6 +192,22 @@ def _facts(contents: Contents) -> Iterator[tuple[str, str]]:
         yield "metadata", f"{name} = {_cut(value)!r}"
     if plain is None:
         yield "tensors", "not shown: the file is encrypted and no key was given"
+
+
+def _costs(stats: Mapping[str, float], size_bytes: int) -> Iterator[str]:
+    """Yield what the save cost, as far as it was known when its manifest was written."""
+    write_s = stats["write_s"]
+    synced_s = max(write_s, stats.get("until_synced_s", write_s))
+    yield f"written in {write_s:.3g} s"
+    yield f"synced in {synced_s - write_s:.3g} s"
+    yield f"{size_bytes / synced_s / 1e9:.3g} GB/s"
+    if "stage_s" in stats:
+        yield f"copied in {stats['stage_s']:.3g} s"
+        yield f"training held up for {stats.get('blocked_s', 0.0):.3g} s"
+        yield f"queued for {stats.get('queue_s', 0.0):.3g} s"
+    memory_bytes = stats.get("buffer_bytes", 0.0) + stats.get("staging_bytes", 0.0)
+    if memory_bytes:
+        yield f"{render.size(int(memory_bytes))} of memory"
 
 
 def _crc(plain: Plain | None) -> str:

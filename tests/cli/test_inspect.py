@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -34,8 +35,10 @@ def test_envelope_and_tensors_of_a_plain_file(tmp_path: Path) -> None:
     ]
     assert lines[4].startswith("format     ckpt, CRC32 0x")
     assert lines[6] == "cipher     none"
-    assert lines[8:11] == ["run        run-of-net", "metrics    acc=1", "pinned     @paper table 2"]
-    assert lines[11:] == [
+    assert lines[8] == "run        run-of-net"
+    assert lines[9].startswith("cost       written in ")
+    assert lines[10:12] == ["metrics    acc=1", "pinned     @paper table 2"]
+    assert lines[12:] == [
         "",
         "NAME       DTYPE    SHAPE   SIZE  MIN  MAX   MEAN  NAN  INF",
         "fc.weight  float32  3x4     48 B    0  275  137.5    0    0",
@@ -139,3 +142,41 @@ def test_every_golden_file_is_shown_or_refused_with_a_reason(tmp_path: Path) -> 
             result = run("inspect", path)
             assert result.exit_code in (0, 1, 2), source
             assert "internal error" not in result.stderr, source
+
+
+def with_stats(tmp_path: Path, **stats: float) -> str:
+    (path,) = save_run(tmp_path, [10])
+    store = Store(tmp_path)
+    manifest = store.read_manifest(path.name)
+    assert manifest is not None
+    size_bytes = manifest.file.digest.size_bytes
+    store.update_manifest(replace(manifest, stats={**stats, "write_s": size_bytes / 1e9}))
+    shown = run("inspect", path).stdout.splitlines()
+    return next((line for line in shown if line.startswith("cost ")), "")
+
+
+def test_cost_of_a_synchronous_save(tmp_path: Path) -> None:
+    assert with_stats(tmp_path).endswith(" s, synced in 0 s, 1 GB/s")
+
+
+def test_cost_of_a_save_in_the_background(tmp_path: Path) -> None:
+    shown = with_stats(
+        tmp_path,
+        stage_s=0.25,
+        blocked_s=0.5,
+        queue_s=2.0,
+        staging_bytes=float(3 << 20),
+        buffer_bytes=float(1 << 20),
+    )
+    assert shown.endswith(
+        "1 GB/s, copied in 0.25 s, training held up for 0.5 s, queued for 2 s, 4.0 MiB of memory"
+    )
+
+
+def test_cost_that_is_not_noted_is_not_shown(tmp_path: Path) -> None:
+    (path,) = save_run(tmp_path, [10])
+    store = Store(tmp_path)
+    manifest = store.read_manifest(path.name)
+    assert manifest is not None
+    store.update_manifest(replace(manifest, stats={}))
+    assert "written in" not in run("inspect", path).stdout
