@@ -30,7 +30,7 @@ from pathlib import Path
 from .errors import KeySourceError
 from .key import KEY_SIZES, Key, is_manifest_mac, manifest_mac
 
-__all__ = ["Key", "is_manifest_mac", "load_key", "manifest_mac"]
+__all__ = ["Key", "is_manifest_mac", "load_key", "load_secret", "manifest_mac"]
 
 MAX_SOURCE_BYTES = 4096
 
@@ -59,6 +59,42 @@ def load_key(
     Raises:
         KeySourceError: The source is unknown or gives no key. The message never shows what it gave.
     """
+    scheme, content = _read(source, insecure=insecure, prompt=prompt, timeout_s=timeout_s)
+    return _decode(content, may_be_raw=scheme in ("file", "cmd", "fd"))
+
+
+def load_secret(
+    source: str,
+    *,
+    insecure: bool = False,
+    prompt: Callable[[str], str] = getpass.getpass,
+    timeout_s: float = _COMMAND_TIMEOUT_S,
+) -> str:
+    """Return the text that `source` names, such as the PIN of a token, less one newline at its end.
+
+    Args:
+        source: As for `load_key`.
+        insecure: As for `load_key`.
+        prompt: As for `load_key`.
+        timeout_s: As for `load_key`.
+
+    Raises:
+        KeySourceError: The source is unknown or gives no text. The message never shows what it gave.
+    """
+    _, content = _read(
+        source, insecure=insecure, prompt=lambda _: prompt("PIN: "), timeout_s=timeout_s
+    )
+    _check_size(content)
+    try:
+        return _line(content).decode("utf-8")
+    except UnicodeDecodeError:
+        raise KeySourceError("the source gave bytes that are no text") from None
+
+
+def _read(
+    source: str, *, insecure: bool, prompt: Callable[[str], str], timeout_s: float
+) -> tuple[str, bytes]:
+    """Return the kind of a source and what it yields."""
     scheme, separator, place = source.partition(":")
     if not separator or scheme not in ("env", "file", "cmd", "fd", "prompt"):
         raise KeySourceError(
@@ -66,14 +102,14 @@ def load_key(
             hint=f"use {_SOURCES}; never put a key on a command line, where every user can read it",
         )
     if scheme == "env":
-        return _decode(_from_environment(place), may_be_raw=False)
+        return scheme, _from_environment(place)
     if scheme == "file":
-        return _decode(_from_file(place, insecure=insecure), may_be_raw=True)
+        return scheme, _from_file(place, insecure=insecure)
     if scheme == "cmd":
-        return _decode(_from_command(place, timeout_s=timeout_s), may_be_raw=True)
+        return scheme, _from_command(place, timeout_s=timeout_s)
     if scheme == "fd":
-        return _decode(_from_descriptor(place), may_be_raw=True)
-    return _decode(_from_person(prompt), may_be_raw=False)
+        return scheme, _from_descriptor(place)
+    return scheme, _from_person(prompt)
 
 
 def _from_environment(name: str) -> bytes:
@@ -170,11 +206,15 @@ def _read_all(descriptor: int) -> bytes:
     return content
 
 
-def _decode(content: bytes, *, may_be_raw: bool) -> Key:
+def _check_size(content: bytes) -> None:
     if not content:
         raise KeySourceError("the key source is empty")
     if len(content) > MAX_SOURCE_BYTES:
         raise KeySourceError(f"the key source gave more than {MAX_SOURCE_BYTES} bytes")
+
+
+def _decode(content: bytes, *, may_be_raw: bool) -> Key:
+    _check_size(content)
     stated = _stated(content)
     if stated is not None:
         return Key(stated)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptmgr.crypto.errors import KeySourceError
-from ckptmgr.crypto.keys import MAX_SOURCE_BYTES, Key, load_key, refusal_of
+from ckptmgr.crypto.keys import MAX_SOURCE_BYTES, Key, load_key, load_secret, refusal_of
 
 SECRETS = [bytes(range(200, 200 + size)) for size in (16, 24, 32)]
 SECRET = SECRETS[2]
@@ -247,6 +247,26 @@ def no_terminal(question: str) -> str:
 def test_prompt_without_an_answer_is_refused() -> None:
     with pytest.raises(KeySourceError, match="nobody answered"):
         load_key("prompt:", prompt=no_terminal)
+
+
+@pytest.mark.parametrize("content", [b"1234", b"1234\n", b"1234\r\n"], ids=repr)
+def test_secret_is_the_text_of_its_source_less_one_newline(content: bytes, tmp_path: Path) -> None:
+    assert load_secret(key_file(tmp_path, content)) == "1234"
+
+
+def test_secret_from_a_person_is_asked_for_as_a_pin() -> None:
+    assert load_secret("prompt:", prompt=lambda question: f"<{question}>") == "<PIN: >"
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"1" * (MAX_SOURCE_BYTES + 1)], ids=len)
+def test_secret_that_is_no_text_is_refused(content: bytes, tmp_path: Path) -> None:
+    with pytest.raises(KeySourceError):
+        load_secret(key_file(tmp_path, content))
+
+
+def test_secret_in_a_file_that_others_can_use_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(KeySourceError, match="can be used by others"):
+        load_secret(key_file(tmp_path, b"1234", mode=0o644))
 
 
 @pytest.mark.parametrize(
