@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ckptmgr.aligned import copy_into
 from ckptmgr.digest import VerifyingSource
@@ -80,7 +81,7 @@ class _Reader:
     ) -> None:
         self._source = source
         self._placements = [one for one in placements if one.target.nbytes]
-        self._offsets = [one.offset for one in self._placements]
+        self._starts = [one.offset for one in self._placements]
         self._stops = [one.stop for one in self._placements]
         self._unit_bytes = unit_bytes
         self._crc_bytes = crc_bytes
@@ -92,8 +93,9 @@ class _Reader:
 
     def _wanted_units(self) -> list[int]:
         units = set(self._whole_units)
-        for one in self._placements:
-            units.update(range(one.offset // self._unit_bytes, -(-one.stop // self._unit_bytes)))
+        size = self._unit_bytes
+        for start, stop in zip(self._starts, self._stops, strict=True):
+            units.update(range(start // size, (stop - 1) // size + 1))
         return sorted(units)
 
     def run(self, *, is_all_read: bool) -> int | None:
@@ -114,38 +116,41 @@ class _Reader:
             return
         parts = self._parts(start, stop)
         if unit not in self._whole_units:
-            start, stop = max(start, parts[0].offset), min(stop, parts[-1].stop)
-        self._scatter(start, stop, parts, buffer, lambda view: self._source.read_into(start, view))
+            start = max(start, self._starts[parts[0]])
+            stop = min(stop, self._stops[parts[-1]])
+        self._scatter(start, stop, parts, buffer, partial(self._source.read_into, start))
 
-    def _parts(self, start: int, stop: int) -> list[Placement]:
-        """Return the placements that want bytes of `[start, stop)`."""
+    def _parts(self, start: int, stop: int) -> range:
+        """Return which placements want bytes of `[start, stop)`."""
         first = bisect_right(self._stops, start)
-        return self._placements[first : bisect_left(self._offsets, stop, lo=first)]
+        return range(first, bisect_left(self._starts, stop, lo=first))
 
     def _scatter(
         self,
         start: int,
         stop: int,
-        parts: Sequence[Placement],
+        parts: range,
         buffer: memoryview,
         read_into: Callable[[memoryview], None],
     ) -> None:
         """Read `[start, stop)` and put it where it is wanted."""
-        if len(parts) == 1 and parts[0].offset <= start and stop <= parts[0].stop:
+        if len(parts) == 1 and self._starts[parts[0]] <= start and stop <= self._stops[parts[0]]:
             # All of it belongs to one array: no copy.
-            at = start - parts[0].offset
-            view = parts[0].target[at : at + stop - start]
+            at = start - self._starts[parts[0]]
+            view = self._placements[parts[0]].target[at : at + stop - start]
             read_into(view)
             self._note(start, view)
             return
         view = buffer[: stop - start]
         read_into(view)
         self._note(start, view)
-        for one in parts:
-            low, high = max(start, one.offset), min(stop, one.stop)
-            copy_into(
-                one.target[low - one.offset : high - one.offset], view[low - start : high - start]
-            )
+        for index in parts:
+            first, last = self._starts[index], self._stops[index]
+            target = self._placements[index].target
+            if first < start or last > stop:
+                low, high = max(start, first), min(stop, last)
+                target, first, last = target[low - first : high - first], low, high
+            copy_into(target, view[first - start : last - start])
 
     def _note(self, start: int, view: memoryview) -> None:
         if self._glimpses is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ Read = Callable[[str], np.ndarray]
 _ALIGNMENT = 16
 # Some values of a state take two nodes, such as an OrderedDict and what torch attaches to it.
 _MAX_STEPS = 2 * MAX_DEPTH + 10
+_PLAIN_FIELDS = 3
 _LEAF_FIELDS = {"tensor", "dtype", "shape", "stored", "offset", "strides", "shared"}
 _TORCH_FIELDS = _LEAF_FIELDS | {"parameter", "requires_grad"}
 _ATOMS: dict[str, Callable[[object], object]] = {
@@ -49,6 +51,12 @@ _ATOMS: dict[str, Callable[[object], object]] = {
     "text": decode_text,
     "scalar": decode_scalar,
 }
+
+
+@cache
+def _name_of(dtype: np.dtype) -> str:
+    # NumPy puts the name together anew each time, which takes as long as reading a small tensor.
+    return dtype.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +208,15 @@ class Unflattener:
 
     def _array(self, body: dict[str, Json]) -> np.ndarray:
         dtype = decode_dtype(body["dtype"])
-        place = self._place(body, dtype.itemsize, dtype.name)
+        if len(body) == _PLAIN_FIELDS:
+            stored = self._stored[str(body["tensor"])]
+            if (
+                stored.dtype == dtype
+                and body["shape"] == list(stored.shape)
+                and stored.flags.carray
+            ):
+                return stored
+        place = self._place(body, dtype.itemsize, _name_of(dtype))
         if prod(place.shape) * dtype.itemsize == 0:
             return np.ndarray(place.shape, dtype)
         return np.ndarray(place.shape, dtype, place.memory.data, place.offset, place.strides)
@@ -224,8 +240,9 @@ class Unflattener:
         strides, start = contiguous_strides(shape, item_bytes), body.get("offset", 0)
         if "offset" not in body:
             stored = body.get("stored", spelling)
-            if self._stored[name].dtype.name != stored:
-                raise TreeError(f"it holds {self._stored[name].dtype.name}, not {stored}")
+            held = _name_of(self._stored[name].dtype)
+            if held != stored:
+                raise TreeError(f"it holds {held}, not {stored}")
             if memory.nbytes != prod(shape) * item_bytes:
                 raise TreeError(f"it has {memory.nbytes} bytes, not {prod(shape) * item_bytes}")
         elif "strides" in body:
@@ -253,6 +270,7 @@ class Unflattener:
         address = memory.__array_interface__["data"][0]
         if not memory.flags.writeable or address % _ALIGNMENT:
             memory = memory.copy()
+            stored = memory.view(flat.dtype).reshape(stored.shape) if flat.nbytes else stored
         self._memory[name], self._stored[name] = memory, stored
 
 

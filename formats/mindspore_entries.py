@@ -9,7 +9,7 @@ from math import prod
 
 from .dtypes import BY_MINDSPORE, BY_NAME, DType
 from .errors import FormatError, UnsupportedError
-from .index import Piece, TensorEntry
+from .index import TensorEntry
 from .mindspore import MAP_PARTS, MAX_TEXT_BYTES, SCALAR_DIMS, TEXT_TYPE
 from .mindspore_records import MapRecord, TensorRecord
 from .tensor import TensorSpec
@@ -45,6 +45,8 @@ def join_records(wire: WireReader, records: Sequence[TensorRecord | MapRecord]) 
         UnsupportedError: The element type is unknown.
     """
     first = records[0]
+    if len(records) == 1 and isinstance(first, TensorRecord) and first.type_name != TEXT_TYPE:
+        return _tensor_entry([first])
     tensors = [record for record in records if isinstance(record, TensorRecord)]
     maps = [record for record in records if isinstance(record, MapRecord)]
     if tensors and maps:
@@ -146,7 +148,7 @@ def _map_part(label: str, records: Sequence[TensorRecord]) -> TensorEntry:
 def _entry(
     name: str, dtype: DType, shape: tuple[int, ...], records: Sequence[TensorRecord]
 ) -> TensorEntry:
-    pieces = tuple(Piece(*record.piece) for record in records if record.piece.length)
+    pieces = tuple([record.piece for record in records if record.piece.length])
     return TensorEntry(spec=TensorSpec(name=name, dtype=dtype, shape=shape), pieces=pieces)
 
 

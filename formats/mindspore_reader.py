@@ -17,7 +17,13 @@ from .errors import FormatError, UnsupportedError
 from .index import READ_BYTES, Piece, TensorEntry, check_buffer, check_content
 from .mindspore import CHECKPOINT_METADATA, CHECKPOINT_VALUE, MAX_METADATA_BYTES
 from .mindspore_entries import CkptEntry, MapEntry, join_records
-from .mindspore_records import MapRecord, TensorRecord, expect_bytes, read_record
+from .mindspore_records import (
+    MapRecord,
+    TensorRecord,
+    expect_bytes,
+    read_plain_tensor,
+    read_record,
+)
 from .source import Source
 from .strict_json import parse_object, parse_strings
 from .trailer import TRAILER_BYTES, crc32, decode_trailer
@@ -143,6 +149,11 @@ class _IndexReader:
 
     def read(self) -> None:
         while self.body_bytes < self._wire.size and self.crc is None:
+            plain = read_plain_tensor(self._wire, self.body_bytes)
+            if plain is not None:
+                record, self.body_bytes = plain
+                self._add(record)
+                continue
             self.crc = self._trailer()
             if self.crc is None:
                 field = self._wire.field(self.body_bytes, self._wire.size)
@@ -161,12 +172,14 @@ class _IndexReader:
 
     def _take(self, field: Field) -> None:
         if field.number == CHECKPOINT_VALUE:
-            record = read_record(self._wire, expect_bytes(field))
-            if self._run and self._run[0].name != record.name:
-                self._end_run()
-            self._run.append(record)
+            self._add(read_record(self._wire, expect_bytes(field)))
         elif field.number == CHECKPOINT_METADATA:
             self._take_metadata(expect_bytes(field))
+
+    def _add(self, record: TensorRecord | MapRecord) -> None:
+        if self._run and self._run[0].name != record.name:
+            self._end_run()
+        self._run.append(record)
 
     def _take_metadata(self, field: Field) -> None:
         if self.metadata is not None:

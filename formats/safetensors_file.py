@@ -41,7 +41,7 @@ _METADATA = "__metadata__"
 _FORMAT_KEY = "format"
 _CRC_KEY = "crc_num"
 _INT4_MARK = "Int4"
-_TENSOR_KEYS = ("dtype", "shape", "data_offsets")
+_TENSOR_KEYS = frozenset(("dtype", "shape", "data_offsets"))
 
 
 def build_safetensors_image(
@@ -225,9 +225,9 @@ def _read_entry(
 ) -> TensorEntry:
     if not is_encodable(name):
         raise FormatError("the name holds a lone surrogate", offset=LENGTH_BYTES, tensor=name)
-    if not isinstance(value, dict) or sorted(value) != sorted(_TENSOR_KEYS):
+    if not isinstance(value, dict) or value.keys() != _TENSOR_KEYS:
         raise FormatError(
-            f"a tensor needs exactly {', '.join(_TENSOR_KEYS)}", offset=LENGTH_BYTES, tensor=name
+            "a tensor needs exactly dtype, shape, data_offsets", offset=LENGTH_BYTES, tensor=name
         )
     dtype = _read_dtype(name, value["dtype"], metadata)
     shape = _integers(name, value["shape"], "shape")
@@ -237,10 +237,10 @@ def _read_entry(
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         raise FormatError("data_offsets are not a range", offset=LENGTH_BYTES, tensor=name)
     start, stop = offsets
-    if stop - start != prod(shape) * dtype.item_bytes:
+    needed = prod(shape) * dtype.item_bytes
+    if stop - start != needed:
         raise FormatError(
-            f"the content has {stop - start} bytes, but {dtype.name}{list(shape)} needs"
-            f" {prod(shape) * dtype.item_bytes}",
+            f"the content has {stop - start} bytes, but {dtype.name}{list(shape)} needs {needed}",
             offset=data_start + start,
             tensor=name,
         )
@@ -259,9 +259,11 @@ def _read_dtype(name: str, spelling: object, metadata: Mapping[str, str]) -> DTy
 
 def _integers(name: str, value: object, what: str) -> tuple[int, ...]:
     if isinstance(value, list):
-        integers = tuple(item for item in value if type(item) is int and 0 <= item < 2**63)
-        if len(integers) == len(value):
-            return integers
+        for item in value:
+            if type(item) is not int or not 0 <= item < 2**63:
+                break
+        else:
+            return tuple(value)
     raise FormatError(
         f"{what} is not a list of integers from 0 to 2**63 - 1", offset=LENGTH_BYTES, tensor=name
     )

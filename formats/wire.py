@@ -29,6 +29,7 @@ VARINT, FIXED64, LENGTH_DELIMITED, FIXED32 = 0, 1, 2, 5
 _FIXED_BYTES = {FIXED64: 8, FIXED32: 4}
 _MAX_VARINT_BYTES = 10
 _WINDOW_BYTES = 16 * 1024
+_AHEAD_BYTES = 1024
 
 
 class Field(NamedTuple):
@@ -94,6 +95,11 @@ class WireReader:
         self._cover(offset, offset + length)
         position = offset - self._window_start
         return self._window[position : position + length]
+
+    def around(self, offset: int) -> tuple[bytes, int]:
+        """Return some bytes of the source and the position of `offset` among them; a KiB follows, or the source ends."""
+        self._cover(offset, min(offset + _AHEAD_BYTES, self.size))
+        return self._window, offset - self._window_start
 
     def field(self, offset: int, stop: int) -> Field:
         """Return the field at `offset` of a message that ends at `stop`; raises as `fields` does."""
