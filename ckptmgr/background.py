@@ -88,6 +88,12 @@ class BackgroundSaver:
         with self._changed:
             return self._is_busy()
 
+    @property
+    def begins_at_once(self) -> bool:
+        """Whether a save that is submitted now is begun now."""
+        with self._changed:
+            return self._running is None
+
     def submit(
         self,
         stage: Callable[[], _Staged],

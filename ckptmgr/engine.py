@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
@@ -193,6 +194,12 @@ class SaveEngine:
             self._worker.start()
         deferred = defer(items, self._staging_pool(), changing=changing, copies_all=is_process)
         updates.add(deferred)
+        if deferred.has_more and not self._background.begins_at_once:
+            try:
+                threading.Thread(target=deferred.copy, name="ckptmgr-stage", daemon=False).start()
+            except BaseException:
+                deferred.release()
+                raise
         return deferred
 
     def _finish(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saves that hold the training up for no copy: parameters do not change in forward and backward, so they are copied meanwhile.
 
-`save()` describes the state, copies what is small or changes in the forward pass, and returns. The rest is copied in a thread.
-The copy must be complete before the next update in place: `before_update()` waits for that, and every torch optimizer of
-the process calls it before its step.
+`save()` describes the state, copies what is small or changes in the forward pass, and returns. The rest is copied in the
+thread that saves it. The copy must be complete before the next update in place: `before_update()` waits for that (or makes the
+copy, when nobody has begun it), and every torch optimizer of the process calls it before its step.
 
 * Whoever updates without waiting is found out, as exactly as `array_guard` says; such a save fails and names the tensor.
 * Arrays that nobody can change are not copied at all (a worker process needs a copy, which then waits for nothing either).
@@ -108,31 +108,41 @@ class DeferredState:
         self.staged.fill(self._sources, only=self._at_once)
 
     def copy(self) -> None:
-        """Copy the rest, unless the state was released before that began; raises nothing."""
+        """Copy the rest, for the first who calls it; for anybody else, and after the release, do nothing.
+
+        Raises:
+            KeyboardInterrupt: The save fails with it, too.
+        """
         with self._lock:
             if self._is_begun:
                 return
             self._is_begun = True
         try:
             self._copy_late()
-        except BaseException as error:  # raised by wait(), in the thread that saves
-            traceback.clear_frames(error.__traceback__)
+        except BaseException as error:
+            traceback.clear_frames(error.__traceback__)  # they hold the arrays
             self._failure = error
-        self._finish_copy()
+            if not isinstance(error, Exception):
+                raise
+        finally:
+            self._finish_copy()
 
     def wait(self) -> None:
-        """Wait until the copy is complete.
+        """Return when the copy is complete.
 
         Raises:
             SaveFailed: An array was changed too early; names it.
             BaseException: The copy failed.
         """
+        self.copy()
         self.handle.staged.result()
         if self._failure is not None:
             raise self._failure
 
     def allow_changes(self) -> None:
-        """Wait until the copying is over; from then on the caller may change the arrays."""
+        """Return when the copying is over; from then on the caller may change the arrays."""
+        # Not only waiting: the thread that is to copy may not run yet, or never.
+        self.copy()
         self.handle.staged.result()
         with self._lock:
             self._late = {}
@@ -199,7 +209,7 @@ def defer(
     changing: Container[int] = (),
     copies_all: bool = False,
 ) -> DeferredState:
-    """Begin to copy a state in a thread.
+    """Return a state of which only that is copied which may not wait.
 
     Args:
         items: Tensors of a flattened state, and others, which are copied at once.
@@ -215,10 +225,7 @@ def defer(
     deferred = DeferredState(items, pool.reserve(plan.staged), plan)
     try:
         deferred.copy_at_once()
-        if deferred.has_more:
-            # Not a daemon: the save that waits for it is waited for at the end of the program.
-            threading.Thread(target=deferred.copy, name="ckptmgr-stage", daemon=False).start()
-        else:
+        if not deferred.has_more:
             deferred.copy()
     except BaseException:
         deferred.release()

@@ -9,14 +9,14 @@ import pytest
 
 
 class HeldStaging:
-    """Holds back the threads that copy states."""
+    """Holds back the threads that copy and save states."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._held: list[threading.Thread] = []
         self._real_start = threading.Thread.start
 
         def start(thread: threading.Thread) -> None:
-            if thread.name == "ckptmgr-stage":
+            if thread.name in ("ckptmgr-save", "ckptmgr-stage"):
                 self._held.append(thread)
             else:
                 self._real_start(thread)
@@ -25,11 +25,11 @@ class HeldStaging:
 
     @property
     def count(self) -> int:
-        """How many copies are held back."""
+        """How many threads are held back."""
         return len(self._held)
 
     def let_go(self) -> None:
-        """Let all copies begin that are held back."""
+        """Let all threads begin that are held back."""
         held, self._held = self._held, []
         for thread in held:
             self._real_start(thread)

@@ -249,7 +249,7 @@ def test_state_with_nothing_large_is_staged_when_save_returns(
 ) -> None:
     with manager_of(tmp_path) as manager:
         assert saved(manager.save(1, {"n": 1, "w": np.zeros(3)})).staged.done()
-        assert held.count == 0
+        held.let_go()
 
 
 def test_before_update_without_zero_stall_does_nothing(tmp_path: Path) -> None:
@@ -409,6 +409,28 @@ def test_thread_that_cannot_be_started_is_an_error_of_save(
         manager.wait()
 
 
+def test_stage_thread_that_cannot_be_started_is_an_error_of_save_and_nothing_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    disk = HeldDisk()
+    with manager_of(tmp_path, back_pressure="coalesce", fs=disk) as manager:
+        disk.gate.clear()
+        manager.save(1, fresh())
+        disk.arrive()
+        for _ in range(3):
+            with monkeypatch.context() as patch:
+                patch.setattr(threading.Thread, "start", refuse)
+                with pytest.raises(RuntimeError, match="can't start"):
+                    manager.save(2, fresh())
+        manager.save(3, fresh())
+        disk.gate.set()
+        manager.wait()
+        assert [c.step for c in manager.checkpoints()] == [1, 3]
+
+
 def test_manager_that_is_dropped_without_close_leaves_no_hook(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
@@ -464,12 +486,12 @@ manager = CheckpointManager(sys.argv[1], CheckpointConfig(async_save=True, zero_
 import threading
 real = threading.Thread.start
 held = []
-threading.Thread.start = lambda thread: held.append(thread) if thread.name == "ckptmgr-stage" else real(thread)
+threading.Thread.start = lambda thread: held.append(thread) if thread.name == "ckptmgr-save" else real(thread)
 manager.save(1, {"w": np.zeros(100_000)})
 child = os.fork()
 if child == 0:
     manager.before_update()  # nothing is being copied here
-    os._exit(7)
+    os._exit(7 + len(manager._engine._updates._pending))
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 real(held.pop())
 disk.gate.set()
@@ -500,23 +522,41 @@ def test_deferred_state_holds_all_kinds_of_items() -> None:
         deferred.copy()
 
 
-def test_copy_that_fails_in_the_thread_is_raised_by_wait_and_nothing_stays(
-    held: HeldStaging,
-) -> None:
-    class Donated:
-        def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
-            raise RuntimeError("Array has been deleted")
+class Failing:
+    """A JAX array on an accelerator that cannot be fetched."""
 
-        def devices(self) -> list[Any]:
-            return []
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
 
+    def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
+        raise self.error
+
+    def devices(self) -> list[Any]:
+        return []
+
+
+def failing_with(error: BaseException) -> list[Item]:
     spec = TensorSpec(name="w", dtype=BY_NAME["uint8"], shape=(SIZE,))
+    return [Tensor(spec=spec, content=partial(jax_bytes, Failing(error)))]
+
+
+def test_ctrl_c_in_before_update_is_raised_there_and_fails_the_save() -> None:
+    with StagingPool() as pool:
+        deferred = defer(failing_with(KeyboardInterrupt("Ctrl-C")), pool, copies_all=True)
+        with pytest.raises(KeyboardInterrupt):
+            deferred.allow_changes()
+        assert deferred.handle.staged.done()
+        with pytest.raises(KeyboardInterrupt):
+            deferred.wait()
+        deferred.allow_changes()
+        deferred.release()
+
+
+def test_copy_that_fails_is_raised_by_wait_and_nothing_stays() -> None:
     with StagingPool() as pool:
         for _ in range(3):
-            deferred = defer(
-                [Tensor(spec=spec, content=partial(jax_bytes, Donated()))], pool, copies_all=True
-            )
-            held.let_go()
+            items = failing_with(RuntimeError("Array has been deleted"))
+            deferred = defer(items, pool, copies_all=True)
             with pytest.raises(RuntimeError, match="deleted"):
                 deferred.wait()
             deferred.allow_changes()
@@ -549,6 +589,8 @@ def test_release_while_the_copy_is_made_waits_for_it_and_copies_no_further() -> 
     ]
     with StagingPool() as pool:
         deferred = defer(items, pool, copies_all=True)
+        copying = threading.Thread(target=deferred.copy)
+        copying.start()
         assert begun.wait(TIMEOUT_S)
         releasing = threading.Thread(target=deferred.release)
         releasing.start()
@@ -557,6 +599,7 @@ def test_release_while_the_copy_is_made_waits_for_it_and_copies_no_further() -> 
         assert not deferred.handle.staged.done()
         go_on.set()
         releasing.join(TIMEOUT_S)
+        copying.join(TIMEOUT_S)
         assert asked == ["a"]
         assert pool.usage.kept_bytes > 0
         with pytest.raises(SaveFailed, match="given up"):
