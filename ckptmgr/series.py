@@ -133,41 +133,56 @@ class SeriesWriter:
     ) -> Checkpoint:
         """Save and return the checkpoint once it is durable; see `save_items` for the errors."""
         self.open()
-        present = self.store.scan()
-        history = [c for c in present if c.series == self.series]
-        # What was seen before counts, too: a manifest may be unreadable just now.
-        known = [c for c in (*present, self.resumed_from, self._last_saved) if c is not None]
-        sequence = 1 + max((c.sequence for c in known), default=0)
-
-        def describe(entry: FileEntry, stats: Mapping[str, float]) -> Manifest:
-            return Manifest(
-                file=entry,
-                series=self.series,
-                run_id=self.run_id,
-                parent_run_ids=self.parent_run_ids,
-                step=facts.step,
-                attempt=next_attempt(history, facts.step)
-                if facts.attempt is None
-                else facts.attempt,
-                sequence=sequence,
-                saved_at=datetime.fromtimestamp(
-                    self._clock() if facts.at is None else facts.at, UTC
-                ),
-                epoch=facts.epoch,
-                why=facts.why,
-                metrics=dict(facts.metrics or {}),
-                stats=stats,
-            )
-
+        numbers = self.next_numbers(facts)
         manifest = publish(
             self.store,
             name,
             items,
             options=options or self.options,
             series=self.series,
-            describe=describe,
+            describe=lambda entry, stats: self.describe(entry, stats, facts, numbers=numbers),
             metadata=metadata,
         )
+        return self.note_saved(manifest)
+
+    def next_numbers(self, facts: SaveFacts) -> tuple[int, int]:
+        """Return the commit sequence of the next save, and which save of its step it is."""
+        present = self.store.scan()
+        # What was seen before counts, too: a manifest may be unreadable just now.
+        known = [c for c in (*present, self.resumed_from, self._last_saved) if c is not None]
+        sequence = 1 + max((c.sequence for c in known), default=0)
+        if facts.attempt is not None:
+            return sequence, facts.attempt
+        history = [c for c in present if c.series == self.series]
+        return sequence, next_attempt(history, facts.step)
+
+    def describe(
+        self,
+        entry: FileEntry,
+        stats: Mapping[str, float],
+        facts: SaveFacts,
+        *,
+        numbers: tuple[int, int],
+    ) -> Manifest:
+        """Return the manifest of a file of this run; `numbers` as from `next_numbers`."""
+        sequence, attempt = numbers
+        return Manifest(
+            file=entry,
+            series=self.series,
+            run_id=self.run_id,
+            parent_run_ids=self.parent_run_ids,
+            step=facts.step,
+            attempt=attempt,
+            sequence=sequence,
+            saved_at=datetime.fromtimestamp(self._clock() if facts.at is None else facts.at, UTC),
+            epoch=facts.epoch,
+            why=facts.why,
+            metrics=dict(facts.metrics or {}),
+            stats=stats,
+        )
+
+    def note_saved(self, manifest: Manifest) -> Checkpoint:
+        """Note what is durable now: retention will not touch it."""
         self._last_saved = manifest.to_checkpoint(self.store.directory)
         return self._last_saved
 

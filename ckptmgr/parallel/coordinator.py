@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How ranks tell each other small things: one operation, over whatever the job already has.
+
+`all_gather` brings every rank the value of every rank. Barriers and broadcasts are special cases. Only JSON travels, never a
+pickle; keys and tensors never do.
+
+A coordinator need not be reliable. Whoever waits too long hears who is missing (`RanksMissing`), and what a save has come to
+is then decided by the storage alone (see `commit`).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol, TypeAlias
+
+from ckptmgr.errors import CkptmgrError
+
+Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
+_SHOWN_RANKS = 8
+
+
+class RanksMissing(CkptmgrError, TimeoutError):
+    """Report ranks that did not come in time.
+
+    Attributes:
+        tag: What they did not come to.
+        ranks: Who.
+        found: Rank to value, of those that came.
+        timeout_s: How long they were waited for.
+    """
+
+    def __init__(
+        self, tag: str, *, ranks: Sequence[int], found: Mapping[int, Json], timeout_s: float
+    ) -> None:
+        self.tag = tag
+        self.ranks = tuple(ranks)
+        self.found = found
+        self.timeout_s = timeout_s
+        super().__init__(
+            f"{shown_ranks(self.ranks)} did not come to {tag!r} within {timeout_s:.3g} s",
+            hint="look at the logs of these ranks; if they are only slow, give a longer timeout",
+        )
+
+
+class RanksOutOfStep(CkptmgrError):
+    """Report ranks that are not doing the same thing at the same time."""
+
+
+class Coordinator(Protocol):
+    """The ranks of a job, as one of them sees them. May be used from a background thread, by one thread at a time."""
+
+    @property
+    def rank(self) -> int:
+        """Number of this rank, from 0."""
+        ...
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def all_gather(self, tag: str, value: Json, *, timeout_s: float) -> list[Json]:
+        """Return the values of all ranks, by rank.
+
+        Args:
+            tag: What it is about; the same on all ranks, and never the same twice in a job.
+            value: What this rank says; a few KiB.
+            timeout_s: How long to wait for the others.
+
+        Raises:
+            RanksMissing: Some did not come in time. They may still come, and hear this rank.
+            RanksOutOfStep: The others are doing something else.
+        """
+        ...
+
+
+class KeyValues(Protocol):
+    """A table of small values that all ranks share."""
+
+    def put(self, key: str, value: bytes) -> None:
+        """Set a key that was not set before."""
+        ...
+
+    def get(self, key: str, *, timeout_s: float) -> bytes | None:
+        """Return a value once it is set, or None when it is not within the time; looks at least once."""
+        ...
+
+    def drop(self, key: str) -> None:
+        """Forget a key, as far as the table can."""
+        ...
+
+
+class KeyValueCoordinator:
+    """Ranks that meet over a table of values: each puts its own value, and waits for those of the others.
+
+    Args:
+        table: The table; only this job uses it.
+        rank: Number of this rank.
+        world: Number of ranks.
+        monotonic: Seconds that never go back.
+
+    Raises:
+        ValueError: There is no such rank.
+    """
+
+    def __init__(
+        self,
+        table: KeyValues,
+        *,
+        rank: int,
+        world: int,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.rank, self.world = checked_rank(rank, world)
+        self._table = table
+        self._monotonic = monotonic
+        self._said: list[str] = []
+
+    def all_gather(self, tag: str, value: Json, *, timeout_s: float) -> list[Json]:
+        """Return the values of all ranks, by rank; see `Coordinator`."""
+        own = _key(tag, self.rank)
+        self._table.put(own, to_json(value))
+        self._said.append(own)
+        stop = self._monotonic() + timeout_s
+        found: dict[int, Json] = {}
+        for rank in range(self.world):
+            left_s = max(0.0, stop - self._monotonic())
+            data = self._table.get(_key(tag, rank), timeout_s=left_s)
+            if data is not None:
+                found[rank] = from_json(data, tag=tag, rank=rank)
+        missing = [rank for rank in range(self.world) if rank not in found]
+        if missing:
+            raise RanksMissing(tag, ranks=missing, found=found, timeout_s=timeout_s)
+        self._forget_earlier()
+        return [found[rank] for rank in range(self.world)]
+
+    def _forget_earlier(self) -> None:
+        # Everybody came here, so nobody waits for what was said before.
+        earlier, self._said = self._said[:-1], self._said[-1:]
+        for key in earlier:
+            self._table.drop(key)
+
+
+def checked_rank(rank: int, world: int) -> tuple[int, int]:
+    """Return both.
+
+    Raises:
+        ValueError: There is no such rank.
+    """
+    if not 0 <= rank < world:
+        raise ValueError(f"there is no rank {rank} of {world}")
+    return rank, world
+
+
+def to_json(value: Json) -> bytes:
+    """Return a value as it travels."""
+    return json.dumps(value, separators=(",", ":")).encode()
+
+
+def from_json(data: bytes, *, tag: str, rank: int) -> Json:
+    """Return a value that has travelled.
+
+    Raises:
+        RanksOutOfStep: It is not JSON.
+    """
+    try:
+        value: Json = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise RanksOutOfStep(f"what rank {rank} said about {tag!r} is not JSON: {error}") from error
+    return value
+
+
+def shown_ranks(ranks: Sequence[int]) -> str:
+    """Return ranks for a message."""
+    shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
+    more = f" and {len(ranks) - _SHOWN_RANKS} more" if len(ranks) > _SHOWN_RANKS else ""
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}{more}"
+
+
+def _key(tag: str, rank: int) -> str:
+    return f"{tag}/{rank}"

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes wrong when many ranks save together, told to all of them."""
+
+from __future__ import annotations
+
+import errno as errno_names
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ckptmgr.errors import CkptmgrError, CorruptCheckpoint, SaveFailed
+from ckptmgr.parallel.coordinator import Json
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why one rank could not do its part.
+
+    Attributes:
+        rank: The rank.
+        kind: Name of the class of the error.
+        message: What it says.
+        errno: Number of the error of the operating system, or None.
+        is_damage: Whether it says that stored bytes are damaged or gone.
+    """
+
+    rank: int
+    kind: str
+    message: str
+    errno: int | None = None
+    is_damage: bool = False
+
+    @classmethod
+    def of(cls, error: Exception, *, rank: int) -> Failure:
+        """Return what to tell the others about an error."""
+        return cls(
+            rank=rank,
+            kind=type(error).__name__,
+            message=error.message if isinstance(error, CkptmgrError) else str(error),
+            errno=_errno_of(error),
+            is_damage=isinstance(error, (CorruptCheckpoint, FileNotFoundError)),
+        )
+
+    @classmethod
+    def from_json(cls, value: Json, *, rank: int) -> Failure:
+        """Return what another rank has told."""
+        told = value if isinstance(value, Mapping) else {}
+        number = told.get("errno")
+        return cls(
+            rank=rank,
+            kind=str(told.get("kind", "Exception")),
+            message=str(told.get("message", value)),
+            errno=number if isinstance(number, int) else None,
+            is_damage=told.get("is_damage") is True,
+        )
+
+    def to_json(self) -> Json:
+        """Return it as it travels; the rank is known to whoever hears it."""
+        return {
+            "kind": self.kind,
+            "message": self.message,
+            "errno": self.errno,
+            "is_damage": self.is_damage,
+        }
+
+    def __str__(self) -> str:
+        name = (
+            "" if self.errno is None else f" [{errno_names.errorcode.get(self.errno, self.errno)}]"
+        )
+        return f"rank {self.rank}: {self.kind}{name}: {self.message}"
+
+
+def _errno_of(error: BaseException | None) -> int | None:
+    """Return the number of an error of the operating system, or of the one it explains."""
+    if error is None:
+        return None
+    number = error.errno if isinstance(error, OSError) else None
+    return _errno_of(error.__cause__) if number is None else number
+
+
+class RankFailed(SaveFailed):
+    """Report a save that failed because a rank could not do its part; nothing was committed.
+
+    Attributes:
+        failures: Why, for each rank that failed.
+        rank: The first of them.
+        errno: Number of its error of the operating system, or None.
+    """
+
+    def __init__(self, failures: Sequence[Failure], *, what: str) -> None:
+        self.failures = tuple(failures)
+        self.rank = failures[0].rank
+        self.errno = failures[0].errno
+        more = f" (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
+        super().__init__(
+            f"{what}: {failures[0]}{more}",
+            hint="the earlier checkpoints are intact; nothing was committed",
+        )

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run of many ranks writing one series: the lease, the numbering and the retention are on rank 0, the saves on all."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from ckptmgr.errors import SaveFailed
+from ckptmgr.formats.tensor import Item
+from ckptmgr.manifest import FileEntry, Manifest
+from ckptmgr.model import Checkpoint, Plan
+from ckptmgr.observe import EVERYBODY, Observers
+from ckptmgr.parallel.commit import Deadline, TwoPhaseSave
+from ckptmgr.parallel.coordinator import Coordinator, Json, RanksMissing
+from ckptmgr.parallel.offer import Offer
+from ckptmgr.parallel.rounds import Rounds
+from ckptmgr.parallel.shard_store import ShardStore
+from ckptmgr.retention import RetentionPolicy
+from ckptmgr.saver import Publish, SaveOptions, save_items
+from ckptmgr.series import SaveFacts, SeriesWriter
+from ckptmgr.shard_names import new_attempt_id, stem_of
+
+_LOG = logging.getLogger(__name__)
+DEFAULT_TIMEOUT_S = 600.0
+
+
+class RankWriter(SeriesWriter):
+    """The part of one rank in writing a series. All ranks make the same calls in the same order.
+
+    Args:
+        store: The directory, which all ranks see.
+        series: Name of the series.
+        coordinator: The ranks.
+        options: How files are written.
+        clock: Seconds since 1970; stamps the checkpoints.
+        timeout_s: How long the ranks wait for each other to come to a save, and how long it may take from then on.
+        run_id: Identifies the run; that of rank 0 counts.
+        observers: Hear of removed checkpoints and of leases that were taken over.
+        monotonic: Seconds that never go back.
+    """
+
+    def __init__(
+        self,
+        store: ShardStore,
+        series: str,
+        *,
+        coordinator: Coordinator,
+        options: SaveOptions,
+        clock: Callable[[], float],
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        run_id: str | None = None,
+        observers: Observers = EVERYBODY,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(
+            store, series, options=options, clock=clock, run_id=run_id, observers=observers
+        )
+        self._shards = store
+        self.coordinator = coordinator
+        self.timeout_s = timeout_s
+        self._now = clock
+        self._monotonic = monotonic
+        self._begun: Counter[str] = Counter()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which commits and removes."""
+        return self.coordinator.rank == 0
+
+    def open(self) -> None:
+        """Take the lease and clean up after dead writers, on rank 0; the others do nothing.
+
+        Raises:
+            StoreLocked: Another run writes this series.
+        """
+        if self.is_first:
+            super().open()
+
+    def rounds(self, about: str, *, what: str) -> Rounds:
+        """Return the rounds of something that all ranks begin now.
+
+        Args:
+            about: Tells it from the other things that the ranks do; the same on all.
+            what: What it means when it fails, for messages.
+        """
+        # Ranks that fail apart meet again: at the next step, not at the next number.
+        self._begun[about] += 1
+        tag = f"{self.series}/{about}/{self._begun[about]}"
+        return Rounds(self.coordinator, tag, what=what, monotonic=self._monotonic)
+
+    def save(
+        self,
+        name: str,
+        items: Sequence[Item],
+        facts: SaveFacts,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        options: SaveOptions | None = None,
+        publish: Publish = save_items,
+    ) -> Checkpoint:
+        """Save with all ranks; return the checkpoint once it is durable.
+
+        Args:
+            name: Of the checkpoint, ending in `.shards`; that of rank 0 counts.
+            items: What this rank saves.
+            facts: About the save; those of rank 0 count.
+            metadata: Strings kept in the file of this rank.
+            options: How files are written.
+            publish: Writes the file.
+
+        Raises:
+            RankFailed: A rank could not do its part; names it and its error. There is no such checkpoint.
+            SaveFailed: Ranks did not come in time; names them. The storage, asked last, holds no commit.
+        """
+        options = options or self.options
+        rounds = self.rounds(f"save {facts.step}", what=f"step {facts.step} was not saved")
+        offer = self._begin(rounds, name, facts, options)
+        facts = offer.applied_to(facts)
+
+        def describe(entry: FileEntry, stats: Mapping[str, float]) -> Manifest:
+            return self.describe(entry, stats, facts, numbers=(offer.sequence, offer.attempt))
+
+        def write(file_name: str) -> Manifest:
+            return publish(
+                self.store,
+                file_name,
+                items,
+                options=options,
+                series=self.series,
+                describe=describe,
+                metadata=metadata,
+            )
+
+        save = TwoPhaseSave(
+            self._shards,
+            self.coordinator,
+            rounds,
+            offer,
+            deadline=Deadline.after(self._monotonic(), self.timeout_s),
+            monotonic=self._monotonic,
+        )
+        return self.note_saved(save.run(write, mode=options.file_mode))
+
+    def _begin(self, rounds: Rounds, name: str, facts: SaveFacts, options: SaveOptions) -> Offer:
+        """Wait until all ranks are here, and return what rank 0 offers."""
+
+        def offer() -> Json:
+            if not self.is_first:
+                return None
+            self.open()
+            sequence, attempt = self.next_numbers(facts)
+            return Offer(
+                stem=stem_of(name),
+                attempt_id=new_attempt_id(self._now() + 2 * self.timeout_s),
+                format=options.format,
+                sequence=sequence,
+                attempt=attempt,
+                at=self._now() if facts.at is None else facts.at,
+                run_id=self.run_id,
+            ).to_json()
+
+        try:
+            answers = rounds.together("begin", offer, stop=self._monotonic() + self.timeout_s)
+        except RanksMissing as missing:
+            raise SaveFailed(
+                missing.message, path=self.store.directory, hint=missing.hint
+            ) from missing
+        begun = Offer.from_json(answers[0])
+        self.run_id = begun.run_id
+        return begun
+
+    def retain(self, policy: RetentionPolicy) -> Plan | None:
+        """Apply a retention policy and remove files that were never committed, on rank 0; see `SeriesWriter.retain`."""
+        if not self.is_first:
+            return None
+        decided = super().retain(policy)
+        try:
+            for sentence in self._shards.collect(self.series):
+                _LOG.warning("%s: %s", self.store.directory, sentence)
+        except OSError as error:
+            _LOG.warning("retention: %s", error)
+        return decided

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A directory of checkpoints that many ranks write together: the files of the ranks, and the one manifest that makes them one.
+
+1. Every rank publishes its file: data written and synced under a temporary name; renamed; directory synced. It carries the
+   id of the attempt in its name, so nobody else writes it, and no manifest names it yet: it is a leftover.
+2. One rank creates the manifest of all files, exclusively: content synced under a temporary name; linked (the commit point);
+   directory synced. A second attempt at the same checkpoint finds the name taken.
+
+An attempt tells in its name until when it may be committed. Files that no manifest names are removed after that, never before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+from ckptmgr.crypto.key import Key
+from ckptmgr.digest import FileDigest
+from ckptmgr.disk_errors import explained
+from ckptmgr.errors import SaveFailed
+from ckptmgr.fsio import FileSystem, InputFile, OutputFile, discard, remove_name
+from ckptmgr.lease import Processes
+from ckptmgr.manifest import Manifest, manifest_name
+from ckptmgr.model import State
+from ckptmgr.shard_listing import problem_of_shards
+from ckptmgr.shard_names import parse_shard_name
+from ckptmgr.store import Store
+
+# How far the clocks of the hosts may be apart.
+CLOCK_SKEW_S = 60
+
+
+class ShardStore(Store):
+    """A checkpoint directory as one of many ranks sees it.
+
+    Args:
+        directory: Where the checkpoints lie; all ranks see it.
+        clock: Seconds since 1970; tells when a file without manifest is garbage.
+        fs: The disk.
+        key: Authenticates manifests.
+        processes: Tells dead writers from live ones.
+        must_authenticate: With a key, treat manifests without authentication as a problem.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        clock: Callable[[], float],
+        fs: FileSystem | None = None,
+        key: Key | None = None,
+        processes: Processes | None = None,
+        must_authenticate: bool = False,
+    ) -> None:
+        super().__init__(
+            directory,
+            fs=fs,
+            key=key,
+            processes=processes,
+            must_authenticate=must_authenticate,
+        )
+        self._clock = clock
+
+    def publish(
+        self,
+        name: str,
+        *,
+        series: str,
+        size_bytes: int,
+        write: Callable[[OutputFile], FileDigest],
+        describe: Callable[[FileDigest], Manifest],
+        mode: int = 0o400,
+        read_back: Callable[[InputFile, FileDigest], None] | None = None,
+    ) -> Manifest:
+        """Make the file of one rank durable, without a manifest beside it; see `Store.publish`."""
+        temp = self._manifests.temp_path(name, series)
+        try:
+            self.fs.make_directory(self.directory, mode=0o700)
+            self.check_space(size_bytes)
+            manifest = self._write_temp(
+                temp, size_bytes, write, describe, mode=mode, read_back=read_back
+            )
+            self._give_name(temp, name)
+        except OSError as error:
+            raise explained(error, self.directory / name, size_bytes, self.fs) from error
+        return manifest
+
+    def _give_name(self, temp: Path, name: str) -> None:
+        try:
+            self.fs.replace(temp, self.directory / name)
+            self.fs.sync_directory(self.directory)
+        except BaseException:
+            discard(self.fs, temp)
+            self.withdraw(name)
+            raise
+
+    def withdraw(self, name: str) -> None:
+        """Remove the file of a rank that will never be part of a checkpoint, as far as the disk lets us."""
+        with contextlib.suppress(OSError):
+            remove_name(self.fs, self.directory / name)
+
+    def commit(self, manifest: Manifest, *, mode: int = 0o400) -> OSError | None:
+        """Make a checkpoint of the files of all ranks, unless its name is taken.
+
+        Returns:
+            None once it is durable. An error when it may exist, but may not be durable.
+
+        Raises:
+            SaveFailed: Not all files are here, or another attempt was committed before. It does not exist.
+            OSError: From the disk. It does not exist.
+        """
+        problem = problem_of_shards(manifest, self.fs.list(self.directory))
+        if problem is not None:
+            raise SaveFailed(
+                f"cannot be committed: {problem}",
+                path=self.directory / manifest.name,
+                hint="all ranks must see the same directory",
+            )
+        try:
+            self._manifests.create(manifest, series=manifest.series, mode=mode)
+        except FileExistsError as error:
+            raise SaveFailed(
+                "another attempt at this checkpoint was committed before",
+                path=self.directory / manifest.name,
+            ) from error
+        except OSError as error:
+            if self._is_absent(manifest_name(manifest.name)):
+                raise
+            return error
+        try:
+            self.fs.sync_directory(self.directory)
+        except OSError as error:
+            return error
+        return None
+
+    def _is_absent(self, name: str) -> bool:
+        with contextlib.suppress(OSError):
+            return self.fs.status(self.directory / name) is None
+        return False
+
+    def recover(self, series: str) -> list[str]:
+        """Clean up after dead writers of a series, and remove files of ranks that expired; see `Store.recover`."""
+        return super().recover(series) + self.collect(series)
+
+    def collect(self, series: str) -> list[str]:
+        """Remove the files of ranks that will never be part of a checkpoint; the lease must be held.
+
+        Returns:
+            What was done, one sentence each.
+        """
+        if not self._garbage(series):
+            return []
+        self.fs.sync_directory(self.directory)
+        # Only now is it sure that no manifest comes back that was seen to be gone.
+        sentences = [self._collected(name) for name in self._garbage(series)]
+        self.fs.sync_directory(self.directory)
+        return sentences
+
+    def _garbage(self, series: str) -> list[str]:
+        names = []
+        now = self._clock()
+        for found in self.scan():
+            shard = parse_shard_name(found.name)
+            if shard is None or found.state is not State.LEFTOVER or shard.series != series:
+                continue
+            if shard.expires_at + CLOCK_SKEW_S < now:
+                names.append(found.name)
+        return sorted(names)
+
+    def _collected(self, name: str) -> str:
+        try:
+            remove_name(self.fs, self.directory / name)
+        except OSError as error:
+            return f"could not clean up: {error}"
+        return f"removed {name}, which was never committed"

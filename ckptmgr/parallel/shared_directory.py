@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks that share nothing but a directory: Slurm arrays, `msrun`, processes started by hand.
+
+Every value is a small file that appears under its name by a rename, so it is there as a whole or not at all. Nothing is
+synced: a job that loses power starts over anyway.
+
+```
+<directory>/<session>/4f0c9a2e67d2f1a4.3.json        what rank 3 said; the tag is hashed, and inside
+```
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable
+from hashlib import blake2s
+from pathlib import Path
+
+from ckptmgr.formats.source import read_bytes
+from ckptmgr.fsio import FileSystem, OsFileSystem, discard
+from ckptmgr.lease import ProcProcesses
+from ckptmgr.parallel.coordinator import KeyValueCoordinator, RanksOutOfStep
+from ckptmgr.temp_names import temp_name
+
+_FIRST_PAUSE_S = 0.001
+_LONGEST_PAUSE_S = 0.1
+_MAX_VALUE_BYTES = 16 << 20
+
+
+class SharedDirectory(KeyValueCoordinator):
+    """Coordinate ranks through a directory that all of them see.
+
+    Args:
+        directory: The directory; created when missing. It may be removed when the job is over.
+        rank: Number of this rank.
+        world: Number of ranks.
+        session: Names this start of the job, the same on all ranks and another one after a restart (with Slurm
+            `f"{SLURM_JOB_ID}.{SLURM_RESTART_COUNT}"`). Ranks of different sessions never hear each other.
+        fs: The disk.
+        monotonic: Seconds that never go back.
+        pause: Waits for some seconds.
+
+    Raises:
+        ValueError: There is no such rank, or the session cannot be part of a path.
+        OSError: The directory cannot be created.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        rank: int,
+        world: int,
+        session: str,
+        fs: FileSystem | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        if not session or "/" in session or "\0" in session or session.startswith("."):
+            raise ValueError(f"the session {session!r} is not a name that a folder can have")
+        table = _Folder(
+            Path(os.path.realpath(directory)) / session,
+            fs=fs if fs is not None else OsFileSystem(),
+            monotonic=monotonic,
+            pause=pause,
+        )
+        super().__init__(table, rank=rank, world=world, monotonic=monotonic)
+        table.create()
+
+
+class _Folder:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        fs: FileSystem,
+        monotonic: Callable[[], float],
+        pause: Callable[[float], None],
+    ) -> None:
+        self._path = path
+        self._fs = fs
+        self._monotonic = monotonic
+        self._pause = pause
+        self._token = ProcProcesses().token()
+
+    def create(self) -> None:
+        self._fs.make_directory(self._path, mode=0o700)
+
+    def put(self, key: str, value: bytes) -> None:
+        target = self._path_of(key)
+        temp = target.with_name(temp_name(target.name, token=self._token, series="ranks"))
+        file = self._fs.create(temp, mode=0o600)
+        try:
+            try:
+                file.write_at(0, json.dumps([key, value.decode()]).encode())
+            finally:
+                file.close()
+            self._fs.replace(temp, target)
+        except BaseException:
+            discard(self._fs, temp)
+            raise
+
+    def get(self, key: str, *, timeout_s: float) -> bytes | None:
+        stop = self._monotonic() + timeout_s
+        pause_s = _FIRST_PAUSE_S
+        while (value := self._read(key)) is None:
+            left_s = stop - self._monotonic()
+            if left_s <= 0:
+                return None
+            self._pause(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return value
+
+    def drop(self, key: str) -> None:
+        discard(self._fs, self._path_of(key))
+
+    def _read(self, key: str) -> bytes | None:
+        try:
+            with contextlib.closing(self._fs.open(self._path_of(key))) as file:
+                data = read_bytes(file, 0, min(file.size, _MAX_VALUE_BYTES))
+        except FileNotFoundError:
+            return None
+        try:
+            found, value = json.loads(data)
+            if found != key:
+                raise ValueError("it is about something else")
+            return str(value).encode()
+        except (ValueError, TypeError, RecursionError) as error:
+            raise RanksOutOfStep(
+                f"not what a rank says: {error}", path=self._path_of(key)
+            ) from error
+
+    def _path_of(self, key: str) -> Path:
+        tag, _, rank = key.rpartition("/")
+        return self._path / f"{blake2s(tag.encode(), digest_size=8).hexdigest()}.{rank}.json"

@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many ranks save one checkpoint, when nothing or something simple goes wrong; `tests.faults` has the rest."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import pytest
+
+from ckptmgr.errors import SaveFailed, StoreFull
+from ckptmgr.model import Checkpoint, State
+from ckptmgr.parallel.rank_errors import RankFailed
+from ckptmgr.retention import Last, RetentionPolicy
+from ckptmgr.shard_names import parse_shard_name
+from tests.crashmodel import FailingDisk, ModelDisk
+from tests.faults.training import KEY, KEYS, RUNS, SERIES, disk_with
+from tests.parallel.ranks import START, TIMEOUT_S, WORLD, Job, Outcome, run_ranks, save_step
+
+with_and_without_key = pytest.mark.parametrize("key", KEYS, ids=["plain", "encrypted"])
+
+
+def listed(job: Job) -> dict[str, State]:
+    return {c.name: c.state for c in job.store().scan()}
+
+
+@with_and_without_key
+def test_all_ranks_get_the_same_checkpoint(key: bytes | None) -> None:
+    job = Job(ModelDisk(), key=key)
+    outcomes = [outcome.must() for outcome in job.save_all(7)]
+    assert outcomes[0] == outcomes[1] == outcomes[2]
+    assert listed(job) == {"net-7.shards": State.OK}
+    (stored,) = job.store().scan()
+    assert stored == outcomes[0]
+    assert stored.cipher == (None if key is None else "AES-GCM")
+
+
+def test_every_rank_writes_its_own_file() -> None:
+    job = Job(ModelDisk())
+    saved = job.save_all(7)[0].must()
+    shards = [parse_shard_name(name) for name in saved.shards]
+    assert [None if s is None else (s.rank, s.world) for s in shards] == [(0, 3), (1, 3), (2, 3)]
+    assert all(job.disk.status(RUNS / name) is not None for name in saved.shards)
+    expiry = {None if s is None else s.expires_at for s in shards}
+    assert expiry == {int(START + 2 * TIMEOUT_S)}
+
+
+def test_second_save_of_a_step_is_another_attempt() -> None:
+    job = Job(ModelDisk())
+    job.save_all(7)
+
+    def save_again(rank: int) -> Checkpoint:
+        writer = job.writer(rank)
+        try:
+            first = save_step(writer, 8)
+            assert first.sequence == 2
+            return save_step(writer, 9)
+        finally:
+            writer.close()
+
+    again = run_ranks(job.meeting, save_again)
+    assert [outcome.must().sequence for outcome in again] == [3, 3, 3]
+
+
+def test_name_that_is_taken_stays_as_it_is() -> None:
+    job = Job(ModelDisk())
+    first = job.save_all(7)[0].must()
+    for outcome in job.save_all(7):
+        assert isinstance(outcome.raised, RankFailed)
+        assert "another attempt at this checkpoint was committed before" in str(outcome.raised)
+    assert job.store().scan() == [first]
+
+
+def test_rank_with_a_full_disk_is_named_on_all_ranks() -> None:
+    job = Job(disk_with(10.0))
+    before = job.disk.state()
+
+    def save(rank: int) -> Checkpoint:
+        return job.save(rank, 7, FailingDisk(job.disk, space_bytes=10 if rank == 2 else None))
+
+    for rank, outcome in enumerate(run_ranks(job.meeting, save)):
+        failure = outcome.raised
+        assert isinstance(failure, RankFailed)
+        assert (failure.rank, failure.errno) == (2, errno.ENOSPC)
+        assert "rank 2: StoreFull [ENOSPC]: not enough disk space" in str(failure)
+        assert isinstance(failure.__cause__, StoreFull) == (rank == 2)
+    assert names(job.disk.state()) == names(before)
+
+
+def names(state: frozenset[tuple[Path, bytes | None]]) -> set[Path]:
+    return {path for path, _ in state}
+
+
+def test_rank_that_never_comes_is_named() -> None:
+    job = Job(ModelDisk())
+
+    def save(rank: int) -> Checkpoint | None:
+        return job.save(rank, 7) if rank != 1 else None
+
+    outcomes = run_ranks(job.meeting, save)
+    for outcome in (outcomes[0], outcomes[2]):
+        assert isinstance(outcome.raised, SaveFailed)
+        assert "rank 1 did not come to 'net/save 7/1/begin' within 100 s" in str(outcome.raised)
+    assert listed(job) == {}
+
+
+def test_series_that_another_run_writes_is_an_error_on_all_ranks() -> None:
+    job = Job(ModelDisk())
+    with job.store().lease(SERIES):
+        outcomes = job.save_all(7)
+    for outcome in outcomes:
+        assert isinstance(outcome.raised, RankFailed)
+        assert "rank 0: StoreLocked" in str(outcome.raised)
+
+
+def test_ranks_that_encrypt_differently_save_nothing() -> None:
+    jobs = [Job(ModelDisk(), key=KEY)]
+    jobs.append(Job(jobs[0].disk, key=bytes(32), meeting=jobs[0].meeting, clock=jobs[0].clock))
+
+    def save(rank: int) -> Checkpoint:
+        return jobs[rank == 1].save(rank, 7)
+
+    for outcome in run_ranks(jobs[0].meeting, save):
+        assert isinstance(outcome.raised, SaveFailed)
+        assert "rank 1 encrypts with AES-GCM" in str(outcome.raised)
+    assert listed(jobs[0]) == {}
+    assert not [name for name in jobs[0].disk.list(RUNS) if name.endswith(".ckpt")]
+
+
+def test_retention_removes_whole_checkpoints_on_rank_0() -> None:
+    job = Job(ModelDisk())
+
+    def save_and_retain(rank: int) -> int:
+        writer = job.writer(rank)
+        try:
+            for step in (1, 2, 3):
+                save_step(writer, step)
+                plan = writer.retain(RetentionPolicy((Last(1),)))
+                assert (plan is None) == (rank != 0)
+            return rank
+        finally:
+            writer.close()
+
+    assert [o.must() for o in run_ranks(job.meeting, save_and_retain)] == [0, 1, 2]
+    assert listed(job) == {"net-3.shards": State.OK}
+    assert len(job.disk.list(RUNS)) == WORLD + 2  # and manifest and lease
+
+
+def test_files_of_a_failed_attempt_stay_until_it_expires() -> None:
+    job = Job(ModelDisk())
+    saved = job.save_all(7)[0].must()
+    job.disk.unlink(RUNS / "net-7.shards.manifest.json")
+    store = job.store()
+    job.clock.now += 2 * TIMEOUT_S + 60
+    assert store.recover(SERIES) == []
+    job.clock.now += 1
+    removed = [f"removed {name}, which was never committed" for name in saved.shards]
+    assert store.recover("other") == []
+    assert store.recover(SERIES) == removed
+    assert set(job.disk.list(RUNS)) == {".net.lease"}
+
+
+def test_file_that_cannot_be_collected_is_said_and_tried_again() -> None:
+    job = Job(ModelDisk())
+    job.save_all(7)
+    job.disk.unlink(RUNS / "net-7.shards.manifest.json")
+    job.clock.now += 1000
+    failing = job.store(FailingDisk(job.disk, operation="unlink", call=1))
+    sentences = failing.collect(SERIES)
+    assert "could not clean up" in sentences[0]
+    assert [s.startswith("removed") for s in sentences] == [False, True, True]
+    assert len(failing.collect(SERIES)) == 1
+
+
+def test_ranks_that_do_not_share_the_directory_commit_nothing() -> None:
+    job = Job(ModelDisk())
+    elsewhere = Job(ModelDisk(), meeting=job.meeting)
+
+    def save(rank: int) -> Checkpoint:
+        return (elsewhere if rank == 2 else job).save(rank, 7)
+
+    outcomes: list[Outcome[Checkpoint]] = run_ranks(job.meeting, save)
+    for outcome in outcomes:
+        assert isinstance(outcome.raised, RankFailed)
+        assert "is missing" in str(outcome.raised)
+    assert listed(job) == {}
