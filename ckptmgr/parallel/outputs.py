@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write one file of a transformed checkpoint: durable when it returns, with a manifest, whole or not at all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ckptmgr.formats.tensor import Item
+from ckptmgr.lease import lease_path
+from ckptmgr.manifest import FileEntry, Manifest
+from ckptmgr.naming import parse_name
+from ckptmgr.saver import SaveOptions, save_items
+from ckptmgr.store import Store
+
+
+def write_file(
+    path: Path,
+    items: Sequence[Item],
+    *,
+    options: SaveOptions,
+    metadata: Mapping[str, str] | None = None,
+) -> Path:
+    """Write a checkpoint file and return its path; directories are made, a file of that name is replaced.
+
+    Args:
+        path: Where to.
+        items: What it holds; contents are asked for one after the other.
+        options: Format and key.
+        metadata: Strings kept in the file.
+
+    Raises:
+        UnsupportedCheckpoint: The format cannot hold an item; nothing was changed.
+        StoreLocked: Another process writes this file now.
+        StoreFull, OSError: From the disk; nothing was changed.
+    """
+    parsed = parse_name(path.name)
+
+    def describe(entry: FileEntry, stats: Mapping[str, float]) -> Manifest:
+        return Manifest(
+            file=entry,
+            series=path.stem if parsed is None else parsed.prefix,
+            run_id="",
+            step=0,
+            epoch=None if parsed is None else parsed.epoch,
+            sequence=0,
+            saved_at=datetime.fromtimestamp(time.time(), UTC),
+            stats=stats,
+        )
+
+    store = Store(path.parent, key=options.key)
+    store.fs.make_directory(path.parent, mode=0o700)
+    with store.lease(path.name):
+        try:
+            save_items(
+                store,
+                path.name,
+                items,
+                options=options,
+                series=path.name,
+                describe=describe,
+                metadata=metadata,
+            )
+        finally:
+            with suppress(OSError):
+                store.fs.unlink(lease_path(path.parent, path.name))
+    return path

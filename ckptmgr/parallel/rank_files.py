@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of many ranks: `rank_0/net.ckpt`, `rank_1/net.ckpt` ..., found, opened when needed, and read slice by slice.
+
+A file with a manifest is checked against it, an encrypted one against its seal; no byte is used unchecked. One slice is read
+at a time, whichever thread asks, so memory is bounded by the largest slices.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ckptmgr.errors import CheckpointNotFound
+from ckptmgr.formats.index import TensorEntry, check_content, read_tensor_into
+from ckptmgr.formats.mindspore_entries import MapEntry, TextEntry
+from ckptmgr.formats.source import Source
+from ckptmgr.formats.tensor import TensorSpec
+from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source
+from ckptmgr.lower_errors import translated_errors
+from ckptmgr.parallel.errors import LayoutError
+from ckptmgr.parallel.reshard import ByteRun
+from ckptmgr.store import Store
+
+Entry = TensorEntry | TextEntry | MapEntry
+
+_OPEN_FILES = 64
+_WINDOW_BYTES = 4 << 20
+_GAP_BYTES = 64 << 10
+_RANK_DIRECTORY = re.compile(r"rank_([0-9]{1,9})")
+_NUMBER = re.compile(r"[0-9]+")
+
+
+def find_rank_files(
+    directory: Path, *, format: str, file_suffix: str | None = None
+) -> dict[int, Path]:
+    """Return the file of every rank directory that has one.
+
+    Of several the newest counts: the one with the largest epoch and step in its name, as numbers.
+
+    Args:
+        directory: Holds `rank_0`, `rank_1`, ...
+        format: `ckpt` or `safetensors`.
+        file_suffix: Only files whose name ends so, before the dot.
+
+    Raises:
+        CheckpointNotFound: A rank directory has no file with the suffix.
+        LayoutError: Several files of a rank are equally new.
+    """
+    found: dict[int, Path] = {}
+    for folder in sorted(directory.glob("rank_[0-9]*")):
+        match = _RANK_DIRECTORY.fullmatch(folder.name)
+        if match is None or not folder.is_dir():
+            continue
+        files = [f for f in folder.glob(f"*{file_suffix or ''}.{format}") if f.is_file()]
+        if files:
+            found[int(match[1])] = _newest(files, file_suffix)
+        elif file_suffix is not None:
+            raise CheckpointNotFound(
+                f"no {format} file ends with {file_suffix!r}",
+                path=folder,
+                hint="give the longest common suffix of all files",
+            )
+    return dict(sorted(found.items()))
+
+
+def _newest(files: Sequence[Path], file_suffix: str | None) -> Path:
+    if file_suffix is not None:
+        shortest = min(len(file.name) for file in files)
+        files = [file for file in files if len(file.name) == shortest]
+    else:
+        # MindSpore takes the last one by name, so that step 9 wins over step 10.
+        latest = max(map(_numbers, files))
+        files = [file for file in files if _numbers(file) == latest]
+    if len(files) > 1:
+        raise LayoutError(
+            f"{files[0].name!r} and {files[1].name!r} are equally likely to be meant",
+            path=files[0].parent,
+            hint="move one away, or give the suffix of the file name",
+        )
+    return files[0]
+
+
+def _numbers(file: Path) -> list[int]:
+    return [int(digits) for digits in _NUMBER.findall(file.stem)][-2:]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankFile:
+    """What is known about the file of a rank without keeping it open."""
+
+    path: Path
+    format: str
+    entries: Mapping[str, Entry]
+    metadata: Mapping[str, str]
+
+
+class RankFiles:
+    """The files of many ranks, for reading. Use as a context manager; safe for use by several threads.
+
+    Args:
+        paths: Rank to file.
+        options: Keys, and what to accept.
+    """
+
+    def __init__(
+        self, paths: Mapping[int, str | os.PathLike[str]], options: ReadOptions | None = None
+    ) -> None:
+        self.paths = {rank: Path(path) for rank, path in sorted(paths.items())}
+        self._options = options or ReadOptions()
+        self._known: dict[int, RankFile] = {}
+        self._open: OrderedDict[int, tuple[OpenCheckpoint, ExitStack]] = OrderedDict()
+        self._names: tuple[str, ...] | None = None
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> RankFiles:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while self._open:
+            self._open.popitem()[1][1].close()
+
+    def __contains__(self, rank: int) -> bool:
+        return rank in self.paths
+
+    def file(self, rank: int) -> RankFile:
+        """Return what the file of a rank holds.
+
+        Raises:
+            CheckpointNotFound: There is none.
+            CkptmgrError: It is damaged, or the key is wrong.
+        """
+        with self._lock:
+            if rank not in self._known:
+                self._opened(rank)
+            return self._known[rank]
+
+    def tensor(self, rank: int, name: str) -> TensorSpec | None:
+        """Return shape and type of a tensor in the file of a rank; None without file or tensor."""
+        entry = self.file(rank).entries.get(name) if rank in self.paths else None
+        return entry.spec if isinstance(entry, TensorEntry) else None
+
+    def names(self) -> Sequence[str]:
+        """Return the names in all files, in file order, each once."""
+        if self._names is None:
+            found = (name for rank in self.paths for name in self.file(rank).entries)
+            self._names = tuple(dict.fromkeys(found))
+        return self._names
+
+    def read_runs(self, rank: int, name: str, runs: Iterator[ByteRun], target: memoryview) -> None:
+        """Copy runs of a tensor's bytes into memory the caller owns.
+
+        Runs that lie close together are read at once, so a few bytes between them may be read and dropped.
+
+        Args:
+            rank: Whose file.
+            name: Of a tensor in it.
+            runs: By ascending source offset.
+            target: Flat, writable, format B.
+
+        Raises:
+            CorruptCheckpoint: The bytes are damaged.
+        """
+        with self._lock:
+            opened = self._opened(rank)
+            entry = self._entry(rank, name)
+            with translated_errors(opened.path):
+                content = _Content(opened.source, entry)
+                for batch in _batches(runs):
+                    content.copy(batch, target)
+
+    def read_array(self, rank: int, name: str) -> np.ndarray:
+        """Return a whole tensor of the file of a rank; raises as `read_runs`."""
+        with self._lock:
+            opened = self._opened(rank)
+            entry = self._entry(rank, name)
+            array = np.empty(entry.spec.shape, entry.spec.dtype.to_numpy())
+            with translated_errors(opened.path):
+                read_tensor_into(opened.source, entry, array.reshape(-1).view(np.uint8).data)
+            return array
+
+    def _entry(self, rank: int, name: str) -> TensorEntry:
+        entry = self._known[rank].entries.get(name)
+        if not isinstance(entry, TensorEntry):
+            raise CheckpointNotFound(f"holds no tensor {name!r}", path=self.paths[rank])
+        return entry
+
+    def _opened(self, rank: int) -> OpenCheckpoint:
+        if rank in self._open:
+            self._open.move_to_end(rank)
+            return self._open[rank][0]
+        path = self.paths.get(rank)
+        if path is None or not path.is_file():
+            raise CheckpointNotFound(f"there is no file of rank {rank}", path=path)
+        with ExitStack() as stack:
+            store = Store(path.parent, key=self._options.key)
+            manifest = store.read_manifest(path.name)
+            raw = stack.enter_context(closing(store.fs.open(path)))
+            opened = open_source(
+                raw, path=os.fspath(path), options=self._options, manifest=manifest
+            )
+            self._known[rank] = RankFile(
+                path=path,
+                format=opened.format,
+                entries={entry.name: entry for entry in opened.index.entries},
+                metadata=opened.metadata,
+            )
+            self._open[rank] = opened, stack.pop_all()
+        while len(self._open) > _OPEN_FILES:
+            self._open.popitem(last=False)[1][1].close()
+        return opened
+
+
+class _Content:
+    """The content of a tensor by offset, though it may lie in several pieces of its file."""
+
+    def __init__(self, source: Source, entry: TensorEntry) -> None:
+        self._source = source
+        self._entry = entry
+        self._scratch = bytearray()
+
+    def copy(self, batch: Sequence[ByteRun], target: memoryview) -> None:
+        first, last = batch[0], batch[-1]
+        if len(batch) == 1:
+            self._read(first.source_offset, target[first.target_offset :][: first.length])
+            return
+        size_bytes = last.source_offset + last.length - first.source_offset
+        if len(self._scratch) < size_bytes:
+            self._scratch = bytearray(size_bytes)
+        view = memoryview(self._scratch)[:size_bytes]
+        self._read(first.source_offset, view)
+        for run in batch:
+            start = run.source_offset - first.source_offset
+            target[run.target_offset :][: run.length] = view[start : start + run.length]
+
+    def _read(self, offset: int, view: memoryview) -> None:
+        for piece in self._entry.pieces:
+            if offset < piece.length and view.nbytes:
+                part = view[: piece.length - offset]
+                self._source.read_into(piece.offset + offset, part)
+                check_content(self._entry, part, offset=piece.offset + offset)
+                view = view[part.nbytes :]
+                offset = 0
+            else:
+                offset -= piece.length
+
+
+def _batches(runs: Iterator[ByteRun]) -> Iterator[list[ByteRun]]:
+    """Join runs whose source bytes lie close together, up to a window."""
+    batch: list[ByteRun] = []
+    for run in runs:
+        if batch:
+            end = batch[-1].source_offset + batch[-1].length
+            size_bytes = run.source_offset + run.length - batch[0].source_offset
+            if run.source_offset - end > _GAP_BYTES or size_bytes > _WINDOW_BYTES:
+                yield batch
+                batch = []
+        batch.append(run)
+    if batch:
+        yield batch
