@@ -10,12 +10,14 @@ SHELL := bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3)
 VENV ?= .venv
 INTEROP_VENV ?= .venv-interop
+PROVIDERS_VENV ?= .venv-providers
 JOBS ?= 2
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 
 PY := $(VENV)/bin/python
 INTEROP_PY := $(INTEROP_VENV)/bin/python
+PROVIDERS_PY := $(PROVIDERS_VENV)/bin/python
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 PYTEST := -m pytest --timeout=600
 
@@ -47,6 +49,10 @@ $(VENV)/.stamp-demo: $(VENV)/.stamp-test
 $(INTEROP_VENV)/.stamp: pyproject.toml constraints-interop.txt
 	@echo "installing the real MindSpore into $(INTEROP_VENV) (about 3 GB)"
 	$(call make_venv,$(INTEROP_VENV),constraints-interop.txt,interop)
+
+$(PROVIDERS_VENV)/.stamp: pyproject.toml constraints.txt
+	@echo "installing the libraries of key services into $(PROVIDERS_VENV)"
+	$(call make_venv,$(PROVIDERS_VENV),constraints.txt,providers)
 
 # COVERAGE=1 notes which branches the tests reach; `make coverage` then judges them.
 COVERAGE ?=
@@ -91,6 +97,17 @@ layers: $(VENV)/.stamp-lint ## who may import whom
 interop: $(INTEROP_VENV)/.stamp ## exchange files with the real MindSpore
 	@$(INTEROP_PY) $(PYTEST) -m interop tests/interop $(PYTEST_ARGS)
 
+# The adapters are judged here, because nothing else runs them; that of tokens only where there is one.
+.PHONY: providers
+providers: $(PROVIDERS_VENV)/.stamp ## call key services through the real boto3 and python-pkcs11
+	@export COVERAGE_FILE=.coverage-providers
+	judged=crypto/providers/aws_kms.py
+	if command -v softhsm2-util > /dev/null; then judged+=,crypto/providers/pkcs11_token.py; fi
+	$(PROVIDERS_PY) -m coverage erase
+	$(PROVIDERS_PY) -m coverage run $(PYTEST) -m providers tests/crypto $(PYTEST_ARGS)
+	$(PROVIDERS_PY) -W ignore -m coverage combine --quiet
+	$(PROVIDERS_PY) -m coverage report --include="$$judged" --omit= --fail-under=100
+
 .PHONY: demo
 demo: $(VENV)/.stamp-demo ## train a small model, kill it, resume it
 	@$(PY) tools/demo.py
@@ -105,6 +122,6 @@ wheel: $(VENV)/.stamp-test ## build into dist/ and run the tests against the ins
 
 .PHONY: clean
 clean: ## remove everything that make created
-	@rm -rf $(VENV) $(INTEROP_VENV) build dist *.egg-info .coverage* demo-run bench-results
+	@rm -rf $(VENV) $(INTEROP_VENV) $(PROVIDERS_VENV) build dist *.egg-info .coverage* demo-run bench-results
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -234,7 +234,9 @@ def test_wait_that_is_interrupted_kills_the_program(tmp_path: Path) -> None:
 
     watcher = threading.Thread(target=interrupt)
     watcher.start()
-    provider = ExecProvider(command=("sh", "-c", f'echo $$ > "{pid_file}"; exec sleep 600'))
+    # It tells its pid when it has the request, so the interrupt meets a wait that has begun.
+    code = f'cat > /dev/null; echo $$ > "{pid_file}"; exec sleep 600'
+    provider = ExecProvider(command=("sh", "-c", code))
     with pytest.raises(KeyboardInterrupt):
         provider.wrap(KEY, CONTEXT)
     watcher.join()
