@@ -22,6 +22,7 @@ from typing import Any, Protocol, Self
 from ckptmgr.config import CheckpointConfig, check_config
 from ckptmgr.crypto.key import Key
 from ckptmgr.engine import engine_for
+from ckptmgr.forecaster import Forecaster, size_of
 from ckptmgr.formats.tensor import Item
 from ckptmgr.fsio import FileSystem
 from ckptmgr.handle import SaveStats
@@ -126,6 +127,7 @@ class ModelCheckpoint:
             self._prefix = restart_prefix(self._prefix, self._names(self._directory))
         self._progress = Progress(LastSave(step=0, at=clock()))
         self._engine = engine_for(self._config)
+        self._forecaster = Forecaster(self._config, self._observers)
         self._params: Any = None
         self._steps_before_epoch = 0
 
@@ -135,8 +137,13 @@ class ModelCheckpoint:
         return self._progress.latest_path
 
     def begin(self, run_context: RunContext) -> None:
-        """Note the run context; called once before training."""
+        """Note the run context, and warn when disk or memory will not do; called once before training."""
         self._params = run_context.original_args()
+        if not (self._prefix_of or self._directory_of) and self._config.save_policy().is_active:
+            self._forecaster.before_run(
+                self._writer(self._directory, self._prefix),
+                lambda: size_of(self._items(self._params, step=0, epoch=0)),
+            )
 
     def epoch_begin(self, run_context: RunContext) -> None:
         """Note the run context."""
@@ -314,6 +321,7 @@ class ModelCheckpoint:
             handle = self._engine.run(writer.store, items, save, watch=watch)
         if handle is not None:
             self._progress.note(handle, LastSave(step=step, at=now))
+            self._forecaster.after_save(handle, now)
 
     def _save_breakpoint(self, error: BaseException) -> None:
         # Whatever goes wrong here must not replace the error that stopped the training.

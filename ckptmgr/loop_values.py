@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeGuard
 
 _COUNT_BITS = 63
 
@@ -65,6 +66,9 @@ def checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
 
 def given_state(state: object) -> object:
     """Return the state, calling it if it is a function that returns one; a model is callable, too, and is none."""
-    if callable(state) and not hasattr(state, "state_dict"):
-        return state()
-    return state
+    return state() if is_function(state) else state
+
+
+def is_function(state: object) -> TypeGuard[Callable[[], object]]:
+    """Return whether a state is a function that returns it."""
+    return callable(state) and not hasattr(state, "state_dict")

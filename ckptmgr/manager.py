@@ -28,6 +28,8 @@ from ckptmgr.config import CheckpointConfig, check_config
 from ckptmgr.crypto.key import Key
 from ckptmgr.engine import engine_for
 from ckptmgr.errors import CheckpointNotFound
+from ckptmgr.forecast import Forecast
+from ckptmgr.forecaster import Forecaster
 from ckptmgr.formats.tensor import Item
 from ckptmgr.fsio import FileSystem
 from ckptmgr.handle import SaveHandle
@@ -39,6 +41,7 @@ from ckptmgr.loop_values import (
     checked_interval,
     checked_metrics,
     given_state,
+    is_function,
 )
 from ckptmgr.model import Checkpoint, Pin, Plan
 from ckptmgr.naming import check_directory, check_prefix
@@ -125,6 +128,7 @@ class CheckpointManager:
         self._reader = SeriesReader(self._store, prefix, options=read_options)
         self._progress = Progress(LastSave(step=0, at=clock()))
         self._engine = engine_for(self._config, has_before_update=True)
+        self._forecaster = Forecaster(self._config, self._observers)
         self._seen_step = 0
         self._snapshot_steps = (
             None if snapshot_steps is None else checked_interval("snapshot_steps", snapshot_steps)
@@ -206,6 +210,8 @@ class CheckpointManager:
         self._unsaved = lambda: self.save(step, state, epoch=epoch, metrics=metrics, why="end")
         self._seen_step = step
         self._engine.check()
+        if self._policy.is_active and not is_function(state):
+            self._forecaster.before_run(self._writer, lambda: tree.flatten(state).size_bytes)
         if self._snapshot_steps is not None and step % self._snapshot_steps == 0:
             self.snapshot(step, state, epoch=epoch, metrics=metrics)
         if not self._policy.decide(step, self._clock(), self._progress.last).is_due:
@@ -255,6 +261,7 @@ class CheckpointManager:
         metadata = metadata_of(flat)
         self._seen_step = max(self._seen_step, step)
         self._writer.open()  # before a name is chosen, which another process could take
+        self._forecaster.before_run(self._writer, lambda: flat.size_bytes)
 
         def write(items: Sequence[Item], publish: Publish) -> Checkpoint:
             # Not before the save in flight has taken its own name.
@@ -269,6 +276,7 @@ class CheckpointManager:
         handle = self._engine.run(self._store, items, write, watch=watch, state=given)
         if handle is not None:
             self._progress.note(handle, LastSave(step=step, at=now))
+            self._forecaster.after_save(handle, now)
         return handle
 
     def before_update(self) -> None:
@@ -389,6 +397,29 @@ class CheckpointManager:
     def plan(self) -> Plan:
         """Return what the retention policy would do now, without doing it."""
         return self._writer.planned(self._config.retention_policy())
+
+    def forecast(self, state: object = None) -> Forecast:
+        """Return what the run needs and costs: space, memory, time. Print it; what will not do, it says with the way out.
+
+        Args:
+            state: What will be saved, or None for as much as the newest checkpoint holds.
+
+        Raises:
+            CheckpointNotFound: No state was given, and there is no checkpoint.
+            OSError: From the disk.
+        """
+        if state is not None:
+            size_bytes = tree.flatten(given_state(state)).size_bytes
+        else:
+            newest = self.latest()
+            if newest is None:
+                raise CheckpointNotFound(
+                    "nothing says how large a checkpoint will be",
+                    path=self.directory,
+                    hint="pass the state: manager.forecast(state)",
+                )
+            size_bytes = newest.size_bytes
+        return self._forecaster.forecast(self._writer, size_bytes)
 
     def close(self) -> None:
         """Wait for what is in flight and let other processes write this series. Saving again takes it back.

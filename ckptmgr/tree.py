@@ -52,6 +52,11 @@ class FlatState:
     skeleton: str
     aliases: Mapping[str, str]
 
+    @property
+    def size_bytes(self) -> int:
+        """About the size of the file."""
+        return sum(tensor.spec.size_bytes for tensor in self.tensors) + len(self.skeleton)
+
 
 def flatten(state: object) -> FlatState:
     """Take a state apart.

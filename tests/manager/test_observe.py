@@ -140,7 +140,7 @@ def test_state_that_does_not_fit_is_a_failed_save(tmp_path: Path) -> None:
         pytest.raises(StagingExhausted),
     ):
         manager.save(1, {"w": np.zeros(2 * MIB, np.uint8)})
-    assert names(heard) == ["save.started", "save.failed"]
+    assert names(heard) == ["save.started", "forecast", "save.failed"]
 
 
 @pytest.mark.parametrize(
