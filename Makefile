@@ -10,6 +10,7 @@ SHELL := bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3 || echo python3)
 VENV ?= .venv
 INTEROP_VENV ?= .venv-interop
+BENCH_VENV ?= .venv-bench
 PROVIDERS_VENV ?= .venv-providers
 JOBS ?= 2
 PYTEST_ARGS ?=
@@ -17,6 +18,7 @@ BENCH_ARGS ?=
 
 PY := $(VENV)/bin/python
 INTEROP_PY := $(INTEROP_VENV)/bin/python
+BENCH_PY := $(BENCH_VENV)/bin/python
 PROVIDERS_PY := $(PROVIDERS_VENV)/bin/python
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 PYTEST := -m pytest --timeout=600
@@ -49,6 +51,11 @@ $(VENV)/.stamp-demo: $(VENV)/.stamp-test
 $(INTEROP_VENV)/.stamp: pyproject.toml constraints-interop.txt
 	@echo "installing the real MindSpore into $(INTEROP_VENV) (about 3 GB)"
 	$(call make_venv,$(INTEROP_VENV),constraints-interop.txt,interop)
+
+$(BENCH_VENV)/.stamp: pyproject.toml constraints-bench.txt
+	@echo "installing the libraries to compare with into $(BENCH_VENV) (about 2 GB)"
+	$(call make_venv,$(BENCH_VENV),constraints-bench.txt,bench)
+	$(BENCH_PY) $(PIP_INSTALL) --constraint constraints-bench.txt --no-build-isolation --editable '.[sm4]'
 
 $(PROVIDERS_VENV)/.stamp: pyproject.toml constraints.txt
 	@echo "installing the libraries of key services into $(PROVIDERS_VENV)"
@@ -113,8 +120,8 @@ demo: $(VENV)/.stamp-demo ## train a small model, kill it, resume it
 	@$(PY) tools/demo.py
 
 .PHONY: bench
-bench: $(INTEROP_VENV)/.stamp ## measure against the real MindSpore (BENCH_ARGS=...)
-	@$(INTEROP_PY) -m tools.bench $(BENCH_ARGS)
+bench: $(BENCH_VENV)/.stamp $(INTEROP_VENV)/.stamp ## measure against MindSpore and others (BENCH_ARGS=--quick)
+	@$(BENCH_PY) -m tools.bench --python mindspore=$(INTEROP_PY) --output bench-results $(BENCH_ARGS)
 
 .PHONY: wheel
 wheel: $(VENV)/.stamp-test ## build into dist/ and run the tests against the installed wheel
@@ -122,6 +129,6 @@ wheel: $(VENV)/.stamp-test ## build into dist/ and run the tests against the ins
 
 .PHONY: clean
 clean: ## remove everything that make created
-	@rm -rf $(VENV) $(INTEROP_VENV) $(PROVIDERS_VENV) build dist *.egg-info .coverage* demo-run bench-results
+	@rm -rf $(VENV) $(INTEROP_VENV) $(PROVIDERS_VENV) $(BENCH_VENV) build dist *.egg-info .coverage* demo-run bench-results
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

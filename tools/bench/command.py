@@ -3,93 +3,195 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from tools.bench.contestants import MODES, contestants
-from tools.bench.measure import measure
+from tools.bench import options
+from tools.bench.figures import Figures
+from tools.bench.machine import machine
 from tools.bench.memory import Peak, measure_memory
-from tools.bench.report import as_json, machine, memory_table, table
-from tools.bench.workload import new_state, size_of
+from tools.bench.modes import MODES
+from tools.bench.scale import measure_counts, measure_sizes
+from tools.bench.sections import measure_backgrounds, measure_files, measure_loops
+from tools.bench.session import Pace, Session
+from tools.bench.tables import report
+from tools.bench.targets import verdicts
+from tools.bench.team import Setup, Team
+from tools.bench.workload import Workload
 
-_UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
-_MODE_NAMES = [mode.name for mode in MODES]
+_SLOW_SHARE = 8
+_ONE_THREAD: Mapping[str, str] = dict.fromkeys(
+    ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
+)
+
+
+class Benchmark:
+    """One run: which sections, with whom, how often.
+
+    Args:
+        asked: The parsed options.
+        directory: Where to write; emptied by the caller.
+    """
+
+    def __init__(self, asked: options.Asked, directory: Path) -> None:
+        self._asked = asked
+        self._setup = Setup(
+            libraries=asked.libraries,
+            pythons=asked.pythons,
+            directory=directory,
+            rest_s=asked.rest_s,
+        )
+        self._pace = Pace(
+            rounds=asked.rounds,
+            peer_rounds=min(asked.peer_rounds, asked.rounds),
+            rest_s=asked.rest_s,
+        )
+        self.figures = Figures()
+        self.peaks: list[Peak] = []
+        self.missing: dict[str, str] = {}
+        self.about: dict[str, str] = {}
+
+    def run(self) -> None:
+        """Measure every section that was asked for."""
+        whole = Workload(size_bytes=self._asked.size_bytes)
+        for section in self._asked.sections:
+            match section:
+                case "files":
+                    self._files(section, whole, is_slow=False)
+                case "slow":
+                    small = Workload(size_bytes=self._asked.size_bytes // _SLOW_SHARE)
+                    self._files("slow files", small, is_slow=True)
+                case "background":
+                    self._backgrounds(section, Workload(size_bytes=whole.size_bytes // 2))
+                case "loops":
+                    self._loops(section, whole)
+                case "sizes":
+                    measure_sizes(self._setup, self._session, self._asked.sizes_bytes)
+                case "counts":
+                    measure_counts(self._setup, self._session, self._asked.counts)
+                case "memory":
+                    self._memory()
+
+    def _files(self, section: str, workload: Workload, *, is_slow: bool) -> None:
+        chosen = {mode.name for mode in MODES if mode.is_slow is is_slow} & set(self._asked.modes)
+        if not chosen:
+            return
+        if not is_slow:
+            chosen |= {"plain", "encrypted"}
+        libraries = [
+            name
+            for name in self._setup.libraries
+            if not is_slow or name in ("raw", "ckptmgr", "mindspore")
+        ]
+        with self._team(workload, libraries=libraries) as team:
+            players = [
+                player
+                for player in team.players("contestants")
+                if player.mode in chosen | {"limit"}
+            ]
+            measure_files(self._session(section, workload), players)
+            self._note(team)
+
+    def _backgrounds(self, section: str, workload: Workload) -> None:
+        with self._team(workload) as team:
+            players = list(team.players("backgrounds"))
+            measure_backgrounds(self._session(section, workload), players)
+            self._note(team)
+
+    def _loops(self, section: str, workload: Workload) -> None:
+        """Each loop gets one processor, and the save the rest."""
+        with self._team(workload, environment=_ONE_THREAD) as team:
+            players = list(team.players("backgrounds"))
+            measure_loops(self._session(section, workload), players)
+            self._note(team)
+
+    def _memory(self) -> None:
+        for mode in MODES:
+            if mode.name in self._asked.modes:
+                size_bytes = self._asked.size_bytes // (_SLOW_SHARE if mode.is_slow else 1)
+                peak = measure_memory(
+                    mode.name,
+                    self._setup.directory,
+                    size_bytes=size_bytes,
+                    is_encrypted=mode.is_encrypted,
+                )
+                self.peaks.append(peak)
+
+    def _team(
+        self,
+        workload: Workload,
+        *,
+        libraries: Sequence[str] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> Team:
+        names = self._setup.libraries if libraries is None else libraries
+        return Team(replace(self._setup, libraries=names, environment=environment or {}), workload)
+
+    def _session(self, section: str, workload: Workload) -> Session:
+        is_scale = section in ("sizes", "counts")
+        most = 2 if is_scale else self._pace.rounds
+        pace = replace(
+            self._pace,
+            rounds=min(most, self._pace.rounds),
+            peer_rounds=min(most, self._pace.peer_rounds),
+        )
+        return Session(
+            section=section,
+            workload=workload,
+            directory=self._setup.directory,
+            pace=pace,
+            figures=self.figures,
+            failures=self.missing,
+            report=_progress,
+        )
+
+    def _note(self, team: Team) -> None:
+        self.missing |= team.missing
+        self.about |= team.about
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure, print the table, write the JSON; 1 when a memory limit is passed."""
-    options = _parser().parse_args(arguments)
-    names = frozenset(options.modes or _MODE_NAMES)
-    with tempfile.TemporaryDirectory(prefix="ckptmgr-bench-", dir=options.dir) as scratch:
-        directory = Path(scratch)
-        where = machine(directory)
+    """Measure, print the tables, write JSON and charts; 1 when a memory limit is passed."""
+    asked = options.parse(arguments)
+    with tempfile.TemporaryDirectory(prefix="ckptmgr-bench-", dir=asked.directory) as scratch:
+        where = machine(Path(scratch))
         print(where)
-        if options.memory:
-            peaks = [
-                measure_memory(
-                    mode.name,
-                    directory,
-                    size_bytes=options.size,
-                    is_encrypted=mode.is_encrypted,
-                )
-                for mode in MODES
-                if mode.name in names
-            ]
-            print(memory_table(peaks))
-            _write_json(options.json, as_json(where, options.size, [], peaks))
-            return int(not all(peak.is_within for peak in peaks))
-        state = new_state(options.size)
-        size_bytes = size_of(state)
-        everybody = contestants(state, names)
-        figures = measure(
-            everybody, directory, rounds=options.rounds, rest_s=options.rest, report=_progress
-        )
-    no_peaks: list[Peak] = []
-    print(f"{size_bytes} bytes, {options.rounds} rounds, medians; durable saves, cold loads")
-    print(table(figures, size_bytes))
-    _write_json(options.json, as_json(where, size_bytes, figures, no_peaks))
-    return 0
+        benchmark = Benchmark(asked, Path(scratch))
+        benchmark.run()
+    judged = verdicts(benchmark.figures, benchmark.peaks, benchmark.about)
+    print(", ".join(f"{name} {value}" for name, value in benchmark.about.items()))
+    text = report(benchmark.figures, judged, benchmark.peaks, benchmark.missing)
+    print(f"\n{text}")
+    if asked.output is not None:
+        _write(asked.output, where, benchmark, text)
+    return int(not all(peak.is_within for peak in benchmark.peaks))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="bench", description=__doc__)
-    parser.add_argument("--size", type=_size, default="1GiB", help="of the model [1GiB]")
-    parser.add_argument("--rounds", type=_positive, default=5, help="measured rounds [5]")
-    parser.add_argument(
-        "--rest", type=float, default=3.0, help="seconds of rest before each save and load [3]"
-    )
-    parser.add_argument("--dir", type=Path, default=Path.cwd(), help="where to write [.]")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument(
-        "--modes", nargs="+", choices=_MODE_NAMES, metavar="MODE", help=", ".join(_MODE_NAMES)
-    )
-    parser.add_argument("--memory", action="store_true", help="measure peak extra memory instead")
-    return parser
-
-
-def _size(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]iB)?", text, re.IGNORECASE)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 64MiB or 1GiB")
-    return int(float(match[1]) * _UNITS[(match[2] or "").upper()])
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-    return int(text)
+def _write(output: Path, where: str, benchmark: Benchmark, text: str) -> None:
+    output.mkdir(parents=True, exist_ok=True)
+    judged = verdicts(benchmark.figures, benchmark.peaks, benchmark.about)
+    everything = {
+        "machine": where,
+        "about": benchmark.about,
+        "missing": benchmark.missing,
+        "figures": benchmark.figures.as_json(),
+        "memory": [peak.as_json() for peak in benchmark.peaks],
+        "targets": [verdict.as_json() for verdict in judged],
+    }
+    (output / "figures.json").write_text(json.dumps(everything, indent=1) + "\n")
+    (output / "tables.md").write_text(f"{where}\n\n{text}\n")
+    try:
+        from tools.bench.chart import draw
+    except ModuleNotFoundError as error:
+        print(f"no chart: {error}; it needs matplotlib (`make bench` installs it)")
+        return
+    draw(benchmark.figures, output)
 
 
 def _progress(line: str) -> None:
     if sys.stderr.isatty():
         print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
-
-
-def _write_json(path: Path | None, figures: dict[str, object]) -> None:
-    if path is not None:
-        path.write_text(json.dumps(figures, indent=1) + "\n")

@@ -7,8 +7,13 @@ import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+
+from tools.bench.contestant import Contestant
+from tools.bench.disk import remove
+from tools.bench.modes import MODES, Mode
+from tools.bench.workload import State, new_state, size_of
 
 MIB = 1 << 20
 LIMIT_PLAIN_BYTES = 64 * MIB
@@ -28,6 +33,10 @@ class Peak:
     def is_within(self) -> bool:
         """Whether both stay below the limit."""
         return max(self.save_bytes, self.load_bytes) <= self.limit_bytes
+
+    def as_json(self) -> dict[str, object]:
+        """Return its fields."""
+        return asdict(self)
 
 
 def measure_memory(mode: str, directory: Path, *, size_bytes: int, is_encrypted: bool) -> Peak:
@@ -51,31 +60,33 @@ def _in_child(what: str, mode: str, directory: Path, size_bytes: int) -> int:
 
 
 def _child(what: str, mode_name: str, directory: Path, size_bytes: int) -> int:
-    from tools.bench.contestants import MODES, ours
-    from tools.bench.measure import remove
-    from tools.bench.workload import new_state, size_of
-
     mode = next(mode for mode in MODES if mode.name == mode_name)
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
-        small = ours(new_state(MIB), mode)
+        small = _ours(new_state(MIB), mode, directory)
         path = Path(scratch) / f"warm{mode.suffix}"
-        small.save(path)
-        small.load(path)  # imports are not what is measured
+        small.actions["save"](path)
+        small.actions["load"](path)  # imports are not what is measured
     path = directory / f"memory-{mode.name}{mode.suffix}"
     state = new_state(size_bytes)
-    contestant = ours(state, mode)
+    contestant = _ours(state, mode, directory)
     if what == "save":
         before = _reset_peak()
-        contestant.save(path)
+        contestant.actions["save"](path)
         return _status("VmHWM") - before
     total = size_of(state)
     state.clear()
     try:
         before = _reset_peak()
-        contestant.load(path)
+        contestant.actions["load"](path)
         return _status("VmHWM") - before - total
     finally:
         remove(path)
+
+
+def _ours(state: State, mode: Mode, directory: Path) -> Contestant:
+    from tools.bench.peers.ours import Library
+
+    return Library(state, 0, directory=directory, rest_s=0).contestant(mode)
 
 
 def _reset_peak() -> int:

@@ -8,7 +8,6 @@ pages gets them warm. In a training loop saves are minutes apart, and neither ha
 
 from __future__ import annotations
 
-import gc
 import os
 import time
 from pathlib import Path
@@ -19,11 +18,12 @@ _PATIENCE_S = 20.0
 
 
 def rest(rest_s: float) -> None:
-    """Return after `rest_s` seconds or later, when the processors are idle; after 20 s more at the latest."""
-    gc.collect()
+    """Return after `rest_s` seconds or later, when the processors are idle; after 20 s more at the latest. 0 is no rest."""
+    if rest_s <= 0:
+        return
     os.sync()
     started = time.perf_counter()
-    is_busy = rest_s > 0
+    is_busy = True
     while is_busy and time.perf_counter() - started < rest_s + _PATIENCE_S:
         busy, total = _ticks()
         time.sleep(_WINDOW_S)

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The benchmark runs with ours and the bare disk alone, and leaves nothing but its figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tools.bench.command import main
+from tools.bench.contestant import Background, Flight
+from tools.bench.figures import Figures
+from tools.bench.loops import lost_share, new_step
+from tools.bench.options import SECTIONS, parse
+from tools.bench.raw_disk import RawDisk
+from tools.bench.team import Failed, Setup, Team
+from tools.bench.workload import Workload, new_state, size_of, tiny
+
+_QUICKER = tuple(section for section in SECTIONS if section not in ("memory", "loops"))
+_SMALL = ("--size", "1MiB", "--rounds", "1", "--rest", "0", "--libraries", "raw", "ckptmgr")
+
+
+@pytest.mark.slow
+def test_bench_measures_sections_and_writes_it_down(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    asked = ("--sections", *_QUICKER, "--modes", "ckpt", "ckpt-sm4")
+    scale = ("--sizes", "1MiB", "2MiB", "--counts", "10", "20")
+    code = main([*_SMALL, *asked, *scale, "--dir", str(tmp_path), "--output", str(output)])
+    result = json.loads((output / "figures.json").read_text())
+    assert code == 0
+    assert {one["section"] for one in result["figures"]} == {*_QUICKER} - {"slow"} | {"slow files"}
+    assert {one["target"] for one in result["targets"]} == {
+        f"T{number}" for number in (1, 5, 6, 7, 10, 11)
+    }
+    assert "| T11 | " in (output / "tables.md").read_text()
+    assert [path.name for path in tmp_path.iterdir()] == ["output"]
+
+
+def test_loop_beside_a_save_loses_no_more_than_all_its_steps(tmp_path: Path) -> None:
+    order: list[str] = []
+    background = Background(
+        name="ours",
+        mode="thread",
+        start=lambda path: Flight(wait=lambda: order.append("durable")),
+    )
+    lost, durable_s = lost_share(background, tmp_path, lambda: order.append("step"), window_s=0.001)
+    assert lost <= 1
+    assert durable_s > 0
+    assert order[0] == order[-1] == "step"
+    assert order.count("durable") == 1
+
+
+def test_loop_beside_a_save_that_fails_raises_its_failure(tmp_path: Path) -> None:
+    def fail() -> None:
+        raise OSError("the disk is full")
+
+    background = Background(name="ours", mode="thread", start=lambda path: Flight(wait=fail))
+    with pytest.raises(OSError, match="full"):
+        lost_share(background, tmp_path, lambda: None, window_s=0.001)
+
+
+def test_loop_that_does_not_exist_is_refused_with_those_that_do() -> None:
+    with pytest.raises(ValueError, match="python, numpy, torch"):
+        new_step("fortran")
+
+
+def test_options_quick_takes_its_own_defaults_and_keeps_what_was_given() -> None:
+    asked = parse(["--quick", "--rounds", "4"])
+    assert asked.rounds == 4
+    assert asked.size_bytes == 256 << 20
+    assert asked.sections != SECTIONS
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--size", "much"], ["--rounds", "0"], ["--python", "mindspore"], ["--sections", "none"]],
+)
+def test_options_that_mean_nothing_are_refused(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(arguments)
+    assert arguments[0] in capsys.readouterr().err
+
+
+def test_team_library_that_is_not_installed_is_left_out(tmp_path: Path) -> None:
+    setup = Setup(
+        libraries=["mindspore"],
+        pythons={"mindspore": str(tmp_path / "no" / "python")},
+        directory=tmp_path,
+        rest_s=0,
+    )
+    with Team(setup, tiny(1)) as team:
+        assert list(team.players("contestants")) == []
+    assert team.missing == {"mindspore": "not installed"}
+
+
+def test_team_failure_of_ours_is_raised_with_its_reason(tmp_path: Path) -> None:
+    setup = Setup(libraries=["ckptmgr"], pythons={}, directory=tmp_path, rest_s=0)
+    with Team(setup, tiny(1)) as team:
+        player = next(one for one in team.players("contestants") if one.mode == "ckpt")
+        with pytest.raises(Failed, match="does not exist"):
+            player.ask("act", tmp_path / "absent.ckpt", what="load")
+
+
+def test_raw_disk_tuned_writes_and_reads_what_was_asked(tmp_path: Path) -> None:
+    disk = RawDisk()
+    rests: list[int] = []
+    disk.tune(tmp_path / "tune.raw", 1 << 20, lambda: rests.append(1))
+    assert list(tmp_path.iterdir()) == []
+    assert len(rests) == 18
+    disk.write(tmp_path / "file.raw", 5 << 20)
+    disk.read(tmp_path / "file.raw")
+    assert (tmp_path / "file.raw").stat().st_size == 8 << 20
+
+
+@pytest.mark.parametrize("workload", [Workload(size_bytes=3_000_000), tiny(30)])
+def test_workload_state_has_the_size_and_number_it_says(workload: Workload) -> None:
+    state = workload.new_state()
+    assert size_of(state) == workload.total_bytes
+    assert len(state) == workload.tensors
+
+
+def test_state_is_the_same_every_time() -> None:
+    first, second = new_state(1 << 20), new_state(1 << 20)
+    assert all(first[name].tobytes() == second[name].tobytes() for name in first)
+
+
+def test_chart_is_drawn_twice(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from tools.bench.chart import draw
+
+    paths = draw(Figures(), tmp_path)
+    assert [path.suffix for path in paths] == [".png", ".svg"]
+    assert all(path.stat().st_size for path in paths)

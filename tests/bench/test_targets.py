@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verdicts follow from medians; what was not measured is not judged."""
+
+from __future__ import annotations
+
+import pytest
+
+from tools.bench.figures import Figures, Subject
+from tools.bench.memory import MIB, Peak
+from tools.bench.scale import curves, seconds_per_byte, seconds_per_tensor
+from tools.bench.tables import report
+from tools.bench.targets import Verdict, verdicts
+
+
+def _figures(*rows: tuple[str, str, str, str, list[float]], size_bytes: int = MIB) -> Figures:
+    figures = Figures()
+    for section, who, mode, what, values in rows:
+        for value in values:
+            figures.add(_subject(section, who, mode, what, size_bytes=size_bytes), value)
+    return figures
+
+
+def _subject(
+    section: str, who: str, mode: str, what: str, *, size_bytes: int = MIB, tensors: int = 200
+) -> Subject:
+    return Subject(
+        section=section, who=who, mode=mode, what=what, size_bytes=size_bytes, tensors=tensors
+    )
+
+
+def _of(found: list[Verdict], target: str) -> list[tuple[str, float | None, bool | None]]:
+    return [(one.what, one.value, one.is_met) for one in found if one.target == target]
+
+
+def test_verdicts_nothing_measured_are_none() -> None:
+    assert verdicts(Figures(), [], {}) == []
+
+
+def test_verdict_save_is_compared_with_the_median_of_raw_and_the_faster_safetensors() -> None:
+    figures = _figures(
+        ("files", "raw O_DIRECT", "limit", "save", [1.0, 9.0, 2.0]),
+        ("files", "ckptmgr", "ckpt", "save", [2.0, 2.0, 5.0]),
+        ("files", "safetensors.numpy", "safetensors", "save", [8.0]),
+        ("files", "safetensors.torch", "safetensors", "save", [6.0]),
+    )
+    assert _of(verdicts(figures, [], {}), "T1") == [
+        ("save ckpt, of raw", 1.0, True),
+        ("save ckpt, faster than safetensors", 3.0, False),
+    ]
+
+
+@pytest.mark.parametrize(("sm4", "is_met"), [("OpenSSL", True), ("16 lanes", False)])
+def test_verdict_sm4_asks_more_of_the_accelerator(sm4: str, is_met: bool) -> None:
+    figures = _figures(
+        ("slow files", "ckptmgr", "ckpt-sm4", "save", [1.0]),
+        ("slow files", "mindspore", "ckpt-sm4", "save", [5.0]),
+    )
+    (one,) = [one for one in verdicts(figures, [], {"sm4": sm4}) if one.target == "T4"]
+    assert one.is_met is is_met
+
+
+def test_verdict_blocked_time_is_counted_in_copies() -> None:
+    figures = _figures(
+        ("background", "one memcpy", "unit", "blocked", [0.1]),
+        ("background", "ckptmgr", "thread", "blocked", [0.12]),
+        ("background", "ckptmgr", "zero-stall", "blocked", [0.02]),
+    )
+    (thread, late) = _of(verdicts(figures, [], {}), "T7")
+    assert thread[2] is True
+    assert late[2] is False
+
+
+def test_verdict_python_loop_beside_a_thread_is_only_stated() -> None:
+    figures = _figures(("loops", "ckptmgr", "thread", "lost python", [0.5]))
+    assert _of(verdicts(figures, [], {}), "T8") == [
+        ("steps lost by a python loop, thread", 50.0, None)
+    ]
+
+
+def test_verdict_memory_of_save_and_load_are_judged_apart() -> None:
+    peak = Peak(mode="ckpt", save_bytes=30 * MIB, load_bytes=65 * MIB, limit_bytes=256 * MIB)
+    found = _of(verdicts(Figures(), [peak], {}), "T9")
+    assert [is_met for _, _, is_met in found] == [True, False]
+
+
+def test_verdict_small_tensors_costs_the_slope_between_the_two_largest_numbers() -> None:
+    figures = Figures()
+    for tensors, seconds in ((10, 0.5), (1_000, 0.1), (11_000, 0.2)):
+        subject = _subject("counts", "ckptmgr", "ckpt", "save", tensors=tensors)
+        figures.add(subject, seconds)
+    ((_, value, is_met),) = _of(verdicts(figures, [], {}), "T10")
+    assert value == pytest.approx(10.0)
+    assert is_met is False
+
+
+def test_verdict_scale_is_the_ratio_of_slopes() -> None:
+    figures = Figures()
+    for size_bytes in (1 << 20, 2 << 20, 4 << 20):
+        for who, mode, factor in (("raw O_DIRECT", "limit", 1.0), ("ckptmgr", "ckpt", 1.05)):
+            subject = _subject("sizes", who, mode, "save", size_bytes=size_bytes)
+            figures.add(subject, 0.3 + factor * size_bytes)
+    ((_, value, is_met),) = _of(verdicts(figures, [], {}), "T11")
+    assert value == pytest.approx(1.05)
+    assert is_met is True
+
+
+def test_slopes_of_a_single_point_are_none() -> None:
+    figures = _figures(("sizes", "ckptmgr", "ckpt", "save", [1.0]))
+    (curve,) = curves(figures, "sizes", "save").values()
+    assert seconds_per_byte(curve) is None
+    assert seconds_per_tensor(curve) is None
+
+
+def test_report_compares_a_peer_with_raw_and_with_ours_of_its_mode() -> None:
+    figures = _figures(
+        ("files", "raw O_DIRECT", "limit", "save", [1.0]),
+        ("files", "ckptmgr", "ckpt-gcm", "save", [2.0]),
+        ("files", "tensorizer", "encrypted", "save", [5.0]),
+    )
+    text = report(figures, [], [], {"jax": "not installed"})
+    assert "| encrypted | tensorizer | 5.000 | 0.20 | 2.5x |" in text
+    assert "| ckpt-gcm | ckptmgr | 2.000 | 0.50 |  |" in text
+    assert text.endswith("* Left out: jax: not installed")

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The limit of the disk: direct I/O and nothing else, with the number and size of requests that is fastest here.
+
+A virtual disk depends on how much memory its requests cover, in either direction, so that the best loop is searched once.
+"""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tools.bench.disk import remove, sync
+
+MIB = 1 << 20
+_THREADS = (2, 4, 8)
+_CHUNKS_BYTES = (1 * MIB, 2 * MIB, 4 * MIB)
+_LARGEST_BYTES = max(_CHUNKS_BYTES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """How many requests of which size are in flight."""
+
+    threads: int
+    chunk_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.threads} x {self.chunk_bytes // MIB} MiB"
+
+
+_SHAPES = [
+    Shape(threads=threads, chunk_bytes=chunk)
+    for threads, chunk in itertools.product(_THREADS, _CHUNKS_BYTES)
+]
+
+
+class RawDisk:
+    """Writes and reads with direct I/O: several requests in flight, memory that was touched before.
+
+    No library can be faster than the best such loop, unless its file is smaller.
+    """
+
+    def __init__(self) -> None:
+        memory = [mmap.mmap(-1, _LARGEST_BYTES) for _ in range(max(_THREADS))]
+        self._buffers = [memoryview(each) for each in memory]
+        for buffer in self._buffers:
+            buffer[:] = os.urandom(_LARGEST_BYTES)
+        self.write_shape = self.read_shape = Shape(threads=4, chunk_bytes=4 * MIB)
+
+    def tune(self, path: Path, size_bytes: int, rest: Callable[[], object]) -> None:
+        """Try every shape once with a file of `size_bytes`, and keep the best for writing and for reading."""
+        write_s: dict[Shape, float] = {}
+        read_s: dict[Shape, float] = {}
+        for shape in _SHAPES:
+            self.write_shape = self.read_shape = shape
+            write_s[shape] = _seconds(lambda: self.write(path, size_bytes), rest)
+            read_s[shape] = _seconds(lambda: self.read(path), rest)
+            remove(path)
+        self.write_shape = min(write_s, key=write_s.__getitem__)
+        self.read_shape = min(read_s, key=read_s.__getitem__)
+
+    def write(self, path: Path, size_bytes: int) -> None:
+        """Write a file of `size_bytes`, rounded up to 4 MiB, durably."""
+        size_bytes = -(-size_bytes // _LARGEST_BYTES) * _LARGEST_BYTES
+        with _open_direct(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY) as descriptor:
+            os.posix_fallocate(descriptor, 0, size_bytes)
+            self._in_parallel(
+                self.write_shape,
+                size_bytes,
+                lambda buffer, offset: os.pwrite(descriptor, buffer, offset),
+            )
+            os.fsync(descriptor)
+        sync(path)
+
+    def read(self, path: Path) -> None:
+        """Read a file that `write` wrote, into the same buffers again and again."""
+        with _open_direct(path, os.O_RDONLY) as descriptor:
+            self._in_parallel(
+                self.read_shape,
+                os.fstat(descriptor).st_size,
+                lambda buffer, offset: os.preadv(descriptor, [buffer], offset),
+            )
+
+    def _in_parallel(
+        self, shape: Shape, size_bytes: int, transfer: Callable[[memoryview, int], int]
+    ) -> None:
+        offsets = iter(range(0, size_bytes, shape.chunk_bytes))
+        lock = threading.Lock()
+        short: list[int] = []
+
+        def work(buffer: memoryview) -> None:
+            while True:
+                with lock:
+                    offset = next(offsets, None)
+                if offset is None:
+                    return
+                if transfer(buffer, offset) != shape.chunk_bytes:
+                    short.append(offset)
+
+        buffers = [buffer[: shape.chunk_bytes] for buffer in self._buffers[: shape.threads]]
+        threads = [threading.Thread(target=work, args=(buffer,)) for buffer in buffers]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if short:
+            raise OSError(f"a transfer at {short[0]} was short")
+
+
+def _seconds(work: Callable[[], object], rest: Callable[[], object]) -> float:
+    rest()
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+@contextmanager
+def _open_direct(path: Path, flags: int) -> Iterator[int]:
+    try:
+        descriptor = os.open(path, flags | os.O_DIRECT, 0o600)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        # tmpfs before Linux 6.6 refuses, but the file was created.
+        descriptor = os.open(path, flags & ~os.O_EXCL, 0o600)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

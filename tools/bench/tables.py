@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was measured, as tables of Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from tools.bench.figures import Figure, Figures
+from tools.bench.loops import LOOPS
+from tools.bench.memory import MIB, Peak
+from tools.bench.scale import curves
+from tools.bench.sections import LIMIT, READS
+from tools.bench.targets import OURS, Verdict
+
+_HEADINGS = {
+    "files": "Files",
+    "slow files": "SM4-CBC",
+    "background": "Saves in the background",
+    "loops": "Share of its steps that a training loop loses during a save",
+    "sizes": "By size: seconds",
+    "counts": "By number of tensors of 256 bytes: seconds",
+}
+_MEMCPY = "one memcpy"
+
+
+def report(
+    figures: Figures, verdicts: Sequence[Verdict], peaks: Sequence[Peak], missing: Mapping[str, str]
+) -> str:
+    """Return everything, one table after the other; sections without figures are left out."""
+    parts = [
+        *(
+            _files(figures, section, what)
+            for section in ("files", "slow files")
+            for what in ("save", *READS)
+        ),
+        _background(figures),
+        _loops(figures),
+        *(
+            _curves(figures, section, what)
+            for section in ("sizes", "counts")
+            for what in ("save", "load")
+        ),
+        _memory(peaks),
+        _targets(verdicts),
+        "\n".join(f"* Left out: {name}: {reason}" for name, reason in missing.items()),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    rows = list(rows)
+    if not rows:
+        return ""
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join([f"## {title}", "", *(f"| {' | '.join(cells)} |" for cells in lines)])
+
+
+def _files(figures: Figures, section: str, what: str) -> str:
+    """Seconds, speed as a share of the bare disk's, and how often ours of the same mode is faster."""
+    found = figures.find(section, what)
+    rows = ([one.subject.mode, one.subject.who, *_compared(figures, one)] for one in found)
+    size_bytes = found[0].subject.size_bytes if found else 0
+    title = f"{_HEADINGS[section]}: {what}, {size_bytes / MIB:.0f} MiB"
+    return _table(title, ["mode", "who", "s", "of raw", "ours is faster"], rows)
+
+
+def _compared(figures: Figures, one: Figure) -> tuple[str, str, str]:
+    section, what, mode = one.subject.section, one.subject.what, one.subject.mode
+    raw = figures.find(section, "save" if what == "save" else "load", mode=LIMIT)
+    ours = _ours(figures, section, "load" if what == "load mmap" else what, mode)
+    return (
+        f"{one.median:.3f}",
+        f"{raw[0].median / one.median:.2f}" if raw and mode != LIMIT else "",
+        f"{one.median / ours:.1f}x" if ours is not None and one.subject.who != OURS else "",
+    )
+
+
+def _ours(figures: Figures, section: str, what: str, mode: str) -> float | None:
+    """Return the seconds of ours that a peer's are compared with; peers' own formats with the nearest of ours."""
+    if mode == LIMIT:
+        return None
+    mine = {"plain": "safetensors", "encrypted": "ckpt-gcm"}.get(mode, mode)
+    return figures.median(section, what, who=OURS, mode=mine)
+
+
+def _background(figures: Figures) -> str:
+    unit = figures.median("background", "blocked", who=_MEMCPY)
+    blocked = figures.find("background", "blocked")
+    rows = (
+        [
+            one.subject.who,
+            one.subject.mode,
+            f"{one.median:.3f}",
+            f"{one.median / unit:.2f}" if unit else "",
+            _seconds(
+                figures.median("background", "durable", who=one.subject.who, mode=one.subject.mode)
+            ),
+        ]
+        for one in blocked
+    )
+    size_bytes = blocked[0].subject.size_bytes if blocked else 0
+    columns = ["who", "mode", "blocked s", "of one memcpy", "until durable s"]
+    return _table(f"{_HEADINGS['background']}: {size_bytes / MIB:.0f} MiB", columns, rows)
+
+
+def _loops(figures: Figures) -> str:
+    players = dict.fromkeys(
+        (one.subject.who, one.subject.mode)
+        for loop in LOOPS
+        for one in figures.find("loops", f"lost {loop}")
+    )
+    rows = (
+        [who, mode, *(_percent(figures, loop, who, mode) for loop in LOOPS)]
+        for who, mode in players
+    )
+    return _table(_HEADINGS["loops"], ["who", "mode", *(f"{loop} %" for loop in LOOPS)], rows)
+
+
+def _percent(figures: Figures, loop: str, who: str, mode: str) -> str:
+    lost = figures.median("loops", f"lost {loop}", who=who, mode=mode)
+    return "" if lost is None else f"{lost * 100:.1f}"
+
+
+def _curves(figures: Figures, section: str, what: str) -> str:
+    found = curves(figures, section, what)
+    places = sorted({_place(one, section) for curve in found.values() for one in curve})
+    rows = (
+        [who, mode, *_along(curve, section, places)]
+        for (who, mode), curve in sorted(found.items(), key=lambda item: item[0][0] != OURS)
+    )
+    names = [
+        f"{place / (1 << 30):g} GiB" if section == "sizes" else f"{place:,}" for place in places
+    ]
+    return _table(f"{_HEADINGS[section]} of a {what}", ["who", "mode", *names], rows)
+
+
+def _place(figure: Figure, section: str) -> int:
+    subject = figure.subject
+    if section == "counts":
+        return subject.tensors
+    return round(subject.size_bytes / (1 << 20)) << 20
+
+
+def _along(curve: Sequence[Figure], section: str, places: Sequence[int]) -> Iterator[str]:
+    by_place = {_place(figure, section): figure.median for figure in curve}
+    for place in places:
+        yield _seconds(by_place.get(place))
+
+
+def _seconds(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _memory(peaks: Sequence[Peak]) -> str:
+    rows = (
+        [
+            peak.mode,
+            *(f"{value / MIB:.1f}" for value in (peak.save_bytes, peak.load_bytes)),
+            f"{peak.limit_bytes / MIB:.0f}{'' if peak.is_within else ', passed'}",
+        ]
+        for peak in peaks
+    )
+    return _table("Peak extra memory", ["mode", "save MiB", "load MiB", "limit MiB"], rows)
+
+
+def _targets(verdicts: Sequence[Verdict]) -> str:
+    marks = {True: "met", False: "missed", None: "stated"}
+    rows = (
+        [
+            one.target,
+            one.what,
+            ""
+            if one.limit is None
+            else f"{'<=' if one.is_ceiling else '>='} {one.limit:g}{one.unit}",
+            "" if one.value is None else f"{one.value:.2f}{one.unit}",
+            marks[one.is_met],
+        ]
+        for one in verdicts
+    )
+    return _table("Targets", ["#", "what", "target", "measured", ""], rows)

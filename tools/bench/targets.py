@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The targets T1 to T11, each with what was measured.
+
+All are ratios of medians of one run, so that the machine cancels out, except the memory and the microseconds per tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from tools.bench.figures import Figures
+from tools.bench.memory import MIB, Peak
+from tools.bench.scale import curves, seconds_per_byte, seconds_per_tensor
+
+OURS = "ckptmgr"
+_MEMCPY = "one memcpy"
+_RAW = "raw O_DIRECT"
+_PLAIN = ("ckpt", "ckpt-crc", "safetensors", "safetensors-crc")
+_MINDSPORE_AES = {"ckpt-gcm": 15.0, "ckpt-cbc": 12.0}
+_EXTRA_MEMORY_MIB = 64.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """One line of the table of targets.
+
+    Attributes:
+        target: T1 to T11.
+        what: What was compared.
+        limit: The least value that meets it, or the largest where `is_ceiling`; None where a value is only stated.
+        value: What was measured, or None.
+        is_ceiling: Whether smaller is better.
+        unit: Of both values.
+    """
+
+    target: str
+    what: str
+    limit: float | None
+    value: float | None
+    is_ceiling: bool = False
+    unit: str = "x"
+
+    @property
+    def is_met(self) -> bool | None:
+        """Whether the target is met; None where there is none, or nothing was measured."""
+        if self.limit is None or self.value is None:
+            return None
+        return self.value <= self.limit if self.is_ceiling else self.value >= self.limit
+
+    def as_json(self) -> dict[str, object]:
+        """Return its fields and the verdict."""
+        return {**asdict(self), "is_met": self.is_met}
+
+
+def verdicts(figures: Figures, peaks: Sequence[Peak], about: Mapping[str, str]) -> list[Verdict]:
+    """Return all targets in order; those of which nothing was measured are left out."""
+    found = [
+        *_saves(figures),
+        *_sm4(figures, about),
+        *_loads(figures),
+        *_backgrounds(figures),
+        *_loops(figures),
+        *_memory(peaks),
+        *_scale(figures),
+    ]
+    measured = [verdict for verdict in found if verdict.value is not None]
+    return sorted(measured, key=lambda verdict: int(verdict.target[1:]))
+
+
+def _ratio(slower: float | None, faster: float | None) -> float | None:
+    return slower / faster if slower is not None and faster else None
+
+
+def _least(values: Iterable[float | None]) -> float | None:
+    return min((value for value in values if value is not None), default=None)
+
+
+def _saves(figures: Figures) -> Iterator[Verdict]:
+    def median(who: str, mode: str = "") -> float | None:
+        return figures.median("files", "save", who=who, mode=mode)
+
+    raw = median(_RAW)
+    stock = _least([median("safetensors.numpy"), median("safetensors.torch")])
+    for mode in _PLAIN:
+        ours = median(OURS, mode)
+        yield Verdict(target="T1", what=f"save {mode}, of raw", limit=0.95, value=_ratio(raw, ours))
+        yield Verdict(
+            target="T1",
+            what=f"save {mode}, faster than safetensors",
+            limit=3.5,
+            value=_ratio(stock, ours),
+        )
+    for target, mode, of_raw in (("T2", "ckpt-gcm", 0.95), ("T3", "ckpt-cbc", 0.9)):
+        ours = median(OURS, mode)
+        yield Verdict(
+            target=target, what=f"save {mode}, of raw", limit=of_raw, value=_ratio(raw, ours)
+        )
+        yield Verdict(
+            target=target,
+            what=f"save {mode}, faster than MindSpore",
+            limit=_MINDSPORE_AES[mode],
+            value=_ratio(median("mindspore", mode), ours),
+        )
+
+
+def _sm4(figures: Figures, about: Mapping[str, str]) -> Iterator[Verdict]:
+    has_lanes = about.get("sm4", "OpenSSL") != "OpenSSL"
+    for what in ("save", "load"):
+        ours, theirs = (
+            figures.median("slow files", what, who=who, mode="ckpt-sm4")
+            for who in (OURS, "mindspore")
+        )
+        yield Verdict(
+            target="T4",
+            what=f"{what} ckpt-sm4 ({about.get('sm4', '')}), faster than MindSpore",
+            limit=15.0 if has_lanes else 4.0,
+            value=_ratio(theirs, ours),
+        )
+
+
+def _loads(figures: Figures) -> Iterator[Verdict]:
+    raw = figures.median("files", "load", who=_RAW)
+    modes = [one.subject.mode for one in figures.find("files", "load", who=OURS)]
+    rows = (("T5", "load", 0.8), ("T5", "into", 0.95), ("T6", "verify", 0.95))
+    for target, what, limit in rows:
+        for mode in modes:
+            ours = figures.median("files", what, who=OURS, mode=mode)
+            yield Verdict(
+                target=target, what=f"{what} {mode}, of raw", limit=limit, value=_ratio(raw, ours)
+            )
+    for mode in _MINDSPORE_AES:
+        ours, theirs = (
+            figures.median("files", "load", who=who, mode=mode) for who in (OURS, "mindspore")
+        )
+        yield Verdict(
+            target="T5",
+            what=f"load {mode}, faster than MindSpore",
+            limit=5.0,
+            value=_ratio(theirs, ours),
+        )
+
+
+def _backgrounds(figures: Figures) -> Iterator[Verdict]:
+    unit = figures.median("background", "blocked", who=_MEMCPY)
+    for mode, limit in (("thread", 1.25), ("process", 1.25), ("zero-stall", 0.05)):
+        ours = figures.median("background", "blocked", who=OURS, mode=mode)
+        yield Verdict(
+            target="T7",
+            what=f"blocked, {mode}, of one memcpy",
+            limit=limit,
+            value=_ratio(ours, unit),
+            is_ceiling=True,
+        )
+
+
+def _loops(figures: Figures) -> Iterator[Verdict]:
+    for mode, limits in (
+        ("process", {"python": 3.0, "numpy": 3.0, "torch": 3.0}),
+        ("thread", {"python": None, "numpy": 5.0, "torch": 5.0}),
+    ):
+        for loop, limit in limits.items():
+            lost = figures.median("loops", f"lost {loop}", who=OURS, mode=mode)
+            yield Verdict(
+                target="T8",
+                what=f"steps lost by a {loop} loop, {mode}",
+                limit=limit,
+                value=None if lost is None else lost * 100,
+                is_ceiling=True,
+                unit="%",
+            )
+
+
+def _memory(peaks: Sequence[Peak]) -> Iterator[Verdict]:
+    for peak in peaks:
+        for what, size_bytes in (("save", peak.save_bytes), ("load", peak.load_bytes)):
+            yield Verdict(
+                target="T9",
+                what=f"extra memory, {what} {peak.mode}",
+                limit=_EXTRA_MEMORY_MIB,
+                value=size_bytes / MIB,
+                is_ceiling=True,
+                unit=" MiB",
+            )
+
+
+def _scale(figures: Figures) -> Iterator[Verdict]:
+    for what, limit in (("save", 8.0), ("load", 5.0)):
+        for (who, mode), curve in curves(figures, "counts", what).items():
+            slope = seconds_per_tensor(curve)
+            if who == OURS:
+                yield Verdict(
+                    target="T10",
+                    what=f"{what} {mode}, for each tensor",
+                    limit=limit,
+                    value=None if slope is None else slope * 1e6,
+                    is_ceiling=True,
+                    unit=" us",
+                )
+    for what in ("save", "load"):
+        found = curves(figures, "sizes", what)
+        raw = seconds_per_byte(found.get((_RAW, "limit"), []))
+        for (who, mode), curve in found.items():
+            if who == OURS:
+                yield Verdict(
+                    target="T11",
+                    what=f"{what} {mode}, slope over bytes, of raw's",
+                    limit=1.1,
+                    value=_ratio(seconds_per_byte(curve), raw),
+                    is_ceiling=True,
+                )
