@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ckptmgr keygen`."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckptmgr.crypto.keys import load_key
+from ckptmgr.saver import SaveOptions
+from tests.cli.running import process_env, run, run_json
+from tests.manager.saved import save_run
+
+
+def test_keygen_writes_a_private_file_that_is_a_key_source(tmp_path: Path) -> None:
+    path = tmp_path / "run.key"
+    result = run("keygen", "--out", path)
+    key = load_key(f"file:{path}")
+    assert result.exit_code == 0
+    assert result.stdout == f"{path}  key {key.key_id}, 32 bytes\n"
+    assert "keep a copy in another place" in result.stderr
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_keygen_in_a_world_of_open_umask_writes_a_private_file(tmp_path: Path) -> None:
+    previous = os.umask(0)
+    try:
+        run("keygen", "--out", tmp_path / "run.key")
+    finally:
+        os.umask(previous)
+    assert (tmp_path / "run.key").stat().st_mode & 0o777 == 0o600
+
+
+def test_keygen_without_a_name_writes_run_key_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("keygen").stdout.startswith("run.key  key ")
+    assert len(load_key("file:run.key").raw) == 32
+
+
+@pytest.mark.parametrize("size", [16, 24, 32])
+def test_keygen_of_each_length_gives_that_length(size: int, tmp_path: Path) -> None:
+    path = tmp_path / "run.key"
+    document = run_json("keygen", "--bytes", str(size), "-o", path)
+    key = load_key(f"file:{path}")
+    assert len(key.raw) == size
+    assert document["schema"] == "ckptmgr.keygen/1"
+    assert document["items"] == [{"path": str(path), "key_id": key.key_id, "size_bytes": size}]
+
+
+def test_keygen_twice_gives_two_keys(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        assert run("keygen", "-o", tmp_path / name, "-q").stdout == f"{tmp_path / name}\n"
+    assert load_key(f"file:{tmp_path / 'a'}") != load_key(f"file:{tmp_path / 'b'}")
+
+
+def test_keygen_shows_the_key_nowhere(tmp_path: Path) -> None:
+    path = tmp_path / "run.key"
+    for option in ([], ["--json"], ["-q"]):
+        path.unlink(missing_ok=True)
+        result = run("keygen", "-o", path, *option)
+        secret = path.read_text().strip()
+        assert secret not in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("kind", ["file", "directory", "link", "broken link"])
+def test_keygen_refuses_a_name_that_is_taken(kind: str, tmp_path: Path) -> None:
+    path, other = tmp_path / "run.key", tmp_path / "other"
+    if kind == "file":
+        path.write_text("precious")
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        path.symlink_to(other)
+        if kind == "link":
+            other.write_text("precious")
+    before = {entry: entry.is_file() and entry.read_bytes() for entry in tmp_path.iterdir()}
+    result = run("keygen", "-o", path)
+    assert result.exit_code == 13
+    assert "exists" in result.stderr
+    after = {entry: entry.is_file() and entry.read_bytes() for entry in tmp_path.iterdir()}
+    assert after == before
+
+
+def test_keygen_into_no_directory_is_refused(tmp_path: Path) -> None:
+    assert run("keygen", "-o", tmp_path / "absent" / "run.key").exit_code == 10
+
+
+def test_keygen_to_stdout_prints_the_key_and_notes_its_id(tmp_path: Path) -> None:
+    result = run("keygen", "-o", "-")
+    key = load_key("prompt:", prompt=lambda _: result.stdout)
+    assert result.stdout == key.raw.hex() + "\n"
+    assert result.stderr == f"ckptmgr: note: key {key.key_id}\n"
+    assert run("keygen", "-o", "-", "-q").stderr == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_keygen_to_stdout_in_json_is_refused() -> None:
+    result = run("keygen", "-o", "-", "--json")
+    assert result.exit_code == 2
+    assert result.stdout == ""
+
+
+def test_keygen_on_a_disk_that_fails_leaves_no_file(tmp_path: Path) -> None:
+    def no_more_bytes() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+
+    command = [sys.executable, "-B", "-m", "ckptmgr", "keygen", "-o", str(tmp_path / "run.key")]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        env=process_env(),
+        preexec_fn=no_more_bytes,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert b"File too large" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_key_of_keygen_encrypts_and_decrypts(tmp_path: Path) -> None:
+    key_file = tmp_path / "run.key"
+    run("keygen", "-o", key_file)
+    (plain,) = save_run(tmp_path / "plain", [10], options=SaveOptions(has_crc=True))
+    sealed, opened = tmp_path / "sealed.ckpt", tmp_path / "opened.ckpt"
+    assert run("encrypt", plain, "-o", sealed, "--key", f"file:{key_file}").exit_code == 0
+    assert run("decrypt", sealed, "-o", opened, "--key", f"file:{key_file}").exit_code == 0
+    assert opened.read_bytes() == plain.read_bytes()
