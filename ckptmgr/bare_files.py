@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckptmgr.fsio import FileStatus
 from ckptmgr.model import Checkpoint, State
-from ckptmgr.naming import parse_name, parse_step_name
+from ckptmgr.naming import CONTAINER_SUFFIX, parse_name, parse_step_name, stem_of
 
 
 def entry_of(path: Path, status: FileStatus, state: State, problem: str) -> Checkpoint:
@@ -25,9 +25,14 @@ def entry_of(path: Path, status: FileStatus, state: State, problem: str) -> Chec
         saved_at=_modified_at(status),
         size_bytes=status.size_bytes,
         state=state,
-        format="safetensors" if path.suffix == ".safetensors" else "ckpt",
+        format=_format_of(path.name),
         problem=problem,
     )
+
+
+def _format_of(name: str) -> str:
+    is_safetensors = name.removesuffix(CONTAINER_SUFFIX).endswith(".safetensors")
+    return "safetensors" if is_safetensors else "ckpt"
 
 
 def _modified_at(status: FileStatus) -> datetime:
@@ -46,7 +51,7 @@ def bare_file(path: Path, status: FileStatus) -> Checkpoint:
     )
     if parsed is None:
         # `net-2023.ckpt` may be anybody's: without a manifest it belongs to no series of ours.
-        return replace(checkpoint, series=path.stem, step=0, attempt=0)
+        return replace(checkpoint, series=stem_of(path.name), step=0, attempt=0)
     why = "exception: breakpoint file" if parsed.is_breakpoint else "manual"
     return replace(checkpoint, epoch=parsed.epoch, step=parsed.step_in_epoch, why=why)
 

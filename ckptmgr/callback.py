@@ -294,11 +294,11 @@ class ModelCheckpoint:
         self._refuse_unbuilt()
         epoch = int(params.cur_epoch_num)
         if self._prefix_of is not None:
-            name = f"{prefix}.{self._config.format}"
+            name = f"{prefix}.{self._config.extension}"
         else:
             position = step_in_epoch(step, int(params.batch_num))
             name = checkpoint_name(
-                prefix, epoch, step_in_epoch=position, format=self._config.format
+                prefix, epoch, step_in_epoch=position, format=self._config.extension
             )
         writer = self._writer(self._directory, prefix)
         facts = SaveFacts(

@@ -38,7 +38,7 @@ from ckptmgr.config_checks import (
     warn_unknown_options,
 )
 from ckptmgr.memory_config import MemoryConfig
-from ckptmgr.naming import FORMATS
+from ckptmgr.naming import FORMATS, extension_of
 from ckptmgr.policy_text import parse_policy
 from ckptmgr.retention import Best, Every, Last, PerMinutes, Pinned, RetentionPolicy, Rule
 from ckptmgr.save_failure import BackPressure, OnError, check_back_pressure, parse_on_error
@@ -149,7 +149,7 @@ class CheckpointConfig:
         self.enable_redundance = options.get("enable_redundance", False)
         self.remove_redundancy = check_is_bool("remove_redundancy", remove_redundancy)
         self._check_format()
-        check_cipher(self._enc_key, self._enc_mode)
+        check_cipher(self._enc_key, self._enc_mode, format=self._format)
         self._keep = _check_keep(keep, keep_max, keep_minutes)
         self._overhead = (
             None if save_checkpoint_overhead is None else Overhead(save_checkpoint_overhead)
@@ -235,6 +235,11 @@ class CheckpointConfig:
         return self._format
 
     @property
+    def extension(self) -> str:
+        """What follows the dot in the names of files: the format, and `.ckpe` behind that of a container."""
+        return extension_of(self._format, is_encrypted=self._enc_key is not None)
+
+    @property
     def append_dict(self) -> dict[str, object] | None:
         """What is appended to every checkpoint, with the values the counters start from; a new dict each time."""
         return None if self._append is None else dict(self._append)
@@ -286,8 +291,7 @@ class CheckpointConfig:
 
     def _check_format(self) -> None:
         is_default = (
-            self._enc_key is None
-            and self._enc_mode == "AES-GCM"
+            (self._enc_key is not None or self._enc_mode == "AES-GCM")
             and not self._crc_check
             and not self.exception_save
             and not self._map_param_inc

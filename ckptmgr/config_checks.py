@@ -18,6 +18,9 @@ KEY_LENGTHS_BYTES: Mapping[str, tuple[int, ...]] = {
     "AES-CBC": (16, 24, 32),
     "SM4-CBC": (16,),
 }
+CONTAINER_KEY_LENGTHS_BYTES: Mapping[str, tuple[int, ...]] = dict.fromkeys(
+    (*KEY_LENGTHS_BYTES, "SM4-GCM"), (16, 24, 32)
+)
 """Cipher mode to the lengths of key it takes."""
 
 _COUNTERS = ("epoch_num", "step_num")
@@ -139,15 +142,19 @@ def check_is_bool(name: str, value: object) -> bool:
     return check_type(name, value, bool)
 
 
-def check_cipher(key: bytes | None, mode: str) -> None:
-    """Raise KeyProblem unless there is no key, or the cipher mode is known and takes a key of this length."""
+def check_cipher(key: bytes | None, mode: str, *, format: str = "ckpt") -> None:
+    """Raise KeyProblem unless there is no key, or the cipher mode is known and takes a key of this length.
+
+    A container, which encrypted safetensors files are, has one mode more and takes any key in every mode.
+    """
     if key is None:
         return
-    lengths = KEY_LENGTHS_BYTES.get(mode)
+    known = CONTAINER_KEY_LENGTHS_BYTES if format == "safetensors" else KEY_LENGTHS_BYTES
+    lengths = known.get(mode)
     if lengths is None:
         raise KeyProblem(
-            f"the cipher mode must be one of {', '.join(KEY_LENGTHS_BYTES)}, but got {mode}",
-            hint=_did_you_mean(mode.upper(), KEY_LENGTHS_BYTES),
+            f"the cipher mode must be one of {', '.join(known)}, but got {mode}",
+            hint=_did_you_mean(mode.upper(), known),
         )
     if len(key) not in lengths:
         wanted = " or ".join(map(str, lengths))

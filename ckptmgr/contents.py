@@ -10,11 +10,11 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from ckptmgr.crypto.records import sniff_mode
-from ckptmgr.formats.detect import Kind, detect
+from ckptmgr.container_reader import ENCRYPTED
+from ckptmgr.crypto.sniff import cipher_of
+from ckptmgr.formats.detect import detect
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.mindspore_entries import MapEntry, TextEntry
-from ckptmgr.formats.source import read_bytes
 from ckptmgr.formats.tensor import TensorSpec
 from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source
 from ckptmgr.lower_errors import translated_errors
@@ -22,8 +22,6 @@ from ckptmgr.manifest import Manifest
 from ckptmgr.model import Checkpoint
 from ckptmgr.store import Store
 from ckptmgr.tensor_stats import TensorStats, stats_of
-
-_MAGIC_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,14 +100,14 @@ def read_contents(
     with translated_errors(path), contextlib.closing(store.fs.open(checkpoint.path)) as raw:
         manifest = store.read_manifest(checkpoint.name)
         plain = None
-        if options.key is not None or detect(raw) is not Kind.MINDSPORE_ENCRYPTED:
+        if options.key is not None or detect(raw) not in ENCRYPTED:
             opened = open_source(raw, path=path, options=options, manifest=manifest)
             plain = _plain(opened, choose, has_stats=has_stats)
         return Contents(
             checkpoint=checkpoint,
             manifest=manifest,
             stored_bytes=raw.size,
-            cipher=sniff_mode(read_bytes(raw, 0, min(_MAGIC_BYTES, raw.size))),
+            cipher=cipher_of(raw),
             plain=plain,
         )
 

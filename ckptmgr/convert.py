@@ -16,22 +16,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from ckptmgr.container_reader import ENCRYPTED
+from ckptmgr.convert_container import container_chunks, container_content
 from ckptmgr.convert_target import Content, Converted, check_target, publish, store_of
 from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.mindspore_blocks import PLAINTEXT_BLOCK_BYTES, BlockSealer
 from ckptmgr.digest import RANGE_BYTES
 from ckptmgr.errors import (
     ChecksumMismatch,
-    NotBuiltYet,
+    UnsafeWrite,
     UnsupportedCheckpoint,
 )
-from ckptmgr.formats.detect import Kind, detect
-from ckptmgr.formats.image import Image, Segment
+from ckptmgr.formats.detect import detect
 from ckptmgr.formats.source import Source
 from ckptmgr.formats.trailer import crc32
 from ckptmgr.fsio import InputFile
 from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source
 from ckptmgr.lower_errors import translated_errors
+from ckptmgr.naming import CONTAINER_SUFFIX
+from ckptmgr.source_image import image_of
 from ckptmgr.store import Store
 
 
@@ -91,13 +94,14 @@ def decrypt_file(
         clock: Seconds since the epoch; stamps the manifest of a file that had none.
 
     Raises:
-        UnsafeWrite: The target is the input, or exists.
+        UnsafeWrite: The target is the input, exists, or has the name of a container.
         CkptmgrError: As `open_plaintext`.
         OSError: From the disk; nothing was changed.
     """
     check_target(source, target, force=force)
+    _check_name(target, is_container=False)
     with open_plaintext(source, options) as plaintext:
-        image = _image_of(plaintext.source, plaintext.source.size, PLAINTEXT_BLOCK_BYTES)
+        image = image_of(plaintext.source, plaintext.source.size, PLAINTEXT_BLOCK_BYTES)
         content = Content(image=image, format=plaintext.format)
         return publish(source, target, content, options=options, clock=clock)
 
@@ -111,42 +115,50 @@ def encrypt_file(
     force: bool = False,
     clock: Callable[[], float] = time.time,
 ) -> Converted:
-    """Write a plain `.ckpt` encrypted and sealed to a file; durable when this returns.
+    """Write a plain checkpoint encrypted to a file; durable when this returns.
+
+    A `.ckpt` stays one that MindSpore loads, with a seal; a safetensors file goes into a container.
 
     Args:
         source: The plain file.
-        target: Where to; in an existing directory.
+        target: Where to; in an existing directory. The name of a container ends in `.ckpe`.
         key: The key.
-        mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`.
+        mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`; for safetensors also `SM4-GCM`.
         force: Whether an existing target may be replaced.
         clock: Seconds since the epoch; stamps the manifest of a file that had none.
 
     Raises:
-        UnsafeWrite: The target is the input, or exists.
+        UnsafeWrite: The target is the input, exists, or has a name for something else.
         UnsupportedCheckpoint: The input is encrypted already.
-        NotBuiltYet: It is a safetensors file.
         CorruptCheckpoint: It is damaged; nothing was written.
         KeyProblem: The key does not fit the mode.
         OSError: From the disk; nothing was changed.
     """
     check_target(source, target, force=force)
     with _opened_plain(source) as opened, translated_errors(str(source)):
-        sealer = _checking_sealer(opened, key, mode)
-        image = _image_of(opened.source, sealer.body_bytes, RANGE_BYTES, sealer.has_crc)
+        _check_name(target, is_container=opened.format == "safetensors")
+        if opened.format == "safetensors":
+            content = container_content(opened, key=key, mode=mode)
+            return publish(source, target, content, options=ReadOptions(), clock=clock)
+        sealer = _CheckingSealer(opened, key, mode)
+        image = image_of(opened.source, sealer.body_bytes, RANGE_BYTES, sealer.has_crc)
         content = Content(image=image, format="ckpt", mode=mode, key=key, sealer=sealer)
         return publish(source, target, content, options=ReadOptions(), clock=clock)
 
 
 def encrypted_chunks(source: Path, *, key: Key, mode: str = "AES-GCM") -> Iterator[memoryview]:
-    """Yield a plain `.ckpt` encrypted and sealed, in order, for a pipe; each view is valid until the next one.
+    """Yield a plain checkpoint encrypted, in order, for a pipe; each view is valid until the next one.
 
-    The seal comes last and only after the input proved whole, so a reader refuses what an error cut short.
+    The end comes last and only after the input proved whole, so a reader refuses what an error cut short.
 
     Raises:
         CkptmgrError: As `encrypt_file`.
     """
     with _opened_plain(source) as opened, translated_errors(str(source)):
-        sealer = _checking_sealer(opened, key, mode)
+        if opened.format == "safetensors":
+            yield from container_chunks(opened, key=key, mode=mode)
+            return
+        sealer = _CheckingSealer(opened, key, mode)
         crc = 0
         room = memoryview(bytearray(sealer.batch * sealer.largest_record))
         clear = memoryview(bytearray(room.nbytes))
@@ -201,20 +213,20 @@ class _CheckingSealer(BlockSealer):
         return super().finish(crc=crc)
 
 
-def _checking_sealer(opened: OpenCheckpoint, key: Key, mode: str) -> _CheckingSealer:
-    if opened.format != "ckpt":
-        raise NotBuiltYet(
-            "encrypted safetensors files are not built yet",
-            path=opened.path,
-            hint="only .ckpt files can be encrypted by this version",
+def _check_name(target: Path, *, is_container: bool) -> None:
+    if target.name.endswith(CONTAINER_SUFFIX) != is_container:
+        ending = "must end" if is_container else "must not end"
+        raise UnsafeWrite(
+            f"the name {ending} in {CONTAINER_SUFFIX}, which containers have",
+            path=target,
+            hint="choose another name",
         )
-    return _CheckingSealer(opened, key, mode)
 
 
 @contextlib.contextmanager
 def _opened_plain(path: Path) -> Iterator[OpenCheckpoint]:
     with contextlib.closing(_open_raw(path)) as raw:
-        if detect(raw) is Kind.MINDSPORE_ENCRYPTED:
+        if detect(raw) in ENCRYPTED:
             raise UnsupportedCheckpoint(
                 "is encrypted already", path=path, hint="decrypt it first to change key or mode"
             )
@@ -236,22 +248,6 @@ def _opened(path: Path, options: ReadOptions) -> Iterator[OpenCheckpoint]:
 
 def _open_raw(path: Path) -> InputFile:
     return Store(path.parent).fs.open(path)
-
-
-def _image_of(source: Source, size: int, segment_bytes: int, has_crc: bool = False) -> Image:
-    """Return an image whose segments are read when their turn comes."""
-
-    def segment(start: int) -> Segment:
-        length = min(segment_bytes, size - start)
-
-        def content() -> memoryview:
-            view = memoryview(bytearray(length))
-            source.read_into(start, view)
-            return view
-
-        return Segment(content, 0, length)
-
-    return Image(map(segment, range(0, size, segment_bytes)), has_crc_trailer=has_crc)
 
 
 def _chunks(source: Source, start: int, stop: int) -> Iterator[memoryview]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from ckptmgr.crypto.container import ContainerSealer
 from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.mindspore_blocks import BlockSealer
 from ckptmgr.digest import FileDigest
@@ -21,7 +22,7 @@ from ckptmgr.lease import lease_path
 from ckptmgr.loader import ReadOptions
 from ckptmgr.manifest import SUFFIX, FileEntry, Manifest
 from ckptmgr.model import Checkpoint
-from ckptmgr.naming import parse_name
+from ckptmgr.naming import parse_name, stem_of
 from ckptmgr.pipeline import write_image
 from ckptmgr.store import Store
 
@@ -88,7 +89,7 @@ class Content:
     format: str
     mode: str | None = None
     key: Key | None = None
-    sealer: BlockSealer | None = None
+    sealer: BlockSealer | ContainerSealer | None = None
 
 
 def publish(
@@ -167,7 +168,7 @@ def _description(
     In the directory of the source it belongs to no run, so that no run counts or removes it.
     """
     parsed = parse_name(target.name)
-    series = target.stem if parsed is None else parsed.prefix
+    series = stem_of(target.name) if parsed is None else parsed.prefix
     store = store_of(source, options)
     placeholder = FileEntry(name=target.name, digest=FileDigest(size_bytes=0, ranges=()), format="")
     manifest = store.read_manifest(source.name)

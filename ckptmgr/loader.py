@@ -7,12 +7,14 @@ Each stage is a source over the one below; no byte leaves a stage unchecked, and
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
+from ckptmgr.container_reader import open_container_file
 from ckptmgr.crypto.errors import CryptoError
 from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.mindspore_blocks import open_blocks, sniff_mode
@@ -43,7 +45,13 @@ from ckptmgr.tree_nodes import StateMismatch
 from ckptmgr.units import PIECE_BYTES
 
 _HEAD_BYTES = 16
-_READABLE = (Kind.MINDSPORE_CKPT, Kind.SAFETENSORS, Kind.MINDSPORE_ENCRYPTED)
+_READABLE = (
+    Kind.MINDSPORE_CKPT,
+    Kind.SAFETENSORS,
+    Kind.MINDSPORE_ENCRYPTED,
+    Kind.CKPTMGR_CONTAINER,
+)
+_offset_of = operator.attrgetter("offset")
 
 
 class MapArrays(NamedTuple):
@@ -177,6 +185,16 @@ def _open_plaintext(
         kind = detect(plain.source)  # it is of another kind, or it is damaged
     if kind is Kind.MINDSPORE_ENCRYPTED:
         return _open_encrypted(raw, plain.source, path=path, options=options)
+    if kind is Kind.CKPTMGR_CONTAINER:
+        container = open_container_file(
+            raw, plain.source, path=path, key=options.key, mode=options.mode
+        )
+        return _Plaintext(
+            source=container,
+            cipher=container.mode,
+            is_sealed=True,
+            unit_bytes=PIECE_BYTES // container.block_bytes * container.block_bytes,
+        )
     _refuse_unreadable(kind, path)
     if options.key is not None and not options.allow_unsealed:
         raise UnsealedCheckpoint(
@@ -228,10 +246,6 @@ def _refuse_unreadable(kind: Kind, path: str) -> None:
             "this is a torch.save file (zip with pickled code), which is never loaded here",
             path=path,
             hint="convert it with torch.load(weights_only=True) and ckptmgr.save_checkpoint",
-        )
-    if kind is Kind.CKPTMGR_CONTAINER:
-        raise UnsupportedCheckpoint(
-            "encrypted containers are not supported by this version", path=path
         )
     if kind is Kind.EMPTY:
         raise TruncatedCheckpoint(

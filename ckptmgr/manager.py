@@ -265,7 +265,7 @@ class CheckpointManager:
 
         def write(items: Sequence[Item], publish: Publish) -> Checkpoint:
             # Not before the save in flight has taken its own name.
-            name, attempt = self._reader.free_name(step, format=self._config.format)
+            name, attempt = self._reader.free_name(step, format=self._config.extension)
             facts = SaveFacts(
                 step=step, attempt=attempt, at=now, epoch=epoch, why=why, metrics=metrics
             )

@@ -3,6 +3,7 @@
 
 ```
 {prefix}-{epoch}_{step in epoch}.{ckpt | safetensors}        an ordinary checkpoint
+{prefix}-{epoch}_{step in epoch}.safetensors.ckpe            the same, encrypted
 {prefix}-{epoch}_{step in epoch}_breakpoint.ckpt             saved because training failed (exception_save)
 ```
 A run that finds files of its prefix in the directory continues under `{prefix}_1`, `{prefix}_2`, ..., so that it
@@ -28,6 +29,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 FORMATS = ("ckpt", "safetensors")
+CONTAINER_SUFFIX = ".ckpe"
+"""Behind the name of what an encrypted container holds. An encrypted `.ckpt` is none: MindSpore reads it as it is."""
+DATA_SUFFIXES = tuple(
+    f".{format}{suffix}" for format in FORMATS for suffix in ("", CONTAINER_SUFFIX)
+)
 MAX_DIRECTORY_CHARACTERS = 1024
 """MindSpore's limit on the resolved path of a directory."""
 
@@ -35,13 +41,14 @@ _BREAKPOINT_SUFFIX = "_breakpoint.ckpt"
 # No leading zeros, as in the numbers a run writes; 18 digits fit in 64 bits.
 _NAME = re.compile(
     r"(?P<prefix>[^/\0]*)-(?P<epoch>0|[1-9][0-9]{0,17})_(?P<step>0|[1-9][0-9]{0,17})"
-    r"(?P<breakpoint>_breakpoint(?=\.ckpt))?\.(?P<format>ckpt|safetensors)"
+    r"(?P<breakpoint>_breakpoint(?=\.ckpt))?\.(?P<format>ckpt|safetensors)(?:\.ckpe)?"
 )
 _MAX_SUFFIX_DIGITS = 255  # the longest file name of a POSIX file system
 
 
 _STEP_NAME = re.compile(
-    r"(?P<prefix>[^/\0]*)-(?P<step>0|[1-9][0-9]{0,17})(?:-r(?P<attempt>[1-9][0-9]{0,8}))?\.(?:ckpt|safetensors)"
+    r"(?P<prefix>[^/\0]*)-(?P<step>0|[1-9][0-9]{0,17})(?:-r(?P<attempt>[1-9][0-9]{0,8}))?"
+    r"\.(?:ckpt|safetensors)(?:\.ckpe)?"
 )
 
 
@@ -70,8 +77,27 @@ def step_in_epoch(step: int, batch_num: int) -> int:
     return (step - 1) % batch_num + 1
 
 
+def extension_of(format: str, *, is_encrypted: bool) -> str:
+    """Return what follows the dot in the name of a file.
+
+    >>> extension_of("safetensors", is_encrypted=True), extension_of("ckpt", is_encrypted=True)
+    ('safetensors.ckpe', 'ckpt')
+    """
+    is_container = is_encrypted and format == "safetensors"
+    return f"{format}{CONTAINER_SUFFIX}" if is_container else format
+
+
+def stem_of(name: str) -> str:
+    """Return a file name without the endings of its format and of its container.
+
+    >>> stem_of("net.safetensors.ckpe"), stem_of("net.ckpt"), stem_of("net")
+    ('net', 'net', 'net')
+    """
+    return Path(name.removesuffix(CONTAINER_SUFFIX)).stem
+
+
 def checkpoint_name(prefix: str, epoch: int, *, step_in_epoch: int, format: str) -> str:
-    """Return the file name of an ordinary checkpoint."""
+    """Return the file name of an ordinary checkpoint; `format` may be any `extension_of`."""
     return f"{prefix}-{epoch}_{step_in_epoch}.{format}"
 
 
@@ -110,7 +136,7 @@ class ParsedStepName(NamedTuple):
 
 
 def step_name(prefix: str, step: int, *, attempt: int, format: str) -> str:
-    """Return the name of the file in which a `CheckpointManager` saves a step."""
+    """Return the name of the file in which a `CheckpointManager` saves a step; `format` may be any `extension_of`."""
     suffix = f"-r{attempt}" if attempt else ""
     return f"{prefix}-{step}{suffix}.{format}"
 
@@ -135,7 +161,7 @@ def restart_prefix(prefix: str, names: Iterable[str], *, is_breakpoint: bool = F
         _taken_number(name[len(prefix) :])
         for name in names
         if name.startswith(prefix)
-        and name.endswith((".ckpt", ".safetensors"))
+        and name.endswith(DATA_SUFFIXES)
         and name.endswith(_BREAKPOINT_SUFFIX) == is_breakpoint
     ]
     number = max(numbers, default=0)

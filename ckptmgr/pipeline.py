@@ -23,9 +23,13 @@ from functools import partial
 from blake3 import blake3
 
 from ckptmgr.aligned import Buffers
+from ckptmgr.container_stream import ContainerStream
 from ckptmgr.crew import run_together
+from ckptmgr.crypto.container import ContainerSealer
+from ckptmgr.crypto.container_header import Content
 from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.mindspore_blocks import BlockSealer
+from ckptmgr.crypto.wrapping import RawKey
 from ckptmgr.digest import RANGE_BYTES, FileDigest
 from ckptmgr.formats.image import Image
 from ckptmgr.fsio import OutputFile
@@ -55,7 +59,16 @@ def sealer_for(image: Image, key: Key, mode: str) -> BlockSealer:
     )
 
 
-def write_image(image: Image, file: OutputFile, *, sealer: BlockSealer | None = None) -> Written:
+def container_for(image: Image, key: Key, mode: str) -> ContainerSealer:
+    """Return the sealer of the image of a safetensors file."""
+    return ContainerSealer(
+        [RawKey(key)], mode, plaintext_size=image.size, content=Content.SAFETENSORS
+    )
+
+
+def write_image(
+    image: Image, file: OutputFile, *, sealer: BlockSealer | ContainerSealer | None = None
+) -> Written:
     """Write every byte of `image`, sealed if there is a sealer, and return the digests of what was written.
 
     The file is not synced. After an error its content is undefined and no thread is left running.
@@ -63,17 +76,28 @@ def write_image(image: Image, file: OutputFile, *, sealer: BlockSealer | None = 
     Args:
         image: The plaintext.
         file: A new, empty file.
-        sealer: Made for this image by `sealer_for`.
+        sealer: Made for this image by `sealer_for` or `container_for`.
 
     Raises:
         OSError: From the file.
         FormatError: A tensor gave other bytes than it promised.
     """
     started = time.perf_counter()
-    stream = SealedStream(image, sealer) if sealer is not None else PlainStream(image)
+    stream = _stream_of(image, sealer)
     digests = _Writer(stream, file).run()
     digest = FileDigest(size_bytes=stream.size, ranges=tuple(digests))
     return Written(digest=digest, write_s=time.perf_counter() - started)
+
+
+_Stream = PlainStream | SealedStream | ContainerStream
+
+
+def _stream_of(image: Image, sealer: BlockSealer | ContainerSealer | None) -> _Stream:
+    if sealer is None:
+        return PlainStream(image)
+    if isinstance(sealer, ContainerSealer):
+        return ContainerStream(image, sealer)
+    return SealedStream(image, sealer)
 
 
 _buffers = Buffers(_BUFFERS, CHUNK_BYTES)
@@ -82,7 +106,7 @@ _buffers = Buffers(_BUFFERS, CHUNK_BYTES)
 class _Writer:
     """Drive one stream into one file."""
 
-    def __init__(self, stream: PlainStream | SealedStream, file: OutputFile) -> None:
+    def __init__(self, stream: _Stream, file: OutputFile) -> None:
         self._stream = stream
         self._file = file
         self._digests = [b""] * -(-stream.size // RANGE_BYTES)

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ckptmgr.aligned import buffer_bytes
+from ckptmgr.crypto.container import ContainerSealer
 from ckptmgr.crypto.errors import CryptoError
 from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.mindspore_blocks import BlockSealer
 from ckptmgr.digest import FileDigest, differing_ranges
-from ckptmgr.errors import KeyProblem, NotBuiltYet, SaveFailed, UnsupportedCheckpoint
+from ckptmgr.errors import KeyProblem, SaveFailed, UnsupportedCheckpoint
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.image import Image
 from ckptmgr.formats.mindspore_writer import build_ckpt_image
@@ -24,7 +26,7 @@ from ckptmgr.formats.safetensors_file import build_safetensors_image
 from ckptmgr.formats.tensor import Item
 from ckptmgr.fsio import InputFile, OutputFile
 from ckptmgr.manifest import FileEntry, Manifest
-from ckptmgr.pipeline import sealer_for, write_image
+from ckptmgr.pipeline import container_for, sealer_for, write_image
 from ckptmgr.store import Store
 
 
@@ -74,13 +76,8 @@ def build_image(
 
     Raises:
         FormatError: The items cannot be stored in this format; names the tensor.
-        NotBuiltYet: Encrypted safetensors.
     """
     if options.format == "safetensors":
-        if options.key is not None:
-            raise NotBuiltYet(
-                "encrypted safetensors files are not built yet", hint="use format='ckpt' with a key"
-            )
         return build_safetensors_image(items, metadata=metadata, crc=options.has_crc)
     return build_ckpt_image(items, metadata=metadata, crc=options.has_crc)
 
@@ -114,7 +111,7 @@ def save_items(
     """
     with _refusals(str(store.directory / name)):
         image = build_image(items, options=options, metadata=metadata)
-        sealer = None if options.key is None else sealer_for(image, options.key, options.mode)
+        sealer = _sealer_of(image, options)
         stats: dict[str, float] = {}
 
         def write(file: OutputFile) -> FileDigest:
@@ -149,6 +146,14 @@ def save_items(
             mode=options.file_mode,
             read_back=read_back if options.verify_after_write else None,
         )
+
+
+def _sealer_of(image: Image, options: SaveOptions) -> BlockSealer | ContainerSealer | None:
+    if options.key is None:
+        return None
+    if options.format == "safetensors":
+        return container_for(image, options.key, options.mode)
+    return sealer_for(image, options.key, options.mode)
 
 
 def check_written(file: InputFile, digest: FileDigest, *, path: str) -> None:

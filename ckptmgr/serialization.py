@@ -46,7 +46,7 @@ from ckptmgr.loader import (
 )
 from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.model import Checkpoint
-from ckptmgr.naming import parse_name
+from ckptmgr.naming import CONTAINER_SUFFIX, extension_of, parse_name, stem_of
 from ckptmgr.network import load_into
 from ckptmgr.observe import EVERYBODY
 from ckptmgr.saver import SaveOptions, save_items
@@ -79,12 +79,12 @@ def save_checkpoint(
     Args:
         save_obj: A mapping of names to arrays or strings, MindSpore's list of `{"name", "data"}`, an object with
             `state_dict()`, or a MindSpore Cell.
-        ckpt_file_name: Where; `.ckpt` or `.safetensors` is appended unless the name ends with the format.
+        ckpt_file_name: Where; `.ckpt`, `.safetensors` or (with a key) `.safetensors.ckpe` is made of its end as needed.
         integrated_save: Accepted; it matters for sharded parameters only.
         async_save: Accepted (`True`, `"thread"`, `"process"`); this version saves before it returns.
         append_dict: More values to store: int, float, bool, str, arrays.
-        enc_key: 16, 24 or 32 bytes (SM4-CBC: 16) encrypt and seal the file.
-        enc_mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`.
+        enc_key: 16, 24 or 32 bytes (SM4-CBC in a `.ckpt`: 16) encrypt and seal the file.
+        enc_mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`; for safetensors also `SM4-GCM`.
         choice_func: Which names to save.
         crc_check: Store a CRC32; with a key, inside the encryption.
         format: `ckpt` or `safetensors`.
@@ -101,7 +101,7 @@ def save_checkpoint(
         SaveFailed: With `verify_after_write`: the disk does not hold what was written; nothing was changed.
         OSError: From the disk; an older file of this name is intact.
     """
-    path = _save_path(save_obj, ckpt_file_name, format)
+    path = _save_path(save_obj, ckpt_file_name, format, is_encrypted=enc_key is not None)
     check_bool(integrated_save)
     check_async_save(async_save)
     _check_append_dict(append_dict)
@@ -112,7 +112,7 @@ def save_checkpoint(
     if remove_redundancy is not None:
         check_is_bool("remove_redundancy", remove_redundancy)
     _check_safetensors_options(format, enc_key, enc_mode, kwargs.get("incremental", False))
-    check_cipher(enc_key, enc_mode)
+    check_cipher(enc_key, enc_mode, format=format)
     items = join_items(named_tensors(save_obj), named_tensors(dict(append_dict or {})))
     if choice_func is not None:
         items = [item for item in items if choice_func(name_of(item))]
@@ -225,7 +225,8 @@ def load_checkpoint(
         raise ValueError(
             "'into' says what is loaded; it goes with neither 'net' nor a choice of names"
         )
-    check_cipher(dec_key, dec_mode)
+    is_container = str(ckpt_file_name).endswith(CONTAINER_SUFFIX)
+    check_cipher(dec_key, dec_mode, format="safetensors" if is_container else "ckpt")
     key = None if dec_key is None else Key(dec_key)
     options = ReadOptions(key=key, mode=dec_mode, allow_unsealed=allow_unsealed)
 
@@ -296,7 +297,7 @@ def _read_file(
             manifest = latest
 
 
-def _save_path(save_obj: object, name: object, format: str) -> Path:
+def _save_path(save_obj: object, name: object, format: str, *, is_encrypted: bool) -> Path:
     if format not in _FORMATS:
         raise ValueError(
             f"For 'save_checkpoint', the format must be 'safetensors' or 'ckpt', but got {format}."
@@ -317,7 +318,12 @@ def _save_path(save_obj: object, name: object, format: str) -> Path:
         raise IsADirectoryError(
             f"For 'save_checkpoint', the parameter `ckpt_file_name`: {path} is a directory, it must be a file name."
         )
-    return path if path.name.endswith(format) else path.with_name(f"{path.name}.{format}")
+    extension = extension_of(format, is_encrypted=is_encrypted)
+    if path.name.endswith(extension):
+        return path
+    if path.name.endswith(format):
+        return path.with_name(path.name + CONTAINER_SUFFIX)
+    return path.with_name(f"{path.name}.{extension}")
 
 
 def _load_path(name: object, format: str | None) -> Path:
@@ -331,7 +337,7 @@ def _load_path(name: object, format: str | None) -> Path:
         )
     text = os.fspath(name)
     endings = (format,) if format is not None else _FORMATS
-    if not text.endswith(endings):
+    if not text.removesuffix(CONTAINER_SUFFIX).endswith(endings):
         raise ValueError(
             "For 'load_checkpoint', the checkpoint file format must same with 'format', but got "
             f"file_name:'{text}', format:'{format or 'ckpt'}'"
@@ -412,12 +418,7 @@ def _check_safetensors_options(
     if format != "safetensors":
         return
     start = "For 'save_checkpoint', when format is 'safetensors', the parameter "
-    if enc_key is not None:
-        # MindSpore prints the key here.
-        raise ValueError(
-            f"{start}'enc_key' must be set to default value 'None', but got '<redacted>'."
-        )
-    if enc_mode != "AES-GCM":
+    if enc_key is None and enc_mode != "AES-GCM":
         raise ValueError(
             f"{start}'enc_mode' must be set to default value 'AES-GCM', but got '{enc_mode}'."
         )
@@ -434,7 +435,7 @@ def _manifest(
     epoch = _counter(facts, "epoch_num")
     return Manifest(
         file=entry,
-        series=path.stem if parsed is None else parsed.prefix,
+        series=stem_of(path.name) if parsed is None else parsed.prefix,
         run_id="",
         step=_counter(facts, "step_num") or 0,
         epoch=epoch if parsed is None or epoch is not None else parsed.epoch,

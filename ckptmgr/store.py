@@ -44,14 +44,13 @@ from ckptmgr.lease import Processes, ProcProcesses, hold_lease
 from ckptmgr.manifest import FileEntry, Manifest, manifest_name
 from ckptmgr.manifest_files import ManifestFiles
 from ckptmgr.model import Checkpoint, Pin, State
-from ckptmgr.naming import parse_name
+from ckptmgr.naming import DATA_SUFFIXES, parse_name
 from ckptmgr.recovery import recover
 from ckptmgr.shard_listing import problem_of_shards, unnamed_shards
 from ckptmgr.shard_names import is_set_name, parse_shard_name
 from ckptmgr.temp_names import final_name, parse_temp
 
 _LOG = logging.getLogger(__name__)
-_DATA_SUFFIXES = (".ckpt", ".safetensors")
 # Room for the manifest and the directory blocks beside the data.
 _SPACE_MARGIN_BYTES = 1 << 20
 
@@ -167,7 +166,7 @@ class Store:
 
     @staticmethod
     def _is_data_name(name: str) -> bool:
-        return name.endswith(_DATA_SUFFIXES) and not name.startswith(".")
+        return name.endswith(DATA_SUFFIXES) and not name.startswith(".")
 
     @contextlib.contextmanager
     def lease(self, series: str) -> Iterator[None]:

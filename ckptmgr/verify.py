@@ -19,8 +19,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from ckptmgr.container_reader import container_mode, open_container_file
 from ckptmgr.contents import tensors_of
 from ckptmgr.crypto.ciphers import mode_of
+from ckptmgr.crypto.container_unlock import CopyState
 from ckptmgr.crypto.mindspore_blocks import open_blocks, sniff_mode
 from ckptmgr.crypto.records import find_records
 from ckptmgr.digest import FileDigest, check_size, differing_ranges
@@ -50,6 +52,7 @@ _CHECKS = (
     "size",
     "digests",
     "records",
+    "header",
     "seal",
     "cipher blocks",
     "structure",
@@ -202,8 +205,11 @@ class _Check:
             if manifest is not None:
                 self.checked.append("manifest")
                 self._check_against(manifest, raw)
-            if detect(raw) is Kind.MINDSPORE_ENCRYPTED:
+            kind = detect(raw)
+            if kind is Kind.MINDSPORE_ENCRYPTED:
                 self._check_encrypted(raw, manifest)
+            elif kind is Kind.CKPTMGR_CONTAINER:
+                self._check_container(raw)
             else:
                 self._check_plain(raw, manifest)
 
@@ -236,6 +242,22 @@ class _Check:
         if not is_sealed and manifest is None:
             self.unchecked.append("order and number of the cipher blocks: no seal, no manifest")
             self.status = Status.UNVERIFIED
+
+    def _check_container(self, raw: Source) -> None:
+        mode, key = container_mode(raw), self._options.key
+        if key is None:
+            self.unchecked.append(f"header and contents: encrypted ({mode}), and no key was given")
+            if self._level is not Level.QUICK:
+                self.status = Status.PARTIAL
+            return
+        container = open_container_file(raw, raw, path=self._path, key=key, mode=None)
+        self.checked.append("header")
+        for name, state in zip("AB", container.unlocked.states, strict=True):
+            if state is not CopyState.CURRENT:
+                self.unchecked.append(f"header copy {name}: {state.value}; the other one opens")
+        if self._level is not Level.QUICK:
+            self._check_contents(self._open(raw), is_encrypted=True)
+            self.checked.append("cipher blocks")
 
     def _check_plain(self, raw: Source, manifest: Manifest | None) -> None:
         opened = self._open(raw)

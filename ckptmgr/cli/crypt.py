@@ -15,6 +15,7 @@ from ckptmgr.cli import options, render
 from ckptmgr.cli.exits import Exit
 from ckptmgr.cli.options import Command
 from ckptmgr.errors import KeyProblem, UnsafeWrite
+from ckptmgr.naming import CONTAINER_SUFFIX
 
 if TYPE_CHECKING:
     from ckptmgr.convert_target import Converted
@@ -59,7 +60,7 @@ def decrypt_command(
 ) -> int:
     """Write the plaintext of an encrypted checkpoint.
 
-    The plaintext is an ordinary .ckpt, byte for byte what was sealed. Only checked bytes come out. A file is written
+    The plaintext is an ordinary checkpoint, byte for byte what was sealed. Only checked bytes come out. A file is written
     whole or not at all, readable by its owner only, with a manifest.
     """
     from ckptmgr import convert
@@ -77,7 +78,7 @@ def decrypt_command(
         lambda out: convert.decrypt_file(
             source, out, options=reading, force=force, clock=session.clock
         ),
-        _target(source, target),
+        _target(target, name=source.name.removesuffix(CONTAINER_SUFFIX)),
         as_json=as_json,
         quiet=quiet,
     )
@@ -88,15 +89,16 @@ def decrypt_command(
     examples=(
         "encrypt net-3_40.ckpt -o sealed/ --key file:run.key",
         "encrypt net-3_40.ckpt -o net.ckpt --mode SM4-CBC --key env:RUN_KEY",
+        "encrypt net.safetensors -o net.safetensors.ckpe --key file:run.key",
     ),
 )
 @_target_options
 @click.option(
     "--mode",
-    type=click.Choice(["AES-GCM", "AES-CBC", "SM4-CBC"]),
+    type=click.Choice(["AES-GCM", "AES-CBC", "SM4-CBC", "SM4-GCM"]),
     default="AES-GCM",
     show_default=True,
-    help="Cipher mode.",
+    help="Cipher mode; SM4-GCM only for safetensors files.",
 )
 @options.key_option
 @options.output_options
@@ -113,8 +115,8 @@ def encrypt_command(
 ) -> int:
     """Encrypt and seal a plain checkpoint.
 
-    The result loads in MindSpore and is authenticated as a whole. Damaged input is refused, never sealed. The input
-    stays; remove it yourself.
+    The result is authenticated as a whole. A .ckpt still loads in MindSpore; a safetensors file goes into a container
+    (.ckpe). Damaged input is refused, never sealed. The input stays; remove it yourself.
     """
     from ckptmgr import convert
 
@@ -129,7 +131,7 @@ def encrypt_command(
         lambda out: convert.encrypt_file(
             source, out, key=key, mode=mode, force=force, clock=session.clock
         ),
-        _target(source, target),
+        _target(target, name=_sealed_name(source)),
         as_json=as_json,
         quiet=quiet,
     )
@@ -149,9 +151,14 @@ def _check_input(source: Path) -> None:
         raise CheckpointNotFound("no such file", path=source)
 
 
-def _target(source: Path, target: str) -> Path:
+def _target(target: str, *, name: str) -> Path:
     path = Path(target)
-    return path / source.name if path.is_dir() else path
+    return path / name if path.is_dir() else path
+
+
+def _sealed_name(source: Path) -> str:
+    is_container = source.suffix == ".safetensors"
+    return source.name + CONTAINER_SUFFIX if is_container else source.name
 
 
 def _refuse_terminal() -> None:

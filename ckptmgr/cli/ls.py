@@ -21,7 +21,6 @@ from ckptmgr.model import Checkpoint, State
 if TYPE_CHECKING:
     from ckptmgr.store import Store
 
-_MAGIC_BYTES = 4
 _HEADER = ("STEP", "SAVED", "SIZE", "METRIC", "FORMAT", "CIPHER", "STATE", "TAGS")
 _SHOWN_METRICS = 2
 
@@ -65,16 +64,15 @@ def ls_command(
 
 def _sniffed(store: Store, checkpoint: Checkpoint) -> Checkpoint:
     """Return a bare file with the cipher that its first bytes name; all others as they are."""
-    from ckptmgr.crypto.records import sniff_mode
-    from ckptmgr.formats.source import read_bytes
+    from ckptmgr.crypto.sniff import cipher_of
 
     if checkpoint.run_id is not None or checkpoint.state is not State.UNVERIFIED:
         return checkpoint
-    with contextlib.suppress(OSError, FormatError):
+    try:
         with contextlib.closing(store.fs.open(checkpoint.path)) as file:
-            head = read_bytes(file, 0, min(file.size, _MAGIC_BYTES))
-        return replace(checkpoint, cipher=sniff_mode(head))
-    return checkpoint
+            return replace(checkpoint, cipher=cipher_of(file))
+    except (OSError, FormatError):
+        return checkpoint
 
 
 def _summary(found: list[Checkpoint]) -> dict[str, Json]:

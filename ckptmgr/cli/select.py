@@ -14,6 +14,7 @@ from pathlib import Path
 from ckptmgr.cli.exits import UsageProblem
 from ckptmgr.errors import CheckpointNotFound
 from ckptmgr.model import Checkpoint, State
+from ckptmgr.naming import stem_of
 from ckptmgr.store import Store
 
 OpenStore = Callable[[Path], Store]
@@ -165,7 +166,7 @@ def _file(store: Store, path: Path) -> Checkpoint:
     status = real.stat()
     return Checkpoint(
         path=real,
-        series=real.stem,
+        series=stem_of(real.name),
         step=0,
         saved_at=datetime.fromtimestamp(status.st_mtime, UTC),
         size_bytes=status.st_size,

@@ -56,6 +56,9 @@ _DIFFERENCES: dict[str, tuple[str, str, str]] = {
     ),
 }
 
+# Input -> what it means here. MindSpore refuses it.
+_ACCEPTED = {"format='safetensors',enc_key=b'0'*16": "encrypted safetensors files, in containers"}
+
 
 def _rows(*groups: str) -> list[_Row]:
     return [row for row in _ROWS if row["group"] in groups]
@@ -80,13 +83,16 @@ def test_config_outcome_equals_the_recorded_one(row: _Row) -> None:
     if name is None:
         assert _policy(CheckpointConfig(**_arguments(row["input"]))) == text  # type: ignore[arg-type]
         return
+    if row["input"] in _ACCEPTED:
+        assert CheckpointConfig(**_arguments(row["input"])).extension == "safetensors.ckpe"  # type: ignore[arg-type]
+        return
     with pytest.raises((TypeError, ValueError)) as caught:
         CheckpointConfig(**_arguments(row["input"]))  # type: ignore[arg-type]
     assert (type(caught.value).__name__, str(caught.value)) == (name, text)
 
 
 def test_listed_differences_all_occur_in_the_recording() -> None:
-    assert set(_DIFFERENCES) <= {row["input"] for row in _rows("cfg")}
+    assert {*_DIFFERENCES, *_ACCEPTED} <= {row["input"] for row in _rows("cfg")}
 
 
 def test_properties_equal_the_recorded_ones() -> None:
