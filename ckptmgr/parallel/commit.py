@@ -161,6 +161,8 @@ class TwoPhaseSave:
     def _stored(self) -> Manifest | None:
         """Return the manifest if this attempt was committed; None also when nobody can tell."""
         with suppress(CkptmgrError, OSError):
+            # Rank 0 may have died between making the manifest and making it durable.
+            self._store.fs.sync_directory(self._store.directory)
             manifest = self._store.read_manifest(self._offer.set_name)
             if manifest is not None and self._own_name in (e.name for e in manifest.shards):
                 return manifest
