@@ -12,8 +12,9 @@
 
 * The version counter misses nothing that torch counts: operations in place, on the tensor or any view of it. It does not count
   writes through `.data`, through NumPy, or by code that goes past torch.
-* Samples are about 128 words of 8 bytes, evenly spread. An update of the whole array is noticed, also when the copy was half
-  done; one of a few elements is noticed only if it hits a sample.
+* Samples are about 128 words of 8 bytes, evenly spread, and the first and the last word of each piece of 16 MiB, as it is
+  copied. An update of the whole array is noticed, before the copy and in the middle of it, wherever the one overtakes the
+  other; an update of a few elements is noticed only if it hits a sample.
 * What may not wait is copied at once: that costs time, and is always right.
 """
 
@@ -29,6 +30,7 @@ import numpy as np
 
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.leaves import array_bytes, jax_bytes, torch_bytes
+from ckptmgr.staging_state import PIECE_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 _SMALL_BYTES = 64 << 10
 _SAMPLES = 128
 _WORD_BYTES = 8
+_PIECE_WORDS = PIECE_BYTES // _WORD_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,11 +84,16 @@ def guard(tensor: Tensor, *, changing: Container[int] = ()) -> Guarded | None:
 
 
 def sample_of(content: memoryview) -> bytes:
-    """Return some words of a content, evenly spread."""
+    """Return some words of a content of at least 8 bytes."""
     words = np.frombuffer(content, np.uint64, count=content.nbytes // _WORD_BYTES)
     # Odd, so that the samples of a matrix do not all lie in one column.
     step = len(words) // _SAMPLES | 1
-    return words[::step].tobytes()
+    spread, firsts, lasts = (
+        words[::step],
+        words[::_PIECE_WORDS],
+        words[_PIECE_WORDS - 1 :: _PIECE_WORDS],
+    )
+    return b"".join((spread.tobytes(), firsts.tobytes(), lasts.tobytes(), content[-_WORD_BYTES:]))
 
 
 def _guard_numpy(tensor: Tensor, array: np.ndarray, changing: Container[int]) -> Guarded | None:

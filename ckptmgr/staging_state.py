@@ -19,7 +19,7 @@ from ckptmgr.staging_spill import SpillFile
 from ckptmgr.staging_threads import drain
 
 _LARGE_BYTES = MIB
-_PIECE_BYTES = 16 * MIB
+PIECE_BYTES = 16 * MIB
 _COPIERS = max(1, min(2, os.cpu_count() or 1))
 
 
@@ -170,8 +170,8 @@ class StagedState:
             source = checked_content(tensors[index])()
             slab, start = self._places[index]
             target = self._regions[slab][start : start + source.nbytes]
-            for offset in range(0, source.nbytes, _PIECE_BYTES):
-                piece = slice(offset, offset + _PIECE_BYTES)
+            for offset in range(0, source.nbytes, PIECE_BYTES):
+                piece = slice(offset, offset + PIECE_BYTES)
                 yield target[piece], source[piece]
 
     def _content(self, index: int) -> memoryview:
