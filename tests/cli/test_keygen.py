@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import os
 import resource
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from ckptmgr.crypto.keys import load_key
 from ckptmgr.saver import SaveOptions
-from tests.cli.running import process_env, run, run_json
+from tests.cli.running import run, run_json
 from tests.manager.saved import save_run
 
 
@@ -109,20 +106,14 @@ def test_keygen_to_stdout_in_json_is_refused() -> None:
 
 
 def test_keygen_on_a_disk_that_fails_leaves_no_file(tmp_path: Path) -> None:
-    def no_more_bytes() -> None:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-
-    command = [sys.executable, "-B", "-m", "ckptmgr", "keygen", "-o", str(tmp_path / "run.key")]
-    done = subprocess.run(
-        command,
-        capture_output=True,
-        env=process_env(),
-        preexec_fn=no_more_bytes,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert b"File too large" in done.stderr
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        result = run("keygen", "-o", tmp_path / "run.key")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert result.exit_code == 2
+    assert "File too large" in result.stderr
     assert list(tmp_path.iterdir()) == []
 
 
