@@ -81,8 +81,7 @@ class Forecaster:
             return
         demand = demand_of(self._config, handle.stats.size_bytes, available_bytes=None)
         for concern in Forecast(demand=demand, pace=pace).concerns:
-            if concern.kind in ("time", "backlog"):
-                self._warn(concern)
+            self._warn(concern)
 
     @property
     def pace(self) -> Pace | None:

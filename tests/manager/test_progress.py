@@ -47,3 +47,13 @@ def test_newest_save_in_flight_counts_until_it_fails() -> None:
     assert (progress.last.step, progress.latest_path) == (6, "/runs/ckpt-2.ckpt")
     third.durable.set_exception(OSError("full"))
     assert progress.last.step == 2
+
+
+def test_cost_is_what_held_up_the_training_in_flight_and_durable() -> None:
+    progress = Progress(START)
+    handle = noted(progress, 2)
+    handle.stats.blocked_s = 0.5
+    assert progress.last == LastSave(step=2, at=2.0, cost_s=0.5)
+    handle.stats.blocked_s = 1.5
+    handle.durable.set_result(checkpoint(2))
+    assert progress.last == LastSave(step=2, at=2.0, cost_s=1.5)
