@@ -63,7 +63,7 @@ def match(stored: Iterable[CkptEntry], into: Mapping[str, Any]) -> Destinations:
         raise _mismatch(differences)
     tensors = [entry for entry in entries.values() if isinstance(entry, TensorEntry)]
     arrays, copies = {}, []
-    direct = _apart({entry.name: _memory(into[entry.name], entry) for entry in tensors})
+    direct = apart({entry.name: _memory(into[entry.name], entry) for entry in tensors})
     for entry in tensors:
         memory = direct.get(entry.name)
         if memory is None:
@@ -110,19 +110,27 @@ def _is_plain(tensor: Any) -> bool:
 
 def _memory(value: Any, entry: TensorEntry) -> np.ndarray | None:
     """Return the memory of a value as the file would fill it, or None where it is laid out otherwise."""
+    if isinstance(value, np.ndarray) and value.dtype != entry.spec.dtype.to_numpy():
+        return None
+    return memory_of(value)
+
+
+def memory_of(value: Any) -> np.ndarray | None:
+    """Return the memory of a NumPy array or torch tensor that has one and is C-contiguous in it, or None."""
     if isinstance(value, np.ndarray):
-        is_direct = value.flags.c_contiguous and value.dtype == entry.spec.dtype.to_numpy()
+        is_direct = value.flags.c_contiguous and value.flags.writeable
         return np.asarray(value) if is_direct else None
     import torch
 
-    is_lazy = value.is_conj() or value.is_neg()
-    if value.device.type != "cpu" or not value.is_contiguous() or is_lazy:
+    if not _is_plain(value) or value.device.type != "cpu" or not value.is_contiguous():
+        return None
+    if value.is_conj() or value.is_neg():  # the bytes mean something else
         return None
     memory: np.ndarray = value.detach().reshape(-1).view(torch.uint8).numpy()
     return memory
 
 
-def _apart(memories: Mapping[str, np.ndarray | None]) -> dict[str, np.ndarray]:
+def apart(memories: Mapping[str, np.ndarray | None]) -> dict[str, np.ndarray]:
     """Return those memories that no other one before them covers, too."""
     known = {name: one for name, one in memories.items() if one is not None}
     kept, end = {}, 0

@@ -290,7 +290,7 @@ def read_values(
     with translated_errors(opened.path):
         entries = list(_chosen_tensors(opened, choose))
         arrays = {id(one): np.empty(one.spec.shape, one.spec.dtype.to_numpy()) for one in entries}
-        _fill(opened, entries, arrays, check_crc=check_crc)
+        fill_arrays(opened, entries, arrays, check_crc=check_crc)
         return dict(_values(opened, arrays, choose))
 
 
@@ -316,7 +316,7 @@ def read_into(
             raise
     try:
         with translated_errors(opened.path):
-            _fill(opened, found.entries, found.arrays, check_crc=check_crc)
+            fill_arrays(opened, found.entries, found.arrays, check_crc=check_crc)
     except BaseException as error:
         error.add_note("the content of the arrays given as into is undefined now; load them again")
         raise
@@ -355,14 +355,24 @@ def read_through(opened: OpenCheckpoint, *, crc_bytes: int = 0) -> int:
     return crc
 
 
-def _fill(
+def fill_arrays(
     opened: OpenCheckpoint,
     entries: Sequence[TensorEntry],
     arrays: Mapping[int, np.ndarray],
     *,
-    check_crc: bool,
+    check_crc: bool = False,
 ) -> None:
-    """Fill the arrays, all checks included."""
+    """Read the contents of some tensors into C-contiguous memory that exists.
+
+    Args:
+        opened: The checkpoint.
+        entries: The tensors, in file order.
+        arrays: `id` of an entry to its memory.
+        check_crc: Compare the CRC32 of the whole file with the stored one.
+
+    Raises:
+        FormatError, CryptoError, CkptmgrError: Damage was found; the memory is then undefined.
+    """
     index = opened.index
     if isinstance(index, CkptIndex):
         crc_bytes = _crc_bytes(opened, index) if check_crc else None
@@ -371,7 +381,7 @@ def _fill(
             check_stored_crc(index.crc, crc)
     elif check_crc and index.crc is not None:
         _read(opened, [], {}, crc_bytes=None)  # checks the index
-        buffers = {key: _bytes_of(array) for key, array in arrays.items()}
+        buffers = {key: bytes_of(array) for key, array in arrays.items()}
         crc = safetensors_file.read_all_into(
             opened.source, index, lambda entry: buffers.get(id(entry))
         )
@@ -404,20 +414,25 @@ def _read(
     if not opened.unit_bytes:
         index = opened.index
         if crc_bytes is not None and isinstance(index, CkptIndex):
-            buffers = {key: _bytes_of(array) for key, array in arrays.items()}
+            buffers = {key: bytes_of(array) for key, array in arrays.items()}
             return mindspore_reader.read_all_into(
                 opened.source, index, lambda entry: buffers.get(id(entry))
             )
         for entry in entries:
-            read_tensor_into(opened.source, entry, _bytes_of(arrays[id(entry)]))
+            read_tensor_into(opened.source, entry, bytes_of(arrays[id(entry)]))
         return None
-    placements = []
+    placements, bools = [], []
     for entry in entries:
-        target = _bytes_of(arrays[id(entry)])
+        target = bytes_of(arrays[id(entry)])
+        if entry.spec.dtype.name == "bool" and entry.pieces:
+            bools.append((entry, target))
+        if len(entry.pieces) == 1:
+            placements.append(Placement(entry.pieces[0].offset, target))
+            continue
         for piece in entry.pieces:
             placements.append(Placement(piece.offset, target[: piece.length]))
             target = target[piece.length :]
-    placements.sort(key=lambda one: one.offset)
+    placements.sort(key=_offset_of)
     crc = read_scattered(
         opened.source,
         placements,
@@ -425,9 +440,8 @@ def _read(
         crc_bytes=crc_bytes,
         glimpses=opened.glimpses,
     )
-    for entry in entries:
-        for piece in entry.pieces[:1]:
-            check_content(entry, _bytes_of(arrays[id(entry)]), offset=piece.offset)
+    for entry, target in bools:
+        check_content(entry, target, offset=entry.pieces[0].offset)
     return crc
 
 
@@ -456,6 +470,7 @@ def _values(
             yield entry.name, arrays[id(entry)]
 
 
-def _bytes_of(array: np.ndarray) -> memoryview:
+def bytes_of(array: np.ndarray) -> memoryview:
+    """Return the memory of a C-contiguous array."""
     flat: np.ndarray = array.reshape(-1).view(np.uint8)
     return flat.data

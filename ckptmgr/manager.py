@@ -146,11 +146,16 @@ class CheckpointManager:
     def resume(self, state: object = None) -> Resumption:
         """Restore the newest checkpoint that verifies and loads.
 
+        Arrays of `state` that can take their content from the file do so, without a second copy in memory. Every byte is
+        verified before the first one of them is written: damaged checkpoints change nothing, also when none loads.
+
         Args:
             state: The state to restore into, built as for a fresh start; None gives the stored state as new objects.
 
         Raises:
             StateMismatch: A whole checkpoint does not fit `state`; names every difference. Nothing was changed.
+            CorruptCheckpoint, OSError: The file changed, or could no longer be read, after it was verified. `state` is then
+                partly overwritten.
             KeyProblem: There are checkpoints, but none opens with this key.
             StoreLocked: Another live process writes this series.
         """
@@ -167,7 +172,9 @@ class CheckpointManager:
         self._writer.open()
         present = self._store.scan()
         candidates = newest_first([c for c in present if c.series == self.prefix])
-        checkpoint, loaded, skipped = first_that_loads(candidates, self._reader.read)
+        checkpoint, loaded, skipped = first_that_loads(
+            candidates, lambda found: self._reader.read(found, state)
+        )
         skipped += without_manifest(present, self.prefix)
         for one in skipped:
             _LOG.warning("skipped %s: %s", one.checkpoint.path, one.reason)
@@ -336,7 +343,9 @@ class CheckpointManager:
     def _rolled_back_to_disk(
         self, state: object, candidates: Sequence[Checkpoint], target: int
     ) -> Resumption:
-        checkpoint, loaded, skipped = first_that_loads(candidates, self._reader.read)
+        checkpoint, loaded, skipped = first_that_loads(
+            candidates, lambda found: self._reader.read(found, state)
+        )
         if checkpoint is None or loaded is None:
             raise CheckpointNotFound(
                 f"no state of step {target} or before: in memory are {self._recent.steps}, on disk nothing that loads",
@@ -374,7 +383,7 @@ class CheckpointManager:
         """
         found = self._reader.find(checkpoint)
         with self._observers.timed("load", **about(found)):
-            loaded = self._reader.read(found)
+            loaded = self._reader.read(found, state)
             if state is not None:
                 self.before_update()
             return loaded.put_back(state)

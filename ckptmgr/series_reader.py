@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 
 from ckptmgr.errors import CheckpointNotFound
+from ckptmgr.in_place import InPlaceState, in_place
 from ckptmgr.loader import ReadOptions
 from ckptmgr.model import Checkpoint, State
 from ckptmgr.naming import step_name
 from ckptmgr.resume import newest_first, open_checkpoint
 from ckptmgr.series import next_attempt
 from ckptmgr.store import Store
-from ckptmgr.stored_state import StoredState
+from ckptmgr.stored_state import SKELETON, StoredState
 
 _USABLE = (State.OK, State.UNVERIFIED, State.CORRUPT)
 
@@ -73,9 +75,21 @@ class SeriesReader:
             f"no checkpoint {checkpoint!r} in series {self._series!r}", path=self._store.directory
         )
 
-    def read(self, checkpoint: Checkpoint) -> StoredState:
-        """Read one checkpoint, verified."""
-        with open_checkpoint(self._store, checkpoint, options=self._options) as (opened, manifest):
+    def read(self, checkpoint: Checkpoint, state: object = None) -> StoredState | InPlaceState:
+        """Return one checkpoint, verified, to be put back into `state`.
+
+        Its tensors are in memory, or, where the state has room for them, still in the file, which is then held open.
+        """
+        with contextlib.ExitStack() as stack:
+            opened, manifest = stack.enter_context(
+                open_checkpoint(self._store, checkpoint, options=self._options)
+            )
+            skeleton = opened.metadata.get(SKELETON)
+            if state is not None and skeleton is not None:
+                found = in_place(opened, state, skeleton=skeleton, manifest=manifest)
+                if found is not None:
+                    found.close_with(stack.pop_all())
+                    return found
             return StoredState.read(opened, path=checkpoint.path, manifest=manifest)
 
     def free_name(self, step: int, *, format: str) -> tuple[str, int]:

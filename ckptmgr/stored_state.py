@@ -14,12 +14,12 @@ from ckptmgr.errors import CorruptCheckpoint, UnsupportedCheckpoint
 from ckptmgr.loader import OpenCheckpoint, read_values
 from ckptmgr.manifest import Manifest
 
-_SKELETON = "ckptmgr.tree"
+SKELETON = "ckptmgr.tree"
 
 
 def metadata_of(flat: tree.FlatState) -> dict[str, str]:
     """Return the metadata strings that a file needs to give the state back."""
-    return {**flat.aliases, _SKELETON: flat.skeleton}
+    return {**flat.aliases, SKELETON: flat.skeleton}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class StoredState:
     @classmethod
     def read(cls, opened: OpenCheckpoint, *, path: Path, manifest: Manifest | None) -> StoredState:
         """Read everything; raises as `read_values` does."""
-        skeleton = opened.metadata.get(_SKELETON)
+        skeleton = opened.metadata.get(SKELETON)
         values = read_values(opened)
         arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
         return cls(path=path, skeleton=skeleton, arrays=arrays, manifest=manifest)

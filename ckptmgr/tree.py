@@ -25,16 +25,26 @@ Strides are not kept: a lone transposed array comes back C-contiguous.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from ckptmgr.destinations import apart, memory_of
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.tree_flatten import Flattener
 from ckptmgr.tree_nodes import StateMismatch, TreeError
 from ckptmgr.tree_restore import Restorer
 from ckptmgr.tree_unflatten import Read, Unflattener
 
-__all__ = ["FlatState", "Read", "StateMismatch", "TreeError", "flatten", "restore", "unflatten"]
+__all__ = [
+    "FlatState",
+    "Read",
+    "Restoration",
+    "StateMismatch",
+    "TreeError",
+    "flatten",
+    "restore",
+    "unflatten",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,4 +115,45 @@ def restore(target: object, skeleton: str, read: Read) -> object:
         StateMismatch: Missing or extra keys, other shapes or types; names every path. Nothing was changed.
         TreeError: The skeleton is damaged or does not fit the tensors. Nothing was changed.
     """
-    return Restorer().run(target, unflatten(skeleton, read))
+    restorer = Restorer()
+    restorer.plan(target, unflatten(skeleton, read))
+    return restorer.carry_out()
+
+
+class Restoration:
+    """`restore` in two steps, so that what is stored can be read when it is known where it goes.
+
+    Args:
+        target: As for `restore`.
+        skeleton: As for `restore`.
+        read: Returns an array for each tensor, whose content may be anything yet.
+        fill: Has the content of a tensor read now.
+
+    Attributes:
+        direct: Tensor to the memory of the target that is all its content is for.
+
+    Raises:
+        StateMismatch, TreeError: As `restore`.
+    """
+
+    def __init__(
+        self, target: object, skeleton: str, read: Read, *, fill: Callable[[str], None]
+    ) -> None:
+        unflattener = Unflattener(read, fill=fill)
+        self._restorer = Restorer()
+        self._restorer.plan(target, unflattener.run(skeleton))
+        self._fills = {
+            name: one
+            for one in self._restorer.fills
+            if unflattener.whole.get(name := unflattener.leaves.get(id(one.stored), ""))
+        }
+        self.direct = apart({name: memory_of(one.target) for name, one in self._fills.items()})
+
+    def finish(self) -> object:
+        """Return the restored state; the memory in `direct` and all other arrays must have been filled."""
+        for name in self.direct:
+            one = self._fills[name]
+            self._restorer.filled.add(id(one.stored))
+            if one.is_given_on:
+                one.stored.data = one.target.detach()
+        return self._restorer.carry_out()

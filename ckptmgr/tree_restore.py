@@ -48,20 +48,43 @@ class _Parts:
     step: _Step
 
 
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """A stored array or torch tensor that will be copied into one of the state.
+
+    Attributes:
+        target: Of the state, of the same shape and type.
+        stored: What was stored.
+        is_given_on: The copy is made by the object that the target belongs to, when it gets `stored`.
+    """
+
+    target: Any
+    stored: Any
+    is_given_on: bool = False
+
+
 class Restorer:
-    """Compares one state with what was stored and fills it; see `tree.restore`."""
+    """Compares one state with what was stored and fills it; see `tree.restore`.
+
+    Attributes:
+        fills: What will be copied, known once `plan` returned.
+        filled: `id` of what was stored and need not be copied any more.
+    """
 
     def __init__(self) -> None:
         self._differences: list[str] = []
         self._generators: list[Callable[[], None]] = []
+        self._steps: list[_Step] = []
+        self.fills: list[Fill] = []
+        self.filled: set[int] = set()
 
-    def run(self, target: object, stored: object) -> object:
-        """Return the restored state.
+    def plan(self, target: object, stored: object) -> None:
+        """Compare.
 
         Raises:
             StateMismatch: The two differ in structure, shape or type; nothing was changed.
         """
-        steps: list[_Step] = []
+        steps = self._steps
         stack: list[_Visit | _Step] = [_Visit(target, stored, Path())]
         while stack:
             item = stack.pop()
@@ -76,7 +99,10 @@ class Restorer:
                 steps.append(plan)
         if self._differences:
             raise _mismatch(self._differences)
-        restored = _carry_out(steps)
+
+    def carry_out(self) -> object:
+        """Fill the state that was compared, and return it."""
+        restored = _carry_out(self._steps)
         for set_state in self._generators:
             set_state()
         return restored
@@ -157,14 +183,22 @@ class Restorer:
             return self._differ(path, f"is {_described(target)}, stored is {_described(stored)}")
         if not target.flags.writeable:
             return _give(stored)
-        return _Step(0, lambda _: _fill_array(target, stored))
+        self.fills.append(Fill(target, stored))
+        return _Step(
+            0, lambda _: target if id(stored) in self.filled else _fill_array(target, stored)
+        )
 
-    def _plan_tensor(self, target: Any, stored: Any, path: Path) -> _Step:
+    def _plan_tensor(
+        self, target: Any, stored: Any, path: Path, *, is_given_on: bool = False
+    ) -> _Step:
         if framework_of(stored) != "torch" or _signature(target) != _signature(stored):
             return self._differ(path, f"is {_described(target)}, stored is {_described(stored)}")
         if not _can_copy_into(target):
             return _give(stored)
-        return _Step(0, lambda _: _fill_tensor(target, stored))
+        self.fills.append(Fill(target, stored, is_given_on))
+        return _Step(
+            0, lambda _: target if id(stored) in self.filled else _fill_tensor(target, stored)
+        )
 
     def _plan_foreign(self, target: Any, stored: np.ndarray, path: Path) -> _Step:
         if (tuple(target.shape), str(target.dtype).lower()) != (stored.shape, stored.dtype.name):
@@ -196,7 +230,7 @@ class Restorer:
         self._compare_keys(current, stored, path)
         for key in current:
             if key in stored and framework_of(current[key]) == "torch":
-                self._plan_tensor(current[key], stored[key], path.key(key))
+                self._plan_tensor(current[key], stored[key], path.key(key), is_given_on=True)
 
     def _plan_generator(self, target: Any, stored: Any, path: Path) -> _Step:
         if generator_kind(target) != generator_kind(stored):

@@ -77,10 +77,22 @@ class _Place:
 
 
 class Unflattener:
-    """Decodes one skeleton; see `tree.unflatten`."""
+    """Decodes one skeleton; see `tree.unflatten`.
 
-    def __init__(self, read: Read) -> None:
+    Args:
+        read: Returns the array of a tensor.
+        fill: Called with the name of a tensor before its content is looked at; until then it may be anything.
+
+    Attributes:
+        leaves: `id` of an array or torch tensor in the state to the name of its tensor.
+        whole: The names of tensors that are one leaf and nothing else.
+    """
+
+    def __init__(self, read: Read, *, fill: Callable[[str], None] | None = None) -> None:
         self._read = read
+        self._fill = fill
+        self.leaves: dict[int, str] = {}
+        self.whole: dict[str, bool] = {}
         self._memory: dict[str, np.ndarray] = {}
         self._stored: dict[str, np.ndarray] = {}
         self._torch_memory: dict[str, torch.Tensor] = {}
@@ -174,6 +186,7 @@ class Unflattener:
 
     def _bytes(self, kind: str, body: Json) -> None:
         [array] = self._pop(1)
+        self._look_into(array)
         if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.ndim != 1:
             raise TreeError("bytes are not stored as uint8")
         self._put(array.tobytes() if kind == "to_bytes" else bytearray(array.tobytes()))
@@ -183,6 +196,7 @@ class Unflattener:
         if not isinstance(body, dict):
             raise TreeError(f"a {kind} tensor is spelled {body!r}")
         parts = self._pop(3 if "axis" in body else 2 if kind == "sparse" else 1)
+        self._look_into(parts)
         build = torch.build_sparse if kind == "sparse" else torch.build_quantized
         if not all(_is_torch_tensor(part) for part in parts):
             raise TreeError(f"a {kind} tensor has parts that are no tensors")
@@ -190,6 +204,7 @@ class Unflattener:
 
     def _rng(self, kind: str, body: Json) -> None:
         [state] = self._pop(1)
+        self._look_into(state)
         self._put(_guarded(f"a {body}", lambda: build_generator(body, state)))
 
     def _leaf(self, kind: str, body: Json) -> object:
@@ -200,8 +215,11 @@ class Unflattener:
         if type(shared) is int and shared in self._shared:
             return self._shared[shared]
         build = self._array if kind == "array" else self._tensor
-        self._load(body["tensor"])
-        value: object = _guarded(f"tensor {body['tensor']!r}", lambda: build(body))
+        name = self._load(body["tensor"])
+        value: object = _guarded(f"tensor {name!r}", lambda: build(body))
+        self.leaves[id(value)] = name
+        is_whole = "offset" not in body and "shared" not in body
+        self.whole[name] = is_whole and name not in self.whole
         if type(shared) is int:
             self._shared[shared] = value
         return value
@@ -255,12 +273,12 @@ class Unflattener:
                 raise TreeError(f"bytes [{low}, {high}) of {memory.nbytes} are wanted")
         return _Place(memory, name, shape, start, strides)
 
-    def _load(self, name: Json) -> None:
-        """Read the bytes of a stored tensor into memory that the state will own."""
+    def _load(self, name: Json) -> str:
+        """Read the bytes of a stored tensor into memory that the state will own; return its name."""
         if not isinstance(name, str):
             raise TreeError(f"a tensor is called {name!r}")
         if name in self._memory:
-            return
+            return name
         try:
             stored = self._read(name)
         except KeyError:
@@ -272,6 +290,20 @@ class Unflattener:
             memory = memory.copy()
             stored = memory.view(flat.dtype).reshape(stored.shape) if flat.nbytes else stored
         self._memory[name], self._stored[name] = memory, stored
+        return name
+
+    def _look_into(self, values: object) -> None:
+        """Have the contents read that a value is made from."""
+        if self._fill is None:
+            return
+        if isinstance(values, dict):
+            values = list(values.values())
+        if isinstance(values, list | tuple):
+            for value in values:
+                self._look_into(value)
+        elif (name := self.leaves.get(id(values))) is not None:
+            self.whole[name] = False
+            self._fill(name)
 
 
 def _strides(node: Json, count: int) -> tuple[int, ...]:
