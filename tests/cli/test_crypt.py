@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from ckptmgr.manifest import manifest_name
 from ckptmgr.saver import SaveOptions
 from tests.cli.running import key_file, process_env, run, run_json, run_process
-from tests.manager.saved import GOLDEN_FILES, KEY, OTHER_KEY, flip, save_run
+from tests.manager.saved import GOLDEN_FILES, KEY, OTHER_KEY, flip, items, save_run
 
 SEALED = SaveOptions(key=KEY, has_crc=True)
 
@@ -222,3 +223,31 @@ def test_terminal_gets_no_binary_data(sealed: Path, plain: Path, source: str) ->
 def test_process_writes_the_pipe(sealed: Path, plain: Path, source: str) -> None:
     done = run_process("decrypt", sealed, "-o", "-", "--key", source)
     assert (done.returncode, done.stdout) == (0, plain.read_bytes())
+
+
+def test_encrypt_and_decrypt_of_safetensors_into_directories_change_the_name(
+    tmp_path: Path, source: str
+) -> None:
+    options = SaveOptions(format="safetensors")
+    (plain,) = save_run(tmp_path / "plain", [10], options=options, content=items()[:1])
+    for name in ("sealed", "out"):
+        (tmp_path / name).mkdir()
+    assert run("encrypt", plain, "-o", tmp_path / "sealed", "--key", source).exit_code == 0
+    sealed = tmp_path / "sealed" / f"{plain.name}.ckpe"
+    assert run("verify", sealed, "--key", source).exit_code == 0
+    assert run("decrypt", sealed, "-o", tmp_path / "out", "--key", source).exit_code == 0
+    assert (tmp_path / "out" / plain.name).read_bytes() == plain.read_bytes()
+
+
+def test_container_is_shown_with_its_cipher(tmp_path: Path, source: str) -> None:
+    options = SaveOptions(format="safetensors")
+    (plain,) = save_run(tmp_path / "plain", [10], options=options, content=items()[:1])
+    sealed = tmp_path / "x.safetensors.ckpe"
+    mode = ("--mode", "SM4-GCM")
+    assert run("encrypt", plain, "-o", sealed, "--key", source, *mode).exit_code == 0
+    (tmp_path / manifest_name(sealed.name)).unlink()
+    (listed,) = run_json("ls", tmp_path)["items"]
+    assert listed["cipher"] == "SM4-GCM"
+    shown = run("inspect", sealed, "--key", source, "--allow-unsealed")
+    assert "SM4-GCM" in shown.stdout
+    assert "fc.weight" in shown.stdout
