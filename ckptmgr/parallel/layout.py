@@ -18,7 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ckptmgr.errors import CheckpointNotFound
+from ckptmgr.errors import CheckpointNotFound, TruncatedCheckpoint
 from ckptmgr.formats.dtypes import DType
 from ckptmgr.formats.strategy import (
     MAX_STRATEGY_BYTES,
@@ -181,14 +181,30 @@ def read_strategy(path: str | os.PathLike[str]) -> Strategy:
     """Read a strategy file.
 
     Raises:
+        TypeError: It is no file name; the message is MindSpore's.
         CheckpointNotFound: There is no such file.
         CorruptCheckpoint: It is no strategy file, or contradicts itself.
     """
+    if not isinstance(path, (str, os.PathLike)):
+        raise TypeError(
+            "For 'build_searched_strategy', the argument 'strategy_filename' should be string, but got"
+            f" {type(path)}."
+        )
     file = Path(path)
     if not file.is_file():
-        raise CheckpointNotFound("no such strategy file", path=file)
-    with translated_errors(os.fspath(path)), file.open("rb") as stream:
-        return parse_strategy(stream.read(MAX_STRATEGY_BYTES + 1))
+        raise CheckpointNotFound(
+            f"For 'build_searched_strategy', no such strategy file: {path}. Please check whether the"
+            " 'strategy_filename' exists."
+        )
+    with file.open("rb") as stream:
+        data = stream.read(MAX_STRATEGY_BYTES + 1)
+    if not data:
+        raise TruncatedCheckpoint(
+            f"For 'build_searched_strategy', the strategy file {path} should not be empty. Please check whether the"
+            " 'strategy_filename' is correct."
+        )
+    with translated_errors(os.fspath(path)):
+        return parse_strategy(data)
 
 
 def layouts_of(strategy: Strategy) -> dict[str, ParallelLayout]:
@@ -233,6 +249,15 @@ def devices_per_stage(layouts: Mapping[str, ParallelLayout]) -> int:
         (first, one), (second, other) = list(counts.items())[:2]
         raise LayoutError(f"{one!r} is laid out over {first} devices, {other!r} over {second}")
     return next(iter(counts), 1)
+
+
+def rank_of_process() -> int:
+    """Return the rank of this process by `RANK_ID` (MindSpore) or `RANK` (torchrun) in the environment; 0 without either."""
+    for name in ("RANK_ID", "RANK"):
+        text = os.environ.get(name, "")
+        if text.isdecimal():
+            return int(text)
+    return 0
 
 
 def _axes(value: Any) -> tuple[int, ...]:

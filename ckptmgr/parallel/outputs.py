@@ -10,8 +10,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ckptmgr.formats.tensor import Item
-from ckptmgr.lease import lease_path
+from ckptmgr.fsio import OsFileSystem
+from ckptmgr.lease import ProcProcesses, lease_path
 from ckptmgr.manifest import FileEntry, Manifest
+from ckptmgr.manifest_files import ManifestFiles
 from ckptmgr.naming import parse_name
 from ckptmgr.saver import SaveOptions, save_items
 from ckptmgr.store import Store
@@ -68,3 +70,18 @@ def write_file(
             with suppress(OSError):
                 store.fs.unlink(lease_path(path.parent, path.name))
     return path
+
+
+def write_small_file(path: Path, data: bytes) -> None:
+    """Replace a small file durably; directories are made.
+
+    Raises:
+        OSError: From the disk; an older file of this name is intact.
+    """
+    fs = OsFileSystem()
+    fs.make_directory(path.parent, mode=0o700)
+    files = ManifestFiles(
+        path.parent, fs=fs, key=None, processes=ProcProcesses(), must_authenticate=False
+    )
+    files.write(path, data, series=path.name, mode=0o600, is_durable=True)
+    fs.sync_directory(path.parent)

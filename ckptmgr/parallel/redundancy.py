@@ -26,6 +26,7 @@ from ckptmgr.parallel.layout import (
     ParallelLayout,
     from_layout_tuple,
     from_strategy_layout,
+    rank_of_process,
     read_strategy,
 )
 from ckptmgr.parallel.slices import equal_groups
@@ -65,7 +66,7 @@ def get_parameter_redundancy(
         raise TypeError(f"layout_obj is {type(layout_obj)} instead of a file name or a mapping")
     if initial_rank is None:
         devices = next((layout.device_count for layout in layouts.values()), 1)
-        initial_rank = (_rank_of_process() if rank is None else rank) // devices * devices
+        initial_rank = (rank_of_process() if rank is None else rank) // devices * devices
     return {name: groups_of(layouts[name], first_rank=initial_rank) for name in sorted(layouts)}
 
 
@@ -128,14 +129,6 @@ def _layout(
             hint="pass group_size=mindspore.communication.get_group_size",
         )
     return from_layout_tuple(value, opt_shard_size=group_size(group))
-
-
-def _rank_of_process() -> int:
-    for name in ("RANK_ID", "RANK"):
-        text = os.environ.get(name, "")
-        if text.isdecimal():
-            return int(text)
-    return 0
 
 
 @lru_cache(maxsize=1024)

@@ -97,6 +97,12 @@ class Resharder:
             content=partial(self._read, name, region, choices, spec.dtype.item_bytes),
         )
 
+    def unlisted(self) -> list[Item]:
+        """Return the values that the source strategy does not list, as the first rank that has them holds them."""
+        listed = self.source
+        names = [] if listed is None else [n for n in self.files.names() if n not in listed]
+        return [item for name in names for item in self._unlisted(name, 0)]
+
     def _layout(self, name: str) -> ParallelLayout:
         return whole() if self.source is None else self.source.get(name, whole())
 

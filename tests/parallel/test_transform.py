@@ -214,7 +214,7 @@ def test_texts_and_values_in_no_strategy_come_from_the_rank_of_that_place(tmp_pa
     strategy = written_strategy(tmp_path / "s.ckpt", rows("w"))
     files = transform_checkpoints(tmp_path / "in", tmp_path / "out", "p", strategy, strategy)
     second = load_checkpoint(files[1])
-    assert (float(second["lr"]), second["note"]) == (1.0, "rank 1")  # type: ignore[arg-type]
+    assert (float(second["lr"]), second["note"]) == (1.0, "rank 1")
 
 
 def test_map_parameter_cannot_be_carried_over(tmp_path: Path) -> None:

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checkpoints of all ranks as one: MindSpore's `unified_safetensors`.
+
+```
+part0.safetensors, part1.safetensors ...   whole tensors, about 3 GiB each
+hyper_param.safetensors                    what no strategy lists (learning rate, counters)
+param_name_map.json                        {"metadata": {"total_size"}, "weight_map": {name: file}}
+```
+Deduplicated sources need no argument: a slice is taken from whichever rank saved it. No more than a few tensors are held at a
+time, and nothing waits for free memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ckptmgr.formats.tensor import Tensor
+from ckptmgr.parallel.layout import devices_per_stage, read_layouts, whole
+from ckptmgr.parallel.outputs import write_file, write_small_file
+from ckptmgr.parallel.rank_files import RankFiles
+from ckptmgr.parallel.transform import (
+    Resharder,
+    StrategyFile,
+    output_options,
+    reading_options,
+    source_files,
+)
+
+PART_BYTES = 3 << 30
+HYPER_FILE = "hyper_param.safetensors"
+MAP_FILE = "param_name_map.json"
+
+_NOT_MERGED = "accu_grads"
+_METADATA = {"format": "ms"}
+
+Choose = Callable[[str], bool | str]
+
+
+def unified_safetensors(
+    src_dir: str | os.PathLike[str],
+    src_strategy_file: StrategyFile,
+    dst_dir: str | os.PathLike[str],
+    merge_with_redundancy: bool = True,
+    file_suffix: str | None = None,
+    max_process_num: int = 64,
+    choice_func: Choose | None = None,
+    split_dst_file: tuple[int, int] | tuple[()] = (),
+    *,
+    dec_key: bytes | None = None,
+    dec_mode: str = "AES-GCM",
+    allow_unsealed: bool = False,
+) -> list[Path]:
+    """Join the checkpoints of all ranks.
+
+    Args:
+        src_dir: Holds `rank_0`, `rank_1` ...
+        src_strategy_file: How the files are cut; None for whole tensors in `rank_0`.
+        dst_dir: Gets the parts; made where it does not exist.
+        merge_with_redundancy: Accepted; the files themselves show what they hold.
+        file_suffix: Only files whose name ends so, before the dot.
+        max_process_num: Accepted; one process keeps the disk busy.
+        choice_func: Given a parameter's name, returns False to leave it out, or the name to store it under.
+        split_dst_file: `(number, count)`: write only the parts of this one of `count` machines, from 1.
+        dec_key: Key of the source.
+        dec_mode: Its cipher mode.
+        allow_unsealed: Accept source files without a seal although a key is given.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        ValueError: An argument is unusable; messages as MindSpore's.
+        SliceMissing, LayoutError: A slice is nowhere, or does not fit; nothing was written.
+        CkptmgrError: A file is damaged, or a key wrong.
+    """
+    del merge_with_redundancy, max_process_num
+    source_dir, target_dir = Path(src_dir), Path(dst_dir)
+    if source_dir.is_file():
+        raise ValueError("For 'unified_safetensors', the 'src_dir' can not be a file.")
+    number, count = split_dst_file or (1, 1)
+    if not 1 <= number <= count:
+        raise ValueError(f"split_dst_file is {split_dst_file}; it counts machines from 1")
+    reading = reading_options(dec_key, dec_mode, allow_unsealed)
+    options = output_options("safetensors", None, "AES-GCM")
+    paths = source_files(source_dir, "unified_safetensors", file_suffix)
+    source = None if src_strategy_file is None else read_layouts(src_strategy_file)
+    if source is None:
+        paths = dict(list(paths.items())[:1])
+    devices_per_stage(source or {})
+    written: list[Path] = []
+    with RankFiles(paths, reading) as files:
+        resharder = Resharder(files=files, source=source, target=None)
+        names = [name for name in files.names() if source is None or name in source]
+        tensors = _chosen(resharder, names, choice_func)
+        parts = _parts(tensors)
+        first, last = _share(len(parts), number, count)
+        for index in range(first, last):
+            file = target_dir / f"part{index}.safetensors"
+            written.append(write_file(file, parts[index], options=options, metadata=_METADATA))
+        if number > 1:
+            return written
+        hyper = resharder.unlisted()
+        if hyper:
+            file = target_dir / HYPER_FILE
+            written.append(write_file(file, hyper, options=options, metadata=_METADATA))
+    weights = {
+        one.spec.name: f"part{n}.safetensors" for n, part in enumerate(parts) for one in part
+    }
+    total = sum(one.spec.size_bytes for one in tensors)
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=4)
+    write_small_file(target_dir / MAP_FILE, text.encode())
+    return [*written, target_dir / MAP_FILE]
+
+
+def _chosen(resharder: Resharder, names: Sequence[str], choice_func: Choose | None) -> list[Tensor]:
+    chosen: dict[str, Tensor] = {}
+    for name in names:
+        choice = True if choice_func is None else choice_func(name)
+        if name.startswith(_NOT_MERGED) or choice is False:
+            continue
+        stored = choice if isinstance(choice, str) else name
+        if stored in chosen:
+            raise ValueError(f"choice_func gives two parameters the name {stored!r}")
+        tensor = resharder.tensor(name, whole())
+        chosen[stored] = replace(tensor, spec=replace(tensor.spec, name=stored))
+    return list(chosen.values())
+
+
+def _parts(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Deal tensors out to parts of about `PART_BYTES`, the largest first, each to the smallest part so far."""
+    total = sum(one.spec.size_bytes for one in tensors)
+    parts: list[list[Tensor]] = [[] for _ in range(min(-(-total // PART_BYTES), len(tensors)))]
+    if tensors and not parts:
+        return [list(tensors)]  # nothing but empty tensors
+    sizes = [0] * len(parts)
+    for one in sorted(tensors, key=lambda one: (-one.spec.size_bytes, one.spec.name)):
+        smallest = sizes.index(min(sizes))
+        parts[smallest].append(one)
+        sizes[smallest] += one.spec.size_bytes
+    return parts
+
+
+def _share(parts: int, number: int, count: int) -> tuple[int, int]:
+    """Return which parts the machine `number` of `count` writes; the first ones get those that are left over."""
+    size, more = divmod(parts, count)
+    first = size * (number - 1) + min(number - 1, more)
+    return first, first + size + (number <= more)
