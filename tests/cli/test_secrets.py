@@ -1,0 +1,242 @@
+# SPDX-License-Identifier: Apache-2.0
+"""No key in anything that a whole run prints, logs, raises or writes, whatever goes wrong in it."""
+
+from __future__ import annotations
+
+import base64
+import logging
+import os
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import Result
+
+from ckptmgr import CheckpointConfig, CheckpointManager, CkptmgrError, load_checkpoint
+from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.keys import load_key
+from tests.cli.running import run, run_process
+from tests.manager.saved import flip
+
+
+def spellings(secret: bytes) -> dict[str, bytes]:
+    """Return what a key may look like, by name; base64 without its end, which depends on what follows."""
+    return {
+        "raw": secret,
+        "hex": secret.hex().encode(),
+        "hex with colons": secret.hex(":").encode(),
+        "base64": base64.b64encode(secret)[: len(secret) * 8 // 6],
+        "base64 for URLs": base64.urlsafe_b64encode(secret)[: len(secret) * 8 // 6],
+        "repr": repr(secret)[2:-1].encode(),
+        "list of numbers": str(list(secret))[1:-1].encode(),
+    }
+
+
+def leaks(shown: bytes, keys: Sequence[Key]) -> list[str]:
+    """Return the spellings of the keys that occur in `shown`, in capitals or not."""
+    return [
+        name
+        for key in keys
+        for name, form in spellings(key.raw).items()
+        if form in shown or form.lower() in shown.lower()
+    ]
+
+
+class Transcript:
+    """Everything that came out of a run."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
+        self.shown: list[bytes] = []
+        self._caplog = caplog
+        self._capfd = capfd
+
+    def add(self, *values: object) -> None:
+        self.shown += [f"{value}\n{value!r}".encode("utf-8", "replace") for value in values]
+
+    def add_error(self, error: BaseException) -> None:
+        self.add(error, error.args, vars(error), "".join(traceback.format_exception(error)))
+
+    def add_result(self, result: Result) -> Result:
+        self.shown += [result.stdout_bytes, result.stderr_bytes]
+        if result.exception is not None:
+            self.add_error(result.exception)
+        return result
+
+    def add_files(self, folder: Path, *, but: Sequence[Path]) -> None:
+        for path in folder.rglob("*"):
+            self.shown.append(str(path).encode())
+            if path.is_file() and path not in but:
+                self.shown.append(path.read_bytes())
+
+    def leaks(self, keys: Sequence[Key]) -> list[str]:
+        """Return the spellings of keys in all of it, logs and what went past the command line included."""
+        self.add(self._caplog.text, *(vars(record) for record in self._caplog.records))
+        self.add(*self._capfd.readouterr())
+        return leaks(b"\n".join(self.shown), keys)
+
+
+@pytest.fixture
+def transcript(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> Transcript:
+    """What is written down while a test runs; logs are at their most talkative, temporary files under the test's."""
+    caplog.set_level(logging.DEBUG)
+    for name in ("HOME", "TMPDIR", "XDG_CONFIG_HOME", "XDG_CACHE_HOME"):
+        folder = tmp_path / name.lower()
+        folder.mkdir()
+        monkeypatch.setenv(name, str(folder))
+    return Transcript(caplog, capfd)
+
+
+def make_key(path: Path, transcript: Transcript, *, size: int) -> Key:
+    transcript.add_result(run("keygen", "--bytes", str(size), "--out", path))
+    return load_key(f"file:{path}")
+
+
+def save(folder: Path, key: Key, mode: str, asynchronous: str | None) -> CheckpointConfig:
+    """Save three checkpoints by the API."""
+    config = CheckpointConfig(
+        enc_key=key.raw, enc_mode=mode, async_save=asynchronous or False, keep="last(3)"
+    )
+    state = {"weights": np.arange(1000, dtype=np.float32), "name": "net"}
+    with CheckpointManager(folder, config, prefix="net") as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state, metrics={"loss": 1.0 / step})
+    return config
+
+
+@pytest.mark.parametrize(
+    ("mode", "size", "asynchronous"),
+    [("AES-GCM", 32, None), ("AES-CBC", 24, "thread"), ("SM4-CBC", 16, "process")],
+)
+def test_whole_run_shows_no_key(
+    mode: str, size: int, asynchronous: str | None, tmp_path: Path, transcript: Transcript
+) -> None:
+    right, wrong = tmp_path / "right.key", tmp_path / "wrong.key"
+    keys = [make_key(path, transcript, size=size) for path in (right, wrong)]
+    runs, sealed, opened = tmp_path / "runs", tmp_path / "sealed.ckpt", tmp_path / "opened.ckpt"
+    transcript.add(save(runs, keys[0], mode, asynchronous))
+    (file,) = runs.glob("net*3.ckpt")
+    commands: list[tuple[int, tuple[str | Path, ...]]] = [
+        (0, ("ls", runs)),
+        (0, ("inspect", file)),
+        (0, ("verify", file, "--deep")),
+        (0, ("decrypt", file, "-o", opened)),
+        (0, ("encrypt", opened, "-o", sealed, "--mode", mode)),
+        (0, ("pin", file)),
+        (0, ("prune", runs, "--keep", "last(1)", "--yes")),
+        (0, ("verify", runs)),
+    ]
+    for code, command in commands:
+        for option in ((), ("--json",)):
+            if option and command[0] in ("decrypt", "encrypt"):
+                continue
+            result = transcript.add_result(run(*command, *option, "--key", f"file:{right}"))
+            assert result.exit_code == code, result.stderr
+    transcript.add_files(tmp_path, but=(right, wrong))
+    assert transcript.leaks(keys) == []
+
+
+def failing_commands(
+    file: Path, folder: Path, keys: Sequence[Key], wrong: Path
+) -> Iterator[Sequence[str | Path]]:
+    """Yield commands that fail, each with a key where it does not belong or does not fit."""
+    odd, text = folder / "odd.key", keys[1].raw.hex()
+    odd.touch(mode=0o600)
+    odd.write_bytes(keys[0].raw + keys[1].raw[:1])
+    public = folder / "public.key"
+    public.write_text(keys[0].raw.hex())
+    public.chmod(0o644)
+    for source in (
+        f"file:{wrong}",
+        f"file:{odd}",
+        f"file:{public}",
+        f"cmd:cat {odd}",
+        f"cmd:echo {text}00",
+        "env:CKPTMGR_TEST_KEY",
+        text,
+        f"hex:{text}",
+        f"base64:{base64.b64encode(keys[1].raw).decode()}",
+        f"env:{text}",
+        f"file:{text}",
+    ):
+        yield "verify", file, "--key", source
+        yield "decrypt", file, "-o", folder / "out", "--key", source
+        yield "encrypt", file, "-o", folder / "out", "--key", source
+        yield "ls", file.parent, "--key", source
+        yield "prune", file.parent, "--keep", "last(1)", "--yes", "--key", source
+
+
+def test_failures_of_every_kind_show_no_key(tmp_path: Path, transcript: Transcript) -> None:
+    right, wrong = tmp_path / "right.key", tmp_path / "wrong.key"
+    keys = [make_key(path, transcript, size=32) for path in (right, wrong)]
+    save(tmp_path / "runs", keys[0], "AES-GCM", None)
+    (file,) = (tmp_path / "runs").glob("net*3.ckpt")
+    folder = tmp_path / "failures"
+    folder.mkdir()
+    failures = 0
+    for command in failing_commands(file, folder, keys, wrong):
+        for option in ((), ("--json",)):
+            env = {"CKPTMGR_TEST_KEY": keys[1].raw.hex() + "0"}
+            result = transcript.add_result(run("--debug", *command, *option, env=env))
+            failures += result.exit_code != 0
+    assert failures >= 80
+    known = (right, wrong, folder / "odd.key", folder / "public.key")
+    transcript.add_files(tmp_path, but=known)
+    assert transcript.leaks(keys) == []
+
+
+def test_failures_of_the_api_show_no_key(tmp_path: Path, transcript: Transcript) -> None:
+    keys = [Key(b"\xc0\xff\xee-Top-Secret!!"), Key(b"\xfa\xde-Other-Secret!")]
+    config = save(tmp_path, keys[0], "AES-GCM", None)
+    (file,) = tmp_path.glob("net*3.ckpt")
+    transcript.add(config, vars(config).keys())
+    with pytest.raises(CkptmgrError) as caught:
+        load_checkpoint(str(file), dec_key=keys[1].raw, dec_mode="AES-GCM")
+    transcript.add_error(caught.value)
+    with pytest.raises(ValueError, match="but got 17") as refused:
+        CheckpointConfig(enc_key=keys[0].raw + b"x")
+    transcript.add_error(refused.value)
+    flip(file, 100)
+    with pytest.raises(CkptmgrError) as damaged:
+        load_checkpoint(str(file), dec_key=keys[0].raw, dec_mode="AES-GCM")
+    transcript.add_error(damaged.value)
+    assert transcript.leaks(keys) == []
+
+
+def test_process_of_its_own_shows_no_key(tmp_path: Path, transcript: Transcript) -> None:
+    paths = [tmp_path / name for name in ("right.key", "wrong.key")]
+    keys = [make_key(path, transcript, size=32) for path in paths]
+    save(tmp_path / "runs", keys[0], "AES-GCM", None)
+    for source in (*(f"file:{path}" for path in paths), keys[1].raw.hex()):
+        done = run_process(
+            "--debug", "verify", tmp_path / "runs", "--key", source, PYTHONDEVMODE="1"
+        )
+        transcript.shown += [done.stdout, done.stderr]
+    assert transcript.leaks(keys) == []
+
+
+def test_transcript_finds_what_is_printed_logged_raised_or_written(
+    tmp_path: Path, transcript: Transcript
+) -> None:
+    keys = [Key(bytes([number]) * 16) for number in range(200, 205)]
+    logging.getLogger("anybody").debug("key %s", keys[0].raw.hex())
+    os.write(1, keys[1].raw.hex().encode())
+    transcript.add_error(ValueError(keys[2].raw))
+    (tmp_path / "file").write_bytes(keys[3].raw)
+    transcript.add_files(tmp_path, but=())
+    for key in keys[:4]:
+        assert transcript.leaks([key]) != []
+    assert transcript.leaks(keys[4:]) == []
+
+
+@pytest.mark.parametrize("name", spellings(b""))
+def test_search_finds_every_spelling(name: str) -> None:
+    key = Key(b"\xc0\xff\xee-Top-Secret!!")
+    assert name in leaks(b"before " + spellings(key.raw)[name] + b" after", [key])
+    assert leaks(b"before " + spellings(key.raw)[name][1:] + b" after", [key]) == []
