@@ -36,7 +36,7 @@ KEY = bytes(range(16))
 OTHER_KEY = bytes(32)
 READING = ReadOptions(key=Key(KEY))
 MODES = ("AES-GCM", "AES-CBC", "SM4-CBC", "SM4-GCM")
-VALUES = {"w": np.arange(5000, dtype=np.float32), "b": np.array(3, np.int64)}
+VALUES: dict[str, np.ndarray] = {"w": np.arange(5000, dtype=np.float32), "b": np.array(3, np.int64)}
 
 
 def save(directory: Path, *, mode: str = "AES-GCM", crc: bool = False) -> Path:
