@@ -621,3 +621,21 @@ def test_callback_refuses_zero_stall(tmp_path: Path) -> None:
     config = CheckpointConfig(async_save=True, zero_stall=True)
     with pytest.raises(ValueError, match="use CheckpointManager"):
         ModelCheckpoint("net", str(tmp_path), config)
+
+
+def test_real_jax_state_is_saved_from_where_it_is_although_it_is_donated(tmp_path: Path) -> None:
+    jax = pytest.importorskip("jax")
+    update = jax.jit(lambda weights: weights + 1, donate_argnums=0)
+    disk = HeldDisk()
+    disk.gate.clear()
+    with manager_of(tmp_path, fs=disk) as manager:
+        weights = jax.numpy.zeros(SIZE)
+        handle = saved(manager.save(1, {"w": weights}))
+        assert handle.staged.done()
+        for _ in range(3):
+            weights = update(weights)
+        weights.block_until_ready()
+        disk.gate.set()
+        handle.wait(TIMEOUT_S)
+        assert handle.stats.staged_bytes == 0
+        assert not loaded(manager, 1)["w"].any()
