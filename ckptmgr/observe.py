@@ -38,7 +38,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType, TracebackType
-from typing import Self, TypedDict, Unpack
+from typing import Literal, Self, TypedDict, Unpack
 
 from ckptmgr.errors import CkptmgrError, SaveSuperseded
 from ckptmgr.handle import SaveHandle, SaveStats
@@ -83,6 +83,16 @@ class Event:
         """Whether nothing went wrong."""
         return self.error_type is None
 
+    @property
+    def operation(self) -> str:
+        """What was done: `save`, `load`, ...; the name up to the dot."""
+        return self.name.partition(".")[0]
+
+    @property
+    def outcome(self) -> str:
+        """How it went: what stands behind the dot, else `ok` or `failed`."""
+        return self.name.partition(".")[2] or ("ok" if self.is_ok else "failed")
+
     def to_json(self) -> dict[str, object]:
         """Return plain values for `json.dumps`; keys are never left out."""
         return {
@@ -116,6 +126,9 @@ class Facts(TypedDict, total=False):
 
 
 Observer = Callable[[Event], object]
+
+MOMENTS = frozenset({"save.started", "save.staged", "lease.taken_over", "forecast"})
+"""Events that are no end of an operation: they have no duration of their own to add up."""
 
 _registered: list[Observer] = []
 
@@ -283,6 +296,13 @@ class SaveWatch:
             facts["seconds"] = time.perf_counter() - self._started
             facts |= self._about
             self._observers.emit(name, failure, **facts)
+
+
+def direction_of(event: Event) -> Literal["read", "write"] | None:
+    """Return whether bytes of checkpoints were read or written, all of them and well; None otherwise."""
+    if event.name == "save.durable":
+        return "write"
+    return "read" if event.name in ("load", "resume", "verify") and event.is_ok else None
 
 
 def about(checkpoint: Checkpoint) -> Facts:
