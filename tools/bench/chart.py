@@ -10,6 +10,7 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
+from matplotlib.ticker import NullFormatter
 
 from tools.bench.figures import Figure, Figures
 from tools.bench.scale import curves
@@ -118,6 +119,7 @@ def _lines_of_sizes(axes: Axes, figures: Figures, what: str) -> None:
         axes.set_yscale("log")
         axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
         axes.grid(visible=True, linewidth=0.4, alpha=0.5)
         axes.legend(frameon=False, fontsize=8)
     axes.set_xlabel("GiB")

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 
@@ -22,19 +22,23 @@ _PEERS_UNTIL_BYTES = 2 << 30
 _ALWAYS = ("raw", "ckptmgr")
 _TOO_SLOW_S = 3.0
 _OF_SIZES = {
-    ("raw O_DIRECT", "limit"),
-    ("ckptmgr", "ckpt"),
-    ("ckptmgr", "ckpt-gcm"),
-    ("mindspore", "ckpt"),
-    ("safetensors.numpy", "safetensors"),
-    ("torch DCP, 2 threads", "plain"),
+    ("raw O_DIRECT", "limit"): "raw",
+    ("ckptmgr", "ckpt"): "ckptmgr",
+    ("ckptmgr", "ckpt-gcm"): "ckptmgr",
+    ("mindspore", "ckpt"): "mindspore",
+    ("safetensors.numpy", "safetensors"): "safetensors",
+    ("torch DCP, 2 threads", "plain"): "dcp",
 }
 _OF_COUNTS = {
-    *_OF_SIZES,
-    ("ckptmgr", "safetensors"),
-    ("torch.save", "plain"),
-    ("orbax, numpy", "plain"),
-    ("tensorizer", "plain"),
+    ("ckptmgr", "ckpt"): "ckptmgr",
+    ("ckptmgr", "ckpt-gcm"): "ckptmgr",
+    ("ckptmgr", "safetensors"): "ckptmgr",
+    ("mindspore", "ckpt"): "mindspore",
+    ("safetensors.numpy", "safetensors"): "safetensors",
+    ("torch.save", "plain"): "torch",
+    ("torch DCP, 2 threads", "plain"): "dcp",
+    ("orbax, numpy", "plain"): "orbax",
+    ("tensorizer", "plain"): "tensorizer",
 }
 
 NewSession = Callable[[str, Workload], Session]
@@ -43,31 +47,37 @@ NewSession = Callable[[str, Workload], Session]
 def measure_sizes(setup: Setup, new_session: NewSession, sizes_bytes: Sequence[int]) -> None:
     """Save and load ever larger models; peers take part up to 2 GiB, and what does not fit into memory is left out."""
     for size_bytes in sizes_bytes:
-        if size_bytes * 5 // 2 > _memory_bytes():
-            continue
-        libraries = setup.libraries if size_bytes <= _PEERS_UNTIL_BYTES else _ALWAYS
         session = new_session("sizes", Workload(size_bytes=size_bytes))
-        _measure(setup, session, libraries, chosen=_OF_SIZES)
+        # The model, the arrays of a load, and room for the rest.
+        needed_bytes, free_bytes = 2 * size_bytes + (1 << 30), _available_bytes()
+        if needed_bytes > free_bytes:
+            session.failures[f"sizes, {size_bytes / (1 << 30):g} GiB"] = (
+                f"needs {needed_bytes / 1e9:.0f} GB of memory, {free_bytes / 1e9:.0f} are available"
+            )
+            continue
+        is_small = size_bytes <= _PEERS_UNTIL_BYTES
+        _measure(
+            setup,
+            session,
+            {key: name for key, name in _OF_SIZES.items() if is_small or name in _ALWAYS},
+        )
 
 
 def measure_counts(setup: Setup, new_session: NewSession, counts: Sequence[int]) -> None:
     """Save and load ever more tensors of 256 bytes; who takes longer than three seconds gets no more."""
-    libraries = [library for library in setup.libraries if library != "raw"]
-    chosen = set(_OF_COUNTS)
+    chosen = dict(_OF_COUNTS)
     for count in counts:
         session = new_session("counts", tiny(count))
-        _measure(setup, session, libraries, chosen=chosen)
-        chosen -= {
-            (figure.subject.who, figure.subject.mode)
-            for figure in session.figures.find("counts", "save")
-            + session.figures.find("counts", "load")
-            if figure.median > _TOO_SLOW_S
-        }
+        _measure(setup, session, chosen)
+        for what in ("save", "load"):
+            for figure in session.figures.find("counts", what):
+                if figure.median > _TOO_SLOW_S:
+                    chosen.pop((figure.subject.who, figure.subject.mode), None)
 
 
-def _measure(
-    setup: Setup, session: Session, libraries: Sequence[str], *, chosen: Set[tuple[str, str]]
-) -> None:
+def _measure(setup: Setup, session: Session, chosen: Mapping[tuple[str, str], str]) -> None:
+    """Save and load with the contestants in `chosen`, each with its library."""
+    libraries = [name for name in setup.libraries if name in chosen.values()]
     with Team(replace(setup, libraries=libraries), session.workload) as team:
         players = [
             player for player in team.players("contestants") if (player.who, player.mode) in chosen
@@ -75,8 +85,11 @@ def _measure(
         measure_files(session, players, reads=("load",))
 
 
-def _memory_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+def _available_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError("the kernel does not tell how much memory is available")
 
 
 def curves(figures: Figures, section: str, what: str) -> dict[tuple[str, str], list[Figure]]:
