@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[1] / "tools" / "check_coverage.py"
-PURE = ("config", "naming", "policy_text", "retention", "save_policy")
+PURE = ("config", "forecast", "naming", "policy_text", "retention", "save_policy")
 COMPLETE = ("formats/wire.py", "crypto/keys.py", *(f"ckptmgr/{name}.py" for name in PURE))
 
 pytestmark = pytest.mark.skipif(not SCRIPT.exists(), reason="needs a checkout")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NotRequired, TypedDict
 
 COMPLETE_FOLDERS = ("formats/", "crypto/")
-COMPLETE_MODULES = ("config", "naming", "policy_text", "retention", "save_policy")
+COMPLETE_MODULES = ("config", "forecast", "naming", "policy_text", "retention", "save_policy")
 REST_MINIMUM_PERCENT = 95.0
 
 
