@@ -51,7 +51,8 @@ def buffers_of_modules(state: object) -> frozenset[int]:
     while todo:
         value = todo.pop()
         if isinstance(value, torch.nn.Module):
-            found.update(buffer.untyped_storage().data_ptr() for buffer in value.buffers())
+            for buffer in value.buffers():
+                found.add(buffer.untyped_storage().data_ptr())
         elif isinstance(value, dict):
             todo.extend(value.values())
         elif isinstance(value, list | tuple):

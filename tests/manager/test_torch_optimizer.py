@@ -57,6 +57,15 @@ def test_waiter_that_is_gone_leaves_no_hook() -> None:
     optimizer(torch.optim.SGD).step()
 
 
+def test_hook_that_outlives_its_waiter_does_nothing() -> None:
+    waiter = Waiter()
+    wait_before_steps(waiter)
+    hook = list(import_module("torch.optim.optimizer")._global_optimizer_pre_hooks.values())[-1]
+    del waiter
+    gc.collect()
+    assert hook(None, (), {}) is None
+
+
 def test_buffers_of_modules_are_found_anywhere_and_parameters_are_not() -> None:
     norm, other = torch.nn.BatchNorm1d(4), torch.nn.BatchNorm1d(4)
     found = buffers_of_modules({"a": [torch.nn.Sequential(norm), 3], "b": (other, {"c": None})})

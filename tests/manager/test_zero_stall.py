@@ -26,10 +26,10 @@ from ckptmgr.manager import CheckpointManager
 from ckptmgr.memory_config import MIB, MemoryConfig
 from ckptmgr.staging import StagingPool
 from ckptmgr.tree import flatten
-from ckptmgr.zero_stall import defer
+from ckptmgr.zero_stall import Updates, defer
 from tests.manager.held import KEY, TIMEOUT_S, HeldDisk, open_descriptors, run_program
 from tests.manager.held_staging import HeldStaging
-from tests.manager.staging_memory import map_tensors, values
+from tests.manager.staging_memory import failing, map_tensors, values
 
 SIZE = 100_000
 in_background = pytest.mark.parametrize("mode", ["thread", "process"])
@@ -520,6 +520,29 @@ def test_deferred_state_holds_all_kinds_of_items() -> None:
         deferred.release()
         deferred.release()
         deferred.copy()
+
+
+def test_copy_at_once_that_fails_is_an_error_of_the_call_and_nothing_stays() -> None:
+    large = flatten({"w": np.zeros(SIZE)}).tensors
+    with StagingPool() as pool:
+        for _ in range(3):
+            with pytest.raises(OSError, match="no content"):
+                defer([*large, failing("s", 3, OSError("no content"))], pool)
+        deferred = defer([*large], pool)
+        deferred.wait()
+        deferred.release()
+
+
+def test_child_of_a_fork_forgets_what_its_parent_copies() -> None:
+    updates = Updates()
+    with StagingPool() as pool:
+        deferred = defer(list(flatten({"w": np.zeros(SIZE)}).tensors), pool)
+        updates.add(deferred)
+        updates.forget_parent()
+        updates.wait()
+        assert not deferred.handle.staged.done()
+        deferred.release()
+    updates.close()
 
 
 class Failing:
