@@ -98,10 +98,16 @@ def make_key(path: Path, transcript: Transcript, *, size: int) -> Key:
     return load_key(f"file:{path}")
 
 
-def save(folder: Path, key: Key, mode: str, asynchronous: str | None) -> CheckpointConfig:
+def save(
+    folder: Path, key: Key, mode: str, asynchronous: str | None, *, form: str = "ckpt"
+) -> CheckpointConfig:
     """Save three checkpoints by the API."""
     config = CheckpointConfig(
-        enc_key=key.raw, enc_mode=mode, async_save=asynchronous or False, keep="last(3)"
+        enc_key=key.raw,
+        enc_mode=mode,
+        async_save=asynchronous or False,
+        keep="last(3)",
+        format=form,
     )
     state = {"weights": np.arange(1000, dtype=np.float32), "name": "net"}
     with CheckpointManager(folder, config, prefix="net") as manager:
@@ -111,17 +117,28 @@ def save(folder: Path, key: Key, mode: str, asynchronous: str | None) -> Checkpo
 
 
 @pytest.mark.parametrize(
-    ("mode", "size", "asynchronous"),
-    [("AES-GCM", 32, None), ("AES-CBC", 24, "thread"), ("SM4-CBC", 16, "process")],
+    ("form", "mode", "size", "asynchronous"),
+    [
+        ("ckpt", "AES-GCM", 32, None),
+        ("ckpt", "AES-CBC", 24, "thread"),
+        ("ckpt", "SM4-CBC", 16, "process"),
+        ("safetensors", "AES-GCM", 32, "thread"),
+    ],
 )
 def test_whole_run_shows_no_key(
-    mode: str, size: int, asynchronous: str | None, tmp_path: Path, transcript: Transcript
+    form: str,
+    mode: str,
+    size: int,
+    asynchronous: str | None,
+    tmp_path: Path,
+    transcript: Transcript,
 ) -> None:
     right, wrong = tmp_path / "right.key", tmp_path / "wrong.key"
     keys = [make_key(path, transcript, size=size) for path in (right, wrong)]
-    runs, sealed, opened = tmp_path / "runs", tmp_path / "sealed.ckpt", tmp_path / "opened.ckpt"
-    transcript.add(save(runs, keys[0], mode, asynchronous))
-    (file,) = runs.glob("net*3.ckpt")
+    runs, opened = tmp_path / "runs", tmp_path / f"opened.{form}"
+    transcript.add(save(runs, keys[0], mode, asynchronous, form=form))
+    (file,) = runs.glob("net*3.*[!n]")
+    sealed = tmp_path / file.name
     commands: list[tuple[int, tuple[str | Path, ...]]] = [
         (0, ("ls", runs)),
         (0, ("inspect", file)),
