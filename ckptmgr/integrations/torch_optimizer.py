@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -47,7 +47,7 @@ def buffers_of_modules(state: object) -> frozenset[int]:
     Running statistics, codebooks and the like change in the forward pass, parameters do not.
     """
     found: set[int] = set()
-    todo = [state]
+    todo: list[Any] = [state]
     while todo:
         value = todo.pop()
         if isinstance(value, torch.nn.Module):
