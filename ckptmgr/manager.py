@@ -32,6 +32,7 @@ from ckptmgr.forecast import Forecast
 from ckptmgr.forecaster import Forecaster
 from ckptmgr.formats.tensor import Item
 from ckptmgr.fsio import FileSystem
+from ckptmgr.going_back import go_back
 from ckptmgr.handle import SaveHandle
 from ckptmgr.lease import Processes
 from ckptmgr.loader import ReadOptions
@@ -56,7 +57,7 @@ from ckptmgr.series import SaveFacts, SeriesWriter
 from ckptmgr.series_reader import SeriesReader
 from ckptmgr.start_count import count_start
 from ckptmgr.store import Store
-from ckptmgr.stored_state import metadata_of, put_back
+from ckptmgr.stored_state import metadata_of
 
 __all__ = ["CheckpointManager", "Resumption"]
 
@@ -324,34 +325,11 @@ class CheckpointManager:
         """
         target = self._seen_step - steps_back
         self._engine.wait_until_idle()
-        recent = self._recent.newest_until(target)
-        on_disk = [c for c in newest_first(self.checkpoints()) if c.step <= target]
-        if recent is not None and not any(c.step > recent.step for c in on_disk):
-            found = Resumption(
-                step=recent.step,
-                epoch=recent.epoch,
-                state=put_back(state, recent.skeleton, recent.read),
-                metrics=recent.metrics,
-            )
-        else:
-            found = self._rolled_back_to_disk(state, on_disk, target)
+        found = go_back(target, state, recent=self._recent, reader=self._reader)
         self._recent.drop_after(found.step)
         self._seen_step = found.step
         self._unsaved = None
         return found
-
-    def _rolled_back_to_disk(
-        self, state: object, candidates: Sequence[Checkpoint], target: int
-    ) -> Resumption:
-        checkpoint, loaded, skipped = first_that_loads(
-            candidates, lambda found: self._reader.read(found, state)
-        )
-        if checkpoint is None or loaded is None:
-            raise CheckpointNotFound(
-                f"no state of step {target} or before: in memory are {self._recent.steps}, on disk nothing that loads",
-                path=self.directory,
-            )
-        return Resumption.at(checkpoint, loaded.put_back(state), skipped=skipped)
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return the committed checkpoints of the series, oldest first."""

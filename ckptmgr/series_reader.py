@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from pathlib import Path
 
 from ckptmgr.errors import CheckpointNotFound
 from ckptmgr.in_place import InPlaceState, in_place
@@ -33,6 +34,11 @@ class SeriesReader:
         self._store = store
         self._series = series
         self._options = options
+
+    @property
+    def directory(self) -> Path:
+        """Where they lie."""
+        return self._store.directory
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return the committed checkpoints, oldest first."""
