@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from ckptmgr.crypto.container import SEGMENT_BYTES, ContainerSealer
 from ckptmgr.crypto.container_header import COPY_SIZES, MAX_SEGMENT_BYTES, Content
+from ckptmgr.crypto.container_source import open_container
 from ckptmgr.crypto.container_unlock import CopyState
 from ckptmgr.crypto.errors import (
     TamperedError,
@@ -247,3 +248,34 @@ def test_damaged_empty_plaintext_is_found_when_it_is_opened() -> None:
     file[-1] ^= 1
     with pytest.raises(TamperedError, match="segment 0"):
         opened(bytes(file))
+
+
+class EndlessFile:
+    """A container of zeros whose segments are encrypted when somebody reads them."""
+
+    def __init__(self, plaintext_size: int) -> None:
+        self._sealer = ContainerSealer([ME], plaintext_size=plaintext_size)
+        self.size = self._sealer.sealed_size
+        self.reads: list[tuple[int, int]] = []
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        self.reads.append((offset, buffer.nbytes))
+        if offset < HEAD:
+            buffer[:] = self._sealer.head[offset : offset + buffer.nbytes]
+            return
+        if buffer.nbytes < SEGMENT_BYTES:
+            return  # somebody looks for a header there
+        index = (offset - HEAD) // SEGMENT_BYTES
+        zeros = memoryview(bytes(self._sealer.plaintext_range(index)[1]))
+        self._sealer.seal_into(index, zeros, buffer)
+
+
+def test_range_far_behind_the_first_key_rotation_costs_one_segment() -> None:
+    full = SEGMENT_BYTES - 32
+    file = EndlessFile((2**20 + 3) * full)
+    source = open_container(file, [ME])
+    file.reads.clear()
+    for index in (2**20 + 2, 2**20, 2**20 - 1, 0):
+        assert read_range(source, index * full + 5, 100) == bytes(100)
+        assert file.reads == [(HEAD + index * SEGMENT_BYTES, SEGMENT_BYTES)]
+        file.reads.clear()

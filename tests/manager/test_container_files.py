@@ -12,6 +12,7 @@ from safetensors.numpy import save_file
 
 from ckptmgr import convert
 from ckptmgr.config import CheckpointConfig
+from ckptmgr.container_reader import open_container_file
 from ckptmgr.contents import read_contents
 from ckptmgr.crypto.key import Key
 from ckptmgr.errors import (
@@ -23,6 +24,7 @@ from ckptmgr.errors import (
     UnsafeWrite,
     UnsupportedCheckpoint,
 )
+from ckptmgr.formats.source import BytesSource
 from ckptmgr.loader import ReadOptions
 from ckptmgr.manager import CheckpointManager
 from ckptmgr.manifest import manifest_name
@@ -264,3 +266,18 @@ def test_unknown_mode_is_refused_with_the_known_ones(tmp_path: Path) -> None:
         save_checkpoint(
             VALUES, tmp_path / "x", format="safetensors", enc_key=KEY, enc_mode="AES-XTS"
         )
+
+
+def test_file_that_differs_from_the_one_its_manifest_describes_is_refused(tmp_path: Path) -> None:
+    a, b = (BytesSource(save(tmp_path).read_bytes()) for _ in range(2))
+    with pytest.raises(ChecksumMismatch, match="changed while it was being read"):
+        open_container_file(a, b, path="net", key=Key(KEY), mode=None)
+
+
+@pytest.mark.parametrize("async_save", ["thread", "process"])
+def test_saves_in_the_background_are_containers_too(tmp_path: Path, async_save: str) -> None:
+    config = CheckpointConfig(format="safetensors", enc_key=KEY, async_save=async_save)
+    with CheckpointManager(tmp_path, config) as manager:
+        manager.save(1, {"w": np.full(4, 1.0)})
+    path = tmp_path / "ckpt-1.safetensors.ckpe"
+    assert verify(path).status is Status.OK
