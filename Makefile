@@ -55,7 +55,7 @@ $(INTEROP_VENV)/.stamp: pyproject.toml constraints-interop.txt
 $(BENCH_VENV)/.stamp: pyproject.toml constraints-bench.txt
 	@echo "installing the libraries to compare with into $(BENCH_VENV) (about 2 GB)"
 	$(call make_venv,$(BENCH_VENV),constraints-bench.txt,bench)
-	$(BENCH_PY) $(PIP_INSTALL) --constraint constraints-bench.txt --no-build-isolation --editable '.[sm4]'
+	PYTHONWARNINGS=ignore $(BENCH_PY) $(PIP_INSTALL) --constraint constraints-bench.txt --no-build-isolation --editable '.[sm4]'
 
 $(PROVIDERS_VENV)/.stamp: pyproject.toml constraints.txt
 	@echo "installing the libraries of key services into $(PROVIDERS_VENV)"

@@ -24,6 +24,8 @@ from tools.bench.team import Setup, Team
 from tools.bench.workload import Workload
 
 _SLOW_SHARE = 8
+_SCALE_ROUNDS = 2
+_SHORT_REST_S = 0.25
 _ONE_THREAD: Mapping[str, str] = dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
 )
@@ -132,12 +134,13 @@ class Benchmark:
         return Team(replace(self._setup, libraries=names, environment=environment or {}), workload)
 
     def _session(self, section: str, workload: Workload) -> Session:
-        is_scale = section in ("sizes", "counts")
-        most = 2 if is_scale else self._pace.rounds
-        pace = replace(
-            self._pace,
+        most = _SCALE_ROUNDS if section in ("sizes", "counts") else self._pace.rounds
+        pace = Pace(
             rounds=min(most, self._pace.rounds),
             peer_rounds=min(most, self._pace.peer_rounds),
+            rest_s=min(_SHORT_REST_S, self._pace.rest_s)
+            if section == "counts"
+            else self._pace.rest_s,
         )
         return Session(
             section=section,
@@ -161,19 +164,21 @@ def main(arguments: Sequence[str]) -> int:
         where = machine(Path(scratch))
         print(where)
         benchmark = Benchmark(asked, Path(scratch))
-        benchmark.run()
-    judged = verdicts(benchmark.figures, benchmark.peaks, benchmark.about)
-    print(", ".join(f"{name} {value}" for name, value in benchmark.about.items()))
-    text = report(benchmark.figures, judged, benchmark.peaks, benchmark.missing)
-    print(f"\n{text}")
-    if asked.output is not None:
-        _write(asked.output, where, benchmark, text)
+        try:
+            benchmark.run()
+        finally:
+            _tell(where, benchmark, asked.output)  # what was measured until Ctrl-C, too
     return int(not all(peak.is_within for peak in benchmark.peaks))
 
 
-def _write(output: Path, where: str, benchmark: Benchmark, text: str) -> None:
-    output.mkdir(parents=True, exist_ok=True)
+def _tell(where: str, benchmark: Benchmark, output: Path | None) -> None:
     judged = verdicts(benchmark.figures, benchmark.peaks, benchmark.about)
+    about = ", ".join(f"{name} {value}" for name, value in benchmark.about.items())
+    tables = report(benchmark.figures, judged, benchmark.peaks, benchmark.missing)
+    text = f"{about}\n\n{tables}\n"
+    print(text)
+    if output is None:
+        return
     everything = {
         "machine": where,
         "about": benchmark.about,
@@ -182,8 +187,9 @@ def _write(output: Path, where: str, benchmark: Benchmark, text: str) -> None:
         "memory": [peak.as_json() for peak in benchmark.peaks],
         "targets": [verdict.as_json() for verdict in judged],
     }
+    output.mkdir(parents=True, exist_ok=True)
     (output / "figures.json").write_text(json.dumps(everything, indent=1) + "\n")
-    (output / "tables.md").write_text(f"{where}\n\n{text}\n")
+    (output / "tables.md").write_text(f"{where}\n{text}")
     try:
         from tools.bench.chart import draw
     except ModuleNotFoundError as error:

@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--size", type=_size, default="1GiB", help="of the model [1GiB]")
     parser.add_argument("--rounds", type=_positive, default=5, help="measured rounds [5]")
     parser.add_argument(
-        "--peer-rounds", type=_positive, default=3, help="of libraries that no target names [3]"
+        "--peer-rounds", type=_positive, default=2, help="of libraries that no target names [2]"
     )
     parser.add_argument(
         "--rest", type=float, default=0.5, help="seconds of rest before each measurement [0.5]"
