@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 from collections.abc import Callable
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ckptmgr.crypto.container_header import MAGIC, HeaderCopy, parse_fixed
 from ckptmgr.crypto.container_unlock import CopyState, find_copies
@@ -28,6 +31,7 @@ from .containers import HEAD, ME, MODES, OTHER, SEGMENT, opened, seal, segments,
 COPY = 4096
 PLAINTEXT = os.urandom(4 * 48)
 USED = 80 + 92  # of a header copy with one slot for a key
+FUZZED = seal(PLAINTEXT)
 PHRASE = Passphrase("correct horse", Scrypt(log2_n=14))
 
 
@@ -318,3 +322,23 @@ def test_header_of_another_file_inside_the_payload_is_never_taken(offset: int) -
     file[offset : offset + 64] = other[:64]
     with pytest.raises(TamperedError, match="segment"):
         unseal(bytes(file))
+
+
+@settings(max_examples=150)
+@given(data=st.data())
+def test_header_of_any_bytes_gives_the_plaintext_or_one_of_our_errors(data: st.DataObject) -> None:
+    changed = bytearray(FUZZED)
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, USED) | st.integers(COPY, COPY + USED) | st.just(9))
+        new = data.draw(st.binary(min_size=1, max_size=8) | st.just(b"\xff" * 8))
+        changed[at : at + len(new)] = new
+    file = bytes(changed[: data.draw(st.just(len(changed)) | st.integers(0, len(changed)))])
+    with contextlib.suppress(CryptoError):
+        assert unseal(file) == PLAINTEXT
+
+
+@settings(max_examples=100)
+@given(file=st.binary(max_size=200).map(MAGIC.__add__))
+def test_any_bytes_behind_the_magic_are_refused_with_one_of_our_errors(file: bytes) -> None:
+    with pytest.raises(CryptoError):
+        unseal(file.ljust(20_000, b"\0"))
