@@ -1,2 +1,110 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that are cut over many ranks."""
+"""Tensors that are cut over many ranks: layouts, who saves what, and checkpoints of N ranks for M.
+
+```
+strategy file | DTensor | NamedSharding ──> ParallelLayout ──> redundancy, balance     who holds, who saves
+                                                          └──> reshard ──> transform   which bytes go where
+```
+Names that MindSpore has are its own, and so are their answers, except where those lose data. Names are imported on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckptmgr.parallel.balance import BalancedPlan, Replicated, Share, balance_by_bytes
+    from ckptmgr.parallel.context import AutoParallelContext, ParallelMode
+    from ckptmgr.parallel.distributed import (
+        load_distributed_checkpoint,
+        load_segmented_checkpoints,
+    )
+    from ckptmgr.parallel.errors import LayoutError, SliceMissing
+    from ckptmgr.parallel.foreign import from_dtensor, from_named_sharding, from_placements
+    from ckptmgr.parallel.layout import ParallelLayout, read_layouts
+    from ckptmgr.parallel.merge import SlicedParameter, merge_sliced_parameter
+    from ckptmgr.parallel.redundancy import get_parameter_redundancy, remove_param_redundancy
+    from ckptmgr.parallel.reshard import plan_region, plan_slice, rank_list_for_transform
+    from ckptmgr.parallel.strategy_files import (
+        build_searched_strategy,
+        merge_pipeline_strategys,
+        restore_group_info_list,
+    )
+    from ckptmgr.parallel.transform import transform_checkpoint_by_rank, transform_checkpoints
+    from ckptmgr.parallel.unified import unified_safetensors
+
+__all__ = [
+    "AutoParallelContext",
+    "BalancedPlan",
+    "LayoutError",
+    "ParallelLayout",
+    "ParallelMode",
+    "Replicated",
+    "Share",
+    "SliceMissing",
+    "SlicedParameter",
+    "balance_by_bytes",
+    "build_searched_strategy",
+    "from_dtensor",
+    "from_named_sharding",
+    "from_placements",
+    "get_parameter_redundancy",
+    "load_distributed_checkpoint",
+    "load_segmented_checkpoints",
+    "merge_pipeline_strategys",
+    "merge_sliced_parameter",
+    "plan_region",
+    "plan_slice",
+    "rank_list_for_transform",
+    "read_layouts",
+    "remove_param_redundancy",
+    "restore_group_info_list",
+    "transform_checkpoint_by_rank",
+    "transform_checkpoints",
+    "unified_safetensors",
+]
+
+_HOMES = {
+    "AutoParallelContext": "context",
+    "BalancedPlan": "balance",
+    "LayoutError": "errors",
+    "ParallelLayout": "layout",
+    "ParallelMode": "context",
+    "Replicated": "balance",
+    "Share": "balance",
+    "SliceMissing": "errors",
+    "SlicedParameter": "merge",
+    "balance_by_bytes": "balance",
+    "build_searched_strategy": "strategy_files",
+    "from_dtensor": "foreign",
+    "from_named_sharding": "foreign",
+    "from_placements": "foreign",
+    "get_parameter_redundancy": "redundancy",
+    "load_distributed_checkpoint": "distributed",
+    "load_segmented_checkpoints": "distributed",
+    "merge_pipeline_strategys": "strategy_files",
+    "merge_sliced_parameter": "merge",
+    "plan_region": "reshard",
+    "plan_slice": "reshard",
+    "rank_list_for_transform": "reshard",
+    "read_layouts": "layout",
+    "remove_param_redundancy": "redundancy",
+    "restore_group_info_list": "strategy_files",
+    "transform_checkpoint_by_rank": "transform",
+    "transform_checkpoints": "transform",
+    "unified_safetensors": "unified",
+}
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import ml_dtypes
@@ -38,11 +38,13 @@ def loaded(file: Path, dec_key: bytes | None = None) -> Values:
     return {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
 
 
-def assert_same(found: Values, expected: Values) -> None:
+def assert_same(found: Mapping[str, object], expected: Values) -> None:
     assert found.keys() == expected.keys()
     for name, array in expected.items():
-        assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape), name
-        assert found[name].tobytes() == array.tobytes(), name
+        value = found[name]
+        assert isinstance(value, np.ndarray), name
+        assert (value.dtype, value.shape) == (array.dtype, array.shape), name
+        assert value.tobytes() == array.tobytes(), name
 
 
 def copied(pair: str, kind: str, directory: Path) -> Path:

@@ -225,7 +225,7 @@ def test_files_of_all_ranks_load_for_another_layout() -> None:
         return_param_dict=True,
     )
     assert isinstance(values, dict)
-    np.testing.assert_array_equal(values["w1"], WHOLE["w1"][:, 8:])  # type: ignore[arg-type]
+    np.testing.assert_array_equal(values["w1"], WHOLE["w1"][:, 8:])
 
 
 def test_encrypted_files_and_texts_are_loaded(tmp_path: Path) -> None:
