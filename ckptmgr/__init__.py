@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ckptmgr.manager import CheckpointManager, Resumption
     from ckptmgr.model import Checkpoint, Plan
     from ckptmgr.policy_text import parse_policy
+    from ckptmgr.reader import open_checkpoint
     from ckptmgr.retention import plan
     from ckptmgr.serialization import load_checkpoint, save_checkpoint
 
@@ -31,6 +32,7 @@ __all__ = [
     "Resumption",
     "__version__",
     "load_checkpoint",
+    "open_checkpoint",
     "parse_policy",
     "plan",
     "save_checkpoint",
@@ -44,6 +46,7 @@ _HOMES = {
     "Plan": "model",
     "Resumption": "manager",
     "load_checkpoint": "serialization",
+    "open_checkpoint": "reader",
     "parse_policy": "policy_text",
     "plan": "retention",
     "save_checkpoint": "serialization",

@@ -312,7 +312,7 @@ def read_into(
         try:
             found = match(opened.index.entries, into)
         except StateMismatch:
-            _read(opened, [], {}, crc_bytes=None)  # damage that looks like a difference
+            confirm_index(opened)  # damage that looks like a difference
             raise
     try:
         with translated_errors(opened.path):
@@ -321,6 +321,15 @@ def read_into(
         error.add_note("the content of the arrays given as into is undefined now; load them again")
         raise
     found.finish()
+
+
+def confirm_index(opened: OpenCheckpoint) -> None:
+    """Check the bytes that the index was made from, where that was left to the reading of the contents.
+
+    Raises:
+        FormatError, CryptoError, CkptmgrError: They are damaged.
+    """
+    _read(opened, [], {}, crc_bytes=None)
 
 
 def read_through(opened: OpenCheckpoint, *, crc_bytes: int = 0) -> int:
@@ -343,7 +352,7 @@ def read_through(opened: OpenCheckpoint, *, crc_bytes: int = 0) -> int:
             unit_bytes=opened.unit_bytes,
             crc_bytes=crc_bytes,
             glimpses=opened.glimpses,
-            is_all_read=True,
+            also_units=range(-(-opened.source.size // opened.unit_bytes)),
         )
         return whole or 0
     crc = 0
@@ -380,7 +389,7 @@ def fill_arrays(
         if crc is not None:
             check_stored_crc(index.crc, crc)
     elif check_crc and index.crc is not None:
-        _read(opened, [], {}, crc_bytes=None)  # checks the index
+        confirm_index(opened)
         buffers = {key: bytes_of(array) for key, array in arrays.items()}
         crc = safetensors_file.read_all_into(
             opened.source, index, lambda entry: buffers.get(id(entry))
@@ -439,6 +448,7 @@ def _read(
         unit_bytes=opened.unit_bytes,
         crc_bytes=crc_bytes,
         glimpses=opened.glimpses,
+        also_units=() if opened.glimpses is None else opened.glimpses.units(opened.unit_bytes),
     )
     for entry, target in bools:
         check_content(entry, target, offset=entry.pieces[0].offset)

@@ -11,7 +11,7 @@ reads in flight, and ten times slower for files in the page cache.)
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -48,7 +48,7 @@ def read_scattered(
     unit_bytes: int,
     crc_bytes: int | None = None,
     glimpses: Glimpses | None = None,
-    is_all_read: bool = False,
+    also_units: Iterable[int] = (),
 ) -> int | None:
     """Fill the targets of all placements.
 
@@ -56,10 +56,10 @@ def read_scattered(
         source: The file.
         placements: In ascending order, not overlapping.
         unit_bytes: What the source checks at once: its ranges of digests; of other sources at most 4 MiB. Of a unit no more
-            is read than is wanted, unless the source has digests or it holds bytes of the CRC or of glimpses.
+            is read than is wanted, unless the source has digests or it holds bytes of the CRC.
         crc_bytes: Also read everything up to here and return its CRC-32.
-        glimpses: What was seen of the file before; compared with the checked bytes.
-        is_all_read: Also read what nobody wants, to have it checked.
+        glimpses: What was seen of the file before; compared with those bytes that are read.
+        also_units: Units to read as a whole, whether or not somebody wants them, to have them checked.
 
     Raises:
         CkptmgrError, FormatError, CryptoError, OSError: What the source raises; targets are then undefined.
@@ -67,7 +67,7 @@ def read_scattered(
     if not 0 < unit_bytes <= PIECE_BYTES and not isinstance(source, VerifyingSource):
         raise ValueError(f"a unit of {unit_bytes} bytes is no unit")
     reader = _Reader(source, placements, unit_bytes, crc_bytes, glimpses)
-    return reader.run(is_all_read=is_all_read)
+    return reader.run(also_units)
 
 
 class _Reader:
@@ -88,8 +88,6 @@ class _Reader:
         self._glimpses = glimpses
         self._crcs: dict[int, tuple[int, int]] = {}
         self._whole_units = set(range(-(-(crc_bytes or 0) // unit_bytes)))
-        if glimpses is not None:
-            self._whole_units |= glimpses.units(unit_bytes)
 
     def _wanted_units(self) -> list[int]:
         units = set(self._whole_units)
@@ -98,9 +96,8 @@ class _Reader:
             units.update(range(start // size, (stop - 1) // size + 1))
         return sorted(units)
 
-    def run(self, *, is_all_read: bool) -> int | None:
-        if is_all_read:
-            self._whole_units = set(range(-(-self._source.size // self._unit_bytes)))
+    def run(self, also_units: Iterable[int]) -> int | None:
+        self._whole_units.update(also_units)
         each_unit(self._wanted_units(), self._read)
         return self._crc()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -47,3 +48,14 @@ def test_encryption_example_of_the_readme_makes_an_encrypted_checkpoint(
         manager.save(1, {"n": 1})
     (saved,) = manager.checkpoints()
     assert saved.cipher == "AES-GCM"
+
+
+def test_example_of_parts_reads_rows_and_fills_an_array(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    (example,) = [block for block in blocks() if "open_checkpoint" in block]
+    exec(example, names)  # noqa: S102 - our own README
+    assert names["head"].shape == (10, 8)
+    assert not names["bias"].any()

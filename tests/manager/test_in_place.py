@@ -136,7 +136,7 @@ def test_damaged_checkpoint_changes_nothing(
     tmp_path_factory: pytest.TempPathFactory, way: str, data: st.DataObject
 ) -> None:
     directory = tmp_path_factory.mktemp("run")
-    target = {"w": np.zeros(1000), "n": 0}
+    target: dict[str, Any] = {"w": np.zeros(1000), "n": 0}
     with CheckpointManager(directory, CONFIGS[way]) as manager:
         manager.save(1, {"w": np.ones(1000), "n": 1})
         (path,) = (c.path for c in manager.checkpoints())

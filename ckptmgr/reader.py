@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`open_checkpoint`: one tensor of a file, or some rows of one, without reading the others.
+
+```
+with ckptmgr.open_checkpoint("net-1000.ckpt") as reader:
+    for name in reader.names():
+        print(reader.spec(name))
+    head = reader.read("embedding.weight", rows=slice(0, 100))
+```
+
+What is returned was checked, as by `load_checkpoint`, and that sets the price of a read:
+
+* with a manifest: the digest ranges (16 MiB) in which the tensor and its own description lie;
+* encrypted: the cipher blocks (4 MiB) in which it lies, and once, when the file is opened, those of all descriptions;
+* a plain file without a manifest: only its bytes, and nothing vouches for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from ckptmgr.config_checks import check_cipher, check_key
+from ckptmgr.crypto.key import Key
+from ckptmgr.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr.formats.index import TensorEntry, check_content
+from ckptmgr.formats.mindspore_entries import CkptEntry, MapEntry, TextEntry
+from ckptmgr.formats.tensor import TensorSpec
+from ckptmgr.fsio import InputFile
+from ckptmgr.loader import (
+    MapArrays,
+    OpenCheckpoint,
+    ReadOptions,
+    Value,
+    bytes_of,
+    confirm_index,
+    open_source,
+)
+from ckptmgr.lower_errors import translated_errors
+from ckptmgr.manifest import Manifest
+from ckptmgr.scatter import Placement, read_scattered
+from ckptmgr.store import Store
+from ckptmgr.units import PIECE_BYTES
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    dec_key: bytes | None = None,
+    dec_mode: str | None = None,
+    allow_unsealed: bool = False,
+) -> CheckpointReader:
+    """Open a file for reading single tensors; close the reader, or use it in a `with` block.
+
+    Args:
+        path: A `.ckpt` or `.safetensors` file, plain or encrypted.
+        dec_key: The key; files that are not authenticated as a whole are then refused, unless `allow_unsealed`.
+        dec_mode: The cipher mode to insist on, or None for the one that the file names.
+        allow_unsealed: Accept files that are not authenticated as a whole although a key is given.
+
+    Raises:
+        CheckpointNotFound: There is no such file.
+        CorruptCheckpoint: What describes the tensors is damaged.
+        KeyProblem: Wrong or missing key, or no seal.
+        UnsupportedCheckpoint: It is a file of another kind.
+        OSError: From the disk.
+    """
+    check_key("dec_key", dec_key)
+    if dec_mode is not None:
+        check_cipher(dec_key, dec_mode)
+    options = ReadOptions(
+        key=None if dec_key is None else Key(dec_key), mode=dec_mode, allow_unsealed=allow_unsealed
+    )
+    real = Path(os.path.realpath(path))
+    if not real.exists():
+        raise CheckpointNotFound("no such file", path=path)
+    store = Store(real.parent, key=options.key)
+    manifest = store.read_manifest(real.name)
+    while True:
+        try:
+            return _opened(store.fs.open(real), str(path), options, manifest)
+        except CorruptCheckpoint:
+            # A writer may have replaced both files since the manifest was read; then the new one describes the data.
+            latest = store.read_manifest(real.name)
+            if latest == manifest:
+                raise
+            manifest = latest
+
+
+def _opened(
+    raw: InputFile, path: str, options: ReadOptions, manifest: Manifest | None
+) -> CheckpointReader:
+    with contextlib.ExitStack() as stack:
+        stack.callback(raw.close)
+        opened = open_source(
+            raw, path=path, options=options, manifest=manifest, is_for_loading=True
+        )
+        if opened.is_sealed or opened.format == "safetensors":
+            # Who can change bytes could lead the eye from one tensor to another; and here all descriptions lie together.
+            with translated_errors(path):
+                confirm_index(opened)
+        stack.pop_all()
+        return CheckpointReader(opened, raw)
+
+
+class CheckpointReader:
+    """The tensors of one open file; made by `open_checkpoint`."""
+
+    def __init__(self, opened: OpenCheckpoint, file: InputFile) -> None:
+        self._opened = opened
+        self._file = file
+        self._entries: dict[str, CkptEntry] = {one.name: one for one in opened.index.entries}
+        self._heads = _heads(opened)
+        self._confirmed: set[int] = set()
+
+    @property
+    def format(self) -> str:
+        """`ckpt` or `safetensors`."""
+        return self._opened.format
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether a seal or digests vouch for what is read."""
+        return self._opened.is_sealed or self._opened.has_digests
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """The metadata strings of the file."""
+        return self._opened.metadata
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all values, in file order."""
+        return tuple(self._entries)
+
+    def spec(self, name: str) -> TensorSpec:
+        """Return name, element type and shape of a tensor.
+
+        Raises:
+            CheckpointNotFound: There is no such value; a LookupError, too.
+            UnsupportedCheckpoint: It is a text or a map parameter.
+        """
+        return self._tensor(name).spec
+
+    def read(self, name: str, *, rows: slice | None = None) -> Value:
+        """Return one value, checked.
+
+        Args:
+            name: From `names()`.
+            rows: Which part along the first dimension of a tensor; steps other than 1 are refused.
+
+        Raises:
+            CheckpointNotFound: There is no such value; a LookupError, too.
+            UnsupportedCheckpoint: `rows` of something without rows.
+            CorruptCheckpoint: It is damaged.
+            OSError: From the disk.
+        """
+        entry = self._entry(name)
+        if rows is not None:
+            return self._rows(self._tensor(name), rows)
+        if isinstance(entry, TensorEntry):
+            return self._part(entry, 0, entry.spec.shape)
+        if isinstance(entry, TextEntry):
+            self._confirm(entry)
+            return entry.text
+        parts = (entry.key, entry.value, entry.status)
+        return MapArrays(*(self._part(one, 0, one.spec.shape) for one in parts))
+
+    def _rows(self, entry: TensorEntry, rows: slice) -> np.ndarray:
+        shape = entry.spec.shape
+        if not shape:
+            raise UnsupportedCheckpoint(
+                f"{entry.name!r} has no rows: it is a scalar", path=self._opened.path
+            )
+        start, stop, step = rows.indices(shape[0])
+        if step != 1:
+            raise ValueError(f"rows can be read with a step of 1, not of {step}")
+        row_bytes = prod(shape[1:]) * entry.spec.dtype.item_bytes
+        return self._part(entry, start * row_bytes, (max(0, stop - start), *shape[1:]))
+
+    def _part(self, entry: TensorEntry, skipped: int, shape: tuple[int, ...]) -> np.ndarray:
+        """Return a part of a tensor: that of this shape after so many bytes."""
+        self._confirm(entry)
+        array: np.ndarray = np.empty(shape, entry.spec.dtype.to_numpy())
+        placements = []
+        target = bytes_of(array)
+        for piece in entry.pieces:
+            start = min(skipped, piece.length)
+            length = min(piece.length - start, target.nbytes)
+            placements.append(Placement(piece.offset + start, target[:length]))
+            skipped, target = skipped - start, target[length:]
+        with translated_errors(self._opened.path):
+            self._fill(placements)
+            for one in placements[:1]:
+                check_content(entry, bytes_of(array), offset=one.offset)
+        return array
+
+    def _fill(self, placements: list[Placement]) -> None:
+        opened = self._opened
+        if opened.unit_bytes and sum(one.target.nbytes for one in placements) > PIECE_BYTES:
+            read_scattered(opened.source, placements, unit_bytes=opened.unit_bytes)
+            return
+        for (
+            one
+        ) in placements:  # the source keeps the range or block at hand for the next small tensor
+            opened.source.read_into(one.offset, one.target)
+
+    def _confirm(self, entry: CkptEntry) -> None:
+        """Check what describes a value, where that was not done when the file was opened."""
+        opened = self._opened
+        if opened.glimpses is None or opened.is_sealed or opened.format == "safetensors":
+            return
+        seen = opened.glimpses.units(opened.unit_bytes)
+        units = (self._heads.get(id(entry), seen) & seen) - self._confirmed
+        with translated_errors(opened.path):
+            read_scattered(
+                opened.source,
+                [],
+                unit_bytes=opened.unit_bytes,
+                glimpses=opened.glimpses,
+                also_units=units,
+            )
+        self._confirmed |= units
+
+    def _entry(self, name: str) -> CkptEntry:
+        try:
+            return self._entries[name]
+        except KeyError:
+            raise CheckpointNotFound(
+                f"there is no value {name!r} in it", path=self._opened.path
+            ) from None
+
+    def _tensor(self, name: str) -> TensorEntry:
+        entry = self._entry(name)
+        if isinstance(entry, TensorEntry):
+            return entry
+        kind = "map parameter" if isinstance(entry, MapEntry) else "text"
+        raise UnsupportedCheckpoint(
+            f"{name!r} is a {kind}, not a tensor", path=self._opened.path, hint="use read(name)"
+        )
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _heads(opened: OpenCheckpoint) -> dict[int, set[int]]:
+    """Return, for each tensor with content, the units between its content and the content before: what describes it."""
+    if not opened.unit_bytes:
+        return {}
+    tensors: list[TensorEntry] = []
+    for entry in opened.index.entries:
+        if isinstance(entry, MapEntry):
+            tensors += (entry.key, entry.value, entry.status)
+        elif isinstance(entry, TensorEntry):
+            tensors.append(entry)
+    pieces = sorted((piece, id(entry)) for entry in tensors for piece in entry.pieces)
+    heads: dict[int, set[int]] = {}
+    end = 0
+    for piece, owner in pieces:
+        units = range(end // opened.unit_bytes, piece.offset // opened.unit_bytes + 1)
+        heads.setdefault(owner, set()).update(units)
+        end = piece.offset + piece.length
+    return heads
