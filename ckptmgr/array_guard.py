@@ -10,8 +10,8 @@
 | torch tensor on the CPU | yes | its version counter; samples, where it is contiguous |
 | anything else | no | |
 
-* The version counter misses nothing that torch counts: operations in place, on the tensor or any view of it. It does not count
-  writes through `.data`, through NumPy, or by code that goes past torch.
+* The version counter misses nothing that torch counts: operations in place that have returned, on the tensor or any view of
+  it. It does not count writes through `.data`, through NumPy, by other processes, or by code that goes past torch.
 * Samples are about 128 words of 8 bytes, evenly spread, and the first and the last word of each piece of 16 MiB, as it is
   copied. An update of the whole array is noticed, before the copy and in the middle of it, wherever the one overtakes the
   other; an update of a few elements is noticed only if it hits a sample.

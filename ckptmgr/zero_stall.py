@@ -7,6 +7,7 @@ copy, when nobody has begun it), and every torch optimizer of the process calls 
 
 * Whoever updates without waiting is found out, as exactly as `array_guard` says; such a save fails and names the tensor.
 * Arrays that nobody can change are not copied at all (a worker process needs a copy, which then waits for nothing either).
+* Snapshots for `rollback` are copied at once all the same.
 * A copy that fails is a failed save like any other. `handle.staged` is done in every case: the arrays are free again.
 """
 
@@ -134,33 +135,24 @@ class DeferredState:
             SaveFailed: An array was changed too early; names it.
             BaseException: The copy failed.
         """
-        self.copy()
-        self.handle.staged.result()
+        self.wait_until_copied()
         if self._failure is not None:
             raise self._failure
 
-    def allow_changes(self) -> None:
-        """Return when the copying is over; from then on the caller may change the arrays."""
+    def wait_until_copied(self) -> None:
+        """Return when the copying is over, well or not: the caller may change the arrays."""
         # Not only waiting: the thread that is to copy may not run yet, or never.
         self.copy()
         self.handle.staged.result()
-        with self._lock:
-            self._late = {}
 
     def check(self) -> None:
-        """Raise if an array was changed too early that was not known to be when the copy was complete.
-
-        Called when the data are written and nothing is committed: an update that was still going on when its array was
-        copied is counted by now, and what is read from where it is has been read.
+        """Raise if what was read from where it is was changed all the same; called when it is written, and not committed.
 
         Raises:
             SaveFailed: Names the array.
         """
-        with self._lock:
-            for guarded in self._late.values():
-                _refuse(guarded, is_changed=guarded.is_counted_as_changed())
-            for guarded in self._direct:
-                _refuse(guarded, is_changed=guarded.differs_from(guarded.tensor.content))
+        for guarded in self._direct:
+            _refuse(guarded, is_changed=guarded.differs_from(guarded.tensor.content))
 
     def release(self) -> None:
         """Give the memory back and let go of the arrays, as soon as nothing is being copied. Calling it again is fine."""
@@ -170,8 +162,7 @@ class DeferredState:
         if not is_begun:
             self._finish_copy()
         self.handle.staged.result()
-        with self._lock:
-            self._late, self._direct, self.items = {}, [], []
+        self._direct, self.items = [], []
         self.staged.release()
 
     def _copy_late(self) -> None:
@@ -183,13 +174,7 @@ class DeferredState:
             _refuse(guarded, is_changed=is_changed)
 
     def _finish_copy(self) -> None:
-        self._sources = []  # the caller may have let go of them
-        with self._lock:
-            self._late = {
-                index: guarded
-                for index, guarded in self._late.items()
-                if guarded.counted is not None
-            }
+        self._sources, self._late = [], {}  # the caller may have let go of them
         self.handle.stats.stage_s = time.perf_counter() - self._started_at
         self.handle.staged.set_result(None)
 
@@ -253,7 +238,7 @@ class Updates:
         """Return when all arrays may be changed; failures are those of the saves."""
         for deferred in list(self._pending):
             started = time.perf_counter()
-            deferred.allow_changes()
+            deferred.wait_until_copied()
             deferred.handle.stats.blocked_s += time.perf_counter() - started
             with contextlib.suppress(ValueError):  # another thread waited, too
                 self._pending.remove(deferred)
