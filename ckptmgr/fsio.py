@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import ClassVar, Protocol
 
 from ckptmgr.input_files import DIRECT_IO_ALIGNMENT, CachedFile, UncachedFile
+from ckptmgr.transfers import note
 
 _MAX_OWNER_BYTES = 4096
 
@@ -355,6 +356,7 @@ class _OsOutputFile:
             written = self._write_once(offset, view)
             if written == 0:
                 raise OSError(errno.EIO, "a write wrote nothing", str(self._path))
+            note("write", written)
             offset += written
             view = view[written:]
 

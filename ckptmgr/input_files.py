@@ -10,6 +10,7 @@ import stat
 from pathlib import Path
 
 from ckptmgr.formats.errors import TruncatedError
+from ckptmgr.transfers import note
 
 DIRECT_IO_ALIGNMENT = 4096
 
@@ -40,6 +41,7 @@ class CachedFile:
                 raise TruncatedError(
                     f"{buffer.nbytes} bytes wanted, but the file ends here", offset=offset
                 )
+            note("read", count)
             offset += count
             buffer = buffer[count:]
 

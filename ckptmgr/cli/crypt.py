@@ -75,6 +75,7 @@ def decrypt_command(
     session = ctx.ensure_object(options.Session)
     return _convert(
         ctx,
+        source,
         lambda out: convert.decrypt_file(
             source, out, options=reading, force=force, clock=session.clock
         ),
@@ -128,6 +129,7 @@ def encrypt_command(
     session = ctx.ensure_object(options.Session)
     return _convert(
         ctx,
+        source,
         lambda out: convert.encrypt_file(
             source, out, key=key, mode=mode, force=force, clock=session.clock
         ),
@@ -179,6 +181,7 @@ def _write(chunks: Iterable[memoryview]) -> int:
 
 def _convert(
     ctx: click.Context,
+    source: Path,
     convert: Callable[[Path], Converted],
     target: Path,
     *,
@@ -187,7 +190,8 @@ def _convert(
 ) -> int:
     output = render.make_output(ctx, target.parent, as_json=as_json, quiet=quiet)
     started = time.perf_counter()
-    done = convert(target)
+    with output.progress(source.name, source.stat().st_size if source.is_file() else 0):
+        done = convert(target)
     elapsed_s = time.perf_counter() - started
     if output.is_json:
         summary: dict[str, render.Json] = {

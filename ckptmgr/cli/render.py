@@ -12,6 +12,7 @@ import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -73,6 +74,14 @@ class Output:
     def is_text(self) -> bool:
         """Whether text is wanted."""
         return not (self.is_json or self.is_quiet)
+
+    def progress(self, label: str, size_bytes: int) -> AbstractContextManager[object]:
+        """Return what shows progress on a terminal while a file is read, within a `with` block."""
+        from ckptmgr.progress_line import ProgressLine
+
+        if not self.is_text:
+            return nullcontext()
+        return ProgressLine(label, size_bytes, has_color=self.has_color)
 
     def line(self, *cells: Cell | str) -> None:
         """Print one line of text."""

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,13 +64,16 @@ def verify_command(
     selected = select(selectors, directory, opener, series=series)
     reading = ReadOptions(key=key, allow_unsealed=allow_unsealed)
     depth = Level(level or "full")
-    answers = (
-        verify_checkpoint(one.store, one.checkpoint, level=depth, options=reading)
-        for one in selected
-    )
     root = opener(directory).directory
     output = render.make_output(ctx, root, as_json=as_json, quiet=quiet)
-    return _show(output, answers, depth.value)
+
+    def answers() -> Iterator[Verification]:
+        for one in selected:
+            with output.progress(one.checkpoint.name, one.checkpoint.size_bytes):
+                answer = verify_checkpoint(one.store, one.checkpoint, level=depth, options=reading)
+            yield answer
+
+    return _show(output, answers(), depth.value)
 
 
 def _show(output: Output, answers: Iterable[Verification], level: str) -> int:

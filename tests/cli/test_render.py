@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from ckptmgr.cli import _COMMANDS, render
 from ckptmgr.cli.options import load_key
+from ckptmgr.progress_line import ProgressLine
 from tests.cli.running import process_env, run, run_process
 from tests.manager.saved import save_run
 
@@ -183,3 +184,12 @@ def test_plain_list_imports_neither_numpy_nor_rich(tmp_path: Path) -> None:
         check=True,
     )
     assert done.stderr == b"[]\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "has_line"), [({}, True), ({"is_json": True}, False), ({"is_quiet": True}, False)]
+)
+def test_progress_is_shown_only_beside_text(options: dict[str, bool], has_line: bool) -> None:
+    output = render.Output(command="verify", root=Path(), **options)
+    with output.progress("net.ckpt", 10) as line:
+        assert isinstance(line, ProgressLine) is has_line
