@@ -26,6 +26,7 @@ from ckptmgr.formats.safetensors_file import build_safetensors_image
 from ckptmgr.formats.tensor import Item
 from ckptmgr.fsio import InputFile, OutputFile
 from ckptmgr.manifest import FileEntry, Manifest
+from ckptmgr.naming import extension_of
 from ckptmgr.pipeline import container_for, sealer_for, write_image
 from ckptmgr.store import Store
 
@@ -49,6 +50,11 @@ class SaveOptions:
     has_crc: bool = False
     file_mode: int = 0o400
     verify_after_write: bool = False
+
+    @property
+    def extension(self) -> str:
+        """What follows the dot in the names of files: the format, and `.ckpe` behind that of a container."""
+        return extension_of(self.format, is_encrypted=self.key is not None)
 
 
 class Publish(Protocol):

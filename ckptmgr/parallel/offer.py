@@ -20,7 +20,7 @@ class Offer:
     Attributes:
         stem: Name of the checkpoint without suffix.
         attempt_id: Fences this attempt off from all others.
-        format: `ckpt` or `safetensors`.
+        format: What follows the dot in the names of the files.
         sequence: Order of commits in the directory.
         attempt: Which save of the step it is.
         at: When it was asked for, in seconds since 1970.

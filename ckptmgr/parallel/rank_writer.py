@@ -155,7 +155,7 @@ class RankWriter(SeriesWriter):
             return Offer(
                 stem=stem_of(name),
                 attempt_id=new_attempt_id(self._now() + 2 * self.timeout_s),
-                format=options.format,
+                format=options.extension,
                 sequence=sequence,
                 attempt=attempt,
                 at=self._now() if facts.at is None else facts.at,

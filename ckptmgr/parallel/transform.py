@@ -20,7 +20,7 @@ import numpy as np
 
 from ckptmgr.config_checks import check_key, check_mode
 from ckptmgr.crypto.key import Key
-from ckptmgr.errors import UnsupportedCheckpoint
+from ckptmgr.errors import NotBuiltYet, UnsupportedCheckpoint
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.mindspore_entries import TextEntry
 from ckptmgr.formats.tensor import Item, Tensor, TensorSpec, Text
@@ -300,6 +300,7 @@ def output_options(output_format: str, enc_key: bytes | None, enc_mode: str) -> 
 
     Raises:
         TypeError, ValueError: Format, key or mode is unusable.
+        NotBuiltYet: Safetensors with a key.
     """
     if output_format not in ("safetensors", "ckpt"):
         raise ValueError(
@@ -309,6 +310,11 @@ def output_options(output_format: str, enc_key: bytes | None, enc_mode: str) -> 
     check_key("enc_key", enc_key)
     check_mode("enc_mode", enc_mode)
     key = None if enc_key is None else Key(enc_key)
+    if key is not None and output_format == "safetensors":
+        raise NotBuiltYet(
+            "encrypted safetensors files for other layouts are not built yet",
+            hint="use output_format='ckpt' with a key",
+        )
     return SaveOptions(format=output_format, key=key, mode=enc_mode)
 
 

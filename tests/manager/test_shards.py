@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 
+from ckptmgr.crypto.key import Key
 from ckptmgr.errors import CorruptCheckpoint, UnsafePrune, UnsupportedCheckpoint
 from ckptmgr.manifest import decode, encode, manifest_name
 from ckptmgr.model import Checkpoint, State
+from ckptmgr.saver import SaveOptions
 from ckptmgr.shard_names import is_set_name, new_attempt_id, parse_shard_name, shard_name, stem_of
 from ckptmgr.store import Store
 from tests.crashmodel import Crash, ModelDisk, Order, every_crash
@@ -58,6 +60,14 @@ def test_series_of_a_shard_is_that_of_its_checkpoint(stem: str, series: str) -> 
     assert parsed is not None
     assert parsed.series == series
     assert stem_of(parsed.set_name) == stem
+
+
+def test_name_of_an_encrypted_safetensors_shard_is_understood() -> None:
+    options = SaveOptions(format="safetensors", key=Key(bytes(16)))
+    plain = shard_name("n-1", 0, world=2, attempt_id="0" * 16, format="safetensors")
+    name = shard_name("n-1", 0, world=2, attempt_id="0" * 16, format=options.extension)
+    assert name == f"{plain}.ckpe"
+    assert parse_shard_name(name) == parse_shard_name(plain)
 
 
 def test_attempts_differ_and_tell_when_they_expire() -> None:

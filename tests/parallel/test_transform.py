@@ -12,7 +12,14 @@ import numpy as np
 import pytest
 
 from ckptmgr import load_checkpoint, save_checkpoint
-from ckptmgr.errors import CheckpointNotFound, CorruptCheckpoint, KeyProblem, UnsupportedCheckpoint
+from ckptmgr.errors import (
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    KeyProblem,
+    NotBuiltYet,
+    UnsupportedCheckpoint,
+)
+from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.strategy import OperatorStrategy, Strategy, StrategyLayout, encode_strategy
 from ckptmgr.formats.tensor import Item, MapTensors, tensor_from_array
 from ckptmgr.parallel.errors import LayoutError, SliceMissing
@@ -305,6 +312,11 @@ def test_unusable_arguments_give_mindspores_errors(
     with pytest.raises(error) as caught:
         call(tmp_path)
     assert message in str(caught.value)
+
+
+def test_encrypted_safetensors_output_is_not_built_yet(tmp_path: Path) -> None:
+    with pytest.raises(NotBuiltYet, match="other layouts"):
+        transform_checkpoint_by_rank(0, {}, str(tmp_path / "x.safetensors"), enc_key=KEY)
 
 
 def test_both_formats_in_one_place_are_refused(tmp_path: Path) -> None:
