@@ -25,7 +25,7 @@ from ckptmgr.formats.tensor import Item, MapTensors, tensor_from_array
 from ckptmgr.parallel.errors import LayoutError, SliceMissing
 from ckptmgr.parallel.outputs import write_file
 from ckptmgr.parallel.rank_files import RankFiles, find_rank_files
-from ckptmgr.parallel.reshard import rank_list_for_transform
+from ckptmgr.parallel.reshard import ByteRun, rank_list_for_transform
 from ckptmgr.parallel.transform import transform_checkpoint_by_rank, transform_checkpoints
 from ckptmgr.saver import SaveOptions
 
@@ -340,8 +340,8 @@ def test_many_files_are_read_with_few_of_them_open(
 def test_slices_of_large_tensors_are_read_across_windows_and_pieces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptmgr.parallel.rank_files._WINDOW_BYTES", 64)
-    monkeypatch.setattr("ckptmgr.parallel.rank_files._GAP_BYTES", 12)
+    monkeypatch.setattr("ckptmgr.parallel.rank_files._WINDOW_BYTES", 600)
+    monkeypatch.setattr("ckptmgr.parallel.rank_files._GAP_BYTES", 300)
     whole = np.arange(4096, dtype=np.int32).reshape(64, 64)
     (tmp_path / "in/rank_0").mkdir(parents=True)
     save_checkpoint({"w": whole}, tmp_path / "in/rank_0/net.ckpt")
@@ -351,6 +351,24 @@ def test_slices_of_large_tensors_are_read_across_windows_and_pieces(
         37, {0: tmp_path / "in/rank_0/net.ckpt"}, tmp_path / "o.ckpt", None, target
     )
     np.testing.assert_array_equal(loaded(file)["w"], whole[32:, 10:12])
+
+
+def test_runs_are_read_across_the_pieces_of_a_tensor() -> None:
+    file = GOLDEN.parent / "files" / "slices_sync.ckpt"
+    with RankFiles({0: file}) as files:
+        cut = [e for e in files.file(0).entries.values() if len(getattr(e, "pieces", ())) > 2]
+        assert cut
+        for entry in cut:
+            assert isinstance(entry, TensorEntry)
+            content = files.read_array(0, entry.name).tobytes()
+            first, second = entry.pieces[0].length, entry.pieces[1].length
+            starts = (0, first - 3, first + 1, first + second - 2)
+            target = bytearray(4 * 8)
+            for index, start in enumerate(starts):
+                run = ByteRun(start, 8 * index, 8)
+                files.read_runs(0, entry.name, iter([run]), memoryview(target))
+            assert bytes(target) == b"".join(content[start : start + 8] for start in starts)
+            files.read_runs(0, entry.name, iter([]), memoryview(target))
 
 
 def test_closed_file_is_opened_again(tmp_path: Path) -> None:

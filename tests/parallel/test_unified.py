@@ -11,14 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import load_checkpoint, save_checkpoint
+from ckptmgr import save_checkpoint
 from ckptmgr.errors import CheckpointNotFound, CorruptCheckpoint
 from ckptmgr.formats.strategy import Strategy, StrategyLayout, encode_strategy
+from ckptmgr.formats.tensor import Item, MapTensors, tensor_from_array
 from ckptmgr.parallel.distributed import load_distributed_checkpoint, load_segmented_checkpoints
 from ckptmgr.parallel.errors import LayoutError, SliceMissing
 from ckptmgr.parallel.layout import ParallelLayout, read_layouts
+from ckptmgr.parallel.outputs import write_file
 from ckptmgr.parallel.slices import region_of
 from ckptmgr.parallel.unified import unified_safetensors
+from ckptmgr.saver import SaveOptions
 from tests.parallel.test_transform import GOLDEN, KEY, assert_same, loaded, strategy_file
 
 RECORDED: dict[str, Any] = json.loads((GOLDEN / "other_functions.json").read_text())
@@ -333,10 +336,18 @@ def test_other_things_than_a_directory_are_refused_with_mindspores_messages(tmp_
 
 
 def test_map_parameters_in_several_parts_may_be_equal(tmp_path: Path) -> None:
-    recorded = load_checkpoint(GOLDEN.parent / "files" / "slices_sync.ckpt")
+    part = tensor_from_array("m", np.ones((1,), np.int32))
+    items: list[Item] = [MapTensors(name="m", key=part, value=part, status=part)]
     for name in ("p0.ckpt", "p1.ckpt"):
-        shutil.copy(GOLDEN.parent / "files" / "slices_sync.ckpt", tmp_path / name)
-    assert list(load_segmented_checkpoints(str(tmp_path))) == list(recorded)
+        write_file(tmp_path / name, items, options=SaveOptions())
+    assert list(load_segmented_checkpoints(str(tmp_path))) == ["m"]
+
+
+def test_single_unified_file_needs_no_map(tmp_path: Path) -> None:
+    shutil.copy(UNIFIED / "part0.safetensors", tmp_path)
+    network = {"norm": np.zeros(16, np.float32)}
+    load_distributed_checkpoint(network, format="safetensors", unified_safetensors_dir=tmp_path)
+    np.testing.assert_array_equal(network["norm"], WHOLE["norm"])
 
 
 def test_layout_of_another_rank_count_than_its_own_is_refused() -> None:
