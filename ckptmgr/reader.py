@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import numpy as np
 
@@ -48,6 +48,8 @@ from ckptmgr.manifest import Manifest
 from ckptmgr.scatter import Placement, read_scattered
 from ckptmgr.store import Store
 from ckptmgr.units import PIECE_BYTES
+
+_Result = TypeVar("_Result")
 
 
 def open_checkpoint(
@@ -82,13 +84,24 @@ def open_checkpoint(
     if not real.exists():
         raise CheckpointNotFound("no such file", path=path)
     store = Store(real.parent, key=options.key)
-    manifest = store.read_manifest(real.name)
+    return with_its_manifest(
+        store,
+        real.name,
+        lambda manifest: _opened(store.fs.open(real), str(path), options, manifest),
+    )
+
+
+def with_its_manifest(
+    store: Store, name: str, read: Callable[[Manifest | None], _Result]
+) -> _Result:
+    """Return what `read` makes of a file, given the manifest that describes it, though somebody may be replacing both."""
+    manifest = store.read_manifest(name)
     while True:
         try:
-            return _opened(store.fs.open(real), str(path), options, manifest)
+            return read(manifest)
         except CorruptCheckpoint:
             # A writer may have replaced both files since the manifest was read; then the new one describes the data.
-            latest = store.read_manifest(real.name)
+            latest = store.read_manifest(name)
             if latest == manifest:
                 raise
             manifest = latest

@@ -30,7 +30,7 @@ from ckptmgr.config_checks import (
     check_mode,
 )
 from ckptmgr.crypto.key import Key
-from ckptmgr.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedState
+from ckptmgr.errors import CheckpointNotFound, UnsupportedState
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import Item, Tensor
 from ckptmgr.handle import SaveStats
@@ -49,6 +49,7 @@ from ckptmgr.model import Checkpoint
 from ckptmgr.naming import CONTAINER_SUFFIX, extension_of, parse_name, stem_of
 from ckptmgr.network import load_into
 from ckptmgr.observe import EVERYBODY
+from ckptmgr.reader import with_its_manifest
 from ckptmgr.saver import SaveOptions, save_items
 from ckptmgr.store import Store
 
@@ -281,20 +282,16 @@ def _read_file(
     path: Path, options: ReadOptions, read: Callable[[OpenCheckpoint], dict[str, Any]]
 ) -> dict[str, Any]:
     store = Store(path.parent, key=options.key)
-    manifest = store.read_manifest(path.name)
-    while True:
-        try:
-            with closing(store.fs.open(path)) as raw:
-                opened = open_source(
+
+    def read_with(manifest: Manifest | None) -> dict[str, Any]:
+        with closing(store.fs.open(path)) as raw:
+            return read(
+                open_source(
                     raw, path=str(path), options=options, manifest=manifest, is_for_loading=True
                 )
-                return read(opened)
-        except CorruptCheckpoint:
-            # A writer may have replaced both files since the manifest was read; then the new one describes the data.
-            latest = store.read_manifest(path.name)
-            if latest == manifest:
-                raise
-            manifest = latest
+            )
+
+    return with_its_manifest(store, path.name, read_with)
 
 
 def _save_path(save_obj: object, name: object, format: str, *, is_encrypted: bool) -> Path:

@@ -25,7 +25,9 @@ from ckptmgr.formats import errors as format_errors
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.loader import ReadOptions, open_source, read_values
 from ckptmgr.lower_errors import translated_errors
+from ckptmgr.scatter import read_scattered
 from ckptmgr.store import Store
+from ckptmgr.units import PIECE_BYTES
 from tests.manager.surface import KEY
 
 MIB = 1 << 20
@@ -160,3 +162,37 @@ def test_other_exceptions_pass_untouched(kind: type[BaseException]) -> None:
 
     with pytest.raises(kind, match="as it was"):
         work()
+
+
+class _Replaced(BytesSource):
+    """A file whose tensor names change once they have been read."""
+
+    is_replaced = False
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        super().read_into(offset, buffer)
+        if self.is_replaced and offset == 0:
+            buffer[6] ^= 1
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["plain", "sealed"])
+def test_file_that_changes_between_index_and_contents_is_noticed(
+    tmp_path: Path, key: bytes | None
+) -> None:
+    save_checkpoint({"w": np.zeros(MIB, np.float32)}, tmp_path / "x.ckpt", enc_key=key)
+    source = _Replaced((tmp_path / "x.ckpt").read_bytes())
+    opened = open_source(
+        source,
+        path="x.ckpt",
+        options=_PLAIN if key is None else _KEYED,
+        manifest=Store(tmp_path).read_manifest("x.ckpt"),
+        is_for_loading=True,
+    )
+    source.is_replaced = True
+    with pytest.raises(CorruptCheckpoint):
+        read_values(opened)
+
+
+def test_unit_that_no_source_checks_is_refused() -> None:
+    with pytest.raises(ValueError, match="is no unit"):
+        read_scattered(BytesSource(b""), [], unit_bytes=PIECE_BYTES + 1)

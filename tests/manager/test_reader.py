@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from ckptmgr.manifest import manifest_name
 from ckptmgr.reader import CheckpointReader
 from ckptmgr.store import Store
 from tests.formats.test_mutations import ITEMS
-from tests.manager.saved import flip, save_run
+from tests.manager.saved import GOLDEN_FILES, flip, save_run
 from tests.manager.surface import KEY, comparable
 from tests.stored import image_bytes
 
@@ -263,3 +264,12 @@ def test_file_that_cannot_be_opened_stays_closed(tmp_path: Path) -> None:
 
 def open_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_file_of_mindspore_itself_is_read_if_that_is_allowed(tmp_path: Path) -> None:
+    path = Path(shutil.copy(GOLDEN_FILES / "gcm_all_dtypes.ckpt", tmp_path))
+    key = bytes(range(0x20, 0x40))
+    with open_checkpoint(path, dec_key=key, allow_unsealed=True) as reader:
+        values = {name: reader.read(name) for name in reader.names()}
+    loaded = load_checkpoint(path, dec_key=key, allow_unsealed=True)
+    assert comparable(values) == comparable(loaded)
