@@ -214,13 +214,17 @@ def test_program_that_never_reads_its_request_may_answer() -> None:
 
 
 def test_program_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
-    pids = tmp_path / "pids"
-    code = f'sleep 600 & echo $! $$ > "{pids}"; wait'
+    alive = tmp_path / "alive"
+    os.mkfifo(alive)
+    reader = os.open(alive, os.O_RDONLY | os.O_NONBLOCK)
+    code = f'exec 9> "{alive}"; sleep 600 & wait'
     provider = ExecProvider(command=("sh", "-c", code), timeout_s=1.0)
     with pytest.raises(ProviderUnavailableError, match="no answer within 1 s and was killed"):
         provider.wrap(KEY, CONTEXT)
-    for pid in pids.read_text().split():
-        assert has_ended(int(pid))
+    # Both hold the other end; it is closed when the last of them has died.
+    os.set_blocking(reader, True)
+    assert os.read(reader, 1) == b""
+    os.close(reader)
 
 
 def test_wait_that_is_interrupted_kills_the_program(tmp_path: Path) -> None:
