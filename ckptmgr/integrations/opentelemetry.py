@@ -12,7 +12,7 @@ Needs `opentelemetry-api`; where they go is decided by the SDK that the program 
 
 from __future__ import annotations
 
-from opentelemetry import metrics
+from opentelemetry.metrics import Meter, get_meter
 
 from ckptmgr._version import __version__
 from ckptmgr.observe import MOMENTS, Event, direction_of
@@ -25,15 +25,15 @@ class OpenTelemetryObserver:
         meter: Makes the instruments; that of the global provider by default.
     """
 
-    def __init__(self, meter: metrics.Meter | None = None) -> None:
-        meter = metrics.get_meter("ckptmgr", __version__) if meter is None else meter
-        self._duration = meter.create_histogram(
+    def __init__(self, meter: Meter | None = None) -> None:
+        made = meter or get_meter("ckptmgr", __version__)
+        self._duration = made.create_histogram(
             "ckptmgr.operation.duration", unit="s", description="Duration of what was done"
         )
-        self._io = meter.create_counter(
+        self._io = made.create_counter(
             "ckptmgr.io", unit="By", description="Bytes of checkpoint files"
         )
-        self._blocked = meter.create_histogram(
+        self._blocked = made.create_histogram(
             "ckptmgr.train.blocked", unit="s", description="For how long a save held up training"
         )
 
