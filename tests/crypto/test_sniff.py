@@ -21,6 +21,10 @@ def test_encrypted_mindspore_file_names_its_mode(mode: str) -> None:
     assert cipher_of(BytesSource(sealing.seal(b"weights", mode))) == mode
 
 
-@pytest.mark.parametrize("data", [b"", b"plain", bytes(100), containers.seal(b"x")[:100]])
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"plain", bytes(100), containers.seal(b"x")[:100]],
+    ids=["empty", "plain", "zeros", "cut"],
+)
 def test_other_or_damaged_file_names_none(data: bytes) -> None:
     assert cipher_of(BytesSource(data)) is None
