@@ -73,11 +73,15 @@ class ReadOptions:
         key: The key, or None. Given a key, files that are not authenticated as a whole are refused.
         mode: The cipher mode to insist on, or None to take the one the file names.
         allow_unsealed: Accept plain and unsealed files although a key is given.
+        rank: Which file of a sharded checkpoint to read, and `world`, out of how many; None for none.
+        world: Number of ranks that read.
     """
 
     key: Key | None = None
     mode: str | None = None
     allow_unsealed: bool = False
+    rank: int | None = None
+    world: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

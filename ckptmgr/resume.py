@@ -11,7 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ckptmgr.errors import CkptmgrError, CorruptCheckpoint, UnsealedCheckpoint
+from ckptmgr.errors import (
+    CkptmgrError,
+    CorruptCheckpoint,
+    UnsealedCheckpoint,
+    UnsupportedCheckpoint,
+)
 from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source
 from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import Manifest
@@ -45,8 +50,12 @@ def open_checkpoint(
         CkptmgrError: It is damaged, locked away by a key, or gone.
         OSError: From the disk.
     """
-    with translated_errors(str(checkpoint.path)):
+    path = checkpoint.path
+    with translated_errors(str(path)):
         manifest = store.read_manifest(checkpoint.name)
+        if manifest is not None and manifest.shards:
+            manifest = manifest.of_shard(_rank_of(checkpoint, options))
+            path = store.directory / manifest.name
         if manifest is None and options.key is not None and not options.allow_unsealed:
             # The seal proves who wrote the file, not which step of the run it is: an old one could have been renamed.
             raise UnsealedCheckpoint(
@@ -54,15 +63,32 @@ def open_checkpoint(
                 path=checkpoint.path,
                 hint="pass allow_unsealed=True if you trust its name",
             )
-        with contextlib.closing(store.fs.open(checkpoint.path)) as raw:
+        with contextlib.closing(store.fs.open(path)) as raw:
             opened = open_source(
                 raw,
-                path=str(checkpoint.path),
+                path=str(path),
                 options=options,
                 manifest=manifest,
                 is_for_loading=True,
             )
             yield opened, manifest
+
+
+def _rank_of(checkpoint: Checkpoint, options: ReadOptions) -> int:
+    """Return whose file to read of a sharded checkpoint.
+
+    Raises:
+        UnsupportedCheckpoint: Other ranks read than have saved.
+    """
+    saved_by = len(checkpoint.shards)
+    if options.rank is None or options.world != saved_by:
+        readers = "no coordinator was given" if options.rank is None else f"{options.world} read"
+        raise UnsupportedCheckpoint(
+            f"was saved by {saved_by} ranks, but {readers}",
+            path=checkpoint.path,
+            hint="start as many ranks, or read the files one by one: each is an ordinary checkpoint",
+        )
+    return options.rank
 
 
 def newest_first(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:

@@ -17,6 +17,7 @@ import contextlib
 import enum
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 
 from ckptmgr.container_reader import container_mode, open_container_file
@@ -152,8 +153,8 @@ def _verify(
         level=level,
         status=check.status if error is None else _status_of(error),
         problems=() if error is None else (_message(error),),
-        checked=tuple(sorted(check.checked, key=_CHECKS.index)),
-        unchecked=tuple(check.unchecked),
+        checked=tuple(sorted(set(check.checked), key=_CHECKS.index)),
+        unchecked=tuple(dict.fromkeys(check.unchecked)),
         nonfinite=check.nonfinite,
         hint=error.hint if isinstance(error, CkptmgrError) else None,
     )
@@ -201,7 +202,16 @@ class _Check:
 
     def run(self) -> None:
         manifest = self._store.read_manifest(self._checkpoint.name)
-        with contextlib.closing(self._store.fs.open(self._checkpoint.path)) as raw:
+        if manifest is None or not manifest.shards:
+            self._check_file(self._checkpoint.path, manifest)
+            return
+        for rank, entry in enumerate(manifest.shards):
+            self._path = str(self._store.directory / entry.name)
+            with translated_errors(self._path):
+                self._check_file(self._store.directory / entry.name, manifest.of_shard(rank))
+
+    def _check_file(self, path: Path, manifest: Manifest | None) -> None:
+        with contextlib.closing(self._store.fs.open(path)) as raw:
             if manifest is not None:
                 self.checked.append("manifest")
                 self._check_against(manifest, raw)

@@ -21,6 +21,7 @@ class Failure:
         message: What it says.
         errno: Number of the error of the operating system, or None.
         is_damage: Whether it says that stored bytes are damaged or gone.
+        is_expected: Whether it is an error of checkpoints or of the disk, not of the program.
     """
 
     rank: int
@@ -28,6 +29,7 @@ class Failure:
     message: str
     errno: int | None = None
     is_damage: bool = False
+    is_expected: bool = False
 
     @classmethod
     def of(cls, error: Exception, *, rank: int) -> Failure:
@@ -38,6 +40,7 @@ class Failure:
             message=error.message if isinstance(error, CkptmgrError) else str(error),
             errno=_errno_of(error),
             is_damage=isinstance(error, (CorruptCheckpoint, FileNotFoundError)),
+            is_expected=isinstance(error, (CkptmgrError, OSError)),
         )
 
     @classmethod
@@ -51,6 +54,7 @@ class Failure:
             message=str(told.get("message", value)),
             errno=number if isinstance(number, int) else None,
             is_damage=told.get("is_damage") is True,
+            is_expected=told.get("is_expected") is True,
         )
 
     def to_json(self) -> Json:
@@ -60,6 +64,7 @@ class Failure:
             "message": self.message,
             "errno": self.errno,
             "is_damage": self.is_damage,
+            "is_expected": self.is_expected,
         }
 
     def __str__(self) -> str:
@@ -75,6 +80,10 @@ def _errno_of(error: BaseException | None) -> int | None:
         return None
     number = error.errno if isinstance(error, OSError) else None
     return _errno_of(error.__cause__) if number is None else number
+
+
+class ResumeFailed(CkptmgrError):
+    """Report that the ranks cannot go on together from any checkpoint; names the rank that cannot, and why."""
 
 
 class RankFailed(SaveFailed):
