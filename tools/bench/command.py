@@ -134,14 +134,13 @@ class Benchmark:
         return Team(replace(self._setup, libraries=names, environment=environment or {}), workload)
 
     def _session(self, section: str, workload: Workload) -> Session:
-        most = _SCALE_ROUNDS if section in ("sizes", "counts") else self._pace.rounds
-        pace = Pace(
-            rounds=min(most, self._pace.rounds),
-            peer_rounds=min(most, self._pace.peer_rounds),
-            rest_s=min(_SHORT_REST_S, self._pace.rest_s)
-            if section == "counts"
-            else self._pace.rest_s,
-        )
+        pace = self._pace
+        if section in ("sizes", "counts"):
+            pace = Pace(
+                rounds=min(_SCALE_ROUNDS, pace.rounds),
+                peer_rounds=1,
+                rest_s=min(_SHORT_REST_S, pace.rest_s) if section == "counts" else pace.rest_s,
+            )
         return Session(
             section=section,
             workload=workload,

@@ -20,7 +20,7 @@ SIZES_BYTES = tuple(int(gib * (1 << 30)) for gib in (0.25, 0.5, 1, 2, 4, 8))
 COUNTS = (10, 100, 1_000, 10_000, 100_000)
 _PEERS_UNTIL_BYTES = 2 << 30
 _ALWAYS = ("raw", "ckptmgr")
-_TOO_SLOW_S = 3.0
+_TOO_SLOW_S = 1.0
 _OF_SIZES = {
     ("raw O_DIRECT", "limit"): "raw",
     ("ckptmgr", "ckpt"): "ckptmgr",
@@ -64,7 +64,7 @@ def measure_sizes(setup: Setup, new_session: NewSession, sizes_bytes: Sequence[i
 
 
 def measure_counts(setup: Setup, new_session: NewSession, counts: Sequence[int]) -> None:
-    """Save and load ever more tensors of 256 bytes; who takes longer than three seconds gets no more."""
+    """Save and load ever more tensors of 256 bytes; who takes longer than a second gets no more."""
     chosen = dict(_OF_COUNTS)
     for count in counts:
         session = new_session("counts", tiny(count))

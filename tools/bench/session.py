@@ -38,7 +38,7 @@ class Session:
         directory: Where to write; removed files leave it as it was.
         pace: How often and how calmly.
         figures: Where values are noted.
-        failures: Where failures of peers are noted, by name.
+        failures: Where failures of peers are noted, by name and place.
         report: Takes a line of progress.
     """
 
@@ -80,7 +80,7 @@ class Session:
         except Failed as failure:
             if not player.is_peer:
                 raise
-            self.failures[f"{player.who}, {player.mode}"] = str(failure)
+            self.failures[f"{player.who}, {player.mode} ({self._where})"] = str(failure)
             self.leave_out(player)
             return False
         if turn >= 0:
@@ -91,6 +91,10 @@ class Session:
     def leave_out(self, player: Player) -> None:
         """Measure a player no more."""
         self._left_out.add((player.who, player.mode))
+
+    @property
+    def _where(self) -> str:
+        return f"{self.section}, {self.workload.tensors} tensors, {self.workload.total_bytes} bytes"
 
     def _subject(self, player: Player, what: str) -> Subject:
         return Subject(
