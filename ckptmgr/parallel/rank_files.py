@@ -25,6 +25,7 @@ from ckptmgr.formats.source import Source
 from ckptmgr.formats.tensor import TensorSpec
 from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source
 from ckptmgr.lower_errors import translated_errors
+from ckptmgr.naming import CONTAINER_SUFFIX, stem_of
 from ckptmgr.parallel.errors import LayoutError
 from ckptmgr.parallel.reshard import ByteRun
 from ckptmgr.store import Store
@@ -47,7 +48,7 @@ def find_rank_files(
 
     Args:
         directory: Holds `rank_0`, `rank_1`, ...
-        format: `ckpt` or `safetensors`.
+        format: `ckpt` or `safetensors`; containers of it count as well.
         file_suffix: Only files whose name ends so, before the dot.
 
     Raises:
@@ -59,7 +60,9 @@ def find_rank_files(
         match = _RANK_DIRECTORY.fullmatch(folder.name)
         if match is None or not folder.is_dir():
             continue
-        files = [f for f in folder.glob(f"*{file_suffix or ''}.{format}") if f.is_file()]
+        pattern = f"*{file_suffix or ''}.{format}"
+        both = (*folder.glob(pattern), *folder.glob(pattern + CONTAINER_SUFFIX))
+        files = [file for file in both if file.is_file()]
         if files:
             found[int(match[1])] = _newest(files, file_suffix)
         elif file_suffix is not None:
@@ -89,7 +92,7 @@ def _newest(files: Sequence[Path], file_suffix: str | None) -> Path:
 
 
 def _numbers(file: Path) -> list[int]:
-    return [int(digits) for digits in _NUMBER.findall(file.stem)][-2:]
+    return [int(digits) for digits in _NUMBER.findall(stem_of(file.name))][-2:]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

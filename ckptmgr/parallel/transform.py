@@ -18,13 +18,14 @@ from pathlib import Path
 
 import numpy as np
 
-from ckptmgr.config_checks import check_key, check_mode
+from ckptmgr.config_checks import check_cipher, check_key, check_mode
 from ckptmgr.crypto.key import Key
-from ckptmgr.errors import NotBuiltYet, UnsupportedCheckpoint
+from ckptmgr.errors import UnsupportedCheckpoint
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.mindspore_entries import TextEntry
 from ckptmgr.formats.tensor import Item, Tensor, TensorSpec, Text
 from ckptmgr.loader import ReadOptions
+from ckptmgr.naming import CONTAINER_SUFFIX, FORMATS
 from ckptmgr.parallel.errors import LayoutError, SliceMissing
 from ckptmgr.parallel.layout import (
     ParallelLayout,
@@ -193,7 +194,8 @@ def transform_checkpoints(
 
     Args:
         src_checkpoints_dir: Holds `rank_0`, `rank_1` ... with a `.ckpt` or `.safetensors` file each.
-        dst_checkpoints_dir: Gets `rank_R/{ckpt_prefix}{R}.{output_format}`; made where it does not exist.
+        dst_checkpoints_dir: Gets `rank_R/{ckpt_prefix}{R}.{output_format}`; made where it does not exist. Encrypted
+            safetensors are containers, whose names end in `.safetensors.ckpe`.
         ckpt_prefix: Start of the file names.
         src_strategy_file: How the files are cut; None for whole tensors in `rank_0`.
         dst_strategy_file: How they are to be cut; None for whole tensors.
@@ -231,7 +233,7 @@ def transform_checkpoints(
         for rank in range(count):
             resharder.items(rank)  # what is missing shows before the first file is written
         for rank in range(count):
-            name = f"{ckpt_prefix}{rank}{suffix}.{output_format}"
+            name = f"{ckpt_prefix}{rank}{suffix}.{options.extension}"
             file = Path(dst_checkpoints_dir) / f"rank_{rank}" / name
             written.append(write_file(file, resharder.items(rank), options=options))
     return written
@@ -255,7 +257,7 @@ def transform_checkpoint_by_rank(
     Args:
         rank_id: The rank of the destination.
         checkpoint_files_map: Source rank to file; those of `rank_list_for_transform` are always enough.
-        save_checkpoint_file_name: Where to; ends in `.ckpt` or `.safetensors`.
+        save_checkpoint_file_name: Where to; ends in `.ckpt` or `.safetensors`, to which encryption adds `.ckpe`.
         src_strategy_file: How the files are cut; None for whole tensors.
         dst_strategy_file: How they are to be cut; None for whole tensors.
         dec_key: Key of the source.
@@ -273,14 +275,16 @@ def transform_checkpoint_by_rank(
     if not isinstance(rank_id, int):
         raise TypeError("The rank_id should be a int.")
     target_file = Path(save_checkpoint_file_name)
-    if target_file.suffix not in (".ckpt", ".safetensors"):
+    stem, _, output_format = target_file.name.removesuffix(CONTAINER_SUFFIX).rpartition(".")
+    if output_format not in FORMATS:
         raise ValueError(
             f"The save_checkpoint_file_name {save_checkpoint_file_name} should end with .ckpt"
         )
     for rank, path in checkpoint_files_map.items():
         if not Path(path).is_file():
             raise ValueError(f"Checkpoint file {path} in rank {rank} not exits: ")
-    options = output_options(target_file.suffix[1:], enc_key, enc_mode)
+    options = output_options(output_format, enc_key, enc_mode)
+    target_file = target_file.with_name(f"{stem}.{options.extension}")
     reading = reading_options(dec_key, dec_mode, allow_unsealed)
     source = None if src_strategy_file is None else read_layouts(src_strategy_file)
     target = None if dst_strategy_file is None else read_layouts(dst_strategy_file)
@@ -300,21 +304,16 @@ def output_options(output_format: str, enc_key: bytes | None, enc_mode: str) -> 
 
     Raises:
         TypeError, ValueError: Format, key or mode is unusable.
-        NotBuiltYet: Safetensors with a key.
     """
-    if output_format not in ("safetensors", "ckpt"):
+    if output_format not in FORMATS:
         raise ValueError(
             "For 'transform_safetensors', the output_format must be 'safetensors' or 'ckpt', but got"
             f" {output_format}."
         )
     check_key("enc_key", enc_key)
     check_mode("enc_mode", enc_mode)
+    check_cipher(enc_key, enc_mode, format=output_format)
     key = None if enc_key is None else Key(enc_key)
-    if key is not None and output_format == "safetensors":
-        raise NotBuiltYet(
-            "encrypted safetensors files for other layouts are not built yet",
-            hint="use output_format='ckpt' with a key",
-        )
     return SaveOptions(format=output_format, key=key, mode=enc_mode)
 
 

@@ -16,7 +16,6 @@ from ckptmgr.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,
     KeyProblem,
-    NotBuiltYet,
     UnsupportedCheckpoint,
 )
 from ckptmgr.formats.index import TensorEntry
@@ -91,20 +90,32 @@ def test_one_rank_needs_only_the_files_mindspore_lists(pair: str, tmp_path: Path
     assert_same(loaded(out), loaded(expected))
 
 
-def test_encrypted_source_becomes_encrypted_output(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("format", "extension"), [("ckpt", "ckpt"), ("safetensors", "safetensors.ckpe")]
+)
+def test_encrypted_source_becomes_encrypted_output(
+    format: str, extension: str, tmp_path: Path
+) -> None:
     pair = "dp2_mp2__to__dp2_mp4"
     for rank in range(4):
         values = loaded(GOLDEN / pair / "src_ckpt" / f"rank_{rank}" / "net.ckpt")
         (tmp_path / f"in/rank_{rank}").mkdir(parents=True)
-        save_checkpoint(values, tmp_path / f"in/rank_{rank}/net.ckpt", enc_key=KEY)
+        save_checkpoint(values, tmp_path / f"in/rank_{rank}/net", format=format, enc_key=KEY)
     source, target = map(strategy_file, pair.split("__to__"))
-    files = transform_checkpoints(
-        tmp_path / "in", tmp_path / "out", "ck_", source, target, dec_key=KEY, enc_key=KEY
-    )
+    arguments = (tmp_path / "in", tmp_path / "out", "ck_", source, target)
+    with pytest.raises(KeyProblem):
+        transform_checkpoints(*arguments, output_format=format)
+    files = transform_checkpoints(*arguments, output_format=format, dec_key=KEY, enc_key=KEY)
+    assert files[5].name == f"ck_5.{extension}"
     expected = GOLDEN / pair / "dst_ckpt" / "rank_5" / "ck_5.ckpt"
     assert_same(loaded(files[5], KEY), loaded(expected))
-    with pytest.raises(KeyProblem):
-        transform_checkpoints(tmp_path / "in", tmp_path / "other", "ck_", source, target)
+
+
+def test_encrypted_file_of_one_rank_gets_the_name_of_a_container(tmp_path: Path) -> None:
+    source = GOLDEN / "full__to__dp2_mp2" / "src_ckpt" / "rank_0" / "net.ckpt"
+    file = transform_checkpoint_by_rank(0, {0: source}, tmp_path / "out.safetensors", enc_key=KEY)
+    assert file.name == "out.safetensors.ckpe"
+    assert_same(loaded(file, KEY), loaded(source))
 
 
 def test_deduplicated_files_are_joined_from_the_rank_that_saved_each_slice(tmp_path: Path) -> None:
@@ -312,11 +323,6 @@ def test_unusable_arguments_give_mindspores_errors(
     with pytest.raises(error) as caught:
         call(tmp_path)
     assert message in str(caught.value)
-
-
-def test_encrypted_safetensors_output_is_not_built_yet(tmp_path: Path) -> None:
-    with pytest.raises(NotBuiltYet, match="other layouts"):
-        transform_checkpoint_by_rank(0, {}, str(tmp_path / "x.safetensors"), enc_key=KEY)
 
 
 def test_both_formats_in_one_place_are_refused(tmp_path: Path) -> None:
