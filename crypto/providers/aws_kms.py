@@ -141,8 +141,9 @@ class AwsKmsProvider:
                 "AWS KMS needs boto3", hint='pip install "ckptmgr[aws]"'
             ) from None
         try:
+            client = self._client()  # makes the loggers that are then silenced
             with _silent():
-                return call(self._client())
+                return call(client)
         except ClientError as error:
             raise _translated(error.response) from None
         except BotoCoreError as error:

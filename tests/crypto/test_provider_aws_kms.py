@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import base64
 import logging
+import subprocess
 import sys
 import traceback
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -203,6 +205,33 @@ def test_debug_log_of_the_library_never_holds_the_key(
     # boto3 does write keys down, and goes on to do so for everybody else.
     boto3.client("kms").encrypt(KeyId=provider.key_id, Plaintext=wrapped.key.raw)
     assert spelled in caplog.text
+
+
+FRESH = """
+import logging, sys
+logging.basicConfig(level=logging.DEBUG)
+from ckptmgr.crypto.providers.aws_kms import AwsKmsProvider
+from ckptmgr.crypto.providers.errors import ProviderUnavailableError
+try:
+    AwsKmsProvider(key_id="alias/x", timeout_s=2, max_attempts=1).wrap(bytes(range(32)), {})
+except ProviderUnavailableError:
+    logging.debug("the call is over")
+"""
+
+
+def test_first_call_of_a_process_is_as_silent_as_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_KMS", "http://127.0.0.1:9")
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        check=True,
+    )
+    assert "the call is over" in done.stderr
+    assert base64.b64encode(bytes(range(32))).decode() not in done.stderr
 
 
 def test_failure_shows_no_key(provider: AwsKmsProvider) -> None:
