@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
+import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -573,47 +575,81 @@ def test_copy_that_fails_is_raised_by_wait_and_nothing_stays() -> None:
             deferred.release()
 
 
-def test_release_while_the_copy_is_made_waits_for_it_and_copies_no_further() -> None:
-    begun, go_on = threading.Event(), threading.Event()
-    asked: list[str] = []
+class Slow:
+    """A JAX array on an accelerator that is fetched when a test lets it."""
 
-    class Slow:
-        def __init__(self, name: str) -> None:
-            self.name = name
+    def __init__(self) -> None:
+        self.begun, self.go_on = threading.Event(), threading.Event()
+        self.fetches = 0
 
-        def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
-            asked.append(self.name)
-            begun.set()
-            assert go_on.wait(TIMEOUT_S)
-            return np.zeros(SIZE, np.uint8)
+    def __array__(self, dtype: object = None, copy: object = None) -> np.ndarray:
+        self.fetches += 1
+        self.begun.set()
+        assert self.go_on.wait(TIMEOUT_S)
+        return np.zeros(SIZE, np.uint8)
 
-        def devices(self) -> list[Any]:
-            return []
+    def devices(self) -> list[Any]:
+        return []
 
-    items = [
+
+def slow_items(slow: Slow, count: int) -> list[Item]:
+    return [
         Tensor(
-            spec=TensorSpec(name=name, dtype=BY_NAME["uint8"], shape=(SIZE,)),
-            content=partial(jax_bytes, Slow(name)),
+            spec=TensorSpec(name=f"w{index}", dtype=BY_NAME["uint8"], shape=(SIZE,)),
+            content=partial(jax_bytes, slow),
         )
-        for name in "abc"
+        for index in range(count)
     ]
+
+
+def test_release_while_the_copy_is_made_waits_for_it_and_copies_no_further() -> None:
+    slow = Slow()
     with StagingPool() as pool:
-        deferred = defer(items, pool, copies_all=True)
+        deferred = defer(slow_items(slow, 3), pool, copies_all=True)
         copying = threading.Thread(target=deferred.copy)
         copying.start()
-        assert begun.wait(TIMEOUT_S)
+        assert slow.begun.wait(TIMEOUT_S)
         releasing = threading.Thread(target=deferred.release)
         releasing.start()
         while not deferred._is_released:
-            pass
+            os.sched_yield()
         assert not deferred.handle.staged.done()
-        go_on.set()
+        slow.go_on.set()
         releasing.join(TIMEOUT_S)
         copying.join(TIMEOUT_S)
-        assert asked == ["a"]
+        assert slow.fetches == 1
         assert pool.usage.kept_bytes > 0
         with pytest.raises(SaveFailed, match="given up"):
             deferred.wait()
+
+
+def test_ctrl_c_while_another_thread_copies_leaves_the_copy_to_be_waited_for_again() -> None:
+    slow = Slow()
+    updates = Updates()
+
+    def interrupt() -> None:
+        while not deferred.handle.staged._condition._waiters:  # type: ignore[attr-defined]
+            os.sched_yield()
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    with StagingPool() as pool:
+        deferred = defer(slow_items(slow, 1), pool, copies_all=True)
+        updates.add(deferred)
+        copying = threading.Thread(target=deferred.copy)
+        copying.start()
+        assert slow.begun.wait(TIMEOUT_S)
+        interrupter = threading.Thread(target=interrupt)
+        interrupter.start()
+        with pytest.raises(KeyboardInterrupt):
+            updates.wait()
+        assert not deferred.handle.staged.done()
+        slow.go_on.set()
+        updates.wait()
+        deferred.wait()
+        copying.join(TIMEOUT_S)
+        interrupter.join(TIMEOUT_S)
+        deferred.release()
+    updates.close()
 
 
 @pytest.mark.parametrize("value", [1, "yes", None])
