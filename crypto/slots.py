@@ -143,6 +143,9 @@ def parse_slots(data: bytes, *, count: int, offset: int) -> tuple[Slot, ...]:
     Raises:
         TamperedError: They do not.
     """
+    if not 1 <= count <= MAX_SLOTS:
+        # Every passphrase slot may ask for a GiB and some seconds before its header can be authenticated.
+        raise TamperedError(f"{count} key slots are announced, not 1 to {MAX_SLOTS}", offset=offset)
     slots = tuple(_slots(data, offset))
     if len(slots) != count:
         raise TamperedError(f"{len(slots)} key slots where {count} are announced", offset=offset)

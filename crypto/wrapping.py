@@ -227,7 +227,7 @@ class Passphrase:
         costs, salt = self.cost.pack(), self.random(_SALT_BYTES)
         body_size = len(costs) + _SALT_BYTES + _WRAPPED_BYTES
         head = slot_head(self.cost.slot_type, NO_KEY_ID, body_size=body_size)
-        wrapping_key = self.cost.stretch(self._bytes, salt=salt)
+        wrapping_key = self._stretched(self.cost, salt)
         wrapped = _wrap(wrapping_key, data_key, aad=bound + head + costs)
         return Slot(type=self.cost.slot_type, key_id=NO_KEY_ID, body=costs + salt + wrapped)
 
@@ -240,16 +240,22 @@ class Passphrase:
         costs = cost.pack()
         salt = slot.body[len(costs) : len(costs) + _SALT_BYTES]
         head = slot_head(slot.type, slot.key_id, body_size=len(slot.body))
-        wrapping_key = cost.stretch(self._bytes, salt=salt)
+        wrapping_key = self._stretched(cost, salt)
         wrapped = slot.body[len(costs) + _SALT_BYTES :]
         data_key = _unwrap(wrapping_key, wrapped, aad=bound + head + costs)
         if data_key is None:
             raise DecryptionError("the passphrase is wrong, or the key slot is damaged")
         return data_key
 
-    @property
-    def _bytes(self) -> bytes:
-        return unicodedata.normalize("NFC", self.text).encode("utf-8")
+    def _stretched(self, cost: PassphraseCost, salt: bytes) -> bytes:
+        passphrase = unicodedata.normalize("NFC", self.text).encode("utf-8")
+        try:
+            return cost.stretch(passphrase, salt=salt)
+        except MemoryError:
+            raise UnsupportedSuiteError(
+                "stretching the passphrase takes more memory than there is",
+                hint="use a larger machine, or another key of the file",
+            ) from None
 
 
 def _scrypt_of(slot: Slot) -> PassphraseCost:

@@ -90,6 +90,17 @@ def test_slot_with_a_flipped_bit_is_damaged(kind: str, position: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("byte", [0, 1, 255])
+def test_slot_of_one_byte_repeated_is_damaged(kind: str, byte: int) -> None:
+    # All zeros is a point of small order, which X25519 must refuse.
+    recipient, identity = pair(kind)
+    slot = recipient.wrap(DATA_KEY, bound=BOUND)
+    body = bytes([byte]) * len(slot.body)
+    with pytest.raises(TamperedError):
+        identity.unwrap(Slot(type=slot.type, key_id=slot.key_id, body=body), bound=BOUND)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", [0, 31, 79, 2000])
 def test_slot_of_wrong_length_is_damaged(kind: str, size: int) -> None:
     recipient, identity = pair(kind)

@@ -112,6 +112,20 @@ def test_passphrase_and_keys_are_never_shown() -> None:
     assert repr(DATA_KEY.raw)[2:-1] not in shown
 
 
+def test_machine_with_too_little_memory_for_a_passphrase_says_so() -> None:
+    class Greedy:
+        slot_type = SlotType.SCRYPT
+
+        def pack(self) -> bytes:
+            return bytes(4)
+
+        def stretch(self, passphrase: bytes, *, salt: bytes) -> bytes:
+            raise MemoryError
+
+    with pytest.raises(UnsupportedSuiteError, match="more memory than there is"):
+        Passphrase("secret", Greedy()).wrap(DATA_KEY, bound=BOUND)
+
+
 @pytest.mark.parametrize("log2_n", [0, 1, 13, 21, 40, 63, 255])
 def test_scrypt_outside_its_limits_is_refused_before_it_costs_anything(log2_n: int) -> None:
     body = struct.pack("<BBBB", log2_n, 8, 1, 0) + bytes(80)
@@ -246,6 +260,9 @@ def test_packed_slots_are_parsed_back() -> None:
         (b"\1\1\0\0" + bytes(8), 1, "inconsistent", 80),
         (b"\1\0\xff\xff" + bytes(8), 1, "inconsistent", 80),
         (bytes(24), 1, "2 key slots where 1", 80),
+        (b"", 0, "0 key slots are announced", 80),
+        (bytes(12 * 17), 17, "17 key slots are announced", 80),
+        (bytes(12 * 5000), 5000, "5000 key slots are announced", 80),
         (b"", 1, "0 key slots where 1", 80),
     ],
 )
