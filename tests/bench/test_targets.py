@@ -49,6 +49,16 @@ def test_verdict_save_is_compared_with_the_median_of_raw_and_the_faster_safetens
     ]
 
 
+def test_verdict_container_is_compared_with_the_aes_gcm_of_mindspore() -> None:
+    figures = _figures(
+        ("files", "ckptmgr", "container-gcm", "save", [1.0]),
+        ("files", "mindspore", "ckpt-gcm", "save", [15.0]),
+    )
+    assert _of(verdicts(figures, [], {}), "T2") == [
+        ("save container-gcm, faster than MindSpore", 15.0, True)
+    ]
+
+
 @pytest.mark.parametrize(("sm4", "is_met"), [("OpenSSL", True), ("16 lanes", False)])
 def test_verdict_sm4_asks_more_of_the_accelerator(sm4: str, is_met: bool) -> None:
     figures = _figures(
@@ -114,10 +124,10 @@ def test_slopes_of_a_single_point_are_none() -> None:
 def test_report_compares_a_peer_with_raw_and_with_ours_of_its_mode() -> None:
     figures = _figures(
         ("files", "raw O_DIRECT", "limit", "save", [1.0]),
-        ("files", "ckptmgr", "ckpt-gcm", "save", [2.0]),
+        ("files", "ckptmgr", "container-gcm", "save", [2.0]),
         ("files", "tensorizer", "encrypted", "save", [5.0]),
     )
     text = report(figures, [], [], {"jax": "not installed"})
     assert "| encrypted | tensorizer | 5.000 | 0.20 | 2.5x |" in text
-    assert "| ckpt-gcm | ckptmgr | 2.000 | 0.50 |  |" in text
+    assert "| container-gcm | ckptmgr | 2.000 | 0.50 |  |" in text
     assert text.endswith("* Left out: jax: not installed")

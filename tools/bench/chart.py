@@ -33,7 +33,15 @@ _SETTINGS = {
     "svg.hashsalt": "ckptmgr",
 }
 # The SM4 row would squeeze all others; the two CRC rows say what the rows without say.
-_SHOWN_MODES = {"ckpt", "ckpt-gcm", "ckpt-cbc", "safetensors", "plain", "encrypted"}
+_SHOWN_MODES = {
+    "ckpt",
+    "ckpt-gcm",
+    "ckpt-cbc",
+    "container-gcm",
+    "safetensors",
+    "plain",
+    "encrypted",
+}
 
 
 def draw(figures: Figures, output: Path) -> list[Path]:

@@ -70,4 +70,11 @@ MODES = (
         suffix=".safetensors",
         is_in_mindspore=False,  # its CRC stops at bfloat16
     ),
+    Mode(
+        name="container-gcm",
+        save_options=_SAFETENSORS | {"enc_key": KEY, "enc_mode": "AES-GCM"},
+        load_options=_SAFETENSORS | {"dec_key": KEY, "dec_mode": "AES-GCM"},
+        suffix=".safetensors.ckpe",
+        is_in_mindspore=False,
+    ),
 )

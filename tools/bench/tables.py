@@ -79,7 +79,7 @@ def _ours(figures: Figures, section: str, what: str, mode: str) -> float | None:
     """Return the seconds of ours that a peer's are compared with; peers' own formats with the nearest of ours."""
     if mode == LIMIT:
         return None
-    mine = {"plain": "safetensors", "encrypted": "ckpt-gcm"}.get(mode, mode)
+    mine = {"plain": "safetensors", "encrypted": "container-gcm"}.get(mode, mode)
     return figures.median(section, what, who=OURS, mode=mine)
 
 

@@ -17,7 +17,11 @@ OURS = "ckptmgr"
 _MEMCPY = "one memcpy"
 _RAW = "raw O_DIRECT"
 _PLAIN = ("ckpt", "ckpt-crc", "safetensors", "safetensors-crc")
-_MINDSPORE_AES = {"ckpt-gcm": 15.0, "ckpt-cbc": 12.0}
+_AES = (  # target, mode, share of raw, MindSpore's mode, how often ours is faster
+    ("T2", "ckpt-gcm", 0.95, "ckpt-gcm", 15.0),
+    ("T2", "container-gcm", 0.95, "ckpt-gcm", 15.0),
+    ("T3", "ckpt-cbc", 0.9, "ckpt-cbc", 12.0),
+)
 _EXTRA_MEMORY_MIB = 64.0
 
 
@@ -91,7 +95,7 @@ def _saves(figures: Figures) -> Iterator[Verdict]:
             limit=3.5,
             value=_ratio(stock, ours),
         )
-    for target, mode, of_raw in (("T2", "ckpt-gcm", 0.95), ("T3", "ckpt-cbc", 0.9)):
+    for target, mode, of_raw, their_mode, faster in _AES:
         ours = median(OURS, mode)
         yield Verdict(
             target=target, what=f"save {mode}, of raw", limit=of_raw, value=_ratio(raw, ours)
@@ -99,8 +103,8 @@ def _saves(figures: Figures) -> Iterator[Verdict]:
         yield Verdict(
             target=target,
             what=f"save {mode}, faster than MindSpore",
-            limit=_MINDSPORE_AES[mode],
-            value=_ratio(median("mindspore", mode), ours),
+            limit=faster,
+            value=_ratio(median("mindspore", their_mode), ours),
         )
 
 
@@ -129,15 +133,15 @@ def _loads(figures: Figures) -> Iterator[Verdict]:
             yield Verdict(
                 target=target, what=f"{what} {mode}, of raw", limit=limit, value=_ratio(raw, ours)
             )
-    for mode in _MINDSPORE_AES:
-        ours, theirs = (
-            figures.median("files", "load", who=who, mode=mode) for who in (OURS, "mindspore")
-        )
+    for _, mode, _, their_mode, _ in _AES:
         yield Verdict(
             target="T5",
             what=f"load {mode}, faster than MindSpore",
             limit=5.0,
-            value=_ratio(theirs, ours),
+            value=_ratio(
+                figures.median("files", "load", who="mindspore", mode=their_mode),
+                figures.median("files", "load", who=OURS, mode=mode),
+            ),
         )
 
 
