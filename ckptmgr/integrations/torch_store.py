@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks of PyTorch that meet over its rendezvous store: no collectives, so nothing to keep in order with training.
+
+Under `torchrun` the store lives in the agent, not in a rank, and outlives all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from datetime import timedelta
+
+from torch.distributed import DistError, PrefixStore, Store, TCPStore
+
+from ckptmgr.parallel.coordinator import KeyValueCoordinator
+
+# A wait of 0 would be one without end.
+_SHORTEST_WAIT_S = 0.001
+
+
+def store_coordinator(store: Store, *, rank: int, world: int) -> KeyValueCoordinator:
+    """Return a coordinator over a store of `torch.distributed`.
+
+    Args:
+        store: Any store that all ranks have; wrap it in a `PrefixStore` that is another one after every restart.
+        rank: Number of this rank.
+        world: Number of ranks.
+    """
+    return KeyValueCoordinator(_Table(store), rank=rank, world=world)
+
+
+def torchrun_coordinator(*, timeout_s: float = 60.0) -> KeyValueCoordinator:
+    """Return a coordinator for a process that `torchrun` has started; training needs no process group for it.
+
+    Args:
+        timeout_s: How long to try to reach the store.
+
+    Raises:
+        ValueError: `torchrun` has not started this process.
+        RuntimeError: The store cannot be reached.
+    """
+    try:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except KeyError as error:
+        raise ValueError(f"{error} is not set: start the program with torchrun") from None
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        raise ValueError(
+            "the store of this job lives in rank 0 and would die with it; start the program with torchrun, "
+            "or use store_coordinator() with a store of your own"
+        )
+    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+    start = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    return store_coordinator(PrefixStore(f"ckptmgr/{start}", store), rank=rank, world=world)
+
+
+class _Table:
+    """A store as a table. One that cannot be reached is like ranks that do not come: the storage decides then."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def put(self, key: str, value: bytes) -> None:
+        with contextlib.suppress(DistError):
+            self._store.set(key, value.decode())
+
+    def get(self, key: str, *, timeout_s: float) -> bytes | None:
+        try:
+            if timeout_s >= _SHORTEST_WAIT_S:
+                self._store.wait([key], timedelta(seconds=timeout_s))
+            elif not self._store.check([key]):
+                return None
+            return bytes(self._store.get(key))
+        except DistError:
+            return None
+
+    def drop(self, key: str) -> None:
+        with contextlib.suppress(DistError):
+            self._store.delete_key(key)

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks of PyTorch: over a store in memory, and four real ones that torchrun starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402 - after the check that there is one
+
+from ckptmgr.integrations.torch_store import (  # noqa: E402
+    store_coordinator,
+    torchrun_coordinator,
+)
+from ckptmgr.model import State  # noqa: E402
+from ckptmgr.parallel.coordinator import RanksMissing  # noqa: E402
+from ckptmgr.store import Store  # noqa: E402
+from tests.parallel.test_coordinator import together  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+WORLD = 4
+
+
+def test_ranks_hear_each_other_over_a_store() -> None:
+    store = dist.HashStore()
+    one, two = (store_coordinator(store, rank=rank, world=2) for rank in range(2))
+    heard = together(
+        lambda: one.all_gather("a", {"x": 1}, timeout_s=60),
+        lambda: two.all_gather("a", [2], timeout_s=60),
+    )
+    assert heard == [[{"x": 1}, [2]]] * 2
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 0.01])
+def test_rank_that_does_not_come_is_named(timeout_s: float) -> None:
+    ranks = store_coordinator(dist.HashStore(), rank=0, world=2)
+    with pytest.raises(RanksMissing, match="rank 1 did not come"):
+        ranks.all_gather("a", None, timeout_s=timeout_s)
+
+
+def test_store_that_is_gone_is_like_ranks_that_do_not_come() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=5))
+    ranks = store_coordinator(client, rank=0, world=2)
+    del server
+    with pytest.raises(RanksMissing, match="rank"):
+        ranks.all_gather("a", None, timeout_s=0.1)
+
+
+def test_process_that_torchrun_did_not_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(ValueError, match="start the program with torchrun"):
+        torchrun_coordinator()
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    with pytest.raises(ValueError, match="would die with it"):
+        torchrun_coordinator()
+
+
+@pytest.mark.slow
+def test_four_ranks_of_torchrun_save_together_or_not_at_all(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(WORLD), "-m", "tests.parallel.torchrun_job", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    told = sorted((json.loads(line) for line in done.stdout.splitlines()), key=lambda t: t["rank"])
+    assert [t["sum"] for t in told] == [6.0] * WORLD
+    (saved,) = Store(tmp_path).scan()
+    assert (saved.name, saved.state) == ("run1-1.shards", State.OK)
+    assert [t["step 1"] for t in told] == [list(saved.shards)] * WORLD
+    assert len(saved.shards) == WORLD
+    for one in told:
+        assert "step 2 was not saved: rank 3: StoreFull [ENOSPC]" in one["step 2"]
