@@ -33,8 +33,8 @@ from ckptmgr.parallel.layout import (
 from ckptmgr.parallel.outputs import write_file
 from ckptmgr.parallel.rank_files import RankFiles
 from ckptmgr.parallel.reshard import Layouts
+from ckptmgr.parallel.resharder import Resharder
 from ckptmgr.parallel.transform import (
-    Resharder,
     StrategyFile,
     output_options,
     reading_options,

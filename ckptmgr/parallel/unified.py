@@ -18,12 +18,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ckptmgr.formats.tensor import Tensor
+from ckptmgr.formats.tensor import Item, Tensor
+from ckptmgr.loader import ReadOptions
 from ckptmgr.parallel.layout import devices_per_stage, read_layouts, whole
 from ckptmgr.parallel.outputs import write_file, write_small_file
 from ckptmgr.parallel.rank_files import RankFiles
+from ckptmgr.parallel.resharder import Resharder
 from ckptmgr.parallel.transform import (
-    Resharder,
     StrategyFile,
     output_options,
     reading_options,
@@ -59,7 +60,7 @@ def unified_safetensors(
     Args:
         src_dir: Holds `rank_0`, `rank_1` ...
         src_strategy_file: How the files are cut; None for whole tensors in `rank_0`.
-        dst_dir: Gets the parts; made where it does not exist.
+        dst_dir: Gets the parts, in plain text even when the source is encrypted; made where it does not exist.
         merge_with_redundancy: Accepted; the files themselves show what they hold.
         file_suffix: Only files whose name ends so, before the dot.
         max_process_num: Accepted; one process keeps the disk busy.
@@ -78,38 +79,58 @@ def unified_safetensors(
         CkptmgrError: A file is damaged, or a key wrong.
     """
     del merge_with_redundancy, max_process_num
-    source_dir, target_dir = Path(src_dir), Path(dst_dir)
+    source_dir = Path(src_dir)
     if source_dir.is_file():
         raise ValueError("For 'unified_safetensors', the 'src_dir' can not be a file.")
     number, count = split_dst_file or (1, 1)
     if not 1 <= number <= count:
         raise ValueError(f"split_dst_file is {split_dst_file}; it counts machines from 1")
-    reading = reading_options(dec_key, dec_mode, allow_unsealed)
-    options = output_options("safetensors", None, "AES-GCM")
+    return unify(
+        source_dir,
+        Path(dst_dir),
+        strategy=src_strategy_file,
+        reading=reading_options(dec_key, dec_mode, allow_unsealed),
+        file_suffix=file_suffix,
+        choose=choice_func,
+        share=(number, count),
+    )
+
+
+def unify(
+    source_dir: Path,
+    target_dir: Path,
+    *,
+    strategy: StrategyFile,
+    reading: ReadOptions,
+    file_suffix: str | None = None,
+    choose: Choose | None = None,
+    share: tuple[int, int] = (1, 1),
+) -> list[Path]:
+    """Join the checkpoints of all ranks in plain files; arguments and errors are those of `unified_safetensors`."""
     paths = source_files(source_dir, "unified_safetensors", file_suffix)
-    source = None if src_strategy_file is None else read_layouts(src_strategy_file)
+    source = None if strategy is None else read_layouts(strategy)
     if source is None:
         paths = dict(list(paths.items())[:1])
     devices_per_stage(source or {})
-    written: list[Path] = []
-    with RankFiles(paths, reading) as files:
-        resharder = Resharder(files=files, source=source, target=None)
-        names = [name for name in files.names() if source is None or name in source]
-        tensors = _chosen(resharder, names, choice_func)
-        parts = _parts(tensors)
-        first, last = _share(len(parts), number, count)
-        for index in range(first, last):
-            file = target_dir / f"part{index}.safetensors"
-            written.append(write_file(file, parts[index], options=options, metadata=_METADATA))
-        if number > 1:
-            return written
-        hyper = resharder.unlisted()
+    files: dict[str, Sequence[Item]] = {}
+    with RankFiles(paths, reading) as sources:
+        resharder = Resharder(files=sources, source=source, target=None)
+        names = [name for name in sources.names() if source is None or name in source]
+        tensors = _chosen(resharder, names, choose)
+        parts = {f"part{n}.safetensors": part for n, part in enumerate(_parts(tensors))}
+        first, last = _share(len(parts), *share)
+        files.update(list(parts.items())[first:last])
+        hyper = resharder.unlisted() if share[0] == 1 else []
         if hyper:
-            file = target_dir / HYPER_FILE
-            written.append(write_file(file, hyper, options=options, metadata=_METADATA))
-    weights = {
-        one.spec.name: f"part{n}.safetensors" for n, part in enumerate(parts) for one in part
-    }
+            files[HYPER_FILE] = hyper
+        options = output_options("safetensors", None, "AES-GCM")
+        written = [
+            write_file(target_dir / name, items, options=options, metadata=_METADATA)
+            for name, items in files.items()
+        ]
+    if share[0] > 1:
+        return written
+    weights = {one.spec.name: name for name, part in parts.items() for one in part}
     total = sum(one.spec.size_bytes for one in tensors)
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=4)
     write_small_file(target_dir / MAP_FILE, text.encode())

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ckptmgr transform`, `ckptmgr unify` and `ckptmgr merge`: checkpoints that are cut over many ranks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from ckptmgr.cli import options, render
+from ckptmgr.cli.exits import Exit, UsageProblem
+from ckptmgr.cli.options import Command
+
+_PATH = click.Path(path_type=Path)
+
+
+def _source_and_target(function: Command) -> Command:
+    function = click.option(
+        "-o", "--output", "target", metavar="OUT", type=_PATH, required=True, help="Where to."
+    )(function)
+    return click.argument("source", metavar="DIR", type=_PATH)(function)
+
+
+def _from_option(function: Command) -> Command:
+    return click.option(
+        "--from",
+        "source_strategy",
+        metavar="STRATEGY",
+        type=_PATH,
+        help="Strategy file of the source; without it, rank_0 holds whole tensors.",
+    )(function)
+
+
+@options.command(
+    "transform",
+    examples=(
+        "transform runs/dp2_mp2 -o runs/dp2_mp4 --from dp2_mp2.ckpt --to dp2_mp4.ckpt",
+        "transform runs/tp8 -o whole --from tp8.ckpt --format safetensors",
+    ),
+)
+@_source_and_target
+@_from_option
+@click.option(
+    "--to",
+    "target_strategy",
+    metavar="STRATEGY",
+    type=_PATH,
+    help="Strategy file of the output; without it, whole tensors in rank_0.",
+)
+@click.option("--prefix", default="net", show_default=True, help="Start of the file names.")
+@click.option(
+    "--format",
+    "output_format",
+    type=click.Choice(["ckpt", "safetensors"]),
+    default="ckpt",
+    show_default=True,
+    help="Format of the output.",
+)
+@click.option(
+    "--plain", is_flag=True, help="With a key: write plain files instead of encrypted ones."
+)
+@options.key_options
+@options.output_options
+@click.pass_context
+def transform_command(
+    ctx: click.Context,
+    source: Path,
+    target: Path,
+    source_strategy: Path | None,
+    target_strategy: Path | None,
+    prefix: str,
+    output_format: str,
+    plain: bool,
+    key_source: str | None,
+    allow_unsealed: bool,
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    """Rewrite the checkpoints of all ranks for another parallel strategy.
+
+    DIR holds rank_0, rank_1, ... with a file each; OUT gets rank_R/PREFIXR. A slice is taken from any rank that has it, so
+    deduplicated checkpoints need nothing special. What no file holds is an error before anything is written. With a key, the
+    output is encrypted with it.
+    """
+    from ckptmgr.loader import ReadOptions
+    from ckptmgr.parallel.transform import rewrite
+    from ckptmgr.saver import SaveOptions
+
+    if "/" in prefix:
+        raise UsageProblem("--prefix starts a file name", hint="name the directory with -o")
+    key = options.load_key(key_source)
+    started = time.perf_counter()
+    files = rewrite(
+        source,
+        target,
+        prefix=prefix,
+        strategies=(source_strategy, target_strategy),
+        reading=ReadOptions(key=key, allow_unsealed=allow_unsealed),
+        options=SaveOptions(format=output_format, key=None if plain else key),
+    )
+    return _report(ctx, target, files, started, as_json=as_json, quiet=quiet)
+
+
+@options.command(
+    "unify",
+    examples=("unify runs/dp2_mp2 -o unified --from dp2_mp2.ckpt",),
+)
+@_source_and_target
+@_from_option
+@click.option(
+    "--plain", is_flag=True, help="Agree to plain files although the source is encrypted."
+)
+@options.key_options
+@options.output_options
+@click.pass_context
+def unify_command(
+    ctx: click.Context,
+    source: Path,
+    target: Path,
+    source_strategy: Path | None,
+    plain: bool,
+    key_source: str | None,
+    allow_unsealed: bool,
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    """Join the checkpoints of all ranks into whole tensors.
+
+    OUT gets part0.safetensors and so on, hyper_param.safetensors and param_name_map.json, as MindSpore's
+    unified_safetensors writes them. They are always plain.
+    """
+    from ckptmgr.loader import ReadOptions
+    from ckptmgr.parallel.unified import unify
+
+    key = options.load_key(key_source)
+    if key is not None and not plain:
+        raise UsageProblem(
+            "unified files are plain, but a key was given",
+            hint="add --plain if plain files are wanted, or use ckptmgr transform, which encrypts",
+        )
+    started = time.perf_counter()
+    reading = ReadOptions(key=key, allow_unsealed=allow_unsealed)
+    files = unify(source, target, strategy=source_strategy, reading=reading)
+    return _report(ctx, target, files, started, as_json=as_json, quiet=quiet)
+
+
+@options.command("merge", examples=("merge strategies/ -o strategy.ckpt",))
+@_source_and_target
+@options.output_options
+@click.pass_context
+def merge_command(
+    ctx: click.Context, source: Path, target: Path, as_json: bool, quiet: bool
+) -> int:
+    """Join the strategy files of all pipeline stages.
+
+    DIR holds .ckpt or .json strategy files; several of one stage must say the same.
+    """
+    from ckptmgr.parallel.strategy_files import merge_pipeline_strategys
+
+    started = time.perf_counter()
+    merge_pipeline_strategys(source, target)
+    return _report(ctx, target.parent, [target], started, as_json=as_json, quiet=quiet)
+
+
+def _report(
+    ctx: click.Context,
+    root: Path,
+    files: Sequence[Path],
+    started: float,
+    *,
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    output = render.make_output(ctx, root, as_json=as_json, quiet=quiet)
+    elapsed_s = time.perf_counter() - started
+    sizes = [file.stat().st_size for file in files]
+    if output.is_json:
+        items: list[dict[str, render.Json]] = [
+            {"path": str(file), "size_bytes": size} for file, size in zip(files, sizes, strict=True)
+        ]
+        output.result(items, {"size_bytes": sum(sizes), "elapsed_s": elapsed_s})
+    elif output.is_quiet:
+        output.paths(list(files))
+    else:
+        for file, size in zip(files, sizes, strict=True):
+            output.line(f"{file}  {render.size(size)}")
+        written = f"{render.count(len(files), 'file')}, {render.size(sum(sizes))}"
+        output.line(f"{written}, {elapsed_s:.1f} s")
+    return Exit.DONE
