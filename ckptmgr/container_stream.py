@@ -1,32 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of an encrypted container to be, made chunk by chunk in any order.
+"""The bytes of an encrypted container to be, made piece by piece in any order of digest ranges.
 
-The head shifts every segment by a few KiB against the chunks that are written, so nearly every segment lies in two chunks,
-and these may be made by different threads. Whoever comes first encrypts the segment; whoever comes last gives its memory
-back. Nothing is encrypted twice, and a thread never waits but for the one that is encrypting what it needs.
+A piece is the head, or a segment, encrypted straight into the buffer that is written. The head shifts the segments against
+the digest ranges, so one segment in four lies in two ranges, which different threads make. Whoever comes first encrypts it;
+whoever comes last gives its memory back. Nothing is encrypted twice, and a thread waits for nobody but the one that is
+encrypting what it needs.
 """
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ckptmgr.aligned import copy_into
 from ckptmgr.crypto.block_reader import Buffers
 from ckptmgr.crypto.container import SEGMENT_BYTES, ContainerSealer
+from ckptmgr.digest import RANGE_BYTES
 from ckptmgr.formats.image import Image
-from ckptmgr.streams import CHUNK_BYTES, gather
+from ckptmgr.streams import gather
 
 
 @dataclass(slots=True)
 class _Shared:
-    """A segment on its way: how many chunks still need it, and its bytes once they are there."""
+    """A segment that two ranges need."""
 
-    uses_left: int
     lock: threading.Lock = field(default_factory=threading.Lock)
     segment: memoryview | None = None
+    is_used: bool = False
 
 
 class ContainerStream:
@@ -42,13 +43,28 @@ class ContainerStream:
         self.size = self.tail_start = sealer.sealed_size
 
     def produce(self, offset: int, buffers: Sequence[memoryview]) -> int:
-        """Fill the one buffer with the file's bytes from `offset`, a multiple of its size, on; return how many."""
-        room = buffers[0][: self.size - offset]
-        count = room.nbytes
-        while room.nbytes:
-            copied = self._copy(offset, room)
-            offset += copied
-            room = room[copied:]
+        """Fill the start of the one buffer with the next piece.
+
+        Args:
+            offset: Where it stands in the file: the start of a digest range, or the end of the piece before.
+            buffers: One of at least the length of a segment.
+
+        Returns:
+            How many bytes; a piece never crosses the end of a digest range.
+        """
+        (buffer,) = buffers
+        head = self._sealer.head
+        if offset < len(head):
+            buffer[: len(head)] = head
+            return len(head)
+        index, at = divmod(offset - len(head), self._sealer.record_bytes)
+        length = self._sealer.record_range(index)[1]
+        room = RANGE_BYTES - offset % RANGE_BYTES
+        if at == 0 and length <= room:
+            self._seal(index, buffer[:length])
+            return length
+        count = min(length - at, room)
+        self._copy(index, at, buffer[:count])
         return count
 
     def tail(self) -> bytes:
@@ -56,47 +72,34 @@ class ContainerStream:
         self._sealer.finish()
         return b""
 
-    def _copy(self, offset: int, room: memoryview) -> int:
-        """Fill the start of `room` from the head or from one segment; return how many bytes."""
-        head = self._sealer.head
-        if offset < len(head):
-            part = memoryview(head)[offset : offset + room.nbytes]
-            room[: part.nbytes] = part
-            return part.nbytes
-        index, at = divmod(offset - len(head), self._sealer.record_bytes)
-        with self._segment(index) as segment:
-            part = segment[at : at + room.nbytes]
-            copy_into(room[: part.nbytes], part)
-            return part.nbytes
-
-    @contextlib.contextmanager
-    def _segment(self, index: int) -> Iterator[memoryview]:
-        start, length = self._sealer.record_range(index)
+    def _copy(self, index: int, at: int, part: memoryview) -> None:
+        """Fill `part` with bytes of a segment that lies in two ranges."""
         with self._lock:
-            chunks = (start + length - 1) // CHUNK_BYTES - start // CHUNK_BYTES + 1
-            shared = self._shared.setdefault(index, _Shared(uses_left=chunks))
+            shared = self._shared.setdefault(index, _Shared())
         with shared.lock:
             if shared.segment is None:
-                shared.segment = self._sealed(index, length)
-        yield shared.segment[:length]
-        with self._lock:
-            shared.uses_left -= 1
-            if shared.uses_left == 0:
+                segment = _segments.take()
+                self._seal(index, segment[: self._sealer.record_range(index)[1]])
+                shared.segment = segment
+            copy_into(part, shared.segment[at : at + part.nbytes])
+            is_last, shared.is_used = shared.is_used, True
+        if is_last:
+            with self._lock:
                 del self._shared[index]
-                _segments.give(shared.segment)
+            _segments.give(shared.segment)
 
-    def _sealed(self, index: int, length: int) -> memoryview:
+    def _seal(self, index: int, segment: memoryview) -> None:
         start, size = self._sealer.plaintext_range(index)
         views = list(self._image.views(start, size))
-        segment = _segments.take()
         if len(views) == 1:  # inside one tensor: encrypted straight from the tensor's memory
-            self._sealer.seal_into(index, views[0], segment[:length])
-            return segment
+            self._sealer.seal_into(index, views[0], segment)
+            return
         scratch = _segments.take()
-        gather(iter(views), scratch)
-        self._sealer.seal_into(index, scratch[:size], segment[:length])
-        _segments.give(scratch)
-        return segment
+        try:
+            gather(iter(views), scratch)
+            self._sealer.seal_into(index, scratch[:size], segment)
+        finally:
+            _segments.give(scratch)
 
 
 _segments = Buffers(SEGMENT_BYTES)
