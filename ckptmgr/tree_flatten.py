@@ -10,7 +10,7 @@ import sys
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -209,20 +209,26 @@ class Flattener:
         return candidate
 
 
+@cache
+def _spelling(dtype: np.dtype) -> str:
+    # NumPy puts the name together anew each time it is asked for.
+    return dtype.name if dtype.isnative and dtype.fields is None else ""
+
+
 def _array_leaf(array: np.ndarray, path: Path, name: str) -> Leaf:
     dtype = encode_dtype(array.dtype)
     if dtype is None:
         raise unsupported(
             path, f"is an array with elements of type {array.dtype}", "store numbers, or a list"
         )
-    spelling = array.dtype.name if array.dtype.isnative and array.dtype.fields is None else ""
+    spelling = _spelling(array.dtype)
     spec, is_bytes = stored_as(name, spelling, array.shape, array.dtype.itemsize)
     node: dict[str, Json] = {"dtype": dtype, "shape": list(array.shape)}
     if is_bytes:
         node["stored"] = "uint8"
 
     return Leaf(
-        path=str(path),
+        path=path,
         node=node,
         value=array,
         tensor=Tensor(spec=spec, content=partial(array_bytes, array) if array.nbytes else _nothing),
@@ -245,7 +251,7 @@ def _foreign_leaf(value: object, path: Path, name: str) -> Leaf:
     if is_bytes:
         node["stored"] = "uint8"
     return Leaf(
-        path=str(path),
+        path=path,
         node=node,
         value=value,
         tensor=Tensor(spec=spec, content=own.content),

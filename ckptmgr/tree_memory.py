@@ -18,7 +18,7 @@ import numpy as np
 from ckptmgr.errors import UnsupportedState
 from ckptmgr.formats.dtypes import BY_NAME, DType
 from ckptmgr.formats.tensor import Tensor, TensorSpec
-from ckptmgr.tree_nodes import Json
+from ckptmgr.tree_nodes import Json, Path
 
 _ALIGNMENT = 16
 
@@ -62,7 +62,7 @@ class Leaf:
         memory: What it looks at, or None when nobody can share it.
     """
 
-    path: str
+    path: Path
     node: dict[str, Json]
     value: object
     tensor: Tensor

@@ -96,6 +96,8 @@ def _hex_if_long(step: object) -> str:
 
 
 def _escaped(step: object) -> str:
+    if type(step) is str and step.isascii() and "~" not in step and "/" not in step:
+        return step
     # The order in which a frozenset prints its elements changes from run to run.
     text = (
         type(step).__name__

@@ -121,7 +121,7 @@ def torch_leaf(value: torch.Tensor, path: Path, name: str) -> Leaf:
     if is_bytes:
         node["stored"] = "uint8"
     return Leaf(
-        path=str(path),
+        path=path,
         node=node,
         value=value,
         tensor=Tensor(spec=spec, content=partial(torch_bytes, value)),

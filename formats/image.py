@@ -31,17 +31,19 @@ class Segment:
         content: Returns a flat view; called again whenever the bytes are needed and no longer cached.
         start: First byte of the view that belongs to this segment.
         stop: One past the last byte.
+        data: What `content` returns, where that is in memory anyway.
     """
 
     content: Callable[[], memoryview]
     start: int
     stop: int
+    data: memoryview | None = None
 
     @classmethod
     def of(cls, data: bytes) -> Segment:
         """Return a segment over bytes in memory."""
         view = memoryview(data)
-        return cls(lambda: view, 0, view.nbytes)
+        return cls(lambda: view, 0, view.nbytes, view)
 
 
 class Image:
@@ -93,6 +95,8 @@ class Image:
         # Contents that are views of live arrays cost nothing to ask for again; those that are made on demand would be
         # made once per range without this small cache.
         segment = self._segments[index]
+        if segment.data is not None:
+            return segment.data
         key = id(segment.content)
         with self._lock:
             view = self._cache.get(key)

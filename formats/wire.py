@@ -28,6 +28,7 @@ VARINT, FIXED64, LENGTH_DELIMITED, FIXED32 = 0, 1, 2, 5
 
 _FIXED_BYTES = {FIXED64: 8, FIXED32: 4}
 _MAX_VARINT_BYTES = 10
+_ONE_BYTE = tuple(bytes([value]) for value in range(0x80))
 _WINDOW_BYTES = 16 * 1024
 _AHEAD_BYTES = 1024
 
@@ -157,6 +158,8 @@ class WireReader:
 
 def encode_varint(value: int) -> bytes:
     """Return the varint of an unsigned value."""
+    if value < 0x80:
+        return _ONE_BYTE[value]
     encoded = bytearray()
     while value > 0x7F:
         encoded.append(value & 0x7F | 0x80)
