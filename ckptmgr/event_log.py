@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An observer that writes events to the log: one sentence each, and the whole event for those who log JSON.
 
->>> from ckptmgr.observe import Event
+>>> from ckptmgr.events import Event
 >>> print(sentence(Event(name="save.durable", at=0.0, series="net", step=7, size_bytes=2_000_000, seconds=0.5)))
 save.durable net step 7: 2.0 MB in 0.50 s
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 
-from ckptmgr.observe import Event
+from ckptmgr.events import Event
 
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
