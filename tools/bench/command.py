@@ -15,6 +15,7 @@ from tools.bench.figures import Figures
 from tools.bench.machine import machine
 from tools.bench.memory import Peak, measure_memory
 from tools.bench.modes import MODES
+from tools.bench.peers import LIBRARIES
 from tools.bench.scale import measure_counts, measure_sizes
 from tools.bench.sections import measure_backgrounds, measure_files, measure_loops
 from tools.bench.session import Pace, Session
@@ -99,17 +100,21 @@ class Benchmark:
             self._note(team)
 
     def _backgrounds(self, section: str, workload: Workload) -> None:
-        with self._team(workload) as team:
+        with self._team(workload, libraries=self._with_background()) as team:
             players = list(team.players("backgrounds"))
             measure_backgrounds(self._session(section, workload), players)
             self._note(team)
 
     def _loops(self, section: str, workload: Workload) -> None:
         """Each loop gets one processor, and the save the rest."""
-        with self._team(workload, environment=_ONE_THREAD) as team:
+        libraries = self._with_background()
+        with self._team(workload, libraries=libraries, environment=_ONE_THREAD) as team:
             players = list(team.players("backgrounds"))
             measure_loops(self._session(section, workload), players)
             self._note(team)
+
+    def _with_background(self) -> list[str]:
+        return [name for name in self._setup.libraries if LIBRARIES[name].has_background]
 
     def _memory(self) -> None:
         for mode in MODES:
@@ -127,11 +132,11 @@ class Benchmark:
         self,
         workload: Workload,
         *,
-        libraries: Sequence[str] | None = None,
+        libraries: Sequence[str],
         environment: Mapping[str, str] | None = None,
     ) -> Team:
-        names = self._setup.libraries if libraries is None else libraries
-        return Team(replace(self._setup, libraries=names, environment=environment or {}), workload)
+        setup = replace(self._setup, libraries=libraries, environment=environment or {})
+        return Team(setup, workload)
 
     def _session(self, section: str, workload: Workload) -> Session:
         pace = self._pace

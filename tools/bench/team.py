@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from tools.bench.workload import Workload
 _ROOT = Path(__file__).resolve().parents[2]
 _FIND = "import importlib.util as u, sys; sys.exit(not all(u.find_spec(n) for n in sys.argv[1:]))"
 _TAIL_CHARACTERS = 400
+_PATIENCE_S = 600
 
 
 class Failed(Exception):
@@ -111,6 +113,11 @@ class Process:
             Failed: The library raised something, or the process ended.
         """
         assert self._child.stdout is not None
+        # There is never more than one answer under way, so that none can be waiting in a buffer of ours.
+        is_there, _, _ = select.select([self._child.stdout], [], [], _PATIENCE_S)
+        if not is_there:
+            self._child.kill()
+            raise Failed(f"no answer within {_PATIENCE_S} s")
         line = self._child.stdout.readline()
         if not line:
             raise Failed(self._last_words())
@@ -215,8 +222,6 @@ class Team:
     def players(self, kind: str) -> Iterator[Player]:
         """Yield the `contestants` or `backgrounds` of everybody."""
         for process in list(self._processes):
-            if process.library == "raw" and kind == "backgrounds":
-                continue
             try:
                 found = process.ask(kind)["contestants"]
             except Failed as failure:

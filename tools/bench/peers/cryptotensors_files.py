@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptotensors import numpy as cryptotensors_numpy
 from cryptotensors import register_direct_key_provider
 
-from tools.bench.contestant import KEY, Background, Contestant, touch
+from tools.bench.contestant import KEY, Contestant, touch
 from tools.bench.disk import sync
 from tools.bench.workload import State
 
@@ -35,10 +35,6 @@ class Library:
     def contestants(self) -> list[Contestant]:
         """Return it plain and encrypted."""
         return [self._contestant("plain", None), self._contestant("encrypted", _keys())]
-
-    def backgrounds(self) -> list[Background]:
-        """It has none."""
-        return []
 
     def _contestant(self, mode: str, config: Mapping[str, object] | None) -> Contestant:
         options = {} if config is None else {"config": config}

@@ -10,7 +10,7 @@ import numpy as np
 import safetensors
 from safetensors import numpy as safetensors_numpy
 
-from tools.bench.contestant import Action, Background, Contestant, touch
+from tools.bench.contestant import Action, Contestant, touch
 from tools.bench.disk import sync
 from tools.bench.workload import State
 
@@ -32,10 +32,6 @@ class Library:
         if importlib.util.find_spec("torch"):
             found.append(_contestant(TORCH, _torch_actions(self._state)))
         return found
-
-    def backgrounds(self) -> list[Background]:
-        """It has none."""
-        return []
 
 
 def _contestant(name: str, actions: dict[str, Action]) -> Contestant:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from tensorizer import DecryptionParams, EncryptionParams, TensorDeserializer, TensorSerializer
 
-from tools.bench.contestant import KEY, Background, Contestant
+from tools.bench.contestant import KEY, Contestant
 from tools.bench.disk import sync
 from tools.bench.peers.torch_tensors import tensors_of, touch_tensors
 from tools.bench.workload import State
@@ -29,10 +29,6 @@ class Library:
     def contestants(self) -> list[Contestant]:
         """Return it plain and encrypted."""
         return [self._contestant("plain", None), self._contestant("encrypted", KEY)]
-
-    def backgrounds(self) -> list[Background]:
-        """It has none."""
-        return []
 
     def _contestant(self, mode: str, key: bytes | None) -> Contestant:
         encryption = None if key is None else EncryptionParams(key=key)

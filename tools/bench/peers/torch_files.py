@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from tools.bench.contestant import Background, Contestant
+from tools.bench.contestant import Contestant
 from tools.bench.disk import sync
 from tools.bench.peers.torch_tensors import tensors_of, touch_tensors
 from tools.bench.workload import State
@@ -37,10 +37,6 @@ class Library:
                 },
             )
         ]
-
-    def backgrounds(self) -> list[Background]:
-        """It has none."""
-        return []
 
     def _save(self, path: Path) -> None:
         torch.save(self._tensors, path)
