@@ -34,7 +34,7 @@ __all__ = ["Key", "is_manifest_mac", "load_key", "load_secret", "manifest_mac"]
 
 MAX_SOURCE_BYTES = 4096
 
-_SOURCES = "env:NAME, file:PATH, cmd:COMMAND, fd:N or prompt:"
+_SOURCES = "env:NAME, file:PATH, cmd:COMMAND, fd:N, prompt: or wrapped:FILE"
 _HEX = re.compile(rb"(?:[0-9A-Fa-f]{32}|[0-9A-Fa-f]{48}|[0-9A-Fa-f]{64})\Z")
 _COMMAND_TIMEOUT_S = 300.0
 _PRIVATE = stat.S_IRWXG | stat.S_IRWXO
@@ -50,8 +50,8 @@ def load_key(
     """Return the key that `source` names.
 
     Args:
-        source: `env:NAME`, `file:PATH`, `cmd:COMMAND` (split like a shell does, but run without one), `fd:N` or
-            `prompt:`.
+        source: `env:NAME`, `file:PATH`, `cmd:COMMAND` (split like a shell does, but run without one), `fd:N`,
+            `prompt:`, or `wrapped:FILE` for a key that the service at `CKPTMGR_KEY_SERVICE` unwraps.
         insecure: Whether a key file may be readable by others or belong to somebody else.
         prompt: Asks a person without showing the answer.
         timeout_s: How long a command may take.
@@ -59,6 +59,10 @@ def load_key(
     Raises:
         KeySourceError: The source is unknown or gives no key. The message never shows what it gave.
     """
+    if source.startswith("wrapped:"):
+        from .providers.key_file import load_wrapped_key  # which needs this module
+
+        return load_wrapped_key(source.removeprefix("wrapped:"))
     scheme, content = _read(source, insecure=insecure, prompt=prompt, timeout_s=timeout_s)
     return _decode(content, may_be_raw=scheme in ("file", "cmd", "fd"))
 

@@ -25,7 +25,7 @@ def page() -> str:
 
 def test_example_of_a_key_service_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEK", "ab" * 32)
-    monkeypatch.setenv("RUN_KEY_SERVICE", "local:env:KEK")
+    monkeypatch.setenv("CKPTMGR_KEY_SERVICE", "local:env:KEK")
     (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names: dict[str, object] = {}
     exec(example, names)  # noqa: S102 - our own page

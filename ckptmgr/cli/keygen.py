@@ -11,7 +11,7 @@ import click
 
 from ckptmgr.cli import options, render
 from ckptmgr.cli.exits import Exit, UsageProblem, note
-from ckptmgr.errors import CheckpointNotFound, UnsafeWrite
+from ckptmgr.errors import CheckpointNotFound, KeyProblem, UnsafeWrite
 
 if TYPE_CHECKING:
     from ckptmgr.crypto.key import Key
@@ -25,6 +25,7 @@ _PRIVATE = 0o600
     examples=(
         "keygen --out run.key",
         "keygen --bytes 16 --out sm4.key",
+        "keygen --service aws-kms:alias/training --context run=7f --out run.wrapped",
         "keygen --out - | secret-tool store --label run key run",
     ),
 )
@@ -45,27 +46,45 @@ _PRIVATE = 0o600
     show_default=True,
     help="Length; SM4 takes 16.",
 )
+@click.option(
+    "--service",
+    metavar="ADDRESS",
+    help="Have the key wrapped by a key service; FILE is then no secret and read as wrapped:FILE.",
+)
+@click.option(
+    "--context",
+    "words",
+    metavar="NAME=VALUE",
+    multiple=True,
+    help="With --service: bind the key to this; may be repeated.",
+)
 @options.output_options
 @click.pass_context
-def keygen_command(ctx: click.Context, target: str, size: str, as_json: bool, quiet: bool) -> int:
+def keygen_command(
+    ctx: click.Context,
+    target: str,
+    size: str,
+    service: str | None,
+    words: tuple[str, ...],
+    as_json: bool,
+    quiet: bool,
+) -> int:
     """Make a key.
 
     The file is readable by its owner only and never replaces another one; use it as --key file:FILE. What is shown is
     the id of the key, which is not secret and stands in every manifest. Keep a copy of the file in another place: without
     the key, nobody can read what it encrypted.
     """
-    from ckptmgr.crypto.key import Key
-
     if target == _PIPE and as_json:
         raise UsageProblem("--json never holds a key", hint="leave --json away, or name a file")
-    key = Key(secrets.token_bytes(int(size)))
+    key, content = _make(int(size), service, words)
     if target == _PIPE:
-        click.echo(key.raw.hex())
+        click.echo(content, nl=False)
         if not quiet:
             note(f"key {key.key_id}")
         return Exit.DONE
     path = Path(target)
-    _write(path, key)
+    _write(path, content)
     output = render.make_output(ctx, path.parent, as_json=as_json, quiet=quiet)
     if output.is_json:
         item: dict[str, render.Json] = {
@@ -82,8 +101,36 @@ def keygen_command(ctx: click.Context, target: str, size: str, as_json: bool, qu
     return Exit.DONE
 
 
-def _write(path: Path, key: Key) -> None:
-    """Write a key into a new file, durably, or leave nothing."""
+def _make(size: int, service: str | None, words: tuple[str, ...]) -> tuple[Key, bytes]:
+    """Return a new key and what its file holds."""
+    from ckptmgr.crypto.errors import CryptoError
+    from ckptmgr.crypto.key import Key
+    from ckptmgr.crypto.providers.key_file import pack_key_file
+    from ckptmgr.crypto.providers.registry import open_provider
+    from ckptmgr.crypto.providers.run_key import RunKey
+
+    if service is None:
+        if words:
+            raise UsageProblem("--context is for --service", hint="leave it away")
+        key = Key(secrets.token_bytes(size))
+        return key, f"{key.raw.hex()}\n".encode("ascii")
+    context = dict(_word(text) for text in words)
+    try:
+        wrapped = RunKey(open_provider(service), context, size_bytes=size).take()
+        return wrapped.key, pack_key_file(wrapped)
+    except CryptoError as error:
+        raise KeyProblem(error.message, hint=error.hint) from error
+
+
+def _word(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise UsageProblem("--context takes NAME=VALUE", hint="such as --context run=7f")
+    return name, value
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write the content into a new file, durably, or leave nothing."""
     from ckptmgr.fsio import OsFileSystem, discard
 
     fs, place = OsFileSystem(), path.absolute()
@@ -99,7 +146,7 @@ def _write(path: Path, key: Key) -> None:
         ) from None
     try:
         try:
-            file.write_at(0, f"{key.raw.hex()}\n".encode("ascii"))
+            file.write_at(0, content)
             file.sync()
         finally:
             file.close()

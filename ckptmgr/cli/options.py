@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., object])
 
-_SCHEMES = ("env:", "file:", "cmd:", "fd:", "prompt:")
+_SCHEMES = ("env:", "file:", "cmd:", "fd:", "prompt:", "wrapped:")
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
@@ -96,7 +96,7 @@ def key_option(function: Command) -> Command:
         "--key",
         "key_source",
         metavar="SOURCE",
-        help="env:NAME, file:PATH, cmd:COMMAND, fd:N or prompt:  "
+        help="env:NAME, file:PATH, cmd:COMMAND, fd:N, prompt: or wrapped:FILE  "
         "[default: the file $CKPTMGR_KEY_FILE, then the variable CKPTMGR_KEY]",
     )(function)
 
@@ -143,7 +143,7 @@ def load_key(source: str | None, environment: Mapping[str, str] = os.environ) ->
     if not source.startswith(_SCHEMES):
         raise UsageProblem(
             "--key takes the source of a key, never the key itself (not shown)",
-            hint="use env:NAME, file:PATH, cmd:COMMAND, fd:N or prompt:; "
+            hint="use env:NAME, file:PATH, cmd:COMMAND, fd:N, prompt: or wrapped:FILE; "
             "every user of the machine can read a command line",
         )
     from ckptmgr.crypto import errors, keys

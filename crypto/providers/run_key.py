@@ -72,6 +72,7 @@ class RunKey:
         provider: The service.
         context: What the key is bound to, such as the run; not secret.
         limits: When it is replaced.
+        size_bytes: 16, 24 or 32; a service that makes keys itself makes those of 32.
         clock: Seconds that never go back.
         random: Returns that many unpredictable bytes.
     """
@@ -82,6 +83,7 @@ class RunKey:
         context: Mapping[str, str],
         *,
         limits: KeyLimits | None = None,
+        size_bytes: int = _RUN_KEY_BYTES,
         clock: Callable[[], float] = time.monotonic,
         random: Random = os.urandom,
     ) -> None:
@@ -89,6 +91,7 @@ class RunKey:
         self._provider = provider
         self._context = MappingProxyType(dict(context))
         self._limits = limits or KeyLimits()
+        self._size_bytes = size_bytes
         self._clock = clock
         self._random = random
         self._lock = threading.Lock()
@@ -118,11 +121,11 @@ class RunKey:
 
     def _new_key(self) -> WrappedKey:
         provider = self._provider
-        if isinstance(provider, KeyGenerator):
+        if isinstance(provider, KeyGenerator) and self._size_bytes == _RUN_KEY_BYTES:
             generated = provider.generate(self._context)
             raw, blob = check_unwrapped(generated.key, provider=provider.name), generated.blob
         else:
-            raw = self._random(_RUN_KEY_BYTES)
+            raw = self._random(self._size_bytes)
             blob = provider.wrap(raw, self._context)
         return WrappedKey(
             key=Key(raw),

@@ -20,7 +20,15 @@ from tests.manager.saved import KEY, START_S
 NOW_S = START_S + 86_400
 CLEAN = {
     name: None
-    for name in ("CKPTMGR_KEY", "CKPTMGR_KEY_FILE", "NO_COLOR", "FORCE_COLOR", "TERM", "COLUMNS")
+    for name in (
+        "CKPTMGR_KEY",
+        "CKPTMGR_KEY_FILE",
+        "CKPTMGR_KEY_SERVICE",
+        "NO_COLOR",
+        "FORCE_COLOR",
+        "TERM",
+        "COLUMNS",
+    )
 }
 
 

@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 from pathlib import Path
 
 import pytest
 
+from ckptmgr.crypto.errors import KeySourceError
 from ckptmgr.crypto.keys import load_key
+from ckptmgr.crypto.providers.key_file import load_wrapped_key
+from ckptmgr.crypto.providers.registry import open_provider
 from ckptmgr.saver import SaveOptions
 from tests.cli.running import run, run_json
 from tests.manager.saved import save_run
@@ -125,3 +129,66 @@ def test_key_of_keygen_encrypts_and_decrypts(tmp_path: Path) -> None:
     assert run("encrypt", plain, "-o", sealed, "--key", f"file:{key_file}").exit_code == 0
     assert run("decrypt", sealed, "-o", opened, "--key", f"file:{key_file}").exit_code == 0
     assert opened.read_bytes() == plain.read_bytes()
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> str:
+    """The address of a key service."""
+    assert run("keygen", "-o", tmp_path / "kek.key").exit_code == 0
+    return f"local:file:{tmp_path / 'kek.key'}"
+
+
+@pytest.mark.parametrize("size", [16, 32])
+def test_keygen_with_a_service_writes_a_key_that_only_it_opens(
+    size: int, tmp_path: Path, service: str
+) -> None:
+    path = tmp_path / "run.wrapped"
+    words = ("--context", "run=7f", "--context", "team=a=b")
+    document = run_json("keygen", "--service", service, *words, "--bytes", str(size), "-o", path)
+    written = json.loads(path.read_text())
+    assert written["context"] == {"run": "7f", "team": "a=b"}
+    key = load_wrapped_key(str(path), service=open_provider(service))
+    assert len(key.raw) == size
+    assert document["items"][0]["key_id"] == key.key_id
+    assert key.raw.hex() not in path.read_text()
+    other = tmp_path / "other.key"
+    assert run("keygen", "-o", other).exit_code == 0
+    with pytest.raises(KeySourceError, match="does not unwrap"):
+        load_wrapped_key(str(path), service=open_provider(f"local:file:{other}"))
+
+
+def test_wrapped_key_encrypts_and_decrypts_where_its_service_is_named(
+    tmp_path: Path, service: str
+) -> None:
+    wrapped = tmp_path / "run.wrapped"
+    run("keygen", "--service", service, "-o", wrapped)
+    (plain,) = save_run(tmp_path / "plain", [10], options=SaveOptions(has_crc=True))
+    sealed, opened = tmp_path / "sealed.ckpt", tmp_path / "opened.ckpt"
+    env = {"CKPTMGR_KEY_SERVICE": service}
+    source = f"wrapped:{wrapped}"
+    assert run("encrypt", plain, "-o", sealed, "--key", source, env=env).exit_code == 0
+    assert run("decrypt", sealed, "-o", opened, "--key", source, env=env).exit_code == 0
+    assert opened.read_bytes() == plain.read_bytes()
+    result = run("verify", sealed, "--key", source)
+    assert result.exit_code == 12
+    assert "CKPTMGR_KEY_SERVICE" in result.stderr
+
+
+@pytest.mark.parametrize("word", ["run", "=7f", ""])
+def test_keygen_with_a_context_that_is_none_is_refused(
+    word: str, tmp_path: Path, service: str
+) -> None:
+    out = tmp_path / "out"
+    assert run("keygen", "--service", service, "--context", word, "-o", out).exit_code == 2
+    assert not out.exists()
+
+
+def test_keygen_with_a_context_and_no_service_is_refused(tmp_path: Path) -> None:
+    assert run("keygen", "--context", "run=7f", "-o", tmp_path / "out").exit_code == 2
+
+
+def test_keygen_with_a_service_that_fails_writes_nothing(tmp_path: Path) -> None:
+    result = run("keygen", "--service", "exec:false", "-o", tmp_path / "out")
+    assert result.exit_code == 12
+    assert "refused" in result.stderr
+    assert list(tmp_path.iterdir()) == []

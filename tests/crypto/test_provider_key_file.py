@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A wrapped key in a file opens with the service that wrapped it, and the file chooses nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ckptmgr.crypto.errors import KeySourceError
+from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.keys import load_key, load_secret
+from ckptmgr.crypto.providers.errors import ProviderRefusedError
+from ckptmgr.crypto.providers.key_file import load_wrapped_key, pack_key_file, parse_key_file
+from ckptmgr.crypto.providers.local import LocalProvider
+from ckptmgr.crypto.providers.run_key import RunKey
+
+CONTEXT = {"run": "7f"}
+SERVICE = LocalProvider(Key(bytes(range(32))))
+GOOD = {
+    "version": 1,
+    "provider": "local",
+    "key_id": "k",
+    "context": CONTEXT,
+    "blob": "AAAA",
+}
+
+
+def wrapped_file(folder: Path) -> tuple[Key, Path]:
+    wrapped = RunKey(SERVICE, CONTEXT).take()
+    path = folder / "run.wrapped"
+    path.write_bytes(pack_key_file(wrapped))
+    return wrapped.key, path
+
+
+def test_file_gives_the_key_back_to_its_service(tmp_path: Path) -> None:
+    key, path = wrapped_file(tmp_path)
+    assert load_wrapped_key(str(path), service=SERVICE) == key
+    found = parse_key_file(path.read_text())
+    assert (found.provider, found.key_id, found.context) == ("local", SERVICE.key_id, CONTEXT)
+
+
+def test_source_asks_the_service_that_the_environment_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, path = wrapped_file(tmp_path)
+    monkeypatch.setenv("KEK", SERVICE.key.raw.hex())
+    monkeypatch.setenv("CKPTMGR_KEY_SERVICE", "local:env:KEK")
+    assert load_key(f"wrapped:{path}") == key
+
+
+@pytest.mark.parametrize("value", [None, ""])
+def test_source_without_a_service_says_which_kind_is_wanted(
+    value: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, path = wrapped_file(tmp_path)
+    monkeypatch.delenv("CKPTMGR_KEY_SERVICE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("CKPTMGR_KEY_SERVICE", value)
+    with pytest.raises(KeySourceError, match="'local' wrapped this key") as caught:
+        load_key(f"wrapped:{path}")
+    assert "CKPTMGR_KEY_SERVICE" in str(caught.value.hint)
+
+
+def test_file_that_names_a_program_does_not_run_it(tmp_path: Path) -> None:
+    path, touched = tmp_path / "run.wrapped", tmp_path / "touched"
+    path.write_text(json.dumps({**GOOD, "provider": "exec", "key_id": f"touch {touched}"}))
+    with pytest.raises(KeySourceError, match="the given one is 'local'"):
+        load_wrapped_key(str(path), service=SERVICE)
+    assert not touched.exists()
+
+
+def test_file_of_another_context_is_refused(tmp_path: Path) -> None:
+    _, path = wrapped_file(tmp_path)
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps({**document, "context": {"run": "80"}}))
+    with pytest.raises(ProviderRefusedError):
+        load_wrapped_key(str(path), service=SERVICE)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("00112233445566778899aabbccddeeff", "not JSON"),
+        ("[" * 4000, "not JSON"),
+        ("[]", "members"),
+        ("{}", "members"),
+        (json.dumps({**GOOD, "more": 1}), "members"),
+        (json.dumps({**GOOD, "version": 2}), "its version is not 1"),
+        (json.dumps({**GOOD, "version": True}), "its version is not 1"),
+        (json.dumps({**GOOD, "provider": 1}), "is not a"),
+        (json.dumps({**GOOD, "key_id": None}), "is not a"),
+        (json.dumps({**GOOD, "context": []}), "is not a"),
+        (json.dumps({**GOOD, "context": {"run": 1}}), "maps text to text"),
+        (json.dumps({**GOOD, "blob": []}), "is not a"),
+        (json.dumps({**GOOD, "blob": "A"}), "not base64"),
+        (json.dumps({**GOOD, "blob": "é"}), "not base64"),
+    ],
+)
+def test_text_that_is_no_wrapped_key_is_refused_and_not_shown(text: str, reason: str) -> None:
+    with pytest.raises(KeySourceError, match=reason) as caught:
+        parse_key_file(text)
+    assert "8899" not in f"{caught.value} {caught.value.hint}"
+
+
+def test_key_whose_file_would_be_too_long_is_refused() -> None:
+    wrapped = RunKey(SERVICE, {"run": "7" * 4096}).take()
+    with pytest.raises(KeySourceError, match="more than 4096"):
+        pack_key_file(wrapped)
+
+
+def test_file_that_is_absent_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(KeySourceError, match="cannot be opened"):
+        load_wrapped_key(str(tmp_path / "absent"), service=SERVICE)
+
+
+def test_wrapped_key_is_no_source_of_a_pin() -> None:
+    with pytest.raises(KeySourceError, match="not a key source"):
+        load_secret("wrapped:file")
