@@ -27,7 +27,7 @@ from ckptmgr import tree
 from ckptmgr.config import CheckpointConfig, check_config
 from ckptmgr.crypto.key import Key
 from ckptmgr.engine import engine_for
-from ckptmgr.errors import CheckpointNotFound
+from ckptmgr.errors import CheckpointNotFound, NotBuiltYet
 from ckptmgr.forecast import Forecast
 from ckptmgr.forecaster import Forecaster
 from ckptmgr.formats.tensor import Item
@@ -47,16 +47,17 @@ from ckptmgr.loop_values import (
 from ckptmgr.model import Checkpoint, Pin, Plan
 from ckptmgr.naming import check_directory, check_prefix
 from ckptmgr.observe import Observer, Observers, SaveWatch, about
+from ckptmgr.parallel.coordinator import Coordinator
+from ckptmgr.parallel.team import check_ranks_agree, store_maker, writer_for
 from ckptmgr.progress import Progress
 from ckptmgr.recent_states import RecentStates
-from ckptmgr.resume import first_that_loads, newest_first, notes_of, without_manifest
+from ckptmgr.resume import newest_first, notes_of, without_manifest
 from ckptmgr.resumption import Resumption
 from ckptmgr.save_policy import LastSave, SavePolicy, decide_at_end
 from ckptmgr.saver import Publish, SaveOptions
-from ckptmgr.series import SaveFacts, SeriesWriter
+from ckptmgr.series import SaveFacts
 from ckptmgr.series_reader import SeriesReader
 from ckptmgr.start_count import count_start
-from ckptmgr.store import Store
 from ckptmgr.stored_state import metadata_of
 
 __all__ = ["CheckpointManager", "Resumption"]
@@ -78,6 +79,9 @@ class CheckpointManager:
         snapshot_steps: Every so many steps `step_end` also copies the state into memory, for `rollback`; None for never.
         snapshots: How many such copies are kept; `memory.snapshot_budget_bytes` bounds them, too.
         observe: A function, or several, that take an `Event` of `ckptmgr.observe`.
+        coordinator: The ranks that save together, each its own state; they make the same calls in the same order. Rank 0
+            removes and pins.
+        rank_timeout_s: How long the ranks wait for each other, and how long a save of all may take.
         fs: The disk.
         processes: Tells dead writers from live ones.
 
@@ -97,6 +101,8 @@ class CheckpointManager:
         snapshot_steps: int | None = None,
         snapshots: int = 2,
         observe: Observer | Iterable[Observer] | None = None,
+        coordinator: Coordinator | None = None,
+        rank_timeout_s: float = 600.0,
         fs: FileSystem | None = None,
         processes: Processes | None = None,
     ) -> None:
@@ -106,8 +112,11 @@ class CheckpointManager:
         self._config = check_config(config)
         self._policy = save_policy if save_policy is not None else self._config.save_policy()
         self._clock = clock
+        self._coordinator = coordinator
+        if coordinator is not None:
+            check_ranks_agree(self._config, self._policy)
         key = None if self._config.enc_key is None else Key(self._config.enc_key)
-        self._store = Store(
+        self._store = store_maker(coordinator, clock)(
             self.directory,
             fs=fs,
             key=key,
@@ -122,10 +131,21 @@ class CheckpointManager:
             verify_after_write=self._config.verify_after_write,
         )
         self._observers = Observers(observe)
-        self._writer = SeriesWriter(
-            self._store, prefix, options=options, clock=clock, observers=self._observers
+        self._writer = writer_for(
+            self._store,
+            prefix,
+            coordinator=coordinator,
+            timeout_s=rank_timeout_s,
+            options=options,
+            clock=clock,
+            observers=self._observers,
         )
-        read_options = ReadOptions(key=key, allow_unsealed=allow_unsealed)
+        read_options = ReadOptions(
+            key=key,
+            allow_unsealed=allow_unsealed,
+            rank=None if coordinator is None else coordinator.rank,
+            world=1 if coordinator is None else coordinator.world,
+        )
         self._reader = SeriesReader(self._store, prefix, options=read_options)
         self._progress = Progress(LastSave(step=0, at=clock()))
         self._engine = engine_for(self._config, has_before_update=True)
@@ -170,10 +190,10 @@ class CheckpointManager:
 
     def _resume(self, state: object) -> Resumption:
         self._engine.wait_until_idle()  # going back: what is in flight would be newer
-        self._writer.open()
+        self._writer.prepare()
         present = self._store.scan()
         candidates = newest_first([c for c in present if c.series == self.prefix])
-        checkpoint, loaded, skipped = first_that_loads(
+        checkpoint, loaded, skipped = self._writer.first_that_loads(
             candidates, lambda found: self._reader.read(found, state)
         )
         skipped += without_manifest(present, self.prefix)
@@ -184,7 +204,8 @@ class CheckpointManager:
         restored = loaded.put_back(state)
         self._writer.continue_from(checkpoint, loaded.manifest)
         self._progress = Progress(LastSave(step=checkpoint.step, at=self._clock()))
-        starts = count_start(self._store, self.prefix, checkpoint)
+        is_first = self._writer.is_first
+        starts = count_start(self._store, self.prefix, checkpoint) if is_first else 0
         if starts > _MANY_STARTS:
             _LOG.warning(
                 "this is start number %d from %s without a newer save: the run may be failing at the same place",
@@ -268,12 +289,15 @@ class CheckpointManager:
         items: list[Item] = [*flat.tensors]
         metadata = metadata_of(flat)
         self._seen_step = max(self._seen_step, step)
-        self._writer.open()  # before a name is chosen, which another process could take
+        self._writer.prepare()  # before a name is chosen, which another process could take
         self._forecaster.before_run(self._writer, lambda: flat.size_bytes)
 
         def write(items: Sequence[Item], publish: Publish) -> Checkpoint:
             # Not before the save in flight has taken its own name.
-            name, attempt = self._reader.free_name(step, format=self._config.extension)
+            name, attempt = self._writer.choose_name(
+                lambda extension: self._reader.free_name(step, format=extension),
+                self._config.extension,
+            )
             facts = SaveFacts(
                 step=step, attempt=attempt, at=now, epoch=epoch, why=why, metrics=metrics
             )
@@ -321,8 +345,11 @@ class CheckpointManager:
 
         Raises:
             CheckpointNotFound: Neither memory nor disk has a state that old. Nothing was changed.
+            NotBuiltYet: There is a coordinator.
             StateMismatch: It does not fit `state`. Nothing was changed.
         """
+        if self._coordinator is not None:
+            raise NotBuiltYet("rollback with a coordinator is not built yet", hint="use resume()")
         target = self._seen_step - steps_back
         self._engine.wait_until_idle()
         found = go_back(target, state, recent=self._recent, reader=self._reader)
@@ -466,6 +493,8 @@ class CheckpointManager:
         checkpoint: Checkpoint | int | str,
         change: Callable[[tuple[Pin, ...]], tuple[Pin, ...]],
     ) -> None:
+        if not self._writer.is_first:
+            return
         name = checkpoint.name if isinstance(checkpoint, Checkpoint) else checkpoint
         self._writer.open()
         with self._writer.changing:

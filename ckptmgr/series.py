@@ -16,17 +16,20 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from typing import TypeVar
 
 from ckptmgr.errors import CkptmgrError, StoreLocked, UnsafePrune
 from ckptmgr.formats.tensor import Item
 from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.model import Checkpoint, Plan, State
 from ckptmgr.observe import EVERYBODY, Observers
+from ckptmgr.resume import Skipped, first_that_loads
 from ckptmgr.retention import RetentionPolicy, plan
 from ckptmgr.saver import Publish, SaveOptions, save_items
 from ckptmgr.store import Store
 
 _LOG = logging.getLogger(__name__)
+_Loaded = TypeVar("_Loaded")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +88,32 @@ class SeriesWriter:
         self._holder: int | None = None
         # Held while retention removes what it has decided to, and while something is pinned.
         self.changing = threading.Lock()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process does what only one may do: remove, pin, count starts."""
+        return True
+
+    def prepare(self) -> None:
+        """Do what comes before a save or a resumption; many ranks do it together, once they have met."""
+        self.open()
+
+    def choose_name(
+        self, free_name: Callable[[str], tuple[str, int]], extension: str
+    ) -> tuple[str, int]:
+        """Return a name for the next save, and which save of its step it is.
+
+        Args:
+            free_name: Finds a name that nobody uses, with a given extension.
+            extension: What the names of data files end in.
+        """
+        return free_name(extension)
+
+    def first_that_loads(
+        self, candidates: Sequence[Checkpoint], load: Callable[[Checkpoint], _Loaded]
+    ) -> tuple[Checkpoint | None, _Loaded | None, list[Skipped]]:
+        """Return the checkpoint to go on from; see `resume.first_that_loads`."""
+        return first_that_loads(candidates, load)
 
     def open(self) -> None:
         """Take the lease and clean up after dead writers; does nothing when it is held already.

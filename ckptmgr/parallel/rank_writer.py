@@ -7,23 +7,27 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 from ckptmgr.errors import SaveFailed
 from ckptmgr.formats.tensor import Item
 from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.model import Checkpoint, Plan
 from ckptmgr.observe import EVERYBODY, Observers
+from ckptmgr.parallel.agreement import first_that_all_load
 from ckptmgr.parallel.commit import Deadline, TwoPhaseSave
 from ckptmgr.parallel.coordinator import Coordinator, Json, RanksMissing
 from ckptmgr.parallel.offer import Offer
 from ckptmgr.parallel.rounds import Rounds
 from ckptmgr.parallel.shard_store import ShardStore
+from ckptmgr.resume import Skipped
 from ckptmgr.retention import RetentionPolicy
 from ckptmgr.saver import Publish, SaveOptions, save_items
 from ckptmgr.series import SaveFacts, SeriesWriter
-from ckptmgr.shard_names import new_attempt_id, stem_of
+from ckptmgr.shard_names import SET_FORMAT, new_attempt_id, stem_of
 
 _LOG = logging.getLogger(__name__)
+_Loaded = TypeVar("_Loaded")
 DEFAULT_TIMEOUT_S = 600.0
 
 
@@ -78,6 +82,28 @@ class RankWriter(SeriesWriter):
         """
         if self.is_first:
             super().open()
+
+    def prepare(self) -> None:
+        """Do nothing yet: what rank 0 finds must reach all ranks, so it is done in the first round."""
+
+    def choose_name(
+        self, free_name: Callable[[str], tuple[str, int]], extension: str
+    ) -> tuple[str, int]:
+        """Return the name that rank 0 chooses for all; elsewhere none."""
+        return free_name(SET_FORMAT) if self.is_first else ("", 0)
+
+    def first_that_loads(
+        self, candidates: Sequence[Checkpoint], load: Callable[[Checkpoint], _Loaded]
+    ) -> tuple[Checkpoint | None, _Loaded | None, list[Skipped]]:
+        """Return the checkpoint that all ranks go on from, the same on all; see `first_that_all_load`."""
+        return first_that_all_load(
+            self.rounds("resume", what="not resumed"),
+            self.coordinator,
+            candidates,
+            load,
+            prepare=self.open,
+            stop=lambda: self._monotonic() + self.timeout_s,
+        )
 
     def rounds(self, about: str, *, what: str) -> Rounds:
         """Return the rounds of something that all ranks begin now.
