@@ -24,7 +24,6 @@ from ckptmgr.errors import (
     CkptmgrError,
     CorruptCheckpoint,
     KeyProblem,
-    NotBuiltYet,
     StoreLocked,
     UnsafeWrite,
     UnsealedCheckpoint,
@@ -42,7 +41,6 @@ from tests.manager.saved import (
     KEY,
     OTHER_KEY,
     flip,
-    items,
     only,
     save_run,
     tree_of,
@@ -210,13 +208,6 @@ def test_encrypted_input_is_not_encrypted_again(tmp_path: Path) -> None:
     (source,) = save_run(tmp_path, [10], options=SaveOptions(key=KEY))
     with pytest.raises(UnsupportedCheckpoint, match="encrypted already"):
         convert.encrypt_file(source, tmp_path / "s.ckpt", key=KEY)
-
-
-def test_safetensors_are_not_encrypted_yet(tmp_path: Path) -> None:
-    options = SaveOptions(format="safetensors")
-    (source,) = save_run(tmp_path, [10], options=options, content=items()[:1])
-    with pytest.raises(NotBuiltYet):
-        convert.encrypt_file(source, tmp_path / "s.safetensors", key=KEY)
 
 
 def test_key_of_the_wrong_length_is_a_key_problem(tmp_path: Path) -> None:
