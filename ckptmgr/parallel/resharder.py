@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -67,7 +69,7 @@ class Resharder:
         lengths = tuple(one.length for one in region)
         return Tensor(
             spec=TensorSpec(name=name, dtype=spec.dtype, shape=lengths),
-            content=partial(self._read, name, region, choices, spec.dtype.item_bytes),
+            content=_Shared(partial(self._read, name, region, choices, spec.dtype.item_bytes)),
         )
 
     def unlisted(self) -> list[Item]:
@@ -122,16 +124,15 @@ class Resharder:
         if isinstance(entry, TextEntry):
             yield Text(name=name, text=entry.text)
         elif isinstance(entry, TensorEntry):
-            yield Tensor(spec=entry.spec, content=partial(self._read_whole, rank, name))
+            yield Tensor(spec=entry.spec, content=_Shared(partial(self._read_whole, rank, name)))
         else:
             raise UnsupportedCheckpoint(
                 f"the map parameter {name!r} cannot be carried over", path=self.files.paths[rank]
             )
 
-    def _read_whole(self, rank: int, name: str) -> memoryview:
-        array = self.files.read_array(rank, name)
-        flat: np.ndarray = array.reshape(-1).view(np.uint8)
-        return flat.data
+    def _read_whole(self, rank: int, name: str) -> np.ndarray:
+        flat: np.ndarray = self.files.read_array(rank, name).reshape(-1).view(np.uint8)
+        return flat
 
     def _read(
         self,
@@ -139,9 +140,26 @@ class Resharder:
         region: Region,
         choices: Iterable[tuple[SourcePart, int]],
         item_bytes: int,
-    ) -> memoryview:
+    ) -> np.ndarray:
         buffer = np.empty(int(np.prod([one.length for one in region])) * item_bytes, np.uint8)
         for part, rank in choices:
             runs = byte_runs(part.stored, part.wanted, region, item_bytes=item_bytes)
             self.files.read_runs(rank, name, runs, buffer.data)
-        return buffer.data
+        return buffer
+
+
+class _Shared:
+    """A content that is read once for all threads that need it at the same time, and forgotten when none does."""
+
+    def __init__(self, read: Callable[[], np.ndarray]) -> None:
+        self._read = read
+        self._lock = threading.Lock()
+        self._last: weakref.ref[np.ndarray] | None = None
+
+    def __call__(self) -> memoryview:
+        with self._lock:
+            array = None if self._last is None else self._last()
+            if array is None:
+                array = self._read()
+                self._last = weakref.ref(array)
+            return array.data

@@ -39,7 +39,7 @@ def test_transform_writes_the_files_of_all_ranks(tmp_path: Path) -> None:
     found = load_checkpoint(files[5])
     assert found.keys() == recorded.keys()
     for name, array in recorded.items():
-        np.testing.assert_array_equal(found[name], array)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(found[name], array)
 
 
 def whole_checkpoint(directory: Path) -> Path:

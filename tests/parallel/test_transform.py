@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import shutil
+import tracemalloc
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -19,12 +20,15 @@ from ckptmgr.errors import (
     UnsupportedCheckpoint,
 )
 from ckptmgr.formats.index import TensorEntry
+from ckptmgr.formats.mindspore_writer import build_ckpt_image
 from ckptmgr.formats.strategy import OperatorStrategy, Strategy, StrategyLayout, encode_strategy
 from ckptmgr.formats.tensor import Item, MapTensors, tensor_from_array
 from ckptmgr.parallel.errors import LayoutError, SliceMissing
+from ckptmgr.parallel.layout import read_layouts, whole
 from ckptmgr.parallel.outputs import write_file
 from ckptmgr.parallel.rank_files import RankFiles, find_rank_files
 from ckptmgr.parallel.reshard import ByteRun, rank_list_for_transform
+from ckptmgr.parallel.resharder import Resharder
 from ckptmgr.parallel.transform import transform_checkpoint_by_rank, transform_checkpoints
 from ckptmgr.saver import SaveOptions
 
@@ -357,6 +361,36 @@ def test_slices_of_large_tensors_are_read_across_windows_and_pieces(
         37, {0: tmp_path / "in/rank_0/net.ckpt"}, tmp_path / "o.ckpt", None, target
     )
     np.testing.assert_array_equal(loaded(file)["w"], whole[32:, 10:12])
+
+
+def test_memory_is_bounded_by_a_few_of_the_largest_tensors(tmp_path: Path) -> None:
+    names = [f"t{number}" for number in range(40)]
+    half = np.zeros((512, 256), np.float32)
+    for rank in range(2):
+        (tmp_path / f"in/rank_{rank}").mkdir(parents=True)
+        save_checkpoint(dict.fromkeys(names, half), tmp_path / f"in/rank_{rank}/net.ckpt")
+    columns = [StrategyLayout(name=n, device_matrix=(2,), tensor_maps=((-1, 0),)) for n in names]
+    strategy = written_strategy(tmp_path / "s.ckpt", *columns)
+    with RankFiles(find_rank_files(tmp_path / "in", format="ckpt")) as files:
+        resharder = Resharder(files=files, source=read_layouts(strategy), target=None)
+        image = build_ckpt_image(resharder.items(0))
+        tracemalloc.start()
+        try:
+            size_bytes = sum(view.nbytes for view in image.views(0, image.size))
+            peak_bytes = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+    largest_bytes = 2 * half.nbytes
+    assert size_bytes > len(names) * largest_bytes
+    assert peak_bytes < 8 * largest_bytes
+
+
+def test_content_is_read_once_while_somebody_holds_it(tmp_path: Path) -> None:
+    save_checkpoint({"w": np.arange(4)}, tmp_path / "net.ckpt")
+    with RankFiles({0: tmp_path / "net.ckpt"}) as files:
+        tensor = Resharder(files=files, source=None, target=None).tensor("w", whole())
+        held = tensor.content()
+        assert tensor.content().obj is held.obj
 
 
 def test_runs_are_read_across_the_pieces_of_a_tensor() -> None:
