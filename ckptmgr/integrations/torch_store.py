@@ -10,7 +10,7 @@ import contextlib
 import os
 from datetime import timedelta
 
-from torch.distributed import DistError, PrefixStore, Store, TCPStore
+from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from ckptmgr.parallel.coordinator import KeyValueCoordinator
 

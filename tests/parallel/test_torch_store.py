@@ -13,7 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-import torch.distributed as dist  # noqa: E402 - after the check that there is one
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # noqa: E402
 
 from ckptmgr.integrations.torch_store import (  # noqa: E402
     store_coordinator,
@@ -29,7 +29,7 @@ WORLD = 4
 
 
 def test_ranks_hear_each_other_over_a_store() -> None:
-    store = dist.HashStore()
+    store = HashStore()
     one, two = (store_coordinator(store, rank=rank, world=2) for rank in range(2))
     heard = together(
         lambda: one.all_gather("a", {"x": 1}, timeout_s=60),
@@ -40,14 +40,14 @@ def test_ranks_hear_each_other_over_a_store() -> None:
 
 @pytest.mark.parametrize("timeout_s", [0.0, 0.01])
 def test_rank_that_does_not_come_is_named(timeout_s: float) -> None:
-    ranks = store_coordinator(dist.HashStore(), rank=0, world=2)
+    ranks = store_coordinator(HashStore(), rank=0, world=2)
     with pytest.raises(RanksMissing, match="rank 1 did not come"):
         ranks.all_gather("a", None, timeout_s=timeout_s)
 
 
 def test_store_that_is_gone_is_like_ranks_that_do_not_come() -> None:
-    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    client = dist.TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=5))
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", server.port, is_master=False, timeout=timedelta(seconds=5))
     ranks = store_coordinator(client, rank=0, world=2)
     del server
     with pytest.raises(RanksMissing, match="rank"):
