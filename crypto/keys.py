@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a key comes from: `env:NAME`, `file:PATH`, `cmd:COMMAND`, `fd:N` or `prompt:`, and never the command line.
+"""Where a key comes from: `env:NAME`, `file:PATH`, `cmd:COMMAND`, `fd:N`, `prompt:` or `wrapped:FILE`; never an argument.
+
+A wrapped key is unwrapped by a key service, see `providers`. The other sources yield the key itself.
 
 What the source yields is read as follows (one newline at the end of text is allowed):
 

@@ -17,6 +17,8 @@ from click.testing import Result
 from ckptmgr import CheckpointConfig, CheckpointManager, CkptmgrError, load_checkpoint
 from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.keys import load_key
+from ckptmgr.crypto.providers.key_file import load_wrapped_key
+from ckptmgr.crypto.providers.registry import open_provider
 from tests.cli.running import run, run_process
 from tests.manager.saved import flip
 
@@ -156,6 +158,22 @@ def test_whole_run_shows_no_key(
             result = transcript.add_result(run(*command, *option, "--key", f"file:{right}"))
             assert result.exit_code == code, result.stderr
     transcript.add_files(tmp_path, but=(right, wrong))
+    assert transcript.leaks(keys) == []
+
+
+def test_run_with_a_wrapped_key_shows_no_key(tmp_path: Path, transcript: Transcript) -> None:
+    own, wrapped = tmp_path / "own.key", tmp_path / "run.wrapped"
+    service = f"local:file:{own}"
+    keys = [make_key(own, transcript, size=32)]
+    made = run("keygen", "--service", service, "--context", "run=7f", "-o", wrapped)
+    transcript.add_result(made)
+    keys.append(load_wrapped_key(str(wrapped), service=open_provider(service)))
+    save(tmp_path / "runs", keys[1], "AES-GCM", None)
+    for address, code in ((service, 0), ("exec:false", 12), (f"local:env:{own}", 12)):
+        command = ("--debug", "verify", tmp_path / "runs", "--key", f"wrapped:{wrapped}")
+        result = run(*command, env={"CKPTMGR_KEY_SERVICE": address})
+        assert transcript.add_result(result).exit_code == code
+    transcript.add_files(tmp_path, but=(own,))
     assert transcript.leaks(keys) == []
 
 

@@ -173,6 +173,19 @@ def test_service_that_makes_keys_makes_the_key_of_the_run() -> None:
     assert RunKeyReader(service).unwrap(wrapped.blob, CONTEXT) == wrapped.key
 
 
+@pytest.mark.parametrize("size", [16, 24])
+def test_service_that_makes_keys_wraps_one_of_another_length(size: int) -> None:
+    service = GeneratingService()
+    wrapped = RunKey(service, CONTEXT, size_bytes=size).take()
+    assert service.calls == ["wrap"]
+    assert len(RunKeyReader(service).unwrap(wrapped.blob, CONTEXT).raw) == size
+
+
+def test_run_key_of_a_length_that_keys_do_not_have_is_refused() -> None:
+    with pytest.raises(KeySourceError, match="not of 20"):
+        RunKey(CountingService(), CONTEXT, size_bytes=20).take()
+
+
 def test_service_that_makes_something_else_is_refused() -> None:
     with pytest.raises(ProviderAnswerError, match="counting unwrapped 8 bytes"):
         RunKey(GeneratingService(size_bytes=8), CONTEXT).take()
