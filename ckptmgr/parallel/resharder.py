@@ -60,6 +60,7 @@ class Resharder:
     def tensor(self, name: str, target: ParallelLayout, *, device: int = 0) -> Tensor:
         """Return what a device of the target layout holds of a tensor; raises as `items`."""
         source = self._layout(name)
+        _refuse_fields(name, source, target)
         spec, shape = self._whole(name, source)
         source, target = for_shape(source, shape), for_shape(target, shape)
         region = region_of(target, device, shape)
@@ -146,6 +147,15 @@ class Resharder:
             runs = byte_runs(part.stored, part.wanted, region, item_bytes=item_bytes)
             self.files.read_runs(rank, name, runs, buffer.data)
         return buffer
+
+
+def _refuse_fields(name: str, *layouts: ParallelLayout) -> None:
+    for layout in layouts:
+        if layout.field_size and layout.device_count > 1:
+            raise LayoutError(
+                f"{name!r} is an embedding table of {layout.field_size} fields, whose rows are not cut one after the other",
+                hint="join its slices with merge_sliced_parameter",
+            )
 
 
 class _Shared:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import shutil
 import tracemalloc
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
@@ -383,6 +384,15 @@ def test_memory_is_bounded_by_a_few_of_the_largest_tensors(tmp_path: Path) -> No
     largest_bytes = 2 * half.nbytes
     assert size_bytes > len(names) * largest_bytes
     assert peak_bytes < 8 * largest_bytes
+
+
+def test_table_of_several_fields_is_refused_where_mindspore_mixes_its_rows(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / f"in/rank_{rank}").mkdir(parents=True)
+        save_checkpoint({"w": np.zeros((4, 2))}, tmp_path / f"in/rank_{rank}/net.ckpt")
+    strategy = written_strategy(tmp_path / "s.ckpt", replace(rows("w"), field=2))
+    with pytest.raises(LayoutError, match="'w' is an embedding table of 2 fields"):
+        transform_checkpoints(tmp_path / "in", tmp_path / "out", "p", strategy)
 
 
 def test_content_is_read_once_while_somebody_holds_it(tmp_path: Path) -> None:
