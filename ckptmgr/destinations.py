@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -83,14 +83,18 @@ def _problem(name: str, value: Any, entry: CkptEntry | None) -> str | None:
     if framework not in ("numpy", "torch"):
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         return f"{name!r} is a {kind}, not a NumPy array or torch tensor"
-    found = (str(value.dtype).removeprefix("torch."), tuple(value.shape))
-    if framework == "numpy":
-        found = (value.dtype.name, value.shape)
-    wanted = (entry.spec.dtype.to_numpy().name, entry.spec.shape)
+    found = (_spelling(value.dtype), tuple(value.shape))
+    wanted = (_spelling(entry.spec.dtype.to_numpy()), entry.spec.shape)
     if found != wanted:
         return f"{name!r} is {found[0]}{list(found[1])}, stored is {wanted[0]}{list(wanted[1])}"
     is_writable = value.flags.writeable if framework == "numpy" else _is_plain(value)
     return None if is_writable else f"{name!r} cannot be written to"
+
+
+@cache
+def _spelling(dtype: object) -> str:
+    # NumPy puts the name together anew each time it is asked for.
+    return dtype.name if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
 
 
 def _is_plain(tensor: Any) -> bool:
