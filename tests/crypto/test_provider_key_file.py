@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ckptmgr.crypto.errors import KeySourceError
 from ckptmgr.crypto.key import Key
@@ -102,6 +104,27 @@ def test_text_that_is_no_wrapped_key_is_refused_and_not_shown(text: str, reason:
     with pytest.raises(KeySourceError, match=reason) as caught:
         parse_key_file(text)
     assert "8899" not in f"{caught.value} {caught.value.hint}"
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=2), inner),
+    max_leaves=4,
+)
+
+
+@given(
+    text=st.text(max_size=40)
+    | st.fixed_dictionaries({name: st.just(good) | json_values for name, good in GOOD.items()}).map(
+        json.dumps
+    )
+)
+def test_any_text_is_a_wrapped_key_or_refused(text: str) -> None:
+    try:
+        found = parse_key_file(text)
+    except KeySourceError:
+        return
+    assert json.loads(text)["context"] == found.context
 
 
 def test_key_whose_file_would_be_too_long_is_refused() -> None:

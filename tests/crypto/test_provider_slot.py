@@ -10,6 +10,8 @@ import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.hashes import SHA512
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ckptmgr.crypto.container_rekey import rewrite_header
 from ckptmgr.crypto.errors import CryptoError, DecryptionError, KeySourceError, TamperedError
@@ -234,6 +236,15 @@ def test_slot_with_a_context_that_is_none_is_damaged(context: bytes) -> None:
     with pytest.raises(TamperedError, match="context"):
         identity(service).unwrap(with_body(slot, body), bound=BOUND)
     assert service.calls == 1
+
+
+@given(body=st.binary(max_size=300), start=st.sampled_from((b"", b"\x05local", b"\x04exec")))
+def test_slot_of_any_bytes_never_opens(body: bytes, start: bytes) -> None:
+    slot = Slot(type=SlotType.KEY_SERVICE, key_id=bytes(8), body=start + body)
+    try:
+        assert identity(Service()).unwrap(slot, bound=BOUND) is None
+    except CryptoError as error:
+        assert error.message
 
 
 def test_service_whose_name_is_too_long_makes_no_slot() -> None:
