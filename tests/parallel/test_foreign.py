@@ -82,6 +82,23 @@ def test_tensor_parallel_shards_below_fsdp_are_cut_first() -> None:
     assert offsets_and_shape(layout, 1 * 4 + 1) == ([6, 0], [2, 3])
 
 
+def test_regions_below_fsdp_are_those_torch_computes() -> None:
+    types = pytest.importorskip("torch.distributed.tensor.placement_types")
+    utils = pytest.importorskip("torch.distributed.tensor._utils")
+    if not (
+        hasattr(types, "_StridedShard") and hasattr(utils, "_compute_local_shape_and_global_offset")
+    ):
+        pytest.skip("this torch has no strided shards, or does not tell their offsets")
+    placements = [types._StridedShard(0, split_factor=4), types.Shard(0)]
+    layout = from_placements(mesh_of(2, 4), placements, shape=(16, 3))
+    for device in range(8):
+        coordinate = [int(place) for place in np.unravel_index(device, (2, 4))]
+        local, offset = utils._compute_local_shape_and_global_offset(
+            (16, 3), (2, 4), lambda i, at=coordinate: at[i], placements
+        )
+        assert offsets_and_shape(layout, device) == (list(offset), list(local))
+
+
 @pytest.mark.parametrize(
     "placements",
     [
