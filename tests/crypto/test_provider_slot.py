@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Mapping
 
@@ -241,10 +242,8 @@ def test_slot_with_a_context_that_is_none_is_damaged(context: bytes) -> None:
 @given(body=st.binary(max_size=300), start=st.sampled_from((b"", b"\x05local", b"\x04exec")))
 def test_slot_of_any_bytes_never_opens(body: bytes, start: bytes) -> None:
     slot = Slot(type=SlotType.KEY_SERVICE, key_id=bytes(8), body=start + body)
-    try:
+    with contextlib.suppress(CryptoError):
         assert identity(Service()).unwrap(slot, bound=BOUND) is None
-    except CryptoError as error:
-        assert error.message
 
 
 def test_service_whose_name_is_too_long_makes_no_slot() -> None:
