@@ -149,6 +149,13 @@ def manifest_name(data_name: str) -> str:
     return data_name + SUFFIX
 
 
+def files_of(checkpoint: Checkpoint) -> tuple[str, tuple[str, ...]]:
+    """Return the name of the file without which it is no checkpoint any more, and those of its other files."""
+    if is_set_name(checkpoint.name):
+        return manifest_name(checkpoint.name), checkpoint.shards
+    return checkpoint.name, (manifest_name(checkpoint.name),)
+
+
 def encode(manifest: Manifest, *, key: Key | None = None) -> bytes:
     """Return the manifest as JSON, authenticated when there is a key.
 

@@ -185,7 +185,8 @@ def _prune_series(
     else:
         outcome.batch = into
         outcome.failures += trash.throw_away(store, dropped, into)
-    outcome.removed += [c for c in dropped if store.fs.status(c.path) is None]
+    staying = trash.taken_names(store, dropped)
+    outcome.removed += [c for c in dropped if c.name not in staying]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,7 @@ from ckptmgr.fsio import (
     remove_name,
 )
 from ckptmgr.lease import Processes, ProcProcesses, hold_lease
-from ckptmgr.manifest import FileEntry, Manifest, manifest_name
+from ckptmgr.manifest import FileEntry, Manifest, files_of, manifest_name
 from ckptmgr.manifest_files import ManifestFiles
 from ckptmgr.model import Checkpoint, Pin, State
 from ckptmgr.naming import DATA_SUFFIXES, parse_name
@@ -348,10 +348,10 @@ class Store:
         if checkpoints:
             self.fs.sync_directory(self.directory)
         for checkpoint in checkpoints:
-            first, then = self._in_order_of_removal(checkpoint)
+            first, then = files_of(checkpoint)
             try:
-                remove_name(self.fs, first)
-                removed += then
+                remove_name(self.fs, self.directory / first)
+                removed += (self.directory / name for name in then)
             except OSError as error:
                 failures.append(error)
         if removed:
@@ -364,13 +364,6 @@ class Store:
         if removed:
             self.fs.sync_directory(self.directory)
         return failures
-
-    def _in_order_of_removal(self, checkpoint: Checkpoint) -> tuple[Path, list[Path]]:
-        """Return the file without which it is no checkpoint any more, and the others."""
-        manifest_path = checkpoint.path.with_name(manifest_name(checkpoint.name))
-        if is_set_name(checkpoint.name):
-            return manifest_path, [self.directory / name for name in checkpoint.shards]
-        return checkpoint.path, [manifest_path]
 
     def check_not_all(self, checkpoints: Iterable[Checkpoint]) -> None:
         """Raise UnsafePrune when no countable checkpoint would stay without these."""

@@ -7,7 +7,8 @@
 ```
 One folder for each prune (a batch). Moving in, in this order: data renamed; both directories synced; manifest renamed; both
 synced. Moving back: manifest, synced; data, synced. So at every instant a checkpoint in the directory is whole, or it is a
-manifest without data, which is a leftover and never listed as a checkpoint.
+manifest without data, which is a leftover and never listed as a checkpoint. Of a sharded one the manifest is moved in first
+and back last.
 
 The leases of the series must be held. The newest good checkpoint never goes in.
 """
@@ -22,7 +23,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from ckptmgr.errors import CkptmgrError, UnsafePrune
-from ckptmgr.manifest import SUFFIX, manifest_name
+from ckptmgr.manifest import SUFFIX, files_of, manifest_name
 from ckptmgr.model import Checkpoint, State
 from ckptmgr.store import Store
 
@@ -91,10 +92,10 @@ def throw_away(store: Store, checkpoints: Sequence[Checkpoint], into: Path) -> l
     store.check_not_all(checkpoints)
     _check_trash(store)
     store.fs.make_directory(into, mode=0o700)
-    names = [checkpoint.name for checkpoint in checkpoints]
-    failures, moved = _move_all(store, names, store.directory, into)
-    manifests = [manifest_name(name) for name in moved]
-    more, _ = _move_all(store, manifests, store.directory, into, may_be_missing=True)
+    others = dict(files_of(checkpoint) for checkpoint in checkpoints)
+    failures, moved = _move_all(store, list(others), store.directory, into)
+    rest = [name for first in moved for name in others[first]]
+    more, _ = _move_all(store, rest, store.directory, into, may_be_missing=True)
     return failures + more
 
 
@@ -105,9 +106,9 @@ def restore(store: Store, batch: Batch, checkpoints: Sequence[Checkpoint]) -> li
         OSError: From the disk; calling it again goes on where it stopped.
     """
     taken = taken_names(store, checkpoints)
-    names = [c.name for c in checkpoints if c.name not in taken]
-    manifests = [manifest_name(name) for name in names]
-    for files, may_be_missing in ((manifests, True), (names, False)):
+    others = dict(files_of(c) for c in checkpoints if c.name not in taken)
+    rest = [name for names in others.values() for name in names]
+    for files, may_be_missing in ((rest, True), (list(others), False)):
         failures, _ = _move_all(
             store, files, batch.path, store.directory, may_be_missing=may_be_missing
         )
@@ -118,7 +119,9 @@ def restore(store: Store, batch: Batch, checkpoints: Sequence[Checkpoint]) -> li
 
 def taken_names(store: Store, checkpoints: Sequence[Checkpoint]) -> list[str]:
     """Return the names of checkpoints that something in the directory has now."""
-    return [c.name for c in checkpoints if store.fs.status(store.directory / c.name) is not None]
+    return [
+        c.name for c in checkpoints if store.fs.status(store.directory / files_of(c)[0]) is not None
+    ]
 
 
 def series_of(store: Store, checkpoint: Checkpoint) -> str:

@@ -15,13 +15,16 @@ from ckptmgr.crypto.key import Key
 from ckptmgr.errors import CorruptCheckpoint, UnsafePrune, UnsupportedCheckpoint
 from ckptmgr.manifest import decode, encode, manifest_name
 from ckptmgr.model import Checkpoint, State
+from ckptmgr.pruning import carry_out, propose, undo
+from ckptmgr.retention import Last, RetentionPolicy
 from ckptmgr.saver import SaveOptions
 from ckptmgr.shard_names import is_set_name, new_attempt_id, parse_shard_name, shard_name, stem_of
 from ckptmgr.store import Store
+from ckptmgr.trash import new_batch_path, throw_away
 from tests.crashmodel import Crash, ModelDisk, Order, every_crash
 from tests.faults.training import RUNS, ModelProcesses, disk_with
 from tests.manager.damage import put, truncate
-from tests.manager.manifests import manifest
+from tests.manager.manifests import SAVED_AT, manifest
 from tests.manager.shard_sets import ATTEMPT, CONTENTS, SET, disk_with_shards, shard, sharded
 
 PATH = RUNS / manifest_name(SET)
@@ -222,6 +225,40 @@ def test_removed_shards_are_one_checkpoint_or_none_after_every_power_cut(order: 
 def remove_set(disk: ModelDisk) -> list[OSError]:
     store = store_on(disk)
     return store.remove([c for c in store.scan() if c.name == SET])
+
+
+def test_prune_and_undo_take_and_give_back_all_files() -> None:
+    disk = disk_with(10.0)
+    for rank, content in enumerate(CONTENTS):
+        put(disk, RUNS / shard(rank), content)
+    put(disk, PATH, encode(replace(sharded(), sequence=0, pins=())))
+    before = set(disk.list(RUNS))
+    store = store_on(disk)
+    (checkpoint,) = [c for c in store.scan() if c.name == SET]
+    outcome = carry_out(store, propose(store, RetentionPolicy((Last(1),)), now=SAVED_AT))
+    assert outcome.removed == [checkpoint]
+    assert outcome.batch is not None
+    assert set(disk.list(outcome.batch)) == {shard(0), shard(1), PATH.name}
+    assert only(store).name == "net-1.ckpt"
+    assert undo(store).restored == (checkpoint,)
+    assert set(disk.list(RUNS)) >= before
+    assert checkpoint in store.scan()
+
+
+@pytest.mark.parametrize("order", Order)
+def test_trashed_shards_are_one_checkpoint_or_none_after_every_power_cut(order: Order) -> None:
+    def throw(disk: ModelDisk) -> None:
+        store = store_on(disk)
+        found = [c for c in store.scan() if c.name == SET]
+        throw_away(store, found, new_batch_path(store, SAVED_AT))
+
+    disk = disk_with(10.0)
+    for rank, content in enumerate(CONTENTS):
+        put(disk, RUNS / shard(rank), content)
+    put(disk, PATH, encode(sharded()))
+    for crash in every_crash(disk, throw, order=order, tears=1):
+        found = [c for c in store_on(crash.disk).scan() if c.name != "net-1.ckpt"]
+        assert {c.state for c in found} in ({State.OK}, {State.LEFTOVER}, set()), crash
 
 
 def test_last_good_checkpoint_is_not_removed_when_it_is_sharded() -> None:
