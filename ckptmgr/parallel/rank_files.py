@@ -23,6 +23,7 @@ from ckptmgr.formats.index import TensorEntry, check_content, read_tensor_into
 from ckptmgr.formats.mindspore_entries import MapEntry, TextEntry
 from ckptmgr.formats.source import Source
 from ckptmgr.formats.tensor import TensorSpec
+from ckptmgr.fsio import FileSystem
 from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source
 from ckptmgr.lower_errors import translated_errors
 from ckptmgr.naming import CONTAINER_SUFFIX, stem_of
@@ -111,11 +112,17 @@ class RankFiles:
     Args:
         paths: Rank to file.
         options: Keys, and what to accept.
+        fs: The disk; None for the real one.
     """
 
     def __init__(
-        self, paths: Mapping[int, str | os.PathLike[str]], options: ReadOptions | None = None
+        self,
+        paths: Mapping[int, str | os.PathLike[str]],
+        options: ReadOptions | None = None,
+        *,
+        fs: FileSystem | None = None,
     ) -> None:
+        self._fs = fs
         self.paths = {rank: Path(path) for rank, path in sorted(paths.items())}
         self._options = options or ReadOptions()
         self._known: dict[int, RankFile] = {}
@@ -203,7 +210,7 @@ class RankFiles:
         if path is None or not path.is_file():
             raise CheckpointNotFound(f"there is no file of rank {rank}", path=path)
         with ExitStack() as stack:
-            store = Store(path.parent, key=self._options.key)
+            store = Store(path.parent, fs=self._fs, key=self._options.key)
             manifest = store.read_manifest(path.name)
             raw = stack.enter_context(closing(store.fs.open(path)))
             opened = open_source(

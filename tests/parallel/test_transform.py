@@ -24,13 +24,18 @@ from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.mindspore_writer import build_ckpt_image
 from ckptmgr.formats.strategy import OperatorStrategy, Strategy, StrategyLayout, encode_strategy
 from ckptmgr.formats.tensor import Item, MapTensors, tensor_from_array
+from ckptmgr.fsio import InputFile, OsFileSystem
 from ckptmgr.parallel.errors import LayoutError, SliceMissing
-from ckptmgr.parallel.layout import read_layouts, whole
+from ckptmgr.parallel.layout import ParallelLayout, read_layouts, whole
 from ckptmgr.parallel.outputs import write_file
 from ckptmgr.parallel.rank_files import RankFiles, find_rank_files
 from ckptmgr.parallel.reshard import ByteRun, rank_list_for_transform
 from ckptmgr.parallel.resharder import Resharder
-from ckptmgr.parallel.transform import transform_checkpoint_by_rank, transform_checkpoints
+from ckptmgr.parallel.transform import (
+    reading_options,
+    transform_checkpoint_by_rank,
+    transform_checkpoints,
+)
 from ckptmgr.saver import SaveOptions
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "transform"
@@ -384,6 +389,50 @@ def test_memory_is_bounded_by_a_few_of_the_largest_tensors(tmp_path: Path) -> No
     largest_bytes = 2 * half.nbytes
     assert size_bytes > len(names) * largest_bytes
     assert peak_bytes < 8 * largest_bytes
+
+
+class CountingFile:
+    """A file that counts the bytes that are read from it."""
+
+    def __init__(self, file: InputFile, counts: list[int]) -> None:
+        self._file = file
+        self._counts = counts
+
+    @property
+    def size(self) -> int:
+        return self._file.size
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        self._counts.append(buffer.nbytes)
+        self._file.read_into(offset, buffer)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class CountingFileSystem(OsFileSystem):
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:
+        return CountingFile(super().open(path, is_uncached=is_uncached), self.counts)
+
+
+@pytest.mark.parametrize("dec_key", [None, KEY], ids=["plain", "sealed"])
+def test_slice_costs_the_bytes_it_lies_in(dec_key: bytes | None, tmp_path: Path) -> None:
+    whole_array = np.zeros((8, 1 << 19), np.float32)  # 16 MiB
+    save_checkpoint({"w": whole_array}, tmp_path / "net.ckpt", enc_key=dec_key)
+    for file in tmp_path.glob("*manifest*"):
+        file.unlink()
+    fs = CountingFileSystem()
+    target = ParallelLayout(device_matrix=(8,), tensor_map=((0,), ()))
+    options = reading_options(dec_key, "AES-GCM", False)
+    with RankFiles({0: tmp_path / "net.ckpt"}, options, fs=fs) as files:
+        tensor = Resharder(files=files, source=None, target=None).tensor("w", target, device=3)
+        indexed_bytes = sum(fs.counts)
+        assert tensor.content().nbytes == whole_array.nbytes // 8
+    slice_bytes, two_blocks = whole_array.nbytes // 8, 8 << 20  # a block of the cipher holds 4 MiB
+    assert sum(fs.counts) - indexed_bytes <= (slice_bytes if dec_key is None else two_blocks + 1024)
 
 
 def test_table_of_several_fields_is_refused_where_mindspore_mixes_its_rows(tmp_path: Path) -> None:
