@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ckptmgr.parallel.balance import BalancedPlan, Replicated, Share, balance_by_bytes
     from ckptmgr.parallel.context import AutoParallelContext, ParallelMode
+    from ckptmgr.parallel.coordinator import Coordinator, KeyValueCoordinator
     from ckptmgr.parallel.distributed import (
         load_distributed_checkpoint,
         load_segmented_checkpoints,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from ckptmgr.parallel.merge import SlicedParameter, merge_sliced_parameter
     from ckptmgr.parallel.redundancy import get_parameter_redundancy, remove_param_redundancy
     from ckptmgr.parallel.reshard import plan_region, plan_slice, rank_list_for_transform
+    from ckptmgr.parallel.shared_directory import SharedDirectory
     from ckptmgr.parallel.strategy_files import (
         build_searched_strategy,
         merge_pipeline_strategys,
@@ -37,11 +39,14 @@ if TYPE_CHECKING:
 __all__ = [
     "AutoParallelContext",
     "BalancedPlan",
+    "Coordinator",
+    "KeyValueCoordinator",
     "LayoutError",
     "ParallelLayout",
     "ParallelMode",
     "Replicated",
     "Share",
+    "SharedDirectory",
     "SliceMissing",
     "SlicedParameter",
     "balance_by_bytes",
@@ -68,11 +73,14 @@ __all__ = [
 _HOMES = {
     "AutoParallelContext": "context",
     "BalancedPlan": "balance",
+    "Coordinator": "coordinator",
+    "KeyValueCoordinator": "coordinator",
     "LayoutError": "errors",
     "ParallelLayout": "layout",
     "ParallelMode": "context",
     "Replicated": "balance",
     "Share": "balance",
+    "SharedDirectory": "shared_directory",
     "SliceMissing": "errors",
     "SlicedParameter": "merge",
     "balance_by_bytes": "balance",
