@@ -14,19 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckptmgr.container_reader import open_container_file
-from ckptmgr.crypto.errors import CryptoError
 from ckptmgr.crypto.key import Key
-from ckptmgr.crypto.mindspore_blocks import open_blocks, sniff_mode
 from ckptmgr.destinations import match
-from ckptmgr.digest import RANGE_BYTES, VerifyingSource
-from ckptmgr.errors import (
-    ChecksumMismatch,
-    KeyProblem,
-    TruncatedCheckpoint,
-    UnsealedCheckpoint,
-    UnsupportedCheckpoint,
-)
+from ckptmgr.errors import ChecksumMismatch
 from ckptmgr.formats import mindspore_reader, safetensors_file
 from ckptmgr.formats.detect import Kind, detect
 from ckptmgr.formats.errors import FormatError
@@ -35,22 +25,16 @@ from ckptmgr.formats.index import check_crc as check_stored_crc
 from ckptmgr.formats.mindspore_entries import MapEntry, TextEntry
 from ckptmgr.formats.mindspore_reader import CkptIndex
 from ckptmgr.formats.safetensors_file import SafetensorsIndex
-from ckptmgr.formats.source import Source, read_bytes
+from ckptmgr.formats.source import Source
 from ckptmgr.formats.trailer import crc32
 from ckptmgr.glimpses import Glimpses
-from ckptmgr.lower_errors import ALLOW_UNSEALED_HINT, translated_errors
+from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import Manifest
+from ckptmgr.plaintext import plaintext_of
 from ckptmgr.scatter import Placement, read_scattered
 from ckptmgr.tree_nodes import StateMismatch
 from ckptmgr.units import PIECE_BYTES
 
-_HEAD_BYTES = 16
-_READABLE = (
-    Kind.MINDSPORE_CKPT,
-    Kind.SAFETENSORS,
-    Kind.MINDSPORE_ENCRYPTED,
-    Kind.CKPTMGR_CONTAINER,
-)
 _offset_of = operator.attrgetter("offset")
 
 
@@ -141,7 +125,7 @@ def open_source(
         CorruptCheckpoint, KeyProblem, UnsupportedCheckpoint: See `ckptmgr.errors`.
     """
     with translated_errors(path):
-        plain = _open_plaintext(raw, path=path, options=options, manifest=manifest)
+        plain = plaintext_of(raw, path=path, options=options, manifest=manifest)
         glimpses = plain.glimpses if is_for_loading else None
         index = None
         if glimpses is not None:
@@ -159,104 +143,6 @@ def open_source(
             has_digests=manifest is not None,
             unit_bytes=plain.unit_bytes,
             glimpses=glimpses,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Plaintext:
-    """The plaintext of a file; `glimpses` reads it unchecked where checking costs more than the bytes that are wanted."""
-
-    source: Source
-    cipher: str | None = None
-    is_sealed: bool = False
-    unit_bytes: int = PIECE_BYTES
-    glimpses: Glimpses | None = None
-
-
-def _open_plaintext(
-    raw: Source, *, path: str, options: ReadOptions, manifest: Manifest | None
-) -> _Plaintext:
-    if manifest is None:
-        plain = _Plaintext(source=raw)
-    else:
-        checked = VerifyingSource(raw, manifest.file.digest, path=path)
-        plain = _Plaintext(source=checked, unit_bytes=0)
-        if manifest.file.digest.range_bytes == RANGE_BYTES:
-            glimpses = Glimpses(raw.size, raw.read_into, piece_bytes=PIECE_BYTES, path=path)
-            plain = _Plaintext(source=checked, unit_bytes=RANGE_BYTES, glimpses=glimpses)
-    kind = detect(plain.glimpses or plain.source)
-    if kind not in _READABLE:
-        kind = detect(plain.source)  # it is of another kind, or it is damaged
-    if kind is Kind.MINDSPORE_ENCRYPTED:
-        return _open_encrypted(raw, plain.source, path=path, options=options)
-    if kind is Kind.CKPTMGR_CONTAINER:
-        container = open_container_file(
-            raw, plain.source, path=path, key=options.key, mode=options.mode
-        )
-        return _Plaintext(
-            source=container,
-            cipher=container.mode,
-            is_sealed=True,
-            unit_bytes=PIECE_BYTES // container.block_bytes * container.block_bytes,
-        )
-    _refuse_unreadable(kind, path)
-    if options.key is not None and not options.allow_unsealed:
-        raise UnsealedCheckpoint(
-            "a key was given, but the file is not encrypted, so nothing proves who wrote it",
-            path=path,
-            hint=ALLOW_UNSEALED_HINT,
-        )
-    return plain
-
-
-def _open_encrypted(raw: Source, checked: Source, *, path: str, options: ReadOptions) -> _Plaintext:
-    mode = sniff_mode(read_bytes(raw, 0, min(_HEAD_BYTES, raw.size)))
-    if options.key is None:
-        raise KeyProblem(
-            f"the file is encrypted ({mode}); a key is needed",
-            path=path,
-            hint="pass dec_key or --key",
-        )
-    wanted = options.mode or str(mode)
-    try:
-        blocks = open_blocks(raw, options.key, wanted, allow_unsealed=options.allow_unsealed)
-    except CryptoError:
-        read_bytes(checked, 0, min(_HEAD_BYTES, raw.size))  # is the mode the one that was saved?
-        raise
-    if blocks.block_bytes is None:
-        # Without a seal the digests are all there is; they are checked below the decryption.
-        blocks = open_blocks(checked, options.key, wanted, allow_unsealed=True)
-        return _Plaintext(source=blocks, cipher=mode, unit_bytes=0)
-    # The seal authenticates every block. The manifest must still be the one of this very save: its digests of the end of
-    # the file, where the seal is, bind it to all the rest.
-    seal = read_bytes(checked, blocks.seal_offset, checked.size - blocks.seal_offset)
-    if seal != read_bytes(raw, blocks.seal_offset, len(seal)):
-        raise ChecksumMismatch("the file changed while it was being read", path=path)
-    unit_bytes = PIECE_BYTES // blocks.block_bytes * blocks.block_bytes
-    return _Plaintext(
-        source=blocks,
-        cipher=mode,
-        is_sealed=True,
-        unit_bytes=unit_bytes,
-        glimpses=Glimpses(blocks.size, blocks.peek_into, piece_bytes=unit_bytes, path=path)
-        if unit_bytes
-        else None,
-    )
-
-
-def _refuse_unreadable(kind: Kind, path: str) -> None:
-    if kind is Kind.ZIP_PICKLE:
-        raise UnsupportedCheckpoint(
-            "this is a torch.save file (zip with pickled code), which is never loaded here",
-            path=path,
-            hint="convert it with torch.load(weights_only=True) and ckptmgr.save_checkpoint",
-        )
-    if kind is Kind.EMPTY:
-        raise TruncatedCheckpoint(
-            "the file is empty; The loaded parameter dict is empty after filter or specify, please check whether "
-            "'filter_prefix' or 'specify_prefix' are set correctly.",
-            path=path,
-            offset=0,
         )
 
 

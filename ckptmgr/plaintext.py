@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plaintext of a checkpoint file: what kind of file it is, and the sources that check and decrypt it.
+
+Which kind it is, is looked up in unchecked bytes, because checking them would cost a whole range. Nothing depends on it: the
+contents are checked later, and where the look-up makes no sense the checked bytes are asked what is wrong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ckptmgr.container_reader import open_container_file
+from ckptmgr.crypto.errors import CryptoError
+from ckptmgr.crypto.mindspore_blocks import open_blocks, sniff_mode
+from ckptmgr.digest import RANGE_BYTES, VerifyingSource
+from ckptmgr.errors import (
+    ChecksumMismatch,
+    KeyProblem,
+    TruncatedCheckpoint,
+    UnsealedCheckpoint,
+    UnsupportedCheckpoint,
+)
+from ckptmgr.formats.detect import Kind, detect
+from ckptmgr.formats.source import Source, read_bytes
+from ckptmgr.glimpses import Glimpses
+from ckptmgr.lower_errors import ALLOW_UNSEALED_HINT
+from ckptmgr.manifest import Manifest
+from ckptmgr.units import PIECE_BYTES
+
+if TYPE_CHECKING:
+    from ckptmgr.loader import ReadOptions
+
+_HEAD_BYTES = 16
+_READABLE = (
+    Kind.MINDSPORE_CKPT,
+    Kind.SAFETENSORS,
+    Kind.MINDSPORE_ENCRYPTED,
+    Kind.CKPTMGR_CONTAINER,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plaintext:
+    """The plaintext of a file.
+
+    Attributes:
+        source: Its bytes, checked.
+        cipher: The cipher mode, or None for a plain file.
+        is_sealed: Whether the file as a whole is authenticated.
+        unit_bytes: What the source checks at once; 0 where it is read tensor by tensor.
+        glimpses: Reads it unchecked, where checking costs more than the bytes that are wanted.
+    """
+
+    source: Source
+    cipher: str | None = None
+    is_sealed: bool = False
+    unit_bytes: int = PIECE_BYTES
+    glimpses: Glimpses | None = None
+
+
+def plaintext_of(
+    raw: Source, *, path: str, options: ReadOptions, manifest: Manifest | None
+) -> Plaintext:
+    """Return the plaintext in a file.
+
+    Args:
+        raw: The bytes as stored.
+        path: For messages.
+        options: Key and what to accept.
+        manifest: Checks every byte that is read against its digests.
+
+    Raises:
+        CkptmgrError, CryptoError: It cannot be read, or not like this.
+    """
+    if manifest is None:
+        plain = Plaintext(source=raw)
+    else:
+        checked = VerifyingSource(raw, manifest.file.digest, path=path)
+        plain = Plaintext(source=checked, unit_bytes=0)
+        if manifest.file.digest.range_bytes == RANGE_BYTES:
+            glimpses = Glimpses(raw.size, raw.read_into, piece_bytes=PIECE_BYTES, path=path)
+            plain = Plaintext(source=checked, unit_bytes=RANGE_BYTES, glimpses=glimpses)
+    kind = detect(plain.glimpses or plain.source)
+    if kind not in _READABLE:
+        kind = detect(plain.source)  # it is of another kind, or it is damaged
+    if kind is Kind.MINDSPORE_ENCRYPTED:
+        return _open_encrypted(raw, plain.source, path=path, options=options)
+    if kind is Kind.CKPTMGR_CONTAINER:
+        container = open_container_file(
+            raw, plain.source, path=path, key=options.key, mode=options.mode
+        )
+        return Plaintext(
+            source=container,
+            cipher=container.mode,
+            is_sealed=True,
+            unit_bytes=PIECE_BYTES // container.block_bytes * container.block_bytes,
+        )
+    _refuse_unreadable(kind, path)
+    if options.key is not None and not options.allow_unsealed:
+        raise UnsealedCheckpoint(
+            "a key was given, but the file is not encrypted, so nothing proves who wrote it",
+            path=path,
+            hint=ALLOW_UNSEALED_HINT,
+        )
+    return plain
+
+
+def _open_encrypted(raw: Source, checked: Source, *, path: str, options: ReadOptions) -> Plaintext:
+    mode = sniff_mode(read_bytes(raw, 0, min(_HEAD_BYTES, raw.size)))
+    if options.key is None:
+        raise KeyProblem(
+            f"the file is encrypted ({mode}); a key is needed",
+            path=path,
+            hint="pass dec_key or --key",
+        )
+    wanted = options.mode or str(mode)
+    try:
+        blocks = open_blocks(raw, options.key, wanted, allow_unsealed=options.allow_unsealed)
+    except CryptoError:
+        read_bytes(checked, 0, min(_HEAD_BYTES, raw.size))  # is the mode the one that was saved?
+        raise
+    if blocks.block_bytes is None:
+        # Without a seal the digests are all there is; they are checked below the decryption.
+        blocks = open_blocks(checked, options.key, wanted, allow_unsealed=True)
+        return Plaintext(source=blocks, cipher=mode, unit_bytes=0)
+    # The seal authenticates every block. The manifest must still be the one of this very save: its digests of the end of
+    # the file, where the seal is, bind it to all the rest.
+    seal = read_bytes(checked, blocks.seal_offset, checked.size - blocks.seal_offset)
+    if seal != read_bytes(raw, blocks.seal_offset, len(seal)):
+        raise ChecksumMismatch("the file changed while it was being read", path=path)
+    unit_bytes = PIECE_BYTES // blocks.block_bytes * blocks.block_bytes
+    return Plaintext(
+        source=blocks,
+        cipher=mode,
+        is_sealed=True,
+        unit_bytes=unit_bytes,
+        glimpses=Glimpses(blocks.size, blocks.peek_into, piece_bytes=unit_bytes, path=path)
+        if unit_bytes
+        else None,
+    )
+
+
+def _refuse_unreadable(kind: Kind, path: str) -> None:
+    if kind is Kind.ZIP_PICKLE:
+        raise UnsupportedCheckpoint(
+            "this is a torch.save file (zip with pickled code), which is never loaded here",
+            path=path,
+            hint="convert it with torch.load(weights_only=True) and ckptmgr.save_checkpoint",
+        )
+    if kind is Kind.EMPTY:
+        raise TruncatedCheckpoint(
+            "the file is empty; The loaded parameter dict is empty after filter or specify, please check whether "
+            "'filter_prefix' or 'specify_prefix' are set correctly.",
+            path=path,
+            offset=0,
+        )
