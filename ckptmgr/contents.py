@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ckptmgr.container_reader import ENCRYPTED
 from ckptmgr.crypto.sniff import cipher_of
+from ckptmgr.errors import UnsupportedCheckpoint
 from ckptmgr.formats.detect import detect
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.mindspore_entries import MapEntry, TextEntry
@@ -97,6 +98,12 @@ def read_contents(
         OSError: From the disk.
     """
     path = str(checkpoint.path)
+    if checkpoint.shards:
+        raise UnsupportedCheckpoint(
+            f"was saved by {len(checkpoint.shards)} ranks, each into a file of its own",
+            path=path,
+            hint=f"look at one of them: {checkpoint.shards[0]}",
+        )
     with translated_errors(path), contextlib.closing(store.fs.open(checkpoint.path)) as raw:
         manifest = store.read_manifest(checkpoint.name)
         plain = None

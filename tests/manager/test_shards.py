@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from ckptmgr.contents import read_contents
 from ckptmgr.crypto.key import Key
 from ckptmgr.errors import CorruptCheckpoint, UnsafePrune, UnsupportedCheckpoint
+from ckptmgr.loader import ReadOptions
 from ckptmgr.manifest import decode, encode, manifest_name
 from ckptmgr.model import Checkpoint, State
 from ckptmgr.pruning import carry_out, propose, undo
@@ -197,6 +199,12 @@ def test_shards_of_an_unreadable_manifest_are_not_called_leftovers() -> None:
     put(disk, PATH, b"{}")
     found = only(store_on(disk))
     assert (found.name, found.state) == (SET, State.CORRUPT)
+
+
+def test_contents_of_shards_are_looked_at_one_by_one() -> None:
+    store = store_on(disk_with_shards())
+    with pytest.raises(UnsupportedCheckpoint, match=r"saved by 2 ranks(.|\n)*net-1\.0-of-2"):
+        read_contents(store, only(store), options=ReadOptions())
 
 
 def test_recovery_leaves_sharded_checkpoints_alone() -> None:
