@@ -179,6 +179,16 @@ def test_retention_that_cannot_clean_up_does_not_raise() -> None:
     assert disk.has_failed
 
 
+def test_retention_collects_what_has_expired_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(ModelDisk())
+    job.save_all(1)
+    job.disk.unlink(RUNS / manifest_name("net-1.shards"))
+    job.clock.now += 3 * TIMEOUT_S
+    job.writer(0).retain(RetentionPolicy((Last(1),)))
+    assert job.store().scan() == []
+    assert caplog.text.count("which was never committed") == 3
+
+
 def test_options_of_one_save_count() -> None:
     job = Job(ModelDisk())
     job.meeting = Meeting(1)
