@@ -20,7 +20,8 @@ import pytest
 
 from ckptmgr.formats.errors import TruncatedError
 from ckptmgr.formats.source import read_bytes
-from ckptmgr.fsio import DIRECT_IO_ALIGNMENT, OsFileSystem
+from ckptmgr.fsio import OsFileSystem
+from ckptmgr.input_files import DIRECT_IO_ALIGNMENT
 
 ROOT_OF_PROJECT = Path(__file__).parents[2]
 DISK = OsFileSystem()

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +19,7 @@ from ckptmgr.input_files import UncachedFile
 from ckptmgr.saver import SaveOptions
 from ckptmgr.store import Store
 from tests.manager.saved import save_run
+from tests.manager.surface import Loop
 
 VERIFIED = SaveOptions(verify_after_write=True)
 LARGE = {"w": np.arange(9 << 20, dtype=np.float32)}
@@ -109,10 +109,7 @@ def test_callback_reads_back(tmp_path: Path) -> None:
     network = {"w": np.zeros(3, np.float32)}
     config = CheckpointConfig(verify_after_write=True, saved_network=network)
     callback = ModelCheckpoint("net", str(tmp_path), config)
-    params = SimpleNamespace(
-        batch_num=1, cur_epoch_num=1, cur_step_num=1, train_network=network, epoch_num=1
-    )
-    callback.step_end(SimpleNamespace(original_args=lambda: params))
+    Loop((callback,), batch_num=1, network=network).run(1, end=False)
     manifest = Store(tmp_path).read_manifest("net-1_1.ckpt")
     assert manifest is not None
     assert "verify_s" in manifest.stats

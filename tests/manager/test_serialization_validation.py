@@ -283,7 +283,7 @@ def _saved_and_loaded(path: Path, obj: object, **options: Any) -> object:
     """Return the loaded values as the rows spell them, or the exception."""
     try:
         save_checkpoint(obj, path, **options)
-        return {name: _spelled(value) for name, value in load_checkpoint(path).items()}  # type: ignore[arg-type]
+        return {name: _spelled(value) for name, value in load_checkpoint(path).items()}
     except (TypeError, ValueError) as error:
         return type(error)
 

@@ -29,7 +29,6 @@ from tests.parallel.ranks import (
     Job,
     Meeting,
     RankDied,
-    RankDisk,
     Seat,
     run_ranks,
     save_step,
@@ -95,15 +94,24 @@ def test_name_taken_after_the_last_look_is_not_replaced() -> None:
     assert disk.read_bytes(RUNS / manifest_name(SET)) == other
 
 
+class SlowDisk(FailingDisk):
+    """A disk on which writing takes as long as a save may."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__(job.disk)
+        self._clock = job.clock
+
+    def _meet(self, operation: str, path: Path) -> None:
+        super()._meet(operation, path)
+        if operation == "reserve":
+            self._clock.now += TIMEOUT_S
+
+
 def test_commit_that_would_come_too_late_is_none() -> None:
     job = Job(ModelDisk())
 
-    def wait() -> None:
-        job.clock.now += TIMEOUT_S
-
     def save(rank: int) -> Checkpoint:
-        # The fourth call of a rank is in the middle of its writing.
-        return job.save(rank, 1, RankDisk(job.disk, call=4, happens=wait if rank == 1 else None))
+        return job.save(rank, 1, SlowDisk(job) if rank == 0 else None)
 
     for outcome in run_ranks(job.meeting, save):
         assert isinstance(outcome.raised, RankFailed)
