@@ -13,7 +13,7 @@ from pathlib import Path
 from tools.bench.contestant import Contestant
 from tools.bench.disk import remove
 from tools.bench.modes import MODES, Mode
-from tools.bench.workload import State, new_state, size_of
+from tools.bench.workload import State, new_state, tensor_sizes
 
 MIB = 1 << 20
 LIMIT_PLAIN_BYTES = 64 * MIB
@@ -67,17 +67,16 @@ def _child(what: str, mode_name: str, directory: Path, size_bytes: int) -> int:
         small.actions["save"](path)
         small.actions["load"](path)  # imports are not what is measured
     path = directory / f"memory-{mode.name}{mode.suffix}"
-    state = new_state(size_bytes)
-    contestant = _ours(state, mode, directory)
     if what == "save":
+        contestant = _ours(new_state(size_bytes), mode, directory)
         before = _reset_peak()
         contestant.actions["save"](path)
         return _status("VmHWM") - before
-    total = size_of(state)
-    state.clear()
+    # Never in this process was the model: memory that it had left behind would be used again, and not be seen.
+    total = sum(tensor_sizes(size_bytes))
     try:
         before = _reset_peak()
-        contestant.actions["load"](path)
+        small.actions["load"](path)
         return _status("VmHWM") - before - total
     finally:
         remove(path)
