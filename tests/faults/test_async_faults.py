@@ -27,6 +27,7 @@ from tests.manager.held import (
     Interference,
     run_program,
     start_program,
+    stop,
     temporary_files,
     wait_for_end,
 )
@@ -540,7 +541,7 @@ def test_parent_killed_during_a_save_leaves_what_the_next_run_cleans_up(
         assert parent.stdout is not None
         worker = int(parent.stdout.readline())
         held.arrive()
-        os.kill(worker, signal.SIGSTOP)
+        stop(worker)
         parent.kill()
         parent.wait(TIMEOUT_S)
         # A worker that is not dead yet may still write: nobody else can before it is.

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -153,6 +155,20 @@ def wait_for_end(pid: int) -> None:
         assert select.select([descriptor], [], [], TIMEOUT_S)[0], f"process {pid} goes on"
     finally:
         os.close(descriptor)
+
+
+def stop(pid: int) -> None:
+    """Stop a process and wait until none of its threads runs: the signal alone takes effect some time after `kill`."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + TIMEOUT_S
+    while any(state != "T" for state in _states(pid)):
+        assert time.monotonic() < deadline, f"process {pid} does not stop"
+        os.sched_yield()
+
+
+def _states(pid: int) -> list[str]:
+    stats = Path(f"/proc/{pid}/task").glob("*/stat")
+    return [stat.read_text().rpartition(")")[2].split()[0] for stat in stats]
 
 
 def temporary_files(directory: Path) -> list[str]:

@@ -32,6 +32,7 @@ from tests.manager.held import (
     interfere,
     open_descriptors,
     run_program,
+    stop,
     temporary_files,
     wait_for_end,
 )
@@ -319,7 +320,7 @@ def test_worker_that_does_not_end_is_killed(runs: Path, monkeypatch: pytest.Monk
     save(manager, 1)
     manager.wait()
     pid = pid_of(manager)
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     manager.close()
     assert not Path(f"/proc/{pid}").exists()
 
