@@ -165,8 +165,10 @@ class Buffers:
         with self._lock:
             if self._spare:
                 return self._spare.pop()
-        # Page aligned, so that a file can be read past the page cache.
-        return memoryview(mmap.mmap(-1, max(1, self._size)))
+        # Page aligned, so that a file can be read past the page cache. Private: by default a mapping is shared with the
+        # children that are forked, and two processes would decrypt into the same memory.
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        return memoryview(mmap.mmap(-1, max(1, self._size), flags=flags))
 
     def give(self, buffer: memoryview) -> None:
         """Keep a buffer for the next one who asks, unless there are plenty."""
