@@ -11,11 +11,9 @@ import sys
 import time
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 from ckptmgr import tree
 from ckptmgr.errors import SaveFailed
+from ckptmgr.fsio import OsFileSystem
 from ckptmgr.integrations.torch_store import torchrun_coordinator
 from ckptmgr.parallel.rank_writer import RankWriter
 from ckptmgr.parallel.shard_store import ShardStore
@@ -25,7 +23,8 @@ from tests.crashmodel import FailingDisk
 
 
 def main(directory: Path) -> None:
-    from ckptmgr.fsio import OsFileSystem
+    import torch  # not at the top: the collection of doctests imports this file where torch is missing
+    import torch.distributed as dist
 
     dist.init_process_group("gloo")
     coordinator = torchrun_coordinator()
