@@ -52,9 +52,16 @@ def buffers_of_modules(state: object) -> frozenset[int]:
         value = todo.pop()
         if isinstance(value, torch.nn.Module):
             for buffer in value.buffers():
-                found.add(buffer.untyped_storage().data_ptr())
+                found.update(part.untyped_storage().data_ptr() for part in _parts(buffer))
         elif isinstance(value, dict):
             todo.extend(value.values())
         elif isinstance(value, list | tuple):
             todo.extend(value)
     return frozenset(found)
+
+
+def _parts(buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the tensors with storage that a buffer consists of; none for layouts that cannot be saved anyway."""
+    if buffer.layout is torch.sparse_coo:
+        return buffer._indices(), buffer._values()
+    return (buffer,) if buffer.layout is torch.strided else ()

@@ -76,3 +76,17 @@ def test_buffers_of_modules_are_found_anywhere_and_parameters_are_not() -> None:
     }
     assert found == wanted
     assert norm.weight.untyped_storage().data_ptr() not in found
+
+
+def test_parts_of_a_sparse_buffer_are_found() -> None:
+    module = torch.nn.Module()
+    module.register_buffer("graph", torch.eye(3).to_sparse())
+    parts = module.graph._indices(), module.graph._values()
+    assert buffers_of_modules(module) == {part.untyped_storage().data_ptr() for part in parts}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_buffer_of_a_layout_without_storage_is_left_to_whoever_saves_it() -> None:
+    module = torch.nn.Module()
+    module.register_buffer("graph", torch.eye(3).to_sparse_csr())
+    assert buffers_of_modules([module]) == frozenset()

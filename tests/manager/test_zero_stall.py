@@ -205,6 +205,17 @@ def test_running_statistics_of_any_size_may_change_in_forward(
         assert not loaded(manager, 1)["model"]["running_mean"].any()
 
 
+def test_sparse_buffers_are_copied_at_once_because_forward_changes_them(tmp_path: Path) -> None:
+    torch: Any = pytest.importorskip("torch")
+    model = torch.nn.Module()
+    model.register_buffer("graph", torch.ones(200, 200).to_sparse())
+    with manager_of(tmp_path) as manager:
+        manager.save(1, model)
+        model.graph._values().zero_()
+        manager.wait()
+        assert torch.equal(loaded(manager, 1)["graph"].to_dense(), torch.ones(200, 200))
+
+
 def test_read_only_array_is_not_copied_and_a_worker_gets_its_copy(tmp_path: Path) -> None:
     for mode, copied_bytes in (("thread", 0), ("process", 8 * SIZE)):
         array = np.arange(float(SIZE))
