@@ -146,8 +146,9 @@ class SeriesWriter:
         self.resumed_from = checkpoint
         if manifest is not None:
             parents = (manifest.run_id, *manifest.parent_run_ids)
+            # A file that belongs to no run says "": to go on from one makes none of the others ours.
             self.parent_run_ids = tuple(
-                dict.fromkeys(parent for parent in parents if parent != self.run_id)
+                dict.fromkeys(parent for parent in parents if parent not in ("", self.run_id))
             )
 
     def save(
@@ -217,7 +218,7 @@ class SeriesWriter:
 
     def own_history(self) -> list[Checkpoint]:
         """Return the checkpoints of this run and of the runs it was resumed from, as one series."""
-        lineage = {self.run_id, *self.parent_run_ids}
+        lineage = {self.run_id, *self.parent_run_ids} - {""}
         return [replace(c, series=self.series) for c in self.store.scan() if c.run_id in lineage]
 
     def planned(self, policy: RetentionPolicy) -> Plan:

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import CheckpointConfig, ModelCheckpoint, load_checkpoint
+from ckptmgr import CheckpointConfig, ModelCheckpoint, load_checkpoint, save_checkpoint
 from ckptmgr.callback import Resumed
 from ckptmgr.errors import KeyProblem, StoreLocked
 from tests.manager.surface import GOLDEN, KEY, Loop, data_files
@@ -228,6 +228,17 @@ def test_resume_with_a_key_does_not_take_a_plain_file_for_its_own(tmp_path: Path
     _train(tmp_path)
     with pytest.raises(KeyProblem):
         _callback(tmp_path, enc_key=KEY).resume()
+
+
+def test_file_of_no_run_is_resumed_from_and_nothing_of_no_run_is_pruned(tmp_path: Path) -> None:
+    network = {"w": np.zeros(4, np.float32)}
+    for name in ("best.ckpt", "net-1_10.ckpt", "other-7_3.ckpt"):
+        save_checkpoint(network, tmp_path / name)
+    resumed = _go_on(_callback(tmp_path, keep_checkpoint_max=2), steps=4)
+    assert resumed.checkpoint.name == "net-1_10.ckpt"
+    kept = {"best.ckpt", "net-1_10.ckpt", "other-7_3.ckpt"}
+    assert kept < set(data_files(tmp_path))
+    assert len(data_files(tmp_path)) == len(kept) + 2
 
 
 def test_files_of_mindspore_itself_are_resumed_from_and_never_pruned(tmp_path: Path) -> None:
