@@ -53,7 +53,7 @@ from ckptmgr.progress import Progress
 from ckptmgr.recent_states import RecentStates
 from ckptmgr.resume import newest_first, notes_of, without_manifest
 from ckptmgr.resumption import Resumption
-from ckptmgr.save_policy import LastSave, SavePolicy, decide_at_end
+from ckptmgr.save_policy import LastSave, SavePolicy, decide_at_end, decide_at_step
 from ckptmgr.saver import Publish, SaveOptions
 from ckptmgr.series import SaveFacts
 from ckptmgr.series_reader import SeriesReader
@@ -243,7 +243,8 @@ class CheckpointManager:
             self._forecaster.before_run(self._writer, lambda: tree.flatten(state).size_bytes)
         if self._snapshot_steps is not None and step % self._snapshot_steps == 0:
             self.snapshot(step, state, epoch=epoch, metrics=metrics)
-        if not self._policy.decide(step, self._clock(), self._progress.last).is_due:
+        last = self._progress.last
+        if not decide_at_step(self._policy, step, self._clock(), last=last).is_due:
             return None
         return self.save(step, state, epoch=epoch, metrics=metrics, why="policy")
 
@@ -339,6 +340,9 @@ class CheckpointManager:
     def rollback(self, state: object = None, *, steps_back: int = 1) -> Resumption:
         """Go back to the newest state that is at least `steps_back` steps old: from memory, else from disk.
 
+        When it gives up saved steps, the next `step_end` saves, unless the policy never does: a crash before that would
+        resume from what was given up.
+
         Args:
             state: The state to restore into, or None for new objects.
             steps_back: How far, counted from the last step seen by `step_end`, `save` or `snapshot`.
@@ -354,6 +358,7 @@ class CheckpointManager:
         self._engine.wait_until_idle()
         found = go_back(target, state, recent=self._recent, reader=self._reader)
         self._recent.drop_after(found.step)
+        self._progress.go_back(found.step, self._clock())
         self._seen_step = found.step
         self._unsaved = None
         return found

@@ -32,6 +32,16 @@ class Progress:
             self._settle()
             self._in_flight.append((handle, save))
 
+    def go_back(self, step: int, at: float) -> None:
+        """Note a rollback to `step`. A last save after it is given up: no step counts as saved until a save succeeds.
+
+        Nothing may be in flight.
+        """
+        with self._lock:
+            self._settle()
+            if self._durable.step > step or self._durable.is_given_up:
+                self._durable = replace(self._durable, step=step, at=at, is_given_up=True)
+
     @property
     def last(self) -> LastSave:
         """The newest save that succeeded or may still do so, and for how long it held up the training."""

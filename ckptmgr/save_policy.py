@@ -5,6 +5,9 @@
 * Only a save that succeeded moves `LastSave` on. So after a failure the next step is due again, and the one after it,
   until one succeeds: losing an interval is worse than trying often. Whoever wants fewer attempts says so in `on_error`.
   (MindSpore marks the step as saved before it writes, and silently skips it, even at the end of training.)
+* After a rollback that gave up saves, the next step is due under every policy that is active: until it is saved, the newest
+  checkpoint is of the future that was given up, and a crash would resume there. The intervals count from that save on. A
+  rollback that gave up no save changes nothing.
 * The time comes from the caller, in seconds on any clock.
 
 >>> policy = EverySteps(100)
@@ -29,11 +32,13 @@ class LastSave:
         step: Its global step; 0 before the first save.
         at: When it was due, in seconds on the caller's clock; before the first save, when the manager was constructed.
         cost_s: Seconds for which it held up the training; 0 before the first save.
+        is_given_up: Whether a rollback went back behind it; `step` is then the step gone back to, `at` the time of that.
     """
 
     step: int = 0
     at: float
     cost_s: float = 0.0
+    is_given_up: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +73,7 @@ class EverySteps:
     """Save once at least `interval_steps` steps have passed since the last save.
 
     At or after, because the step jumps when several steps run at once (sink mode). When the step has gone back behind
-    the last save (a rollback, or a second training with the same callback) it is due at once; MindSpore would not save
+    the last save (a second training with the same callback) it is due at once; MindSpore would not save
     again before the old step is passed.
     """
 
@@ -200,14 +205,25 @@ class AnyOf:
         )
 
 
+def decide_at_step(policy: SavePolicy, step: int, now: float, *, last: LastSave) -> SaveDecision:
+    """Return the policy's decision, or due when a rollback gave up the last save and the policy ever saves."""
+    if last.is_given_up and policy.is_active:
+        return SaveDecision(is_due=True, reason=_given_up(last))
+    return policy.decide(step, now, last)
+
+
 def decide_at_end(policy: SavePolicy, step: int, *, last: LastSave) -> SaveDecision:
     """Return the decision at the end of training: due, unless the last step is saved or the policy never saves."""
     if not policy.is_active:
         return SaveDecision(is_due=False, reason="no save policy is set")
-    if step == last.step:
+    if step == last.step and not last.is_given_up:
         return _same_step(step)
     return SaveDecision(is_due=True, reason="the end of training")
 
 
 def _same_step(step: int) -> SaveDecision:
     return SaveDecision(is_due=False, reason=f"step {step} is already saved")
+
+
+def _given_up(last: LastSave) -> str:
+    return f"a rollback to step {last.step} gave up the saves after it"

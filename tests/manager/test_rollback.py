@@ -15,6 +15,7 @@ from ckptmgr.errors import CheckpointNotFound
 from ckptmgr.manager import CheckpointManager
 from ckptmgr.memory_config import MemoryConfig
 from ckptmgr.recent_states import RecentStates
+from ckptmgr.save_policy import AnyOf, EverySeconds, EverySteps, Never, Overhead, SavePolicy
 from ckptmgr.tree import StateMismatch, flatten
 
 
@@ -151,6 +152,59 @@ def test_save_after_a_rollback_is_newer_than_what_was_given_up(tmp_path: Path) -
     assert latest.step == 5
     with manager_with(tmp_path, every=None) as manager:
         assert manager.resume(fresh()).step == 5
+
+
+def redo_a_saved_step(path: Path, policy: SavePolicy) -> list[tuple[int, float]]:
+    """Save step 10, go back to 9, redo 10; return the step and the value of each checkpoint then."""
+    state = {"w": np.zeros(2)}
+    with CheckpointManager(path, save_policy=policy, snapshot_steps=1) as manager:
+        manager.snapshot(9, state)
+        state["w"] += 666.0
+        manager.save(10, state)
+        assert manager.rollback(state).step == 9
+        state["w"] += 1.0
+        manager.step_end(10, state)
+        return values(manager)
+
+
+def values(manager: CheckpointManager) -> list[tuple[int, float]]:
+    restored: list[Any] = [manager.load(c) for c in manager.checkpoints()]
+    steps = [c.step for c in manager.checkpoints()]
+    return [(step, float(one["w"][0])) for step, one in zip(steps, restored, strict=True)]
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [EverySteps(10), EverySeconds(3600.0), Overhead(0.001), AnyOf((EverySteps(10), Never()))],
+    ids=lambda policy: type(policy).__name__,
+)
+def test_first_step_after_a_saved_one_was_given_up_is_saved(
+    tmp_path: Path, policy: SavePolicy
+) -> None:
+    assert redo_a_saved_step(tmp_path, policy) == [(10, 666.0), (10, 1.0)]
+
+
+def test_policy_that_never_saves_does_not_after_a_rollback_either(tmp_path: Path) -> None:
+    assert redo_a_saved_step(tmp_path, Never()) == [(10, 666.0)]
+
+
+def test_rollback_that_gives_up_no_save_leaves_the_interval_alone(tmp_path: Path) -> None:
+    state = fresh()
+    with manager_with(tmp_path, save=4) as manager:
+        run(manager, state, range(1, 7))
+        start = manager.rollback(state)
+        assert start.step == 5
+        run(manager, state, range(start.step + 1, 9))
+        assert [c.step for c in manager.checkpoints()] == [4, 8]
+
+
+def test_interval_after_a_rollback_counts_from_the_save_after_it(tmp_path: Path) -> None:
+    state = fresh()
+    with manager_with(tmp_path, save=4) as manager:
+        run(manager, state, range(1, 9))
+        manager.rollback(state, steps_back=2)
+        run(manager, state, range(7, 12))
+        assert [c.step for c in manager.checkpoints()] == [4, 8, 7, 11]
 
 
 def test_snapshot_without_room_is_left_out_with_a_warning(
