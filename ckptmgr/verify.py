@@ -90,6 +90,9 @@ class Status(enum.Enum):
     """It is not what was saved."""
 
 
+_WORST_FIRST = (Status.DAMAGED, Status.UNREADABLE, Status.WRONG_KEY, Status.UNSEALED)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
     """What is known about a checkpoint after a check.
@@ -98,7 +101,7 @@ class Verification:
         checkpoint: The checkpoint.
         level: How thoroughly it was checked.
         status: The verdict.
-        problems: What is wrong, one sentence each.
+        problems: What is wrong, one sentence each; of many ranks' files each that failed, after its name.
         checked: What was checked and is right, a word or two each.
         unchecked: What could not be checked, and why.
         nonfinite: With `Level.DEEP`: tensor to (number of NaN, number of Inf), where there are any.
@@ -142,21 +145,18 @@ def _verify(
     store: Store, checkpoint: Checkpoint, level: Level, options: ReadOptions
 ) -> Verification:
     check = _Check(store, checkpoint, level, options)
-    error: Exception | None = None
-    try:
-        with translated_errors(str(checkpoint.path)):
-            check.run()
-    except (CkptmgrError, OSError) as raised:
-        error = raised
+    check.run()
+    failures = check.failures
+    worst = min(failures, key=lambda one: _WORST_FIRST.index(one.status), default=None)
     return Verification(
         checkpoint=checkpoint,
         level=level,
-        status=check.status if error is None else _status_of(error),
-        problems=() if error is None else (_message(error),),
+        status=check.status if worst is None else worst.status,
+        problems=tuple(one.problem for one in failures),
         checked=tuple(sorted(set(check.checked), key=_CHECKS.index)),
         unchecked=tuple(dict.fromkeys(check.unchecked)),
         nonfinite=check.nonfinite,
-        hint=error.hint if isinstance(error, CkptmgrError) else None,
+        hint=None if worst is None else worst.hint,
     )
 
 
@@ -184,8 +184,17 @@ def _message(error: Exception) -> str:
     return error.message if isinstance(error, CkptmgrError) else str(error)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Failure:
+    """Why a file did not pass."""
+
+    status: Status
+    problem: str
+    hint: str | None
+
+
 class _Check:
-    """One check; what was found so far stays when a later step fails."""
+    """One check; what was found so far stays when a later step fails, and the other files are checked all the same."""
 
     def __init__(
         self, store: Store, checkpoint: Checkpoint, level: Level, options: ReadOptions
@@ -199,16 +208,28 @@ class _Check:
         self.unchecked: list[str] = []
         self.nonfinite: dict[str, tuple[int, int]] = {}
         self.status = Status.OK
+        self.failures: list[_Failure] = []
 
     def run(self) -> None:
-        manifest = self._store.read_manifest(self._checkpoint.name)
-        if manifest is None or not manifest.shards:
-            self._check_file(self._checkpoint.path, manifest)
-            return
-        for rank, entry in enumerate(manifest.shards):
-            self._path = str(self._store.directory / entry.name)
+        with self._noting_failure():
+            manifest = self._store.read_manifest(self._checkpoint.name)
+            if manifest is None or not manifest.shards:
+                self._check_file(self._checkpoint.path, manifest)
+                return
+            for rank, entry in enumerate(manifest.shards):
+                self._path = str(self._store.directory / entry.name)
+                with self._noting_failure(f"{entry.name}: "):
+                    self._check_file(self._store.directory / entry.name, manifest.of_shard(rank))
+
+    @contextlib.contextmanager
+    def _noting_failure(self, prefix: str = "") -> Iterator[None]:
+        try:
             with translated_errors(self._path):
-                self._check_file(self._store.directory / entry.name, manifest.of_shard(rank))
+                yield
+        except (CkptmgrError, OSError) as error:
+            hint = error.hint if isinstance(error, CkptmgrError) else None
+            problem = prefix + _message(error)
+            self.failures.append(_Failure(status=_status_of(error), problem=problem, hint=hint))
 
     def _check_file(self, path: Path, manifest: Manifest | None) -> None:
         with contextlib.closing(self._store.fs.open(path)) as raw:

@@ -23,9 +23,10 @@ from ckptmgr.saver import SaveOptions
 from ckptmgr.shard_names import is_set_name, new_attempt_id, parse_shard_name, shard_name, stem_of
 from ckptmgr.store import Store
 from ckptmgr.trash import new_batch_path, throw_away
+from ckptmgr.verify import Status, verify_checkpoint
 from tests.crashmodel import Crash, ModelDisk, Order, every_crash
 from tests.faults.training import RUNS, ModelProcesses, disk_with
-from tests.manager.damage import put, truncate
+from tests.manager.damage import flip_bit, put, truncate
 from tests.manager.manifests import SAVED_AT, manifest
 from tests.manager.shard_sets import ATTEMPT, CONTENTS, SET, disk_with_shards, shard, sharded
 
@@ -273,6 +274,31 @@ def test_last_good_checkpoint_is_not_removed_when_it_is_sharded() -> None:
     disk = disk_with_shards()
     with pytest.raises(UnsafePrune):
         remove_set(disk)
+
+
+def test_verify_names_every_damaged_shard() -> None:
+    disk = disk_with_shards()
+    for rank in range(2):
+        flip_bit(disk, shard(rank), 0)
+    answer = verify_checkpoint(store_on(disk), only(store_on(disk)))
+    assert answer.status is Status.DAMAGED
+    assert [problem.split(": ")[0] for problem in answer.problems] == [shard(0), shard(1)]
+    assert all("do not match the digest" in problem for problem in answer.problems)
+    assert answer.hint is not None
+
+
+def test_verify_tells_the_worst_of_all_shards() -> None:
+    disk = disk_with_shards()
+    checkpoint = only(store_on(disk))
+    disk.unlink(RUNS / shard(0))
+    flip_bit(disk, shard(1), 0)
+    answer = verify_checkpoint(store_on(disk), checkpoint)
+    assert answer.status is Status.DAMAGED
+    missing, damaged = answer.problems
+    assert missing.startswith(f"{shard(0)}: [Errno 2]")
+    assert damaged.startswith(f"{shard(1)}: the bytes 0..")
+    assert answer.hint is not None
+    assert "use an older checkpoint" in answer.hint
 
 
 def test_set_names_end_in_shards() -> None:
