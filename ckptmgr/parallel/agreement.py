@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from ckptmgr.errors import CheckpointNotFound
 from ckptmgr.model import Checkpoint
 from ckptmgr.parallel.coordinator import Coordinator, Json, RanksOutOfStep
 from ckptmgr.parallel.rank_errors import Failure, ResumeFailed
@@ -57,7 +58,11 @@ def first_that_all_load(
 
         def attempt(name: str = name, loaded: list[_Loaded] = loaded) -> Json:
             if name not in seen:
-                raise FileNotFoundError(f"{name} is not there")
+                # No damage: this rank may look at another disk, and starting over would lose the run.
+                raise CheckpointNotFound(
+                    f"{name}, which rank 0 sees, is not in the directory of this rank",
+                    hint="all ranks need the same directory; mount it, or wait until the file system shows it",
+                )
             loaded.append(load(seen[name]))
             return None
 

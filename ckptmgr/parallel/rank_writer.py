@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
@@ -68,6 +69,8 @@ class RankWriter(SeriesWriter):
         self._now = clock
         self._monotonic = monotonic
         self._begun: Counter[str] = Counter()
+        number = _writers_before(coordinator)
+        self._about = f"{series}.{number}" if number else series
 
     @property
     def is_first(self) -> bool:
@@ -114,7 +117,7 @@ class RankWriter(SeriesWriter):
         """
         # Ranks that fail apart meet again: at the next step, not at the next number.
         self._begun[about] += 1
-        tag = f"{self.series}/{about}/{self._begun[about]}"
+        tag = f"{self._about}/{about}/{self._begun[about]}"
         return Rounds(self.coordinator, tag, what=what, monotonic=self._monotonic)
 
     def save(
@@ -209,3 +212,18 @@ class RankWriter(SeriesWriter):
         except OSError as error:
             _LOG.warning("retention: %s", error)
         return decided
+
+
+_writers: Counter[int] = Counter()
+
+
+def _writers_before(coordinator: Coordinator) -> int:
+    """Return how many writers this coordinator has: the same on all ranks, which run the same program.
+
+    Two writers of a series, in two directories or one after the other, must not take the values of one for the other's.
+    """
+    key = id(coordinator)
+    if key not in _writers:
+        weakref.finalize(coordinator, _writers.pop, key, None)
+    _writers[key] += 1
+    return _writers[key] - 1

@@ -13,6 +13,7 @@ from ckptmgr.observe import Observers
 from ckptmgr.parallel.coordinator import Coordinator
 from ckptmgr.parallel.rank_writer import RankWriter
 from ckptmgr.parallel.shard_store import ShardStore
+from ckptmgr.save_failure import parse_on_error
 from ckptmgr.save_policy import EverySeconds, Overhead, SavePolicy
 from ckptmgr.saver import SaveOptions
 from ckptmgr.series import SeriesWriter
@@ -64,6 +65,11 @@ def check_ranks_agree(config: CheckpointConfig, policy: SavePolicy) -> None:
     if config.back_pressure != "wait":
         raise ValueError(
             f"back_pressure={config.back_pressure!r} with a coordinator: each rank would leave out other saves; use 'wait'"
+        )
+    if parse_on_error(config.on_error).action != "raise":
+        raise ValueError(
+            "on_error with a coordinator: ranks that hear of a failed save at different steps, and go on, save at different "
+            "steps from then on; use 'raise' or 'retry(n)'"
         )
     is_by_time = isinstance(policy, (EverySeconds, Overhead))
     if is_by_time:

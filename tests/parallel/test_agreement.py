@@ -97,6 +97,26 @@ def test_only_damaged_checkpoints_are_an_answer_too() -> None:
         assert outcome.must()[0] is None
 
 
+def test_rank_that_sees_another_disk_is_an_error_on_all_and_no_fresh_start() -> None:
+    job, meeting = job_with(1), Meeting()
+
+    def agree(rank: int) -> object:
+        seat = Seat(meeting, rank)
+        seen = newest_first(job.store().scan()) if rank != 1 else []
+        return first_that_all_load(
+            Rounds(seat, "resume", what="not resumed", monotonic=job.clock),
+            seat,
+            seen,
+            lambda found: found.name,
+            prepare=list,
+            stop=lambda: job.clock() + TIMEOUT_S,
+        )
+
+    for outcome in run_ranks(meeting, agree):
+        assert isinstance(outcome.raised, ResumeFailed)
+        assert "rank 1: CheckpointNotFound: net-1.shards, which rank 0 sees" in str(outcome.raised)
+
+
 def test_key_that_fails_on_one_rank_is_an_error_on_all() -> None:
     def load(rank: int, checkpoint: Checkpoint) -> str:
         if rank == 2:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import pytest
@@ -14,6 +14,7 @@ from ckptmgr.errors import NotBuiltYet, UnsupportedCheckpoint
 from ckptmgr.fsio import FileSystem
 from ckptmgr.manager import CheckpointManager
 from ckptmgr.model import State
+from ckptmgr.parallel.coordinator import Json
 from ckptmgr.parallel.rank_errors import RankFailed
 from ckptmgr.store import Store
 from tests.crashmodel import FailingDisk, ModelDisk
@@ -145,6 +146,8 @@ def test_checkpoint_of_many_ranks_is_not_resumed_by_one() -> None:
     [
         ({"async_save": "process"}, NotBuiltYet, "use async_save=True"),
         ({"async_save": True, "back_pressure": "skip"}, ValueError, "use 'wait'"),
+        ({"async_save": True, "on_error": "warn"}, ValueError, "use 'raise' or 'retry"),
+        ({"async_save": True, "on_error": print}, ValueError, "use 'raise' or 'retry"),
         (
             {"save_checkpoint_steps": 0, "save_checkpoint_seconds": 9},
             ValueError,
@@ -171,3 +174,23 @@ def test_checkpoints_carry_the_time_of_rank_0() -> None:
         return handle.wait().saved_at.timestamp()
 
     assert [o.must() for o in run(ModelDisk(), work)] == [START] * WORLD
+
+
+def test_two_managers_of_a_series_over_one_coordinator_never_say_the_same_tag() -> None:
+    disk = ModelDisk()
+
+    class Listening(Seat):
+        said: ClassVar[list[str]] = []
+
+        def all_gather(self, tag: str, value: Json, *, timeout_s: float) -> list[Json]:
+            self.said.append(f"{self.rank}: {tag}")
+            return super().all_gather(tag, value, timeout_s=timeout_s)
+
+    seat = Listening(Meeting(1), 0)
+    for directory in (RUNS, RUNS / "other"):
+        with CheckpointManager(
+            directory, prefix=SERIES, fs=disk, processes=ModelProcesses(disk), coordinator=seat
+        ) as ours:
+            ours.resume()
+    assert Listening.said
+    assert len(Listening.said) == len(set(Listening.said))
