@@ -146,6 +146,9 @@ def _verify(
 ) -> Verification:
     check = _Check(store, checkpoint, level, options)
     check.run()
+    while check.failures and check.has_another_manifest():
+        check = _Check(store, checkpoint, level, options)
+        check.run()
     failures = check.failures
     worst = min(failures, key=lambda one: _WORST_FIRST.index(one.status), default=None)
     return Verification(
@@ -209,10 +212,11 @@ class _Check:
         self.nonfinite: dict[str, tuple[int, int]] = {}
         self.status = Status.OK
         self.failures: list[_Failure] = []
+        self._manifest: Manifest | None = None
 
     def run(self) -> None:
         with self._noting_failure():
-            manifest = self._store.read_manifest(self._checkpoint.name)
+            manifest = self._manifest = self._store.read_manifest(self._checkpoint.name)
             if manifest is None or not manifest.shards:
                 self._check_file(self._checkpoint.path, manifest)
                 return
@@ -220,6 +224,13 @@ class _Check:
                 self._path = str(self._store.directory / entry.name)
                 with self._noting_failure(f"{entry.name}: "):
                     self._check_file(self._store.directory / entry.name, manifest.of_shard(rank))
+
+    def has_another_manifest(self) -> bool:
+        """Return whether it was replaced or removed since its manifest was read; then the failures may be none."""
+        try:
+            return self._store.read_manifest(self._checkpoint.name) != self._manifest
+        except (CkptmgrError, OSError):
+            return False
 
     @contextlib.contextmanager
     def _noting_failure(self, prefix: str = "") -> Iterator[None]:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import errno
 import json
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import ml_dtypes
@@ -16,6 +18,7 @@ from hypothesis import strategies as st
 
 from ckptmgr.crypto.key import Key
 from ckptmgr.formats.tensor import MapTensors, tensor_from_array
+from ckptmgr.fsio import InputFile, OsFileSystem
 from ckptmgr.loader import ReadOptions
 from ckptmgr.manifest import manifest_name
 from ckptmgr.model import Checkpoint
@@ -284,6 +287,74 @@ def test_vanished_file_is_unreadable(tmp_path: Path) -> None:
     checkpoint = only(store)
     path.unlink()
     assert verify_checkpoint(store, checkpoint).status is Status.UNREADABLE
+
+
+class ChangedBeforeOpening(OsFileSystem):
+    """A disk on which somebody does something whenever a file is about to be opened, as often as given."""
+
+    def __init__(self, path: Path, *changes: Callable[[], object]) -> None:
+        self._path = path
+        self._changes = list(changes)
+
+    def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:
+        if path == self._path and self._changes:
+            self._changes.pop(0)()
+        return super().open(path, is_uncached=is_uncached)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("options", [SaveOptions(), SEALED], ids=["plain", "key"])
+def test_file_that_is_replaced_after_its_manifest_was_read_is_checked_with_the_new_one(
+    tmp_path: Path, options: SaveOptions, times: int
+) -> None:
+    (path,) = save_run(tmp_path, [10], options=options)
+
+    def save_again(seed: float) -> None:
+        save_run(tmp_path, [10], options=options, content=items(seed))
+
+    changes = [partial(save_again, seed) for seed in (0.5, 0.25)[:times]]
+    store = Store(tmp_path, fs=ChangedBeforeOpening(path, *changes), key=options.key)
+    answer = verify_checkpoint(store, only(store), options=ReadOptions(key=options.key))
+    assert (answer.status, answer.problems) == (Status.OK, ())
+
+
+def test_damage_to_a_file_that_replaced_another_one_is_told(tmp_path: Path) -> None:
+    (path,) = save_run(tmp_path, [10])
+
+    def save_damaged() -> None:
+        save_run(tmp_path, [10], content=items(0.5))
+        flip(path, 60)
+
+    store = Store(tmp_path, fs=ChangedBeforeOpening(path, save_damaged))
+    answer = verify_checkpoint(store, only(store))
+    assert (answer.status, len(answer.problems)) == (Status.DAMAGED, 1)
+
+
+def test_manifest_that_gets_damaged_meanwhile_leaves_the_first_answer(tmp_path: Path) -> None:
+    (path,) = save_run(tmp_path, [10])
+
+    def damage_both() -> None:
+        flip(path, 60)
+        overwrite(path.with_name(manifest_name(path.name)), b"{")
+
+    store = Store(tmp_path, fs=ChangedBeforeOpening(path, damage_both))
+    answer = verify_checkpoint(store, only(store))
+    assert answer.status is Status.DAMAGED
+    assert "do not match the digest" in answer.problems[0]
+
+
+def test_checkpoint_that_is_removed_meanwhile_is_unreadable_not_damaged(tmp_path: Path) -> None:
+    (path,) = save_run(tmp_path, [10])
+
+    def remove() -> None:
+        path.unlink()
+        path.with_name(manifest_name(path.name)).unlink()
+
+    flip(path, 60)
+    store = Store(tmp_path, fs=ChangedBeforeOpening(path, remove))
+    answer = verify_checkpoint(store, only(store))
+    assert answer.status is Status.UNREADABLE
+    assert "No such file" in answer.problems[0]
 
 
 def test_verify_all_answers_for_each_in_turn(tmp_path: Path) -> None:
