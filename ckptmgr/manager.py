@@ -170,6 +170,9 @@ class CheckpointManager:
         Arrays of `state` that can take their content from the file do so, without a second copy in memory. Every byte is
         verified before the first one of them is written: damaged checkpoints change nothing, also when none loads.
 
+        In the middle of a run it starts again from there: the steps after the checkpoint, and their snapshots, are forgotten,
+        and nothing is saved on leaving until another step has ended.
+
         Args:
             state: The state to restore into, built as for a fresh start; None gives the stored state as new objects.
 
@@ -200,10 +203,11 @@ class CheckpointManager:
         for one in skipped:
             _LOG.warning("skipped %s: %s", one.checkpoint.path, one.reason)
         if checkpoint is None or loaded is None:
+            self._start_at(0, None)
             return Resumption(step=0, state=state, metrics={}, skipped=tuple(skipped))
         restored = loaded.put_back(state)
         self._writer.continue_from(checkpoint, loaded.manifest)
-        self._progress = Progress(LastSave(step=checkpoint.step, at=self._clock()))
+        self._start_at(checkpoint.step, checkpoint.run_id)
         is_first = self._writer.is_first
         starts = count_start(self._store, self.prefix, checkpoint) if is_first else 0
         if starts > _MANY_STARTS:
@@ -213,6 +217,16 @@ class CheckpointManager:
                 checkpoint.path,
             )
         return Resumption.at(checkpoint, restored, skipped=skipped, starts=starts)
+
+    def _start_at(self, step: int, run_id: str | None) -> None:
+        """Forget what the steps before `resume` left behind.
+
+        Snapshots stay that lie before a checkpoint of this very run; all others are of another past.
+        """
+        self._progress = Progress(LastSave(step=step, at=self._clock()))
+        self._seen_step = step
+        self._unsaved = None
+        self._recent.drop_after(step if run_id == self._writer.run_id else -1)
 
     def step_end(
         self,

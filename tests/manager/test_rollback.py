@@ -207,6 +207,48 @@ def test_interval_after_a_rollback_counts_from_the_save_after_it(tmp_path: Path)
         assert [c.step for c in manager.checkpoints()] == [4, 8, 7, 11]
 
 
+def test_resume_in_the_middle_of_a_run_forgets_the_last_step(tmp_path: Path) -> None:
+    state = fresh()
+    with manager_with(tmp_path, save=4) as manager:
+        run(manager, state, range(1, 7))
+        assert manager.resume(state).step == 4
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["ckpt-4.ckpt"]
+
+
+def test_resume_keeps_the_snapshots_before_a_checkpoint_of_this_run(tmp_path: Path) -> None:
+    state = fresh()
+    with manager_with(tmp_path, save=4) as manager:
+        run(manager, state, range(1, 6))
+        manager.resume(state)
+        assert manager.rollback(state).step == 3
+
+
+def test_resume_from_another_run_forgets_the_snapshots_of_this_one(tmp_path: Path) -> None:
+    with manager_with(tmp_path, every=None, save=9) as manager:
+        run(manager, fresh(), range(1, 10))
+    state = fresh()
+    with manager_with(tmp_path) as manager:
+        run(manager, state, range(1, 4))
+        assert manager.resume(state).step == 9
+        with pytest.raises(CheckpointNotFound, match=r"in memory are \[\]"):
+            manager.rollback(state, steps_back=6)
+
+
+def test_fresh_resume_forgets_the_run_before(tmp_path: Path) -> None:
+    state = fresh()
+    with manager_with(tmp_path, save=4) as manager:
+        manager.snapshot(0, state)
+        run(manager, state, range(1, 6))
+        for checkpoint in manager.checkpoints():
+            manager.directory.joinpath(checkpoint.name + ".manifest.json").unlink()
+            checkpoint.path.unlink()
+        assert manager.resume(state).is_fresh
+        with pytest.raises(CheckpointNotFound, match=r"of step 0 or before: in memory are \[\]"):
+            manager.rollback(state, steps_back=0)
+        run(manager, fresh(), range(1, 5))
+        assert [c.step for c in manager.checkpoints()] == [4]
+
+
 def test_snapshot_without_room_is_left_out_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
