@@ -31,6 +31,7 @@ from pathlib import Path
 
 from .errors import KeySourceError
 from .key import KEY_SIZES, Key, is_manifest_mac, manifest_mac
+from .source_names import is_variable, looks_like_key
 
 __all__ = ["Key", "is_manifest_mac", "load_key", "load_secret", "manifest_mac"]
 
@@ -122,7 +123,8 @@ def _from_environment(name: str) -> bytes:
     try:
         return os.environb[os.fsencode(name)]
     except (KeyError, UnicodeError):
-        raise KeySourceError(f"the environment has no variable {_shown(name)}") from None
+        shown = repr(name) if is_variable(name) else "of this name (not shown: it may be a key)"
+        raise KeySourceError(f"the environment has no variable {shown}") from None
 
 
 def _from_file(name: str, *, insecure: bool) -> bytes:
@@ -281,5 +283,4 @@ def _from_base64(line: bytes) -> bytes | None:
 
 def _shown(name: str) -> str:
     """Return a name for a message, unless somebody put the key itself there."""
-    looks_like_key = _text(name.encode("utf-8", "replace")) is not None
-    return "(not shown: it looks like a key)" if looks_like_key else repr(name)
+    return "(not shown: it looks like a key)" if looks_like_key(name) else repr(name)

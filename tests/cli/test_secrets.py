@@ -207,6 +207,50 @@ def failing_commands(
         yield "prune", file.parent, "--keep", "last(1)", "--yes", "--key", source
 
 
+def sources_that_hold(key: Key) -> list[str]:
+    """Return sources with the key itself in place of a name, in every spelling that a person may type."""
+    digits, text = key.raw.hex(), base64.b64encode(key.raw).decode()
+    spelled = (
+        f"hex:{digits}",
+        f" {digits} ",
+        digits.upper(),
+        key.raw.hex(":"),
+        key.raw.hex(" ", 2),
+        f"base64:{text}",
+        text.rstrip("="),
+        f"{text} ",
+        base64.urlsafe_b64encode(key.raw).decode().rstrip("="),
+        f"keys/{digits}",
+    )
+    return [f"{scheme}:{form}" for scheme in ("env", "file", "wrapped", "cmd") for form in spelled]
+
+
+HELD = Key(bytes.fromhex("c0ffee2d546f702d5365637265742121fbeffe3e") + b"-Top-Secret!")
+
+
+@pytest.mark.parametrize("source", sources_that_hold(HELD))
+def test_source_that_is_the_key_itself_is_not_repeated(
+    source: str, tmp_path: Path, transcript: Transcript
+) -> None:
+    save(tmp_path / "runs", Key(bytes(range(32))), "AES-GCM", None)
+    (file,) = (tmp_path / "runs").glob("net*3.ckpt")
+    for option in ((), ("--json",)):
+        result = run("--debug", "verify", file, "--key", source, *option)
+        assert transcript.add_result(result).exit_code == 12
+    assert transcript.leaks([HELD]) == []
+    assert HELD.raw.hex(" ", 2).encode() not in b"".join(transcript.shown)
+
+
+@pytest.mark.parametrize("source", sources_that_hold(HELD)[10:20])
+def test_key_file_variable_that_is_the_key_itself_is_not_repeated(
+    source: str, tmp_path: Path, transcript: Transcript
+) -> None:
+    env = {"CKPTMGR_KEY_FILE": source.removeprefix("file:")}
+    result = transcript.add_result(run("--debug", "verify", tmp_path, env=env))
+    assert result.exit_code == 12
+    assert transcript.leaks([HELD]) == []
+
+
 def test_failures_of_every_kind_show_no_key(tmp_path: Path, transcript: Transcript) -> None:
     right, wrong = tmp_path / "right.key", tmp_path / "wrong.key"
     keys = [make_key(path, transcript, size=32) for path in (right, wrong)]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from ckptmgr.crypto.errors import KeySourceError
 from ckptmgr.crypto.keys import MAX_SOURCE_BYTES, Key, load_key, load_secret, refusal_of
+from ckptmgr.crypto.source_names import looks_like_key
 
 SECRETS = [bytes(range(200, 200 + size)) for size in (16, 24, 32)]
 SECRET = SECRETS[2]
@@ -286,6 +287,68 @@ def test_literal_key_as_source_is_refused_and_not_repeated(source: str) -> None:
     shown = f"{caught.value} {caught.value.hint} {caught.value.__cause__}"
     assert SECRET.hex()[:8] not in shown
     assert base64.b64encode(SECRET).decode()[:8] not in shown
+
+
+@pytest.mark.parametrize("scheme", ["env", "file", "cmd", "wrapped"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        f"hex:{SECRET.hex()}",
+        f"HEX:{SECRET.hex()[:12]}",
+        "raw:0123456789ABCDEF",
+        "env:raw:0123456789ABCDEF",
+        f"base64:{base64.b64encode(SECRET).decode()}",
+        base64.b64encode(SECRET).decode().rstrip("="),
+        base64.urlsafe_b64encode(SECRET).decode(),
+        f"{SECRET.hex()} ",
+        f"{SECRET.hex()}0",
+        SECRET.hex()[:24],
+        SECRET.hex(":"),
+        SECRET.hex("-", 4),
+        "/" * 21 + "w==",
+        "AAAAAAAA/AAAAAAAA/AAAA==",
+    ],
+)
+def test_key_in_place_of_a_name_is_not_repeated(scheme: str, form: str) -> None:
+    with pytest.raises(KeySourceError, match="not shown") as caught:
+        load_key(f"{scheme}:{form}")
+    assert form[4:16] not in f"{caught.value} {caught.value.hint}"
+
+
+@given(secret=st.sampled_from((16, 24, 32)).flatmap(lambda n: st.binary(min_size=n, max_size=n)))
+def test_any_key_in_place_of_a_name_looks_like_one(secret: bytes) -> None:
+    texts = [base64.b64encode(secret).decode(), base64.urlsafe_b64encode(secret).decode()]
+    for text in (secret.hex(), secret.hex().upper(), *texts, *(t.rstrip("=") for t in texts)):
+        assert looks_like_key(text)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "/home/ada/keys/run-7f3a.key",
+        "/home/ada/experiments/checkpoints/secrets/run_20241121140321",
+        "/mnt/NFS/Projects/LargeLanguageModel/keys/tmpk3x9q2ab/run.key",
+        "~/.config/ckptmgr/production-key",
+        "very-long-name-of-a-key-file-for-training",
+    ],
+)
+def test_path_that_does_not_exist_is_shown(name: str) -> None:
+    with pytest.raises(KeySourceError, match="cannot be opened") as caught:
+        load_key(f"file:{name}")
+    assert repr(name) in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["MODEL_KEY", "CKPTMGR_PRODUCTION_TRAINING_KEY_2", "_k"])
+def test_variable_that_does_not_exist_is_shown(name: str) -> None:
+    with pytest.raises(KeySourceError, match=f"no variable '{name}'"):
+        load_key(f"env:{name}")
+
+
+@pytest.mark.parametrize("name", ["a=b", "0123456789ABCDEF", "A" * 65, "correct horse", ""])
+def test_text_that_names_no_variable_is_not_shown(name: str) -> None:
+    with pytest.raises(KeySourceError, match=r"of this name \(not shown") as caught:
+        load_key(f"env:{name}")
+    assert not name or name not in str(caught.value)
 
 
 def test_literal_key_as_source_is_told_where_keys_belong() -> None:

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which names of key sources may be shown: a person may have put the key itself where its name belongs.
+
+>>> looks_like_key("/home/ada/keys/run-7f3a.key"), looks_like_key("hex:00"), looks_like_key("ab" * 16)
+(False, True, True)
+"""
+
+from __future__ import annotations
+
+import re
+
+_STATED = re.compile(r"(?<![a-z0-9])(?:hex|base64|raw):", re.IGNORECASE)
+_GROUPED_HEX = re.compile(r"(?:[0-9a-f][: _-]?){24,}", re.IGNORECASE)
+_RUN = re.compile(r"[A-Za-z0-9+/_=-]{20,}")
+_JOINTS = re.compile(r"[+/_=-]")
+# What paths and variables are made of: words, numbers and short ids; random base64 splits into those once in a million.
+_WORD = re.compile(
+    r"[a-z0-9]{0,12}|[A-Za-z0-9]{1,4}|[A-Z]{1,14}[0-9]{0,4}|[a-z]*[0-9]{1,14}"
+    r"|[A-Z]{0,5}[a-z]{2,}(?:[A-Z][a-z]{2,})*[0-9]{0,4}"
+)
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
+
+
+def looks_like_key(name: str) -> bool:
+    """Return whether a name may be a key, or hold one: in hex or base64, whole or in groups, or with its encoding stated."""
+    if _STATED.search(name) or _GROUPED_HEX.search(name):
+        return True
+    return any(not _is_path(run) for run in _RUN.findall(name))
+
+
+def is_variable(name: str) -> bool:
+    """Return whether a name can be shown as that of an environment variable."""
+    return _VARIABLE.fullmatch(name) is not None and not looks_like_key(name)
+
+
+def _is_path(run: str) -> bool:
+    if run.endswith("="):
+        return False
+    words = _JOINTS.split(run)
+    spelled = sum(len(word) for word in words if len(word) > 2)
+    return 2 * spelled >= len(run) and all(_WORD.fullmatch(word) for word in words)
