@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from ckptmgr.crypto.container_header import FIXED_BYTES
 from ckptmgr.crypto.container_source import ContainerSource, open_container
 from ckptmgr.crypto.container_unlock import find_copies
 from ckptmgr.crypto.errors import CryptoError
+from ckptmgr.crypto.floe import HEADER_BYTES
 from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.wrapping import RawKey
 from ckptmgr.errors import ChecksumMismatch, KeyProblem
@@ -50,9 +52,14 @@ def open_container_file(
             path=path,
             hint=f"open it with mode {container.mode}",
         )
-    # Every segment is bound to the head; the manifest must be the one of this very save.
+    if checked is raw:
+        return container  # where nothing vouches for it, a damaged header copy may stand first
+    # Every segment is bound to what was unlocked; the manifest must be the one of this very save. Another read of the file
+    # could give other bytes than those that were unlocked.
     head = read_bytes(checked, 0, container.head_bytes)
-    if head != read_bytes(raw, 0, len(head)):
+    unlocked = container.unlocked
+    in_use = (unlocked.header.fixed.pack(), unlocked.message.header)
+    if (head[:FIXED_BYTES], head[-HEADER_BYTES:]) != in_use:
         raise ChecksumMismatch("the file changed while it was being read", path=path)
     return container
 

@@ -125,9 +125,9 @@ def _open_encrypted(raw: Source, checked: Source, *, path: str, options: ReadOpt
         blocks = open_blocks(checked, options.key, wanted, allow_unsealed=True)
         return Plaintext(source=blocks, cipher=mode, unit_bytes=0)
     # The seal authenticates every block. The manifest must still be the one of this very save: its digests of the end of
-    # the file, where the seal is, bind it to all the rest.
+    # the file must be those of the seal that is in use. Another read could give other bytes than the one it came from.
     seal = read_bytes(checked, blocks.seal_offset, checked.size - blocks.seal_offset)
-    if seal != read_bytes(raw, blocks.seal_offset, len(seal)):
+    if not blocks.is_sealed_by(seal):
         raise ChecksumMismatch("the file changed while it was being read", path=path)
     unit_bytes = PIECE_BYTES // blocks.block_bytes * blocks.block_bytes
     return Plaintext(

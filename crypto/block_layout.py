@@ -7,10 +7,20 @@ from array import array
 from dataclasses import dataclass
 from itertools import pairwise
 
+from blake3 import blake3
+
 from .ciphers import IV_BYTES, CipherMode
 from .errors import DecryptionError, TamperedError, UnsealedError
 from .key import Key
-from .records import Records, find_records, head_size, read_bytes, read_head, record_size
+from .records import (
+    Records,
+    find_records,
+    head_size,
+    pack_head,
+    read_bytes,
+    read_head,
+    record_size,
+)
 from .seal import Seal, claimed_size, decode_seal, seal_failure, seal_plaintext_size
 from .source import Source
 
@@ -26,17 +36,21 @@ class Layout:
         record_starts: File offset of every block's record, and one past the last one.
         plaintext_starts: Plaintext offset of every block, and one past the last one.
         seal: The authenticated seal, or None.
+        seal_digest: BLAKE3 of the very record that it was decrypted from; empty without a seal.
     """
 
     record_starts: array[int]
     plaintext_starts: array[int]
     seal: Seal | None
+    seal_digest: bytes
 
 
 def read_layout(source: Source, key: Key, *, mode: CipherMode, allow_unsealed: bool) -> Layout:
     """Return the layout of the file in `source`; raises as `open_blocks` does."""
     records = find_records(source, mode)
-    seal = _find_seal(source, key, mode=mode, records=records, allow_unsealed=allow_unsealed)
+    seal, seal_digest = _find_seal(
+        source, key, mode=mode, records=records, allow_unsealed=allow_unsealed
+    )
     if seal is not None:
         starts = _sealed_starts(mode, records, seal=seal)
     elif allow_unsealed:
@@ -47,13 +61,18 @@ def read_layout(source: Source, key: Key, *, mode: CipherMode, allow_unsealed: b
             hint="it is a plain MindSpore file, or its end was cut off; "
             "allow unsealed files only for one you trust",
         )
-    return Layout(record_starts=records.starts[: len(starts)], plaintext_starts=starts, seal=seal)
+    return Layout(
+        record_starts=records.starts[: len(starts)],
+        plaintext_starts=starts,
+        seal=seal,
+        seal_digest=seal_digest,
+    )
 
 
 def _find_seal(
     source: Source, key: Key, *, mode: CipherMode, records: Records, allow_unsealed: bool
-) -> Seal | None:
-    """Return the seal if the last record is one.
+) -> tuple[Seal | None, bytes]:
+    """Return the seal and the digest of its record if the last record is one, else None and nothing.
 
     Two things decide whether it is: its length, which everybody can see, and its first bytes, which nobody can aim at
     without the key. Everything after that fails with one error, so that padding is never told from a MAC.
@@ -66,7 +85,7 @@ def _find_seal(
     if size is None or mode.ciphertext_size(size) != head.cipher_size:
         if not allow_unsealed and _looks_like_seal(mode, records):
             raise seal_failure()
-        return None
+        return None, b""
     ciphertext = read_bytes(source, start, length=head.cipher_size)
     plaintext = bytearray(size)
     try:
@@ -82,7 +101,7 @@ def _find_seal(
     seal = decode_seal(mode, key, plaintext=bytes(plaintext))
     if mode.tag_bytes and any(head.iv[_NONCE_BYTES:]):
         raise TamperedError("the unused bytes of the seal's IV were changed", offset=offset)
-    return seal
+    return seal, blake3(pack_head(mode, head) + ciphertext).digest()
 
 
 def _looks_like_seal(mode: CipherMode, records: Records) -> bool:

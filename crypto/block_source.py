@@ -12,6 +12,9 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 
+from blake3 import blake3
+from cryptography.hazmat.primitives import constant_time
+
 from .block_layout import Layout, read_layout
 from .block_reader import BlockReader
 from .cbc_batches import FindLanes, lanes_for
@@ -82,6 +85,7 @@ class BlockSource:
         self._records = layout.record_starts
         self._starts = layout.plaintext_starts
         self._seal = seal = layout.seal
+        self._seal_digest = layout.seal_digest
         self.block_count = len(self._starts) - 1
         self.file_id = None if seal is None else seal.file_id
         self.crc = None if seal is None else seal.crc
@@ -137,6 +141,10 @@ class BlockSource:
     def seal_offset(self) -> int:
         """Where the last record starts in the file: the seal, if there is one."""
         return self._records[-1]
+
+    def is_sealed_by(self, record: bytes) -> bool:
+        """Return whether these bytes are the seal record, head and all, that this source was opened with."""
+        return constant_time.bytes_eq(blake3(record).digest(), self._seal_digest)
 
     def peek_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with plaintext that is NOT authenticated yet, decrypting no more than it covers.
