@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -35,6 +36,8 @@ from ckptmgr.shard_names import is_set_name, parse_shard_name
 SCHEMA = "ckptmgr.manifest/1"
 SHARDED_SCHEMA = "ckptmgr.manifest/2"
 SUFFIX = ".manifest.json"
+_SCHEMAS = (SCHEMA, SHARDED_SCHEMA)
+_ANY_SCHEMA = re.compile(r"ckptmgr\.manifest/[0-9]+")
 MAX_MANIFEST_BYTES = 64 << 20
 _MAX_RANGE_BYTES = 1 << 30
 _MAX_COUNT = (1 << 64) - 1
@@ -183,7 +186,8 @@ def decode(
         must_authenticate: Refuse a manifest without authentication.
 
     Raises:
-        CorruptCheckpoint: It is not a manifest of a known version.
+        CorruptCheckpoint: It is not a manifest.
+        UnsupportedCheckpoint: It is of a version that is not known here.
         TamperedCheckpoint: The authentication does not match.
         UnsealedCheckpoint: It must be authenticated and is not.
         KeyProblem: It is authenticated under another key.
@@ -223,7 +227,8 @@ def is_authenticated(data: bytes, *, path: Path) -> bool:
     """Return whether a manifest carries an authentication, without checking it.
 
     Raises:
-        CorruptCheckpoint: It is not a manifest of a known version.
+        CorruptCheckpoint: It is not a manifest.
+        UnsupportedCheckpoint: It is of a version that is not known here.
     """
     return "auth" in _parse(data, path)
 
@@ -271,8 +276,14 @@ def _parse(data: bytes, path: Path) -> dict[str, Any]:
         )
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"not valid JSON: {error}", path=path) from error
-    if not isinstance(document, dict) or document.get("schema") not in (SCHEMA, SHARDED_SCHEMA):
-        found = document.get("schema") if isinstance(document, dict) else None
+    found = document.get("schema") if isinstance(document, dict) else None
+    if isinstance(found, str) and found not in _SCHEMAS and _ANY_SCHEMA.fullmatch(found):
+        raise UnsupportedCheckpoint(
+            f"is of version {found[:40]}, which this ckptmgr cannot read",
+            path=path,
+            hint="upgrade ckptmgr",
+        )
+    if not isinstance(document, dict) or found not in _SCHEMAS:
         raise CorruptCheckpoint(f"not a {SCHEMA} document (schema: {found!r})", path=path)
     return document
 

@@ -62,6 +62,7 @@ class Checkpoint:
         cipher: `AES-GCM`, `AES-CBC`, `SM4-CBC`, or None for a plain file.
         key_id: Short identifier of the key, or None.
         problem: Why the state is not OK, or None.
+        obstacle: What kept its manifest from being read although it may be whole: permission, the disk, its version. Or None.
         shards: Base names of the data files by rank; empty unless many ranks saved together.
     """
 
@@ -82,6 +83,7 @@ class Checkpoint:
     cipher: str | None = None
     key_id: str | None = None
     problem: str | None = None
+    obstacle: Exception | None = field(default=None, compare=False, repr=False)
     shards: tuple[str, ...] = ()
 
     @property

@@ -123,6 +123,8 @@ def first_that_loads(
     for checkpoint in candidates:
         if checkpoint.state is State.CORRUPT:
             skipped.append(Skipped(checkpoint=checkpoint, reason=checkpoint.problem or "corrupt"))
+            if checkpoint.obstacle is not None:
+                problems.append(checkpoint.obstacle)
             continue
         try:
             return checkpoint, load(checkpoint), skipped

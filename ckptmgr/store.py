@@ -30,7 +30,13 @@ from ckptmgr.bare_files import bare_file, entry_of, number_bare_steps
 from ckptmgr.crypto.key import Key
 from ckptmgr.digest import FileDigest, digest_of
 from ckptmgr.disk_errors import explained, not_enough_space
-from ckptmgr.errors import CkptmgrError, KeyProblem, UnsafePrune, UnsupportedCheckpoint
+from ckptmgr.errors import (
+    CkptmgrError,
+    CorruptCheckpoint,
+    KeyProblem,
+    UnsafePrune,
+    UnsupportedCheckpoint,
+)
 from ckptmgr.fsio import (
     FileStatus,
     FileSystem,
@@ -140,7 +146,10 @@ class Store:
                 )
         except (CkptmgrError, OSError) as error:
             problem = error.message if isinstance(error, CkptmgrError) else str(error)
-            return entry_of(path, data or status, State.CORRUPT, problem)
+            # Damage is final; of anything else whoever wants this checkpoint must hear.
+            obstacle = None if isinstance(error, CorruptCheckpoint) else error.with_traceback(None)
+            unread = entry_of(path, data or status, State.CORRUPT, problem)
+            return replace(unread, obstacle=obstacle)
         if manifest is None:  # removed while we were looking
             problem = "vanished while the directory was listed"
             return entry_of(path, data or status, State.LEFTOVER, problem)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -13,11 +14,17 @@ from pathlib import Path
 import pytest
 
 from ckptmgr.config import CheckpointConfig
-from ckptmgr.errors import CkptmgrError, KeyProblem, StoreLocked, UnsealedCheckpoint
+from ckptmgr.errors import (
+    CkptmgrError,
+    KeyProblem,
+    StoreLocked,
+    UnsealedCheckpoint,
+    UnsupportedCheckpoint,
+)
 from ckptmgr.fsio import OsFileSystem
 from ckptmgr.manager import CheckpointManager, Resumption
 from ckptmgr.model import State
-from tests.crashmodel import ModelDisk
+from tests.crashmodel import FailingDisk, ModelDisk
 from tests.faults.training import (
     KEY,
     KEYS,
@@ -128,6 +135,40 @@ def test_load_of_a_damaged_checkpoint_raises_and_gives_nothing() -> None:
     with Trainer(disk).manager() as manager, pytest.raises(CkptmgrError, match="digest"):
         manager.load(1, state)
     assert value_of(state) == 0.0
+
+
+@pytest.mark.parametrize("error", [errno.EACCES, errno.EIO, errno.EMFILE, errno.ESTALE])
+def test_manifests_that_the_disk_does_not_give_are_an_error_and_no_fresh_start(error: int) -> None:
+    disk = disk_with(10.0, 20.0)
+    failing = FailingDisk(disk, error=error, operation="open", call=1, is_lasting=True)
+    with Trainer(disk, fs=failing).manager() as manager, pytest.raises(OSError) as caught:  # noqa: PT011
+        manager.resume()
+    assert caught.value.errno == error
+
+
+def make_newer(disk: ModelDisk, name: str) -> None:
+    replace_in(disk, manifest_of(name), b"ckptmgr.manifest/1", b"ckptmgr.manifest/3")
+
+
+def test_manifests_of_a_newer_version_are_an_error_and_no_fresh_start() -> None:
+    disk = disk_with(10.0, 20.0)
+    make_newer(disk, ONE)
+    make_newer(disk, TWO)
+    with pytest.raises(UnsupportedCheckpoint, match="upgrade ckptmgr"):
+        resumed(disk)
+
+
+def test_manifest_of_a_newer_version_is_passed_over_and_neither_counted_nor_removed() -> None:
+    disk = disk_with(10.0, 20.0, 30.0)
+    make_newer(disk, TWO)
+    with Trainer(disk, keep="last(2)").manager() as manager:
+        resumption = manager.resume()
+        assert (resumption.step, [skip.checkpoint.name for skip in resumption.skipped]) == (
+            3,
+            [TWO],
+        )
+        manager.save(4, state_of(40.0))
+        assert {c.name for c in manager.checkpoints()} == {TWO, THREE, name_of(4)}
 
 
 def test_wrong_key_is_an_error_and_no_fresh_start() -> None:

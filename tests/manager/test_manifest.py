@@ -173,6 +173,12 @@ def test_file_that_is_no_manifest_is_refused(data: bytes) -> None:
         decode(data, path=PATH)
 
 
+def test_manifest_of_a_newer_version_is_unsupported_not_damaged() -> None:
+    newer = changed(set_in("schema", to="ckptmgr.manifest/3"))
+    with pytest.raises(UnsupportedCheckpoint, match=r"manifest/3(.|\n)*upgrade"):
+        decode(newer, path=PATH)
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=4),
     lambda inner: (
@@ -198,7 +204,7 @@ def test_any_flipped_bit_of_an_authenticated_manifest_is_noticed(data: st.DataOb
     encoded[position] ^= 1 << data.draw(st.integers(0, 7))
     try:
         read = decode(bytes(encoded), path=PATH, key=KEY, must_authenticate=True)
-    except (CorruptCheckpoint, KeyProblem):
+    except (CorruptCheckpoint, KeyProblem, UnsupportedCheckpoint):
         return
     assert read == manifest()  # white space, or the case of a hexadecimal digit
 
