@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import enum
 import json
+import re
 from collections.abc import Mapping
 
 import click
@@ -60,6 +61,8 @@ CODES: Mapping[type[errors.CkptmgrError], Exit] = {
     errors.SaveSuperseded: Exit.FAILED,
     errors.NotBuiltYet: Exit.FAILED,
 }
+
+_EXTRA = re.compile(r"(Got unexpected extra arguments?) \(.*\)", re.DOTALL)
 
 
 class UsageProblem(click.UsageError):
@@ -133,7 +136,8 @@ def _parts(error: BaseException) -> tuple[str, str | None, str | None]:
         return error.message, error.hint, None
     if isinstance(error, click.UsageError):
         command = error.ctx.command_path if error.ctx is not None else "ckptmgr"
-        return _as_sentence(error.format_message()), f"see {command} --help", None
+        message = _EXTRA.sub(r"\1 (not shown: it may be a key)", error.format_message())
+        return _as_sentence(message), f"see {command} --help", None
     if isinstance(error, click.ClickException):
         return _as_sentence(error.format_message()), None, None
     if isinstance(error, OSError):

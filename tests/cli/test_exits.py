@@ -100,6 +100,16 @@ def test_wrong_option_is_a_usage_error_that_names_the_help() -> None:
     assert "ckptmgr: hint: see ckptmgr ls --help" in result.stderr
 
 
+@pytest.mark.parametrize("extra", [["0123456789abcdef"], ["0123456789abcdef", "a) (b\nc"]])
+@pytest.mark.parametrize("option", [[], ["--json"]])
+def test_extra_argument_is_refused_and_not_repeated(extra: list[str], option: list[str]) -> None:
+    result = run("ls", *option, "folder", *extra)
+    assert result.exit_code == 2
+    assert "got unexpected extra argument" in result.stderr
+    assert "(not shown: it may be a key)" in result.stderr
+    assert not any(word in result.output for word in ("0123", "a) (b"))
+
+
 def test_error_names_the_path_and_the_way_out(tmp_path: Path) -> None:
     save_run(tmp_path, [10])
     result = run("inspect", "99", "--dir", tmp_path)
