@@ -7,6 +7,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from ckptmgr import shard_names
 from ckptmgr.fsio import FileStatus
 from ckptmgr.model import Checkpoint, State
 from ckptmgr.naming import CONTAINER_SUFFIX, parse_name, parse_step_name, stem_of
@@ -14,12 +15,15 @@ from ckptmgr.naming import CONTAINER_SUFFIX, parse_name, parse_step_name, stem_o
 
 def entry_of(path: Path, status: FileStatus, state: State, problem: str) -> Checkpoint:
     """Return a checkpoint of which nothing but its directory entry is known."""
-    parsed = parse_name(path.name)
-    numbered = parse_step_name(path.name) if parsed is None else None
+    # The name of a set says what those of its files say.
+    stem = shard_names.stem_of(path.name)
+    name = f"{stem}.ckpt" if shard_names.is_set_name(path.name) else path.name
+    parsed = parse_name(name)
+    numbered = parse_step_name(name) if parsed is None else None
     named = parsed or numbered
     return Checkpoint(
         path=path,
-        series=named.prefix if named is not None else path.name,
+        series=named.prefix if named is not None else stem,
         step=0 if numbered is None else numbered.step,
         attempt=0 if numbered is None else numbered.attempt,
         saved_at=_modified_at(status),
