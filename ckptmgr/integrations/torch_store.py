@@ -26,7 +26,19 @@ def store_coordinator(store: Store, *, rank: int, world: int) -> KeyValueCoordin
         rank: Number of this rank.
         world: Number of ranks.
     """
-    return KeyValueCoordinator(_Table(store), rank=rank, world=world)
+    return KeyValueCoordinator(_Table(_own_connection(store)), rank=rank, world=world)
+
+
+def _own_connection(store: Store) -> Store:
+    # A client waits with its lock held: a save in the background would hold up the collectives that use the same one.
+    try:
+        return store.clone()
+    except (
+        AttributeError,
+        NotImplementedError,
+        RuntimeError,
+    ):  # older torch, or a store without connections
+        return store
 
 
 def torchrun_coordinator(*, timeout_s: float = 60.0) -> KeyValueCoordinator:

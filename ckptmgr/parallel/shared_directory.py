@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from ckptmgr.lease import ProcProcesses
 from ckptmgr.parallel.coordinator import KeyValueCoordinator, RanksOutOfStep
 from ckptmgr.temp_names import temp_name
 
+_LOG = logging.getLogger(__name__)
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.1
 _MAX_VALUE_BYTES = 16 << 20
@@ -90,6 +92,13 @@ class _Folder:
         self._fs.make_directory(self._path, mode=0o700)
 
     def put(self, key: str, value: bytes) -> None:
+        # A directory that fails is like ranks that do not come: what a save came to is decided by the storage then.
+        try:
+            self._put(key, value)
+        except OSError as error:
+            _LOG.warning("%s: the other ranks do not hear this one: %s", self._path, error)
+
+    def _put(self, key: str, value: bytes) -> None:
         target = self._path_of(key)
         temp = target.with_name(temp_name(target.name, token=self._token, series="ranks"))
         file = self._fs.create(temp, mode=0o600)
@@ -121,7 +130,7 @@ class _Folder:
         try:
             with contextlib.closing(self._fs.open(self._path_of(key))) as file:
                 data = read_bytes(file, 0, min(file.size, _MAX_VALUE_BYTES))
-        except FileNotFoundError:
+        except OSError:  # not there yet, or a file system that fails: it is looked for again
             return None
         try:
             found, value = json.loads(data)

@@ -174,16 +174,34 @@ def test_value_that_is_no_json_names_its_rank() -> None:
         ranks.all_gather("a", 0, timeout_s=1)
 
 
-def test_failed_disk_leaves_no_file_behind() -> None:
+def test_disk_that_fails_is_like_ranks_that_do_not_come(caplog: pytest.LogCaptureFixture) -> None:
     disk = ModelDisk()
     ranks = in_directory(disk, 0)
     failing = SharedDirectory(
         ROOT, rank=0, world=2, session="42.0", fs=FailingDisk(disk, operation="replace", call=1)
     )
-    with pytest.raises(OSError, match="job"):
+    with pytest.raises(RanksMissing, match="ranks 0, 1 did not come"):
         failing.all_gather("a", 0, timeout_s=0)
+    assert "the other ranks do not hear this one" in caplog.text
     assert disk.list(SESSION) == {}
     assert isinstance(ranks, KeyValueCoordinator)
+
+
+def test_file_that_cannot_be_read_is_looked_for_again() -> None:
+    disk = ModelDisk()
+    with pytest.raises(RanksMissing):
+        in_directory(disk, 1).all_gather("a", 1, timeout_s=0)
+    time = Time()
+    failing = SharedDirectory(
+        ROOT,
+        rank=0,
+        world=2,
+        session="42.0",
+        fs=FailingDisk(disk, operation="open", call=2),
+        monotonic=time,
+        pause=time.pause,
+    )
+    assert failing.all_gather("a", 0, timeout_s=60) == [0, 1]
 
 
 @pytest.mark.parametrize(("rank", "world"), [(-1, 2), (2, 2), (0, 0)])

@@ -20,7 +20,7 @@ from ckptmgr.integrations.torch_store import (  # noqa: E402
     torchrun_coordinator,
 )
 from ckptmgr.model import State  # noqa: E402
-from ckptmgr.parallel.coordinator import RanksMissing  # noqa: E402
+from ckptmgr.parallel.coordinator import Json, RanksMissing  # noqa: E402
 from ckptmgr.store import Store  # noqa: E402
 from tests.parallel.test_coordinator import together  # noqa: E402
 
@@ -52,6 +52,19 @@ def test_store_that_is_gone_is_like_ranks_that_do_not_come() -> None:
     del server
     with pytest.raises(RanksMissing, match="rank"):
         ranks.all_gather("a", None, timeout_s=0.1)
+
+
+def test_waiting_does_not_hold_up_others_who_use_the_store() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = TCPStore("127.0.0.1", store.port, is_master=False)
+    waiting = store_coordinator(client, rank=0, world=2)
+
+    def use_and_come() -> list[Json]:
+        client.set("collective", "1")
+        return store_coordinator(store, rank=1, world=2).all_gather("a", 1, timeout_s=20)
+
+    heard = together(lambda: waiting.all_gather("a", 0, timeout_s=20), use_and_come)
+    assert heard == [[0, 1]] * 2
 
 
 def test_process_that_torchrun_did_not_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
