@@ -3,16 +3,29 @@
 
 from __future__ import annotations
 
-from ckptmgr.errors import CheckpointNotFound
-from ckptmgr.recent_states import RecentStates
-from ckptmgr.resume import first_that_loads, newest_first
+import logging
+from collections.abc import Collection
+from itertools import takewhile
+from pathlib import Path
+
+from ckptmgr.errors import CheckpointNotFound, CkptmgrError
+from ckptmgr.model import Checkpoint, State
+from ckptmgr.recent_states import RecentState, RecentStates
+from ckptmgr.resume import Skipped, first_that_loads, newest_first
 from ckptmgr.resumption import Resumption
 from ckptmgr.series_reader import SeriesReader
 from ckptmgr.stored_state import put_back
 
+_LOG = logging.getLogger(__name__)
+
 
 def go_back(
-    target: int, state: object, *, recent: RecentStates, reader: SeriesReader
+    target: int,
+    state: object,
+    *,
+    recent: RecentStates,
+    reader: SeriesReader,
+    given_up: Collection[Path] = (),
 ) -> Resumption:
     """Restore the newest state of step `target` or before.
 
@@ -21,24 +34,48 @@ def go_back(
         state: The state to restore into, or None for new objects.
         recent: What is in memory.
         reader: What is on disk.
+        given_up: Checkpoints that earlier rollbacks went back behind; they are left alone.
 
     Raises:
         CheckpointNotFound: Neither has a state that old. Nothing was changed.
         StateMismatch: It does not fit `state`. Nothing was changed.
     """
     held = recent.newest_until(target)
-    on_disk = [c for c in newest_first(reader.checkpoints()) if c.step <= target]
-    if held is not None and not any(c.step > held.step for c in on_disk):
-        return Resumption(
-            step=held.step,
-            epoch=held.epoch,
-            state=put_back(state, held.skeleton, held.read),
-            metrics=held.metrics,
+    on_disk = [c for c in reader.checkpoints() if c.step <= target and c.path not in given_up]
+    candidates = _worth_loading(newest_first(on_disk), held)
+    skipped: list[Skipped] = []
+    try:
+        checkpoint, loaded, skipped = first_that_loads(candidates, lambda c: reader.read(c, state))
+    except (CkptmgrError, OSError) as error:
+        if held is None:
+            raise
+        _LOG.warning(
+            "going back to step %d in memory, as no newer checkpoint loads: %s", held.step, error
         )
-    checkpoint, loaded, skipped = first_that_loads(on_disk, lambda c: reader.read(c, state))
-    if checkpoint is None or loaded is None:
+    else:
+        if checkpoint is not None and loaded is not None:
+            return Resumption.at(checkpoint, loaded.put_back(state), skipped=skipped)
+    if held is None:
         raise CheckpointNotFound(
             f"no state of step {target} or before: in memory are {recent.steps}, on disk nothing that loads",
             path=reader.directory,
         )
-    return Resumption.at(checkpoint, loaded.put_back(state), skipped=skipped)
+    return _from_memory(held, state, skipped)
+
+
+def _from_memory(held: RecentState, state: object, skipped: list[Skipped]) -> Resumption:
+    return Resumption(
+        step=held.step,
+        epoch=held.epoch,
+        state=put_back(state, held.skeleton, held.read),
+        metrics=held.metrics,
+        skipped=tuple(skipped),
+    )
+
+
+def _worth_loading(candidates: list[Checkpoint], held: RecentState | None) -> list[Checkpoint]:
+    """Return the candidates before the first one that what is in memory is as new as."""
+    if held is None:
+        return candidates
+    step = held.step
+    return list(takewhile(lambda c: c.state is State.CORRUPT or c.step > step, candidates))

@@ -20,6 +20,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -158,6 +159,7 @@ class CheckpointManager:
             self._config.memory, time.monotonic, most=checked_interval("snapshots", snapshots)
         )
         self._unsaved: Callable[[], object] | None = None
+        self._given_up: set[Path] = set()
 
     @property
     def prefix(self) -> str:
@@ -208,6 +210,8 @@ class CheckpointManager:
         restored = loaded.put_back(state)
         self._writer.continue_from(checkpoint, loaded.manifest)
         self._start_at(checkpoint.step, checkpoint.run_id)
+        if checkpoint.path in self._given_up:  # its past is ours again
+            self._given_up.clear()
         is_first = self._writer.is_first
         starts = count_start(self._store, self.prefix, checkpoint) if is_first else 0
         if starts > _MANY_STARTS:
@@ -317,6 +321,7 @@ class CheckpointManager:
                 step=step, attempt=attempt, at=now, epoch=epoch, why=why, metrics=metrics
             )
             checkpoint = self._writer.save(name, items, facts, metadata=metadata, publish=publish)
+            self._given_up.discard(checkpoint.path)  # once removed, its name is free again
             self._writer.retain(self._config.retention_policy())
             return checkpoint
 
@@ -354,8 +359,8 @@ class CheckpointManager:
     def rollback(self, state: object = None, *, steps_back: int = 1) -> Resumption:
         """Go back to the newest state that is at least `steps_back` steps old: from memory, else from disk.
 
-        When it gives up saved steps, the next `step_end` saves, unless the policy never does: a crash before that would
-        resume from what was given up.
+        What it gives up, no later rollback returns. When that includes saves, the next `step_end` saves, unless the policy
+        never does: a crash before that would resume from what was given up.
 
         Args:
             state: The state to restore into, or None for new objects.
@@ -370,7 +375,10 @@ class CheckpointManager:
             raise NotBuiltYet("rollback with a coordinator is not built yet", hint="use resume()")
         target = self._seen_step - steps_back
         self._engine.wait_until_idle()
-        found = go_back(target, state, recent=self._recent, reader=self._reader)
+        found = go_back(
+            target, state, recent=self._recent, reader=self._reader, given_up=self._given_up
+        )
+        self._given_up |= {c.path for c in self._reader.checkpoints() if c.step > found.step}
         self._recent.drop_after(found.step)
         self._progress.go_back(found.step, self._clock())
         self._seen_step = found.step

@@ -249,6 +249,93 @@ def test_fresh_resume_forgets_the_run_before(tmp_path: Path) -> None:
         assert [c.step for c in manager.checkpoints()] == [4]
 
 
+def state_with(value: float) -> dict[str, np.ndarray]:
+    return {"w": np.full(2, value)}
+
+
+def manual(path: Path) -> CheckpointManager:
+    return CheckpointManager(path, save_policy=Never(), snapshots=3)
+
+
+def test_rollback_never_returns_a_future_that_an_earlier_one_gave_up(tmp_path: Path) -> None:
+    with manual(tmp_path) as manager:
+        manager.snapshot(80, state_with(80.0))
+        manager.save(103, state_with(666.0))
+        assert manager.rollback(steps_back=23).step == 80
+        manager.snapshot(100, state_with(100.0))
+        manager.step_end(105, state_with(105.0))
+        assert manager.rollback().step == 100
+        with pytest.raises(CheckpointNotFound):
+            manager.rollback(steps_back=50)
+
+
+def test_save_under_the_name_of_one_that_was_given_up_can_be_gone_back_to(tmp_path: Path) -> None:
+    with manual(tmp_path) as manager:
+        manager.snapshot(1, state_with(1.0))
+        manager.save(3, state_with(666.0))
+        manager.rollback()
+        manager.directory.joinpath("ckpt-3.ckpt.manifest.json").unlink()
+        manager.directory.joinpath("ckpt-3.ckpt").unlink()
+        manager.save(3, state_with(3.0))
+        assert [c.name for c in manager.checkpoints()] == ["ckpt-3.ckpt"]
+        manager.step_end(4, state_with(4.0))
+        assert manager.rollback().step == 3
+
+
+def test_checkpoint_that_was_given_up_and_then_resumed_from_counts_again(tmp_path: Path) -> None:
+    with manual(tmp_path) as manager:
+        manager.snapshot(1, state_with(1.0))
+        manager.save(2, state_with(2.0))
+        manager.save(3, state_with(3.0))
+        manager.rollback(steps_back=2)
+        assert manager.resume().step == 3
+        assert manager.rollback().step == 2
+
+
+def test_rollback_takes_a_snapshot_rather_than_an_older_save_of_another_branch(
+    tmp_path: Path,
+) -> None:
+    with manual(tmp_path) as manager:  # it went back from 103 to 80
+        manager.save(103, state_with(666.0))
+        manager.save(81, state_with(81.0))
+    with manual(tmp_path) as manager:
+        assert manager.resume().step == 81
+        manager.snapshot(100, state_with(100.0))
+        manager.step_end(105, state_with(105.0))
+        assert manager.rollback().step == 100
+
+
+def test_rollback_takes_a_snapshot_when_the_newer_checkpoint_is_damaged(tmp_path: Path) -> None:
+    with manual(tmp_path) as manager:
+        manager.save(2, state_with(2.0))
+        manager.snapshot(3, state_with(3.0))
+        manager.save(4, state_with(4.0))
+        manager.step_end(5, state_with(5.0))
+        newest = tmp_path / "ckpt-4.ckpt"
+        newest.chmod(0o600)
+        content = bytearray(newest.read_bytes())
+        content[len(content) // 2] ^= 1
+        newest.write_bytes(content)
+        found = manager.rollback()
+    assert found.step == 3
+    assert [one.checkpoint.name for one in found.skipped] == ["ckpt-4.ckpt"]
+
+
+def test_rollback_takes_a_snapshot_when_the_newer_checkpoint_needs_a_key(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with manual(tmp_path) as manager:
+        manager.save(2, state_with(2.0))
+    config = CheckpointConfig(enc_key=bytes(range(32)), enc_mode="AES-GCM")
+    with CheckpointManager(tmp_path, config) as manager:
+        manager.save(4, state_with(4.0))
+    with manual(tmp_path) as manager, caplog.at_level(logging.WARNING):
+        manager.snapshot(3, state_with(3.0))
+        manager.step_end(5, state_with(5.0))
+        assert manager.rollback().step == 3
+        assert "going back to step 3 in memory, as no newer checkpoint loads" in caplog.text
+
+
 def test_snapshot_without_room_is_left_out_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
