@@ -32,13 +32,14 @@ def store_coordinator(store: Store, *, rank: int, world: int) -> KeyValueCoordin
 def _own_connection(store: Store) -> Store:
     # A client waits with its lock held: a save in the background would hold up the collectives that use the same one.
     try:
-        return store.clone()
+        own: Store = store.clone()  # type: ignore[attr-defined] - missing in the stubs
     except (
         AttributeError,
         NotImplementedError,
         RuntimeError,
     ):  # older torch, or a store without connections
         return store
+    return own
 
 
 def torchrun_coordinator(*, timeout_s: float = 60.0) -> KeyValueCoordinator:
