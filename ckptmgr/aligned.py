@@ -8,6 +8,7 @@ shared by all saves and loads of the process.
 from __future__ import annotations
 
 import mmap
+import os
 import queue
 import threading
 import weakref
@@ -24,12 +25,17 @@ class Buffers:
     """
 
     def __init__(self, count: int, size_bytes: int) -> None:
-        self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
-        self._count = self._unmade = count
+        self._count = count
         self._size_bytes = size_bytes
+        self.start_anew()
+        _all.add(self)
+
+    def start_anew(self) -> None:
+        """Make all buffers anew; for a forked child, in which nobody gives back what was lent."""
+        self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
+        self._unmade = self._count
         self._lock = threading.Lock()
         self._taking_many = threading.Lock()
-        _all.add(self)
 
     @property
     def made_bytes(self) -> int:
@@ -70,6 +76,14 @@ class Buffers:
 
 
 _all: weakref.WeakSet[Buffers] = weakref.WeakSet()
+
+
+def _start_all_anew() -> None:
+    for buffers in list(_all):
+        buffers.start_anew()
+
+
+os.register_at_fork(after_in_child=_start_all_anew)
 
 
 def buffer_bytes() -> int:

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import mmap
+import os
 import threading
+import weakref
 from itertools import pairwise
 
 from .block_layout import Layout
@@ -157,6 +159,11 @@ class Buffers:
 
     def __init__(self, size: int) -> None:
         self._size = size
+        self.start_anew()
+        _all.add(self)
+
+    def start_anew(self) -> None:
+        """Make buffers anew; for a forked child, in which nobody releases a lock that was held."""
         self._spare: list[memoryview] = []
         self._lock = threading.Lock()
 
@@ -175,3 +182,14 @@ class Buffers:
         with self._lock:
             if len(self._spare) < _SPARE_BUFFERS:
                 self._spare.append(buffer)
+
+
+_all: weakref.WeakSet[Buffers] = weakref.WeakSet()
+
+
+def _start_all_anew() -> None:
+    for buffers in list(_all):
+        buffers.start_anew()
+
+
+os.register_at_fork(after_in_child=_start_all_anew)

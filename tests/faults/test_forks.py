@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a forked child inherits: no buffer that is never given back, no lock that is never released, no memory to share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.manager.held import run_program
+
+# The alarm ends a child that waits forever.
+PROLOGUE = """
+import os, signal, sys, threading
+import numpy as np
+from ckptmgr import CheckpointConfig, CheckpointManager, pipeline, streams, units
+
+def in_child(work):
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)
+        work()
+        sys.exit(7)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code == 7, code
+"""
+
+LENT = (
+    PROLOGUE
+    + """
+pools = [pipeline._buffers, streams._scratch, units._buffers]
+lent = [pool.take_many(pool._count) for pool in pools]
+def wait_for_one():
+    for pool in pools:
+        pool.give_back(pool.take_many(1)[0])
+waiting = threading.Thread(target=wait_for_one, daemon=True)
+waiting.start()
+while not pools[0]._taking_many.locked():
+    os.sched_yield()
+pools[1]._taking_many.acquire()
+for pool in pools:
+    pool._lock.acquire()
+
+state = {name: np.full(3 << 20, 7, np.uint8) for name in "abc"}
+def save_and_load():
+    config = CheckpointConfig(enc_key=bytes(32), enc_mode=sys.argv[2]) if sys.argv[2] else CheckpointConfig()
+    with CheckpointManager(sys.argv[1], config) as manager:
+        manager.save(1, state)
+        loaded = manager.load(1)
+        assert all((loaded[name] == state[name]).all() for name in "abc")
+
+in_child(save_and_load)
+
+for pool in pools:
+    pool._lock.release()
+pools[1]._taking_many.release()
+for pool, buffers in zip(pools, lent):
+    for buffer in buffers:
+        pool.give_back(buffer)
+waiting.join(20)
+assert not waiting.is_alive()
+assert [pool.made_bytes for pool in pools] == [pool._count * pool._size_bytes for pool in pools]
+"""
+)
+
+
+@pytest.mark.parametrize("mode", ["", "AES-GCM"])
+def test_child_forked_while_buffers_are_lent_saves_and_loads(tmp_path: Path, mode: str) -> None:
+    done = run_program(LENT, tmp_path, mode)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+READER = (
+    PROLOGUE
+    + """
+from ckptmgr.crypto.block_reader import Buffers
+
+buffers = Buffers(4096)
+buffers.give(buffers.take())
+lent = buffers.take()
+lent[:] = bytes([1]) * 4096
+buffers.give(buffers.take())
+buffers._lock.acquire()
+
+def scribble():
+    for _ in range(3):
+        buffers.take()[:] = bytes([2]) * 4096
+    lent[:] = bytes([3]) * 4096
+
+in_child(scribble)
+buffers._lock.release()
+assert lent == bytes([1]) * 4096
+assert buffers.take() == bytes(4096)
+"""
+)
+
+
+def test_child_neither_waits_for_nor_writes_into_memory_of_a_reader_of_its_parent() -> None:
+    done = run_program(READER)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
