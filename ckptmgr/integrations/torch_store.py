@@ -32,7 +32,7 @@ def store_coordinator(store: Store, *, rank: int, world: int) -> KeyValueCoordin
 def _own_connection(store: Store) -> Store:
     # A client waits with its lock held: a save in the background would hold up the collectives that use the same one.
     try:
-        own: Store = store.clone()  # type: ignore[attr-defined] - missing in the stubs
+        own: Store = store.clone()  # type: ignore[attr-defined]
     except (
         AttributeError,
         NotImplementedError,
