@@ -10,7 +10,8 @@ with ckptmgr.open_checkpoint("net-1000.ckpt") as reader:
 
 What is returned was checked, as by `load_checkpoint`, and that sets the price of a read:
 
-* with a manifest: the digest ranges (16 MiB) in which the tensor and its own description lie;
+* with a manifest: the digest ranges (16 MiB) in which the tensor and its own description lie; in a `.ckpt` descriptions
+  lie between the tensors, so `names()` once reads each range that has one, most of a file of small tensors;
 * encrypted: the cipher blocks (4 MiB) in which it lies, and once, when the file is opened, those of all descriptions;
 * a plain file without a manifest: only its bytes, and nothing vouches for them.
 """
@@ -149,7 +150,13 @@ class CheckpointReader:
         return self._opened.metadata
 
     def names(self) -> tuple[str, ...]:
-        """Return the names of all values, in file order."""
+        """Return the names of all values, in file order.
+
+        Raises:
+            CorruptCheckpoint: What describes them is damaged.
+            OSError: From the disk.
+        """
+        self._confirm_index()
         return tuple(self._entries)
 
     def spec(self, name: str) -> TensorSpec:
@@ -158,6 +165,8 @@ class CheckpointReader:
         Raises:
             CheckpointNotFound: There is no such value; a LookupError, too.
             UnsupportedCheckpoint: It is a text or a map parameter.
+            CorruptCheckpoint: What describes it is damaged.
+            OSError: From the disk.
         """
         return self._tensor(name).spec
 
@@ -226,11 +235,25 @@ class CheckpointReader:
 
     def _confirm(self, entry: CkptEntry) -> None:
         """Check what describes a value, where that was not done when the file was opened."""
+        seen = self._seen_units()
+        self._confirm_units(self._heads.get(id(entry), seen) & seen)
+
+    def _confirm_index(self) -> None:
+        """Check what describes all values, where that was not done when the file was opened."""
+        self._confirm_units(self._seen_units())
+
+    def _seen_units(self) -> set[int]:
+        """Return the units in which something unchecked was seen."""
         opened = self._opened
         if opened.glimpses is None or opened.is_sealed or opened.format == "safetensors":
+            return set()
+        return opened.glimpses.units(opened.unit_bytes)
+
+    def _confirm_units(self, units: set[int]) -> None:
+        opened = self._opened
+        units = units - self._confirmed
+        if not units:
             return
-        seen = opened.glimpses.units(opened.unit_bytes)
-        units = (self._heads.get(id(entry), seen) & seen) - self._confirmed
         with translated_errors(opened.path):
             read_scattered(
                 opened.source,
@@ -245,12 +268,14 @@ class CheckpointReader:
         try:
             return self._entries[name]
         except KeyError:
+            self._confirm_index()  # damage that looks like another name
             raise CheckpointNotFound(
                 f"there is no value {name!r} in it", path=self._opened.path
             ) from None
 
     def _tensor(self, name: str) -> TensorEntry:
         entry = self._entry(name)
+        self._confirm(entry)
         if isinstance(entry, TensorEntry):
             return entry
         kind = "map parameter" if isinstance(entry, MapEntry) else "text"

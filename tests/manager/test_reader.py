@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -190,16 +191,57 @@ def test_damage_elsewhere_does_not_keep_a_tensor_from_being_read(tmp_path: Path)
             reader.read("w2")
 
 
-def test_head_of_a_tensor_is_checked_with_it(tmp_path: Path) -> None:
-    state = {"first": np.zeros(20 * MIB, np.uint8), "other": np.zeros(3, np.float32)}
-    path = saved(tmp_path, state)
-    content = path.read_bytes()
-    path.chmod(0o600)
-    path.write_bytes(content.replace(b"other", b"othes"))
-    with open_checkpoint(path) as reader:
-        assert "othes" in reader.names()  # nothing was asked for yet
-        with pytest.raises(ChecksumMismatch):
-            reader.read("othes")
+@pytest.fixture
+def renamed(tmp_path: Path) -> Path:
+    """A file of which one bit was flipped, in the name of the last tensor: `head` became `heae`."""
+    first = np.zeros(20 * MIB, np.uint8)
+    path = saved(tmp_path, {"first": first, "n": np.array(1), "head": np.zeros(3, np.float32)})
+    flip(path, path.read_bytes().index(b"head") + 3)
+    return path
+
+
+ASKED: dict[str, Callable[[CheckpointReader], object]] = {
+    "names": lambda reader: reader.names(),
+    "spec": lambda reader: reader.spec("heae"),
+    "read": lambda reader: reader.read("heae"),
+    "missing spec": lambda reader: reader.spec("head"),
+    "missing value": lambda reader: reader.read("head"),
+    "scalar rows": lambda reader: reader.read("n", rows=slice(1)),
+    "missing rows": lambda reader: reader.read("head", rows=slice(1)),
+}
+
+
+@pytest.mark.parametrize("ask", ASKED.values(), ids=ASKED)
+def test_flipped_bit_in_a_name_is_damage_whatever_is_asked(
+    renamed: Path, ask: Callable[[CheckpointReader], object]
+) -> None:
+    with open_checkpoint(renamed) as reader:
+        for _ in range(2):
+            with pytest.raises(ChecksumMismatch):
+                ask(reader)
+
+
+def test_flipped_bit_in_another_name_does_not_keep_a_tensor_from_being_read(renamed: Path) -> None:
+    with open_checkpoint(renamed) as reader:
+        assert reader.spec("first").shape == (20 * MIB,)
+        assert not np.asarray(reader.read("first", rows=slice(9))).any()
+
+
+def test_descriptions_are_checked_once(tmp_path: Path) -> None:
+    path = saved(tmp_path, LARGE)
+    source = Counted(path.read_bytes())
+    manifest = Store(tmp_path).read_manifest(path.name)
+    opened = open_source(
+        source, path=str(path), options=ReadOptions(), manifest=manifest, is_for_loading=True
+    )
+    reader = CheckpointReader(opened, source)
+    assert set(reader.names()) == set(LARGE)
+    before = source.read_bytes
+    assert set(reader.names()) == set(LARGE)
+    assert reader.spec("w2").shape == (2048, 2048)
+    with pytest.raises(CheckpointNotFound):
+        reader.spec("w9")
+    assert source.read_bytes == before
 
 
 def test_sealed_index_is_checked_when_the_file_is_opened(tmp_path: Path) -> None:
