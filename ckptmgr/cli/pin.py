@@ -99,9 +99,11 @@ def _selected(text: str, directory: Path, series: str | None, key: Key | None) -
 
 def _change(selected: Selected, change: Change) -> Manifest:
     """Change the pins under the lease: a run that overwrites the name meanwhile must not lose its manifest."""
+    from ckptmgr.manifest import files_of
+
     store, checkpoint = selected.store, selected.checkpoint
     with store.lease(checkpoint.series):
-        if not checkpoint.path.exists():
+        if not (store.directory / files_of(checkpoint)[0]).exists():
             raise CheckpointNotFound("was removed meanwhile", path=checkpoint.path)
         return store.change_pins(checkpoint, change)
 

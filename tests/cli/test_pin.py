@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
+from ckptmgr.manifest import encode, manifest_name
 from ckptmgr.model import State
 from ckptmgr.saver import SaveOptions
 from ckptmgr.store import Store
 from tests.cli.running import key_file, run, run_json
 from tests.manager.saved import GOLDEN_FILES, KEY, save_run
+from tests.manager.shard_sets import CONTENTS, SET, shard, sharded
 
 
 def test_pin_is_listed_and_survives_prune(tmp_path: Path) -> None:
@@ -50,6 +53,24 @@ def test_authenticated_manifest_stays_authenticated(tmp_path: Path) -> None:
     assert run("pin", path, "--key", key_file(tmp_path)).exit_code == 0
     (found,) = Store(tmp_path / "runs", key=KEY, must_authenticate=True).scan()
     assert (found.state, len(found.pins)) == (State.OK, 1)
+
+
+def save_sharded(directory: Path) -> None:
+    directory.mkdir()
+    for rank, content in enumerate(CONTENTS):
+        (directory / shard(rank)).write_bytes(content)
+    (directory / manifest_name(SET)).write_bytes(encode(replace(sharded(), pins=())))
+
+
+def test_checkpoint_of_many_ranks_is_pinned_and_unpinned(tmp_path: Path) -> None:
+    save_sharded(tmp_path / "runs")
+    pinned = run("pin", "1", "--dir", tmp_path / "runs", "--reason", "table 2")
+    assert pinned.stdout == f"{SET}  step 1  @pinned table 2\n"
+    (found,) = Store(tmp_path / "runs").scan()
+    assert (found.state, [pin.reason for pin in found.pins]) == (State.OK, ["table 2"])
+    assert run("unpin", "@pinned", "--dir", tmp_path / "runs").stdout.endswith("not pinned\n")
+    (found,) = Store(tmp_path / "runs").scan()
+    assert (found.state, found.pins) == (State.OK, ())
 
 
 def test_bare_file_cannot_be_pinned(tmp_path: Path) -> None:
