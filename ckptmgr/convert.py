@@ -95,6 +95,7 @@ def decrypt_file(
 
     Raises:
         UnsafeWrite: The target is the input, exists, or has the name of a container.
+        StoreLocked: A live process writes the target, or its series in that directory.
         CkptmgrError: As `open_plaintext`.
         OSError: From the disk; nothing was changed.
     """
@@ -103,7 +104,7 @@ def decrypt_file(
     with open_plaintext(source, options) as plaintext:
         image = image_of(plaintext.source, plaintext.source.size, PLAINTEXT_BLOCK_BYTES)
         content = Content(image=image, format=plaintext.format)
-        return publish(source, target, content, options=options, clock=clock)
+        return publish(source, target, content, options=options, force=force, clock=clock)
 
 
 def encrypt_file(
@@ -129,6 +130,7 @@ def encrypt_file(
 
     Raises:
         UnsafeWrite: The target is the input, exists, or has a name for something else.
+        StoreLocked: A live process writes the target, or its series in that directory.
         UnsupportedCheckpoint: The input is encrypted already.
         CorruptCheckpoint: It is damaged; nothing was written.
         KeyProblem: The key does not fit the mode.
@@ -139,11 +141,11 @@ def encrypt_file(
         _check_name(target, is_container=opened.format == "safetensors")
         if opened.format == "safetensors":
             content = container_content(opened, key=key, mode=mode)
-            return publish(source, target, content, options=ReadOptions(), clock=clock)
+            return publish(source, target, content, options=ReadOptions(), force=force, clock=clock)
         sealer = _CheckingSealer(opened, key, mode)
         image = image_of(opened.source, sealer.body_bytes, RANGE_BYTES, sealer.has_crc)
         content = Content(image=image, format="ckpt", mode=mode, key=key, sealer=sealer)
-        return publish(source, target, content, options=ReadOptions(), clock=clock)
+        return publish(source, target, content, options=ReadOptions(), force=force, clock=clock)
 
 
 def encrypted_chunks(source: Path, *, key: Key, mode: str = "AES-GCM") -> Iterator[memoryview]:

@@ -22,6 +22,7 @@ from ckptmgr.lease import lease_path
 from ckptmgr.loader import ReadOptions
 from ckptmgr.manifest import SUFFIX, FileEntry, Manifest
 from ckptmgr.model import Checkpoint
+from ckptmgr.name_lease import lease_of_name
 from ckptmgr.naming import parse_name, stem_of
 from ckptmgr.pipeline import write_image
 from ckptmgr.store import Store
@@ -98,6 +99,7 @@ def publish(
     content: Content,
     *,
     options: ReadOptions,
+    force: bool,
     clock: Callable[[], float],
 ) -> Converted:
     """Make the target durable, with a manifest that says what is known about the source.
@@ -107,11 +109,13 @@ def publish(
         target: The output; checked by `check_target`.
         content: What goes into it.
         options: How the manifest of the source is read.
+        force: Whether an existing target may be replaced.
         clock: Seconds since the epoch; stamps the manifest when the source has none.
 
     Raises:
         StoreFull, OSError: From the disk; nothing was changed.
-        StoreLocked: A live process writes this series in the directory of the target.
+        StoreLocked: A live process writes the target, or this series in its directory.
+        UnsafeWrite: The target has come to exist since it was checked.
     """
     real = Path(os.path.realpath(source))
     directory = Path(os.path.realpath(target.parent))
@@ -131,7 +135,8 @@ def publish(
         )
         return replace(described, file=file)
 
-    with _lease_if_used(store, described.series):
+    with _only_writer(store, target.name, described.series):
+        check_target(source, target, force=force)
         manifest = store.publish(
             target.name,
             series=described.series,
@@ -151,12 +156,13 @@ def private_mode(source: Path) -> int:
 
 
 @contextlib.contextmanager
-def _lease_if_used(store: Store, series: str) -> Iterator[None]:
-    # A lease file is made only where the series has one already: a training run may be writing there.
-    if store.fs.status(lease_path(store.directory, series)) is None:
-        yield
-        return
-    with store.lease(series):
+def _only_writer(store: Store, name: str, series: str) -> Iterator[None]:
+    with contextlib.ExitStack() as leases:
+        # The lease of a series is taken only where there is one already: a training run may be writing there.
+        is_used = store.fs.status(lease_path(store.directory, series)) is not None
+        if is_used and series != name:
+            leases.enter_context(store.lease(series))
+        leases.enter_context(lease_of_name(store, name))
         yield
 
 

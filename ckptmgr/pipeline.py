@@ -101,6 +101,7 @@ def _stream_of(image: Image, sealer: BlockSealer | ContainerSealer | None) -> _S
 
 
 _buffers = Buffers(_BUFFERS, CHUNK_BYTES)
+_Write = tuple[int, memoryview, int]  # where, a buffer, and how many bytes of it
 
 
 class _Writer:
@@ -113,17 +114,16 @@ class _Writer:
         self._ranges = iter(range(-(-stream.tail_start // RANGE_BYTES)))
         self._unfinished = blake3()  # of the range in which the tail starts
         self._lock = threading.Lock()
+        self._is_parallel = stream.tail_start > CHUNK_BYTES  # threads take longer than one chunk
         self._producing = 0
         self._failure: BaseException | None = None
-        self._writes: queue.SimpleQueue[tuple[int, memoryview, int] | None] = queue.SimpleQueue()
+        self._writes: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
 
     def run(self) -> list[bytes]:
-        if self._stream.tail_start > CHUNK_BYTES:
+        if self._is_parallel:
             self._write_body_in_parallel()
-        else:  # starting threads takes longer than one chunk
+        else:
             self._guard(self._produce_all)
-            self._writes.put(None)
-            self._write_all()
         self._raise_failure()
         self._write_tail()
         return self._digests
@@ -191,20 +191,29 @@ class _Writer:
                 _buffers.give_back(buffer)
             raise
         for buffer, part in zip(buffers, parts, strict=True):
-            self._writes.put((offset, buffer, part.nbytes))
+            self._hand_over((offset, buffer, part.nbytes))
             offset += part.nbytes
         return count
 
+    def _hand_over(self, job: _Write) -> None:
+        if self._is_parallel:
+            self._writes.put(job)
+        else:  # nobody else would, and who holds a buffer must not wait for another
+            self._write(job)
+
     def _write_all(self) -> None:
         while (job := self._writes.get()) is not None:
-            offset, buffer, count = job
-            try:
-                if self._failure is None:
-                    self._file.write_at(offset, buffer[:count])
-            except BaseException as error:  # the queue must still be drained, or producers starve
-                self._fail(error)
-            finally:
-                _buffers.give_back(buffer)
+            self._write(job)
+
+    def _write(self, job: _Write) -> None:
+        offset, buffer, count = job
+        try:
+            if self._failure is None:
+                self._file.write_at(offset, buffer[:count])
+        except BaseException as error:  # the queue must still be drained, or producers starve
+            self._fail(error)
+        finally:
+            _buffers.give_back(buffer)
 
     def _write_tail(self) -> None:
         offset = self._stream.tail_start

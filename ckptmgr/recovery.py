@@ -11,6 +11,7 @@ from ckptmgr.fsio import FileStatus, remove_name
 from ckptmgr.lease import Processes, series_tag
 from ckptmgr.manifest_files import ManifestFiles
 from ckptmgr.temp_names import parse_temp
+from ckptmgr.trash_folder import may_be_in_trash
 
 Repair = tuple[Callable[[], None], str]
 
@@ -59,6 +60,8 @@ class _Recovery:
             return  # a sharded checkpoint has no half that could be finished
         data_name = manifest.file.name
         if data_name not in entries:
+            if may_be_in_trash(self._fs, self._directory, data_name):
+                return
             yield lambda: remove_name(self._fs, path), f"removed {name}, whose data file is gone"
         elif manifest.replaces is not None and not self._files.would_lose_authentication(data_name):
             sentence = f"finished the interrupted overwrite of {data_name}"

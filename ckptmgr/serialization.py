@@ -15,8 +15,8 @@ from __future__ import annotations
 import io
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,6 @@ from ckptmgr.errors import CheckpointNotFound, UnsupportedState
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import Item, Tensor
 from ckptmgr.handle import SaveStats
-from ckptmgr.lease import lease_path
 from ckptmgr.leaves import named_tensors
 from ckptmgr.loader import (
     OpenCheckpoint,
@@ -46,6 +45,7 @@ from ckptmgr.loader import (
 )
 from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.model import Checkpoint
+from ckptmgr.name_lease import lease_of_name
 from ckptmgr.naming import CONTAINER_SUFFIX, extension_of, parse_name, stem_of
 from ckptmgr.network import load_into
 from ckptmgr.observe import EVERYBODY
@@ -135,7 +135,7 @@ def save_checkpoint(
     started = time.perf_counter()
     with (
         EVERYBODY.watch(series=path.name, step=None, why="manual") as watch,
-        _only_writer(store, path),
+        lease_of_name(store, path.name),
     ):
         manifest = save_items(
             store,
@@ -154,20 +154,6 @@ def save_checkpoint(
         )
         watch.durable(path, cost)
     return manifest.to_checkpoint(path.parent)
-
-
-@contextmanager
-def _only_writer(store: Store, path: Path) -> Iterator[None]:
-    # Two at once could leave the data of one beside the manifest of the other. The lease is of this name alone, so that ranks
-    # may save their files side by side.
-    with store.lease(path.name):
-        try:
-            if any(name.endswith(".tmp") for name in store.fs.list(path.parent)):
-                store.recover(path.name)
-            yield
-        finally:
-            with suppress(OSError):
-                store.fs.unlink(lease_path(path.parent, path.name))
 
 
 def load_checkpoint(

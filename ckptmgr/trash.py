@@ -26,9 +26,21 @@ from ckptmgr.errors import CkptmgrError, UnsafePrune
 from ckptmgr.manifest import SUFFIX, files_of, manifest_name
 from ckptmgr.model import Checkpoint, State
 from ckptmgr.store import Store
+from ckptmgr.trash_folder import STAMP, TRASH_NAME, batch_folders
 
-TRASH_NAME = ".ckptmgr-trash"
-_STAMP = "%Y%m%dT%H%M%S.%fZ"
+__all__ = [
+    "TRASH_NAME",
+    "Batch",
+    "batches",
+    "discard",
+    "finish",
+    "new_batch_path",
+    "restore",
+    "series_of",
+    "taken_names",
+    "throw_away",
+    "tidy",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,18 +65,12 @@ class Batch:
 
 def batches(store: Store) -> list[Batch]:
     """Return the batches in the trash of a directory, oldest first; strangers in the trash are left out."""
-    trash = store.directory / TRASH_NAME
-    status = store.fs.status(trash)
-    if status is None or not status.is_directory:
-        return []
     found = []
-    for name, entry in sorted(store.fs.list(trash).items()):
-        thrown_at = _time_of(name)
-        if thrown_at is not None and entry.is_directory:
-            inside = Store(trash / name, fs=store.fs).scan()
-            whole = [c for c in inside if c.state is not State.LEFTOVER]
-            checkpoints = tuple(sorted(whole, key=lambda c: (c.series, c.order, c.name)))
-            found.append(Batch(path=trash / name, thrown_at=thrown_at, checkpoints=checkpoints))
+    for path, thrown_at in batch_folders(store.fs, store.directory):
+        inside = Store(path, fs=store.fs).scan()
+        whole = [c for c in inside if c.state is not State.LEFTOVER]
+        checkpoints = tuple(sorted(whole, key=lambda c: (c.series, c.order, c.name)))
+        found.append(Batch(path=path, thrown_at=thrown_at, checkpoints=checkpoints))
     return found
 
 
@@ -74,7 +80,7 @@ def new_batch_path(store: Store, now: datetime) -> Path:
     latest = max(taken, default=None)
     if latest is not None and now <= latest:
         now = latest + timedelta(microseconds=1)
-    return store.directory / TRASH_NAME / now.astimezone(UTC).strftime(_STAMP)
+    return store.directory / TRASH_NAME / now.astimezone(UTC).strftime(STAMP)
 
 
 def throw_away(store: Store, checkpoints: Sequence[Checkpoint], into: Path) -> list[OSError]:
@@ -213,10 +219,3 @@ def _check_trash(store: Store) -> None:
             path=store.directory / TRASH_NAME,
             hint="remove it; a trash elsewhere is not supported",
         )
-
-
-def _time_of(name: str) -> datetime | None:
-    try:
-        return datetime.strptime(name, _STAMP).replace(tzinfo=UTC)
-    except ValueError:
-        return None

@@ -41,6 +41,7 @@ _SOURCES = "env:NAME, file:PATH, cmd:COMMAND, fd:N, prompt: or wrapped:FILE"
 _HEX = re.compile(rb"(?:[0-9A-Fa-f]{32}|[0-9A-Fa-f]{48}|[0-9A-Fa-f]{64})\Z")
 _COMMAND_TIMEOUT_S = 300.0
 _PRIVATE = stat.S_IRWXG | stat.S_IRWXO
+_UNCHANGED = stat.S_IWGRP | stat.S_IWOTH
 
 
 def load_key(
@@ -74,6 +75,7 @@ def load_secret(
     source: str,
     *,
     insecure: bool = False,
+    is_public: bool = False,
     prompt: Callable[[str], str] = getpass.getpass,
     timeout_s: float = _COMMAND_TIMEOUT_S,
 ) -> str:
@@ -82,6 +84,7 @@ def load_secret(
     Args:
         source: As for `load_key`.
         insecure: As for `load_key`.
+        is_public: Whether others may read a file, though not change it.
         prompt: As for `load_key`.
         timeout_s: As for `load_key`.
 
@@ -89,7 +92,11 @@ def load_secret(
         KeySourceError: The source is unknown or gives no text. The message never shows what it gave.
     """
     _, content = _read(
-        source, insecure=insecure, prompt=lambda _: prompt("PIN: "), timeout_s=timeout_s
+        source,
+        insecure=insecure,
+        is_public=is_public,
+        prompt=lambda _: prompt("PIN: "),
+        timeout_s=timeout_s,
     )
     _check_size(content)
     try:
@@ -99,7 +106,12 @@ def load_secret(
 
 
 def _read(
-    source: str, *, insecure: bool, prompt: Callable[[str], str], timeout_s: float
+    source: str,
+    *,
+    insecure: bool,
+    prompt: Callable[[str], str],
+    timeout_s: float,
+    is_public: bool = False,
 ) -> tuple[str, bytes]:
     """Return the kind of a source and what it yields."""
     scheme, separator, place = source.partition(":")
@@ -111,7 +123,7 @@ def _read(
     if scheme == "env":
         return scheme, _from_environment(place)
     if scheme == "file":
-        return scheme, _from_file(place, insecure=insecure)
+        return scheme, _from_file(place, insecure=insecure, is_public=is_public)
     if scheme == "cmd":
         return scheme, _from_command(place, timeout_s=timeout_s)
     if scheme == "fd":
@@ -127,7 +139,7 @@ def _from_environment(name: str) -> bytes:
         raise KeySourceError(f"the environment has no variable {shown}") from None
 
 
-def _from_file(name: str, *, insecure: bool) -> bytes:
+def _from_file(name: str, *, insecure: bool, is_public: bool) -> bytes:
     try:
         # O_NONBLOCK: a FIFO nobody writes to must not hang.
         descriptor = os.open(
@@ -142,26 +154,32 @@ def _from_file(name: str, *, insecure: bool) -> bytes:
             raise KeySourceError(
                 f"the key file {_shown(name)} is not a regular file", hint="use fd: or cmd:"
             )
-        refusal = None if insecure else refusal_of(status, user=os.geteuid())
+        refusal = None if insecure else refusal_of(status, user=os.geteuid(), is_public=is_public)
         if refusal is not None:
+            way_out = (
+                "keep others from changing it: chmod go-w"
+                if is_public
+                else "make it private: chmod 600"
+            )
             raise KeySourceError(
                 f"the key file {_shown(name)} {refusal}",
-                hint="give it to the user who runs this and make it private: chmod 600",
+                hint=f"give it to the user who runs this and {way_out}",
             )
         return _read_all(descriptor)
     finally:
         os.close(descriptor)
 
 
-def refusal_of(status: os.stat_result, *, user: int) -> str | None:
-    """Return why `user` must not trust a key file of this status, or None.
+def refusal_of(status: os.stat_result, *, user: int, is_public: bool = False) -> str | None:
+    """Return why `user` must not trust a key file of this status, or None; others may read one that is public.
 
     Source: the rule of OpenSSH for private keys (`sshkey_perm_ok`), owner included.
     """
     if status.st_uid != user:
         return "belongs to another user"
-    if status.st_mode & _PRIVATE:
-        return f"can be used by others (mode {stat.S_IMODE(status.st_mode):04o})"
+    if status.st_mode & (_UNCHANGED if is_public else _PRIVATE):
+        verb = "changed" if is_public else "used"
+        return f"can be {verb} by others (mode {stat.S_IMODE(status.st_mode):04o})"
     return None
 
 

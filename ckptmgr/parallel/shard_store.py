@@ -6,7 +6,8 @@
 2. One rank creates the manifest of all files, exclusively: content synced under a temporary name; linked (the commit point);
    directory synced. A second attempt at the same checkpoint finds the name taken.
 
-An attempt tells in its name until when it may be committed. Files that no manifest names are removed after that, never before.
+An attempt tells in its name until when it may be committed. Files that no manifest names are removed after that, never before;
+nor while their manifest is in the trash.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ckptmgr.model import State
 from ckptmgr.shard_listing import problem_of_shards
 from ckptmgr.shard_names import parse_shard_name
 from ckptmgr.store import Store
+from ckptmgr.trash_folder import may_be_in_trash
 
 # How far the clocks of the hosts may be apart.
 CLOCK_SKEW_S = 60
@@ -164,9 +166,13 @@ class ShardStore(Store):
             shard = parse_shard_name(found.name)
             if shard is None or found.state is not State.LEFTOVER or shard.series != series:
                 continue
-            if shard.expires_at + CLOCK_SKEW_S < now:
+            has_expired = shard.expires_at + CLOCK_SKEW_S < now
+            if has_expired and not self._is_half_in_trash(shard.set_name):
                 names.append(found.name)
         return sorted(names)
+
+    def _is_half_in_trash(self, set_name: str) -> bool:
+        return may_be_in_trash(self.fs, self.directory, manifest_name(set_name))
 
     def _collected(self, name: str) -> str:
         try:

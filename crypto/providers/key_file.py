@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A wrapped key in a file: what a key service needs to give the key of a run back. The file is no secret.
+"""A wrapped key in a file: what a key service needs to give the key of a run back. The file is no secret, but guarded.
 
 ```
 {"version": 1, "provider": "aws-kms", "key_id": "alias/training", "context": {"run": "7f"}, "blob": BASE64}
 ```
 The service is never taken from the file: `CKPTMGR_KEY_SERVICE` holds its address, and `provider` is only compared.
+
+Who can change the file chooses the key, among those that the service unwraps. So a file that others can change is refused,
+and a stated context (`CKPTMGR_KEY_CONTEXT`, such as `run=7f` or `run=7f,purpose=eval`) must be the one in the file.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from .registry import open_provider
 from .run_key import RunKeyReader, WrappedKey
 
 SERVICE_VARIABLE = "CKPTMGR_KEY_SERVICE"
+CONTEXT_VARIABLE = "CKPTMGR_KEY_CONTEXT"
 
 _VERSION = 1
 _MEMBERS = {"version", "provider", "key_id", "context", "blob"}
@@ -104,18 +108,31 @@ def _text(document: Mapping[str, object], name: str) -> str:
     return value
 
 
-def load_wrapped_key(path: str, *, service: KeyProvider | None = None) -> Key:
+def load_wrapped_key(
+    path: str,
+    *,
+    service: KeyProvider | None = None,
+    context: Mapping[str, str] | None = None,
+) -> Key:
     """Return the key inside a file; one call of the service.
 
     Args:
         path: The file.
         service: Who unwraps; None takes the one at the address in `CKPTMGR_KEY_SERVICE`.
+        context: What the key must be bound to; None takes what `CKPTMGR_KEY_CONTEXT` states, and any context without it.
 
     Raises:
-        KeySourceError: The file or the address is none, or they name different kinds of service.
+        KeySourceError: The file or the address is none, they name different kinds of service, others can change the
+            file, or it is bound to another context.
         ProviderError: The service gave no key.
     """
-    found = parse_key_file(load_secret(f"file:{path}", insecure=True))
+    found = parse_key_file(load_secret(f"file:{path}", is_public=True))
+    expected = _stated_context() if context is None else context
+    if expected is not None and found.context != expected:
+        raise KeySourceError(
+            "the wrapped key is bound to another context than the stated one",
+            hint=f"take the file of this run, or correct {CONTEXT_VARIABLE}",
+        )
     if service is None:
         address = os.environ.get(SERVICE_VARIABLE)
         if not address:
@@ -129,6 +146,22 @@ def load_wrapped_key(path: str, *, service: KeyProvider | None = None) -> Key:
             f"the key service {found.provider!r} wrapped this key, and the given one is {service.name!r}"
         )
     return RunKeyReader(service).unwrap(found.blob, found.context)
+
+
+def _stated_context() -> Mapping[str, str] | None:
+    """Return the context that the environment states, or None."""
+    stated = os.environ.get(CONTEXT_VARIABLE)
+    if stated is None:
+        return None
+    words = [word.partition("=") for word in stated.split(",")]
+    context = {name: value for name, _, value in words}
+    if len(context) < len(words) or not all(name and equals for name, equals, _ in words):
+        # One that is empty counts, too: an unset variable in a script must not switch the comparison off.
+        raise KeySourceError(
+            f"{CONTEXT_VARIABLE} states no context",
+            hint="it is NAME=VALUE, or several with commas between them, such as run=7f,purpose=eval",
+        )
+    return context
 
 
 def _not_wrapped(reason: str) -> KeySourceError:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,7 @@ def wrapped_file(folder: Path) -> tuple[Key, Path]:
     wrapped = RunKey(SERVICE, CONTEXT).take()
     path = folder / "run.wrapped"
     path.write_bytes(pack_key_file(wrapped))
+    path.chmod(0o644)
     return wrapped.key, path
 
 
@@ -131,6 +133,70 @@ def test_key_whose_file_would_be_too_long_is_refused() -> None:
     wrapped = RunKey(SERVICE, {"run": "7" * 4096}).take()
     with pytest.raises(KeySourceError, match="more than 4096"):
         pack_key_file(wrapped)
+
+
+@pytest.mark.parametrize("mode", [0o622, 0o664, 0o646, 0o666])
+def test_file_that_others_can_change_is_refused(mode: int, tmp_path: Path) -> None:
+    _, path = wrapped_file(tmp_path)
+    path.chmod(mode)
+    with pytest.raises(KeySourceError, match=f"changed by others .mode {mode:04o}") as caught:
+        load_wrapped_key(str(path), service=SERVICE)
+    assert "chmod go-w" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("mode", [0o400, 0o600, 0o644, 0o755])
+def test_file_that_others_can_only_read_gives_the_key(mode: int, tmp_path: Path) -> None:
+    key, path = wrapped_file(tmp_path)
+    path.chmod(mode)
+    assert load_wrapped_key(str(path), service=SERVICE) == key
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_file_of_another_user_is_refused(tmp_path: Path) -> None:
+    _, path = wrapped_file(tmp_path)
+    os.chown(path, 12345, -1)
+    with pytest.raises(KeySourceError, match="belongs to another user"):
+        load_wrapped_key(str(path), service=SERVICE)
+
+
+def test_file_bound_to_the_stated_context_gives_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, path = wrapped_file(tmp_path)
+    monkeypatch.setenv("CKPTMGR_KEY_CONTEXT", "run=7f")
+    assert load_wrapped_key(str(path), service=SERVICE) == key
+    monkeypatch.setenv("CKPTMGR_KEY_CONTEXT", "run=80")
+    assert load_wrapped_key(str(path), service=SERVICE, context=CONTEXT) == key
+
+
+@pytest.mark.parametrize("stated", ["run=80", "run=7f,purpose=x", "purpose=7f", "run="])
+def test_file_of_another_run_than_stated_is_refused_before_the_service_is_asked(
+    stated: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, path = wrapped_file(tmp_path)
+    monkeypatch.setenv("CKPTMGR_KEY_SERVICE", "exec:false")
+    monkeypatch.setenv("CKPTMGR_KEY_CONTEXT", stated)
+    with pytest.raises(KeySourceError, match="bound to another context than the stated one"):
+        load_key(f"wrapped:{path}")
+
+
+@pytest.mark.parametrize("context", [{}, {"run": "80"}, {**CONTEXT, "purpose": "x"}])
+def test_file_of_another_context_than_the_given_one_is_refused(
+    context: dict[str, str], tmp_path: Path
+) -> None:
+    _, path = wrapped_file(tmp_path)
+    with pytest.raises(KeySourceError, match="bound to another context than the stated one"):
+        load_wrapped_key(str(path), service=SERVICE, context=context)
+
+
+@pytest.mark.parametrize("stated", ["", "run", "=7f", "run=7f,", "run=7f,run=80"])
+def test_stated_context_that_is_none_is_refused(
+    stated: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, path = wrapped_file(tmp_path)
+    monkeypatch.setenv("CKPTMGR_KEY_CONTEXT", stated)
+    with pytest.raises(KeySourceError, match="CKPTMGR_KEY_CONTEXT states no context"):
+        load_wrapped_key(str(path), service=SERVICE)
 
 
 def test_file_that_is_absent_is_refused(tmp_path: Path) -> None:

@@ -331,6 +331,48 @@ def test_series_that_a_run_writes_is_left_alone(tmp_path: Path) -> None:
     assert len(Store(tmp_path / "b").scan()) == 2
 
 
+def test_target_that_somebody_else_writes_is_left_alone(tmp_path: Path) -> None:
+    (source,) = save_run(tmp_path, [10], options=SaveOptions(key=KEY))
+    target = tmp_path / "out.ckpt"
+    with Store(tmp_path).lease(target.name), pytest.raises(StoreLocked):
+        convert.decrypt_file(source, target, options=WITH_KEY, force=True)
+    assert not target.exists()
+    convert.decrypt_file(source, target, options=WITH_KEY)
+    assert load_checkpoint(target)
+
+
+def test_target_without_an_ending_is_written_and_its_lease_removed(tmp_path: Path) -> None:
+    (source,) = save_run(tmp_path / "a", [10], options=SaveOptions(key=KEY))
+    (tmp_path / "out").mkdir()
+    convert.decrypt_file(source, tmp_path / "out/plain", options=WITH_KEY)
+    convert.decrypt_file(source, tmp_path / "out/plain", options=WITH_KEY, force=True)
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "plain",
+        manifest_name("plain"),
+    }
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_target_that_appears_during_the_conversion_needs_force(tmp_path: Path, force: bool) -> None:
+    source = Path(shutil.copy(GOLDEN_FILES / "slices_sync_crc.ckpt", tmp_path / "weights.bin"))
+    target = tmp_path / "out.ckpt"
+
+    def clock() -> float:
+        target.write_bytes(b"precious")
+        return 0.0
+
+    if force:
+        convert.encrypt_file(source, target, key=KEY, force=True, clock=clock)
+        assert load_checkpoint(target, dec_key=KEY.raw)
+        return
+    with pytest.raises(UnsafeWrite, match="exists"):
+        convert.encrypt_file(source, target, key=KEY, clock=clock)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {
+        source.name: source.read_bytes(),
+        target.name: b"precious",
+    }
+
+
 def test_no_lease_file_is_left_where_nobody_writes_a_series(tmp_path: Path) -> None:
     (source,) = save_run(tmp_path / "a", [10], options=SaveOptions(key=KEY))
     (tmp_path / "out").mkdir()

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptmgr import pipeline
 from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.mindspore_blocks import SM4_BLOCK_BYTES, BlockSealer, open_blocks
 from ckptmgr.digest import RANGE_BYTES, FileDigest, digest_of
@@ -25,7 +26,7 @@ from ckptmgr.formats.mindspore_writer import build_ckpt_image
 from ckptmgr.formats.source import BytesSource, read_bytes
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.formats.trailer import encode_trailer
-from ckptmgr.pipeline import Written, sealer_for, write_image
+from ckptmgr.pipeline import Written, container_for, sealer_for, write_image
 from ckptmgr.streams import CHUNK_BYTES
 from tests.crypto.lanes import Library, finder
 from tests.strategies import named_tensor, tensor_of
@@ -173,6 +174,30 @@ def test_several_saves_in_batches_do_not_wait_for_each_other_forever() -> None:
         thread.join(timeout=120)
     opened = [_opened(contents[number], "SM4-CBC") for number in range(6)]
     assert opened == [expected for _, expected in images]
+
+
+@pytest.mark.parametrize("kind", ["plain", "AES-GCM", "container"])
+def test_small_file_is_written_when_all_buffers_but_one_are_lent(kind: str) -> None:
+    image, _ = _image([3 << 20])
+    sealers = {
+        "plain": lambda: None,
+        "AES-GCM": lambda: sealer_for(image, _MODES["AES-GCM"], "AES-GCM"),
+        "container": lambda: container_for(image, _MODES["AES-GCM"], "AES-GCM"),
+    }
+    sealer, file, written = sealers[kind](), _MemoryFile(), []
+    saving = threading.Thread(
+        target=lambda: written.append(write_image(image, file, sealer=sealer)), daemon=True
+    )
+    lent = pipeline._buffers.take_many(pipeline._BUFFERS - 1)
+    try:
+        saving.start()
+        saving.join(timeout=30)
+        assert not saving.is_alive()
+    finally:
+        for buffer in lent:
+            pipeline._buffers.give_back(buffer)
+        saving.join(timeout=30)
+    assert [one.digest for one in written] == [digest_of(BytesSource(bytes(file.content)))]
 
 
 @st.composite

@@ -17,13 +17,12 @@ from ckptmgr.errors import CorruptCheckpoint, UnsafePrune, UnsupportedCheckpoint
 from ckptmgr.loader import ReadOptions
 from ckptmgr.manifest import decode, encode, manifest_name
 from ckptmgr.model import Checkpoint, State
-from ckptmgr.parallel.shard_store import ShardStore
 from ckptmgr.pruning import carry_out, propose, undo
 from ckptmgr.retention import Last, RetentionPolicy
 from ckptmgr.saver import SaveOptions
 from ckptmgr.shard_names import is_set_name, new_attempt_id, parse_shard_name, shard_name, stem_of
 from ckptmgr.store import Store
-from ckptmgr.trash import batches, new_batch_path, throw_away
+from ckptmgr.trash import new_batch_path, throw_away
 from ckptmgr.verify import Status, verify_checkpoint
 from tests.crashmodel import Crash, ModelDisk, Order, every_crash
 from tests.faults.training import RUNS, ModelProcesses, disk_with
@@ -279,36 +278,6 @@ def test_trashed_shards_are_one_checkpoint_or_none_after_every_power_cut(order: 
     for crash in every_crash(disk, throw, order=order, tears=1):
         found = [c for c in store_on(crash.disk).scan() if c.name != "net-1.ckpt"]
         assert {c.state for c in found} in ({State.OK}, {State.LEFTOVER}, set()), crash
-
-
-@pytest.mark.parametrize("order", Order)
-@pytest.mark.parametrize("action", ["throw", "undo"])
-def test_collection_after_a_power_cut_loses_no_half_of_trashed_shards(
-    action: str, order: Order
-) -> None:
-    def throw(disk: ModelDisk) -> None:
-        store = store_on(disk)
-        found = [c for c in store.scan() if c.name == SET]
-        throw_away(store, found, new_batch_path(store, SAVED_AT))
-
-    disk = disk_with(10.0)
-    for rank, content in enumerate(CONTENTS):
-        put(disk, RUNS / shard(rank), content)
-    put(disk, PATH, encode(sharded()))
-    if action == "undo":
-        throw(disk)
-    disk.settle()
-    act = throw if action == "throw" else lambda disk: undo(store_on(disk))
-    for crash in every_crash(disk, act, order=order, tears=1):
-        after_expiry = ShardStore(
-            RUNS, clock=lambda: 1e12, fs=crash.disk, processes=ModelProcesses(crash.disk)
-        )
-        with after_expiry.lease("net"):
-            after_expiry.recover("net")
-        if any(batch.checkpoints for batch in batches(after_expiry)):
-            undo(after_expiry)
-        states = {c.name: c.state for c in after_expiry.scan()}
-        assert states == {"net-1.ckpt": State.OK, SET: State.OK}, crash
 
 
 def test_last_good_checkpoint_is_not_removed_when_it_is_sharded() -> None:

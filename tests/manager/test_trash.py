@@ -218,6 +218,48 @@ def test_power_cut_while_restoring_can_be_restored_again(order: Order) -> None:
 
 
 @in_both_orders
+@pytest.mark.parametrize("action", ["throw", "undo"])
+def test_recovery_after_a_power_cut_loses_no_half_of_a_checkpoint(
+    action: str, order: Order
+) -> None:
+    disk = saved_disk()
+    if action == "undo":
+        throw_first_two(model_store(disk))
+        disk.settle()
+
+    def act(disk: ModelDisk) -> None:
+        (throw_first_two if action == "throw" else undo)(model_store(disk))
+
+    for crash in every_crash(disk, act, order=order):
+        store = model_store(crash.disk)
+        with store.lease("net"):
+            store.recover("net")
+        if any(batch.checkpoints for batch in trash.batches(store)):
+            undo(store)
+        check_whole(store, must={FIRST, "net-2_10.ckpt", THIRD}, may=set())
+
+
+def test_manifest_of_data_that_was_discarded_is_removed(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20])
+    store = Store(tmp_path)
+    into = throw(store, FIRST)
+    (into / manifest_name(FIRST)).rename(tmp_path / manifest_name(FIRST))
+    assert store.recover("net") == []
+    (batch,) = trash.batches(store)
+    trash.discard(store, batch)
+    assert store.recover("net") == [f"removed {manifest_name(FIRST)}, whose data file is gone"]
+
+
+def test_manifest_without_data_stays_while_the_trash_is_unreadable() -> None:
+    disk = saved_disk()
+    throw_first_two(model_store(disk))
+    disk.unlink(RUNS / THIRD)
+    failing = FailingDisk(disk, error=errno.EIO, operation="list", call=2)
+    assert model_store(failing, disk).recover("net") == []
+    assert len(model_store(disk).recover("net")) == 1
+
+
+@in_both_orders
 def test_power_cut_while_discarding_leaves_whole_ones_or_nothing(order: Order) -> None:
     disk = saved_disk()
     throw_first_two(model_store(disk))
