@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which names of key sources may be shown: a person may have put the key itself where its name belongs.
 
->>> looks_like_key("/home/ada/keys/run-7f3a.key"), looks_like_key("hex:00"), looks_like_key("ab" * 16)
+>>> looks_like_key("/srv/ada/keys/run-7f3a.key"), looks_like_key("hex:00"), looks_like_key("ab" * 16)
 (False, True, True)
 """
 

@@ -325,8 +325,8 @@ def test_any_key_in_place_of_a_name_looks_like_one(secret: bytes) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "/home/ada/keys/run-7f3a.key",
-        "/home/ada/experiments/checkpoints/secrets/run_20241121140321",
+        "/srv/ada/keys/run-7f3a.key",
+        "/srv/ada/experiments/checkpoints/secrets/run_20241121140321",
         "/mnt/NFS/Projects/LargeLanguageModel/keys/tmpk3x9q2ab/run.key",
         "~/.config/ckptmgr/production-key",
         "very-long-name-of-a-key-file-for-training",
