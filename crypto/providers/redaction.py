@@ -14,10 +14,18 @@ from collections.abc import Sequence
 MAX_SHOWN_CHARACTERS = 400
 
 _NOT_SHOWN = "(not shown)"
-# Twenty characters of hex or base64 (either alphabet) may be a key of sixteen bytes ...
-_RUN = re.compile(r"[A-Za-z0-9+/_=-]{20,}")
+# Twenty characters of hex or base64 (either alphabet, as they are or escaped in JSON) may be a key of sixteen bytes ...
+_RUN = re.compile(r"(?:[A-Za-z0-9+/_=-]|\\/|\\u00(?:2[BbFf]|3[Dd])){20,}")
 # ... unless they are words run together, as in the names of errors, which random text is once in ten thousand.
 _WORDS = re.compile(r"[A-Z]{0,5}[a-z]{2,}(?:[A-Z][a-z]{2,})*")
+
+# Bytes in groups, as in 41:42:43, 0x41, 0x42 or a line of a hexdump, with the column of text that such a line ends with.
+_BYTES = r"(?:[0-9A-Fa-f]{2}){1,8}"
+_GROUPS = re.compile(
+    rf"(?<![0-9A-Za-z])(?:0x|\\x)?({_BYTES}(?:(?:[\s:,;._-]{{1,8}}(?:0x)?|\\[xn]){_BYTES})+)(?![0-9A-Za-z])"
+    r"(?:[ \t]{2,}[^\n]{1,18})?"
+)
+_MIN_GROUPED_DIGITS = 24
 
 
 def redact(output: bytes, *, secrets: Sequence[bytes]) -> str:
@@ -32,7 +40,8 @@ def redact(output: bytes, *, secrets: Sequence[bytes]) -> str:
             pattern = re.escape(form) + rb"={0,2}"
             output = re.sub(pattern, _NOT_SHOWN.encode(), output, flags=re.IGNORECASE)
     # Redacted before it is cut, because half a key is a secret, too.
-    text = _RUN.sub(_shown, output.decode("utf-8", "replace"))
+    text = _GROUPS.sub(_shown_groups, output.decode("utf-8", "replace"))
+    text = _RUN.sub(_shown, text)
     printable = "".join(char if char.isprintable() else " " for char in text)
     line = " ".join(printable.split())
     cut = len(line) > MAX_SHOWN_CHARACTERS
@@ -53,3 +62,9 @@ def spellings(secret: bytes) -> tuple[bytes, ...]:
 def _shown(match: re.Match[str]) -> str:
     text = match.group()
     return text if _WORDS.fullmatch(text) else _NOT_SHOWN
+
+
+def _shown_groups(match: re.Match[str]) -> str:
+    # A date with its time has up to twenty digits, and no key has fewer than 32.
+    digits = sum(map(len, re.findall(_BYTES, match[1])))
+    return match[0] if digits < _MIN_GROUPED_DIGITS else _NOT_SHOWN

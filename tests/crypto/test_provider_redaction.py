@@ -37,6 +37,28 @@ def test_unknown_secret_in_hex_or_base64_is_hidden(secret: bytes) -> None:
         assert redact(b"got " + form, secrets=()) == "got (not shown)"
 
 
+@given(secret=st.sampled_from((16, 24, 32)).flatmap(lambda n: st.binary(min_size=n, max_size=n)))
+def test_unknown_secret_in_groups_or_escaped_is_hidden(secret: bytes) -> None:
+    standard = base64.b64encode(secret)
+    forms = [secret.hex(sep, size) for sep in (":", " ", "-", "\n") for size in (1, 2, 4)]
+    forms += [form.upper() for form in forms]
+    escaped = [standard.replace(b"/", rb"\/"), standard.replace(b"/", rb"\u002f")]
+    for form in (*(text.encode() for text in forms), *escaped):
+        assert redact(b"got " + form, secrets=()) == "got (not shown)"
+
+
+@pytest.mark.parametrize("secret", [bytes(range(16)), bytes(range(240, 256)), b"\xff" * 32])
+def test_unknown_secret_in_a_hexdump_is_hidden(secret: bytes) -> None:
+    lines = [secret[at : at + 16].hex(" ", 2) for at in range(0, len(secret), 16)]
+    dump = "\n".join(
+        f"{16 * number:08x}: {line}  ................" for number, line in enumerate(lines)
+    )
+    shown = redact(dump.encode(), secrets=())
+    assert not any(line[5:14] in shown for line in lines)
+    padded = secret.hex(" ").replace(" ", "  ").encode()
+    assert redact(b"key " + padded, secrets=()) == "key (not shown)"
+
+
 @pytest.mark.parametrize(
     "words",
     [
@@ -44,6 +66,9 @@ def test_unknown_secret_in_hex_or_base64_is_hidden(secret: bytes) -> None:
         "KMSInvalidStateException",
         "ModuleNotFoundError: No module named 'hvac'",
         "/usr/bin/vault: connection refused (127.0.0.1:8200)",
+        "2026-11-21 14:03:21 error 403: access denied",
+        "a bad face faced a decade",
+        "add dad bed fed cab fad bee cafe dead beef: no such token",
     ],
 )
 def test_words_of_an_error_are_shown(words: str) -> None:
