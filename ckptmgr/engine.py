@@ -271,6 +271,8 @@ class SaveEngine:
         """Leave the staging memory to the parent, which may be saving from it; for a forked child."""
         if isinstance(self._free_pool, weakref.finalize):
             self._free_pool.detach()
+        if self._pool is not None:
+            self._pool.forget_parent()
         self._free_pool, self._pool = _nothing, None
         if self._updates is not None:
             self._updates.forget_parent()

@@ -129,6 +129,11 @@ class StagingPool:
         self._is_closed = True
         self._slabs.close()
 
+    def forget_parent(self) -> None:
+        """Let go of the memory, which is the parent's, without its descriptors; for a forked child."""
+        self._is_closed = True
+        self._slabs.forget_parent()
+
     def _allocate(self, tensors: Sequence[Tensor], copies: Mapping[int, Content]) -> Lot:
         sizes = [
             0 if index in copies else tensor.spec.size_bytes for index, tensor in enumerate(tensors)

@@ -73,12 +73,16 @@ class Slab:
 
     def close(self) -> None:
         """Give the memory back; where somebody still holds a view, as soon as they let go of it."""
-        descriptor, self._file = self._file, None
-        if descriptor is not None:
-            os.close(descriptor)
+        self.close_descriptor()
         self.view.release()
         with contextlib.suppress(BufferError):
             self._memory.close()
+
+    def close_descriptor(self) -> None:
+        """Close the memfd, if any; the memory stays."""
+        descriptor, self._file = self._file, None
+        if descriptor is not None:
+            os.close(descriptor)
 
     def _map(self, config: MemoryConfig, *, is_shared: bool) -> mmap.mmap:
         if config.huge_pages:
@@ -203,6 +207,17 @@ class SlabPool:
         with self._lock:
             self._is_closed = True
             self._drop_kept()
+
+    def forget_parent(self) -> None:
+        """Let go of the parent's memory, what is in use when it is given back; for a forked child."""
+        self._lock = threading.Lock()  # whoever held it is not here to release it
+        for slab in self._all:
+            slab.close_descriptor()
+        for slab in self._kept:
+            slab.close()
+        self._all = [slab for slab in self._all if slab not in self._kept]
+        self._kept = []
+        self._is_closed = True
 
     def _find(self, sizes: list[int]) -> list[Slab | None]:
         found = [self._take_kept(size) for size in sizes]

@@ -98,3 +98,44 @@ assert buffers.take() == bytes(4096)
 def test_child_neither_waits_for_nor_writes_into_memory_of_a_reader_of_its_parent() -> None:
     done = run_program(READER)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+STAGED = (
+    PROLOGUE
+    + """
+from pathlib import Path
+from ckptmgr.formats.tensor import tensor_from_array
+
+def staging_memory():
+    links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    return [text for text in [*links, *Path("/proc/self/maps").read_text().splitlines()] if "ckptmgr-staging" in text]
+
+with CheckpointManager(sys.argv[1], CheckpointConfig(async_save="process")) as manager:
+    manager.save(1, {"w": np.ones(1 << 20)})
+    manager.wait()
+    pool = manager._engine._staging_pool()
+    staged = pool.stage([tensor_from_array("w", np.ones(1 << 20))]) if sys.argv[2] == "lent" else None
+    before = staging_memory()
+    assert before
+    def check():
+        if staged is not None:
+            assert staged.items[0].content()[:8] == np.ones(1).tobytes()
+            assert len(staging_memory()) < len(before)
+            staged.release()
+        assert not staging_memory(), staging_memory()
+        os._exit(7)
+    with pool._slabs._lock:
+        in_child(check)
+    assert staging_memory() == before
+    if staged is not None:
+        staged.release()
+    manager.save(2, {"w": np.ones(1 << 20)})
+assert not staging_memory()
+"""
+)
+
+
+@pytest.mark.parametrize("how", ["kept", "lent"])
+def test_child_does_not_keep_the_staging_memory_of_its_parent(tmp_path: Path, how: str) -> None:
+    done = run_program(STAGED, tmp_path, how)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
