@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from cryptography.hazmat.primitives.keywrap import InvalidUnwrap, aes_key_unwrap, aes_key_wrap
 
+from ..errors import KeySourceError
 from ..key import Key, derive
 from ..keys import load_key
 from .errors import ProviderRefusedError
@@ -71,6 +72,11 @@ def open_local(source: str) -> LocalProvider:
     """Return the provider whose key `source` names: `local:file:kek.key`, `local:env:KEK`.
 
     Raises:
-        KeySourceError: The source gives no key.
+        KeySourceError: The source gives no key, or is a wrapped one, which this service would have to unwrap.
     """
+    if source.startswith("wrapped:"):
+        raise KeySourceError(
+            "the key of the service local: cannot be a wrapped one: unwrapping it would need the service",
+            hint="use a plain key, such as local:file:kek.key",
+        )
     return LocalProvider(load_key(source))

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 from ckptmgr.crypto.errors import KeySourceError
 from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.keys import load_key
 from ckptmgr.crypto.providers.errors import ProviderAnswerError, ProviderRefusedError
+from ckptmgr.crypto.providers.key_file import pack_key_file
 from ckptmgr.crypto.providers.local import LocalProvider, open_local
 from ckptmgr.crypto.providers.provider import (
     MAX_BLOB_BYTES,
@@ -25,6 +27,7 @@ from ckptmgr.crypto.providers.provider import (
     check_unwrapped,
     context_bytes,
 )
+from ckptmgr.crypto.providers.run_key import RunKey
 
 OWN = LocalProvider(Key(bytes(range(32))))
 CONTEXT = {"purpose": "run-key", "run": "7f"}
@@ -123,3 +126,13 @@ def test_blob_that_nobody_would_store_is_refused(size: int) -> None:
 def test_unwrapped_bytes_that_are_no_key_are_refused(size: int) -> None:
     with pytest.raises(ProviderAnswerError, match=f"unwrapped {size} bytes"):
         check_unwrapped(bytes(size), provider="exec")
+
+
+def test_wrapped_key_as_own_key_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "run.wrapped"
+    path.write_bytes(pack_key_file(RunKey(OWN, CONTEXT).take()))
+    path.chmod(0o600)
+    monkeypatch.setenv("CKPTMGR_KEY_SERVICE", f"local:wrapped:{path}")
+    with pytest.raises(KeySourceError, match="cannot be a wrapped one") as caught:
+        load_key(f"wrapped:{path}")
+    assert "local:file:" in str(caught.value.hint)
