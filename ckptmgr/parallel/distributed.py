@@ -7,7 +7,8 @@ Only the bytes of the own slices are read. What no file holds, or does not fit t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -241,21 +242,43 @@ class _Unified:
         return found
 
 
-def _unified_files(directory: Path) -> RankFiles:
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
+@contextmanager
+def _unified_files(directory: Path) -> Iterator[RankFiles]:
+    """Open the files that the parameter map names, and the one with what no strategy lists; without a map all."""
+    found = {file.name: file for file in sorted(directory.glob("*.safetensors"))}
+    if not found:
         raise CheckpointNotFound("there are no safetensors files", path=directory)
-    mapping = directory / MAP_FILE
-    if mapping.is_file():
-        with translated_errors(os.fspath(mapping)), mapping.open("rb") as stream:
-            top = parse_object(stream.read(_MAX_MAP_BYTES), what="parameter map", offset=0)
-            weights = parse_strings(top.get("weight_map", top), what="weight map", offset=0)
-        missing = sorted(set(weights.values()) - {file.name for file in files})
-        if missing:
+    weights = _weight_map(directory / MAP_FILE)
+    if weights is None:
+        with RankFiles(dict(enumerate(found.values()))) as files:
+            yield files
+        return
+    missing = sorted(set(weights.values()) - set(found))
+    if missing:
+        raise CheckpointNotFound(
+            "a part that the parameter map names is missing", path=directory / missing[0]
+        )
+    # Others are left from an older unify, or belong to something else.
+    parts = [name for name in found if name == HYPER_FILE or name in weights.values()]
+    paths = dict(enumerate(found[name] for name in parts))
+    with RankFiles(
+        paths, takes=lambda part, name: weights.get(name, HYPER_FILE) == parts[part]
+    ) as files:
+        lacking = sorted(set(weights) - set(files.names()))
+        if lacking:
             raise CheckpointNotFound(
-                "a part that the parameter map names is missing", path=directory / missing[0]
+                f"holds no parameter {lacking[0]!r}, but the parameter map says so",
+                path=directory / weights[lacking[0]],
             )
-    return RankFiles(dict(enumerate(files)))
+        yield files
+
+
+def _weight_map(file: Path) -> Mapping[str, str] | None:
+    if not file.is_file():
+        return None
+    with translated_errors(os.fspath(file)), file.open("rb") as stream:
+        top = parse_object(stream.read(_MAX_MAP_BYTES), what="parameter map", offset=0)
+        return parse_strings(top.get("weight_map", top), what="weight map", offset=0)
 
 
 def _rank_paths(names: Sequence[object]) -> dict[int, Path]:

@@ -10,10 +10,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ckptmgr.formats.tensor import Item
-from ckptmgr.fsio import OsFileSystem
+from ckptmgr.fsio import OsFileSystem, remove_name
 from ckptmgr.lease import ProcProcesses, lease_path
-from ckptmgr.manifest import FileEntry, Manifest
+from ckptmgr.manifest import FileEntry, Manifest, manifest_name
 from ckptmgr.manifest_files import ManifestFiles
+from ckptmgr.name_lease import lease_of_name
 from ckptmgr.naming import parse_name
 from ckptmgr.saver import SaveOptions, save_items
 from ckptmgr.store import Store
@@ -70,6 +71,22 @@ def write_file(
             with suppress(OSError):
                 store.fs.unlink(lease_path(path.parent, path.name))
     return path
+
+
+def remove_file(path: Path) -> None:
+    """Remove a checkpoint file that an earlier call may have written, and its manifest, durably.
+
+    Raises:
+        StoreLocked: Another process writes this file now.
+        OSError: From the disk.
+    """
+    store = Store(path.parent)
+    if store.fs.status(path) is None:
+        return
+    with lease_of_name(store, path.name):
+        remove_name(store.fs, path)
+        remove_name(store.fs, path.parent / manifest_name(path.name))
+        store.fs.sync_directory(path.parent)
 
 
 def write_small_file(path: Path, data: bytes) -> None:

@@ -11,7 +11,7 @@ import os
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,6 +113,7 @@ class RankFiles:
         paths: Rank to file.
         options: Keys, and what to accept.
         fs: The disk; None for the real one.
+        takes: Whether an entry of the file of a rank counts, by its name; None for all.
     """
 
     def __init__(
@@ -121,8 +122,10 @@ class RankFiles:
         options: ReadOptions | None = None,
         *,
         fs: FileSystem | None = None,
+        takes: Callable[[int, str], bool] | None = None,
     ) -> None:
         self._fs = fs
+        self._takes = takes
         self.paths = {rank: Path(path) for rank, path in sorted(paths.items())}
         self._options = options or ReadOptions()
         self._known: dict[int, RankFile] = {}
@@ -219,7 +222,11 @@ class RankFiles:
             self._known[rank] = RankFile(
                 path=path,
                 format=opened.format,
-                entries={entry.name: entry for entry in opened.index.entries},
+                entries={
+                    entry.name: entry
+                    for entry in opened.index.entries
+                    if self._takes is None or self._takes(rank, entry.name)
+                },
                 metadata=opened.metadata,
             )
             self._open[rank] = opened, stack.pop_all()

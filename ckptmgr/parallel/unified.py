@@ -21,7 +21,7 @@ from pathlib import Path
 from ckptmgr.formats.tensor import Item, Tensor
 from ckptmgr.loader import ReadOptions
 from ckptmgr.parallel.layout import devices_per_stage, read_layouts, whole
-from ckptmgr.parallel.outputs import write_file, write_small_file
+from ckptmgr.parallel.outputs import remove_file, write_file, write_small_file
 from ckptmgr.parallel.rank_files import RankFiles
 from ckptmgr.parallel.resharder import Resharder
 from ckptmgr.parallel.transform import (
@@ -60,7 +60,8 @@ def unified_safetensors(
     Args:
         src_dir: Holds `rank_0`, `rank_1` ...
         src_strategy_file: How the files are cut; None for whole tensors in `rank_0`.
-        dst_dir: Gets the parts, in plain text even when the source is encrypted; made where it does not exist.
+        dst_dir: Gets the parts, in plain text even when the source is encrypted; made where it does not exist. A
+            `hyper_param.safetensors` of an earlier call is replaced, or removed when all parameters are listed.
         merge_with_redundancy: Accepted; the files themselves show what they hold.
         file_suffix: Only files whose name ends so, before the dot.
         max_process_num: Accepted; one process keeps the disk busy.
@@ -130,6 +131,9 @@ def unify(
         ]
     if share[0] > 1:
         return written
+    if not hyper:
+        # One of an earlier call would be loaded with these parts: no map names it.
+        remove_file(target_dir / HYPER_FILE)
     weights = {one.spec.name: name for name, part in parts.items() for one in part}
     total = sum(one.spec.size_bytes for one in tensors)
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=4)

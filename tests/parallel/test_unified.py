@@ -350,6 +350,62 @@ def test_single_unified_file_needs_no_map(tmp_path: Path) -> None:
     np.testing.assert_array_equal(network["norm"], WHOLE["norm"])
 
 
+def unify_values(directory: Path, values: dict[str, float]) -> None:
+    """Unify parameters of these values into `directory`/unified, in parts of 64 bytes."""
+    source = directory / "rank_0" / "net.safetensors"
+    source.parent.mkdir(exist_ok=True)
+    arrays = {name: np.full(16, value, np.float32) for name, value in values.items()}
+    save_checkpoint(arrays, source, format="safetensors")
+    unified_safetensors(directory, None, directory / "unified")
+
+
+def unified_values(directory: Path) -> dict[str, float]:
+    values = load_distributed_checkpoint(
+        None, format="safetensors", unified_safetensors_dir=directory, return_param_dict=True
+    )
+    assert isinstance(values, dict)
+    arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+    return {name: float(array.flat[0]) for name, array in arrays.items()}
+
+
+def test_parts_of_an_older_unify_are_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptmgr.parallel.unified.PART_BYTES", 64)
+    unify_values(tmp_path, {f"w{n:02}": 1 for n in range(12)})
+    newer = {"w08": 2.0, "w09": 2.0, "w10": 2.0}
+    unify_values(tmp_path, newer)
+    assert len(list((tmp_path / "unified").glob("part*.safetensors"))) == 12
+    assert unified_values(tmp_path / "unified") == newer
+
+
+def test_parameter_comes_from_the_part_that_the_map_names(tmp_path: Path) -> None:
+    for name, value in (("part0", 1), ("part1", 2), ("hyper_param", 3)):
+        arrays = {key: np.full(1, value) for key in ("w", name)}
+        save_checkpoint(arrays, tmp_path / f"{name}.safetensors", format="safetensors")
+    weights = {"part0": "part0.safetensors", "w": "part1.safetensors"}
+    (tmp_path / "param_name_map.json").write_text(json.dumps({"weight_map": weights}))
+    assert unified_values(tmp_path) == {"part0": 1, "w": 2, "hyper_param": 3}
+
+
+def test_parameter_that_is_not_in_its_part_is_an_error(tmp_path: Path) -> None:
+    shutil.copy(UNIFIED / "part0.safetensors", tmp_path)
+    (tmp_path / "param_name_map.json").write_text('{"weight_map": {"x": "part0.safetensors"}}')
+    with pytest.raises(CheckpointNotFound, match=r"part0\.safetensors.*holds no parameter 'x'"):
+        unified_values(tmp_path)
+
+
+def test_unlisted_values_of_an_older_unify_are_removed(tmp_path: Path) -> None:
+    unified_safetensors(source_of("dp2_mp2"), strategy_file("dp2_mp2"), tmp_path)
+    assert set(unified_values(tmp_path)) >= HYPER
+    written = unified_safetensors(
+        source_of("full"), None, tmp_path, choice_func=lambda n: n == "w1"
+    )
+    assert [file.name for file in written] == ["part0.safetensors", "param_name_map.json"]
+    assert set(unified_values(tmp_path)) == {"w1"}
+    assert not list(tmp_path.glob("hyper_param*"))
+
+
 def test_layout_of_another_rank_count_than_its_own_is_refused() -> None:
     mixed = {
         "w1": ParallelLayout(device_matrix=(2,), tensor_map=((0,), ())),
