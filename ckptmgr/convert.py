@@ -33,6 +33,7 @@ from ckptmgr.formats.trailer import crc32
 from ckptmgr.fsio import InputFile
 from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source
 from ckptmgr.lower_errors import translated_errors
+from ckptmgr.manifest import Manifest
 from ckptmgr.naming import CONTAINER_SUFFIX
 from ckptmgr.source_image import image_of
 from ckptmgr.store import Store
@@ -46,6 +47,7 @@ class Plaintext:
     format: str
     cipher: str
     is_sealed: bool
+    manifest: Manifest | None
 
     def chunks(self) -> Iterator[memoryview]:
         """Yield the plaintext in order; each view is valid until the next one."""
@@ -65,7 +67,7 @@ def open_plaintext(path: Path, options: ReadOptions) -> Iterator[Plaintext]:
         CorruptCheckpoint: Damaged, or not a checkpoint inside.
         UnsupportedCheckpoint: It is not encrypted.
     """
-    with _opened(path, options) as opened, translated_errors(str(path)):
+    with _opened(path, options) as (opened, manifest), translated_errors(str(path)):
         if opened.cipher is None:
             raise UnsupportedCheckpoint("is not encrypted; there is nothing to decrypt", path=path)
         yield Plaintext(
@@ -73,6 +75,7 @@ def open_plaintext(path: Path, options: ReadOptions) -> Iterator[Plaintext]:
             format=opened.format,
             cipher=opened.cipher,
             is_sealed=opened.is_sealed,
+            manifest=manifest,
         )
 
 
@@ -104,7 +107,15 @@ def decrypt_file(
     with open_plaintext(source, options) as plaintext:
         image = image_of(plaintext.source, plaintext.source.size, PLAINTEXT_BLOCK_BYTES)
         content = Content(image=image, format=plaintext.format)
-        return publish(source, target, content, options=options, force=force, clock=clock)
+        return publish(
+            source,
+            target,
+            content,
+            options=options,
+            manifest=plaintext.manifest,
+            force=force,
+            clock=clock,
+        )
 
 
 def encrypt_file(
@@ -137,15 +148,31 @@ def encrypt_file(
         OSError: From the disk; nothing was changed.
     """
     check_target(source, target, force=force)
-    with _opened_plain(source) as opened, translated_errors(str(source)):
+    with _opened_plain(source) as (opened, manifest), translated_errors(str(source)):
         _check_name(target, is_container=opened.format == "safetensors")
         if opened.format == "safetensors":
             content = container_content(opened, key=key, mode=mode)
-            return publish(source, target, content, options=ReadOptions(), force=force, clock=clock)
+            return publish(
+                source,
+                target,
+                content,
+                options=ReadOptions(),
+                manifest=manifest,
+                force=force,
+                clock=clock,
+            )
         sealer = _CheckingSealer(opened, key, mode)
         image = image_of(opened.source, sealer.body_bytes, RANGE_BYTES, sealer.has_crc)
         content = Content(image=image, format="ckpt", mode=mode, key=key, sealer=sealer)
-        return publish(source, target, content, options=ReadOptions(), force=force, clock=clock)
+        return publish(
+            source,
+            target,
+            content,
+            options=ReadOptions(),
+            manifest=manifest,
+            force=force,
+            clock=clock,
+        )
 
 
 def encrypted_chunks(source: Path, *, key: Key, mode: str = "AES-GCM") -> Iterator[memoryview]:
@@ -156,7 +183,7 @@ def encrypted_chunks(source: Path, *, key: Key, mode: str = "AES-GCM") -> Iterat
     Raises:
         CkptmgrError: As `encrypt_file`.
     """
-    with _opened_plain(source) as opened, translated_errors(str(source)):
+    with _opened_plain(source) as (opened, _), translated_errors(str(source)):
         if opened.format == "safetensors":
             yield from container_chunks(opened, key=key, mode=mode)
             return
@@ -226,26 +253,23 @@ def _check_name(target: Path, *, is_container: bool) -> None:
 
 
 @contextlib.contextmanager
-def _opened_plain(path: Path) -> Iterator[OpenCheckpoint]:
+def _opened_plain(path: Path) -> Iterator[tuple[OpenCheckpoint, Manifest | None]]:
     with contextlib.closing(_open_raw(path)) as raw:
         if detect(raw) in ENCRYPTED:
             raise UnsupportedCheckpoint(
                 "is encrypted already", path=path, hint="decrypt it first to change key or mode"
             )
-    with _opened(path, ReadOptions()) as opened:
-        yield opened
+    with _opened(path, ReadOptions()) as found:
+        yield found
 
 
 @contextlib.contextmanager
-def _opened(path: Path, options: ReadOptions) -> Iterator[OpenCheckpoint]:
+def _opened(path: Path, options: ReadOptions) -> Iterator[tuple[OpenCheckpoint, Manifest | None]]:
     real = Path(os.path.realpath(path))
     manifest = store_of(real, options).read_manifest(real.name)
     with contextlib.closing(_open_raw(real)) as raw:
         opened = open_source(raw, path=str(path), options=options, manifest=manifest)
-        if manifest is not None and opened.is_sealed:
-            # The seal proves every block by itself; ranges of digests would be read several times over.
-            opened = open_source(raw, path=str(path), options=options)
-        yield opened
+        yield opened, manifest
 
 
 def _open_raw(path: Path) -> InputFile:

@@ -99,6 +99,7 @@ def publish(
     content: Content,
     *,
     options: ReadOptions,
+    manifest: Manifest | None,
     force: bool,
     clock: Callable[[], float],
 ) -> Converted:
@@ -108,7 +109,8 @@ def publish(
         source: The input.
         target: The output; checked by `check_target`.
         content: What goes into it.
-        options: How the manifest of the source is read.
+        options: How a source without manifest is looked up in its directory.
+        manifest: The one that the source was checked with, or None.
         force: Whether an existing target may be replaced.
         clock: Seconds since the epoch; stamps the manifest when the source has none.
 
@@ -119,7 +121,7 @@ def publish(
     """
     real = Path(os.path.realpath(source))
     directory = Path(os.path.realpath(target.parent))
-    described = _description(real, directory / target.name, options, clock)
+    described = _description(real, directory / target.name, manifest, options, clock)
     store = Store(directory, key=content.key)
 
     def write(file: OutputFile) -> FileDigest:
@@ -137,7 +139,7 @@ def publish(
 
     with _only_writer(store, target.name, described.series):
         check_target(source, target, force=force)
-        manifest = store.publish(
+        written = store.publish(
             target.name,
             series=described.series,
             size_bytes=content.image.size if content.sealer is None else content.sealer.sealed_size,
@@ -146,7 +148,7 @@ def publish(
             mode=private_mode(real),
         )
     return Converted(
-        source=source, target=manifest.to_checkpoint(directory), source_bytes=real.stat().st_size
+        source=source, target=written.to_checkpoint(directory), source_bytes=real.stat().st_size
     )
 
 
@@ -167,7 +169,11 @@ def _only_writer(store: Store, name: str, series: str) -> Iterator[None]:
 
 
 def _description(
-    source: Path, target: Path, options: ReadOptions, clock: Callable[[], float]
+    source: Path,
+    target: Path,
+    manifest: Manifest | None,
+    options: ReadOptions,
+    clock: Callable[[], float],
 ) -> Manifest:
     """Return the manifest of the target but for its file: what is known about the source.
 
@@ -175,15 +181,13 @@ def _description(
     """
     parsed = parse_name(target.name)
     series = stem_of(target.name) if parsed is None else parsed.prefix
-    store = store_of(source, options)
     placeholder = FileEntry(name=target.name, digest=FileDigest(size_bytes=0, ranges=()), format="")
-    manifest = store.read_manifest(source.name)
     if manifest is not None:
         run_id = "" if source.parent == target.parent else manifest.run_id
         return replace(
             manifest, file=placeholder, series=series, run_id=run_id, stats={}, replaces=None
         )
-    known = next((c for c in store.scan() if c.path == source), None)
+    known = next((c for c in store_of(source, options).scan() if c.path == source), None)
     return Manifest(
         file=placeholder,
         series=series,

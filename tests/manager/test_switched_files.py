@@ -3,16 +3,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from ckptmgr.convert import decrypt_file
 from ckptmgr.crypto.key import Key
 from ckptmgr.errors import CkptmgrError
 from ckptmgr.loader import ReadOptions, open_source, read_values
-from ckptmgr.serialization import save_checkpoint
+from ckptmgr.manifest import manifest_name
+from ckptmgr.saver import SaveOptions
+from ckptmgr.serialization import load_checkpoint, save_checkpoint
 from ckptmgr.store import Store
+from tests.manager.saved import KEY as SAVED_KEY
+from tests.manager.saved import save_run
 
 KEY = bytes(range(16))
 CHANGED = "changed while it was being read"
@@ -63,3 +70,56 @@ def test_other_save_that_hides_during_the_checks_is_refused(
                 )
             messages.append(str(caught.value))
     assert any(CHANGED in message for message in messages)
+
+
+@pytest.mark.parametrize("format", ["ckpt", "safetensors"])
+def test_file_that_becomes_another_save_while_it_is_decrypted_gives_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+) -> None:
+    source, other = (
+        save_checkpoint(
+            {"w": np.full(100, value)}, tmp_path / name, format=format, enc_key=KEY
+        ).path
+        for name, value in (("source", 1.0), ("other", 2.0))
+    )
+    source.chmod(0o600)
+    described, replacement = source.read_bytes(), other.read_bytes()
+    inode = source.stat().st_ino
+    preadv, left = os.preadv, 0
+
+    def switching(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        nonlocal left
+        if os.fstat(descriptor).st_ino == inode:
+            if left == 0:
+                source.write_bytes(replacement)
+            left -= 1
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", switching)
+    values = []
+    for count in range(30):
+        source.write_bytes(described)
+        left, target = count, tmp_path / f"{count}.{format}"
+        with contextlib.suppress(CkptmgrError):
+            decrypt_file(source, target, options=ReadOptions(key=Key(KEY)))
+            values.append(float(np.asarray(load_checkpoint(target)["w"])[0]))
+    assert set(values) == {1.0}
+    assert len(values) < 30
+
+
+def test_target_says_what_the_manifest_said_that_vouched_for_the_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (source,) = save_run(
+        tmp_path, [10], options=SaveOptions(key=SAVED_KEY), metrics={10: {"loss": 0.5}}
+    )
+    system_open = os.open
+
+    def without_manifest(path: str | Path, flags: int, mode: int = 0o777) -> int:
+        if path == source:
+            source.with_name(manifest_name(source.name)).unlink(missing_ok=True)
+        return system_open(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", without_manifest)
+    done = decrypt_file(source, tmp_path / "p.ckpt", options=ReadOptions(key=SAVED_KEY))
+    assert dict(done.target.metrics) == {"loss": 0.5}
