@@ -102,7 +102,8 @@ def _run(group: click.Group, arguments: list[str], session: object) -> int:
         click.echo("ckptmgr: interrupted", err=True)
         return Exit.INTERRUPTED
     except Exception as error:  # the top of the program: everything becomes a message and a code
-        if is_debug:
+        # A wrong command line has no trace worth showing, and click's text repeats the arguments: one may be a key.
+        if is_debug and not isinstance(error, click.UsageError):
             traceback.print_exc()
         return report(error, as_json=as_json)
     return result if isinstance(result, int) else Exit.DONE

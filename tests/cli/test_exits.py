@@ -101,9 +101,9 @@ def test_wrong_option_is_a_usage_error_that_names_the_help() -> None:
 
 
 @pytest.mark.parametrize("extra", [["0123456789abcdef"], ["0123456789abcdef", "a) (b\nc"]])
-@pytest.mark.parametrize("option", [[], ["--json"]])
-def test_extra_argument_is_refused_and_not_repeated(extra: list[str], option: list[str]) -> None:
-    result = run("ls", *option, "folder", *extra)
+@pytest.mark.parametrize("options", [["ls"], ["ls", "--json"], ["--debug", "ls"]])
+def test_extra_argument_is_refused_and_not_repeated(extra: list[str], options: list[str]) -> None:
+    result = run(*options, "folder", *extra)
     assert result.exit_code == 2
     assert "got unexpected extra argument" in result.stderr
     assert "(not shown: it may be a key)" in result.stderr
