@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         "--peer-rounds", type=_positive, default=2, help="of libraries that no target names [2]"
     )
     parser.add_argument(
-        "--rest", type=float, default=0.5, help="seconds of rest before each measurement [0.5]"
+        "--rest", type=float, default=3.0, help="seconds of rest before each measurement [3]"
     )
     parser.add_argument("--dir", type=Path, default=Path.cwd(), help="where to save [.]")
     parser.add_argument("--output", type=Path, help="write figures, tables and charts here")
