@@ -14,7 +14,6 @@ from pathlib import Path
 from ckptmgr import tree
 from ckptmgr.errors import SaveFailed
 from ckptmgr.fsio import OsFileSystem
-from ckptmgr.integrations.torch_store import torchrun_coordinator
 from ckptmgr.parallel.rank_writer import RankWriter
 from ckptmgr.parallel.shard_store import ShardStore
 from ckptmgr.saver import SaveOptions
@@ -25,6 +24,8 @@ from tests.crashmodel import FailingDisk
 def main(directory: Path) -> None:
     import torch  # not at the top: the collection of doctests imports this file where torch is missing
     import torch.distributed as dist
+
+    from ckptmgr.integrations.torch_store import torchrun_coordinator
 
     dist.init_process_group("gloo")
     coordinator = torchrun_coordinator()
