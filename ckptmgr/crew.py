@@ -31,7 +31,9 @@ class _Crew:
         self._fail = fail
         self._lock = threading.Lock()
         self._working = len(works)
-        self._is_done = threading.Event()
+        # A bare lock that the last one out opens: an interrupted Event can be left locked, or lose its own lock.
+        self._gate = threading.Lock()
+        self._gate.acquire()
         self._members = [_once(work, self._leave) for work in works]
         self._threads: list[threading.Thread] = []
         self._must_take_over = False
@@ -53,7 +55,10 @@ class _Crew:
         if self._must_take_over:
             for member in self._members:
                 member()
-        self._is_done.wait()
+        while (
+            self._working
+        ):  # Ctrl-C may come after the gate was passed, and then it is closed again
+            self._gate.acquire()
         for thread in self._threads:  # nobody works any more; this only tidies up
             if thread.ident is not None:
                 thread.join()
@@ -71,7 +76,7 @@ class _Crew:
         with self._lock:
             self._working -= 1
             if self._working == 0:
-                self._is_done.set()
+                self._gate.release()
 
 
 def _once(work: Callable[[], None], leave: Callable[[], None]) -> Callable[[], None]:
