@@ -311,6 +311,7 @@ class ModelCheckpoint:
 
         def save(items: Sequence[Item], publish: Publish) -> Checkpoint:
             checkpoint = writer.save(name, items, facts, publish=publish)
+            watch.durable(checkpoint.path)
             if self._prefix_of is None:
                 writer.retain(self._config.retention_policy())
             return checkpoint
@@ -343,7 +344,8 @@ class ModelCheckpoint:
             with self._observers.watch(series=prefix, step=step, why=facts.why) as watch:
                 items = self._items(self._params, step=step, epoch=epoch)
                 saved = writer.save(name, items, facts, options=options)
-                watch.durable(saved.path, SaveStats(size_bytes=saved.size_bytes))
+                watch.costs(SaveStats(size_bytes=saved.size_bytes))
+                watch.durable(saved.path)
         except Exception as failure:
             error.add_note(f"ckptmgr: the breakpoint checkpoint could not be saved: {failure}")
 

@@ -19,7 +19,6 @@ import time
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Literal
 
 from ckptmgr.background import BackgroundSaver
@@ -32,7 +31,7 @@ from ckptmgr.memory_config import MemoryConfig
 from ckptmgr.model import Checkpoint
 from ckptmgr.observe import EVERYBODY, SaveWatch
 from ckptmgr.save_failure import BackPressure, OnError
-from ckptmgr.saver import Publish, SaveOptions, save_items
+from ckptmgr.saver import Publish, SaveOrder, save_items
 from ckptmgr.staging import StagingPool
 from ckptmgr.staging_state import StagedState
 from ckptmgr.store import Store
@@ -171,12 +170,12 @@ class SaveEngine:
         handle = SaveHandle()
         stats = handle.stats
 
-        def note_blocked(path: Path) -> None:
+        def note_blocked() -> None:
             stats.blocked_s = time.perf_counter() - started
-            watch.durable(path, stats)
 
-        checkpoint = save(items, _measured(save_items, stats, note_blocked))
-        stats.blocked_s = time.perf_counter() - started
+        watch.costs(stats, note=note_blocked)
+        checkpoint = save(items, _measured(save_items, stats))
+        note_blocked()
         handle.staged.set_result(None)
         handle.durable.set_result(checkpoint)
         return handle
@@ -226,7 +225,8 @@ class SaveEngine:
         if self.mode == "process":
             publish = self._worker.publisher(staged)
         stats.staging_bytes = self._staging_pool().ledger.host_bytes
-        return _measured(publish, stats, lambda path: watch.durable(path, stats), check=check)
+        watch.costs(stats)
+        return _measured(publish, stats, check=check)
 
     def _staging_pool(self) -> StagingPool:
         if self._pool is None:
@@ -294,52 +294,29 @@ os.register_at_fork(after_in_child=_forget_parent)
 
 
 def _measured(
-    publish: Publish,
-    stats: SaveStats,
-    done: Callable[[Path], None],
-    *,
-    check: Callable[[], object] | None = None,
+    publish: Publish, stats: SaveStats, *, check: Callable[[], object] | None = None
 ) -> Publish:
     """Return `publish`, noting what it costs.
 
     Args:
         publish: Saves items.
         stats: Where the cost is noted.
-        done: Gets the path of the file that is now durable.
         check: Raises when what was written must not be committed.
     """
 
-    def measured(
-        store: Store,
-        name: str,
-        items: Sequence[Item],
-        *,
-        options: SaveOptions,
-        series: str,
-        describe: Callable[[FileEntry, Mapping[str, float]], Manifest],
-        metadata: Mapping[str, str] | None = None,
-    ) -> Manifest:
+    def measured(store: Store, order: SaveOrder) -> Manifest:
         def describe_cost(entry: FileEntry, figures: Mapping[str, float]) -> Manifest:
             if check is not None:
                 check()
-            return describe(entry, {**_known_early(stats), **figures})
+            return order.describe(entry, {**_known_early(stats), **figures})
 
         started = time.perf_counter()
-        manifest = publish(
-            store,
-            name,
-            items,
-            options=options,
-            series=series,
-            describe=describe_cost,
-            metadata=metadata,
-        )
+        manifest = publish(store, replace(order, describe=describe_cost))
         stats.note_written(
             manifest.stats,
             size_bytes=manifest.file.digest.size_bytes,
             passed_s=time.perf_counter() - started,
         )
-        done(store.directory / name)
         return manifest
 
     return measured

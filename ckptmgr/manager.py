@@ -321,6 +321,7 @@ class CheckpointManager:
                 step=step, attempt=attempt, at=now, epoch=epoch, why=why, metrics=metrics
             )
             checkpoint = self._writer.save(name, items, facts, metadata=metadata, publish=publish)
+            watch.durable(checkpoint.path)
             self._given_up.discard(checkpoint.path)  # once removed, its name is free again
             self._writer.retain(self._config.retention_policy())
             return checkpoint

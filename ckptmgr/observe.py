@@ -9,7 +9,8 @@ The events are listed in `events`.
 >>> heard = []
 >>> observers = Observers(lambda event: heard.append(event.name))
 >>> with observers.watch(series="net", step=7, why="manual") as save:
-...     save.durable(Path("net-7.ckpt"), SaveStats(size_bytes=100))
+...     save.costs(SaveStats(size_bytes=100))
+...     save.durable(Path("net-7.ckpt"))
 >>> heard
 ['save.started', 'save.durable']
 """
@@ -147,6 +148,8 @@ class SaveWatch:
         self._lock = threading.Lock()
         self._is_staged = False
         self._is_over = False
+        self._stats = SaveStats()
+        self._note: Callable[[], object] | None = None
         started = self._about | Facts(notes=(why,))
         observers.emit("save.started", **started)
 
@@ -172,8 +175,15 @@ class SaveWatch:
             )
             self._observers.emit("save.staged", **facts)
 
-    def durable(self, path: Path, stats: SaveStats) -> None:
+    def costs(self, stats: SaveStats, *, note: Callable[[], object] | None = None) -> None:
+        """Take the figures of the save, which are told when it ends; `note` brings them up to date."""
+        self._stats, self._note = stats, note
+
+    def durable(self, path: Path) -> None:
         """Say that the checkpoint is safe, and what it cost."""
+        stats = self._stats
+        if self._note is not None:
+            self._note()
         if stats.staged_bytes:
             self.staged(stats)  # whoever staged it may not have had the time to say so
         self._end("save.durable", path=path, size_bytes=stats.size_bytes, figures=figures_of(stats))

@@ -57,20 +57,31 @@ class SaveOptions:
         return extension_of(self.format, is_encrypted=self.key is not None)
 
 
-class Publish(Protocol):
-    """Save items durably; `save_items` is one, the worker process has another."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOrder:
+    """What to save, as what, and how.
 
-    def __call__(
-        self,
-        store: Store,
-        name: str,
-        items: Sequence[Item],
-        *,
-        options: SaveOptions,
-        series: str,
-        describe: Callable[[FileEntry, Mapping[str, float]], Manifest],
-        metadata: Mapping[str, str] | None = None,
-    ) -> Manifest:
+    Attributes:
+        name: Base name of the data file.
+        items: What it holds.
+        options: How it is written.
+        series: Series the file belongs to.
+        describe: Makes the manifest from the file's entry and the stage figures (seconds, bytes).
+        metadata: Strings kept in the file.
+    """
+
+    name: str
+    items: Sequence[Item]
+    options: SaveOptions
+    series: str
+    describe: Callable[[FileEntry, Mapping[str, float]], Manifest]
+    metadata: Mapping[str, str] | None = None
+
+
+class Publish(Protocol):
+    """Carry out an order durably; `save_items` is one, the worker process has another."""
+
+    def __call__(self, store: Store, order: SaveOrder, /) -> Manifest:
         """Save and return the manifest once it is durable."""
         ...
 
@@ -88,26 +99,8 @@ def build_image(
     return build_ckpt_image(items, metadata=metadata, crc=options.has_crc)
 
 
-def save_items(
-    store: Store,
-    name: str,
-    items: Sequence[Item],
-    *,
-    options: SaveOptions,
-    series: str,
-    describe: Callable[[FileEntry, Mapping[str, float]], Manifest],
-    metadata: Mapping[str, str] | None = None,
-) -> Manifest:
-    """Save `items` as `name` in the store's directory; return the manifest once it is durable.
-
-    Args:
-        store: The directory.
-        name: Base name of the data file.
-        items: What to save.
-        options: Format, key, CRC.
-        series: Series the file belongs to.
-        describe: Makes the manifest from the file's entry and the stage figures (seconds, bytes).
-        metadata: Strings kept in the file.
+def save_items(store: Store, order: SaveOrder) -> Manifest:
+    """Save what is ordered in the store's directory; return the manifest once it is durable.
 
     Raises:
         UnsupportedCheckpoint: The items cannot be stored; nothing was changed.
@@ -115,8 +108,9 @@ def save_items(
         SaveFailed: With `verify_after_write`: the disk does not hold what was written; nothing was changed.
         OSError: From the disk.
     """
-    with _refusals(str(store.directory / name)):
-        image = build_image(items, options=options, metadata=metadata)
+    options, path = order.options, str(store.directory / order.name)
+    with _refusals(path):
+        image = build_image(order.items, options=options, metadata=order.metadata)
         sealer = _sealer_of(image, options)
         stats: dict[str, float] = {}
 
@@ -127,25 +121,25 @@ def save_items(
 
         def read_back(file: InputFile, digest: FileDigest) -> None:
             stats["until_synced_s"] = time.perf_counter() - started
-            check_written(file, digest, path=str(store.directory / name))
+            check_written(file, digest, path=path)
             stats["verify_s"] = time.perf_counter() - started - stats["until_synced_s"]
 
         def describe_file(digest: FileDigest) -> Manifest:
             stats.setdefault("until_synced_s", time.perf_counter() - started)
             stats["buffer_bytes"] = buffer_bytes()
             entry = FileEntry(
-                name=name,
+                name=order.name,
                 digest=digest,
                 format=options.format,
                 cipher=None if options.key is None else options.mode,
                 key_id=None if options.key is None else options.key.key_id,
             )
-            return describe(entry, stats)
+            return order.describe(entry, stats)
 
         started = time.perf_counter()
         return store.publish(
-            name,
-            series=series,
+            order.name,
+            series=order.series,
             size_bytes=image.size if sealer is None else sealer.sealed_size,
             write=write,
             describe=describe_file,

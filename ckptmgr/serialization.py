@@ -50,7 +50,7 @@ from ckptmgr.naming import CONTAINER_SUFFIX, extension_of, parse_name, stem_of
 from ckptmgr.network import load_into
 from ckptmgr.observe import EVERYBODY
 from ckptmgr.reader import with_its_manifest
-from ckptmgr.saver import SaveOptions, save_items
+from ckptmgr.saver import SaveOptions, SaveOrder, save_items
 from ckptmgr.store import Store
 
 _FORMATS = ("ckpt", "safetensors")
@@ -132,27 +132,28 @@ def save_checkpoint(
         raise FileNotFoundError(2, os.strerror(2), str(path))
     facts = dict(append_dict or {})
     store = Store(path.parent, key=key)
+    order = SaveOrder(
+        name=path.name,
+        items=items,
+        options=options,
+        series=path.name,
+        describe=lambda entry, stats: _manifest(entry, stats, path, facts),
+        metadata=metadata,
+    )
     started = time.perf_counter()
     with (
         EVERYBODY.watch(series=path.name, step=None, why="manual") as watch,
         lease_of_name(store, path.name),
     ):
-        manifest = save_items(
-            store,
-            path.name,
-            items,
-            options=options,
-            series=path.name,
-            describe=lambda entry, stats: _manifest(entry, stats, path, facts),
-            metadata=metadata,
-        )
+        manifest = save_items(store, order)
         cost = SaveStats(blocked_s=time.perf_counter() - started)
         cost.note_written(
             manifest.stats,
             size_bytes=manifest.file.digest.size_bytes,
             passed_s=cost.blocked_s,
         )
-        watch.durable(path, cost)
+        watch.costs(cost)
+        watch.durable(path)
     return manifest.to_checkpoint(path.parent)
 
 

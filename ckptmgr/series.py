@@ -25,7 +25,7 @@ from ckptmgr.model import Checkpoint, Plan, State
 from ckptmgr.observe import EVERYBODY, Observers
 from ckptmgr.resume import Skipped, first_that_loads
 from ckptmgr.retention import RetentionPolicy, plan
-from ckptmgr.saver import Publish, SaveOptions, save_items
+from ckptmgr.saver import Publish, SaveOptions, SaveOrder, save_items
 from ckptmgr.store import Store
 
 _LOG = logging.getLogger(__name__)
@@ -164,16 +164,15 @@ class SeriesWriter:
         """Save and return the checkpoint once it is durable; see `save_items` for the errors."""
         self.open()
         numbers = self.next_numbers(facts)
-        manifest = publish(
-            self.store,
-            name,
-            items,
+        order = SaveOrder(
+            name=name,
+            items=items,
             options=options or self.options,
             series=self.series,
             describe=lambda entry, stats: self.describe(entry, stats, facts, numbers=numbers),
             metadata=metadata,
         )
-        return self.note_saved(manifest)
+        return self.note_saved(publish(self.store, order))
 
     def next_numbers(self, facts: SaveFacts) -> tuple[int, int]:
         """Return the commit sequence of the next save, and which save of its step it is."""

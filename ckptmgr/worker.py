@@ -24,7 +24,7 @@ from typing import Any
 from ckptmgr import manifest as manifests
 from ckptmgr.crypto.key import Key
 from ckptmgr.manifest import FileEntry, Manifest
-from ckptmgr.saver import SaveOptions, save_items
+from ckptmgr.saver import SaveOptions, SaveOrder, save_items
 from ckptmgr.staging_items import items_from
 from ckptmgr.store import Store
 from ckptmgr.worker_protocol import IGNORED_SIGNALS, describe_error, receive, send
@@ -114,10 +114,10 @@ def _save(order: dict[str, Any], regions: list[memoryview]) -> Manifest:
     def describe(entry: FileEntry, stats: Mapping[str, float]) -> Manifest:
         return draft.completed(entry, stats)
 
-    return save_items(
-        Store(directory, key=key, must_authenticate=order["must_authenticate"]),
-        order["name"],
-        items_from(order["items"], regions),
+    store = Store(directory, key=key, must_authenticate=order["must_authenticate"])
+    ordered = SaveOrder(
+        name=order["name"],
+        items=items_from(order["items"], regions),
         options=SaveOptions(
             format=order["format"],
             key=key,
@@ -130,6 +130,7 @@ def _save(order: dict[str, Any], regions: list[memoryview]) -> Manifest:
         describe=describe,
         metadata=order["metadata"],
     )
+    return save_items(store, ordered)
 
 
 def _watch(parent: int) -> int | None:

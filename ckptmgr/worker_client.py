@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,10 @@ from typing import Any
 from ckptmgr import manifest as manifests
 from ckptmgr.digest import FileDigest
 from ckptmgr.errors import SaveFailed
-from ckptmgr.formats.tensor import Item
 from ckptmgr.fsio import lock_descriptor
 from ckptmgr.lease import lease_path
 from ckptmgr.manifest import FileEntry, Manifest
-from ckptmgr.saver import Publish, SaveOptions
+from ckptmgr.saver import Publish, SaveOptions, SaveOrder
 from ckptmgr.staging_state import StagedState
 from ckptmgr.store import Store
 from ckptmgr.worker_protocol import IGNORED_SIGNALS, rebuild_error, receive, send
@@ -85,36 +84,28 @@ class WorkerClient:
     def publisher(self, staged: StagedState) -> Publish:
         """Return a function like `save_items` that saves in the worker; the items must be those of `staged`."""
 
-        def publish(
-            store: Store,
-            name: str,
-            items: Sequence[Item],
-            *,
-            options: SaveOptions,
-            series: str,
-            describe: Callable[[FileEntry, Mapping[str, float]], Manifest],
-            metadata: Mapping[str, str] | None = None,
-        ) -> Manifest:
-            del items  # the worker builds them from the description of the staged state
-            draft = describe(FileEntry(name=name, digest=_NOTHING, format=options.format), {})
+        def publish(store: Store, order: SaveOrder) -> Manifest:
+            entry = FileEntry(name=order.name, digest=_NOTHING, format=order.options.format)
             regions = staged.descriptors()
-            lease = lock_descriptor(lease_path(store.directory, series))
-            order: dict[str, Any] = {
+            lease = lock_descriptor(lease_path(store.directory, order.series))
+            told: dict[str, Any] = {
                 "directory": os.path.abspath(store.directory),  # noqa: PTH100 - no links resolved
-                "name": name,
-                "items": staged.describe(),
+                "name": order.name,
+                "items": staged.describe(),  # the worker builds those of the order from this
                 "regions": len(regions),
-                "draft": manifests.encode(draft).decode(),
-                "metadata": None if metadata is None else dict(metadata),
+                "draft": manifests.encode(order.describe(entry, {})).decode(),
+                "metadata": None if order.metadata is None else dict(order.metadata),
                 "must_authenticate": store.must_authenticate,
-                **_described(options),
+                **_described(order.options),
             }
             descriptors = [*regions.values(), *([] if lease is None else [lease])]
-            answer = self._exchange(order, descriptors, store=store, series=series)
+            answer = self._exchange(told, descriptors, store=store, series=order.series)
             if "error" in answer:
                 raise rebuild_error(answer["error"])
             text = str(answer["manifest"]).encode()
-            return manifests.decode(text, path=store.directory / manifests.manifest_name(name))
+            return manifests.decode(
+                text, path=store.directory / manifests.manifest_name(order.name)
+            )
 
         return publish
 

@@ -5,18 +5,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 from ckptmgr.formats.tensor import Item
 from ckptmgr.fsio import OsFileSystem, remove_name
-from ckptmgr.lease import ProcProcesses, lease_path
+from ckptmgr.lease import ProcProcesses
 from ckptmgr.manifest import FileEntry, Manifest, manifest_name
 from ckptmgr.manifest_files import ManifestFiles
 from ckptmgr.name_lease import lease_of_name
 from ckptmgr.naming import parse_name
-from ckptmgr.saver import SaveOptions, save_items
+from ckptmgr.saver import SaveOptions, SaveOrder, save_items
 from ckptmgr.store import Store
 
 
@@ -56,20 +55,16 @@ def write_file(
 
     store = Store(path.parent, key=options.key)
     store.fs.make_directory(path.parent, mode=0o700)
-    with store.lease(path.name):
-        try:
-            save_items(
-                store,
-                path.name,
-                items,
-                options=options,
-                series=path.name,
-                describe=describe,
-                metadata=metadata,
-            )
-        finally:
-            with suppress(OSError):
-                store.fs.unlink(lease_path(path.parent, path.name))
+    order = SaveOrder(
+        name=path.name,
+        items=items,
+        options=options,
+        series=path.name,
+        describe=describe,
+        metadata=metadata,
+    )
+    with lease_of_name(store, path.name):
+        save_items(store, order)
     return path
 
 

@@ -23,7 +23,7 @@ from ckptmgr.parallel.rounds import Rounds
 from ckptmgr.parallel.shard_store import ShardStore
 from ckptmgr.resume import Skipped
 from ckptmgr.retention import RetentionPolicy
-from ckptmgr.saver import Publish, SaveOptions, save_items
+from ckptmgr.saver import Publish, SaveOptions, SaveOrder, save_items
 from ckptmgr.series import SaveFacts, SeriesWriter
 from ckptmgr.shard_names import SET_FORMAT, new_attempt_id, stem_of
 
@@ -153,15 +153,15 @@ class RankWriter(SeriesWriter):
             return self.describe(entry, stats, facts, numbers=(offer.sequence, offer.attempt))
 
         def write(file_name: str) -> Manifest:
-            return publish(
-                self.store,
-                file_name,
-                items,
+            order = SaveOrder(
+                name=file_name,
+                items=items,
                 options=options,
                 series=self.series,
                 describe=describe,
                 metadata=metadata,
             )
+            return publish(self.store, order)
 
         save = TwoPhaseSave(
             self._shards,

@@ -410,17 +410,19 @@ def test_file_of_named_tensors_loads_as_such_and_not_into_a_state() -> None:
     disk = ModelDisk()
     from dataclasses import replace
 
-    from ckptmgr.saver import SaveOptions, save_items
+    from ckptmgr.saver import SaveOptions, SaveOrder, save_items
     from tests.manager.manifests import manifest
     from tests.strategies import named_tensor
 
     save_items(
         Trainer(disk).store(),
-        name_of(1),
-        [named_tensor("w")],
-        options=SaveOptions(),
-        series=SERIES,
-        describe=lambda entry, stats: replace(manifest(), file=entry),
+        SaveOrder(
+            name=name_of(1),
+            items=[named_tensor("w")],
+            options=SaveOptions(),
+            series=SERIES,
+            describe=lambda entry, stats: replace(manifest(), file=entry),
+        ),
     )
     with Trainer(disk).manager() as manager:
         state = manager.load(1)

@@ -383,7 +383,8 @@ def test_watch_tells_the_copy_before_the_end_whoever_is_first() -> None:
     heard: Heard = []
     handle = SaveHandle(stats=SaveStats(staged_bytes=3))
     with Observers(heard.append).watch(series="net", step=1, why="policy") as watch:
-        watch.durable(Path("net-1.ckpt"), handle.stats)
+        watch.costs(handle.stats)
+        watch.durable(Path("net-1.ckpt"))
         watch.follow(handle)
         handle.staged.set_result(None)
         handle.durable.set_exception(SaveFailed("the retention after it was interrupted"))

@@ -17,7 +17,7 @@ from ckptmgr.formats.tensor import Item, Tensor, TensorSpec
 from ckptmgr.fsio import FileSystem, OsFileSystem
 from ckptmgr.loader import ReadOptions, open_source, read_values
 from ckptmgr.manifest import Manifest
-from ckptmgr.saver import SaveOptions, save_items
+from ckptmgr.saver import SaveOptions, SaveOrder, save_items
 from ckptmgr.store import Store
 from tests.crashmodel import FailingDisk, ModelDisk, every_failure
 from tests.manager.surface import KEY, shows
@@ -36,20 +36,22 @@ def _save(
 ) -> Manifest:
     return save_items(
         store,
-        "x.ckpt",
-        items,
-        options=options or SaveOptions(),
-        series="x",
-        describe=lambda entry, stats: Manifest(
-            file=entry,
+        SaveOrder(
+            name="x.ckpt",
+            items=items,
+            options=options or SaveOptions(),
             series="x",
-            run_id="",
-            step=1,
-            sequence=0,
-            saved_at=datetime.now(UTC),
-            stats=stats,
+            describe=lambda entry, stats: Manifest(
+                file=entry,
+                series="x",
+                run_id="",
+                step=1,
+                sequence=0,
+                saved_at=datetime.now(UTC),
+                stats=stats,
+            ),
+            metadata=metadata,
         ),
-        metadata=metadata,
     )
 
 

@@ -27,7 +27,7 @@ from ckptmgr.formats.tensor import Item, MapTensors, Tensor
 from ckptmgr.loader import ReadOptions, open_source, read_values
 from ckptmgr.manifest import Manifest
 from ckptmgr.model import Checkpoint
-from ckptmgr.saver import SaveOptions, save_items
+from ckptmgr.saver import SaveOptions, SaveOrder, save_items
 from ckptmgr.store import Store
 from tests.manager.surface import KEY, comparable, everything_said, shows
 from tests.stored import Stored, StoredItem
@@ -71,12 +71,14 @@ def _save(directory: Path, kind: _Kind, items: Sequence[Item]) -> Checkpoint:
     )
     manifest = save_items(
         store,
-        kind.name,
-        items,
-        options=options,
-        series="x",
-        describe=lambda entry, _: Manifest(
-            file=entry, series="x", run_id="", step=0, sequence=0, saved_at=datetime.now(UTC)
+        SaveOrder(
+            name=kind.name,
+            items=items,
+            options=options,
+            series="x",
+            describe=lambda entry, _: Manifest(
+                file=entry, series="x", run_id="", step=0, sequence=0, saved_at=datetime.now(UTC)
+            ),
         ),
     )
     return manifest.to_checkpoint(directory)

@@ -14,6 +14,7 @@ from ckptmgr.errors import NotBuiltYet, UnsupportedCheckpoint
 from ckptmgr.fsio import FileSystem
 from ckptmgr.manager import CheckpointManager
 from ckptmgr.model import State
+from ckptmgr.observe import Event, Observer
 from ckptmgr.parallel.coordinator import Json
 from ckptmgr.parallel.rank_errors import RankFailed
 from ckptmgr.store import Store
@@ -30,7 +31,13 @@ def state(rank: int, step: int) -> dict[str, object]:
 
 
 def manager(
-    disk: ModelDisk, meeting: Meeting, rank: int, *, fs: FileSystem | None = None, **config: Any
+    disk: ModelDisk,
+    meeting: Meeting,
+    rank: int,
+    *,
+    fs: FileSystem | None = None,
+    observe: Observer | None = None,
+    **config: Any,
 ) -> CheckpointManager:
     return CheckpointManager(
         RUNS,
@@ -40,6 +47,7 @@ def manager(
         processes=ModelProcesses(disk),
         clock=Clock(),
         coordinator=Seat(meeting, rank),
+        observe=observe,
     )
 
 
@@ -131,6 +139,28 @@ def test_full_disk_of_one_rank_is_an_error_on_all_and_due_again() -> None:
             return "" if latest is None else latest.name
 
     assert [o.must() for o in run_ranks(meeting, one)] == ["net-2.shards"] * WORLD
+
+
+def test_nobody_is_told_that_a_save_is_durable_before_all_ranks_are_done() -> None:
+    disk = ModelDisk()
+    meeting = Meeting()
+    heard: list[list[str]] = [[] for _ in range(WORLD)]
+
+    def one(rank: int) -> None:
+        fs = FailingDisk(disk, operation="reserve", call=1 if rank == 1 else None)
+
+        def observe(event: Event) -> None:
+            heard[rank].append(event.name)
+
+        with manager(disk, meeting, rank, fs=fs, observe=observe) as ours:
+            with pytest.raises(RankFailed):
+                ours.save(1, state(rank, 1))
+            ours.save(1, state(rank, 1))
+
+    for outcome in run_ranks(meeting, one):
+        assert outcome.raised is None, outcome.raised
+    once = ["save.started", "save.failed", "save.started", "save.durable"]
+    assert heard == [once] * WORLD
 
 
 def test_checkpoint_of_many_ranks_is_not_resumed_by_one() -> None:
