@@ -21,7 +21,7 @@ INTEROP_PY := $(INTEROP_VENV)/bin/python
 BENCH_PY := $(BENCH_VENV)/bin/python
 PROVIDERS_PY := $(PROVIDERS_VENV)/bin/python
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
-PYTEST := -m pytest --timeout=600
+PYTEST := -m pytest --timeout=300
 
 .PHONY: help
 help: ## show this list
@@ -75,7 +75,7 @@ coverage: ## run the tests and enforce the branch coverage we promise
 
 .PHONY: coverage-report
 coverage-report: $(VENV)/.stamp-test
-	@$(PY) -W ignore -m coverage combine --quiet # processes that were killed leave half-written figures
+	@$(PY) -m coverage combine --quiet 2> .coverage-killed || { cat .coverage-killed; exit 1; } # half-written by the killed
 	$(PY) -m coverage json --quiet -o .coverage.json
 	$(PY) -m coverage report || true
 	$(PY) tools/check_coverage.py .coverage.json
@@ -112,7 +112,7 @@ providers: $(PROVIDERS_VENV)/.stamp ## call key services through the real boto3 
 	if command -v softhsm2-util > /dev/null; then judged+=,crypto/providers/pkcs11_token.py; fi
 	$(PROVIDERS_PY) -m coverage erase
 	$(PROVIDERS_PY) -m coverage run $(PYTEST) -m providers tests/crypto $(PYTEST_ARGS)
-	$(PROVIDERS_PY) -W ignore -m coverage combine --quiet
+	$(PROVIDERS_PY) -m coverage combine --quiet 2> .coverage-killed || { cat .coverage-killed; exit 1; }
 	$(PROVIDERS_PY) -m coverage report --include="$$judged" --omit='tests/*' --fail-under=100
 
 .PHONY: demo

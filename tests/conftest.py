@@ -19,6 +19,8 @@ settings.register_profile(
 settings.register_profile(
     "ci", settings.get_profile("dev"), max_examples=100, derandomize=True, print_blob=True
 )
+# The wheel is searched for what the package left out, not for what CI found in the sources before.
+settings.register_profile("wheel", settings.get_profile("ci"), max_examples=10)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
 
 
