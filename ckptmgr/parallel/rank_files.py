@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ckptmgr.boxes import ByteRun
 from ckptmgr.errors import CheckpointNotFound
 from ckptmgr.formats.index import TensorEntry, check_content, read_tensor_into
 from ckptmgr.formats.mindspore_entries import MapEntry, TextEntry
@@ -28,7 +29,6 @@ from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source
 from ckptmgr.lower_errors import translated_errors
 from ckptmgr.naming import CONTAINER_SUFFIX, stem_of
 from ckptmgr.parallel.errors import LayoutError
-from ckptmgr.parallel.reshard import ByteRun
 from ckptmgr.store import Store
 
 Entry = TensorEntry | TextEntry | MapEntry

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From N ranks to M: which bytes of which ranks make up a slice of another layout. Arithmetic only; reads no file.
 
+>>> from ckptmgr.boxes import Interval, byte_runs
 >>> rows = ParallelLayout(device_matrix=(2,), tensor_map=((0,), ()))
 >>> [part] = plan_region(rows, (4, 3), (Interval(2, 3), Interval(1, 3)))
 >>> part.holders, list(byte_runs(part.stored, part.wanted, part.wanted, item_bytes=1))
@@ -10,12 +11,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from math import prod
-from typing import NamedTuple
 
+from ckptmgr.boxes import Region, overlap_of
 from ckptmgr.parallel.errors import LayoutError
 from ckptmgr.parallel.layout import (
     ParallelLayout,
@@ -25,7 +25,7 @@ from ckptmgr.parallel.layout import (
     stage_count,
 )
 from ckptmgr.parallel.neighbours import gathered_ranks
-from ckptmgr.parallel.slices import Interval, Region, intervals_of, region_of, slicing_of
+from ckptmgr.parallel.slices import intervals_of, region_of, slicing_of
 
 Layouts = Mapping[str, ParallelLayout]
 
@@ -43,14 +43,6 @@ class SourcePart:
     holders: tuple[int, ...]
     stored: Region
     wanted: Region
-
-
-class ByteRun(NamedTuple):
-    """Bytes that lie together in the stored slice and in the target; offsets count from the start of each."""
-
-    source_offset: int
-    target_offset: int
-    length: int
 
 
 def plan_region(
@@ -72,7 +64,7 @@ def plan_region(
         [
             (ordinal, piece, both)
             for ordinal, piece in enumerate(pieces)
-            if (both := _overlap(piece, one))
+            if (both := overlap_of(piece, one))
         ]
         for pieces, one in zip(intervals_of(layout, shape), region, strict=True)
     ]
@@ -97,35 +89,6 @@ def plan_slice(
 ) -> tuple[SourcePart, ...]:
     """Return what a device of the target layout needs from the source; raises as `plan_region`."""
     return plan_region(source, shape, region_of(for_shape(target, tuple(shape)), device, shape))
-
-
-def byte_runs(
-    stored: Region, wanted: Region, target: Region, *, item_bytes: int
-) -> Iterator[ByteRun]:
-    """Yield where the wanted elements lie in a stored slice and in a target, by ascending offset.
-
-    Args:
-        stored: What the slice holds.
-        wanted: A part of both.
-        target: What the target holds.
-        item_bytes: Bytes of an element.
-    """
-    whole = len(wanted)
-    while whole and wanted[whole - 1] == stored[whole - 1] == target[whole - 1]:
-        whole -= 1
-    outer = max(0, whole - 1)
-    length = prod(one.length for one in wanted[outer:]) * item_bytes
-    if not length:
-        return
-    from_strides, to_strides = _strides(stored, item_bytes), _strides(target, item_bytes)
-    starts = [one.start for one in wanted]
-    for place in product(*(range(*one) for one in wanted[:outer])):
-        at = [*place, *starts[outer:]]
-        yield ByteRun(
-            sum((x - one.start) * by for x, one, by in zip(at, stored, from_strides, strict=True)),
-            sum((x - one.start) * by for x, one, by in zip(at, target, to_strides, strict=True)),
-            length,
-        )
 
 
 def rank_list_for_transform(
@@ -186,22 +149,9 @@ def needed_ranks(rank: int, source: Layouts, target: Layouts | None) -> list[int
     return sorted(ranks, reverse=True)
 
 
-def _overlap(one: Interval, other: Interval) -> Interval | None:
-    start, stop = max(one.start, other.start), min(one.stop, other.stop)
-    return Interval(start, stop) if start < stop else None
-
-
 def _ranks(layout: ParallelLayout, devices: Sequence[int]) -> tuple[int, ...]:
     if layout.ranks is not None:
         return tuple(layout.rank_of(device) for device in devices)
     return tuple(
         layout.rank_of(device, stage=stage) for stage in layout.stages for device in devices
     )
-
-
-def _strides(region: Region, item_bytes: int) -> list[int]:
-    strides, step = [], item_bytes
-    for one in reversed(region):
-        strides.append(step)
-        step *= one.length
-    return strides[::-1]

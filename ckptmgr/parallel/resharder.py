@@ -11,6 +11,7 @@ from functools import partial
 
 import numpy as np
 
+from ckptmgr.boxes import Region, byte_runs
 from ckptmgr.errors import UnsupportedCheckpoint
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.mindspore_entries import TextEntry
@@ -18,8 +19,8 @@ from ckptmgr.formats.tensor import Item, Tensor, TensorSpec, Text
 from ckptmgr.parallel.errors import LayoutError, SliceMissing
 from ckptmgr.parallel.layout import ParallelLayout, devices_per_stage, for_shape, whole
 from ckptmgr.parallel.rank_files import RankFiles
-from ckptmgr.parallel.reshard import Layouts, SourcePart, byte_runs, plan_region
-from ckptmgr.parallel.slices import Region, full_shape, region_of
+from ckptmgr.parallel.reshard import Layouts, SourcePart, plan_region
+from ckptmgr.parallel.slices import full_shape, region_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,28 +12,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
 from math import prod
-from typing import NamedTuple
 
 import numpy as np
 
+from ckptmgr.boxes import Interval, Region
 from ckptmgr.parallel.errors import LayoutError
 from ckptmgr.parallel.layout import ParallelLayout
-
-
-class Interval(NamedTuple):
-    """Elements `start` to `stop - 1` along a dimension."""
-
-    start: int
-    stop: int
-
-    @property
-    def length(self) -> int:
-        """The number of elements."""
-        return self.stop - self.start
-
-
-Region = tuple[Interval, ...]
-"""A box of a tensor: one interval per dimension."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -13,17 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptmgr.boxes import Interval, byte_runs
 from ckptmgr.parallel.errors import LayoutError
 from ckptmgr.parallel.layout import ParallelLayout, read_layouts
 from ckptmgr.parallel.neighbours import gathered_ranks
 from ckptmgr.parallel.reshard import (
-    byte_runs,
     needed_ranks,
     plan_region,
     plan_slice,
     rank_list_for_transform,
 )
-from ckptmgr.parallel.slices import Interval, region_of
+from ckptmgr.parallel.slices import region_of
 from tests.parallel.layouts import held_by, layouts, shape_for
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "transform"

@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptmgr.boxes import Interval
 from ckptmgr.parallel.errors import LayoutError
 from ckptmgr.parallel.layout import ParallelLayout, for_shape
-from ckptmgr.parallel.slices import Interval, full_shape, intervals_of, region_of, slicing_of
+from ckptmgr.parallel.slices import full_shape, intervals_of, region_of, slicing_of
 from tests.parallel.layouts import held_by, layouts, shape_for
 
 ROWS = ParallelLayout(device_matrix=(4,), tensor_map=((0,), ()))

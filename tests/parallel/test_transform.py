@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from ckptmgr import load_checkpoint, save_checkpoint
+from ckptmgr.boxes import ByteRun
 from ckptmgr.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,
@@ -29,7 +30,7 @@ from ckptmgr.parallel.errors import LayoutError, SliceMissing
 from ckptmgr.parallel.layout import ParallelLayout, read_layouts, whole
 from ckptmgr.parallel.outputs import write_file
 from ckptmgr.parallel.rank_files import RankFiles, find_rank_files
-from ckptmgr.parallel.reshard import ByteRun, rank_list_for_transform
+from ckptmgr.parallel.reshard import rank_list_for_transform
 from ckptmgr.parallel.resharder import Resharder
 from ckptmgr.parallel.transform import (
     reading_options,
