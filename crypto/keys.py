@@ -68,7 +68,7 @@ def load_key(
 
         return load_wrapped_key(source.removeprefix("wrapped:"))
     scheme, content = _read(source, insecure=insecure, prompt=prompt, timeout_s=timeout_s)
-    return _decode(content, may_be_raw=scheme in ("file", "cmd", "fd"))
+    return decode_key(content, scheme=scheme)
 
 
 def load_secret(
@@ -94,7 +94,7 @@ def load_secret(
     _, content = _read(
         source,
         insecure=insecure,
-        is_public=is_public,
+        is_public=lambda _: is_public,
         prompt=lambda _: prompt("PIN: "),
         timeout_s=timeout_s,
     )
@@ -105,13 +105,45 @@ def load_secret(
         raise KeySourceError("the source gave bytes that are no text") from None
 
 
+def read_source(
+    source: str,
+    *,
+    insecure: bool = False,
+    is_public: Callable[[bytes], bool] = lambda _: False,
+    prompt: Callable[[str], str] = getpass.getpass,
+    timeout_s: float = _COMMAND_TIMEOUT_S,
+) -> tuple[str, bytes]:
+    """Return the kind of a source and what it yields, at most 4096 bytes.
+
+    Args:
+        source: As for `load_key`, `wrapped:` excepted.
+        insecure: As for `load_key`.
+        is_public: Tells of the content of a file whether others may read it, though not change it.
+        prompt: As for `load_key`.
+        timeout_s: As for `load_key`.
+
+    Raises:
+        KeySourceError: The source is unknown or gives nothing. The message never shows what it gave.
+    """
+    scheme, content = _read(
+        source, insecure=insecure, is_public=is_public, prompt=prompt, timeout_s=timeout_s
+    )
+    _check_size(content)
+    return scheme, content
+
+
+def decode_key(content: bytes, *, scheme: str) -> Key:
+    """Return the key that a source of this kind yielded; raises as `load_key`."""
+    return _decode(content, may_be_raw=scheme in ("file", "cmd", "fd"))
+
+
 def _read(
     source: str,
     *,
     insecure: bool,
     prompt: Callable[[str], str],
     timeout_s: float,
-    is_public: bool = False,
+    is_public: Callable[[bytes], bool] = lambda _: False,
 ) -> tuple[str, bytes]:
     """Return the kind of a source and what it yields."""
     scheme, separator, place = source.partition(":")
@@ -139,7 +171,7 @@ def _from_environment(name: str) -> bytes:
         raise KeySourceError(f"the environment has no variable {shown}") from None
 
 
-def _from_file(name: str, *, insecure: bool, is_public: bool) -> bytes:
+def _from_file(name: str, *, insecure: bool, is_public: Callable[[bytes], bool]) -> bytes:
     try:
         # O_NONBLOCK: a FIFO nobody writes to must not hang.
         descriptor = os.open(
@@ -154,18 +186,20 @@ def _from_file(name: str, *, insecure: bool, is_public: bool) -> bytes:
             raise KeySourceError(
                 f"the key file {_shown(name)} is not a regular file", hint="use fd: or cmd:"
             )
-        refusal = None if insecure else refusal_of(status, user=os.geteuid(), is_public=is_public)
+        content = _read_all(descriptor)
+        is_shown = is_public(content)
+        refusal = None if insecure else refusal_of(status, user=os.geteuid(), is_public=is_shown)
         if refusal is not None:
             way_out = (
                 "keep others from changing it: chmod go-w"
-                if is_public
+                if is_shown
                 else "make it private: chmod 600"
             )
             raise KeySourceError(
                 f"the key file {_shown(name)} {refusal}",
                 hint=f"give it to the user who runs this and {way_out}",
             )
-        return _read_all(descriptor)
+        return content
     finally:
         os.close(descriptor)
 

@@ -39,6 +39,7 @@ class SlotType(enum.IntEnum):
     MLKEM768_X25519 = 5
     RSA_OAEP = 6
     KEY_SERVICE = 7
+    RUN_PASSPHRASE = 8
 
 
 _LABELS: dict[int, str] = {
@@ -49,6 +50,7 @@ _LABELS: dict[int, str] = {
     SlotType.MLKEM768_X25519: "ML-KEM-768 with X25519",
     SlotType.RSA_OAEP: "RSA",
     SlotType.KEY_SERVICE: "key service",
+    SlotType.RUN_PASSPHRASE: "passphrase (argon2id, of a run)",
 }
 
 

@@ -227,7 +227,7 @@ class Passphrase:
         costs, salt = self.cost.pack(), self.random(_SALT_BYTES)
         body_size = len(costs) + _SALT_BYTES + _WRAPPED_BYTES
         head = slot_head(self.cost.slot_type, NO_KEY_ID, body_size=body_size)
-        wrapping_key = self._stretched(self.cost, salt)
+        wrapping_key = self.stretched(self.cost, salt)
         wrapped = _wrap(wrapping_key, data_key, aad=bound + head + costs)
         return Slot(type=self.cost.slot_type, key_id=NO_KEY_ID, body=costs + salt + wrapped)
 
@@ -240,14 +240,19 @@ class Passphrase:
         costs = cost.pack()
         salt = slot.body[len(costs) : len(costs) + _SALT_BYTES]
         head = slot_head(slot.type, slot.key_id, body_size=len(slot.body))
-        wrapping_key = self._stretched(cost, salt)
+        wrapping_key = self.stretched(cost, salt)
         wrapped = slot.body[len(costs) + _SALT_BYTES :]
         data_key = _unwrap(wrapping_key, wrapped, aad=bound + head + costs)
         if data_key is None:
             raise DecryptionError("the passphrase is wrong, or the key slot is damaged")
         return data_key
 
-    def _stretched(self, cost: PassphraseCost, salt: bytes) -> bytes:
+    def stretched(self, cost: PassphraseCost, salt: bytes) -> bytes:
+        """Return the 32 bytes that the passphrase becomes, slowly.
+
+        Raises:
+            UnsupportedSuiteError: There is too little memory for it.
+        """
         passphrase = unicodedata.normalize("NFC", self.text).encode("utf-8")
         try:
             return cost.stretch(passphrase, salt=salt)
@@ -268,6 +273,15 @@ def _scrypt_of(slot: Slot) -> PassphraseCost:
 
 def _argon2id_of(slot: Slot) -> PassphraseCost:
     check_body_size(slot, _ARGON2ID.size + _SALT_BYTES + _WRAPPED_BYTES)
+    return argon2id_parameters(slot)
+
+
+def argon2id_parameters(slot: Slot) -> Argon2id:
+    """Return the cost that the body of a slot begins with; it has the eight bytes.
+
+    Raises:
+        UnsupportedSuiteError: It is out of range.
+    """
     memory_kib, passes, lanes, zero = _ARGON2ID.unpack_from(slot.body)
     if zero:
         raise UnsupportedSuiteError("the argon2id slot sets bits that this version does not know")

@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who opens what is written, and who tries to open what is read: keys, passphrases, public and private keys together.
+
+A single `Key` says all of that by itself, so wherever `Keys` are asked for, it will do. Everything else is a `KeyRing`.
+
+>>> ring = KeyRing([KeyMaterial.of_key(Key(bytes(16)))])
+>>> ring.labels, ring.can_open
+(('key fcaf80b25b219f3f',), True)
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .errors import CryptoError, KeySourceError
+from .key import Key
+from .key_files import parse_pem
+from .run_passphrase import RunPassphrase
+from .slots import DATA_KEY_BYTES, NO_KEY_ID, Identity, Recipient, Slot
+from .wrapping import Passphrase, RawKey
+
+
+class Kind(enum.Enum):
+    """What a secret is."""
+
+    KEY = "key"
+    PHRASE = "passphrase"
+    PEM = "pem"
+    """The file of a public or private key."""
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class KeyMaterial:
+    """What a key source gave, and as what it is to be understood. Never shown.
+
+    Attributes:
+        kind: Key, passphrase or file of a public or private key.
+        content: The key itself, the passphrase in UTF-8, or the file.
+    """
+
+    kind: Kind
+    content: bytes
+
+    @classmethod
+    def of_key(cls, key: Key) -> KeyMaterial:
+        """Return a key as material."""
+        return cls(Kind.KEY, key.raw)
+
+    def __repr__(self) -> str:
+        return f"KeyMaterial({self.kind.value}, not shown)"
+
+    def parties(self) -> tuple[Recipient, Identity | None]:
+        """Return for whom this encrypts, and who opens with it; nobody does with a public key.
+
+        Raises:
+            KeySourceError: It is no such thing.
+        """
+        if self.kind is Kind.PEM:
+            return parse_pem(self.content)
+        if self.kind is Kind.KEY:
+            key = RawKey(Key(self.content))
+            return key, key
+        try:
+            phrase = RunPassphrase(Passphrase(self.content.decode("utf-8")))
+        except UnicodeDecodeError:
+            raise KeySourceError("the passphrase is no text") from None
+        return phrase, phrase
+
+
+class KeyRing:
+    """Several ways in. Safe to use from several threads; equal only to itself.
+
+    Args:
+        own: Who encrypts, and opens as far as private keys are among them.
+        also_for: Who opens what is encrypted, besides; their private keys are not used here.
+
+    Raises:
+        KeySourceError: There is nobody, or something is no key.
+    """
+
+    def __init__(self, own: Sequence[KeyMaterial], also_for: Sequence[KeyMaterial] = ()) -> None:
+        if not own and not also_for:
+            raise KeySourceError("nobody would be able to open it")
+        parties = [material.parties() for material in own]
+        others = [material.parties()[0] for material in also_for]
+        self.own, self.also_for = tuple(own), tuple(also_for)
+        self.recipients: tuple[Recipient, ...] = (*(one for one, _ in parties), *others)
+        self.identities: tuple[Identity, ...] = tuple(two for _, two in parties if two is not None)
+        self._lock = threading.Lock()
+        self._labelled: tuple[Slot, ...] | None = None
+
+    def __repr__(self) -> str:
+        return f"KeyRing({len(self.recipients)} recipients, {len(self.identities)} identities)"
+
+    @property
+    def can_open(self) -> bool:
+        """Whether anything can be opened; public keys only encrypt."""
+        return bool(self.identities)
+
+    @property
+    def raw_keys(self) -> tuple[Key, ...]:
+        """The symmetric keys that open."""
+        return tuple(one.key for one in self.identities if isinstance(one, RawKey))
+
+    @property
+    def sole_key(self) -> Key | None:
+        """The key, where a key is all there is."""
+        (first, *others) = self.recipients
+        return first.key if isinstance(first, RawKey) and not others else None
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What opens what is encrypted, for people."""
+        return tuple(slot.label for slot in self._slots())
+
+    @property
+    def key_ids(self) -> tuple[str, ...]:
+        """Ids of the keys that open what is encrypted; a passphrase has none."""
+        return tuple(slot.key_id.hex() for slot in self._slots() if slot.key_id != NO_KEY_ID)
+
+    @property
+    def key_id(self) -> str | None:
+        """The first of the ids, or None."""
+        return next(iter(self.key_ids), None)
+
+    def opens(self, slot: Slot, *, bound: bytes) -> bool:
+        """Return whether a slot is for somebody here."""
+        if slot.key_id != NO_KEY_ID:
+            return any(
+                (slot.type, slot.key_id) == (mine.type, mine.key_id) for mine in self._slots()
+            )
+        return unwrapped(slot, self.identities, bound=bound) is not None
+
+    def _slots(self) -> tuple[Slot, ...]:
+        """Return slots that hold nothing, for what stands at their heads."""
+        with self._lock:
+            if self._labelled is None:
+                nothing = Key(bytes(DATA_KEY_BYTES))
+                self._labelled = tuple(one.wrap(nothing, bound=b"") for one in self.recipients)
+            return self._labelled
+
+
+Keys = Key | KeyRing
+
+
+def ring_of(keys: Keys) -> KeyRing:
+    """Return a ring, made for a single key if need be."""
+    return keys if isinstance(keys, KeyRing) else KeyRing([KeyMaterial.of_key(keys)])
+
+
+def block_key(keys: Keys) -> Key:
+    """Return the key for a file that takes one key and nothing else, as MindSpore's do.
+
+    Raises:
+        KeySourceError: There is none.
+    """
+    found = ring_of(keys).raw_keys
+    if not found:
+        raise KeySourceError(
+            "this kind of file takes a key, no passphrase and no public or private key",
+            hint="give its key; format='safetensors' makes files that take all of them",
+        )
+    return found[0]
+
+
+def unwrapped(slot: Slot, identities: Sequence[Identity], *, bound: bytes) -> bytes | None:
+    """Return what is in a slot, or None when it does not open for anybody here, for whatever reason."""
+    for identity in identities:
+        try:
+            content = identity.unwrap(slot, bound=bound)
+        except CryptoError:
+            continue
+        if content is not None:
+            return content
+    return None
