@@ -64,6 +64,7 @@ class ContainerSealer:
 
     Attributes:
         head: Everything before the first segment.
+        copies_bytes: Bytes of the two header copies, with which the head begins.
         block_count: The number of segments, at least 1.
         record_bytes: Bytes of every segment but the last.
         sealed_size: Bytes of the finished file.
@@ -99,7 +100,8 @@ class ContainerSealer:
         self._message = start_encryption(
             self._fixed.parameters, data_key.raw, aad=self._fixed.pack(), random=random
         )
-        self.head = _head(header, data_key, self._message)
+        self.head = pack_head(header, data_key, self._message)
+        self.copies_bytes = 2 * self._fixed.copy_bytes
         self.block_count = self._fixed.segment_count
         self.record_bytes = segment_bytes
         self.sealed_size = self._fixed.file_size
@@ -182,7 +184,8 @@ def segment_range(fixed: FixedHeader, index: int) -> tuple[int, int]:
     return start, fixed.parameters.segment_size(size)
 
 
-def _head(header: HeaderCopy, data_key: Key, message: FloeMessage) -> bytes:
+def pack_head(header: HeaderCopy, data_key: Key, message: FloeMessage) -> bytes:
+    """Return everything before the first segment."""
     copy = header.pack(data_key)
     zeros = header.fixed.segments_offset - 2 * len(copy) - len(message.header)
     return copy + copy + bytes(zeros) + message.header

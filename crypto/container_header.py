@@ -23,7 +23,7 @@ from __future__ import annotations
 import enum
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cryptography.hazmat.primitives import constant_time, hmac
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
@@ -39,6 +39,8 @@ FIXED_BYTES = 64
 FILE_ID_BYTES = 16
 COPY_SIZES = tuple(1 << log2 for log2 in range(12, 17))
 MAX_SEGMENT_BYTES = 64 * 2**20
+FRAMES_ALIGNMENT_BYTES = 16
+"""Of the length of frames: only so does the length of the last segment tell that of its plaintext in every cipher."""
 
 _VERSION = 1
 _MAC_BYTES = 32
@@ -55,6 +57,8 @@ class Content(enum.IntEnum):
     SAFETENSORS = 1
     MINDSPORE_CKPT = 2
     OPAQUE = 3
+    FRAMES = 4
+    """Compressed frames and their table; `plaintext_size` is that of what they expand to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +69,7 @@ class FixedHeader:
         copy_bytes: Size of one header copy.
         suite: How it is encrypted.
         file_id: 16 bytes, new for every file.
-        plaintext_size: Bytes.
+        plaintext_size: Bytes; of frames those that they expand to, because how many they are is known last.
         content: What the plaintext is.
         segment_bytes: Length of every segment but the last.
 
@@ -112,6 +116,22 @@ class FixedHeader:
         rest = self.plaintext_size - full * self.parameters.plaintext_bytes
         last = self.parameters.segment_size(rest)
         return self.segments_offset + full * self.segment_bytes + last
+
+    def laid_out(self, file_size: int) -> FixedHeader:
+        """Return where things are in a file of that size: this header, of frames with the length that they have there.
+
+        Raises:
+            ValueError: No file with frames has that size.
+        """
+        if self.content is not Content.FRAMES:
+            return self
+        full, rest = divmod(file_size - self.segments_offset, self.segment_bytes)
+        if rest == 0:
+            full, rest = full - 1, self.segment_bytes
+        last = rest - self.parameters.segment_size(0)
+        if full < 0 or last < 0 or last % FRAMES_ALIGNMENT_BYTES:
+            raise ValueError(f"{file_size} bytes end inside a segment")
+        return replace(self, plaintext_size=full * self.parameters.plaintext_bytes + last)
 
     def pack(self) -> bytes:
         """Return the 64 immutable bytes."""

@@ -52,7 +52,7 @@ class ContainerSource:
     def __init__(self, source: Source, unlocked: UnlockedContainer) -> None:
         self._source = source
         self.unlocked = unlocked
-        self._fixed = unlocked.header.fixed
+        self._fixed = unlocked.header.fixed.laid_out(source.size)
         self._message = unlocked.message
         self._full = self._fixed.parameters.plaintext_bytes
         largest = min(self._fixed.segment_bytes, self._fixed.file_size)

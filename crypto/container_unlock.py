@@ -11,10 +11,13 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from .container import segment_range
 from .container_header import (
     COPY_SIZES,
     FIXED_BYTES,
     MAGIC,
+    Content,
+    FixedHeader,
     HeaderCopy,
     is_authentic,
     parse_copy,
@@ -27,7 +30,7 @@ from .errors import (
     TruncatedCiphertextError,
     UnsupportedSuiteError,
 )
-from .floe import HEADER_BYTES, FloeMessage, start_decryption
+from .floe import HEADER_BYTES, LENGTH_BYTES, FloeMessage, read_length, start_decryption
 from .key import Key
 from .records import read_bytes
 from .slots import DATA_KEY_BYTES, Identity, Slot
@@ -218,6 +221,9 @@ def _state(
 
 
 def _check_size(source: Source, copy: FoundCopy) -> None:
+    if copy.header.fixed.content is Content.FRAMES:
+        _check_end(source, copy.header.fixed)
+        return
     expected = copy.header.fixed.file_size
     if source.size < expected:
         raise TruncatedCiphertextError(
@@ -225,6 +231,22 @@ def _check_size(source: Source, copy: FoundCopy) -> None:
         )
     if source.size > expected:
         raise TamperedError("bytes were added behind the last segment", offset=expected)
+
+
+def _check_end(source: Source, fixed: FixedHeader) -> None:
+    """Tell a file that was cut off, or added to, from a whole one; what proves it is the last segment, when it is opened."""
+    try:
+        laid_out = fixed.laid_out(source.size)
+    except ValueError as error:
+        raise TruncatedCiphertextError(
+            f"the file ends too early: {error}", offset=source.size
+        ) from None
+    start, length = segment_range(laid_out, laid_out.segment_count - 1)
+    stated = read_length(read_bytes(source, start, length=LENGTH_BYTES))
+    if stated is None or stated > length:
+        raise TruncatedCiphertextError("the file ends before its last segment", offset=source.size)
+    if stated < length:
+        raise TamperedError("bytes were added behind the last segment", offset=start + stated)
 
 
 def _data_key(raw: bytes) -> Key:

@@ -30,11 +30,11 @@ from .ciphers import Random
 from .errors import DecryptionError, TamperedError
 
 HEADER_BYTES = 74
+LENGTH_BYTES = 4
 MAX_SEGMENTS = 2**40
 
 _IV_BYTES = 32
 _TAG_BYTES = 32
-_LENGTH_BYTES = 4
 _PARAMETER_BYTES = 10
 _NOT_FINAL = b"\xff\xff\xff\xff"
 
@@ -71,7 +71,7 @@ class FloeParameters:
 
     @property
     def _overhead(self) -> int:
-        return _LENGTH_BYTES + self.alignment_bytes + self.aead.iv_bytes + self.aead.tag_bytes
+        return LENGTH_BYTES + self.alignment_bytes + self.aead.iv_bytes + self.aead.tag_bytes
 
     @property
     def plaintext_bytes(self) -> int:
@@ -151,7 +151,7 @@ class FloeMessage:
             ValueError: A length is wrong, or there is no such index.
         """
         self._check(index, plaintext, segment, is_final=is_final)
-        aead, start = self.parameters.aead, _LENGTH_BYTES + self.parameters.alignment_bytes
+        aead, start = self.parameters.aead, LENGTH_BYTES + self.parameters.alignment_bytes
         iv, end = random(aead.iv_bytes), segment.nbytes - aead.tag_bytes
         segment[end:] = aead.encrypt_into(
             self._key(index),
@@ -172,7 +172,7 @@ class FloeMessage:
             ValueError: A length is wrong, or there is no such index.
         """
         self._check(index, plaintext, segment, is_final=is_final)
-        aead, start = self.parameters.aead, _LENGTH_BYTES + self.parameters.alignment_bytes
+        aead, start = self.parameters.aead, LENGTH_BYTES + self.parameters.alignment_bytes
         end = segment.nbytes - aead.tag_bytes
         try:
             if bytes(segment[:start]) != self._prefix(segment, is_final=is_final):
@@ -190,7 +190,7 @@ class FloeMessage:
             raise _not_this_segment(index) from None
 
     def _prefix(self, segment: memoryview, *, is_final: bool) -> bytes:
-        length = segment.nbytes.to_bytes(_LENGTH_BYTES, "big") if is_final else _NOT_FINAL
+        length = segment.nbytes.to_bytes(LENGTH_BYTES, "big") if is_final else _NOT_FINAL
         return length + bytes(self.parameters.alignment_bytes)
 
     def _check(
@@ -217,6 +217,11 @@ class FloeMessage:
     def _derive(self, key: bytes, purpose: bytes, length: int) -> bytes:
         iv = self.header[_PARAMETER_BYTES : _PARAMETER_BYTES + _IV_BYTES]
         return _derive(self.parameters, key, iv=iv, purpose=purpose, aad=self._aad, length=length)
+
+
+def read_length(start: bytes) -> int | None:
+    """Return what the first four bytes of a segment say: its length, or None when it is not the last. Proves nothing."""
+    return None if start == _NOT_FINAL else int.from_bytes(start, "big")
 
 
 def _derive(

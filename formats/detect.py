@@ -16,6 +16,7 @@ from .mindspore import CHECKPOINT_METADATA, CHECKPOINT_VALUE
 from .safetensors_file import MAX_HEADER_BYTES
 from .source import Source, read_bytes
 from .wire import encode_length_prefix
+from .zstd_table import MAGIC as COMPRESSED_MAGIC
 
 
 class Kind(enum.Enum):
@@ -26,6 +27,8 @@ class Kind(enum.Enum):
     MINDSPORE_ENCRYPTED = "mindspore-encrypted"
     """Cipher blocks of MindSpore: AES-GCM, AES-CBC or SM4-CBC."""
     CKPTMGR_CONTAINER = "ckptmgr-container"
+    COMPRESSED = "ckptmgr-compressed"
+    """Frames of zstd that stand for a safetensors file."""
     ZIP_PICKLE = "zip-pickle"
     """A ZIP archive, which is what `torch.save` writes. Never opened: it holds pickles."""
     UNKNOWN = "unknown"
@@ -36,6 +39,7 @@ _SAFETENSORS_BYTES = 9
 _PROBE_BYTES = 16
 _MAGICS = (
     (b"\x8fCKPE\r\n\x1a", Kind.CKPTMGR_CONTAINER),
+    (COMPRESSED_MAGIC, Kind.COMPRESSED),
     (b"\xd8\x5e\x3a\x7f", Kind.MINDSPORE_ENCRYPTED),
     (b"\xd9\x5e\x3a\x7f", Kind.MINDSPORE_ENCRYPTED),
     (b"\xda\x5e\x3a\x7f", Kind.MINDSPORE_ENCRYPTED),
