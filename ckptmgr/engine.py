@@ -19,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, TypeVar
 
 from ckptmgr.background import BackgroundSaver
 from ckptmgr.config import CheckpointConfig
@@ -31,7 +31,7 @@ from ckptmgr.memory_config import MemoryConfig
 from ckptmgr.model import Checkpoint
 from ckptmgr.observe import EVERYBODY, SaveWatch
 from ckptmgr.save_failure import BackPressure, OnError
-from ckptmgr.saver import Publish, SaveOrder, save_items
+from ckptmgr.saver import Publish, Refusal, SaveOrder, save_items
 from ckptmgr.staging import StagingPool
 from ckptmgr.staging_state import StagedState
 from ckptmgr.store import Store
@@ -39,6 +39,7 @@ from ckptmgr.worker_client import WorkerClient
 from ckptmgr.zero_stall import DeferredState, Updates, changing_in_forward, defer
 
 _LOG = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 Mode = Literal["sync", "thread", "process"]
 Save = Callable[[Sequence[Item], Publish], Checkpoint]
@@ -51,7 +52,9 @@ def mode_of(async_save: bool | str) -> Mode:
     return "process" if async_save == "process" else "thread"
 
 
-def engine_for(config: CheckpointConfig, *, has_before_update: bool = False) -> SaveEngine:
+def engine_for(
+    config: CheckpointConfig, *, has_before_update: bool = False, has_peers: bool = False
+) -> SaveEngine:
     """Return the engine that a configuration asks for.
 
     With a key nothing is spilled: the files would hold the plaintext that the key is to protect.
@@ -59,6 +62,7 @@ def engine_for(config: CheckpointConfig, *, has_before_update: bool = False) -> 
     Args:
         config: The configuration.
         has_before_update: Whether the caller can be told to wait before it changes its state.
+        has_peers: As for `SaveEngine`.
 
     Raises:
         ValueError: The configuration asks for zero stall, and it cannot.
@@ -79,6 +83,7 @@ def engine_for(config: CheckpointConfig, *, has_before_update: bool = False) -> 
         back_pressure=config.back_pressure,
         on_error=config.on_error,
         has_zero_stall=config.zero_stall,
+        has_peers=has_peers,
     )
 
 
@@ -91,6 +96,8 @@ class SaveEngine:
         back_pressure: What happens to a save while another one runs: `wait`, `skip` or `coalesce`.
         on_error: What happens to a failure in the background: `raise`, `warn`, `retry(n)` or a function.
         has_zero_stall: Whether states are copied in the background, too; not in `sync` mode.
+        has_peers: Whether others save at the same time and wait for us. The saving function is then called even when the
+            state could not be copied, with what raises why to publish with.
     """
 
     def __init__(
@@ -101,8 +108,10 @@ class SaveEngine:
         back_pressure: BackPressure = "wait",
         on_error: OnError = "raise",
         has_zero_stall: bool = False,
+        has_peers: bool = False,
     ) -> None:
         self.mode: Mode = mode
+        self._has_peers = has_peers
         self._memory = memory
         self._background = BackgroundSaver(back_pressure=back_pressure, on_error=on_error)
         self._pool: StagingPool | None = None
@@ -139,20 +148,47 @@ class SaveEngine:
             raise ValueError(
                 "async_save='process' needs the real disk; use 'thread' with another file system"
             )
-        if self._updates is None:
-            handle = self._background.submit(
-                lambda: self._stage(items),
-                lambda staged, stats: self._finish(staged, save, stats, watch=watch),
-            )
-        else:
-            updates = self._updates
-            handle = self._background.submit(
-                lambda: self._defer(items, updates, changing_in_forward(state)),
-                lambda deferred, stats: self._finish_deferred(deferred, save, stats, watch=watch),
-                handle_of=lambda deferred: deferred.handle,
-            )
+        failures: list[Exception] = []
+        try:
+            handle = self._submit(items, save, watch, state=state, failures=failures)
+        except Exception:
+            if not (failures and self._has_peers):
+                raise
+            return self.refuse(failures[0], save, watch=watch)
         watch.follow(handle)
         return handle
+
+    def refuse(self, error: Exception, save: Save, *, watch: SaveWatch) -> SaveHandle | None:
+        """Run a save whose state could not be had: what it gets to publish with raises `error`."""
+        if self.mode == "sync":
+            return self._run_now((), save, watch, publish=Refusal(error))
+        handle = self._background.submit(_NoState, lambda _, stats: save((), Refusal(error)))
+        watch.follow(handle)
+        return handle
+
+    def _submit(
+        self,
+        items: Sequence[Item],
+        save: Save,
+        watch: SaveWatch,
+        *,
+        state: object,
+        failures: list[Exception],
+    ) -> SaveHandle | None:
+        """Hand a save over; a failure to copy the state is noted, to be told from that of an earlier save."""
+        updates = self._updates
+        if updates is None:
+            return self._background.submit(
+                lambda: _noting(failures, lambda: self._stage(items)),
+                lambda staged, stats: self._finish(staged, save, stats, watch=watch),
+            )
+        return self._background.submit(
+            lambda: _noting(
+                failures, lambda: self._defer(items, updates, changing_in_forward(state))
+            ),
+            lambda deferred, stats: self._finish_deferred(deferred, save, stats, watch=watch),
+            handle_of=lambda deferred: deferred.handle,
+        )
 
     def before_update(self) -> None:
         """Return when the state may be changed; at once without zero stall."""
@@ -165,7 +201,9 @@ class SaveEngine:
         return self._background.is_busy
 
     @staticmethod
-    def _run_now(items: Sequence[Item], save: Save, watch: SaveWatch) -> SaveHandle:
+    def _run_now(
+        items: Sequence[Item], save: Save, watch: SaveWatch, *, publish: Publish = save_items
+    ) -> SaveHandle:
         started = time.perf_counter()
         handle = SaveHandle()
         stats = handle.stats
@@ -174,7 +212,9 @@ class SaveEngine:
             stats.blocked_s = time.perf_counter() - started
 
         watch.costs(stats, note=note_blocked)
-        checkpoint = save(items, _measured(save_items, stats))
+        if not isinstance(publish, Refusal):
+            publish = _measured(publish, stats)
+        checkpoint = save(items, publish)
         note_blocked()
         handle.staged.set_result(None)
         handle.durable.set_result(checkpoint)
@@ -209,7 +249,12 @@ class SaveEngine:
     def _finish_deferred(
         self, deferred: DeferredState, save: Save, stats: SaveStats, *, watch: SaveWatch
     ) -> Checkpoint:
-        deferred.wait()
+        try:
+            deferred.wait()
+        except Exception as error:
+            if not self._has_peers:
+                raise
+            return save((), Refusal(error))
         publish = self._publisher(deferred.staged, stats, watch, check=deferred.check)
         return save(deferred.items, publish)
 
@@ -276,6 +321,21 @@ class SaveEngine:
         self._free_pool, self._pool = _nothing, None
         if self._updates is not None:
             self._updates.forget_parent()
+
+
+class _NoState:
+    size_bytes = 0
+
+    def release(self) -> None:
+        pass
+
+
+def _noting(failures: list[Exception], work: Callable[[], _T]) -> _T:
+    try:
+        return work()
+    except Exception as error:
+        failures.append(error)
+        raise
 
 
 def _nothing() -> None:

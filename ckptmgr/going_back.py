@@ -10,9 +10,11 @@ from pathlib import Path
 
 from ckptmgr.errors import CheckpointNotFound, CkptmgrError
 from ckptmgr.model import Checkpoint, State
+from ckptmgr.parallel.coordinator import RanksMissing, RanksOutOfStep
 from ckptmgr.recent_states import RecentState, RecentStates
-from ckptmgr.resume import Skipped, first_that_loads, newest_first
+from ckptmgr.resume import Skipped, newest_first
 from ckptmgr.resumption import Resumption
+from ckptmgr.series import SeriesWriter
 from ckptmgr.series_reader import SeriesReader
 from ckptmgr.stored_state import put_back
 
@@ -25,6 +27,7 @@ def go_back(
     *,
     recent: RecentStates,
     reader: SeriesReader,
+    writer: SeriesWriter,
     given_up: Collection[Path] = (),
 ) -> Resumption:
     """Restore the newest state of step `target` or before.
@@ -34,20 +37,26 @@ def go_back(
         state: The state to restore into, or None for new objects.
         recent: What is in memory.
         reader: What is on disk.
+        writer: Of the series; with many ranks, what they agree with.
         given_up: Checkpoints that earlier rollbacks went back behind; they are left alone.
 
     Raises:
         CheckpointNotFound: Neither has a state that old. Nothing was changed.
         StateMismatch: It does not fit `state`. Nothing was changed.
+        RanksMissing, RanksOutOfStep: Other ranks did not come, or go back elsewhere. Nothing was changed.
     """
-    held = recent.newest_until(target)
-    on_disk = [c for c in reader.checkpoints() if c.step <= target and c.path not in given_up]
-    candidates = _worth_loading(newest_first(on_disk), held)
+    held = recent.newest_of(writer.held_by_all(target, recent.steps))
+
+    def scan() -> list[Checkpoint]:
+        on_disk = [c for c in reader.checkpoints() if c.step <= target and c.path not in given_up]
+        return _worth_loading(newest_first(on_disk), held)
+
     skipped: list[Skipped] = []
     try:
-        checkpoint, loaded, skipped = first_that_loads(candidates, lambda c: reader.read(c, state))
+        checkpoint, loaded, skipped = writer.first_that_loads(scan, lambda c: reader.read(c, state))
     except (CkptmgrError, OSError) as error:
-        if held is None:
+        # Ranks that did not hear each other would go to different steps.
+        if held is None or isinstance(error, (RanksMissing, RanksOutOfStep)):
             raise
         _LOG.warning(
             "going back to step %d in memory, as no newer checkpoint loads: %s", held.step, error

@@ -28,7 +28,7 @@ from ckptmgr import tree
 from ckptmgr.config import CheckpointConfig, check_config
 from ckptmgr.crypto.key import Key
 from ckptmgr.engine import engine_for
-from ckptmgr.errors import CheckpointNotFound, NotBuiltYet
+from ckptmgr.errors import CheckpointNotFound
 from ckptmgr.forecast import Forecast
 from ckptmgr.forecaster import Forecaster
 from ckptmgr.formats.tensor import Item
@@ -149,7 +149,9 @@ class CheckpointManager:
         )
         self._reader = SeriesReader(self._store, prefix, options=read_options)
         self._progress = Progress(LastSave(step=0, at=clock()))
-        self._engine = engine_for(self._config, has_before_update=True)
+        self._engine = engine_for(
+            self._config, has_before_update=True, has_peers=coordinator is not None
+        )
         self._forecaster = Forecaster(self._config, self._observers)
         self._seen_step = 0
         self._snapshot_steps = (
@@ -196,10 +198,14 @@ class CheckpointManager:
     def _resume(self, state: object) -> Resumption:
         self._engine.wait_until_idle()  # going back: what is in flight would be newer
         self._writer.prepare()
-        present = self._store.scan()
-        candidates = newest_first([c for c in present if c.series == self.prefix])
+        present: list[Checkpoint] = []
+
+        def scan() -> list[Checkpoint]:
+            present[:] = self._store.scan()
+            return newest_first([c for c in present if c.series == self.prefix])
+
         checkpoint, loaded, skipped = self._writer.first_that_loads(
-            candidates, lambda found: self._reader.read(found, state)
+            scan, lambda found: self._reader.read(found, state)
         )
         skipped += without_manifest(present, self.prefix)
         for one in skipped:
@@ -303,34 +309,46 @@ class CheckpointManager:
         why: str,
     ) -> SaveHandle | None:
         now = self._clock()
-        given = given_state(state)
-        flat = tree.flatten(given)
-        items: list[Item] = [*flat.tensors]
-        metadata = metadata_of(flat)
+        given, flat = self._flattened(state)
+        metadata = None if isinstance(flat, Exception) else metadata_of(flat)
         self._seen_step = max(self._seen_step, step)
         self._writer.prepare()  # before a name is chosen, which another process could take
-        self._forecaster.before_run(self._writer, lambda: flat.size_bytes)
+        if not isinstance(flat, Exception):
+            self._forecaster.before_run(self._writer, lambda: flat.size_bytes)
 
         def write(items: Sequence[Item], publish: Publish) -> Checkpoint:
-            # Not before the save in flight has taken its own name.
-            name, attempt = self._writer.choose_name(
+            # The name not before the save in flight has taken its own.
+            checkpoint = self._writer.save_next(
                 lambda extension: self._reader.free_name(step, format=extension),
-                self._config.extension,
+                items,
+                SaveFacts(step=step, at=now, epoch=epoch, why=why, metrics=metrics),
+                metadata=metadata,
+                publish=publish,
             )
-            facts = SaveFacts(
-                step=step, attempt=attempt, at=now, epoch=epoch, why=why, metrics=metrics
-            )
-            checkpoint = self._writer.save(name, items, facts, metadata=metadata, publish=publish)
             watch.durable(checkpoint.path)
             self._given_up.discard(checkpoint.path)  # once removed, its name is free again
             self._writer.retain(self._config.retention_policy())
             return checkpoint
 
-        handle = self._engine.run(self._store, items, write, watch=watch, state=given)
+        if isinstance(flat, Exception):
+            handle = self._engine.refuse(flat, write, watch=watch)
+        else:
+            handle = self._engine.run(self._store, [*flat.tensors], write, watch=watch, state=given)
         if handle is not None:
             self._progress.note(handle, LastSave(step=step, at=now))
             self._forecaster.after_save(handle, now)
         return handle
+
+    def _flattened(self, state: object) -> tuple[object, tree.FlatState | Exception]:
+        """Return a state and its tensors, or why there are none, for the other ranks to hear of."""
+        given = state
+        try:
+            given = given_state(state)
+            return given, tree.flatten(given)
+        except Exception as error:
+            if self._coordinator is None:
+                raise
+            return given, error
 
     def before_update(self) -> None:
         """Wait until the state of the last save is copied; call it before the state is changed in place.
@@ -363,21 +381,26 @@ class CheckpointManager:
         What it gives up, no later rollback returns. When that includes saves, the next `step_end` saves, unless the policy
         never does: a crash before that would resume from what was given up.
 
+        With a coordinator all ranks call it, and go back to the same step: one that all of them have in memory, or all load.
+
         Args:
             state: The state to restore into, or None for new objects.
             steps_back: How far, counted from the last step seen by `step_end`, `save` or `snapshot`.
 
         Raises:
             CheckpointNotFound: Neither memory nor disk has a state that old. Nothing was changed.
-            NotBuiltYet: There is a coordinator.
             StateMismatch: It does not fit `state`. Nothing was changed.
+            ResumeFailed, RanksMissing, RanksOutOfStep: The ranks cannot go back together. Nothing was changed.
         """
-        if self._coordinator is not None:
-            raise NotBuiltYet("rollback with a coordinator is not built yet", hint="use resume()")
         target = self._seen_step - steps_back
         self._engine.wait_until_idle()
         found = go_back(
-            target, state, recent=self._recent, reader=self._reader, given_up=self._given_up
+            target,
+            state,
+            recent=self._recent,
+            reader=self._reader,
+            writer=self._writer,
+            given_up=self._given_up,
         )
         self._given_up |= {c.path for c in self._reader.checkpoints() if c.step > found.step}
         self._recent.drop_after(found.step)

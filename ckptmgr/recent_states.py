@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,13 +83,12 @@ class RecentStates:
         """The steps there are, in order."""
         return self._cache.steps
 
-    def newest_until(self, step: int) -> RecentState | None:
-        """Return the newest state that is not after `step`, or None."""
-        steps = [held for held in self._cache.steps if held <= step]
+    def newest_of(self, steps: Sequence[int]) -> RecentState | None:
+        """Return the newest of the states of some steps that are there, or None for none."""
         if not steps:
             return None
         try:
-            snapshot = self._cache.get(steps[-1])
+            snapshot = self._cache.get(max(steps))
         except CheckpointNotFound:  # pragma: no cover - evicted by another thread just now
             return None
         tensors = {item.spec.name: item for item in snapshot.items if isinstance(item, Tensor)}

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from ckptmgr import manifest as manifests
 from ckptmgr.errors import CkptmgrError
-from ckptmgr.fsio import FileStatus, remove_name
+from ckptmgr.fsio import FileStatus, FileSystem, remove_name
 from ckptmgr.lease import Processes, series_tag
 from ckptmgr.manifest_files import ManifestFiles
 from ckptmgr.temp_names import parse_temp
@@ -19,6 +20,21 @@ Repair = tuple[Callable[[], None], str]
 def recover(files: ManifestFiles, processes: Processes, series: str) -> list[str]:
     """Clean up after dead writers of a series and finish interrupted swaps; see `Store.recover`."""
     return _Recovery(files, processes, series).run()
+
+
+def remove_dead_temps(fs: FileSystem, directory: Path, processes: Processes) -> list[str]:
+    """Remove the unfinished files of writers that are known to be dead; needs no lease.
+
+    Returns:
+        What was done, one sentence each.
+    """
+    done = []
+    for name in sorted(fs.list(directory)):
+        parts = parse_temp(name)
+        if parts is not None and processes.is_dead(parts[0]) is True:
+            remove_name(fs, directory / name)
+            done.append(f"removed {name}, left by an interrupted save")
+    return done
 
 
 class _Recovery:

@@ -86,6 +86,17 @@ class Publish(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Publishes nothing, because the state could not be had: raises why. Many ranks tell each other before anybody writes."""
+
+    error: Exception
+
+    def __call__(self, store: Store, order: SaveOrder, /) -> Manifest:
+        """Raise the error."""
+        raise self.error
+
+
 def build_image(
     items: Sequence[Item], *, options: SaveOptions, metadata: Mapping[str, str] | None = None
 ) -> Image:

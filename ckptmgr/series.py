@@ -98,22 +98,20 @@ class SeriesWriter:
         """Do what comes before a save or a resumption; many ranks do it together, once they have met."""
         self.open()
 
-    def choose_name(
-        self, free_name: Callable[[str], tuple[str, int]], extension: str
-    ) -> tuple[str, int]:
-        """Return a name for the next save, and which save of its step it is.
+    def first_that_loads(
+        self, scan: Callable[[], Sequence[Checkpoint]], load: Callable[[Checkpoint], _Loaded]
+    ) -> tuple[Checkpoint | None, _Loaded | None, list[Skipped]]:
+        """Return the checkpoint to go on from, of those that `scan` finds; see `resume.first_that_loads`."""
+        return first_that_loads(scan(), load)
+
+    def held_by_all(self, target: int, steps: Sequence[int]) -> list[int]:
+        """Return the steps until `target` of which every process of the run has a copy in memory.
 
         Args:
-            free_name: Finds a name that nobody uses, with a given extension.
-            extension: What the names of data files end in.
+            target: The step to go back to.
+            steps: Of which this process has one.
         """
-        return free_name(extension)
-
-    def first_that_loads(
-        self, candidates: Sequence[Checkpoint], load: Callable[[Checkpoint], _Loaded]
-    ) -> tuple[Checkpoint | None, _Loaded | None, list[Skipped]]:
-        """Return the checkpoint to go on from; see `resume.first_that_loads`."""
-        return first_that_loads(candidates, load)
+        return [step for step in steps if step <= target]
 
     def open(self) -> None:
         """Take the lease and clean up after dead writers; does nothing when it is held already.
@@ -173,6 +171,28 @@ class SeriesWriter:
             metadata=metadata,
         )
         return self.note_saved(publish(self.store, order))
+
+    def save_next(
+        self,
+        free_name: Callable[[str], tuple[str, int]],
+        items: Sequence[Item],
+        facts: SaveFacts,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        publish: Publish = save_items,
+    ) -> Checkpoint:
+        """Save under a name that nobody uses; see `save`.
+
+        Args:
+            free_name: Finds the name, given what names of data files end in, and which save of the step it makes.
+            items: What to save.
+            facts: About the save.
+            metadata: Strings kept in the file.
+            publish: Writes the file.
+        """
+        name, attempt = free_name(self.options.extension)
+        facts = replace(facts, attempt=attempt)
+        return self.save(name, items, facts, metadata=metadata, publish=publish)
 
     def next_numbers(self, facts: SaveFacts) -> tuple[int, int]:
         """Return the commit sequence of the next save, and which save of its step it is."""

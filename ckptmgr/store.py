@@ -136,14 +136,13 @@ class Store:
             return entry_of(path, data, State.CORRUPT, problem)
         if data is None and not is_set_name(data_name):
             return entry_of(path, status, State.LEFTOVER, "a manifest without its data file")
+        key_problem = None
         try:
-            manifest = self.read_manifest(data_name)
-        except KeyProblem as error:
-            manifest = self._manifests.load(name, with_key=False)
-            if manifest is not None:
-                return manifest.to_checkpoint(
-                    self.directory, state=State.UNVERIFIED, problem=error.message
-                )
+            try:
+                manifest = self.read_manifest(data_name)
+            except KeyProblem as error:
+                key_problem = error.message
+                manifest = self._manifests.load(name, with_key=False)
         except (CkptmgrError, OSError) as error:
             problem = error.message if isinstance(error, CkptmgrError) else str(error)
             # Damage is final; of anything else whoever wants this checkpoint must hear.
@@ -153,6 +152,10 @@ class Store:
         if manifest is None:  # removed while we were looking
             problem = "vanished while the directory was listed"
             return entry_of(path, data or status, State.LEFTOVER, problem)
+        if key_problem is not None:
+            return manifest.to_checkpoint(
+                self.directory, state=State.UNVERIFIED, problem=key_problem
+            )
         if data is None:
             problem_found = problem_of_shards(manifest, entries)
             state = State.OK if problem_found is None else State.CORRUPT
@@ -396,3 +399,7 @@ class Store:
             What was done, one sentence each.
         """
         return recover(self._manifests, self._processes, series)
+
+    def recover_from_worker(self, series: str) -> list[str]:
+        """Clean up after a worker process of ours that died in a save; see `recover`."""
+        return self.recover(series)

@@ -25,6 +25,7 @@ from ckptmgr import manifest as manifests
 from ckptmgr.crypto.key import Key
 from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.saver import SaveOptions, SaveOrder, save_items
+from ckptmgr.shard_files import ShardFiles
 from ckptmgr.staging_items import items_from
 from ckptmgr.store import Store
 from ckptmgr.worker_protocol import IGNORED_SIGNALS, describe_error, receive, send
@@ -114,7 +115,8 @@ def _save(order: dict[str, Any], regions: list[memoryview]) -> Manifest:
     def describe(entry: FileEntry, stats: Mapping[str, float]) -> Manifest:
         return draft.completed(entry, stats)
 
-    store = Store(directory, key=key, must_authenticate=order["must_authenticate"])
+    kind = ShardFiles if order["is_shard"] else Store
+    store = kind(directory, key=key, must_authenticate=order["must_authenticate"])
     ordered = SaveOrder(
         name=order["name"],
         items=items_from(order["items"], regions),

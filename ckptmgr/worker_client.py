@@ -24,6 +24,7 @@ from ckptmgr.fsio import lock_descriptor
 from ckptmgr.lease import lease_path
 from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.saver import Publish, SaveOptions, SaveOrder
+from ckptmgr.shard_files import ShardFiles
 from ckptmgr.staging_state import StagedState
 from ckptmgr.store import Store
 from ckptmgr.worker_protocol import IGNORED_SIGNALS, rebuild_error, receive, send
@@ -96,6 +97,7 @@ class WorkerClient:
                 "draft": manifests.encode(order.describe(entry, {})).decode(),
                 "metadata": None if order.metadata is None else dict(order.metadata),
                 "must_authenticate": store.must_authenticate,
+                "is_shard": isinstance(store, ShardFiles),
                 **_described(order.options),
             }
             descriptors = [*regions.values(), *([] if lease is None else [lease])]
@@ -121,7 +123,7 @@ class WorkerClient:
                 end = self._bury(running)
                 # Its half-written file would stay as long as this run.
                 with contextlib.suppress(OSError):
-                    for sentence in store.recover(series):
+                    for sentence in store.recover_from_worker(series):
                         _LOG.warning("%s: %s", store.directory, sentence)
                 raise SaveFailed(
                     f"the saving process died ({end}); the earlier checkpoints are intact",

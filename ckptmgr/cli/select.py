@@ -158,11 +158,13 @@ def _newest_attempts(found: list[Checkpoint]) -> list[Checkpoint]:
 
 def _file(store: Store, path: Path) -> Checkpoint:
     real = Path(os.path.realpath(path))
-    if not real.exists():
-        raise CheckpointNotFound("no such checkpoint", path=path, hint=f"give {_FORMS}")
-    known = next((c for c in store.scan() if c.path == real), None)
+    # First, because no file has the name of a checkpoint of many ranks.
+    found = store.scan() if store.directory.is_dir() else []
+    known = next((c for c in found if c.path == real), None)
     if known is not None:
         return known
+    if not real.exists():
+        raise CheckpointNotFound("no such checkpoint", path=path, hint=f"give {_FORMS}")
     status = real.stat()
     return Checkpoint(
         path=real,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which checkpoint many ranks go on from: the newest one that every one of them can load.
+"""What many ranks go on from: the newest checkpoint that every one of them can load, or a copy that all have in memory.
 
 Rank 0 says which there are, newest first. Each is tried by all ranks, and taken when none of them objects, so they never go
 on from different steps.
@@ -23,7 +23,7 @@ _Loaded = TypeVar("_Loaded")
 def first_that_all_load(
     rounds: Rounds,
     coordinator: Coordinator,
-    candidates: Sequence[Checkpoint],
+    scan: Callable[[], Sequence[Checkpoint]],
     load: Callable[[Checkpoint], _Loaded],
     *,
     prepare: Callable[[], object],
@@ -34,7 +34,7 @@ def first_that_all_load(
     Args:
         rounds: Of this resumption.
         coordinator: The ranks.
-        candidates: What this rank sees, newest first.
+        scan: Returns what this rank sees, newest first. Rank 0 looks once it is prepared, the others once it has spoken.
         load: Loads one; nothing may be changed before all agree.
         prepare: What rank 0 does first; a failure is told to all.
         stop: Until when to wait for a round that begins now.
@@ -43,20 +43,26 @@ def first_that_all_load(
         ResumeFailed: A rank cannot go on from any of them, and not because all are damaged.
         RanksMissing: Some ranks did not come in time.
     """
+    seen: dict[str, Checkpoint] = {}
+
+    def look() -> None:
+        seen.update((candidate.name, candidate) for candidate in scan())
 
     def names() -> Json:
         if coordinator.rank != 0:
             return None
         prepare()
-        return [candidate.name for candidate in candidates]
+        look()
+        return [*seen]
 
-    seen = {candidate.name: candidate for candidate in candidates}
     skipped: list[Skipped] = []
     objections: list[Failure] = []
     for index, name in enumerate(_offered(rounds.compared("candidates", names, stop=stop())[0])):
         loaded: list[_Loaded] = []
 
         def attempt(name: str = name, loaded: list[_Loaded] = loaded) -> Json:
+            if name not in seen:
+                look()
             if name not in seen:
                 # No damage: this rank may look at another disk, and starting over would lose the run.
                 raise CheckpointNotFound(
@@ -80,6 +86,28 @@ def first_that_all_load(
         if not objection.is_damage:
             raise ResumeFailed(str(objection))
     return None, None, skipped
+
+
+def steps_of_all(answers: Sequence[Json]) -> list[int]:
+    """Return the steps that all ranks have in memory.
+
+    Args:
+        answers: By rank: the step to go back to, then those in memory.
+
+    Raises:
+        RanksOutOfStep: The ranks go back to different steps, or one says something else.
+    """
+    said = [
+        [step for step in answer if isinstance(step, int)] if isinstance(answer, list) else []
+        for answer in answers
+    ]
+    targets = [steps[:1] for steps in said]
+    if not targets[0] or any(target != targets[0] for target in targets):
+        raise RanksOutOfStep(
+            f"the ranks go back to different steps: {', '.join(str(*target) for target in targets)}",
+            hint="call rollback() on all ranks after the same step, with the same steps_back",
+        )
+    return sorted(set.intersection(*(set(steps[1:]) for steps in said)))
 
 
 def _offered(answer: Json | Failure) -> list[str]:

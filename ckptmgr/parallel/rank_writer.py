@@ -8,6 +8,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 from ckptmgr.errors import SaveFailed
@@ -15,7 +16,7 @@ from ckptmgr.formats.tensor import Item
 from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.model import Checkpoint, Plan
 from ckptmgr.observe import EVERYBODY, Observers
-from ckptmgr.parallel.agreement import first_that_all_load
+from ckptmgr.parallel.agreement import first_that_all_load, steps_of_all
 from ckptmgr.parallel.commit import Deadline, TwoPhaseSave
 from ckptmgr.parallel.coordinator import Coordinator, Json, RanksMissing
 from ckptmgr.parallel.offer import Offer
@@ -23,7 +24,7 @@ from ckptmgr.parallel.rounds import Rounds
 from ckptmgr.parallel.shard_store import ShardStore
 from ckptmgr.resume import Skipped
 from ckptmgr.retention import RetentionPolicy
-from ckptmgr.saver import Publish, SaveOptions, SaveOrder, save_items
+from ckptmgr.saver import Publish, Refusal, SaveOptions, SaveOrder, save_items
 from ckptmgr.series import SaveFacts, SeriesWriter
 from ckptmgr.shard_names import SET_FORMAT, new_attempt_id, stem_of
 
@@ -89,20 +90,27 @@ class RankWriter(SeriesWriter):
     def prepare(self) -> None:
         """Do nothing yet: what rank 0 finds must reach all ranks, so it is done in the first round."""
 
-    def choose_name(
-        self, free_name: Callable[[str], tuple[str, int]], extension: str
-    ) -> tuple[str, int]:
-        """Return the name that rank 0 chooses for all; elsewhere none."""
-        return free_name(SET_FORMAT) if self.is_first else ("", 0)
+    def held_by_all(self, target: int, steps: Sequence[int]) -> list[int]:
+        """Return the steps until `target` that all ranks have in memory; see `SeriesWriter.held_by_all`.
+
+        Raises:
+            RanksOutOfStep: Another rank goes back to another step.
+            RanksMissing: Some ranks did not come in time.
+        """
+        own: Json = [target, *super().held_by_all(target, steps)]
+        answers = self.rounds("rollback", what="not gone back").together(
+            "steps", lambda: own, stop=self._monotonic() + self.timeout_s
+        )
+        return steps_of_all(answers)
 
     def first_that_loads(
-        self, candidates: Sequence[Checkpoint], load: Callable[[Checkpoint], _Loaded]
+        self, scan: Callable[[], Sequence[Checkpoint]], load: Callable[[Checkpoint], _Loaded]
     ) -> tuple[Checkpoint | None, _Loaded | None, list[Skipped]]:
         """Return the checkpoint that all ranks go on from, the same on all; see `first_that_all_load`."""
         return first_that_all_load(
             self.rounds("resume", what="not resumed"),
             self.coordinator,
-            candidates,
+            scan,
             load,
             prepare=self.open,
             stop=lambda: self._monotonic() + self.timeout_s,
@@ -144,9 +152,52 @@ class RankWriter(SeriesWriter):
             RankFailed: A rank could not do its part; names it and its error. There is no such checkpoint.
             SaveFailed: Ranks did not come in time; names them. The storage, asked last, holds no commit.
         """
-        options = options or self.options
+        return self._save(
+            lambda: (name, facts.attempt),
+            items,
+            facts,
+            metadata=metadata,
+            options=options or self.options,
+            publish=publish,
+        )
+
+    def save_next(
+        self,
+        free_name: Callable[[str], tuple[str, int]],
+        items: Sequence[Item],
+        facts: SaveFacts,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        publish: Publish = save_items,
+    ) -> Checkpoint:
+        """Save with all ranks under the name that rank 0 finds; see `save`."""
+        return self._save(
+            lambda: free_name(SET_FORMAT),
+            items,
+            facts,
+            metadata=metadata,
+            options=self.options,
+            publish=publish,
+        )
+
+    def _save(
+        self,
+        choose: Callable[[], tuple[str, int | None]],
+        items: Sequence[Item],
+        facts: SaveFacts,
+        *,
+        metadata: Mapping[str, str] | None,
+        options: SaveOptions,
+        publish: Publish,
+    ) -> Checkpoint:
         rounds = self.rounds(f"save {facts.step}", what=f"step {facts.step} was not saved")
-        offer = self._begin(rounds, name, facts, options)
+
+        def offered() -> Json:
+            if isinstance(publish, Refusal):
+                raise publish.error
+            return self._offered(choose, facts, options) if self.is_first else None
+
+        offer = self._begin(rounds, offered)
         facts = offer.applied_to(facts)
 
         def describe(entry: FileEntry, stats: Mapping[str, float]) -> Manifest:
@@ -166,33 +217,36 @@ class RankWriter(SeriesWriter):
         save = TwoPhaseSave(
             self._shards,
             self.coordinator,
-            rounds,
+            rounds.of_attempt(offer.attempt_id),
             offer,
             deadline=Deadline.after(self._monotonic(), self.timeout_s),
             monotonic=self._monotonic,
         )
         return self.note_saved(save.run(write, mode=options.file_mode))
 
-    def _begin(self, rounds: Rounds, name: str, facts: SaveFacts, options: SaveOptions) -> Offer:
+    def _offered(
+        self,
+        choose: Callable[[], tuple[str, int | None]],
+        facts: SaveFacts,
+        options: SaveOptions,
+    ) -> Json:
+        self.open()  # before a name is chosen, which another process could take
+        name, attempt = choose()
+        sequence, attempt = self.next_numbers(replace(facts, attempt=attempt))
+        return Offer(
+            stem=stem_of(name),
+            attempt_id=new_attempt_id(self._now() + 2 * self.timeout_s),
+            format=options.extension,
+            sequence=sequence,
+            attempt=attempt,
+            at=self._now() if facts.at is None else facts.at,
+            run_id=self.run_id,
+        ).to_json()
+
+    def _begin(self, rounds: Rounds, offered: Callable[[], Json]) -> Offer:
         """Wait until all ranks are here, and return what rank 0 offers."""
-
-        def offer() -> Json:
-            if not self.is_first:
-                return None
-            self.open()
-            sequence, attempt = self.next_numbers(facts)
-            return Offer(
-                stem=stem_of(name),
-                attempt_id=new_attempt_id(self._now() + 2 * self.timeout_s),
-                format=options.extension,
-                sequence=sequence,
-                attempt=attempt,
-                at=self._now() if facts.at is None else facts.at,
-                run_id=self.run_id,
-            ).to_json()
-
         try:
-            answers = rounds.together("begin", offer, stop=self._monotonic() + self.timeout_s)
+            answers = rounds.together("begin", offered, stop=self._monotonic() + self.timeout_s)
         except RanksMissing as missing:
             raise SaveFailed(
                 missing.message, path=self.store.directory, hint=missing.hint

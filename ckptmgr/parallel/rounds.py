@@ -35,6 +35,11 @@ class Rounds:
         self._what = what
         self._monotonic = monotonic
 
+    def of_attempt(self, attempt_id: str) -> Rounds:
+        """Return the further rounds of one attempt: who holds the id of another one is not heard in them."""
+        tag = f"{self._tag}/{attempt_id}"
+        return Rounds(self._coordinator, tag, what=self._what, monotonic=self._monotonic)
+
     def together(self, name: str, work: Callable[[], Json], *, stop: float) -> list[Json]:
         """Do a part of the work; return what came out on every rank, by rank.
 

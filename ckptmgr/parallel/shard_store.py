@@ -17,23 +17,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ckptmgr.crypto.key import Key
-from ckptmgr.digest import FileDigest
-from ckptmgr.disk_errors import explained
 from ckptmgr.errors import SaveFailed
-from ckptmgr.fsio import FileSystem, InputFile, OutputFile, discard, remove_name
+from ckptmgr.fsio import FileSystem, remove_name
 from ckptmgr.lease import Processes
 from ckptmgr.manifest import Manifest, manifest_name
 from ckptmgr.model import State
+from ckptmgr.shard_files import ShardFiles
 from ckptmgr.shard_listing import problem_of_shards
 from ckptmgr.shard_names import parse_shard_name
-from ckptmgr.store import Store
 from ckptmgr.trash_folder import may_be_in_trash
 
 # How far the clocks of the hosts may be apart.
 CLOCK_SKEW_S = 60
 
 
-class ShardStore(Store):
+class ShardStore(ShardFiles):
     """A checkpoint directory as one of many ranks sees it.
 
     Args:
@@ -63,44 +61,6 @@ class ShardStore(Store):
             must_authenticate=must_authenticate,
         )
         self._clock = clock
-
-    def publish(
-        self,
-        name: str,
-        *,
-        series: str,
-        size_bytes: int,
-        write: Callable[[OutputFile], FileDigest],
-        describe: Callable[[FileDigest], Manifest],
-        mode: int = 0o400,
-        read_back: Callable[[InputFile, FileDigest], None] | None = None,
-    ) -> Manifest:
-        """Make the file of one rank durable, without a manifest beside it; see `Store.publish`."""
-        temp = self._manifests.temp_path(name, series)
-        try:
-            self.fs.make_directory(self.directory, mode=0o700)
-            self.check_space(size_bytes)
-            manifest = self._write_temp(
-                temp, size_bytes, write, describe, mode=mode, read_back=read_back
-            )
-            self._give_name(temp, name)
-        except OSError as error:
-            raise explained(error, self.directory / name, size_bytes, self.fs) from error
-        return manifest
-
-    def _give_name(self, temp: Path, name: str) -> None:
-        try:
-            self.fs.replace(temp, self.directory / name)
-            self.fs.sync_directory(self.directory)
-        except BaseException:
-            discard(self.fs, temp)
-            self.withdraw(name)
-            raise
-
-    def withdraw(self, name: str) -> None:
-        """Remove the file of a rank that will never be part of a checkpoint, as far as the disk lets us."""
-        with contextlib.suppress(OSError):
-            remove_name(self.fs, self.directory / name)
 
     def commit(self, manifest: Manifest, *, mode: int = 0o400) -> OSError | None:
         """Make a checkpoint of the files of all ranks, unless its name is taken.

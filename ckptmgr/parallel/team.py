@@ -7,8 +7,6 @@ from collections.abc import Callable
 from functools import partial
 
 from ckptmgr.config import CheckpointConfig
-from ckptmgr.engine import mode_of
-from ckptmgr.errors import NotBuiltYet
 from ckptmgr.observe import Observers
 from ckptmgr.parallel.coordinator import Coordinator
 from ckptmgr.parallel.rank_writer import RankWriter
@@ -56,12 +54,7 @@ def check_ranks_agree(config: CheckpointConfig, policy: SavePolicy) -> None:
 
     Raises:
         ValueError: They would save at different steps.
-        NotBuiltYet: The worker process cannot save with others yet.
     """
-    if mode_of(config.async_save) == "process":
-        raise NotBuiltYet(
-            "async_save='process' with a coordinator is not built yet", hint="use async_save=True"
-        )
     if config.back_pressure != "wait":
         raise ValueError(
             f"back_pressure={config.back_pressure!r} with a coordinator: each rank would leave out other saves; use 'wait'"

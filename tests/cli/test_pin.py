@@ -73,6 +73,16 @@ def test_checkpoint_of_many_ranks_is_pinned_and_unpinned(tmp_path: Path) -> None
     assert (found.state, found.pins) == (State.OK, ())
 
 
+def test_checkpoint_of_many_ranks_is_named_by_its_path(tmp_path: Path) -> None:
+    save_sharded(tmp_path / "runs")
+    pinned = run("pin", tmp_path / "runs" / SET)
+    assert pinned.stdout == f"{SET}  step 1  @pinned\n"
+    missing = run("pin", tmp_path / "runs" / "net-9.shards")
+    assert "no such checkpoint" in missing.stderr
+    nowhere = run("pin", tmp_path / "runs" / shard(0) / "net-9.shards")
+    assert "no such checkpoint" in nowhere.stderr
+
+
 def test_bare_file_cannot_be_pinned(tmp_path: Path) -> None:
     path = shutil.copy(GOLDEN_FILES / "slices_sync.ckpt", tmp_path)
     result = run("pin", path)

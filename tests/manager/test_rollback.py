@@ -353,7 +353,7 @@ def test_snapshots_within_a_budget_push_out_older_ones() -> None:
     for step in range(1, 6):
         assert recent.put(step, flatten({"w": np.full(8, step)}), epoch=None, metrics={})
     assert len(recent.steps) == 2
-    assert recent.newest_until(0) is None
+    assert recent.newest_of([]) is None
     recent.close()
 
 

@@ -49,6 +49,15 @@ def test_directory_that_is_not_there_is_empty() -> None:
     assert store.read_manifest(ONE) is None
 
 
+def test_manifest_that_can_be_read_only_once_is_listed_with_what_the_disk_said() -> None:
+    disk = disk_with(10.0, key=KEY)
+    failing = FailingDisk(disk, operation="open", call=2)
+    (found,) = Store(RUNS, fs=failing, key=Key(bytes(32)), must_authenticate=True).scan()
+    assert failing.has_failed
+    assert found.state is State.CORRUPT
+    assert isinstance(found.obstacle, OSError)
+
+
 def test_names_of_other_programs_are_no_checkpoints() -> None:
     disk = disk_with(10.0)
     for name in (

@@ -9,6 +9,7 @@ import pytest
 
 from ckptmgr.errors import ChecksumMismatch, KeyProblem, UnsupportedCheckpoint
 from ckptmgr.loader import ReadOptions
+from ckptmgr.manifest import manifest_name
 from ckptmgr.model import Checkpoint
 from ckptmgr.parallel.agreement import first_that_all_load
 from ckptmgr.parallel.coordinator import RanksOutOfStep
@@ -17,6 +18,7 @@ from ckptmgr.parallel.rounds import Rounds
 from ckptmgr.resume import newest_first, open_checkpoint
 from ckptmgr.verify import Status, verify_checkpoint
 from tests.crashmodel import ModelDisk
+from tests.faults.training import RUNS
 from tests.manager.damage import flip_bit
 from tests.parallel.ranks import TIMEOUT_S, WORLD, Job, Meeting, Outcome, Seat, run_ranks
 
@@ -42,7 +44,7 @@ def agreed(
         checkpoint, loaded, skipped = first_that_all_load(
             Rounds(seat, "resume", what="not resumed", monotonic=job.clock),
             seat,
-            newest_first(job.store().scan()),
+            lambda: newest_first(job.store().scan()),
             lambda found: load(rank, found),
             prepare=prepare,
             stop=lambda: job.clock() + TIMEOUT_S,
@@ -102,7 +104,10 @@ def test_rank_that_sees_another_disk_is_an_error_on_all_and_no_fresh_start() -> 
 
     def agree(rank: int) -> object:
         seat = Seat(meeting, rank)
-        seen = newest_first(job.store().scan()) if rank != 1 else []
+
+        def seen() -> list[Checkpoint]:
+            return newest_first(job.store().scan()) if rank != 1 else []
+
         return first_that_all_load(
             Rounds(seat, "resume", what="not resumed", monotonic=job.clock),
             seat,
@@ -139,6 +144,18 @@ def test_mistake_in_the_program_of_one_rank_is_an_error_on_all() -> None:
         assert "rank 1: ZeroDivisionError" in str(outcome.raised)
 
 
+def test_ranks_look_once_rank_0_is_prepared() -> None:
+    job = job_with(1, 2)
+    newest = max(job.store().scan(), key=lambda c: c.step)
+
+    def prepare() -> None:
+        job.disk.unlink(RUNS / manifest_name(newest.name))
+
+    for outcome in agreed(job, read(job), prepare=prepare):
+        name, _, reasons = outcome.must()
+        assert (name, reasons) == ("net-1.shards", [])
+
+
 def test_lease_that_rank_0_does_not_get_is_an_error_on_all() -> None:
     def prepare() -> None:
         raise KeyProblem("no")
@@ -156,7 +173,7 @@ def test_checkpoint_that_only_rank_0_sees_is_skipped_by_all() -> None:
         checkpoint, _, _ = first_that_all_load(
             Rounds(seat, "resume", what="not resumed", monotonic=job.clock),
             seat,
-            newest_first((job if rank == 0 else others).store().scan()),
+            lambda: newest_first((job if rank == 0 else others).store().scan()),
             lambda found: found.name,
             prepare=list,
             stop=lambda: job.clock() + TIMEOUT_S,
@@ -174,7 +191,7 @@ def test_rank_0_of_another_version_is_an_error() -> None:
     seat = Seat(Meeting(1), 0)
     with pytest.raises(RanksOutOfStep, match="names no checkpoints"):
         first_that_all_load(
-            Odd(seat, "resume", what=""), seat, [], str, prepare=list, stop=lambda: 0.0
+            Odd(seat, "resume", what=""), seat, list, str, prepare=list, stop=lambda: 0.0
         )
 
 

@@ -3,24 +3,30 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import pytest
 
 from ckptmgr.config import CheckpointConfig
-from ckptmgr.errors import NotBuiltYet, UnsupportedCheckpoint
-from ckptmgr.fsio import FileSystem
-from ckptmgr.manager import CheckpointManager
+from ckptmgr.crypto.key import Key
+from ckptmgr.errors import CheckpointNotFound, UnsupportedCheckpoint
+from ckptmgr.fsio import FileStatus, FileSystem
+from ckptmgr.manager import CheckpointManager, Resumption
+from ckptmgr.memory_config import MemoryConfig
 from ckptmgr.model import State
 from ckptmgr.observe import Event, Observer
-from ckptmgr.parallel.coordinator import Json
+from ckptmgr.parallel.coordinator import Json, RanksMissing, RanksOutOfStep
 from ckptmgr.parallel.rank_errors import RankFailed
 from ckptmgr.store import Store
+from ckptmgr.temp_names import temp_name
 from tests.crashmodel import FailingDisk, ModelDisk
-from tests.faults.training import KEY, RUNS, SERIES, ModelProcesses
+from tests.faults.training import KEY, KEYS, RUNS, SERIES, ModelProcesses
 from tests.manager.damage import flip_bit
+from tests.manager.held import interfere
 from tests.parallel.ranks import START, WORLD, Clock, Meeting, Outcome, Seat, run_ranks
 
 T = TypeVar("T")
@@ -37,6 +43,7 @@ def manager(
     *,
     fs: FileSystem | None = None,
     observe: Observer | None = None,
+    snapshots: int = 2,
     **config: Any,
 ) -> CheckpointManager:
     return CheckpointManager(
@@ -48,6 +55,7 @@ def manager(
         clock=Clock(),
         coordinator=Seat(meeting, rank),
         observe=observe,
+        snapshots=snapshots,
     )
 
 
@@ -141,6 +149,83 @@ def test_full_disk_of_one_rank_is_an_error_on_all_and_due_again() -> None:
     assert [o.must() for o in run_ranks(meeting, one)] == ["net-2.shards"] * WORLD
 
 
+def save_and_wait(ours: CheckpointManager, step: int, value: object) -> None:
+    ours.save(step, value)
+    ours.wait()
+
+
+class Unstorable:
+    """Nothing that a tree can hold."""
+
+
+def no_state() -> object:
+    raise ZeroDivisionError("no state")
+
+
+@pytest.mark.parametrize("config", [{}, {"async_save": True}], ids=["sync", "thread"])
+@pytest.mark.parametrize("given", [Unstorable(), no_state], ids=["unstorable", "raises"])
+def test_rank_whose_state_cannot_be_had_is_named_on_all_at_once(
+    config: dict[str, Any], given: object
+) -> None:
+    disk = ModelDisk()
+
+    def work(ours: CheckpointManager, rank: int) -> None:
+        with pytest.raises(RankFailed, match="rank 1: ") as raised:
+            save_and_wait(ours, 1, given if rank == 1 else state(rank, 1))
+        assert (raised.value.__cause__ is not None) == (rank == 1)
+        ours.save(2, state(rank, 2))
+
+    for outcome in run(disk, work, **config):
+        assert outcome.raised is None, outcome.raised
+    assert [c.name for c in Store(RUNS, fs=disk).scan()] == ["net-2.shards"]
+
+
+@pytest.mark.parametrize("zero_stall", [False, True])
+def test_rank_that_cannot_copy_its_state_is_named_on_all_at_once(zero_stall: bool) -> None:
+    disk, meeting = ModelDisk(), Meeting()
+
+    def one(rank: int) -> str:
+        memory = MemoryConfig(host_budget_bytes=1) if rank == 2 else None
+        with manager(
+            disk, meeting, rank, async_save=True, zero_stall=zero_stall, memory=memory
+        ) as ours:
+            ours.save(1, {"weights": np.zeros(1 << 20, np.float32)})
+            with pytest.raises(RankFailed, match="rank 2: ") as raised:
+                ours.wait()
+        return str(raised.value)
+
+    told = {outcome.must() for outcome in run_ranks(meeting, one)}
+    assert len(told) == 1
+    assert "/write" not in "".join(meeting.tags)
+
+
+class Unlisted(FailingDisk):
+    """A disk whose directories cannot be listed while it is told so."""
+
+    is_blind = False
+
+    def list(self, path: Path) -> dict[str, FileStatus]:
+        if self.is_blind:
+            raise OSError(errno.EIO, "cannot be listed")
+        return super().list(path)
+
+
+def test_name_that_rank_0_cannot_find_is_an_error_on_all_at_once() -> None:
+    disk, meeting = ModelDisk(), Meeting()
+
+    def one(rank: int) -> None:
+        fs = Unlisted(disk)
+        with manager(disk, meeting, rank, fs=fs) as ours:
+            ours.save(1, state(rank, 1))
+            fs.is_blind = rank == 0
+            with pytest.raises(RankFailed, match=r"rank 0: OSError \[EIO\]"):
+                ours.save(2, state(rank, 2))
+            fs.is_blind = False
+
+    for outcome in run_ranks(meeting, one):
+        assert outcome.raised is None, outcome.raised
+
+
 def test_nobody_is_told_that_a_save_is_durable_before_all_ranks_are_done() -> None:
     disk = ModelDisk()
     meeting = Meeting()
@@ -172,29 +257,131 @@ def test_checkpoint_of_many_ranks_is_not_resumed_by_one() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "error", "text"),
+    ("config", "text"),
     [
-        ({"async_save": "process"}, NotBuiltYet, "use async_save=True"),
-        ({"async_save": True, "back_pressure": "skip"}, ValueError, "use 'wait'"),
-        ({"async_save": True, "on_error": "warn"}, ValueError, "use 'raise' or 'retry"),
-        ({"async_save": True, "on_error": print}, ValueError, "use 'raise' or 'retry"),
-        (
-            {"save_checkpoint_steps": 0, "save_checkpoint_seconds": 9},
-            ValueError,
-            "use save_checkpoint_steps",
-        ),
+        ({"async_save": True, "back_pressure": "skip"}, "use 'wait'"),
+        ({"async_save": True, "on_error": "warn"}, "use 'raise' or 'retry"),
+        ({"async_save": True, "on_error": print}, "use 'raise' or 'retry"),
+        ({"save_checkpoint_steps": 0, "save_checkpoint_seconds": 9}, "use save_checkpoint_steps"),
     ],
 )
-def test_what_ranks_cannot_agree_on_is_refused(
-    config: dict[str, Any], error: type[Exception], text: str
-) -> None:
-    with pytest.raises(error, match=text):
+def test_what_ranks_cannot_agree_on_is_refused(config: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
         manager(ModelDisk(), Meeting(), 0, **config)
 
 
-def test_rollback_of_many_ranks_is_not_built_yet() -> None:
-    with manager(ModelDisk(), Meeting(1), 0) as ours, pytest.raises(NotBuiltYet):
-        ours.rollback()
+def weights(found: Resumption) -> list[float]:
+    assert isinstance(found.state, dict)
+    return found.state["weights"].tolist()  # type: ignore[no-any-return]
+
+
+def test_ranks_roll_back_to_the_newest_step_that_all_have_in_memory() -> None:
+    def work(ours: CheckpointManager, rank: int) -> tuple[int, list[float]]:
+        for step in (1, 2, 3):
+            if (rank, step) != (2, 2):
+                ours.snapshot(step, state(rank, step))
+        found = ours.rollback(state(rank, 0))
+        ours.save(4, state(rank, 4))
+        return found.step, weights(found)
+
+    outcomes = [outcome.must() for outcome in run(ModelDisk(), work, snapshots=3)]
+    assert outcomes == [(1, [100.0 + rank] * 4) for rank in range(WORLD)]
+
+
+def test_ranks_roll_back_to_a_newer_checkpoint_or_past_one_that_is_damaged() -> None:
+    disk = ModelDisk()
+
+    def work(ours: CheckpointManager, rank: int) -> tuple[int, list[float]]:
+        ours.snapshot(1, state(rank, 1))
+        for step in (2, 3, 4):
+            ours.save(step, state(rank, step))
+        if rank == 0:
+            flip_bit(disk, next(c for c in ours.checkpoints() if c.step == 3).shards[1])
+        found = ours.rollback(state(rank, 0))
+        assert len(found.skipped) == 1
+        return found.step, weights(found)
+
+    assert [o.must() for o in run(disk, work)] == [(2, [200.0 + r] * 4) for r in range(WORLD)]
+
+
+def test_ranks_that_have_nothing_that_old_are_told_so() -> None:
+    def work(ours: CheckpointManager, rank: int) -> None:
+        ours.snapshot(3, state(rank, 3))
+        with pytest.raises(CheckpointNotFound):
+            ours.rollback()
+
+    for outcome in run(ModelDisk(), work):
+        assert outcome.raised is None, outcome.raised
+
+
+def test_ranks_that_roll_back_to_different_steps_change_nothing() -> None:
+    def work(ours: CheckpointManager, rank: int) -> None:
+        for step in (1, 2, 3):
+            ours.snapshot(step, state(rank, step))
+        with pytest.raises(RanksOutOfStep, match="different steps: 2, 1, 2"):
+            ours.rollback(steps_back=2 if rank == 1 else 1)
+        assert ours.rollback().step == 2
+
+    for outcome in run(ModelDisk(), work):
+        assert outcome.raised is None, outcome.raised
+
+
+def test_rank_that_does_not_roll_back_is_named_and_nobody_falls_back_to_memory() -> None:
+    def work(ours: CheckpointManager, rank: int) -> None:
+        ours.snapshot(1, state(rank, 1))
+        if rank == 2:
+            return
+        with pytest.raises(RanksMissing, match="rank 2 did not come"):
+            ours.rollback(steps_back=0)
+
+    for outcome in run(ModelDisk(), work):
+        assert outcome.raised is None, outcome.raised
+
+
+@pytest.mark.parametrize("key", KEYS, ids=["plain", "encrypted"])
+def test_worker_processes_write_the_files_of_the_ranks(tmp_path: Path, key: bytes | None) -> None:
+    config = CheckpointConfig(async_save="process", enc_key=key, keep="all")
+
+    def one(rank: int) -> int:
+        with CheckpointManager(
+            tmp_path, config, prefix=SERIES, coordinator=Seat(meeting, rank)
+        ) as ours:
+            start = ours.resume(state(rank, 0)).step
+            ours.save(start + 1, state(rank, start + 1))
+            handle = ours.save(start + 2, state(rank, start + 2))
+            assert handle is not None
+            return handle.wait().step
+
+    for last in (2, 4):
+        meeting = Meeting(2)
+        assert [o.must() for o in run_ranks(meeting, one)] == [last] * 2
+    found = Store(tmp_path, key=None if key is None else Key(key)).scan()
+    assert {c.state for c in found} == {State.OK}
+    assert len(found) == 4
+
+
+def test_worker_process_that_is_killed_is_named_on_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    interfere(monkeypatch, tmp_path / "site", "pwrite", 1, action="kill")
+    meeting, runs = Meeting(2), tmp_path / "runs"
+    of_another_host = runs / temp_name("x.ckpt", token="elsewhere-1", series=SERIES)
+
+    def one(rank: int) -> None:
+        config = CheckpointConfig(async_save="process" if rank else False, keep="all")
+        with CheckpointManager(
+            runs, config, prefix=SERIES, coordinator=Seat(meeting, rank)
+        ) as ours:
+            ours.resume()
+            if rank == 0:
+                of_another_host.touch()
+            with pytest.raises(RankFailed, match=r"rank 1: SaveFailed: the saving process died"):
+                save_and_wait(ours, 1, state(rank, 1))
+
+    for outcome in run_ranks(meeting, one):
+        assert outcome.raised is None, outcome.raised
+    assert of_another_host.exists()
+    assert [path.name for path in runs.iterdir() if path != of_another_host] == [f".{SERIES}.lease"]
 
 
 def test_checkpoints_carry_the_time_of_rank_0() -> None:
