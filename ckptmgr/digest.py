@@ -119,6 +119,11 @@ class VerifyingSource:
         """The number of bytes."""
         return self._digest.size_bytes
 
+    @property
+    def range_bytes(self) -> int:
+        """Length of all ranges but the last."""
+        return self._digest.range_bytes
+
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with checked bytes.
 
@@ -170,6 +175,10 @@ class RangeReader:
     def read_into(self, view: memoryview) -> None:
         """Fill `view` with the next bytes."""
         self._raw.read_into(self._offset, view)
+        self.take(view)
+
+    def take(self, view: memoryview) -> None:
+        """Count memory that holds the next bytes as read."""
         self._hasher.update(view)
         self._offset += view.nbytes
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import mmap
 import os
 import stat
 from pathlib import Path
@@ -47,6 +48,20 @@ class CachedFile:
 
     def _read_once(self, offset: int, buffer: memoryview) -> int:
         return os.preadv(self._descriptor, [buffer], offset)
+
+    def will_need(self, offset: int, length: int) -> None:
+        """Ask the kernel to start reading bytes into the page cache."""
+        os.posix_fadvise(self._descriptor, offset, length, os.POSIX_FADV_WILLNEED)
+
+    def map(self) -> mmap.mmap:
+        """Return all bytes as read-only memory, which outlives this object; the file must not be empty.
+
+        Raises:
+            TruncatedError: The file has become shorter.
+        """
+        if os.fstat(self._descriptor).st_size < self._size:
+            raise TruncatedError("the file has become shorter", offset=self._size)
+        return mmap.mmap(self._descriptor, self._size, prot=mmap.PROT_READ)
 
     def close(self) -> None:
         """Release the descriptor."""

@@ -14,6 +14,8 @@ What is returned was checked, as by `load_checkpoint`, and that sets the price o
   lie between the tensors, so `names()` once reads each range that has one, most of a file of small tensors;
 * encrypted: the cipher blocks (4 MiB) in which it lies, and once, when the file is opened, those of all descriptions;
 * a plain file without a manifest: only its bytes, and nothing vouches for them.
+
+With `mmap=True` a tensor of a plain file is checked as above and then not copied: its array is the memory of the page cache.
 """
 
 from __future__ import annotations
@@ -28,13 +30,14 @@ from typing import Self, TypeVar
 
 import numpy as np
 
-from ckptmgr.config_checks import check_cipher, check_key
+from ckptmgr.config_checks import check_cipher, check_is_bool, check_key
 from ckptmgr.crypto.key import Key
 from ckptmgr.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedCheckpoint
 from ckptmgr.formats.index import TensorEntry, check_content
 from ckptmgr.formats.mindspore_entries import CkptEntry, MapEntry, TextEntry
 from ckptmgr.formats.tensor import TensorSpec
 from ckptmgr.fsio import InputFile
+from ckptmgr.input_files import CachedFile
 from ckptmgr.loader import (
     MapArrays,
     OpenCheckpoint,
@@ -46,6 +49,7 @@ from ckptmgr.loader import (
 )
 from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import Manifest
+from ckptmgr.mapped import MappedTensors
 from ckptmgr.scatter import Placement, read_scattered
 from ckptmgr.store import Store
 from ckptmgr.units import PIECE_BYTES
@@ -59,6 +63,7 @@ def open_checkpoint(
     dec_key: bytes | None = None,
     dec_mode: str | None = None,
     allow_unsealed: bool = False,
+    mmap: bool = False,
 ) -> CheckpointReader:
     """Open a file for reading single tensors; close the reader, or use it in a `with` block.
 
@@ -67,15 +72,21 @@ def open_checkpoint(
         dec_key: The key; files that are not authenticated as a whole are then refused, unless `allow_unsealed`.
         dec_mode: The cipher mode to insist on, or None for the one that the file names.
         allow_unsealed: Accept files that are not authenticated as a whole although a key is given.
+        mmap: Return read-only arrays, over the mapped file instead of copies where a tensor lies in one piece and aligned
+            for its type: most of a safetensors file, of a `.ckpt` what happens to. Processes that map one file share its
+            memory, and the arrays may outlive the reader. Only for files that nobody changes in place, as ckptmgr never
+            does, on disks that can be trusted: what is written into the file, or read anew because memory ran short,
+            shows in arrays that were checked before; and who touches a page of a file that was cut short is killed (SIGBUS).
 
     Raises:
         CheckpointNotFound: There is no such file.
         CorruptCheckpoint: What describes the tensors is damaged.
         KeyProblem: Wrong or missing key, or no seal.
-        UnsupportedCheckpoint: It is a file of another kind.
+        UnsupportedCheckpoint: It is a file of another kind, or encrypted and to be mapped.
         OSError: From the disk.
     """
     check_key("dec_key", dec_key)
+    check_is_bool("mmap", mmap)
     if dec_mode is not None:
         check_cipher(dec_key, dec_mode)
     options = ReadOptions(
@@ -88,7 +99,7 @@ def open_checkpoint(
     return with_its_manifest(
         store,
         real.name,
-        lambda manifest: _opened(store.fs.open(real), str(path), options, manifest),
+        lambda manifest: _opened(CachedFile(real), str(path), options, manifest, is_mapped=mmap),
     )
 
 
@@ -109,7 +120,12 @@ def with_its_manifest(
 
 
 def _opened(
-    raw: InputFile, path: str, options: ReadOptions, manifest: Manifest | None
+    raw: CachedFile,
+    path: str,
+    options: ReadOptions,
+    manifest: Manifest | None,
+    *,
+    is_mapped: bool,
 ) -> CheckpointReader:
     with contextlib.ExitStack() as stack:
         stack.callback(raw.close)
@@ -120,16 +136,21 @@ def _opened(
             # Who can change bytes could lead the eye from one tensor to another; and here all descriptions lie together.
             with translated_errors(path):
                 confirm_index(opened)
+        with translated_errors(path):
+            mapped = MappedTensors(raw, opened) if is_mapped else None
         stack.pop_all()
-        return CheckpointReader(opened, raw)
+        return CheckpointReader(opened, raw, mapped)
 
 
 class CheckpointReader:
     """The tensors of one open file; made by `open_checkpoint`."""
 
-    def __init__(self, opened: OpenCheckpoint, file: InputFile) -> None:
+    def __init__(
+        self, opened: OpenCheckpoint, file: InputFile, mapped: MappedTensors | None = None
+    ) -> None:
         self._opened = opened
         self._file = file
+        self._mapped = mapped
         self._entries: dict[str, CkptEntry] = {one.name: one for one in opened.index.entries}
         self._heads = _heads(opened)
         self._confirmed: set[int] = set()
@@ -209,6 +230,11 @@ class CheckpointReader:
     def _part(self, entry: TensorEntry, skipped: int, shape: tuple[int, ...]) -> np.ndarray:
         """Return a part of a tensor: that of this shape after so many bytes."""
         self._confirm(entry)
+        if self._mapped is not None:
+            with translated_errors(self._opened.path):
+                mapped = self._mapped.part(entry, skipped, shape)
+            if mapped is not None:
+                return mapped
         array: np.ndarray = np.empty(shape, entry.spec.dtype.to_numpy())
         placements = []
         target = bytes_of(array)
@@ -221,6 +247,7 @@ class CheckpointReader:
             self._fill(placements)
             for one in placements[:1]:
                 check_content(entry, bytes_of(array), offset=one.offset)
+        array.flags.writeable = self._mapped is None
         return array
 
     def _fill(self, placements: list[Placement]) -> None:
@@ -284,7 +311,8 @@ class CheckpointReader:
         )
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file; arrays that were mapped stay."""
+        self._mapped = None
         self._file.close()
 
     def __enter__(self) -> Self:
