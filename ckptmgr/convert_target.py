@@ -185,7 +185,13 @@ def _description(
     if manifest is not None:
         run_id = "" if source.parent == target.parent else manifest.run_id
         return replace(
-            manifest, file=placeholder, series=series, run_id=run_id, stats={}, replaces=None
+            manifest,
+            file=placeholder,
+            series=series,
+            run_id=run_id,
+            stats={},
+            replaces=None,
+            previous=None,  # the copies of a run are others than those that its links name
         )
     known = next((c for c in store_of(source, options).scan() if c.path == source), None)
     return Manifest(

@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Self
 
 from ckptmgr import tree
+from ckptmgr.chain import contradiction
 from ckptmgr.config import CheckpointConfig, check_config
 from ckptmgr.crypto.key import Key
 from ckptmgr.engine import engine_for
@@ -192,7 +193,8 @@ class CheckpointManager:
             if found.checkpoint is not None:
                 told |= about(found.checkpoint)
             told["figures"] = {"skipped": len(found.skipped), "starts": found.starts}
-            told["notes"] = notes_of(found.skipped)
+            doubts = () if found.doubt is None else (found.doubt,)
+            told["notes"] = (*notes_of(found.skipped), *doubts)
         return found
 
     def _resume(self, state: object) -> Resumption:
@@ -213,6 +215,9 @@ class CheckpointManager:
         if checkpoint is None or loaded is None:
             self._start_at(0, None)
             return Resumption(step=0, state=state, metrics={}, skipped=tuple(skipped))
+        doubt = contradiction(checkpoint, present)
+        if doubt is not None:
+            _LOG.warning("%s may be an older file under this name: %s", checkpoint.path, doubt)
         restored = loaded.put_back(state)
         self._writer.continue_from(checkpoint, loaded.manifest)
         self._start_at(checkpoint.step, checkpoint.run_id)
@@ -226,7 +231,7 @@ class CheckpointManager:
                 starts,
                 checkpoint.path,
             )
-        return Resumption.at(checkpoint, restored, skipped=skipped, starts=starts)
+        return Resumption.at(checkpoint, restored, skipped=skipped, starts=starts, doubt=doubt)
 
     def _start_at(self, step: int, run_id: str | None) -> None:
         """Forget what the steps before `resume` left behind.

@@ -2,7 +2,7 @@
 """The manifest beside every data file: what it is, who wrote it, and the digests that prove it.
 
 `net-3_40.ckpt` has `net-3_40.ckpt.manifest.json`. It is self-contained (base names only), so a copied directory is as good as
-the original. With a key it carries an HMAC over its canonical JSON.
+the original. With a key it carries an HMAC over its canonical JSON, with a signing key a signature (`manifest_proof`).
 
 Many ranks that save together have one manifest for all their files (`shard_names`), in version 2 of the schema.
 
@@ -12,25 +12,29 @@ instant one of the two verifies.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ckptmgr.crypto.key import Key, is_manifest_mac, manifest_mac
+from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.signing import PublicKey, SigningKey
 from ckptmgr.digest import ALGORITHM, DIGEST_BYTES, FileDigest
-from ckptmgr.errors import (
-    CorruptCheckpoint,
-    KeyProblem,
-    TamperedCheckpoint,
-    UnsealedCheckpoint,
-    UnsupportedCheckpoint,
+from ckptmgr.errors import CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr.manifest_proof import (
+    AUTH,
+    SIGNATURES,
+    canonical,
+    check_mac,
+    check_signatures,
+    proofs,
 )
-from ckptmgr.model import Checkpoint, Pin, State
+from ckptmgr.model import Checkpoint, Link, Pin, State
 from ckptmgr.shard_names import is_set_name, parse_shard_name
 
 SCHEMA = "ckptmgr.manifest/1"
@@ -38,10 +42,12 @@ SHARDED_SCHEMA = "ckptmgr.manifest/2"
 SUFFIX = ".manifest.json"
 _SCHEMAS = (SCHEMA, SHARDED_SCHEMA)
 _ANY_SCHEMA = re.compile(r"ckptmgr\.manifest/[0-9]+")
+FOREIGN = "foreign"
 MAX_MANIFEST_BYTES = 64 << 20
 _MAX_RANGE_BYTES = 1 << 30
 _MAX_COUNT = (1 << 64) - 1
-_MAC_ALGORITHM = "HMAC-SHA-256"
+_ID = re.compile(r"[0-9a-f]{64}")
+_ID_PREFIX = b"ckptmgr/v1/checkpoint-id\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +90,8 @@ class Manifest:
         stats: Seconds and bytes of the stages of the save.
         replaces: The manifest of the data that has this name until the swap, or None.
         shards: The data files of a sharded checkpoint, by rank; else empty.
+        previous: The checkpoint of the series that was newest before, or None.
+        signed_by: Id of the trusted key whose signature was checked when it was read, or None.
     """
 
     file: FileEntry
@@ -102,12 +110,40 @@ class Manifest:
     stats: Mapping[str, float] = field(default_factory=dict)
     replaces: Manifest | None = None
     shards: tuple[FileEntry, ...] = ()
+    previous: Link | None = None
+    signed_by: str | None = field(default=None, compare=False)
+
+    @property
+    def id(self) -> str:
+        """64 hex digits that name this checkpoint and no other: what never changes of it, and of all that came before."""
+        document = {
+            "series": self.series,
+            "step": self.step,
+            "attempt": self.attempt,
+            "epoch": self.epoch,
+            "sequence": self.sequence,
+            "saved_at": _time_text(self.saved_at),
+            "why": self.why,
+            "run": {"id": self.run_id, "parents": list(self.parent_run_ids)},
+            "world": {"size": self.world_size},
+            "files": [
+                [entry.name, entry.digest.size_bytes, entry.digest.total.hex()]
+                for entry in self.shards or (self.file,)
+            ],
+            "previous": None if self.previous is None else self.previous.id,
+        }
+        return hashlib.sha256(_ID_PREFIX + canonical(document)).hexdigest()
 
     @property
     def name(self) -> str:
         """Base name of the checkpoint: its data file, or what all its shards have in common."""
         shard = parse_shard_name(self.file.name) if self.shards else None
         return self.file.name if shard is None else shard.set_name
+
+    @property
+    def is_made_up(self) -> bool:
+        """Whether it was made for a file that had none, so that it can be overwritten; nobody vouches for such a file."""
+        return self.why == FOREIGN and self.sequence == 0
 
     def of_shard(self, rank: int) -> Manifest:
         """Return what there is to know about the file of one rank, as a manifest of that file alone."""
@@ -144,6 +180,8 @@ class Manifest:
             key_id=self.file.key_id,
             problem=problem,
             shards=tuple(entry.name for entry in self.shards),
+            id=self.id,
+            previous=self.previous,
         )
 
 
@@ -159,23 +197,28 @@ def files_of(checkpoint: Checkpoint) -> tuple[str, tuple[str, ...]]:
     return checkpoint.name, (manifest_name(checkpoint.name),)
 
 
-def encode(manifest: Manifest, *, key: Key | None = None) -> bytes:
-    """Return the manifest as JSON, authenticated when there is a key.
+def encode(
+    manifest: Manifest, *, key: Key | None = None, signing_key: SigningKey | None = None
+) -> bytes:
+    """Return the manifest as JSON, authenticated when there is a key, and signed when there is one for that.
 
     Raises:
         UnsupportedCheckpoint: A value in it could not be read back, such as an epoch of 1.5; names it.
     """
     document = _checked_document(manifest)
-    if key is not None:
-        mac = manifest_mac(key, _canonical(document))
-        document["auth"] = {"algorithm": _MAC_ALGORITHM, "key_id": key.key_id, "mac": mac.hex()}
+    document |= proofs(document, key=key, signing_key=signing_key)
     text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
     # File names that are no UTF-8 come as lone surrogates; the parser takes them back.
     return text.encode("utf-8", "surrogatepass") + b"\n"
 
 
 def decode(
-    data: bytes, *, path: Path, key: Key | None = None, must_authenticate: bool = False
+    data: bytes,
+    *,
+    path: Path,
+    key: Key | None = None,
+    trusted_keys: Sequence[PublicKey] = (),
+    must_authenticate: bool = False,
 ) -> Manifest:
     """Parse a manifest strictly.
 
@@ -183,17 +226,18 @@ def decode(
         data: The file's bytes.
         path: For messages, and to check that the manifest belongs to the file it lies beside.
         key: Checks the authentication of a manifest made under this key.
-        must_authenticate: Refuse a manifest without authentication.
+        trusted_keys: Of those who may sign; check the signature of a manifest that has one.
+        must_authenticate: Given a key, refuse a manifest without authentication; given trusted keys, one without signature.
 
     Raises:
         CorruptCheckpoint: It is not a manifest.
         UnsupportedCheckpoint: It is of a version that is not known here.
-        TamperedCheckpoint: The authentication does not match.
-        UnsealedCheckpoint: It must be authenticated and is not.
-        KeyProblem: It is authenticated under another key.
+        TamperedCheckpoint: The authentication or the signature does not match.
+        UnsealedCheckpoint: It must be authenticated or signed and is not.
+        KeyProblem: It is authenticated under another key, or signed by nobody who is trusted.
     """
     document = _parse(data, path)
-    auth = document.pop("auth", None)
+    auth, signatures = document.pop(AUTH, None), document.pop(SIGNATURES, None)
     try:
         manifest = _from_document(document)
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -202,12 +246,21 @@ def decode(
         raise CorruptCheckpoint(f"is the manifest of {manifest.name!r}", path=path)
     if manifest.replaces is not None and manifest.replaces.file.name != manifest.file.name:
         raise CorruptCheckpoint(f"replaces {manifest.replaces.file.name!r}", path=path)
-    if key is not None:
-        try:
-            _authenticate(document, auth, key=key, path=path, is_required=must_authenticate)
-        except RecursionError as error:
-            raise CorruptCheckpoint("not valid JSON: nested too deeply", path=path) from error
-    return manifest
+    try:
+        if key is not None:
+            check_mac(document, auth, key=key, path=path, is_required=must_authenticate)
+        if not trusted_keys:
+            return manifest
+        signer = check_signatures(
+            document,
+            signatures,
+            trusted_keys=trusted_keys,
+            path=path,
+            is_required=must_authenticate,
+        )
+    except RecursionError as error:
+        raise CorruptCheckpoint("not valid JSON: nested too deeply", path=path) from error
+    return replace(manifest, signed_by=signer)
 
 
 def _checked_document(manifest: Manifest) -> dict[str, Any]:
@@ -223,47 +276,15 @@ def _checked_document(manifest: Manifest) -> dict[str, Any]:
     return document
 
 
-def is_authenticated(data: bytes, *, path: Path) -> bool:
-    """Return whether a manifest carries an authentication, without checking it.
+def proofs_in(data: bytes, *, path: Path) -> tuple[bool, bool]:
+    """Return whether a manifest carries an authentication, and whether a signature, without checking them.
 
     Raises:
         CorruptCheckpoint: It is not a manifest.
         UnsupportedCheckpoint: It is of a version that is not known here.
     """
-    return "auth" in _parse(data, path)
-
-
-def _authenticate(
-    document: dict[str, Any], auth: object, *, key: Key, path: Path, is_required: bool
-) -> None:
-    if auth is None:
-        if is_required:
-            raise UnsealedCheckpoint(
-                "the manifest is not authenticated although a key was given",
-                path=path,
-                hint="it was written without a key, or its authentication was removed; "
-                "pass allow_unsealed=True (CLI: --allow-unsealed) to accept it",
-            )
-        return
-    if not isinstance(auth, dict) or auth.get("algorithm") != _MAC_ALGORITHM:
-        raise CorruptCheckpoint("unknown authentication in the manifest", path=path)
-    if auth.get("key_id") != key.key_id:
-        raise KeyProblem(
-            f"the manifest is authenticated under key {auth.get('key_id')}, the given key is {key.key_id}",
-            path=path,
-        )
-    try:
-        mac = bytes.fromhex(str(auth.get("mac")))
-    except ValueError:
-        mac = b""
-    if not is_manifest_mac(key, _canonical(document), mac=mac):
-        raise TamperedCheckpoint(
-            "the manifest was changed: its authentication does not match", path=path
-        )
-
-
-def _canonical(document: Mapping[str, Any]) -> bytes:
-    return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    document = _parse(data, path)
+    return AUTH in document, SIGNATURES in document
 
 
 def _parse(data: bytes, path: Path) -> dict[str, Any]:
@@ -314,7 +335,7 @@ def _to_document(manifest: Manifest) -> dict[str, Any]:
         "attempt": manifest.attempt,
         "epoch": manifest.epoch,
         "sequence": manifest.sequence,
-        "saved_at": manifest.saved_at.astimezone(UTC).isoformat(),
+        "saved_at": _time_text(manifest.saved_at),
         "why": manifest.why,
         "run": {"id": manifest.run_id, "parents": list(manifest.parent_run_ids)},
         "world": {"size": manifest.world_size},
@@ -323,9 +344,35 @@ def _to_document(manifest: Manifest) -> dict[str, Any]:
         "stats": {name: _number_to_json(value) for name, value in manifest.stats.items()},
         "files": [entry_to_document(entry) for entry in manifest.shards or (manifest.file,)],
     }
+    if manifest.previous is not None:
+        document["previous"] = link_to_document(manifest.previous)
     if manifest.replaces is not None:
         document["replaces"] = _to_document(manifest.replaces.without_replaced())
     return document
+
+
+def link_to_document(link: Link) -> dict[str, Any]:
+    """Return what a manifest says about the checkpoint before, as JSON."""
+    return {"name": link.name, "sequence": link.sequence, "run_id": link.run_id, "id": link.id}
+
+
+def link_from_document(document: Mapping[str, Any] | None) -> Link | None:
+    """Return what a manifest says about the checkpoint before.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: It is no such document.
+    """
+    if document is None:
+        return None
+    identity = _typed(document["id"], str)
+    if not _ID.fullmatch(identity):
+        raise ValueError(f"{identity[:80]!r} is not the id of a checkpoint")
+    return Link(
+        name=_base_name(document["name"]),
+        sequence=_count(document, "sequence"),
+        run_id=_typed(document["run_id"], str),
+        id=identity,
+    )
 
 
 def entry_to_document(entry: FileEntry) -> dict[str, Any]:
@@ -372,6 +419,7 @@ def _from_document(document: Mapping[str, Any]) -> Manifest:
         world_size=_count(document["world"], "size"),
         stats={name: _number_from_json(value) for name, value in document["stats"].items()},
         replaces=None if replaces is None else _from_document({**replaces, "replaces": None}),
+        previous=link_from_document(document.get("previous")),
     )
 
 
@@ -394,9 +442,7 @@ def entry_from_document(entry: Mapping[str, Any]) -> FileEntry:
     Raises:
         KeyError, TypeError, ValueError, AttributeError, OverflowError: It is no such document.
     """
-    name = _typed(entry["name"], str)
-    if not name or "/" in name or "\0" in name or name in (".", ".."):
-        raise ValueError(f"{name!r} is not a base name")
+    name = _base_name(entry["name"])
     digest = entry["digest"]
     if digest["algorithm"] != ALGORITHM:
         raise ValueError(f"unknown digest algorithm {digest['algorithm']!r}")
@@ -424,6 +470,13 @@ def _typed(value: object, kind: type[str]) -> str:
     return value
 
 
+def _base_name(value: object) -> str:
+    name = _typed(value, str)
+    if not name or "/" in name or "\0" in name or name in (".", ".."):
+        raise ValueError(f"{name!r} is not a base name")
+    return name
+
+
 def _optional_text(value: object) -> str | None:
     return None if value is None else _typed(value, str)
 
@@ -442,6 +495,10 @@ def _time(value: object) -> datetime:
     if time.tzinfo is None:
         raise ValueError(f"{value!r} has no time zone")
     return time.astimezone(UTC)
+
+
+def _time_text(time: datetime) -> str:
+    return time.astimezone(UTC).isoformat()
 
 
 def _number_to_json(value: float) -> float | str:

@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from ckptmgr import manifest as manifests
 from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.signing import PublicKey, SigningKey
 from ckptmgr.digest import digest_of
+from ckptmgr.errors import UnsealedCheckpoint
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.fsio import FileSystem, discard
 from ckptmgr.lease import Processes
@@ -24,7 +27,10 @@ class ManifestFiles:
         fs: The disk.
         key: Authenticates manifests.
         processes: Names this writer, so that its leftovers can be told from those of live ones.
-        must_authenticate: With a key, treat manifests without authentication as a problem.
+        must_authenticate: With a key, treat manifests without authentication as a problem; with trusted keys, those
+            without signature.
+        signing_key: Signs manifests.
+        trusted_keys: Whose signatures count.
     """
 
     def __init__(
@@ -35,12 +41,16 @@ class ManifestFiles:
         key: Key | None,
         processes: Processes,
         must_authenticate: bool,
+        signing_key: SigningKey | None = None,
+        trusted_keys: Sequence[PublicKey] = (),
     ) -> None:
         self.directory = directory
         self.fs = fs
         self._key = key
         self._processes = processes
         self._must_authenticate = must_authenticate
+        self._signing_key = signing_key
+        self._trusted_keys = tuple(trusted_keys)
 
     def read(self, data_name: str) -> Manifest | None:
         """Return the manifest of a data file, or None when it has none.
@@ -51,9 +61,15 @@ class ManifestFiles:
             CorruptCheckpoint, TamperedCheckpoint, KeyProblem: It is damaged, changed, or under another key.
         """
         manifest = self.load(manifest_name(data_name))
-        if manifest is None or manifest.replaces is None:
-            return manifest
-        return self.half_that_matches(manifest)
+        if manifest is None:
+            return None
+        half = self.half_that_matches(manifest)
+        if half.is_made_up and self._must_authenticate:
+            raise UnsealedCheckpoint(
+                "nothing proves who wrote this file: it was here when a save that was to replace it failed",
+                path=self.directory / data_name,
+            )
+        return half
 
     def load(
         self, name: str, *, with_key: bool = True, must_authenticate: bool | None = None
@@ -75,15 +91,25 @@ class ManifestFiles:
             return None
         if must_authenticate is None:
             must_authenticate = self._must_authenticate
-        key = self._key if with_key else None
-        return manifests.decode(data, path=path, key=key, must_authenticate=must_authenticate)
+        if not with_key:
+            return manifests.decode(data, path=path)
+        return manifests.decode(
+            data,
+            path=path,
+            key=self._key,
+            trusted_keys=self._trusted_keys,
+            must_authenticate=must_authenticate,
+        )
 
-    def would_lose_authentication(self, data_name: str) -> bool:
-        """Tell whether there is no key here although the manifest was authenticated with one."""
-        if self._key is not None:
-            return False
+    def lost_by_rewriting(self, data_name: str) -> str | None:
+        """Return what a manifest has that cannot be made here, for want of a key: `authenticated`, `signed`, or None."""
+        if self._key is not None and self._signing_key is not None:
+            return None
         path = self.directory / manifest_name(data_name)
-        return manifests.is_authenticated(self._content(path), path=path)
+        has_mac, has_signature = manifests.proofs_in(self._content(path), path=path)
+        if has_mac and self._key is None:
+            return "authenticated"
+        return "signed" if has_signature and self._signing_key is None else None
 
     def _content(self, path: Path) -> bytes:
         with contextlib.closing(self.fs.open(path)) as file:
@@ -100,7 +126,7 @@ class ManifestFiles:
 
     def put(self, manifest: Manifest, *, series: str, mode: int) -> None:
         """Replace a manifest atomically; its content is durable, its name not before the directory is synced."""
-        data = manifests.encode(manifest, key=self._key)
+        data = manifests.encode(manifest, key=self._key, signing_key=self._signing_key)
         target = self.directory / manifest_name(manifest.name)
         self.write(target, data, series=series, mode=mode, is_durable=True)
 
@@ -111,7 +137,7 @@ class ManifestFiles:
             FileExistsError: Somebody has the name.
             OSError: From the disk. Nothing has the name because of us, unless the disk does not even tell that.
         """
-        data = manifests.encode(manifest, key=self._key)
+        data = manifests.encode(manifest, key=self._key, signing_key=self._signing_key)
         target = self.directory / manifest_name(manifest.name)
         temp = self._write_temp(target, data, series=series, mode=mode, is_durable=True)
         try:

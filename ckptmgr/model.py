@@ -41,6 +41,23 @@ class Pin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What a checkpoint says about the one of its series that was newest when it was saved.
+
+    Attributes:
+        name: Its name in the directory.
+        sequence: Its place in the order of commits.
+        run_id: The run that wrote it.
+        id: Its id, see `Checkpoint`.
+    """
+
+    name: str
+    sequence: int
+    run_id: str
+    id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
     """One checkpoint in a directory.
 
@@ -64,6 +81,8 @@ class Checkpoint:
         problem: Why the state is not OK, or None.
         obstacle: What kept its manifest from being read although it may be whole: permission, the disk, its version. Or None.
         shards: Base names of the data files by rank; empty unless many ranks saved together.
+        id: Hash of what it is: files, place in the series, and the id of the one before; None without a manifest.
+        previous: The one before it in the series, or None.
     """
 
     path: Path
@@ -85,6 +104,8 @@ class Checkpoint:
     problem: str | None = None
     obstacle: Exception | None = field(default=None, compare=False, repr=False)
     shards: tuple[str, ...] = ()
+    id: str | None = None
+    previous: Link | None = None
 
     @property
     def name(self) -> str:

@@ -79,7 +79,7 @@ class _Recovery:
             if may_be_in_trash(self._fs, self._directory, data_name):
                 return
             yield lambda: remove_name(self._fs, path), f"removed {name}, whose data file is gone"
-        elif manifest.replaces is not None and not self._files.would_lose_authentication(data_name):
+        elif manifest.replaces is not None and self._files.lost_by_rewriting(data_name) is None:
             sentence = f"finished the interrupted overwrite of {data_name}"
             yield lambda: self._finish_swap(manifest), sentence
 

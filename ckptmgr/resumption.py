@@ -23,6 +23,7 @@ class Resumption:
         metrics: The metrics saved with it.
         skipped: Newer checkpoints that were passed over, and why.
         starts: How often a run has been started from this checkpoint without a newer one being saved, this one included.
+        doubt: Why the checkpoint is genuine, but probably an older one than its name had last; or None.
     """
 
     step: int
@@ -32,10 +33,17 @@ class Resumption:
     metrics: Mapping[str, float]
     skipped: tuple[Skipped, ...] = ()
     starts: int = 1
+    doubt: str | None = None
 
     @classmethod
     def at(
-        cls, checkpoint: Checkpoint, state: object, *, skipped: Sequence[Skipped], starts: int = 1
+        cls,
+        checkpoint: Checkpoint,
+        state: object,
+        *,
+        skipped: Sequence[Skipped],
+        starts: int = 1,
+        doubt: str | None = None,
     ) -> Self:
         """Return where a run goes on whose state was restored from a checkpoint."""
         return cls(
@@ -46,6 +54,7 @@ class Resumption:
             metrics=checkpoint.metrics,
             skipped=tuple(skipped),
             starts=starts,
+            doubt=doubt,
         )
 
     @property

@@ -16,12 +16,13 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
+from ckptmgr.chain import link_to_newest
 from ckptmgr.errors import CkptmgrError, StoreLocked, UnsafePrune
 from ckptmgr.formats.tensor import Item
 from ckptmgr.manifest import FileEntry, Manifest
-from ckptmgr.model import Checkpoint, Plan, State
+from ckptmgr.model import Checkpoint, Link, Plan, State
 from ckptmgr.observe import EVERYBODY, Observers
 from ckptmgr.resume import Skipped, first_that_loads
 from ckptmgr.retention import RetentionPolicy, plan
@@ -51,6 +52,14 @@ class SaveFacts:
     epoch: int | None = None
     why: str = "manual"
     metrics: Mapping[str, float] | None = None
+
+
+class Place(NamedTuple):
+    """Where the next save comes: its commit sequence, which save of its step it is, and after which checkpoint."""
+
+    sequence: int
+    attempt: int
+    previous: Link | None
 
 
 class SeriesWriter:
@@ -161,13 +170,13 @@ class SeriesWriter:
     ) -> Checkpoint:
         """Save and return the checkpoint once it is durable; see `save_items` for the errors."""
         self.open()
-        numbers = self.next_numbers(facts)
+        place = self.next_place(facts)
         order = SaveOrder(
             name=name,
             items=items,
             options=options or self.options,
             series=self.series,
-            describe=lambda entry, stats: self.describe(entry, stats, facts, numbers=numbers),
+            describe=lambda entry, stats: self.describe(entry, stats, facts, place=place),
             metadata=metadata,
         )
         return self.note_saved(publish(self.store, order))
@@ -194,16 +203,17 @@ class SeriesWriter:
         facts = replace(facts, attempt=attempt)
         return self.save(name, items, facts, metadata=metadata, publish=publish)
 
-    def next_numbers(self, facts: SaveFacts) -> tuple[int, int]:
-        """Return the commit sequence of the next save, and which save of its step it is."""
+    def next_place(self, facts: SaveFacts) -> Place:
+        """Return where the next save comes."""
         present = self.store.scan()
         # What was seen before counts, too: a manifest may be unreadable just now.
         known = [c for c in (*present, self.resumed_from, self._last_saved) if c is not None]
         sequence = 1 + max((c.sequence for c in known), default=0)
-        if facts.attempt is not None:
-            return sequence, facts.attempt
-        history = [c for c in present if c.series == self.series]
-        return sequence, next_attempt(history, facts.step)
+        attempt = facts.attempt
+        if attempt is None:
+            history = [c for c in present if c.series == self.series]
+            attempt = next_attempt(history, facts.step)
+        return Place(sequence, attempt, link_to_newest(known, self.series))
 
     def describe(
         self,
@@ -211,23 +221,23 @@ class SeriesWriter:
         stats: Mapping[str, float],
         facts: SaveFacts,
         *,
-        numbers: tuple[int, int],
+        place: Place,
     ) -> Manifest:
-        """Return the manifest of a file of this run; `numbers` as from `next_numbers`."""
-        sequence, attempt = numbers
+        """Return the manifest of a file of this run; `place` as from `next_place`."""
         return Manifest(
             file=entry,
             series=self.series,
             run_id=self.run_id,
             parent_run_ids=self.parent_run_ids,
             step=facts.step,
-            attempt=attempt,
-            sequence=sequence,
+            attempt=place.attempt,
+            sequence=place.sequence,
             saved_at=datetime.fromtimestamp(self._clock() if facts.at is None else facts.at, UTC),
             epoch=facts.epoch,
             why=facts.why,
             metrics=dict(facts.metrics or {}),
             stats=stats,
+            previous=place.previous,
         )
 
     def note_saved(self, manifest: Manifest) -> Checkpoint:

@@ -28,6 +28,7 @@ from pathlib import Path
 from ckptmgr import manifest as manifests
 from ckptmgr.bare_files import bare_file, entry_of, number_bare_steps
 from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.signing import PublicKey, SigningKey
 from ckptmgr.digest import FileDigest, digest_of
 from ckptmgr.disk_errors import explained, not_enough_space
 from ckptmgr.errors import (
@@ -69,7 +70,10 @@ class Store:
         fs: The disk.
         key: Authenticates manifests.
         processes: Tells dead writers from live ones.
-        must_authenticate: With a key, treat manifests without authentication as a problem.
+        must_authenticate: With a key, treat manifests without authentication as a problem; with trusted keys, those
+            without signature.
+        signing_key: Signs manifests.
+        trusted_keys: Whose signatures count.
     """
 
     def __init__(
@@ -80,18 +84,24 @@ class Store:
         key: Key | None = None,
         processes: Processes | None = None,
         must_authenticate: bool = False,
+        signing_key: SigningKey | None = None,
+        trusted_keys: Sequence[PublicKey] = (),
     ) -> None:
         self.directory = directory
         self.fs: FileSystem = fs if fs is not None else OsFileSystem()
         self._key = key
         self._processes: Processes = processes if processes is not None else ProcProcesses()
         self.must_authenticate = must_authenticate
+        self.signing_key = signing_key
+        self.trusted_keys = tuple(trusted_keys)
         self._manifests = ManifestFiles(
             directory,
             fs=self.fs,
             key=key,
             processes=self._processes,
             must_authenticate=must_authenticate,
+            signing_key=signing_key,
+            trusted_keys=trusted_keys,
         )
 
     def scan(self) -> list[Checkpoint]:
@@ -301,18 +311,20 @@ class Store:
 
         Raises:
             UnsupportedCheckpoint: It has no manifest to note pins in.
-            KeyProblem: The manifest is authenticated, and without its key it cannot be written again.
+            KeyProblem: The manifest is authenticated or signed, and without the key for that it cannot be written again.
         """
         manifest = self.read_manifest(checkpoint.name)
         if manifest is None:
             raise UnsupportedCheckpoint(
                 "a file without a manifest cannot be pinned", path=checkpoint.path
             )
-        if self._manifests.would_lose_authentication(checkpoint.name):
+        lost = self._manifests.lost_by_rewriting(checkpoint.name)
+        if lost is not None:
+            option = "--key" if lost == "authenticated" else "--signing-key"
             raise KeyProblem(
-                "the manifest is authenticated; without its key it cannot be changed",
+                f"the manifest is {lost}; without its key it cannot be changed",
                 path=checkpoint.path,
-                hint="pass the key (CLI: --key)",
+                hint=f"pass the key (CLI: {option})",
             )
         changed = replace(manifest, pins=change(manifest.pins))
         self.update_manifest(changed)
@@ -340,7 +352,7 @@ class Store:
             step=max(bare.step, 0),
             sequence=0,
             saved_at=bare.saved_at,
-            why="foreign",
+            why=manifests.FOREIGN,
         )
 
     def _is_there(self, temp: Path) -> bool:

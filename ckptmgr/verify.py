@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
+from ckptmgr.chain import contradiction
 from ckptmgr.container_reader import container_mode, open_container_file
 from ckptmgr.contents import tensors_of
 from ckptmgr.crypto.ciphers import mode_of
@@ -32,6 +33,7 @@ from ckptmgr.errors import (
     CkptmgrError,
     CorruptCheckpoint,
     KeyProblem,
+    TamperedCheckpoint,
     UnsealedCheckpoint,
 )
 from ckptmgr.formats import safetensors_file
@@ -124,6 +126,7 @@ def verify_checkpoint(
     *,
     level: Level = Level.FULL,
     options: ReadOptions | None = None,
+    present: Sequence[Checkpoint] = (),
 ) -> Verification:
     """Check one checkpoint of a store; whatever is wrong with it is in the answer.
 
@@ -132,9 +135,10 @@ def verify_checkpoint(
         checkpoint: As listed by the store.
         level: How thoroughly.
         options: The key, and whether files without a seal are accepted.
+        present: All that the store lists; those saved later say whether this file is the one they came after.
     """
     with EVERYBODY.timed("verify", **about(checkpoint)) as told:
-        answer = _verify(store, checkpoint, level, options or ReadOptions())
+        answer = _verify(store, checkpoint, level, options or ReadOptions(), present)
         if answer.status not in (Status.OK, Status.UNVERIFIED):
             told["error"] = "; ".join(answer.problems or answer.unchecked)
             told["error_type"] = answer.status.value
@@ -142,12 +146,16 @@ def verify_checkpoint(
 
 
 def _verify(
-    store: Store, checkpoint: Checkpoint, level: Level, options: ReadOptions
+    store: Store,
+    checkpoint: Checkpoint,
+    level: Level,
+    options: ReadOptions,
+    present: Sequence[Checkpoint],
 ) -> Verification:
-    check = _Check(store, checkpoint, level, options)
+    check = _Check(store, checkpoint, level, options, present)
     check.run()
     while check.failures and check.has_another_manifest():
-        check = _Check(store, checkpoint, level, options)
+        check = _Check(store, checkpoint, level, options, present)
         check.run()
     failures = check.failures
     worst = min(failures, key=lambda one: _WORST_FIRST.index(one.status), default=None)
@@ -171,8 +179,9 @@ def verify_all(
     options: ReadOptions | None = None,
 ) -> Iterator[Verification]:
     """Yield the answer for each checkpoint in turn."""
+    present = store.scan()
     for checkpoint in checkpoints:
-        yield verify_checkpoint(store, checkpoint, level=level, options=options)
+        yield verify_checkpoint(store, checkpoint, level=level, options=options, present=present)
 
 
 def _status_of(error: Exception) -> Status:
@@ -200,9 +209,15 @@ class _Check:
     """One check; what was found so far stays when a later step fails, and the other files are checked all the same."""
 
     def __init__(
-        self, store: Store, checkpoint: Checkpoint, level: Level, options: ReadOptions
+        self,
+        store: Store,
+        checkpoint: Checkpoint,
+        level: Level,
+        options: ReadOptions,
+        present: Sequence[Checkpoint],
     ) -> None:
         self._store = store
+        self._present = present
         self._checkpoint = checkpoint
         self._level = level
         self._options = options
@@ -217,6 +232,9 @@ class _Check:
     def run(self) -> None:
         with self._noting_failure():
             manifest = self._manifest = self._store.read_manifest(self._checkpoint.name)
+            if manifest is not None:
+                with self._noting_failure():
+                    self._check_place(manifest)
             if manifest is None or not manifest.shards:
                 self._check_file(self._checkpoint.path, manifest)
                 return
@@ -254,6 +272,17 @@ class _Check:
                 self._check_container(raw)
             else:
                 self._check_plain(raw, manifest)
+
+    def _check_place(self, manifest: Manifest) -> None:
+        now = manifest.to_checkpoint(self._store.directory)
+        problem = contradiction(now, self._present)
+        if problem is not None:
+            raise TamperedCheckpoint(
+                problem,
+                path=self._path,
+                hint="an older file was put in its place, or the later one belongs elsewhere; a prune that was undone "
+                "after the name had been used again looks alike",
+            )
 
     def _check_against(self, manifest: Manifest, raw: Source) -> None:
         check_size(raw.size, manifest.file.digest, path=self._path)

@@ -243,6 +243,7 @@ def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Json]:
         "cipher": checkpoint.cipher,
         "key_id": checkpoint.key_id,
         "problem": checkpoint.problem,
+        "id": checkpoint.id,
     }
 
 

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 import click
 
 from ckptmgr.cli import options, render
-from ckptmgr.cli.exits import Exit
+from ckptmgr.cli.exits import Exit, UsageProblem
 from ckptmgr.cli.render import Json, Output
 
 if TYPE_CHECKING:
+    from ckptmgr.chain import Expected
+    from ckptmgr.model import Checkpoint
     from ckptmgr.verify import Verification
 
 _STATUS_WIDTH = len("unverified")
@@ -29,12 +31,29 @@ _CODES = (
 )
 
 
-@options.command("verify", examples=("verify runs/resnet50", "verify latest --dir runs --deep"))
+@options.command(
+    "verify",
+    examples=(
+        "verify runs/resnet50",
+        "verify latest --dir runs --deep",
+        "verify runs/resnet50 --expect-step 4000",
+    ),
+)
 @click.argument("selectors", nargs=-1, metavar="[SEL]...")
 @options.dir_option
 @options.series_option
 @click.option("--quick", "level", flag_value="quick", help="Sizes, headers and structure only.")
 @click.option("--deep", "level", flag_value="deep", help="Also decode all tensors and count NaN.")
+@click.option(
+    "--expect-step",
+    type=click.IntRange(min=0),
+    help="A step that was reached: one as late must be here.",
+)
+@click.option(
+    "--expect-id",
+    metavar="ID",
+    help="Of a checkpoint that was saved: it must be here, or the next one.",
+)
 @options.key_options
 @options.output_options
 @click.pass_context
@@ -44,6 +63,8 @@ def verify_command(
     directory: Path,
     series: str | None,
     level: str | None,
+    expect_step: int | None,
+    expect_id: str | None,
     key_source: str | None,
     allow_unsealed: bool,
     as_json: bool,
@@ -54,6 +75,9 @@ def verify_command(
     SEL is a path, a directory, a step, latest, best:METRIC:min, best:METRIC:max, @pinned or 1000..5000; without any,
     all of --dir are checked. Checks every digest of the manifest and the CRC32, and with a key the seal and every
     cipher block. A line says what was checked and, where that is not all, what was not. -q prints the bad paths.
+
+    A file that was replaced by an older one is found by the next one, which names it. That the newest ones were removed,
+    nothing in the directory can tell: say with --expect-step or --expect-id what you know (ls --json shows the ids).
     """
     from ckptmgr.cli.select import select
     from ckptmgr.loader import ReadOptions
@@ -62,21 +86,37 @@ def verify_command(
     key = options.load_key(key_source)
     opener = partial(options.open_store, key=key, allow_unsealed=allow_unsealed)
     selected = select(selectors, directory, opener, series=series)
+    expected = _expected(expect_step, expect_id)
     reading = ReadOptions(key=key, allow_unsealed=allow_unsealed)
     depth = Level(level or "full")
     root = opener(directory).directory
     output = render.make_output(ctx, root, as_json=as_json, quiet=quiet)
 
     def answers() -> Iterator[Verification]:
+        present: dict[Path, list[Checkpoint]] = {}
         for one in selected:
+            around = present.get(one.store.directory)
+            if around is None:
+                around = present[one.store.directory] = one.store.scan()
             with output.progress(one.checkpoint.name, one.checkpoint.size_bytes):
-                answer = verify_checkpoint(one.store, one.checkpoint, level=depth, options=reading)
+                answer = verify_checkpoint(
+                    one.store, one.checkpoint, level=depth, options=reading, present=around
+                )
             yield answer
 
-    return _show(output, answers(), depth.value)
+    return _show(output, answers(), depth.value, expected)
 
 
-def _show(output: Output, answers: Iterable[Verification], level: str) -> int:
+def _expected(step: int | None, identity: str | None) -> Expected:
+    from ckptmgr.chain import Expected
+
+    try:
+        return Expected(step=step, id=identity)
+    except ValueError as error:
+        raise UsageProblem(f"--expect-id: {error}", hint="ls --json shows the ids") from error
+
+
+def _show(output: Output, answers: Iterable[Verification], level: str, expected: Expected) -> int:
     done: list[Verification] = []
     for answer in answers:
         done.append(answer)
@@ -85,16 +125,24 @@ def _show(output: Output, answers: Iterable[Verification], level: str) -> int:
         elif output.is_text:
             _print(output, answer)
     counts = Counter(answer.status.value for answer in done)
+    missing = expected.missing(
+        [one.checkpoint for one in done if one.status.value in ("ok", "unverified", "partial")]
+    )
     if output.is_json:
         summary: dict[str, Json] = {
             "level": level,
             "count": len(done),
             "statuses": dict(sorted(counts.items())),
+            "missing": missing,
         }
         output.result([_item(answer) for answer in done], summary)
     elif output.is_text:
         words = ", ".join(f"{n} {word}" for word, n in sorted(counts.items()))
         output.line(f"{render.count(len(done), 'checkpoint')} ({level}): {words}")
+        for sentence in missing:
+            output.line(f"{sentence}: newer ones were removed, or the directory was put back")
+    if missing:
+        return Exit.NO
     return next((code for word, code in _CODES if counts[word]), Exit.DONE)
 
 

@@ -7,9 +7,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 from ckptmgr.errors import SaveFailed
-from ckptmgr.manifest import FileEntry, Manifest, entry_from_document, entry_to_document
+from ckptmgr.manifest import (
+    FileEntry,
+    Manifest,
+    entry_from_document,
+    entry_to_document,
+    link_from_document,
+)
+from ckptmgr.model import Link
 from ckptmgr.parallel.coordinator import Json, RanksOutOfStep
-from ckptmgr.series import SaveFacts
+from ckptmgr.series import Place, SaveFacts
 from ckptmgr.shard_names import SET_FORMAT, shard_name
 
 
@@ -25,6 +32,7 @@ class Offer:
         attempt: Which save of the step it is.
         at: When it was asked for, in seconds since 1970.
         run_id: The run.
+        previous: The checkpoint of the series that was newest before, or None.
     """
 
     stem: str
@@ -34,6 +42,7 @@ class Offer:
     attempt: int
     at: float
     run_id: str
+    previous: Link | None = None
 
     @classmethod
     def from_json(cls, value: Json) -> Offer:
@@ -53,13 +62,19 @@ class Offer:
                 attempt=_integer(value["attempt"]),
                 at=float(_integer_or_float(value["at"])),
                 run_id=str(value["run_id"]),
+                previous=link_from_document(value["previous"]),  # type: ignore[arg-type]
             )
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RanksOutOfStep(f"rank 0 runs another version: {error}") from error
 
     def to_json(self) -> Json:
         """Return it as it travels."""
         return asdict(self)
+
+    @property
+    def place(self) -> Place:
+        """Where the save comes."""
+        return Place(self.sequence, self.attempt, self.previous)
 
     @property
     def set_name(self) -> str:

@@ -201,7 +201,7 @@ class RankWriter(SeriesWriter):
         facts = offer.applied_to(facts)
 
         def describe(entry: FileEntry, stats: Mapping[str, float]) -> Manifest:
-            return self.describe(entry, stats, facts, numbers=(offer.sequence, offer.attempt))
+            return self.describe(entry, stats, facts, place=offer.place)
 
         def write(file_name: str) -> Manifest:
             order = SaveOrder(
@@ -232,13 +232,14 @@ class RankWriter(SeriesWriter):
     ) -> Json:
         self.open()  # before a name is chosen, which another process could take
         name, attempt = choose()
-        sequence, attempt = self.next_numbers(replace(facts, attempt=attempt))
+        place = self.next_place(replace(facts, attempt=attempt))
         return Offer(
             stem=stem_of(name),
             attempt_id=new_attempt_id(self._now() + 2 * self.timeout_s),
             format=options.extension,
-            sequence=sequence,
-            attempt=attempt,
+            sequence=place.sequence,
+            attempt=place.attempt,
+            previous=place.previous,
             at=self._now() if facts.at is None else facts.at,
             run_id=self.run_id,
         ).to_json()

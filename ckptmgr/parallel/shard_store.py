@@ -13,10 +13,11 @@ nor while their manifest is in the trash.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.signing import PublicKey, SigningKey
 from ckptmgr.errors import SaveFailed
 from ckptmgr.fsio import FileSystem, remove_name
 from ckptmgr.lease import Processes
@@ -40,7 +41,9 @@ class ShardStore(ShardFiles):
         fs: The disk.
         key: Authenticates manifests.
         processes: Tells dead writers from live ones.
-        must_authenticate: With a key, treat manifests without authentication as a problem.
+        must_authenticate: As for `Store`.
+        signing_key: Signs manifests.
+        trusted_keys: Whose signatures count.
     """
 
     def __init__(
@@ -52,6 +55,8 @@ class ShardStore(ShardFiles):
         key: Key | None = None,
         processes: Processes | None = None,
         must_authenticate: bool = False,
+        signing_key: SigningKey | None = None,
+        trusted_keys: Sequence[PublicKey] = (),
     ) -> None:
         super().__init__(
             directory,
@@ -59,6 +64,8 @@ class ShardStore(ShardFiles):
             key=key,
             processes=processes,
             must_authenticate=must_authenticate,
+            signing_key=signing_key,
+            trusted_keys=trusted_keys,
         )
         self._clock = clock
 

@@ -107,6 +107,7 @@ def test_json_has_raw_values(tmp_path: Path) -> None:
         "cipher": None,
         "key_id": None,
         "problem": None,
+        "id": Store(tmp_path).read_manifest("net-1_10.ckpt").id,  # type: ignore[union-attr]
     }
     assert second["metrics"] == {"loss": None}
     assert third["state"] == "corrupt"

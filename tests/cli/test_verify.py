@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -96,6 +97,7 @@ def test_bare_directory_is_checked_as_far_as_it_can_be(tmp_path: Path) -> None:
         "level": "deep",
         "count": 3,
         "statuses": {"ok": 1, "unverified": 2},
+        "missing": [],
     }
     assert {item["status"]: item["unchecked"] for item in document["items"]} == {
         "ok": [],
@@ -122,3 +124,48 @@ def test_selected_checkpoint_is_verified_once(tmp_path: Path) -> None:
 
 def test_nothing_to_verify_is_not_found(tmp_path: Path) -> None:
     assert run("verify", tmp_path).exit_code == 10
+
+
+def test_step_and_checkpoint_that_are_known_to_be_saved_must_be_here(tmp_path: Path) -> None:
+    _, newest = save_run(tmp_path, [10, 20])
+    known = run_json("ls", tmp_path)["items"][-1]["id"]
+    assert run("verify", tmp_path, "--expect-step", "20", "--expect-id", known).exit_code == 0
+    newest.unlink()
+    result = run("verify", tmp_path, "--expect-step", "20", "--expect-id", known)
+    assert result.exit_code == 1
+    assert result.stdout.splitlines()[-2:] == [
+        "step 20 was reached, but the last one is of step 10: newer ones were removed, or the directory was put back",
+        f"checkpoint {known[:16]} is not here, nor the one saved after it: newer ones were removed, "
+        "or the directory was put back",
+    ]
+
+
+def test_damaged_checkpoint_is_not_the_one_that_is_expected(tmp_path: Path) -> None:
+    flip(save_run(tmp_path, [10, 20])[1], 70)
+    assert (
+        len(
+            json.loads(run("verify", tmp_path, "--expect-step", "20", "--json").stdout)["summary"][
+                "missing"
+            ]
+        )
+        == 1
+    )
+
+
+def test_id_that_is_none_is_a_wrong_use(tmp_path: Path) -> None:
+    save_run(tmp_path, [10])
+    result = run("verify", tmp_path, "--expect-id", "net-1")
+    assert (result.exit_code, "ls --json shows the ids" in result.stderr) == (2, True)
+
+
+def test_file_replaced_by_an_older_one_exits_1_and_says_what_it_is(tmp_path: Path) -> None:
+    (old,) = save_run(tmp_path / "a", [20])
+    save_run(tmp_path / "b", [10, 20, 30])
+    for name in (old.name, manifest_name(old.name)):
+        shutil.copy(old.with_name(name), tmp_path / "b" / name)
+    result = run("verify", tmp_path / "b")
+    assert result.exit_code == 1
+    assert (
+        "damaged     net-2_10.ckpt: net-3_10.ckpt was saved after another file of this name"
+        in result.stdout
+    )

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What proves who wrote a manifest: an HMAC under the key of the run, and a signature that anybody can check.
+
+Both stand in the document itself (`auth`, `signatures`) and cover its canonical JSON without these two, so that either can be
+there without the other. The bytes are in docs/manifest-format.md.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckptmgr.crypto.key import Key, is_manifest_mac, manifest_mac
+from ckptmgr.crypto.signing import PublicKey, SigningKey, dsse_bytes
+from ckptmgr.errors import CorruptCheckpoint, KeyProblem, TamperedCheckpoint, UnsealedCheckpoint
+
+PAYLOAD_TYPE = "application/vnd.ckptmgr.manifest+json"
+AUTH, SIGNATURES = "auth", "signatures"
+_MAC_ALGORITHM = "HMAC-SHA-256"
+_SIGNATURE_ALGORITHM = "Ed25519"
+_MAX_SIGNATURES = 16
+_ACCEPT_HINT = "pass allow_unsealed=True (CLI: --allow-unsealed) to accept it"
+
+
+def canonical(document: Mapping[str, Any]) -> bytes:
+    """Return the one form of a JSON document that is hashed, authenticated and signed."""
+    return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def proofs(
+    document: Mapping[str, Any], *, key: Key | None, signing_key: SigningKey | None
+) -> dict[str, Any]:
+    """Return what is added to a document so that others can see who wrote it."""
+    found: dict[str, Any] = {}
+    if key is not None:
+        mac = manifest_mac(key, canonical(document))
+        found[AUTH] = {"algorithm": _MAC_ALGORITHM, "key_id": key.key_id, "mac": mac.hex()}
+    if signing_key is not None:
+        signature = signing_key.sign(_signed_bytes(document))
+        found[SIGNATURES] = [
+            {
+                "algorithm": _SIGNATURE_ALGORITHM,
+                "key_id": signing_key.public_key.key_id,
+                "signature": signature.hex(),
+            }
+        ]
+    return found
+
+
+def check_mac(
+    document: Mapping[str, Any], auth: object, *, key: Key, path: object, is_required: bool
+) -> None:
+    """Check the HMAC of a document.
+
+    Raises:
+        UnsealedCheckpoint: It must have one and has none.
+        CorruptCheckpoint: It is of an unknown kind.
+        KeyProblem: It is under another key.
+        TamperedCheckpoint: It does not match.
+    """
+    place = str(path)
+    if auth is None:
+        if is_required:
+            raise UnsealedCheckpoint(
+                "the manifest is not authenticated although a key was given",
+                path=place,
+                hint=f"it was written without a key, or its authentication was removed; {_ACCEPT_HINT}",
+            )
+        return
+    if not isinstance(auth, dict) or auth.get("algorithm") != _MAC_ALGORITHM:
+        raise CorruptCheckpoint("unknown authentication in the manifest", path=place)
+    if auth.get("key_id") != key.key_id:
+        raise KeyProblem(
+            f"the manifest is authenticated under key {auth.get('key_id')}, the given key is {key.key_id}",
+            path=place,
+        )
+    if not is_manifest_mac(key, canonical(document), mac=_from_hex(auth.get("mac"))):
+        raise TamperedCheckpoint(
+            "the manifest was changed: its authentication does not match", path=place
+        )
+
+
+def check_signatures(
+    document: Mapping[str, Any],
+    signatures: object,
+    *,
+    trusted_keys: Sequence[PublicKey],
+    path: object,
+    is_required: bool,
+) -> str | None:
+    """Check the signatures of a document; return the id of the trusted key that signed it, or None.
+
+    Raises:
+        UnsealedCheckpoint: It must be signed and is not.
+        CorruptCheckpoint: The signatures are of an unknown kind.
+        KeyProblem: None of them is by a trusted key.
+        TamperedCheckpoint: One by a trusted key does not match.
+    """
+    place = str(path)
+    if signatures is None:
+        if is_required:
+            raise UnsealedCheckpoint(
+                "the manifest is not signed although public keys to trust were given",
+                path=place,
+                hint=f"it was written without a signing key, or its signature was removed; {_ACCEPT_HINT}",
+            )
+        return None
+    by_id = {key.key_id: key for key in trusted_keys}
+    found = _parsed(signatures, place)
+    for key_id, signature in found:
+        if key_id not in by_id:
+            continue
+        if not by_id[key_id].has_signed(_signed_bytes(document), signature):
+            raise TamperedCheckpoint(
+                "the manifest was changed: its signature does not match", path=place
+            )
+        return key_id
+    signers = ", ".join(key_id[:16] for key_id, _ in found)
+    raise KeyProblem(
+        f"the manifest is signed by {signers}, the trusted keys are {', '.join(by_id)}", path=place
+    )
+
+
+def _parsed(signatures: object, place: str) -> list[tuple[str, bytes]]:
+    if not isinstance(signatures, list) or not 1 <= len(signatures) <= _MAX_SIGNATURES:
+        raise CorruptCheckpoint("unknown signatures in the manifest", path=place)
+    found = []
+    for one in signatures:
+        if not isinstance(one, dict) or one.get("algorithm") != _SIGNATURE_ALGORITHM:
+            raise CorruptCheckpoint("unknown signatures in the manifest", path=place)
+        found.append((str(one.get("key_id")), _from_hex(one.get("signature"))))
+    return found
+
+
+def _signed_bytes(document: Mapping[str, Any]) -> bytes:
+    return dsse_bytes(PAYLOAD_TYPE, canonical(document))
+
+
+def _from_hex(value: object) -> bytes:
+    try:
+        return bytes.fromhex(str(value))
+    except ValueError:
+        return b""
