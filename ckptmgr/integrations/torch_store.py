@@ -1,18 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks of PyTorch that meet over its rendezvous store: no collectives, so nothing to keep in order with training.
 
-Under `torchrun` the store lives in the agent, not in a rank, and outlives all of them.
+Under `torchrun` the store lives in the agent, not in a rank, and outlives all of them, and restarts. The number of restarts
+that it tells is one of each agent, so the ranks agree on a name for their start themselves.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+from collections import Counter
 from datetime import timedelta
 
-from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch import distributed
+from torch.distributed import (  # type: ignore[attr-defined]
+    DistError,
+    PrefixStore,
+    ProcessGroup,
+    Store,
+    TCPStore,
+)
 
 from ckptmgr.parallel.coordinator import KeyValueCoordinator
+from ckptmgr.parallel.session import agreed_session
 
 # A wait of 0 would be one without end.
 _SHORTEST_WAIT_S = 0.001
@@ -46,11 +56,12 @@ def torchrun_coordinator(*, timeout_s: float = 60.0) -> KeyValueCoordinator:
     """Return a coordinator for a process that `torchrun` has started; training needs no process group for it.
 
     Args:
-        timeout_s: How long to try to reach the store.
+        timeout_s: How long to try to reach the store, and then to wait for the other ranks.
 
     Raises:
         ValueError: `torchrun` has not started this process.
         RuntimeError: The store cannot be reached.
+        RanksMissing: Some ranks did not come in time.
     """
     try:
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -63,8 +74,43 @@ def torchrun_coordinator(*, timeout_s: float = 60.0) -> KeyValueCoordinator:
             "or use store_coordinator() with a store of your own"
         )
     store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
-    start = f"{os.environ.get('TORCHELASTIC_RUN_ID', '')}.{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    return store_coordinator(PrefixStore(f"ckptmgr/{start}", store), rank=rank, world=world)
+    job = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return _in_session(store, job, rank=rank, world=world, timeout_s=timeout_s)
+
+
+def group_coordinator(
+    group: ProcessGroup | None = None, *, timeout_s: float = 60.0
+) -> KeyValueCoordinator:
+    """Return a coordinator for the ranks of a process group, over the store that the process groups were made with.
+
+    Unless `torchrun` has started the job, that store lives in rank 0. When rank 0 dies, a save in flight fails, or is found
+    to be committed, on all other ranks; nothing is damaged.
+
+    Args:
+        group: The group; None for all ranks.
+        timeout_s: How long to wait for the other ranks.
+
+    Raises:
+        ValueError: There is no process group, or this process is not in it.
+        RanksMissing: Some ranks did not come in time.
+    """
+    store: Store = distributed.distributed_c10d._get_default_store()  # its only name
+    rank, world = distributed.get_rank(group), distributed.get_world_size(group)
+    name = "" if group is None else group.group_name
+    return _in_session(store, f"group {name}", rank=rank, world=world, timeout_s=timeout_s)
+
+
+_made: Counter[str] = Counter()
+
+
+def _in_session(
+    store: Store, job: str, *, rank: int, world: int, timeout_s: float
+) -> KeyValueCoordinator:
+    """Return a coordinator of this start of a job, and of no other."""
+    _made[job] += 1  # as on the other ranks, which run the same program
+    place = PrefixStore(f"ckptmgr/{job}/{_made[job]}", store)
+    name = agreed_session(_Table(place), rank=rank, world=world, timeout_s=timeout_s)
+    return store_coordinator(PrefixStore(name, place), rank=rank, world=world)
 
 
 class _Table:

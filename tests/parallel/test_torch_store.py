@@ -13,9 +13,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import torch.distributed as dist  # noqa: E402
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # noqa: E402
 
 from ckptmgr.integrations.torch_store import (  # noqa: E402
+    group_coordinator,
     store_coordinator,
     torchrun_coordinator,
 )
@@ -65,6 +67,36 @@ def test_waiting_does_not_hold_up_others_who_use_the_store() -> None:
 
     heard = together(lambda: waiting.all_gather("a", 0, timeout_s=20), use_and_come)
     assert heard == [[0, 1]] * 2
+
+
+def test_process_of_torchrun_reaches_the_store_of_its_agent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for name, value in {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(agent.port),
+        "WORLD_SIZE": "1",
+        "RANK": "0",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }.items():
+        monkeypatch.setenv(name, value)
+    starts = [torchrun_coordinator(timeout_s=20) for _ in range(2)]
+    assert [start.all_gather("a", n, timeout_s=20) for n, start in enumerate(starts)] == [[0], [1]]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RanksMissing, match="rank 1 did not come to 'the start of the job'"):
+        torchrun_coordinator(timeout_s=0.1)
+
+
+def test_ranks_of_a_process_group_meet_over_its_store() -> None:
+    with pytest.raises(ValueError, match="not been initialized"):
+        group_coordinator()
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        groups = (None, dist.new_group([0]))
+        assert [group_coordinator(g).all_gather("a", 1, timeout_s=20) for g in groups] == [[1], [1]]
+    finally:
+        dist.destroy_process_group()
 
 
 def test_process_that_torchrun_did_not_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ def main(directory: Path) -> None:
     import torch  # not at the top: the collection of doctests imports this file where torch is missing
     import torch.distributed as dist
 
-    from ckptmgr.integrations.torch_store import torchrun_coordinator
+    from ckptmgr.integrations.torch_store import group_coordinator, torchrun_coordinator
 
     dist.init_process_group("gloo")
     coordinator = torchrun_coordinator()
@@ -38,7 +38,7 @@ def main(directory: Path) -> None:
         writer = RankWriter(
             store,
             f"run{step}",
-            coordinator=coordinator,
+            coordinator=coordinator if step == 1 else group_coordinator(),
             options=SaveOptions(),
             clock=time.time,
             timeout_s=60,
