@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -27,6 +27,7 @@ from ckptmgr.formats.tensor import (
     Tensor,
     TensorSpec,
     Text,
+    flat_memory,
     tensor_from_array,
 )
 
@@ -80,7 +81,13 @@ def to_tensor(name: str, value: object) -> Tensor:
 
 def _numpy_tensor(name: str, value: Any) -> Tensor:
     array = np.asarray(value)
-    return tensor_from_array(name, array, dtype=_row(name, array.dtype.name, array.dtype))
+    return tensor_from_array(name, array, dtype=_row(name, name_of(array.dtype), array.dtype))
+
+
+@lru_cache(maxsize=256)
+def name_of(dtype: np.dtype) -> str:
+    """Return the name of an element type, which NumPy puts together anew each time it is asked for."""
+    return dtype.name
 
 
 def _torch_tensor(name: str, value: torch.Tensor) -> Tensor:
@@ -116,7 +123,7 @@ def torch_bytes(value: torch.Tensor) -> memoryview:
 
 def array_bytes(array: np.ndarray) -> memoryview:
     """Return a NumPy array in C order, in its own byte order; a view of its memory when it is C-contiguous."""
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
+    return flat_memory(np.ascontiguousarray(array))
 
 
 def _mindspore_tensor(name: str, value: Any) -> Tensor:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from .errors import ChecksumError, FormatError
@@ -20,8 +19,7 @@ class Piece(NamedTuple):
     length: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorEntry:
+class TensorEntry(NamedTuple):
     """A tensor and where its content lies."""
 
     spec: TensorSpec

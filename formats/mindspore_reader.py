@@ -19,6 +19,7 @@ from .mindspore import CHECKPOINT_METADATA, CHECKPOINT_VALUE, MAX_METADATA_BYTES
 from .mindspore_entries import CkptEntry, MapEntry, join_records
 from .mindspore_records import (
     MapRecord,
+    PlainHead,
     TensorRecord,
     expect_bytes,
     read_plain_tensor,
@@ -140,6 +141,7 @@ class _IndexReader:
 
     def __init__(self, source: Source) -> None:
         self._wire = WireReader(source)
+        self._heads: dict[int, PlainHead] = {}
         self._run: list[TensorRecord | MapRecord] = []
         self._names: set[str] = set()
         self.entries: list[CkptEntry] = []
@@ -149,7 +151,7 @@ class _IndexReader:
 
     def read(self) -> None:
         while self.body_bytes < self._wire.size and self.crc is None:
-            plain = read_plain_tensor(self._wire, self.body_bytes)
+            plain = read_plain_tensor(self._wire, self.body_bytes, self._heads)
             if plain is not None:
                 record, self.body_bytes = plain
                 self._add(record)

@@ -27,6 +27,7 @@ from .mindspore import (
 from .wire import LENGTH_DELIMITED, VARINT, Field, WireReader
 
 _MAX_TYPE_BYTES = 64
+_MAX_HEADS = 4096
 _VALUE_KEY = CHECKPOINT_VALUE << 3 | LENGTH_DELIMITED
 _TAG_KEY = VALUE_TAG << 3 | LENGTH_DELIMITED
 _TENSOR_KEY = VALUE_TENSOR << 3 | LENGTH_DELIMITED
@@ -53,40 +54,69 @@ class MapRecord(NamedTuple):
     parts: tuple[TensorRecord, ...]
 
 
-def read_plain_tensor(wire: WireReader, offset: int) -> tuple[TensorRecord, int] | None:
+class PlainHead(NamedTuple):
+    """What stands between the name and the content of a plain tensor, and what it says."""
+
+    encoded: bytes
+    dims: tuple[int, ...]
+    type_name: str
+    content_bytes: int
+
+
+def read_plain_tensor(
+    wire: WireReader, offset: int, heads: dict[int, PlainHead] | None = None
+) -> tuple[TensorRecord, int] | None:
     """Return the tensor in the `Checkpoint` message at `offset`, and where the message ends.
 
     A short cut past `read_record` for messages as every writer lays them out; None stands for all others, damaged ones
     included. With ten thousands of small tensors it is most of the time of a load.
+
+    Args:
+        wire: The file.
+        offset: Where the message starts.
+        heads: Those seen before, by the bytes from head to end: many tensors have the same, and only the name differs.
     """
     data, at = wire.around(offset)
     start = offset - at
     try:
         stop, at = _length(data, at, _VALUE_KEY)
         end, at = _length(data, at, _TAG_KEY)
-        name, tensor = data[at:end].decode(), end
-        end, at = _length(data, end, _TENSOR_KEY)
-        dims = []
-        while data[at] == _DIM_KEY:
-            dim, at = _varint(data, at + 1)
-            dims.append(dim)
-        type_stop, at = _length(data, at, _TYPE_KEY)
-        type_name = data[at:type_stop]
-        content_stop, at = _length(data, type_stop, _CONTENT_KEY)
+        name = data[at:end].decode()
+        head = heads.get(stop - end) if heads else None
+        if head is None or not data.startswith(head.encoded, end):
+            head = _read_head(data, end, stop)
+            if heads is not None and len(heads) < _MAX_HEADS:
+                heads[stop - end] = head
     except (IndexError, UnicodeDecodeError):
         return None
+    if start + stop > wire.size:
+        return None
+    content = end + len(head.encoded)
+    piece = Piece(start + content, head.content_bytes)
+    return TensorRecord(name, start + end, head.dims, head.type_name, piece), start + stop
+
+
+def _read_head(data: bytes, at: int, stop: int) -> PlainHead:
+    """Return the head at `at` of a tensor whose content ends at `stop`; IndexError for everything unusual."""
+    first = at
+    end, at = _length(data, at, _TENSOR_KEY)
+    dims = []
+    while data[at] == _DIM_KEY:
+        dim, at = _varint(data, at + 1)
+        dims.append(dim)
+    type_stop, at = _length(data, at, _TYPE_KEY)
+    type_name = data[at:type_stop]
+    content_stop, at = _length(data, type_stop, _CONTENT_KEY)
     is_plain = (
         stop == end == content_stop
-        and start + stop <= wire.size
         and len(dims) <= MAX_RANK
         and (not dims or max(dims) <= MAX_DIM)
         and len(type_name) <= _MAX_TYPE_BYTES
         and type_name.isascii()
     )
     if not is_plain:
-        return None
-    piece = Piece(start + at, stop - at)
-    return TensorRecord(name, start + tensor, tuple(dims), type_name.decode(), piece), start + stop
+        raise IndexError
+    return PlainHead(data[first:at], tuple(dims), type_name.decode(), stop - at)
 
 
 def _length(data: bytes, at: int, key: int) -> tuple[int, int]:

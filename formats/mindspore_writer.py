@@ -7,7 +7,8 @@ them), and what it writes but cannot load (complex numbers, one name twice, 64-b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 
 from .errors import FormatError, UnsupportedError
 from .image import Image, Segment
@@ -31,6 +32,7 @@ from .mindspore import (
     VALUE_TAG,
     VALUE_TENSOR,
 )
+from .segments import Segments
 from .strict_json import encode_object, is_encodable
 from .tensor import Item, MapTensors, Tensor, TensorSpec, Text, checked_content
 from .wire import encode_bytes_field, encode_length_prefix, encode_varint_field
@@ -62,12 +64,17 @@ def build_ckpt_image(
     if not items and metadata is None:
         raise FormatError("there is nothing to save: a .ckpt without parameters cannot be loaded")
     _check_names(items)
-    segments: list[Segment] = []
+    segments = Segments()
     if metadata is not None:
-        segments.append(Segment.of(_metadata_field(metadata)))
+        segments.add(_metadata_field(metadata))
     for item in items:
-        segments.extend(_item_segments(item, slice_bytes))
-    return Image(segments, has_crc_trailer=crc)
+        if isinstance(item, Tensor):
+            _add_tensor(segments, item, slice_bytes)
+        elif isinstance(item, Text):
+            segments.add(_text_record(item))
+        else:
+            _add_map(segments, item, slice_bytes)
+    return Image(segments.finish(), has_crc_trailer=crc)
 
 
 def _check_names(items: Sequence[Item]) -> None:
@@ -92,15 +99,7 @@ def _metadata_field(metadata: Mapping[str, str]) -> bytes:
     return encode_bytes_field(CHECKPOINT_METADATA, encoded)
 
 
-def _item_segments(item: Item, slice_bytes: int) -> Iterator[Segment]:
-    if isinstance(item, Tensor):
-        return _tensor_segments(item, slice_bytes)
-    if isinstance(item, Text):
-        return _text_segments(item)
-    return _map_segments(item, slice_bytes)
-
-
-def _tensor_segments(tensor: Tensor, slice_bytes: int) -> Iterator[Segment]:
+def _add_tensor(segments: Segments, tensor: Tensor, slice_bytes: int) -> None:
     spec = tensor.spec
     if spec.dtype.mindspore is None:
         raise UnsupportedError(
@@ -108,15 +107,21 @@ def _tensor_segments(tensor: Tensor, slice_bytes: int) -> Iterator[Segment]:
             tensor=spec.name,
         )
     _check_shape(spec.shape, spec.name)
+    name, size_bytes = spec.name.encode(), spec.size_bytes
+    if size_bytes <= slice_bytes:
+        head = _tensor_value_head(spec.shape, spec.dtype.mindspore, size_bytes)
+        segments.add(_value_head(name, head, size_bytes))
+        segments.add_tensor(tensor, size_bytes=size_bytes)
+        return
     content = checked_content(tensor)
-    for start in range(0, max(spec.size_bytes, 1), slice_bytes):
-        stop = min(start + slice_bytes, spec.size_bytes)
-        head = _tensor_head(spec.shape, spec.dtype.mindspore, stop - start)
-        yield Segment.of(_value_head(spec.name, VALUE_TENSOR, len(head) + stop - start) + head)
-        yield Segment(content, start, stop)
+    for start in range(0, size_bytes, slice_bytes):
+        stop = min(start + slice_bytes, size_bytes)
+        head = _tensor_value_head(spec.shape, spec.dtype.mindspore, stop - start)
+        segments.add(_value_head(name, head, stop - start))
+        segments.add_segment(Segment(content, start, stop))
 
 
-def _text_segments(item: Text) -> Iterator[Segment]:
+def _text_record(item: Text) -> bytes:
     if item.text.endswith("\0"):
         raise FormatError("the text ends in a NUL, which MindSpore would drop", tensor=item.name)
     content = (item.text or "\0").encode("utf-32-le", "surrogatepass")
@@ -124,12 +129,11 @@ def _text_segments(item: Text) -> Iterator[Segment]:
         raise FormatError(
             f"the text needs {len(content)} bytes; {MAX_TEXT_BYTES} fit", tensor=item.name
         )
-    head = _tensor_head(SCALAR_DIMS, TEXT_TYPE, len(content))
-    size_bytes = len(head) + len(content)
-    yield Segment.of(_value_head(item.name, VALUE_TENSOR, size_bytes) + head + content)
+    head = _tensor_value_head(SCALAR_DIMS, TEXT_TYPE, len(content))
+    return _value_head(item.name.encode(), head, len(content)) + content
 
 
-def _map_segments(item: MapTensors, slice_bytes: int) -> Iterator[Segment]:
+def _add_map(segments: Segments, item: MapTensors, slice_bytes: int) -> None:
     parts = (item.key, item.value, item.status)
     _check_map(item)
     contents = [checked_content(part) for part in parts]
@@ -137,12 +141,17 @@ def _map_segments(item: MapTensors, slice_bytes: int) -> Iterator[Segment]:
     step = max(1, slice_bytes * rows // max(1, sum(part.spec.size_bytes for part in parts)))
     for start in range(0, max(rows, 1), step):
         stop = min(start + step, rows)
-        yield from _map_slice(item.name, list(zip(parts, contents, strict=True)), start, stop)
+        named = list(zip(parts, contents, strict=True))
+        _add_map_slice(segments, item.name, named, start, stop)
 
 
-def _map_slice(
-    name: str, parts: Iterable[tuple[Tensor, Callable[[], memoryview]]], start: int, stop: int
-) -> Iterator[Segment]:
+def _add_map_slice(
+    segments: Segments,
+    name: str,
+    parts: Iterable[tuple[Tensor, Callable[[], memoryview]]],
+    start: int,
+    stop: int,
+) -> None:
     pieces: list[tuple[bytes, Segment]] = []
     for part, content in parts:
         spec = part.spec
@@ -152,10 +161,12 @@ def _map_slice(
         head = encode_length_prefix(MAPTENSOR_TENSOR, len(head) + length) + head
         pieces.append((head, Segment(content, start * row_bytes, stop * row_bytes)))
     size_bytes = sum(len(head) + part.stop - part.start for head, part in pieces)
-    yield Segment.of(_value_head(name, VALUE_MAPTENSOR, size_bytes))
+    segments.add(
+        _value_head(name.encode(), encode_length_prefix(VALUE_MAPTENSOR, size_bytes), size_bytes)
+    )
     for head, segment in pieces:
-        yield Segment.of(head)
-        yield segment
+        segments.add(head)
+        segments.add_segment(segment)
 
 
 def _check_map(item: MapTensors) -> None:
@@ -183,9 +194,17 @@ def _check_shape(shape: tuple[int, ...], name: str) -> None:
             )
 
 
-def _value_head(name: str, kind: int, payload_bytes: int) -> bytes:
-    head = encode_bytes_field(VALUE_TAG, name.encode()) + encode_length_prefix(kind, payload_bytes)
-    return encode_length_prefix(CHECKPOINT_VALUE, len(head) + payload_bytes) + head
+def _value_head(name: bytes, head: bytes, payload_bytes: int) -> bytes:
+    """Return everything before the payload; `head` is what stands between the name and it."""
+    tag = encode_length_prefix(VALUE_TAG, len(name)) + name + head
+    return encode_length_prefix(CHECKPOINT_VALUE, len(tag) + payload_bytes) + tag
+
+
+# Many tensors of a model have the same shape, and what is said about it is the same.
+@lru_cache(maxsize=1024)
+def _tensor_value_head(dims: tuple[int, ...], type_name: str, content_bytes: int) -> bytes:
+    head = _tensor_head(dims, type_name, content_bytes)
+    return encode_length_prefix(VALUE_TENSOR, len(head) + content_bytes) + head
 
 
 def _tensor_head(dims: tuple[int, ...], type_name: str, content_bytes: int) -> bytes:

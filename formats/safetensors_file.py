@@ -24,11 +24,12 @@ from math import prod
 
 from .dtypes import BY_NAME, BY_SAFETENSORS, DType
 from .errors import FormatError, TruncatedError, UnsupportedError
-from .image import Image, Segment
+from .image import Image
 from .index import READ_BYTES, Piece, TensorEntry, check_buffer, check_content
 from .safetensors_crc import fold_crc
+from .segments import Segments
 from .source import Source, read_bytes
-from .strict_json import encode_object, is_encodable, parse_object, parse_strings
+from .strict_json import encode_object, is_encodable, parse_object, parse_strings, quoted
 from .tensor import Item, Tensor, TensorSpec, checked_content
 
 MAX_HEADER_BYTES = 100_000_000
@@ -62,14 +63,15 @@ def build_safetensors_image(
     tensors = sorted(map(_as_tensor, items), key=_placing)
     stored = {_FORMAT_KEY: "ms", **(metadata or {})}
     _check_names(tensors, stored, crc=crc)
-    contents = [(tensor.spec, checked_content(tensor)) for tensor in tensors]
-    stored.update({spec.name: _INT4_MARK for spec, _ in contents if spec.dtype.name == "int4"})
+    stored.update({t.spec.name: _INT4_MARK for t in tensors if t.spec.dtype.name == "int4"})
     if crc:
-        parts = [(spec, partial(_whole, content)) for spec, content in contents]
+        parts = [(tensor.spec, partial(_whole, checked_content(tensor))) for tensor in tensors]
         stored[_CRC_KEY] = str(fold_crc(parts))
-    header = _encode_header([spec for spec, _ in contents], stored)
-    segments = [Segment(content, 0, spec.size_bytes) for spec, content in contents]
-    return Image([Segment.of(header), *segments])
+    segments = Segments()
+    segments.add(_encode_header([tensor.spec for tensor in tensors], stored))
+    for tensor in tensors:
+        segments.add_tensor(tensor, size_bytes=tensor.spec.size_bytes)
+    return Image(segments.finish())
 
 
 def _as_tensor(item: Item) -> Tensor:
@@ -115,22 +117,32 @@ def _check_names(tensors: Sequence[Tensor], metadata: Mapping[str, str], *, crc:
 
 
 def _encode_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
-    header: dict[str, object] = {_METADATA: metadata}
-    offset = 0
-    for spec in specs:
-        stop = offset + spec.size_bytes
-        header[spec.name] = {
-            "dtype": _spelling(spec.dtype),
-            "shape": list(spec.shape),
-            "data_offsets": [offset, stop],
-        }
-        offset = stop
-    encoded = encode_object(header, what="metadata")
+    encoded = b"{%s:%s%s}" % (
+        quoted(_METADATA).encode(),
+        encode_object(metadata, what="metadata"),
+        "".join(_header_entries(specs)).encode(),
+    )
     padding = -(LENGTH_BYTES + len(encoded)) % _DATA_ALIGNMENT
     header_bytes = len(encoded) + padding
     if header_bytes > MAX_HEADER_BYTES:
         raise FormatError(f"the header has {header_bytes} bytes; {MAX_HEADER_BYTES} fit")
     return header_bytes.to_bytes(LENGTH_BYTES, "little") + encoded + b" " * padding
+
+
+def _header_entries(specs: Sequence[TensorSpec]) -> Iterator[str]:
+    """Yield the JSON of each tensor; many have a type and a shape that was spelled before."""
+    kinds: dict[tuple[str, tuple[int, ...]], tuple[str, int]] = {}
+    offset = 0
+    for spec in specs:
+        key = (spec.dtype.name, spec.shape)
+        kind = kinds.get(key)
+        if kind is None:
+            shape = ",".join(map(str, spec.shape))
+            text = f'"dtype":"{_spelling(spec.dtype)}","shape":[{shape}],"data_offsets":'
+            kind = kinds[key] = text, spec.size_bytes
+        text, size_bytes = kind
+        yield f",{quoted(spec.name)}:{{{text}[{offset},{offset + size_bytes}]}}"
+        offset += size_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +171,7 @@ def read_safetensors_index(source: Source) -> SafetensorsIndex:
     header, data_start = _read_header(source)
     metadata = parse_strings(header.pop(_METADATA, {}), what=_METADATA, offset=LENGTH_BYTES)
     entries = [_read_entry(name, value, metadata, data_start) for name, value in header.items()]
-    entries.sort(key=lambda entry: (entry.pieces[0].offset, entry.pieces[0].length))
+    entries.sort(key=lambda entry: entry.pieces[0])
     _check_layout(entries, data_start, source.size)
     return SafetensorsIndex(entries=tuple(entries), metadata=metadata, crc=_stored_crc(metadata))
 

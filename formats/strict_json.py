@@ -15,6 +15,9 @@ from .errors import FormatError
 
 # Enough for every unsigned 64-bit number; Python's own limit of 4300 digits would raise a bare ValueError.
 _MAX_DIGITS = 20
+_MANY_DIGITS = b"0" * _MAX_DIGITS
+_DIGITS_AS_ZEROS = bytes(ord("0") if chr(byte).isdigit() else 0 for byte in range(128)) + bytes(128)
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 def parse_object(data: bytes, *, what: str, offset: int) -> dict[str, object]:
@@ -30,11 +33,13 @@ def parse_object(data: bytes, *, what: str, offset: int) -> dict[str, object]:
     """
     if not data.startswith(b"{"):
         raise FormatError(f"the {what} does not start with '{{'", offset=offset)
+    # A call for each number would take most of the time; only where one may be too long is it worth it.
+    may_be_long = _MANY_DIGITS in data.translate(_DIGITS_AS_ZEROS)
     try:
         value: dict[str, object] = json.loads(
             data.decode(),
             object_pairs_hook=_unique,
-            parse_int=_parse_int,
+            parse_int=_parse_int if may_be_long else int,
             parse_float=_refuse_number,
             parse_constant=_refuse_number,
         )
@@ -73,15 +78,22 @@ def encode_object(value: Mapping[str, object], *, what: str) -> bytes:
     Raises:
         FormatError: A string in it cannot be encoded in UTF-8.
     """
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    text = _ENCODER.encode(value)
     try:
         return text.encode()
     except UnicodeEncodeError:
         raise FormatError(f"the {what} holds a lone surrogate, which UTF-8 cannot encode") from None
 
 
+def quoted(text: str) -> str:
+    """Return a string as JSON, spelled as in `encode_object`."""
+    return _ENCODER.encode(text)
+
+
 def is_encodable(text: str) -> bool:
     """Whether UTF-8 can encode a text: it holds no lone surrogate."""
+    if text.isascii():
+        return True
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -94,11 +106,13 @@ class _RefusedError(Exception):
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    value: dict[str, object] = {}
-    for key, item in pairs:
-        if key in value:
-            raise _RefusedError(f"has the key {key!r} twice")
-        value[key] = item
+    value = dict(pairs)
+    if len(value) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise _RefusedError(f"has the key {key!r} twice")
+            seen.add(key)
     return value
 
 

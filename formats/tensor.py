@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,8 @@ from .errors import FormatError
 
 if TYPE_CHECKING:
     import numpy as np
+
+_NUMBERS = "biufc"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,24 +74,25 @@ class MapTensors:
 Item = Tensor | Text | MapTensors
 
 
-def checked_content(tensor: Tensor) -> Callable[[], memoryview]:
-    """Return a tensor's content function with its promise checked: `size_bytes` bytes, one dimension, format B.
+def content_of(tensor: Tensor) -> memoryview:
+    """Return a tensor's content with its promise checked: `size_bytes` bytes, one dimension, format B.
 
-    The function raises FormatError, naming the tensor, where the content is shorter or longer than shape and type say.
+    Raises:
+        FormatError: It is shorter or longer than shape and type say; names the tensor.
     """
-    spec = tensor.spec
+    view, spec = tensor.content(), tensor.spec
+    if view.nbytes != spec.size_bytes:
+        raise FormatError(
+            f"the content has {view.nbytes} bytes, but {spec.dtype.name}{list(spec.shape)}"
+            f" needs {spec.size_bytes}",
+            tensor=spec.name,
+        )
+    return view if view.ndim == 1 and view.itemsize == 1 else view.cast("B")
 
-    def content() -> memoryview:
-        view = tensor.content()
-        if view.nbytes != spec.size_bytes:
-            raise FormatError(
-                f"the content has {view.nbytes} bytes, but {spec.dtype.name}{list(spec.shape)}"
-                f" needs {spec.size_bytes}",
-                tensor=spec.name,
-            )
-        return view if view.ndim == 1 and view.itemsize == 1 else view.cast("B")
 
-    return content
+def checked_content(tensor: Tensor) -> Callable[[], memoryview]:
+    """Return a function that does what `content_of` does for this tensor."""
+    return partial(content_of, tensor)
 
 
 def tensor_from_array(name: str, array: np.ndarray, *, dtype: DType | None = None) -> Tensor:
@@ -103,15 +107,27 @@ def tensor_from_array(name: str, array: np.ndarray, *, dtype: DType | None = Non
         UnsupportedError: The table has no such element type.
     """
     row = dtype if dtype is not None else dtype_of(array.dtype.name)
+    spec = TensorSpec(name=name, dtype=row, shape=array.shape)
+    return Tensor(spec=spec, content=partial(_array_content, array))
 
-    def content() -> memoryview:
-        import numpy as np
 
-        flat = np.ascontiguousarray(array).reshape(-1)
-        if flat.dtype.byteorder == ">" or (
-            flat.dtype.byteorder == "=" and sys.byteorder == "big"
-        ):  # pragma: no cover - the second half needs a big-endian machine
-            flat = flat.astype(flat.dtype.newbyteorder("<"))
-        return flat.view(np.uint8).data
+def _array_content(array: np.ndarray) -> memoryview:
+    import numpy as np
 
-    return Tensor(spec=TensorSpec(name=name, dtype=row, shape=tuple(array.shape)), content=content)
+    flat = np.ascontiguousarray(array)
+    if flat.dtype.byteorder == ">" or (
+        flat.dtype.byteorder == "=" and sys.byteorder == "big"
+    ):  # pragma: no cover - the second half needs a big-endian machine
+        flat = flat.astype(flat.dtype.newbyteorder("<"))
+    return flat_memory(flat)
+
+
+def flat_memory(array: np.ndarray) -> memoryview:
+    """Return the memory of a C-contiguous array: one dimension, format B."""
+    dtype = array.dtype
+    if dtype.isbuiltin == 1 and dtype.kind in _NUMBERS and array.size:
+        return array.data.cast("B")  # a third of the time; Python has no name for the other types
+    import numpy as np
+
+    flat: np.ndarray = array.reshape(-1).view(np.uint8)
+    return flat.data

@@ -19,6 +19,7 @@ Source: protobuf.dev/programming-guides/encoding (wire types, varints, field num
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from .errors import FormatError, TruncatedError
@@ -173,6 +174,7 @@ def encode_varint_field(number: int, value: int) -> bytes:
     return encode_varint(number << 3 | VARINT) + encode_varint(value)
 
 
+@lru_cache(maxsize=4096)
 def encode_length_prefix(number: int, length: int) -> bytes:
     """Return the bytes that precede a length-delimited payload of `length` bytes."""
     return encode_varint(number << 3 | LENGTH_DELIMITED) + encode_varint(length)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.mindspore import MAX_DIM, MAX_RANK
 from ckptmgr.formats.mindspore_records import (
+    PlainHead,
     TensorRecord,
     expect_bytes,
     read_plain_tensor,
@@ -63,6 +64,35 @@ def test_plain_tensor_is_found_wherever_it_lies(
     found = by_the_short_cut(data, before)
     assert found is not None
     assert found == by_the_strict_reader(data, before)
+
+
+@given(
+    tensors=st.lists(
+        st.tuples(
+            st.sampled_from(["a", "b", "long name", "ä"]),
+            st.sampled_from([(), (2,), (1, 2), (2, 1), (300,)]),
+            st.sampled_from([b"Int8", b"Bool", b"Float32"]),
+            st.sampled_from([0, 1, 8, 200]),
+        )
+    ),
+    change=st.none() | st.tuples(st.integers(0), st.integers(0, 255)),
+)
+@settings(max_examples=100)
+def test_heads_seen_before_change_nothing(
+    tensors: list[tuple[str, tuple[int, ...], bytes, int]], change: tuple[int, int] | None
+) -> None:
+    parts = [message(n.encode(), dims, kind, b"x" * size) for n, dims, kind, size in tensors]
+    data = bytearray(b"".join(parts))
+    if change is not None and data:
+        data[change[0] % len(data)] = change[1]
+    heads: dict[int, PlainHead] = {}
+    wire, offset = WireReader(BytesSource(data)), 0
+    while offset < len(data):
+        found = read_plain_tensor(wire, offset, heads)
+        assert found == by_the_short_cut(bytes(data), offset)
+        if found is None:
+            break
+        offset = found[1]
 
 
 @given(data=st.data())

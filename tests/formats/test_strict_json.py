@@ -49,6 +49,11 @@ def test_object_malformed_is_refused(data: bytes, message: str) -> None:
         parse_object(data, what="header", offset=8)
 
 
+def test_number_of_20_digits_is_read_beside_a_key_of_many() -> None:
+    data = b'{"000000000000000000000001": 18446744073709551615}'
+    assert parse_object(data, what="header", offset=8) == {"0" * 23 + "1": 2**64 - 1}
+
+
 def test_object_not_utf8_names_the_byte() -> None:
     with pytest.raises(FormatError) as caught:
         parse_object(b'{"\xff": 1}', what="header", offset=8)
