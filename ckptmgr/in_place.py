@@ -30,7 +30,10 @@ class InPlaceState:
 
     Attributes:
         manifest: Of the file, or None.
+        kept: What is left as it is; nothing, as the file is that of this very rank.
     """
+
+    kept: tuple[str, ...] = ()
 
     def __init__(
         self,

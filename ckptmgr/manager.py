@@ -50,7 +50,15 @@ from ckptmgr.model import Checkpoint, Pin, Plan
 from ckptmgr.naming import check_directory, check_prefix
 from ckptmgr.observe import Observer, Observers, SaveWatch, about
 from ckptmgr.parallel.coordinator import Coordinator
-from ckptmgr.parallel.team import check_ranks_agree, store_maker, writer_for
+from ckptmgr.parallel.layout import ParallelLayout
+from ckptmgr.parallel.sharing import Balance
+from ckptmgr.parallel.team import (
+    check_ranks_agree,
+    sharing_for,
+    slicer_for,
+    store_maker,
+    writer_for,
+)
 from ckptmgr.progress import Progress
 from ckptmgr.recent_states import RecentStates
 from ckptmgr.resume import newest_first, notes_of, without_manifest
@@ -84,6 +92,11 @@ class CheckpointManager:
         coordinator: The ranks that save together, each its own state; they make the same calls in the same order. Rank 0
             removes and pins.
         rank_timeout_s: How long the ranks wait for each other, and how long a save of all may take.
+        layout: Name of a tensor, such as `model/weight`, to how it is cut over the ranks; the state holds their slices.
+            DTensors say so themselves.
+        keep_redundancy: With `remove_redundancy`: copies to keep of what several ranks have.
+        balance: With `remove_redundancy`: `bytes` evens out what the ranks write; `round_robin` deals out whole tensors by
+            name, as MindSpore does.
         fs: The disk.
         processes: Tells dead writers from live ones.
 
@@ -105,6 +118,9 @@ class CheckpointManager:
         observe: Observer | Iterable[Observer] | None = None,
         coordinator: Coordinator | None = None,
         rank_timeout_s: float = 600.0,
+        layout: Mapping[str, ParallelLayout] | None = None,
+        keep_redundancy: int = 1,
+        balance: Balance = "bytes",
         fs: FileSystem | None = None,
         processes: Processes | None = None,
     ) -> None:
@@ -141,14 +157,16 @@ class CheckpointManager:
             options=options,
             clock=clock,
             observers=self._observers,
+            sharing=sharing_for(self._config, keep_redundancy=keep_redundancy, balance=balance),
         )
+        self._slicer = slicer_for(coordinator, layout)
         read_options = ReadOptions(
             key=key,
             allow_unsealed=allow_unsealed,
             rank=None if coordinator is None else coordinator.rank,
             world=1 if coordinator is None else coordinator.world,
         )
-        self._reader = SeriesReader(self._store, prefix, options=read_options)
+        self._reader = SeriesReader(self._store, prefix, options=read_options, slicer=self._slicer)
         self._progress = Progress(LastSave(step=0, at=clock()))
         self._engine = engine_for(
             self._config, has_before_update=True, has_peers=coordinator is not None
@@ -218,6 +236,8 @@ class CheckpointManager:
         doubt = contradiction(checkpoint, present)
         if doubt is not None:
             _LOG.warning("%s may be an older file under this name: %s", checkpoint.path, doubt)
+        if loaded.kept:
+            _LOG.warning("%s holds nothing of this rank for %s", checkpoint.path, loaded.kept)
         restored = loaded.put_back(state)
         self._writer.continue_from(checkpoint, loaded.manifest)
         self._start_at(checkpoint.step, checkpoint.run_id)
@@ -231,7 +251,9 @@ class CheckpointManager:
                 starts,
                 checkpoint.path,
             )
-        return Resumption.at(checkpoint, restored, skipped=skipped, starts=starts, doubt=doubt)
+        return Resumption.at(
+            checkpoint, restored, skipped=skipped, starts=starts, doubt=doubt, kept=loaded.kept
+        )
 
     def _start_at(self, step: int, run_id: str | None) -> None:
         """Forget what the steps before `resume` left behind.
@@ -269,7 +291,9 @@ class CheckpointManager:
         self._seen_step = step
         self._engine.check()
         if self._policy.is_active and not is_function(state):
-            self._forecaster.before_run(self._writer, lambda: tree.flatten(state).size_bytes)
+            self._forecaster.before_run(
+                self._writer, lambda: tree.flatten(state, self._slicer).size_bytes
+            )
         if self._snapshot_steps is not None and step % self._snapshot_steps == 0:
             self.snapshot(step, state, epoch=epoch, metrics=metrics)
         last = self._progress.last
@@ -349,7 +373,7 @@ class CheckpointManager:
         given = state
         try:
             given = given_state(state)
-            return given, tree.flatten(given)
+            return given, tree.flatten(given, self._slicer)
         except Exception as error:
             if self._coordinator is None:
                 raise
@@ -479,7 +503,7 @@ class CheckpointManager:
             OSError: From the disk.
         """
         if state is not None:
-            size_bytes = tree.flatten(given_state(state)).size_bytes
+            size_bytes = tree.flatten(given_state(state), self._slicer).size_bytes
         else:
             newest = self.latest()
             if newest is None:

@@ -23,6 +23,8 @@ class Resumption:
         metrics: The metrics saved with it.
         skipped: Newer checkpoints that were passed over, and why.
         starts: How often a run has been started from this checkpoint without a newer one being saved, this one included.
+        kept: What no rank has saved for this one, such as its random numbers when there are more ranks than before; it stays
+            as it was.
         doubt: Why the checkpoint is genuine, but probably an older one than its name had last; or None.
     """
 
@@ -33,6 +35,7 @@ class Resumption:
     metrics: Mapping[str, float]
     skipped: tuple[Skipped, ...] = ()
     starts: int = 1
+    kept: tuple[str, ...] = ()
     doubt: str | None = None
 
     @classmethod
@@ -44,6 +47,7 @@ class Resumption:
         skipped: Sequence[Skipped],
         starts: int = 1,
         doubt: str | None = None,
+        kept: Sequence[str] = (),
     ) -> Self:
         """Return where a run goes on whose state was restored from a checkpoint."""
         return cls(
@@ -55,6 +59,7 @@ class Resumption:
             skipped=tuple(skipped),
             starts=starts,
             doubt=doubt,
+            kept=tuple(kept),
         )
 
     @property

@@ -11,12 +11,16 @@ from pathlib import Path
 from ckptmgr.errors import CheckpointNotFound
 from ckptmgr.in_place import InPlaceState, in_place
 from ckptmgr.loader import ReadOptions
+from ckptmgr.manifest import Manifest
 from ckptmgr.model import Checkpoint, State
 from ckptmgr.naming import step_name
+from ckptmgr.pieces import PIECES
 from ckptmgr.resume import newest_first, open_checkpoint
 from ckptmgr.series import next_attempt
+from ckptmgr.sharded_state import read_sharded
 from ckptmgr.store import Store
 from ckptmgr.stored_state import SKELETON, StoredState
+from ckptmgr.tree_slices import Slicer
 
 _USABLE = (State.OK, State.UNVERIFIED, State.CORRUPT)
 
@@ -28,12 +32,16 @@ class SeriesReader:
         store: The directory.
         series: Name of the series.
         options: How to read.
+        slicer: Tells which leaves of a state are parts of larger tensors.
     """
 
-    def __init__(self, store: Store, series: str, *, options: ReadOptions) -> None:
+    def __init__(
+        self, store: Store, series: str, *, options: ReadOptions, slicer: Slicer | None = None
+    ) -> None:
         self._store = store
         self._series = series
         self._options = options
+        self._slicer = slicer
 
     @property
     def directory(self) -> Path:
@@ -86,6 +94,11 @@ class SeriesReader:
 
         Its tensors are in memory, or, where the state has room for them, still in the file, which is then held open.
         """
+        sharded = self._sharded(checkpoint)
+        if sharded is not None:
+            return read_sharded(
+                self._store, sharded, options=self._options, state=state, slicer=self._slicer
+            )
         with contextlib.ExitStack() as stack:
             opened, manifest = stack.enter_context(
                 open_checkpoint(self._store, checkpoint, options=self._options)
@@ -97,6 +110,19 @@ class SeriesReader:
                     found.close_with(stack.pop_all())
                     return found
             return StoredState.read(opened, path=checkpoint.path, manifest=manifest)
+
+    def _sharded(self, checkpoint: Checkpoint) -> Manifest | None:
+        """Return the manifest of a checkpoint that more than the file of one rank is needed for, or None."""
+        if not checkpoint.shards:
+            return None
+        manifest = self._store.read_manifest(checkpoint.name)
+        if manifest is None or not manifest.shards:
+            return None
+        rank = self._options.rank
+        if rank is None or self._options.world != len(manifest.shards):
+            return manifest
+        with open_checkpoint(self._store, checkpoint, options=self._options) as (opened, _):
+            return manifest if PIECES in opened.metadata else None
 
     def free_name(self, step: int, *, format: str) -> tuple[str, int]:
         """Return a name that nobody uses, and which save of the step that makes it."""

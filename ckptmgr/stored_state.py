@@ -11,15 +11,35 @@ import numpy as np
 
 from ckptmgr import tree
 from ckptmgr.errors import CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr.formats.tensor import TensorSpec
 from ckptmgr.loader import OpenCheckpoint, read_values
 from ckptmgr.manifest import Manifest
+from ckptmgr.pieces import PIECES, Index, Piece
+from ckptmgr.tree_slices import Slice
 
 SKELETON = "ckptmgr.tree"
 
 
 def metadata_of(flat: tree.FlatState) -> dict[str, str]:
     """Return the metadata strings that a file needs to give the state back."""
-    return {**flat.aliases, SKELETON: flat.skeleton}
+    found = {**flat.aliases, SKELETON: flat.skeleton}
+    stored = {tensor.spec.name: tensor.spec for tensor in flat.tensors}
+    slices = {name: one for name, one in flat.slices.items() if name in stored}
+    if slices:
+        found[PIECES] = index_of(slices, stored).to_text()
+    return found
+
+
+def index_of(slices: Mapping[str, Slice], stored: Mapping[str, TensorSpec]) -> Index:
+    """Return the index of a file whose tensors are parts of larger ones, as far as they are in `slices`."""
+    pieces = {}
+    for name, one in slices.items():
+        # Elements that no format knows are stored as bytes, which adds a dimension.
+        more = stored[name].shape[len(one.lengths) :]
+        pieces[name] = Piece(
+            tensor=name, shape=(*one.shape, *more), start=(*one.start, *(0 for _ in more))
+        )
+    return Index(pieces=pieces)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,12 +51,14 @@ class StoredState:
         skeleton: Of the state tree, or None in a file that holds plain named tensors.
         arrays: Name to array.
         manifest: Of the file, or None.
+        kept: What nobody has saved for this process and is left as it is, by its path in the state.
     """
 
     path: Path
     skeleton: str | None
     arrays: Mapping[str, np.ndarray]
     manifest: Manifest | None
+    kept: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, opened: OpenCheckpoint, *, path: Path, manifest: Manifest | None) -> StoredState:

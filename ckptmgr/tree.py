@@ -26,13 +26,14 @@ Strides are not kept: a lone transposed array comes back C-contiguous.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ckptmgr.destinations import apart, memory_of
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.tree_flatten import Flattener
 from ckptmgr.tree_nodes import StateMismatch, TreeError
 from ckptmgr.tree_restore import Restorer
+from ckptmgr.tree_slices import Slice, Slicer
 from ckptmgr.tree_unflatten import Read, Unflattener
 
 __all__ = [
@@ -56,11 +57,13 @@ class FlatState:
             Their contents are views of live memory: copy them before training goes on.
         skeleton: Everything else, as ASCII JSON without a newline. The same state gives the same text.
         aliases: Second names of whole tensors (tied weights) to the names they are stored under, for `__metadata__`.
+        slices: Name to leaf, of those leaves that are parts of larger tensors; the skeleton has the shapes of the whole.
     """
 
     tensors: list[Tensor]
     skeleton: str
     aliases: Mapping[str, str]
+    slices: Mapping[str, Slice] = field(default_factory=dict)
 
     @property
     def size_bytes(self) -> int:
@@ -68,17 +71,19 @@ class FlatState:
         return sum(tensor.spec.size_bytes for tensor in self.tensors) + len(self.skeleton)
 
 
-def flatten(state: object) -> FlatState:
+def flatten(state: object, slicer: Slicer | None = None) -> FlatState:
     """Take a state apart.
 
     Args:
         state: Any nesting of the types that the module names; nothing in it is changed or copied.
+        slicer: Tells which leaves are parts of larger tensors; None for none.
 
     Raises:
         UnsupportedState: A value of another type, a cycle, or more than 500 levels; names the path and the way out.
     """
-    tensors, skeleton, aliases = Flattener().run(state)
-    return FlatState(tensors=tensors, skeleton=skeleton, aliases=aliases)
+    flattener = Flattener(slicer)
+    tensors, skeleton, aliases = flattener.run(state)
+    return FlatState(tensors=tensors, skeleton=skeleton, aliases=aliases, slices=flattener.slices)
 
 
 def unflatten(skeleton: str, read: Read) -> object:

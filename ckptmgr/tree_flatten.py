@@ -22,6 +22,7 @@ from ckptmgr.tree_atoms import encode_atom, encode_dtype, encode_key
 from ckptmgr.tree_memory import Leaf, array_memory, plan_storage, stored_as
 from ckptmgr.tree_nodes import MAX_DEPTH, Json, Path, dump_skeleton, unsupported
 from ckptmgr.tree_random import generator_state
+from ckptmgr.tree_slices import Slice, Slicer, note_whole_shapes
 
 _INLINE_BYTES = 1024
 _WAY_OUT = "store plain values and arrays, or give the object state_dict() and load_state_dict()"
@@ -52,9 +53,15 @@ class _Emit:
 
 
 class Flattener:
-    """Encodes one state; see `tree.flatten`."""
+    """Encodes one state; see `tree.flatten`.
 
-    def __init__(self) -> None:
+    Attributes:
+        slices: Name to leaf, of those leaves that are parts of larger tensors.
+    """
+
+    def __init__(self, slicer: Slicer | None = None) -> None:
+        self._slicer = slicer
+        self.slices: dict[str, Slice] = {}
         self._nodes: list[Json] = []
         self._leaves: list[Leaf] = []
         self._names: set[str] = set()
@@ -74,6 +81,8 @@ class Flattener:
             if item.leaves_container is not None:
                 self._open.discard(item.leaves_container)
         tensors, aliases = plan_storage(self._leaves, self._unique)
+        if self.slices:
+            note_whole_shapes(self._leaves, self.slices)
         return tensors, dump_skeleton(self._nodes), aliases
 
     def _visit(self, value: Any, path: Path, depth: int) -> list[_Visit | _Emit]:
@@ -170,6 +179,10 @@ class Flattener:
         return []
 
     def _array(self, value: Any, path: Path, depth: int) -> list[_Visit | _Emit]:
+        part = None if self._slicer is None else self._slicer.slice_of(path.tensor_name(), value)
+        if part is not None:
+            self._slice(part, path)
+            return []
         match framework_of(value):
             case "numpy":
                 if type(value) not in (np.ndarray, np.memmap):
@@ -180,6 +193,20 @@ class Flattener:
             case _:
                 self._add("array", _foreign_leaf(value, path, self._unique(path.tensor_name())))
         return []
+
+    def _slice(self, part: Slice, path: Path) -> None:
+        name, framework = self._unique(path.tensor_name()), framework_of(part.local)
+        self.slices[name] = part
+        if framework == "torch":
+            from ckptmgr.tree_torch import split_tensor, torch_leaf
+
+            if split_tensor(part.local, path) is not None:  # type: ignore[arg-type]
+                raise unsupported(path, "is sparse or quantized, and cut", "save it as dense")
+            self._add("torch", torch_leaf(part.local, path, name))  # type: ignore[arg-type]
+        elif framework == "numpy":
+            self._add("array", _array_leaf(np.asarray(part.local), path, name))
+        else:
+            self._add("array", _foreign_leaf(part.local, path, name))
 
     def _torch_tensor(self, value: Any, path: Path, depth: int) -> list[_Visit | _Emit]:
         from ckptmgr.tree_torch import split_tensor, torch_leaf

@@ -191,14 +191,19 @@ class Restorer:
     def _plan_tensor(
         self, target: Any, stored: Any, path: Path, *, is_given_on: bool = False
     ) -> _Step:
-        if framework_of(stored) != "torch" or _signature(target) != _signature(stored):
-            return self._differ(path, f"is {_described(target)}, stored is {_described(stored)}")
-        if not _can_copy_into(target):
+        local = _local(target)
+        if framework_of(stored) != "torch" or _signature(local) != _signature(stored):
+            return self._differ(path, f"is {_described(local)}, stored is {_described(stored)}")
+        if not _can_copy_into(local):
             return _give(stored)
-        self.fills.append(Fill(target, stored, is_given_on))
-        return _Step(
-            0, lambda _: target if id(stored) in self.filled else _fill_tensor(target, stored)
-        )
+        self.fills.append(Fill(local, stored, is_given_on))
+
+        def make(_: list[Any]) -> object:
+            if id(stored) not in self.filled:
+                _fill_tensor(local, stored)
+            return target
+
+        return _Step(0, make)
 
     def _plan_foreign(self, target: Any, stored: np.ndarray, path: Path) -> _Step:
         if (tuple(target.shape), str(target.dtype).lower()) != (stored.shape, stored.dtype.name):
@@ -211,16 +216,35 @@ class Restorer:
         if not isinstance(stored, Mapping | list | tuple):
             return self._differ(path, f"is {_described(target)}, stored is {_described(stored)}")
         torch_module = sys.modules.get("torch")
-        if torch_module is not None and isinstance(target, torch_module.nn.Module):
+        has_slices = _holds_slices(target)
+        if (
+            torch_module is not None
+            and isinstance(target, torch_module.nn.Module)
+            and not has_slices
+        ):
             self._compare_module(target, stored, path.state_dict())
         if is_instance_by_name(target, "mindspore.nn.cell", "Cell") and isinstance(stored, Mapping):
             return self._plan_cell(target, stored, path.state_dict())
+        if isinstance(stored, Mapping) and has_slices:
+            return self._plan_sliced(target, stored, path.state_dict())
         return _Step(0, lambda _: _load(target, stored, path))
 
     def _plan_cell(self, target: Any, stored: Mapping[Any, Any], path: Path) -> _Parts:
         # MindSpore's own load_state_dict wants its tensors, and refuses what its optimizers give as their state_dict.
         parts = self._plan_mapping(target.state_dict(), stored, path)
         return _Parts(parts.visits, _Step(parts.step.count, lambda _: target))
+
+    def _plan_sliced(self, target: Any, stored: Mapping[Any, Any], path: Path) -> _Parts:
+        # Its own load_state_dict wants DTensors: what is stored is copied into those that are there.
+        current = target.state_dict()
+        parts = self._plan_mapping(current, stored, path)
+
+        def make(values: list[Any]) -> object:
+            parts.step.make(values)
+            target.load_state_dict(current)
+            return target
+
+        return _Parts(parts.visits, _Step(parts.step.count, make))
 
     def _compare_module(self, target: Any, stored: Any, path: Path) -> None:
         current = target.state_dict()
@@ -283,6 +307,29 @@ def _described(value: Any) -> str:
     if framework_of(value) is None:
         return f"a {type(value).__name__}"
     return f"{value.dtype}{list(value.shape)}"
+
+
+def _local(tensor: Any) -> Any:
+    """Return what a DTensor holds here; every other tensor itself."""
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    import torch
+
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def _holds_slices(target: Any) -> bool:
+    """Return whether a torch module or optimizer has DTensors for parameters."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    parameters: list[Any] = []
+    if isinstance(target, torch.nn.Module):
+        parameters = list(target.parameters())
+    elif isinstance(target, torch.optim.Optimizer):
+        parameters = [one for group in target.param_groups for one in group["params"]]
+    return any(hasattr(one, "to_local") for one in parameters)
 
 
 def _signature(tensor: Any) -> tuple[object, ...]:

@@ -22,6 +22,7 @@ from ckptmgr.parallel.coordinator import Coordinator, Json, RanksMissing
 from ckptmgr.parallel.offer import Offer
 from ckptmgr.parallel.rounds import Rounds
 from ckptmgr.parallel.shard_store import ShardStore
+from ckptmgr.parallel.sharing import Sharing
 from ckptmgr.resume import Skipped
 from ckptmgr.retention import RetentionPolicy
 from ckptmgr.saver import Publish, Refusal, SaveOptions, SaveOrder, save_items
@@ -45,6 +46,7 @@ class RankWriter(SeriesWriter):
         timeout_s: How long the ranks wait for each other to come to a save, and how long it may take from then on.
         run_id: Identifies the run; that of rank 0 counts.
         observers: Hear of removed checkpoints and of leases that were taken over.
+        sharing: How the ranks share the writing of what they have alike; None when each writes all that it has.
         monotonic: Seconds that never go back.
     """
 
@@ -59,12 +61,14 @@ class RankWriter(SeriesWriter):
         timeout_s: float = DEFAULT_TIMEOUT_S,
         run_id: str | None = None,
         observers: Observers = EVERYBODY,
+        sharing: Sharing | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(
             store, series, options=options, clock=clock, run_id=run_id, observers=observers
         )
         self._shards = store
+        self._sharing = sharing
         self.coordinator = coordinator
         self.timeout_s = timeout_s
         self._now = clock
@@ -199,6 +203,9 @@ class RankWriter(SeriesWriter):
 
         offer = self._begin(rounds, offered)
         facts = offer.applied_to(facts)
+        deadline = Deadline.after(self._monotonic(), self.timeout_s)
+        rounds = rounds.of_attempt(offer.attempt_id)
+        items, metadata = self._divided(rounds, items, metadata, stop=deadline.end)
 
         def describe(entry: FileEntry, stats: Mapping[str, float]) -> Manifest:
             return self.describe(entry, stats, facts, place=offer.place)
@@ -217,9 +224,9 @@ class RankWriter(SeriesWriter):
         save = TwoPhaseSave(
             self._shards,
             self.coordinator,
-            rounds.of_attempt(offer.attempt_id),
+            rounds,
             offer,
-            deadline=Deadline.after(self._monotonic(), self.timeout_s),
+            deadline=deadline,
             monotonic=self._monotonic,
         )
         return self.note_saved(save.run(write, mode=options.file_mode))
@@ -244,14 +251,31 @@ class RankWriter(SeriesWriter):
             run_id=self.run_id,
         ).to_json()
 
+    def _divided(
+        self,
+        rounds: Rounds,
+        items: Sequence[Item],
+        metadata: Mapping[str, str] | None,
+        *,
+        stop: float,
+    ) -> tuple[Sequence[Item], Mapping[str, str] | None]:
+        """Return what this rank writes of what it has."""
+        if self._sharing is None:
+            return items, metadata
+        try:
+            return self._sharing.divided(rounds, self.coordinator, items, metadata or {}, stop=stop)
+        except RanksMissing as missing:
+            raise self._not_begun(missing) from missing
+
+    def _not_begun(self, missing: RanksMissing) -> SaveFailed:
+        return SaveFailed(missing.message, path=self.store.directory, hint=missing.hint)
+
     def _begin(self, rounds: Rounds, offered: Callable[[], Json]) -> Offer:
         """Wait until all ranks are here, and return what rank 0 offers."""
         try:
             answers = rounds.together("begin", offered, stop=self._monotonic() + self.timeout_s)
         except RanksMissing as missing:
-            raise SaveFailed(
-                missing.message, path=self.store.directory, hint=missing.hint
-            ) from missing
+            raise self._not_begun(missing) from missing
         begun = Offer.from_json(answers[0])
         self.run_id = begun.run_id
         return begun

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from ckptmgr.config import CheckpointConfig
 from ckptmgr.observe import Observers
 from ckptmgr.parallel.coordinator import Coordinator
+from ckptmgr.parallel.layout import ParallelLayout
 from ckptmgr.parallel.rank_writer import RankWriter
 from ckptmgr.parallel.shard_store import ShardStore
+from ckptmgr.parallel.sharing import Balance, Sharing
+from ckptmgr.parallel.slicer import LayoutSlicer
 from ckptmgr.save_failure import parse_on_error
 from ckptmgr.save_policy import EverySeconds, Overhead, SavePolicy
 from ckptmgr.saver import SaveOptions
@@ -34,6 +37,7 @@ def writer_for(
     options: SaveOptions,
     clock: Callable[[], float],
     observers: Observers,
+    sharing: Sharing | None = None,
 ) -> SeriesWriter:
     """Return the writer of a series: of one process, or of one of many ranks."""
     if coordinator is None or not isinstance(store, ShardStore):
@@ -46,7 +50,40 @@ def writer_for(
         options=options,
         clock=clock,
         observers=observers,
+        sharing=sharing,
     )
+
+
+def sharing_for(
+    config: CheckpointConfig, *, keep_redundancy: int, balance: Balance
+) -> Sharing | None:
+    """Return how the ranks share the writing of what they have alike; None when each writes all that it has.
+
+    Raises:
+        ValueError: They would not share it, but it is said how.
+    """
+    if config.remove_redundancy:
+        return Sharing(keep_redundancy=keep_redundancy, balance=balance)
+    if (keep_redundancy, balance) != (1, "bytes"):
+        raise ValueError(
+            "keep_redundancy and balance say how redundancy is removed; give CheckpointConfig(remove_redundancy=True)"
+        )
+    return None
+
+
+def slicer_for(
+    coordinator: Coordinator | None, layout: Mapping[str, ParallelLayout] | None
+) -> LayoutSlicer | None:
+    """Return what tells which leaves of the state of this rank are slices; None for one process alone.
+
+    Raises:
+        ValueError: There is a layout, but there are no ranks.
+    """
+    if coordinator is None:
+        if layout is not None:
+            raise ValueError("a layout says what each rank holds; give a coordinator, too")
+        return None
+    return LayoutSlicer(coordinator.rank, layout)
 
 
 def check_ranks_agree(config: CheckpointConfig, policy: SavePolicy) -> None:

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which leaves of a state are slices: those that a layout names, and the DTensors."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckptmgr.boxes import Region, lengths_of
+from ckptmgr.errors import UnsupportedState
+from ckptmgr.parallel.errors import LayoutError
+from ckptmgr.parallel.foreign import from_dtensor
+from ckptmgr.parallel.layout import ParallelLayout, for_shape
+from ckptmgr.parallel.slices import full_shape, region_of
+from ckptmgr.tree_slices import Slice
+
+Layouts = Mapping[str, ParallelLayout]
+
+
+class LayoutSlicer:
+    """Tells which part of which tensor a rank holds; a `Slicer`.
+
+    Args:
+        rank: The rank.
+        layouts: Name of a tensor, such as `model/weight`, to how it is cut.
+    """
+
+    def __init__(self, rank: int, layouts: Layouts | None = None) -> None:
+        self._rank = rank
+        self._layouts = layouts or {}
+
+    def slice_of(self, name: str, value: Any, /) -> Slice | None:
+        """Return what a leaf is a part of; see `Slicer`.
+
+        Raises:
+            UnsupportedState: Its shape is not that of the slice.
+        """
+        layout = self._layouts.get(name)
+        try:
+            if is_dtensor(value):
+                return self._dtensor(name, value)
+            if layout is None:
+                return None
+            lengths = tuple(map(int, value.shape))
+            fitted = replace(for_shape(layout, lengths), shape=layout.shape)
+            shape = full_shape(fitted, lengths)
+            return self._slice(name, value, for_shape(layout, shape), shape, lengths)
+        except LayoutError as error:
+            raise UnsupportedState(f"{name!r}: {error.message}", hint=error.hint) from error
+
+    def region(self, name: str, shape: tuple[int, ...], /) -> Region | None:
+        """Return which part of a tensor of this shape the rank is to get, or None where no layout names it.
+
+        Raises:
+            LayoutError: The layout does not fit the shape.
+        """
+        layout = self._layouts.get(name)
+        if layout is None:
+            return None
+        if layout.shape is not None and layout.shape != shape:
+            raise LayoutError(
+                f"{name!r} has the shape {list(shape)}, but its layout says {list(layout.shape)}"
+            )
+        return self._region(for_shape(layout, shape), shape)
+
+    def _dtensor(self, name: str, value: Any) -> Slice:
+        import torch
+
+        layout, shape = from_dtensor(value), tuple(map(int, value.shape))
+        with torch.no_grad():
+            local = value.to_local()
+        return self._slice(name, local, layout, shape, tuple(map(int, local.shape)))
+
+    def _slice(
+        self,
+        name: str,
+        local: object,
+        layout: ParallelLayout,
+        shape: tuple[int, ...],
+        lengths: tuple[int, ...],
+    ) -> Slice:
+        region = self._region(layout, shape)
+        if 0 in lengths and 0 in lengths_of(region):
+            return Slice(local=local, shape=shape, start=(0,) * len(shape), lengths=lengths)
+        if lengths_of(region) != lengths:
+            raise LayoutError(
+                f"rank {self._rank} holds {list(lengths)}, but by its layout {list(lengths_of(region))} of {list(shape)}"
+            )
+        start = tuple(one.start for one in region)
+        return Slice(local=local, shape=shape, start=start, lengths=lengths)
+
+    def _region(self, layout: ParallelLayout, shape: tuple[int, ...]) -> Region:
+        ranks = layout.ranks or tuple(
+            layout.rank_of(device) for device in range(layout.device_count)
+        )
+        if self._rank not in ranks:
+            return tuple(one._replace(stop=one.start) for one in region_of(layout, 0, shape))
+        return region_of(layout, ranks.index(self._rank), shape)
+
+
+def is_dtensor(value: object) -> bool:
+    """Return whether a value is a DTensor, without importing torch."""
+    module = sys.modules.get("torch.distributed.tensor")
+    kind = getattr(module, "DTensor", None)
+    return kind is not None and isinstance(value, kind)

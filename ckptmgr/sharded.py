@@ -1,0 +1,346 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of a checkpoint that many ranks saved together, read as one, by any number of ranks.
+
+A tensor is put together from the pieces that the files hold, the own file first; of each file no more is read than the
+digest ranges, or cipher blocks, in which wanted bytes or its own description lie. No byte is used that was not checked. Where
+a file is damaged and others hold the same rows, those are taken, with a warning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+
+from ckptmgr.boxes import Region, byte_runs, common, lengths_of, whole_region, without
+from ckptmgr.errors import CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr.formats.index import TensorEntry, check_content
+from ckptmgr.formats.tensor import TensorSpec
+from ckptmgr.loader import OpenCheckpoint, ReadOptions, bytes_of, confirm_index, open_source
+from ckptmgr.lower_errors import translated_errors
+from ckptmgr.manifest import Manifest
+from ckptmgr.pieces import PIECES, Index, Piece, check_fits, read_index
+from ckptmgr.scatter import Placement, read_scattered
+from ckptmgr.store import Store
+
+_LOG = logging.getLogger(__name__)
+_OPEN_FILES = 64
+
+Wanted = Mapping[str, Region | None]
+"""Tensor to the part of it that is wanted; None for all of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredPiece:
+    """A piece of a tensor in the file of a rank.
+
+    Attributes:
+        file_rank: Whose file.
+        piece: What it is.
+        spec: As what it is stored.
+        region: The elements that are stored, in the whole tensor.
+    """
+
+    file_rank: int
+    piece: Piece
+    spec: TensorSpec
+    region: Region
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """Shape of the whole tensor."""
+        return self.piece.whole(self.spec)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    """What is known about a file without keeping it open."""
+
+    metadata: Mapping[str, str]
+    is_compared: bool
+    pieces: Mapping[str, tuple[StoredPiece, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """Bytes of a file that go into an array."""
+
+    stored: StoredPiece
+    wanted: Region
+    name: str
+    target: Region
+
+
+class ShardedCheckpoint:
+    """The files of many ranks, for reading. Use as a context manager.
+
+    Args:
+        store: The directory.
+        manifest: Of all files.
+        options: Keys, and what to accept.
+    """
+
+    def __init__(self, store: Store, manifest: Manifest, *, options: ReadOptions) -> None:
+        self._store = store
+        self._options = options
+        self.manifest = manifest
+        self.path = store.directory / manifest.name
+        self._known: dict[int, _Known] = {}
+        self._open: OrderedDict[int, tuple[OpenCheckpoint, contextlib.ExitStack]] = OrderedDict()
+        self._damaged: dict[int, Exception] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        while self._open:
+            self._open.popitem()[1][1].close()
+
+    @property
+    def world(self) -> int:
+        """How many ranks saved it."""
+        return len(self.manifest.shards)
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether the ranks have compared what they saved; see `Index`."""
+        return all(self.file(rank).is_compared for rank in range(self.world))
+
+    def metadata(self, rank: int) -> Mapping[str, str]:
+        """Return the metadata strings in the file of a rank, checked.
+
+        Raises:
+            CorruptCheckpoint: They are damaged.
+        """
+        known = self.file(rank)
+        opened = self._opened(rank)
+        with translated_errors(opened.path):
+            confirm_index(opened)
+        return known.metadata
+
+    def file(self, rank: int) -> _Known:
+        """Return what the file of a rank holds, not checked yet; raises as `open_source`."""
+        if rank not in self._known:
+            self._opened(rank)
+        return self._known[rank]
+
+    def names(self, rank: int) -> list[str]:
+        """Return the tensors that a rank has, in the order of the files."""
+        found = (
+            (name, stored)
+            for number in range(self.world)
+            for name, pieces in self.file(number).pieces.items()
+            for stored in pieces
+        )
+        return list(dict.fromkeys(name for name, one in found if one.piece.is_for(rank)))
+
+    def pieces(self, name: str, *, rank: int | None) -> Iterator[StoredPiece]:
+        """Yield the pieces of a tensor that a rank has, those in its own file first; None for those of all ranks."""
+        own = [] if rank is None or rank >= self.world else [rank]
+        for number in (*own, *(n for n in range(self.world) if n not in own)):
+            if number in self._damaged:
+                continue
+            try:
+                found = self.file(number).pieces.get(name, ())
+            except (CorruptCheckpoint, FileNotFoundError) as error:
+                self._note_damage(number, error)
+                continue
+            yield from (one for one in found if rank is None or one.piece.is_for(rank))
+
+    def read(self, wanted: Wanted, *, rank: int | None) -> dict[str, np.ndarray]:
+        """Return tensors, or parts of them, as a rank has them.
+
+        Args:
+            wanted: Which, and which part.
+            rank: The rank; None where all have the same, see `pieces`.
+
+        Raises:
+            CorruptCheckpoint: Damage was found, or a part is in no file.
+        """
+        while True:
+            arrays: dict[str, np.ndarray] = {}
+            tasks: dict[int, list[_Task]] = {}
+            specs: dict[str, TensorSpec] = {}
+            for name, region in wanted.items():
+                spec, region, found = self._cover(name, region, rank)
+                arrays[name] = np.empty(lengths_of(region), spec.dtype.to_numpy())
+                for task in found:
+                    tasks.setdefault(task.stored.file_rank, []).append(task)
+                specs[name] = spec
+            if all(self._is_filled(number, tasks[number], arrays) for number in sorted(tasks)):
+                with translated_errors(str(self.path)):
+                    for name, array in arrays.items():
+                        entry = TensorEntry(spec=specs[name], pieces=())
+                        check_content(entry, bytes_of(array), offset=0)
+                return arrays
+
+    def _is_filled(self, number: int, tasks: list[_Task], arrays: Mapping[str, np.ndarray]) -> bool:
+        """Read what is wanted of a file; return False when it is damaged and others may have the same."""
+        try:
+            self._fill(number, tasks, arrays)
+        except (CorruptCheckpoint, FileNotFoundError) as error:
+            self._note_damage(number, error)
+            return False
+        return True
+
+    def _note_damage(self, number: int, error: Exception) -> None:
+        self._damaged[number] = error
+        _LOG.warning("%s: %s is left out: %s", self.path, self.manifest.shards[number].name, error)
+
+    def _cover(
+        self, name: str, region: Region | None, rank: int | None
+    ) -> tuple[TensorSpec, Region, list[_Task]]:
+        """Return how a tensor is stored, what is wanted of it, and pieces that make it up."""
+        first: StoredPiece | None = None
+        missing: list[Region] = []
+        chosen: list[tuple[StoredPiece, Region]] = []
+        for stored in self.pieces(name, rank=rank):
+            if first is None:
+                first = stored
+                region = whole_region(stored.whole) if region is None else region
+                missing = [region]
+            self._check_alike(first, stored)
+            left: list[Region] = []
+            for box in missing:
+                both = common(stored.region, box)
+                if both is None:
+                    left.append(box)
+                    continue
+                chosen.append((stored, both))
+                left += without(box, both)
+            missing = left
+            if not missing:
+                break
+        if first is None or region is None or any(prod(lengths_of(one)) for one in missing):
+            raise self._missing(name, missing)
+        return first.spec, region, [_Task(stored, both, name, region) for stored, both in chosen]
+
+    def _check_alike(self, one: StoredPiece, other: StoredPiece) -> None:
+        if (one.whole, one.spec.dtype) != (other.whole, other.spec.dtype):
+            raise CorruptCheckpoint(
+                f"the pieces are of {one.spec.dtype.name}{list(one.whole)} and {other.spec.dtype.name}{list(other.whole)}",
+                path=self.path,
+                tensor=one.piece.tensor,
+            )
+
+    def _missing(self, name: str, missing: list[Region]) -> Exception:
+        for error in self._damaged.values():
+            return error
+        where = f" at {[one.start for one in missing[0]]}" if missing else ""
+        return CorruptCheckpoint(
+            f"a part of the tensor{where} is in none of the files", path=self.path, tensor=name
+        )
+
+    def _fill(self, number: int, tasks: list[_Task], arrays: Mapping[str, np.ndarray]) -> None:
+        opened = self._opened(number)
+        entries = {one.name: one for one in opened.index.entries if isinstance(one, TensorEntry)}
+        placements: list[Placement] = []
+        for task in tasks:
+            entry, target = entries[task.stored.spec.name], bytes_of(arrays[task.name])
+            runs = byte_runs(
+                task.stored.region, task.wanted, task.target, item_bytes=entry.spec.dtype.item_bytes
+            )
+            for run in runs:
+                view = target[run.target_offset :][: run.length]
+                placements += _placed(entry, run.source_offset, view)
+        placements.sort(key=lambda one: one.offset)
+        with translated_errors(opened.path):
+            _read(opened, placements)
+
+    def _opened(self, rank: int) -> OpenCheckpoint:
+        if rank in self._open:
+            self._open.move_to_end(rank)
+            return self._open[rank][0]
+        manifest = self.manifest.of_shard(rank)
+        path = self._store.directory / manifest.name
+        with contextlib.ExitStack() as stack:
+            raw = stack.enter_context(contextlib.closing(self._store.fs.open(path)))
+            opened = open_source(
+                raw, path=str(path), options=self._options, manifest=manifest, is_for_loading=True
+            )
+            self._known[rank] = _known(opened, rank)
+            self._open[rank] = opened, stack.pop_all()
+        while len(self._open) > _OPEN_FILES:
+            self._open.popitem(last=False)[1][1].close()
+        return self._open[rank][0]
+
+
+def _known(opened: OpenCheckpoint, rank: int) -> _Known:
+    index: Index = read_index(opened.metadata.get(PIECES), path=opened.path)
+    pieces: dict[str, list[StoredPiece]] = {}
+    for entry in opened.index.entries:
+        if not isinstance(entry, TensorEntry):
+            raise UnsupportedCheckpoint(
+                f"{entry.name!r} is no tensor; files of many ranks hold tensors only",
+                path=opened.path,
+            )
+        piece = index.pieces.get(entry.name, Piece(tensor=entry.name, ranks=(rank,)))
+        check_fits(piece, entry.spec, path=opened.path)
+        stored = StoredPiece(
+            file_rank=rank, piece=piece, spec=entry.spec, region=piece.region(entry.spec)
+        )
+        pieces.setdefault(piece.tensor, []).append(stored)
+    return _Known(
+        metadata=opened.metadata,
+        is_compared=index.is_compared,
+        pieces={name: tuple(found) for name, found in pieces.items()},
+    )
+
+
+def _placed(entry: TensorEntry, offset: int, target: memoryview) -> Iterator[Placement]:
+    """Yield where bytes of a tensor lie in its file, which may hold it in several runs."""
+    for run in entry.pieces:
+        if offset < run.length and target.nbytes:
+            part = target[: run.length - offset]
+            yield Placement(run.offset + offset, part)
+            target = target[part.nbytes :]
+            offset = 0
+        else:
+            offset -= run.length
+
+
+def _read(opened: OpenCheckpoint, placements: list[Placement]) -> None:
+    if not opened.unit_bytes:
+        for one in placements:
+            opened.source.read_into(one.offset, one.target)
+        return
+    read_scattered(
+        opened.source,
+        placements,
+        unit_bytes=opened.unit_bytes,
+        glimpses=opened.glimpses,
+        also_units=() if opened.glimpses is None else opened.glimpses.units(opened.unit_bytes),
+    )
+
+
+def first_difference(files: ShardedCheckpoint, name: str, region: Region | None) -> int | None:
+    """Return the first rank whose own tensor is not the same as that of rank 0, or None.
+
+    Raises:
+        CkptmgrError: About the files.
+    """
+    own = files.read({name: region}, rank=0)[name]
+    for rank in range(1, files.world):
+        try:
+            other = files.read({name: region}, rank=rank)[name]
+        except CorruptCheckpoint:
+            if any(files.pieces(name, rank=rank)):
+                raise
+            return rank
+        if (own.dtype, own.shape) != (other.dtype, other.shape):
+            return rank
+        if bytes_of(own) != bytes_of(other):
+            return rank
+    return None

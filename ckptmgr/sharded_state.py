@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of one rank from a checkpoint that any number of ranks saved.
+
+| | tensors that all have alike | what differs from rank to rank |
+|---|---|---|
+| as many ranks | its part | its own |
+| another number | its part, by its layout; all of it without one | its own if there is such a rank, else what it has stays |
+
+Ranks that have not compared their tensors (saved without `remove_redundancy`) may load on another number of ranks what is
+equal on all of them, or cut by a layout; else nobody can tell how it joins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from ckptmgr import tree
+from ckptmgr.boxes import Interval, Region, lengths_of
+from ckptmgr.errors import UnsupportedCheckpoint, UnsupportedState
+from ckptmgr.formats.tensor import Tensor
+from ckptmgr.loader import ReadOptions
+from ckptmgr.manifest import Manifest
+from ckptmgr.sharded import ShardedCheckpoint, first_difference
+from ckptmgr.skeleton_merge import KEPT, first_differing_path, merged
+from ckptmgr.skeletons import leaf_shapes, with_shapes
+from ckptmgr.store import Store
+from ckptmgr.stored_state import SKELETON, StoredState
+from ckptmgr.tree_slices import Slice, Slicer
+
+
+def read_sharded(
+    store: Store,
+    manifest: Manifest,
+    *,
+    options: ReadOptions,
+    state: object = None,
+    slicer: Slicer | None = None,
+) -> StoredState:
+    """Return what one rank gets of a checkpoint of many ranks, verified.
+
+    Args:
+        store: The directory.
+        manifest: Of the checkpoint.
+        options: Keys, and which rank of how many reads; one alone unless they say so.
+        state: What it will be restored into, or None.
+        slicer: Tells which leaves are parts of larger tensors.
+
+    Raises:
+        CorruptCheckpoint, KeyProblem: A file that is needed is damaged, or does not open with the key.
+        UnsupportedCheckpoint: Other ranks read than have saved, and nobody can tell how what they saved joins.
+    """
+    with ShardedCheckpoint(store, manifest, options=options) as files:
+        return _Reading(files, options, state, slicer).run()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Own:
+    """What the state of the reader is made of already."""
+
+    skeleton: str | None
+    tensors: Mapping[str, Tensor]
+    slices: Mapping[str, Slice]
+
+
+class _Reading:
+    def __init__(
+        self,
+        files: ShardedCheckpoint,
+        options: ReadOptions,
+        state: object,
+        slicer: Slicer | None,
+    ) -> None:
+        self._files = files
+        self._rank = options.rank or 0
+        self._is_same_world = (1 if options.rank is None else options.world) == files.world
+        # Ranks of another number that have not compared their tensors: only what all have alike can be used.
+        self._is_one_for_all = not self._is_same_world and not files.is_compared
+        self._home = self._rank if self._rank < files.world else 0
+        self._slicer = slicer
+        self._own = _own(state, slicer)
+        self._has = cache(self._has_tensor)
+
+    def run(self) -> StoredState:
+        skeleton, kept = self._skeleton()
+        if skeleton is None:
+            names = self._files.names(self._home)
+            shapes: dict[str, tuple[int, ...]] = dict.fromkeys(names, ())
+        else:
+            shapes = leaf_shapes(skeleton)
+        stored = {name: shape for name, shape in shapes.items() if not name.startswith(KEPT)}
+        regions = {name: self._region(name, shape) for name, shape in stored.items()}
+        arrays = self._files.read(
+            {name: self._with_item(name, region) for name, region in regions.items()},
+            rank=None if self._is_one_for_all else self._rank,
+        )
+        self._check_same(regions)
+        arrays |= {name: self._kept(name) for name in shapes if name.startswith(KEPT)}
+        local = {name: lengths_of(one) for name, one in regions.items() if one is not None}
+        local |= {KEPT + name: one.lengths for name, one in self._own.slices.items()}
+        return StoredState(
+            path=self._files.path,
+            skeleton=None if skeleton is None else with_shapes(skeleton, local),
+            arrays=arrays,
+            manifest=self._files.manifest,
+            kept=kept,
+        )
+
+    def _skeleton(self) -> tuple[str | None, tuple[str, ...]]:
+        first = self._files.metadata(self._home).get(SKELETON)
+        others = range(self._files.world) if not self._is_same_world else ()
+        if first is None or self._is_same_world:
+            return first, ()
+        if self._is_one_for_all:
+            for rank in others:
+                self._check_same_skeleton(first, self._files.metadata(rank).get(SKELETON), rank)
+            return first, ()
+        if self._rank < self._files.world:
+            return first, ()
+        texts = [self._files.metadata(rank).get(SKELETON, first) for rank in others]
+        found = merged(first, texts, self._own.skeleton, has=self._has)
+        return found.skeleton, found.kept
+
+    def _has_tensor(self, name: str) -> bool:
+        return any(True for _ in self._files.pieces(name, rank=self._rank))
+
+    def _check_same_skeleton(self, first: str, other: str | None, rank: int) -> None:
+        if other != first:
+            where = "the state" if other is None else first_differing_path(first, other)
+            raise self._differs(where, rank)
+
+    def _check_same(self, regions: Mapping[str, Region | None]) -> None:
+        """Check that what no layout joins is the same on all ranks, where they have not compared it themselves."""
+        if not self._is_one_for_all:
+            return
+        for name, region in regions.items():
+            if any(one.piece.ranks is not None for one in self._files.pieces(name, rank=None)):
+                rank = first_difference(self._files, name, self._with_item(name, region))
+                if rank is not None:
+                    raise self._differs(repr(name), rank)
+
+    def _differs(self, what: str, rank: int) -> UnsupportedCheckpoint:
+        return UnsupportedCheckpoint(
+            f"was saved by {self._files.world} ranks, each its own state, and {what} differs between ranks 0 and {rank}",
+            path=self._files.path,
+            hint="start as many ranks; a save with remove_redundancy=True, or with layouts, can be loaded by any number",
+        )
+
+    def _region(self, name: str, shape: tuple[int, ...]) -> Region | None:
+        own = self._own.slices.get(name)
+        if own is not None and own.shape == shape:
+            return own.region
+        return None if self._slicer is None else self._slicer.region(name, shape)
+
+    def _with_item(self, name: str, region: Region | None) -> Region | None:
+        """Return a region in the dimensions of what is stored, which may be the bytes of the elements."""
+        if region is None:
+            return None
+        stored = next(iter(self._files.pieces(name, rank=None)), None)
+        more = () if stored is None else stored.whole[len(region) :]
+        return (*region, *(Interval(0, length) for length in more))
+
+    def _kept(self, name: str) -> np.ndarray:
+        tensor = self._own.tensors[name.removeprefix(KEPT)]
+        flat: np.ndarray = np.frombuffer(tensor.content(), np.uint8)
+        return flat.view(tensor.spec.dtype.to_numpy()).reshape(tensor.spec.shape)
+
+
+def _own(state: object, slicer: Slicer | None) -> _Own:
+    nothing = _Own(skeleton=None, tensors={}, slices={})
+    if state is None:
+        return nothing
+    try:
+        flat = tree.flatten(state, slicer)
+    except UnsupportedState:
+        return nothing  # such as tensors without memory: what is stored will say whether it fits
+    return _Own(
+        skeleton=flat.skeleton,
+        tensors={tensor.spec.name: tensor for tensor in flat.tensors},
+        slices=flat.slices,
+    )

@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saves of many ranks without redundancy, loaded by as many, fewer and more."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptmgr.config import CheckpointConfig
+from ckptmgr.errors import CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr.manager import CheckpointManager, Resumption
+from ckptmgr.parallel.layout import ParallelLayout
+from ckptmgr.store import Store
+from tests.crashmodel import ModelDisk
+from tests.faults.training import KEY, RUNS, SERIES, ModelProcesses
+from tests.manager.damage import flip_bit
+from tests.parallel.layouts import held_by, layouts, shape_for
+from tests.parallel.ranks import Clock, Meeting, Seat, run_ranks
+
+T = TypeVar("T")
+Layouts = Mapping[str, ParallelLayout]
+
+
+def job(
+    disk: ModelDisk,
+    world: int,
+    work: Callable[[CheckpointManager, int], T],
+    *,
+    layout: Layouts | None = None,
+    options: Mapping[str, Any] | None = None,
+    **config: Any,
+) -> list[T]:
+    """Start a job of some ranks, and return what each of them did."""
+    meeting = Meeting(world)
+
+    def one(rank: int) -> list[T]:
+        with CheckpointManager(
+            RUNS,
+            CheckpointConfig(**{"keep": "all", "remove_redundancy": True, **config}),
+            prefix=SERIES,
+            fs=disk,
+            processes=ModelProcesses(disk),
+            clock=Clock(),
+            coordinator=Seat(meeting, rank),
+            layout=layout,
+            **(options or {}),
+        ) as ours:
+            return [work(ours, rank)]
+
+    return [outcome.must()[0] for outcome in run_ranks(meeting, one)]
+
+
+def alone(disk: ModelDisk, state: object = None, **config: Any) -> Resumption:
+    """Resume in one process without a coordinator."""
+    with CheckpointManager(
+        RUNS,
+        CheckpointConfig(**config),
+        prefix=SERIES,
+        fs=disk,
+        processes=ModelProcesses(disk),
+    ) as ours:
+        return ours.resume(state)
+
+
+def state_of(rank: int) -> dict[str, Any]:
+    """What all ranks have alike, and what differs."""
+    return {
+        "weights": np.arange(60, dtype=np.float32).reshape(20, 3),
+        "step": 7,
+        "random": np.random.default_rng(rank),
+        "position": np.array([10 * rank]),
+        "name": f"rank {rank}",
+    }
+
+
+def fresh() -> dict[str, Any]:
+    return {
+        "weights": np.zeros((20, 3), np.float32),
+        "step": 0,
+        "random": np.random.default_rng(99),
+        "position": np.array([-1]),
+        "name": "new",
+    }
+
+
+def values_of(state: Any) -> tuple[Any, ...]:
+    return (
+        state["weights"].tolist(),
+        state["step"],
+        state["random"].bit_generator.state,
+        state["position"].tolist(),
+        state["name"],
+    )
+
+
+def saved(world: int, disk: ModelDisk | None = None, **config: Any) -> ModelDisk:
+    disk = ModelDisk() if disk is None else disk
+    job(disk, world, lambda ours, rank: ours.save(7, state_of(rank)), **config)
+    return disk.restart()
+
+
+CONFIGS: list[dict[str, Any]] = [
+    {},
+    {"format": "safetensors"},
+    {"enc_key": KEY},
+    {"enc_key": KEY, "format": "safetensors"},
+    {"async_save": True},
+    {"options": {"balance": "round_robin"}},
+    {"options": {"keep_redundancy": 2}},
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_as_many_ranks_get_their_own_state_back(config: dict[str, Any]) -> None:
+    disk = saved(3, **config)
+    found = job(disk, 3, lambda ours, rank: values_of(ours.resume(fresh()).state), **config)
+    assert found == [values_of(state_of(rank)) for rank in range(3)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_fewer_ranks_get_the_state_of_the_first_ranks(world: int) -> None:
+    disk = saved(3)
+    found = job(disk, world, lambda ours, rank: values_of(ours.resume(fresh()).state))
+    assert found == [values_of(state_of(rank)) for rank in range(world)]
+
+
+def test_one_process_without_coordinator_gets_the_state_of_rank_0() -> None:
+    disk = saved(3)
+    assert values_of(alone(disk, fresh()).state) == values_of(state_of(0))
+    assert values_of(alone(disk).state) == values_of(state_of(0))
+
+
+def test_rank_that_did_not_save_keeps_what_differs_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    disk = saved(2)
+    with caplog.at_level(logging.WARNING):
+        found = job(disk, 4, lambda ours, rank: ours.resume(fresh()))
+    assert [values_of(one.state) for one in found[:2]] == [values_of(state_of(r)) for r in (0, 1)]
+    same, own = values_of(state_of(0)), values_of(fresh())
+    for one in found[2:]:
+        assert values_of(one.state) == (*same[:2], *own[2:])
+        assert one.kept == ("state['random']", "state['position']", "state['name']")
+    assert found[0].kept == ()
+    assert "holds nothing of this rank for" in caplog.text
+
+
+def test_rank_that_did_not_save_gets_none_where_it_has_nothing_itself() -> None:
+    found = job(saved(2), 3, lambda ours, rank: ours.resume())[2]
+    assert isinstance(found.state, dict)
+    assert (found.state["random"], found.state["position"], found.state["name"]) == (None,) * 3
+    assert found.state["step"] == 7
+
+
+def payload(disk: ModelDisk) -> list[int]:
+    """Bytes of tensors in the file of each rank."""
+    from ckptmgr.loader import ReadOptions
+    from ckptmgr.sharded import ShardedCheckpoint
+
+    store = Store(RUNS, fs=disk)
+    (found,) = store.scan()
+    manifest = store.read_manifest(found.name)
+    assert manifest is not None
+    with ShardedCheckpoint(store, manifest, options=ReadOptions()) as files:
+        return [
+            sum(
+                one.spec.size_bytes for pieces in files.file(rank).pieces.values() for one in pieces
+            )
+            for rank in range(files.world)
+        ]
+
+
+@pytest.mark.parametrize(("copies", "balance"), [(1, "bytes"), (2, "bytes"), (2, "round_robin")])
+def test_replicated_bytes_are_written_as_often_as_asked_for(copies: int, balance: str) -> None:
+    disk = ModelDisk()
+    state = {"w": np.arange(3000, dtype=np.float32).reshape(1000, 3), "v": np.ones(17)}
+    job(
+        disk,
+        4,
+        lambda ours, rank: ours.save(1, state),
+        options={"keep_redundancy": copies, "balance": balance},
+    )
+    written = payload(disk)
+    assert sum(written) == copies * (12000 + 136)
+    if balance == "bytes":
+        assert max(written) <= 1.02 * sum(written) / 4 + 12
+
+
+def test_ranks_with_one_value_in_common_write_it_once() -> None:
+    disk = ModelDisk()
+
+    def work(ours: CheckpointManager, rank: int) -> None:
+        ours.save(1, {"half": np.full(100, rank // 2, np.float64)})
+
+    job(disk, 4, work)
+    assert sum(payload(disk)) == 2 * 800
+    found = job(disk, 4, lambda ours, rank: ours.resume().state)
+    assert [one["half"][0] for one in found] == [0, 0, 1, 1]  # type: ignore[index]
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_layout_is_loaded_into_any_other(data: st.DataObject) -> None:
+    source = data.draw(layouts(dimensions=2))
+    target = data.draw(layouts(dimensions=2))
+    times = [max(a, b) for a, b in zip(shape_for(source), shape_for(target), strict=True)]
+    shape = tuple(
+        a * b * c
+        for a, b, c in zip(
+            shape_for(source), shape_for(target), [data.draw(st.integers(1, 2))] * 2, strict=True
+        )
+    )
+    assert times
+    whole = np.arange(np.prod(shape), dtype=np.int32).reshape(shape)
+    disk = ModelDisk()
+    kind = data.draw(st.sampled_from(["ckpt", "safetensors"]))
+    removes = data.draw(st.booleans())
+
+    def save(ours: CheckpointManager, rank: int) -> None:
+        ours.save(1, {"w": np.ascontiguousarray(held_by(source, rank, whole)), "same": 5})
+
+    job(
+        disk,
+        source.device_count,
+        save,
+        layout={"w": source},
+        format=kind,
+        remove_redundancy=removes,
+        options={"keep_redundancy": 2} if removes and data.draw(st.booleans()) else {},
+    )
+
+    def load(ours: CheckpointManager, rank: int) -> Any:
+        empty = np.zeros_like(held_by(target, rank, whole))
+        return ours.resume({"w": empty, "same": 0}).state
+
+    found = job(disk, target.device_count, load, layout={"w": target}, format=kind)
+    for rank, state in enumerate(found):
+        np.testing.assert_array_equal(state["w"], held_by(target, rank, whole))
+        assert state["same"] == 5
+    if not removes or target.device_count != 1:
+        one: Any = alone(disk, format=kind).state
+        np.testing.assert_array_equal(one["w"], whole)
+
+
+def test_copies_that_a_layout_calls_equal_and_that_differ_are_all_kept(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    layout = {"w": ParallelLayout(device_matrix=(2, 2), tensor_map=((0,),))}
+    disk = ModelDisk()
+    with caplog.at_level(logging.WARNING):
+        job(
+            disk,
+            4,
+            lambda ours, rank: ours.save(1, {"w": np.full(3, rank)}),
+            layout=layout,
+        )
+    assert "but it differs; each keeps its own" in caplog.text
+    found = job(
+        disk, 4, lambda ours, rank: ours.resume({"w": np.zeros(3, int)}).state, layout=layout
+    )
+    assert [one["w"].tolist() for one in found] == [[rank] * 3 for rank in range(4)]  # type: ignore[index]
+
+
+def test_states_saved_whole_by_each_rank_load_on_any_number_where_they_are_equal() -> None:
+    disk = ModelDisk()
+    state = {"w": np.arange(5), "step": 3}
+    job(disk, 3, lambda ours, rank: ours.save(3, state), remove_redundancy=False)
+    for world in (1, 2, 4):
+        found = job(disk, world, lambda ours, rank: ours.resume().state)
+        assert [one["w"].tolist() for one in found] == [[0, 1, 2, 3, 4]] * world  # type: ignore[index]
+
+
+def test_states_saved_whole_that_differ_are_refused_on_another_number() -> None:
+    disk = ModelDisk()
+    job(
+        disk,
+        3,
+        lambda ours, rank: ours.save(3, {"w": np.full(5, min(rank, 1))}),
+        remove_redundancy=False,
+    )
+    with pytest.raises(UnsupportedCheckpoint, match="'w' differs between ranks 0 and 1"):
+        alone(disk)
+
+
+def test_damaged_file_is_made_up_for_by_a_copy(caplog: pytest.LogCaptureFixture) -> None:
+    disk = ModelDisk()
+    state = {"w": np.arange(4000, dtype=np.float32)}
+    options = {"keep_redundancy": 2}
+    job(disk, 4, lambda ours, rank: ours.save(1, state), options=options)
+    (found,) = Store(RUNS, fs=disk).scan()
+    flip_bit(disk, found.shards[2])
+    with caplog.at_level(logging.WARNING):
+        one: Any = alone(disk).state
+    assert one["w"].tolist() == state["w"].tolist()
+    assert "is left out" in caplog.text
+
+
+def test_damaged_file_without_a_copy_is_an_error() -> None:
+    disk = ModelDisk()
+    job(disk, 4, lambda ours, rank: ours.save(1, {"w": np.arange(4000)}))
+    (found,) = Store(RUNS, fs=disk).scan()
+    flip_bit(disk, found.shards[2])
+    with (
+        CheckpointManager(RUNS, prefix=SERIES, fs=disk, processes=ModelProcesses(disk)) as ours,
+        pytest.raises(CorruptCheckpoint),
+    ):
+        ours.load(1)
