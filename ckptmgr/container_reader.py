@@ -3,23 +3,26 @@
 
 from __future__ import annotations
 
-from ckptmgr.crypto.container_header import FIXED_BYTES
+import logging
+
 from ckptmgr.crypto.container_source import ContainerSource, open_container
-from ckptmgr.crypto.container_unlock import find_copies
+from ckptmgr.crypto.container_unlock import CopyState, find_copies
 from ckptmgr.crypto.errors import CryptoError
 from ckptmgr.crypto.floe import HEADER_BYTES
-from ckptmgr.crypto.key import Key
-from ckptmgr.crypto.wrapping import RawKey
+from ckptmgr.crypto.keyring import Keys, ring_of
 from ckptmgr.errors import ChecksumMismatch, KeyProblem
-from ckptmgr.formats.detect import Kind
+from ckptmgr.formats.detect import Kind, detect
 from ckptmgr.formats.source import Source, read_bytes
+from ckptmgr.naming import CONTAINER_SUFFIX
+
+_LOG = logging.getLogger(__name__)
 
 ENCRYPTED = (Kind.MINDSPORE_ENCRYPTED, Kind.CKPTMGR_CONTAINER)
 """The kinds of files that need a key."""
 
 
 def open_container_file(
-    raw: Source, checked: Source, *, path: str, key: Key | None, mode: str | None
+    raw: Source, checked: Source, *, path: str, key: Keys | None, mode: str | None
 ) -> ContainerSource:
     """Return the plaintext of a container.
 
@@ -41,8 +44,15 @@ def open_container_file(
             path=path,
             hint="pass dec_key or --key",
         )
+    ring = ring_of(key)
+    if not ring.can_open:
+        raise KeyProblem(
+            f"there are only public keys here ({', '.join(ring.labels)}), which encrypt and do not open",
+            path=path,
+            hint="give the private key, such as enc_key='file:alice.key' (CLI: --key file:alice.key)",
+        )
     try:
-        container = open_container(raw, [RawKey(key)])
+        container = open_container(raw, ring.identities)
     except CryptoError:
         read_bytes(checked, 0, min(1, raw.size))  # is it the file that was saved?
         raise
@@ -52,16 +62,30 @@ def open_container_file(
             path=path,
             hint=f"open it with mode {container.mode}",
         )
+    for name, state in zip("AB", container.unlocked.states, strict=True):
+        if state is not CopyState.CURRENT:
+            _LOG.warning(
+                "%s: header copy %s is %s, the other one was used; ckptmgr rekey %s --key SOURCE mends it",
+                path,
+                name,
+                state.value,
+                path,
+            )
     if checked is raw:
-        return container  # where nothing vouches for it, a damaged header copy may stand first
+        return container
     # Every segment is bound to what was unlocked; the manifest must be the one of this very save. Another read of the file
-    # could give other bytes than those that were unlocked.
-    head = read_bytes(checked, 0, container.head_bytes)
-    unlocked = container.unlocked
-    in_use = (unlocked.header.fixed.pack(), unlocked.message.header)
-    if (head[:FIXED_BYTES], head[-HEADER_BYTES:]) != in_use:
+    # could give other bytes than those that were unlocked. The start of the payload commits to the header before it.
+    start = read_bytes(checked, container.head_bytes - HEADER_BYTES, HEADER_BYTES)
+    if start != container.unlocked.message.header:
         raise ChecksumMismatch("the file changed while it was being read", path=path)
     return container
+
+
+def kind_of(raw: Source, *, name: str) -> Kind:
+    """Return what kind of file this is; one with the name of a container may have its first header copy damaged."""
+    kind = detect(raw)
+    is_named = kind in (Kind.UNKNOWN, Kind.ZIP_PICKLE) and name.endswith(CONTAINER_SUFFIX)
+    return Kind.CKPTMGR_CONTAINER if is_named else kind
 
 
 def container_mode(raw: Source) -> str:

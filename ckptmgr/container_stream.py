@@ -41,6 +41,7 @@ class ContainerStream:
         self._shared: dict[int, _Shared] = {}
         self._lock = threading.Lock()
         self.size = self.tail_start = sealer.sealed_size
+        self.blank_bytes = sealer.copies_bytes
 
     def produce(self, offset: int, buffers: Sequence[memoryview]) -> int:
         """Fill the start of the one buffer with the next piece.

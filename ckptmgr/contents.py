@@ -10,10 +10,9 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from ckptmgr.container_reader import ENCRYPTED
+from ckptmgr.container_reader import ENCRYPTED, kind_of
 from ckptmgr.crypto.sniff import cipher_of
 from ckptmgr.errors import UnsupportedCheckpoint
-from ckptmgr.formats.detect import detect
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.mindspore_entries import MapEntry, TextEntry
 from ckptmgr.formats.tensor import TensorSpec
@@ -107,7 +106,7 @@ def read_contents(
     with translated_errors(path), contextlib.closing(store.fs.open(checkpoint.path)) as raw:
         manifest = store.read_manifest(checkpoint.name)
         plain = None
-        if options.key is not None or detect(raw) not in ENCRYPTED:
+        if options.key is not None or kind_of(raw, name=path) not in ENCRYPTED:
             opened = open_source(raw, path=path, options=options, manifest=manifest)
             plain = _plain(opened, choose, has_stats=has_stats)
         return Contents(

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from ckptmgr.container_reader import ENCRYPTED
 from ckptmgr.convert_container import container_chunks, container_content
 from ckptmgr.convert_target import Content, Converted, check_target, publish, store_of
-from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.keyring import Keys, block_key
 from ckptmgr.crypto.mindspore_blocks import PLAINTEXT_BLOCK_BYTES, BlockSealer
 from ckptmgr.digest import RANGE_BYTES
 from ckptmgr.errors import (
@@ -122,7 +122,7 @@ def encrypt_file(
     source: Path,
     target: Path,
     *,
-    key: Key,
+    key: Keys,
     mode: str = "AES-GCM",
     force: bool = False,
     clock: Callable[[], float] = time.time,
@@ -175,7 +175,7 @@ def encrypt_file(
         )
 
 
-def encrypted_chunks(source: Path, *, key: Key, mode: str = "AES-GCM") -> Iterator[memoryview]:
+def encrypted_chunks(source: Path, *, key: Keys, mode: str = "AES-GCM") -> Iterator[memoryview]:
     """Yield a plain checkpoint encrypted, in order, for a pipe; each view is valid until the next one.
 
     The end comes last and only after the input proved whole, so a reader refuses what an error cut short.
@@ -220,13 +220,18 @@ def _joined(room: memoryview, ranges: Iterable[tuple[int, int]]) -> _Joined:
 class _CheckingSealer(BlockSealer):
     """A sealer that refuses to seal a body whose CRC32 is not the one its file stated."""
 
-    def __init__(self, opened: OpenCheckpoint, key: Key, mode: str) -> None:
+    def __init__(self, opened: OpenCheckpoint, key: Keys, mode: str) -> None:
         index = opened.index
         self._stated = index.crc
         self._path = opened.path
         self.has_crc = index.crc is not None
         self.body_bytes = getattr(index, "body_bytes", opened.source.size)
-        super().__init__(key, mode, plaintext_size=self.body_bytes, has_crc_trailer=self.has_crc)
+        super().__init__(
+            block_key(key),
+            mode,
+            plaintext_size=self.body_bytes,
+            has_crc_trailer=self.has_crc,
+        )
 
     @property
     def largest_record(self) -> int:

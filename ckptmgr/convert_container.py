@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptmgr.convert_target import Content
-from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.keyring import Keys
 from ckptmgr.digest import RANGE_BYTES
 from ckptmgr.formats import safetensors_file
 from ckptmgr.formats.image import Image
@@ -17,7 +17,7 @@ from ckptmgr.pipeline import container_for
 from ckptmgr.source_image import image_of
 
 
-def container_content(opened: OpenCheckpoint, *, key: Key, mode: str) -> Content:
+def container_content(opened: OpenCheckpoint, *, key: Keys, mode: str) -> Content:
     """Return what goes into the container of an opened safetensors file.
 
     Raises:
@@ -29,7 +29,7 @@ def container_content(opened: OpenCheckpoint, *, key: Key, mode: str) -> Content
     return Content(image=image, format="safetensors", mode=mode, key=key, sealer=sealer)
 
 
-def container_chunks(opened: OpenCheckpoint, *, key: Key, mode: str) -> Iterator[memoryview]:
+def container_chunks(opened: OpenCheckpoint, *, key: Keys, mode: str) -> Iterator[memoryview]:
     """Yield the container of an opened safetensors file, in order; each view is valid until the next one.
 
     Raises:

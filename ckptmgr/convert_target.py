@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ckptmgr.crypto.container import ContainerSealer
-from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.keyring import Keys
 from ckptmgr.crypto.mindspore_blocks import BlockSealer
 from ckptmgr.digest import FileDigest
 from ckptmgr.errors import CheckpointNotFound, UnsafeWrite
@@ -89,7 +89,7 @@ class Content:
     image: Image
     format: str
     mode: str | None = None
-    key: Key | None = None
+    key: Keys | None = None
     sealer: BlockSealer | ContainerSealer | None = None
 
 
@@ -191,6 +191,8 @@ def _description(
             run_id=run_id,
             stats={},
             replaces=None,
+            auth=None,
+            opened_by=(),
             previous=None,  # the copies of a run are others than those that its links name
         )
     known = next((c for c in store_of(source, options).scan() if c.path == source), None)

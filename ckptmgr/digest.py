@@ -4,6 +4,9 @@
 Ranges make the digest parallel when writing and lazy when reading: one tensor costs the digests of the ranges it lies in.
 The total is the digest of (size, range digests), so it commits to every byte without a second pass over them.
 
+The two header copies at the start of a container change with the keys that open it, and are authenticated by themselves. They
+count as zeros (`blank_bytes`), so that the digest of a file is the same for ever.
+
 Source: BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs); chosen over SHA-256 because it is four times faster on one
 core, so that it hides behind the disk.
 """
@@ -34,26 +37,29 @@ class FileDigest:
         ranges: One 32-byte digest per started 16 MiB.
         range_bytes: Length of all ranges but the last.
         algorithm: Always `blake3` in this version.
+        blank_bytes: So many bytes at the start of the file are not covered: they count as zeros.
     """
 
     size_bytes: int
     ranges: tuple[bytes, ...]
     range_bytes: int = RANGE_BYTES
     algorithm: str = ALGORITHM
+    blank_bytes: int = 0
 
     @property
     def total(self) -> bytes:
         """The digest that commits to the whole file."""
         head = b"ckptmgr.digest/1" + self.size_bytes.to_bytes(8, "little")
-        return blake3(
-            head + self.range_bytes.to_bytes(8, "little") + b"".join(self.ranges)
-        ).digest()
+        head += self.range_bytes.to_bytes(8, "little")
+        blank = self.blank_bytes.to_bytes(8, "little") if self.blank_bytes else b""
+        return blake3(head + b"".join(self.ranges) + blank).digest()
 
 
-def digest_of(source: Source) -> FileDigest:
-    """Return the digests of everything in `source`, ranges in parallel."""
-    ranges = _range_digests(source, source.size, RANGE_BYTES)
-    return FileDigest(size_bytes=source.size, ranges=tuple(ranges))
+def digest_of(source: Source, *, blank_bytes: int = 0) -> FileDigest:
+    """Return the digests of everything in `source` but its first `blank_bytes`, ranges in parallel."""
+    blanked = _blanked(source, blank_bytes)
+    ranges = _range_digests(blanked, source.size, RANGE_BYTES)
+    return FileDigest(size_bytes=source.size, ranges=tuple(ranges), blank_bytes=blank_bytes)
 
 
 def differing_ranges(source: Source, digest: FileDigest) -> list[tuple[int, int]]:
@@ -64,12 +70,31 @@ def differing_ranges(source: Source, digest: FileDigest) -> list[tuple[int, int]
         digest: What its ranges should be.
     """
     length = digest.range_bytes
-    found = _range_digests(source, digest.size_bytes, length)
+    found = _range_digests(_blanked(source, digest.blank_bytes), digest.size_bytes, length)
     return [
         (index * length, min((index + 1) * length, digest.size_bytes))
         for index, (one, expected) in enumerate(zip(found, digest.ranges, strict=True))
         if one != expected
     ]
+
+
+class _Blanked:
+    """A source whose first bytes read as zeros."""
+
+    def __init__(self, source: Source, blank_bytes: int) -> None:
+        self._source = source
+        self._blank_bytes = blank_bytes
+        self.size = source.size
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        self._source.read_into(offset, buffer)
+        count = min(self._blank_bytes - offset, buffer.nbytes)
+        if count > 0:
+            buffer[:count] = bytes(count)
+
+
+def _blanked(source: Source, blank_bytes: int) -> Source:
+    return _Blanked(source, blank_bytes) if blank_bytes else source
 
 
 def _range_digests(source: Source, size: int, range_bytes: int) -> list[bytes]:
@@ -106,7 +131,7 @@ class VerifyingSource:
     """
 
     def __init__(self, raw: Source, digest: FileDigest, *, path: str) -> None:
-        self._raw = raw
+        self._raw = _blanked(raw, digest.blank_bytes)
         self._digest = digest
         self._path = path
         self._lock = threading.Lock()

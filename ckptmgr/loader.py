@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.keyring import Keys
 from ckptmgr.destinations import match
 from ckptmgr.errors import ChecksumMismatch
 from ckptmgr.formats import mindspore_reader, safetensors_file
@@ -61,7 +61,7 @@ class ReadOptions:
         world: Number of ranks that read.
     """
 
-    key: Key | None = None
+    key: Keys | None = None
     mode: str | None = None
     allow_unsealed: bool = False
     rank: int | None = None

@@ -22,10 +22,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.keyring import Keys
 from ckptmgr.crypto.signing import PublicKey, SigningKey
 from ckptmgr.digest import ALGORITHM, DIGEST_BYTES, FileDigest
 from ckptmgr.errors import CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr.manifest_keys import ManifestKey, id_of_opener, manifest_key_of, openers
 from ckptmgr.manifest_proof import (
     AUTH,
     SIGNATURES,
@@ -45,6 +46,7 @@ _ANY_SCHEMA = re.compile(r"ckptmgr\.manifest/[0-9]+")
 FOREIGN = "foreign"
 MAX_MANIFEST_BYTES = 64 << 20
 _MAX_RANGE_BYTES = 1 << 30
+_MAX_BLANK_BYTES = 2 << 16  # two header copies of the largest size
 _MAX_COUNT = (1 << 64) - 1
 _ID = re.compile(r"[0-9a-f]{64}")
 _ID_PREFIX = b"ckptmgr/v1/checkpoint-id\n"
@@ -92,6 +94,8 @@ class Manifest:
         shards: The data files of a sharded checkpoint, by rank; else empty.
         previous: The checkpoint of the series that was newest before, or None.
         signed_by: Id of the trusted key whose signature was checked when it was read, or None.
+        auth: What authenticated it when it was read, and will when it is written again; or None.
+        opened_by: What the authentication is for, as it says; for people.
     """
 
     file: FileEntry
@@ -112,6 +116,8 @@ class Manifest:
     shards: tuple[FileEntry, ...] = ()
     previous: Link | None = None
     signed_by: str | None = field(default=None, compare=False)
+    auth: ManifestKey | None = field(default=None, compare=False, repr=False)
+    opened_by: tuple[str, ...] = field(default=(), compare=False)
 
     @property
     def id(self) -> str:
@@ -177,7 +183,8 @@ class Manifest:
             state=state,
             format=self.file.format,
             cipher=self.file.cipher,
-            key_id=self.file.key_id,
+            key_id=id_of_opener(self.opened_by) or self.file.key_id,
+            opened_by=self.opened_by,
             problem=problem,
             shards=tuple(entry.name for entry in self.shards),
             id=self.id,
@@ -198,7 +205,7 @@ def files_of(checkpoint: Checkpoint) -> tuple[str, tuple[str, ...]]:
 
 
 def encode(
-    manifest: Manifest, *, key: Key | None = None, signing_key: SigningKey | None = None
+    manifest: Manifest, *, key: Keys | None = None, signing_key: SigningKey | None = None
 ) -> bytes:
     """Return the manifest as JSON, authenticated when there is a key, and signed when there is one for that.
 
@@ -206,7 +213,13 @@ def encode(
         UnsupportedCheckpoint: A value in it could not be read back, such as an epoch of 1.5; names it.
     """
     document = _checked_document(manifest)
-    document |= proofs(document, key=key, signing_key=signing_key)
+    auth = None if key is None else manifest.auth or manifest_key_of(key)
+    document |= proofs(document, key=auth, signing_key=signing_key)
+    return to_bytes(document)
+
+
+def to_bytes(document: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a manifest that is JSON already."""
     text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
     # File names that are no UTF-8 come as lone surrogates; the parser takes them back.
     return text.encode("utf-8", "surrogatepass") + b"\n"
@@ -216,7 +229,7 @@ def decode(
     data: bytes,
     *,
     path: Path,
-    key: Key | None = None,
+    key: Keys | None = None,
     trusted_keys: Sequence[PublicKey] = (),
     must_authenticate: bool = False,
 ) -> Manifest:
@@ -246,9 +259,11 @@ def decode(
         raise CorruptCheckpoint(f"is the manifest of {manifest.name!r}", path=path)
     if manifest.replaces is not None and manifest.replaces.file.name != manifest.file.name:
         raise CorruptCheckpoint(f"replaces {manifest.replaces.file.name!r}", path=path)
+    manifest = replace(manifest, opened_by=openers(auth, path=str(path)))
     try:
         if key is not None:
-            check_mac(document, auth, key=key, path=path, is_required=must_authenticate)
+            checked = check_mac(document, auth, key=key, path=path, is_required=must_authenticate)
+            manifest = replace(manifest, auth=checked)
         if not trusted_keys:
             return manifest
         signer = check_signatures(
@@ -387,6 +402,7 @@ def entry_to_document(entry: FileEntry) -> dict[str, Any]:
         "digest": {
             "algorithm": digest.algorithm,
             "range_bytes": digest.range_bytes,
+            **({"blank_bytes": digest.blank_bytes} if digest.blank_bytes else {}),
             "total": digest.total.hex(),
             "ranges": [value.hex() for value in digest.ranges],
         },
@@ -452,7 +468,12 @@ def entry_from_document(entry: Mapping[str, Any]) -> FileEntry:
     ranges = tuple(bytes.fromhex(value) for value in digest["ranges"])
     if len(ranges) != -(-size_bytes // range_bytes) or any(len(r) != DIGEST_BYTES for r in ranges):
         raise ValueError(f"{len(ranges)} digests do not cover {size_bytes} bytes")
-    result = FileDigest(size_bytes=size_bytes, ranges=ranges, range_bytes=range_bytes)
+    blank_bytes = _count(digest, "blank_bytes") if "blank_bytes" in digest else 0
+    if blank_bytes > min(size_bytes, _MAX_BLANK_BYTES):
+        raise ValueError(f"{blank_bytes} bytes are not covered by the digest")
+    result = FileDigest(
+        size_bytes=size_bytes, ranges=ranges, range_bytes=range_bytes, blank_bytes=blank_bytes
+    )
     if result.total.hex() != digest["total"]:
         raise ValueError("the total digest does not match the range digests")
     return FileEntry(

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ckptmgr import manifest as manifests
-from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.keyring import Keys, ring_of
 from ckptmgr.crypto.signing import PublicKey, SigningKey
 from ckptmgr.digest import digest_of
 from ckptmgr.errors import UnsealedCheckpoint
@@ -38,7 +39,7 @@ class ManifestFiles:
         directory: Path,
         *,
         fs: FileSystem,
-        key: Key | None,
+        key: Keys | None,
         processes: Processes,
         must_authenticate: bool,
         signing_key: SigningKey | None = None,
@@ -103,11 +104,12 @@ class ManifestFiles:
 
     def lost_by_rewriting(self, data_name: str) -> str | None:
         """Return what a manifest has that cannot be made here, for want of a key: `authenticated`, `signed`, or None."""
-        if self._key is not None and self._signing_key is not None:
+        can_authenticate = self._key is not None and ring_of(self._key).can_open
+        if can_authenticate and self._signing_key is not None:
             return None
         path = self.directory / manifest_name(data_name)
         has_mac, has_signature = manifests.proofs_in(self._content(path), path=path)
-        if has_mac and self._key is None:
+        if has_mac and not can_authenticate:
             return "authenticated"
         return "signed" if has_signature and self._signing_key is None else None
 
@@ -120,9 +122,12 @@ class ManifestFiles:
         old = manifest.replaces
         if old is None:
             return manifest
+        expected = old.file.digest
         with contextlib.closing(self.fs.open(self.directory / manifest.file.name)) as file:
-            digest = digest_of(file)
-        return old if digest.total == old.file.digest.total else manifest.without_replaced()
+            digest = digest_of(file, blank_bytes=expected.blank_bytes)
+        if digest.total != expected.total:
+            return manifest.without_replaced()
+        return replace(old, auth=manifest.auth, opened_by=manifest.opened_by)
 
     def put(self, manifest: Manifest, *, series: str, mode: int) -> None:
         """Replace a manifest atomically; its content is durable, its name not before the directory is synced."""

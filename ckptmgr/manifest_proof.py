@@ -11,9 +11,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ckptmgr.crypto.key import Key, is_manifest_mac, manifest_mac
+from ckptmgr.crypto.key import is_manifest_mac, manifest_mac
+from ckptmgr.crypto.keyring import Keys, ring_of
 from ckptmgr.crypto.signing import PublicKey, SigningKey, dsse_bytes
 from ckptmgr.errors import CorruptCheckpoint, KeyProblem, TamperedCheckpoint, UnsealedCheckpoint
+from ckptmgr.manifest_keys import ManifestKey, opened_manifest_key
 
 PAYLOAD_TYPE = "application/vnd.ckptmgr.manifest+json"
 AUTH, SIGNATURES = "auth", "signatures"
@@ -29,13 +31,12 @@ def canonical(document: Mapping[str, Any]) -> bytes:
 
 
 def proofs(
-    document: Mapping[str, Any], *, key: Key | None, signing_key: SigningKey | None
+    document: Mapping[str, Any], *, key: ManifestKey | None, signing_key: SigningKey | None
 ) -> dict[str, Any]:
     """Return what is added to a document so that others can see who wrote it."""
     found: dict[str, Any] = {}
     if key is not None:
-        mac = manifest_mac(key, canonical(document))
-        found[AUTH] = {"algorithm": _MAC_ALGORITHM, "key_id": key.key_id, "mac": mac.hex()}
+        found[AUTH] = _auth(document, key)
     if signing_key is not None:
         signature = signing_key.sign(_signed_bytes(document))
         found[SIGNATURES] = [
@@ -48,10 +49,24 @@ def proofs(
     return found
 
 
+def _auth(document: Mapping[str, Any], key: ManifestKey) -> dict[str, Any]:
+    mac = manifest_mac(key.key, canonical(document))
+    return {"algorithm": _MAC_ALGORITHM, "mac": mac.hex(), **key.to_document()}
+
+
+def authenticated_by(document: Mapping[str, Any], key: ManifestKey) -> dict[str, Any]:
+    """Return a whole document with another authentication; its signatures stay, which do not cover that."""
+    signatures = {SIGNATURES: document[SIGNATURES]} if SIGNATURES in document else {}
+    bare = {name: value for name, value in document.items() if name not in (AUTH, SIGNATURES)}
+    return {**bare, AUTH: _auth(bare, key), **signatures}
+
+
 def check_mac(
-    document: Mapping[str, Any], auth: object, *, key: Key, path: object, is_required: bool
-) -> None:
-    """Check the HMAC of a document.
+    document: Mapping[str, Any], auth: object, *, key: Keys, path: object, is_required: bool
+) -> ManifestKey | None:
+    """Check the HMAC of a document; return what it was made with, or None where there is nothing to check it with.
+
+    Who has only public keys can check nothing, and needs not: nobody proves anything to them.
 
     Raises:
         UnsealedCheckpoint: It must have one and has none.
@@ -60,6 +75,8 @@ def check_mac(
         TamperedCheckpoint: It does not match.
     """
     place = str(path)
+    if not ring_of(key).can_open:
+        return None
     if auth is None:
         if is_required:
             raise UnsealedCheckpoint(
@@ -67,18 +84,15 @@ def check_mac(
                 path=place,
                 hint=f"it was written without a key, or its authentication was removed; {_ACCEPT_HINT}",
             )
-        return
+        return None
     if not isinstance(auth, dict) or auth.get("algorithm") != _MAC_ALGORITHM:
         raise CorruptCheckpoint("unknown authentication in the manifest", path=place)
-    if auth.get("key_id") != key.key_id:
-        raise KeyProblem(
-            f"the manifest is authenticated under key {auth.get('key_id')}, the given key is {key.key_id}",
-            path=place,
-        )
-    if not is_manifest_mac(key, canonical(document), mac=_from_hex(auth.get("mac"))):
+    found = opened_manifest_key(auth, key, path=place)
+    if not is_manifest_mac(found.key, canonical(document), mac=_from_hex(auth.get("mac"))):
         raise TamperedCheckpoint(
             "the manifest was changed: its authentication does not match", path=place
         )
+    return found
 
 
 def check_signatures(

@@ -78,6 +78,7 @@ class Checkpoint:
         format: `ckpt` or `safetensors`.
         cipher: `AES-GCM`, `AES-CBC`, `SM4-CBC`, or None for a plain file.
         key_id: Short identifier of the key, or None.
+        opened_by: What opens it, as its manifest says: `key 0011223344556677`, `passphrase (argon2id, of a run)`.
         problem: Why the state is not OK, or None.
         obstacle: What kept its manifest from being read although it may be whole: permission, the disk, its version. Or None.
         shards: Base names of the data files by rank; empty unless many ranks saved together.
@@ -101,6 +102,7 @@ class Checkpoint:
     format: str = "ckpt"
     cipher: str | None = None
     key_id: str | None = None
+    opened_by: tuple[str, ...] = field(default=(), compare=False)
     problem: str | None = None
     obstacle: Exception | None = field(default=None, compare=False, repr=False)
     shards: tuple[str, ...] = ()

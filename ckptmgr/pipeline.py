@@ -27,9 +27,8 @@ from ckptmgr.container_stream import ContainerStream
 from ckptmgr.crew import run_together
 from ckptmgr.crypto.container import ContainerSealer
 from ckptmgr.crypto.container_header import Content
-from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.keyring import Keys, block_key, ring_of
 from ckptmgr.crypto.mindspore_blocks import BlockSealer
-from ckptmgr.crypto.wrapping import RawKey
 from ckptmgr.digest import RANGE_BYTES, FileDigest
 from ckptmgr.formats.image import Image
 from ckptmgr.fsio import OutputFile
@@ -52,17 +51,21 @@ class Written:
     write_s: float
 
 
-def sealer_for(image: Image, key: Key, mode: str) -> BlockSealer:
-    """Return the sealer of an image; whole records fill the chunks that are written."""
+def sealer_for(image: Image, key: Keys, mode: str) -> BlockSealer:
+    """Return the sealer of an image; whole records fill the chunks that are written.
+
+    Raises:
+        KeySourceError: The keys are none that such a file takes.
+    """
     return BlockSealer(
-        key, mode, plaintext_size=image.body_size, has_crc_trailer=image.has_crc_trailer
+        block_key(key), mode, plaintext_size=image.body_size, has_crc_trailer=image.has_crc_trailer
     )
 
 
-def container_for(image: Image, key: Key, mode: str) -> ContainerSealer:
+def container_for(image: Image, key: Keys, mode: str) -> ContainerSealer:
     """Return the sealer of the image of a safetensors file."""
     return ContainerSealer(
-        [RawKey(key)], mode, plaintext_size=image.size, content=Content.SAFETENSORS
+        ring_of(key).recipients, mode, plaintext_size=image.size, content=Content.SAFETENSORS
     )
 
 
@@ -85,7 +88,9 @@ def write_image(
     started = time.perf_counter()
     stream = _stream_of(image, sealer)
     digests = _Writer(stream, file).run()
-    digest = FileDigest(size_bytes=stream.size, ranges=tuple(digests))
+    digest = FileDigest(
+        size_bytes=stream.size, ranges=tuple(digests), blank_bytes=stream.blank_bytes
+    )
     return Written(digest=digest, write_s=time.perf_counter() - started)
 
 
@@ -184,8 +189,11 @@ class _Writer:
         try:
             count = self._stream.produce(offset, buffers)
             parts = [buffer[: count - index * CHUNK_BYTES] for index, buffer in enumerate(buffers)]
+            blank = 0 if offset else self._stream.blank_bytes  # the first piece is longer
+            hasher.update(bytes(blank))
             for part in parts:
-                hasher.update(part)
+                hasher.update(part[blank:])
+                blank = 0
         except BaseException:
             for buffer in buffers:
                 _buffers.give_back(buffer)

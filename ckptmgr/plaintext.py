@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptmgr.container_reader import open_container_file
+from ckptmgr.container_reader import kind_of, open_container_file
 from ckptmgr.crypto.errors import CryptoError
+from ckptmgr.crypto.keyring import block_key
 from ckptmgr.crypto.mindspore_blocks import open_blocks, sniff_mode
 from ckptmgr.digest import RANGE_BYTES, VerifyingSource
 from ckptmgr.errors import (
@@ -81,7 +82,9 @@ def plaintext_of(
         if manifest.file.digest.range_bytes == RANGE_BYTES:
             glimpses = Glimpses(raw.size, raw.read_into, piece_bytes=PIECE_BYTES, path=path)
             plain = Plaintext(source=checked, unit_bytes=RANGE_BYTES, glimpses=glimpses)
-    kind = detect(plain.glimpses or plain.source)
+    kind = kind_of(raw, name=path)
+    if kind is not Kind.CKPTMGR_CONTAINER:
+        kind = detect(plain.glimpses or plain.source)
     if kind not in _READABLE:
         kind = detect(plain.source)  # it is of another kind, or it is damaged
     if kind is Kind.MINDSPORE_ENCRYPTED:
@@ -116,13 +119,14 @@ def _open_encrypted(raw: Source, checked: Source, *, path: str, options: ReadOpt
         )
     wanted = options.mode or str(mode)
     try:
-        blocks = open_blocks(raw, options.key, wanted, allow_unsealed=options.allow_unsealed)
+        key = block_key(options.key)
+        blocks = open_blocks(raw, key, wanted, allow_unsealed=options.allow_unsealed)
     except CryptoError:
         read_bytes(checked, 0, min(_HEAD_BYTES, raw.size))  # is the mode the one that was saved?
         raise
     if blocks.block_bytes is None:
         # Without a seal the digests are all there is; they are checked below the decryption.
-        blocks = open_blocks(checked, options.key, wanted, allow_unsealed=True)
+        blocks = open_blocks(checked, key, wanted, allow_unsealed=True)
         return Plaintext(source=blocks, cipher=mode, unit_bytes=0)
     # The seal authenticates every block. The manifest must still be the one of this very save: its digests of the end of
     # the file must be those of the seal that is in use. Another read could give other bytes than the one it came from.

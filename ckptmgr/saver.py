@@ -15,7 +15,7 @@ from typing import Protocol
 from ckptmgr.aligned import buffer_bytes
 from ckptmgr.crypto.container import ContainerSealer
 from ckptmgr.crypto.errors import CryptoError
-from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.keyring import Keys
 from ckptmgr.crypto.mindspore_blocks import BlockSealer
 from ckptmgr.digest import FileDigest, differing_ranges
 from ckptmgr.errors import KeyProblem, SaveFailed, UnsupportedCheckpoint
@@ -45,7 +45,7 @@ class SaveOptions:
     """
 
     format: str = "ckpt"
-    key: Key | None = None
+    key: Keys | None = None
     mode: str = "AES-GCM"
     has_crc: bool = False
     file_mode: int = 0o400

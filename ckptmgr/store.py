@@ -27,7 +27,7 @@ from pathlib import Path
 
 from ckptmgr import manifest as manifests
 from ckptmgr.bare_files import bare_file, entry_of, number_bare_steps
-from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.keyring import Keys
 from ckptmgr.crypto.signing import PublicKey, SigningKey
 from ckptmgr.digest import FileDigest, digest_of
 from ckptmgr.disk_errors import explained, not_enough_space
@@ -81,7 +81,7 @@ class Store:
         directory: Path,
         *,
         fs: FileSystem | None = None,
-        key: Key | None = None,
+        key: Keys | None = None,
         processes: Processes | None = None,
         must_authenticate: bool = False,
         signing_key: SigningKey | None = None,

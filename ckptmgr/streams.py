@@ -45,6 +45,7 @@ class PlainStream:
     """The image as it is."""
 
     chunks_at_once = 1
+    blank_bytes = 0
 
     def __init__(self, image: Image) -> None:
         self._image = image
@@ -70,6 +71,8 @@ class SealedStream:
 
     A chunk holds whole records. Where the sealer takes a batch of blocks, as many chunks are produced at once.
     """
+
+    blank_bytes = 0
 
     def __init__(self, image: Image, sealer: BlockSealer) -> None:
         self._image = image

@@ -21,10 +21,11 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ckptmgr.chain import contradiction
-from ckptmgr.container_reader import container_mode, open_container_file
+from ckptmgr.container_reader import container_mode, kind_of, open_container_file
 from ckptmgr.contents import tensors_of
 from ckptmgr.crypto.ciphers import mode_of
-from ckptmgr.crypto.container_unlock import CopyState
+from ckptmgr.crypto.container_unlock import CopyState, find_copies
+from ckptmgr.crypto.keyring import block_key
 from ckptmgr.crypto.mindspore_blocks import open_blocks, sniff_mode
 from ckptmgr.crypto.records import find_records
 from ckptmgr.digest import FileDigest, check_size, differing_ranges
@@ -37,7 +38,7 @@ from ckptmgr.errors import (
     UnsealedCheckpoint,
 )
 from ckptmgr.formats import safetensors_file
-from ckptmgr.formats.detect import Kind, detect
+from ckptmgr.formats.detect import Kind
 from ckptmgr.formats.index import check_crc
 from ckptmgr.formats.mindspore_reader import CkptIndex
 from ckptmgr.formats.source import Source, read_bytes
@@ -265,7 +266,7 @@ class _Check:
             if manifest is not None:
                 self.checked.append("manifest")
                 self._check_against(manifest, raw)
-            kind = detect(raw)
+            kind = kind_of(raw, name=path.name)
             if kind is Kind.MINDSPORE_ENCRYPTED:
                 self._check_encrypted(raw, manifest)
             elif kind is Kind.CKPTMGR_CONTAINER:
@@ -302,7 +303,7 @@ class _Check:
                 self.status = Status.PARTIAL
             return
         is_sealed = open_blocks(
-            raw, key, mode, allow_unsealed=self._options.allow_unsealed
+            raw, block_key(key), mode, allow_unsealed=self._options.allow_unsealed
         ).is_sealed
         if is_sealed:
             self.checked.append("seal")
@@ -318,6 +319,8 @@ class _Check:
         mode, key = container_mode(raw), self._options.key
         if key is None:
             self.unchecked.append(f"header and contents: encrypted ({mode}), and no key was given")
+            if len({copy.data for copy in find_copies(raw)}) != 1 or len(find_copies(raw)) != 2:
+                self.unchecked.append("header copies: they differ; ckptmgr rekey mends that")
             if self._level is not Level.QUICK:
                 self.status = Status.PARTIAL
             return
@@ -325,7 +328,9 @@ class _Check:
         self.checked.append("header")
         for name, state in zip("AB", container.unlocked.states, strict=True):
             if state is not CopyState.CURRENT:
-                self.unchecked.append(f"header copy {name}: {state.value}; the other one opens")
+                self.unchecked.append(
+                    f"header copy {name}: {state.value}; the other one opens, ckptmgr rekey mends it"
+                )
         if self._level is not Level.QUICK:
             self._check_contents(self._open(raw), is_encrypted=True)
             self.checked.append("cipher blocks")

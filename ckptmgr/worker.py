@@ -9,6 +9,7 @@ name and is reaped by the next run, which cannot start before: during a save the
 from __future__ import annotations
 
 import contextlib
+import json
 import mmap
 import os
 import queue
@@ -18,11 +19,12 @@ import socket
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ckptmgr import manifest as manifests
-from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.keyring import Keys, keys_from_document
 from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.saver import SaveOptions, SaveOrder, save_items
 from ckptmgr.shard_files import ShardFiles
@@ -106,7 +108,7 @@ def _mapped(descriptors: Sequence[int]) -> list[memoryview]:
 
 
 def _save(order: dict[str, Any], regions: list[memoryview]) -> Manifest:
-    key = None if order["key"] is None else Key(bytes.fromhex(order["key"]))
+    key = _keys(json.dumps(order["keys"]))
     directory = Path(order["directory"])
     draft = manifests.decode(
         order["draft"].encode(), path=directory / manifests.manifest_name(order["name"])
@@ -133,6 +135,12 @@ def _save(order: dict[str, Any], regions: list[memoryview]) -> Manifest:
         metadata=order["metadata"],
     )
     return save_items(store, ordered)
+
+
+@cache
+def _keys(document: str) -> Keys | None:
+    """Return the keys of the parent; always the same object, because a passphrase is stretched once for each."""
+    return keys_from_document(json.loads(document))
 
 
 def _watch(parent: int) -> int | None:

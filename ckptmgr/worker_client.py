@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptmgr import manifest as manifests
+from ckptmgr.crypto.keyring import keys_to_document
 from ckptmgr.digest import FileDigest
 from ckptmgr.errors import SaveFailed
 from ckptmgr.fsio import lock_descriptor
@@ -222,7 +223,7 @@ def _described(options: SaveOptions) -> dict[str, Any]:
         "has_crc": options.has_crc,
         "file_mode": options.file_mode,
         "verify_after_write": options.verify_after_write,
-        "key": None if options.key is None else options.key.raw.hex(),
+        "keys": None if options.key is None else keys_to_document(options.key),
     }
 
 

@@ -176,3 +176,25 @@ def unwrapped(slot: Slot, identities: Sequence[Identity], *, bound: bytes) -> by
         if content is not None:
             return content
     return None
+
+
+def keys_to_document(keys: Keys) -> dict[str, list[list[str]]]:
+    """Return keys as plain values, for another process of the same user; they are secret."""
+    ring = ring_of(keys)
+    return {"own": _to_lists(ring.own), "also_for": _to_lists(ring.also_for)}
+
+
+def keys_from_document(document: dict[str, list[list[str]]] | None) -> Keys | None:
+    """Return the keys of `keys_to_document`; None stands for none."""
+    if document is None:
+        return None
+    ring = KeyRing(_from_lists(document["own"]), _from_lists(document["also_for"]))
+    return ring if ring.sole_key is None else ring.sole_key
+
+
+def _to_lists(materials: Sequence[KeyMaterial]) -> list[list[str]]:
+    return [[material.kind.value, material.content.hex()] for material in materials]
+
+
+def _from_lists(lists: list[list[str]]) -> list[KeyMaterial]:
+    return [KeyMaterial(Kind(kind), bytes.fromhex(content)) for kind, content in lists]

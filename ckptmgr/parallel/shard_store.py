@@ -16,7 +16,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.keyring import Keys
 from ckptmgr.crypto.signing import PublicKey, SigningKey
 from ckptmgr.errors import SaveFailed
 from ckptmgr.fsio import FileSystem, remove_name
@@ -52,7 +52,7 @@ class ShardStore(ShardFiles):
         *,
         clock: Callable[[], float],
         fs: FileSystem | None = None,
-        key: Key | None = None,
+        key: Keys | None = None,
         processes: Processes | None = None,
         must_authenticate: bool = False,
         signing_key: SigningKey | None = None,

@@ -165,14 +165,38 @@ def test_another_file_of_the_same_key_under_the_manifest_is_found(tmp_path: Path
         load_checkpoint(path, dec_key=KEY)
 
 
-def test_damaged_header_copy_is_reported_and_the_file_opens(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_manifest", [True, False])
+@pytest.mark.parametrize("offset", [0, 7, 20, 40, 63, 64, 100, 4000, 4095])
+@pytest.mark.parametrize("copy", ["A", "B"])
+def test_damaged_header_copy_is_named_and_the_other_one_opens_the_file(
+    tmp_path: Path, copy: str, offset: int, has_manifest: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     path = save(tmp_path)
-    (tmp_path / manifest_name(path.name)).unlink()
-    flip(path, 100)
+    if not has_manifest:
+        (tmp_path / manifest_name(path.name)).unlink()
+    flip(path, offset + (4096 if copy == "B" else 0))
     answer = verify(path)
     assert answer.status is Status.OK
-    assert answer.unchecked == ("header copy A: damaged; the other one opens",)
+    (said,) = answer.unchecked
+    assert said == f"header copy {copy}: damaged; the other one opens, ckptmgr rekey mends it"
+    caplog.clear()
     assert load_checkpoint(path, dec_key=KEY)["b"] == 3
+    assert f"header copy {copy} is damaged, the other one was used" in caplog.text
+    assert any("header copies" in said for said in verify(path, key=None).unchecked)
+
+
+@pytest.mark.parametrize("has_manifest", [True, False])
+def test_file_with_both_header_copies_damaged_is_damaged(
+    tmp_path: Path, has_manifest: bool
+) -> None:
+    path = save(tmp_path)
+    if not has_manifest:
+        (tmp_path / manifest_name(path.name)).unlink()
+    flip(path, 4090)
+    flip(path, 4096 + 4090)
+    assert verify(path).status is Status.DAMAGED
+    with pytest.raises(TamperedCheckpoint):
+        load_checkpoint(path, dec_key=KEY)
 
 
 @pytest.mark.parametrize(

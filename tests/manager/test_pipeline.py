@@ -199,7 +199,9 @@ def test_small_file_is_written_when_all_buffers_but_one_are_lent(
         for buffer in lent:
             pipeline._buffers.give_back(buffer)
         saving.join(timeout=30)
-    assert [one.digest for one in written] == [digest_of(BytesSource(bytes(file.content)))]
+    blank = 8192 if sealing is container_for else 0
+    expected = digest_of(BytesSource(bytes(file.content)), blank_bytes=blank)
+    assert [one.digest for one in written] == [expected]
 
 
 @st.composite
