@@ -90,6 +90,10 @@ class ContainerStream:
             _segments.give(shared.segment)
 
     def _seal(self, index: int, segment: memoryview) -> None:
+        self._encrypt(index, segment)
+        self._image.done_with(*self._sealer.plaintext_range(index))
+
+    def _encrypt(self, index: int, segment: memoryview) -> None:
         start, size = self._sealer.plaintext_range(index)
         views = list(self._image.views(start, size))
         if len(views) == 1:  # inside one tensor: encrypted straight from the tensor's memory

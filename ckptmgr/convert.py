@@ -21,7 +21,6 @@ from ckptmgr.convert_container import container_chunks, container_content
 from ckptmgr.convert_target import Content, Converted, check_target, publish, store_of
 from ckptmgr.crypto.keyring import Keys, block_key
 from ckptmgr.crypto.mindspore_blocks import PLAINTEXT_BLOCK_BYTES, BlockSealer
-from ckptmgr.digest import RANGE_BYTES
 from ckptmgr.errors import (
     ChecksumMismatch,
     UnsafeWrite,
@@ -35,8 +34,9 @@ from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source
 from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import Manifest
 from ckptmgr.naming import CONTAINER_SUFFIX
-from ckptmgr.source_image import image_of
+from ckptmgr.source_image import SourceImage
 from ckptmgr.store import Store
+from ckptmgr.units import PIECE_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +48,7 @@ class Plaintext:
     cipher: str
     is_sealed: bool
     manifest: Manifest | None
+    unit_bytes: int
 
     def chunks(self) -> Iterator[memoryview]:
         """Yield the plaintext in order; each view is valid until the next one."""
@@ -76,6 +77,7 @@ def open_plaintext(path: Path, options: ReadOptions) -> Iterator[Plaintext]:
             cipher=opened.cipher,
             is_sealed=opened.is_sealed,
             manifest=manifest,
+            unit_bytes=opened.unit_bytes or PIECE_BYTES,
         )
 
 
@@ -105,7 +107,9 @@ def decrypt_file(
     check_target(source, target, force=force)
     _check_name(target, is_container=False)
     with open_plaintext(source, options) as plaintext:
-        image = image_of(plaintext.source, plaintext.source.size, PLAINTEXT_BLOCK_BYTES)
+        image = SourceImage(
+            plaintext.source, plaintext.source.size, window_bytes=plaintext.unit_bytes
+        )
         content = Content(image=image, format=plaintext.format)
         return publish(
             source,
@@ -162,7 +166,7 @@ def encrypt_file(
                 clock=clock,
             )
         sealer = _CheckingSealer(opened, key, mode)
-        image = image_of(opened.source, sealer.body_bytes, RANGE_BYTES, sealer.has_crc)
+        image = SourceImage(opened.source, sealer.body_bytes, has_crc_trailer=sealer.has_crc)
         content = Content(image=image, format="ckpt", mode=mode, key=key, sealer=sealer)
         return publish(
             source,

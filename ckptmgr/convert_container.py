@@ -7,14 +7,13 @@ from collections.abc import Iterator
 
 from ckptmgr.convert_target import Content
 from ckptmgr.crypto.keyring import Keys
-from ckptmgr.digest import RANGE_BYTES
 from ckptmgr.formats import safetensors_file
 from ckptmgr.formats.image import Image
 from ckptmgr.formats.index import check_crc
 from ckptmgr.formats.safetensors_file import SafetensorsIndex
 from ckptmgr.loader import OpenCheckpoint
 from ckptmgr.pipeline import container_for
-from ckptmgr.source_image import image_of
+from ckptmgr.source_image import SourceImage
 
 
 def container_content(opened: OpenCheckpoint, *, key: Keys, mode: str) -> Content:
@@ -52,4 +51,4 @@ def _checked_image(opened: OpenCheckpoint) -> Image:
     index = opened.index
     if isinstance(index, SafetensorsIndex) and index.crc is not None:
         check_crc(index.crc, safetensors_file.crc_of(opened.source, index))
-    return image_of(opened.source, opened.source.size, RANGE_BYTES)
+    return SourceImage(opened.source, opened.source.size)

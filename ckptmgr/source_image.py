@@ -1,23 +1,192 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A source as an image, to be written somewhere else."""
+"""A source as an image, to be written somewhere else: read in windows of 4 MiB, each once, in memory that is used again.
+
+The ranges of the output are made in any order by several threads, and neighbours share the windows between them. Whoever
+comes first reads a window; when all of it was used, its memory is free for another. So what is held is a few windows for
+each thread, whatever the size of the source.
+
+A digest covers several windows. It is computed as they arrive, so damage may be found only after other bytes of its range
+were handed out: an image must not be published before all of it was asked for.
+"""
 
 from __future__ import annotations
 
-from ckptmgr.formats.image import Image, Segment
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+from ckptmgr.crypto.block_reader import Buffers
+from ckptmgr.digest import RANGE_BYTES, RangeReader, VerifyingSource
+from ckptmgr.formats.image import Image
 from ckptmgr.formats.source import Source
+from ckptmgr.units import PIECE_BYTES
 
 
-def image_of(source: Source, size: int, segment_bytes: int, has_crc: bool = False) -> Image:
-    """Return an image whose segments are read when their turn comes."""
+@dataclass(slots=True)
+class _Window:
+    """Some bytes of the source, in memory from the first use to the last.
 
-    def segment(start: int) -> Segment:
-        length = min(segment_bytes, size - start)
+    Attributes:
+        unused: Bytes that somebody will still ask for, and one for each digest that still needs them.
+        buffer: Its memory.
+        view: Its bytes.
+    """
 
-        def content() -> memoryview:
-            view = memoryview(bytearray(length))
-            source.read_into(start, view)
-            return view
+    unused: int
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    buffer: memoryview | None = None
+    view: memoryview | None = None
 
-        return Segment(content, 0, length)
 
-    return Image(map(segment, range(0, size, segment_bytes)), has_crc_trailer=has_crc)
+class SourceImage(Image):
+    """The first bytes of a source. Every byte is asked for once, with `views`, and given back with `done_with`.
+
+    Args:
+        source: Where they are read from.
+        size: How many; at most a CRC trailer follows them.
+        window_bytes: What the source best reads at once; ignored where it has digests.
+        has_crc_trailer: Whether the CRC trailer is made anew.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        size: int,
+        *,
+        window_bytes: int = PIECE_BYTES,
+        has_crc_trailer: bool = False,
+    ) -> None:
+        super().__init__((), has_crc_trailer=has_crc_trailer)
+        self.body_size = size
+        self._source = source
+        self._digests: _Digests | None = None
+        if isinstance(source, VerifyingSource) and source.range_bytes == RANGE_BYTES:
+            self._digests, window_bytes = _Digests(source), PIECE_BYTES
+        self._window_bytes = window_bytes
+        self._windows: dict[int, _Window] = {}
+        self._lock = threading.Lock()
+        self._buffers = Buffers(window_bytes + source.size - size)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that are in use now."""
+        with self._lock:
+            return sum(
+                one.buffer.nbytes for one in self._windows.values() if one.buffer is not None
+            )
+
+    def views(self, offset: int, length: int) -> Iterator[memoryview]:
+        """Yield views that together are the bytes `[offset, offset + length)`; they are valid until `done_with`.
+
+        Raises:
+            CkptmgrError, FormatError, CryptoError, OSError: What the source raises.
+        """
+        for index, at, count in self._parts(offset, length):
+            yield self._window(index)[at : at + count]
+
+    def done_with(self, offset: int, length: int) -> None:
+        """Give bytes back."""
+        for index, _, count in self._parts(offset, length):
+            self._used(index, count)
+
+    def _parts(self, offset: int, length: int) -> Iterator[tuple[int, int, int]]:
+        while length > 0:
+            index, at = divmod(offset, self._window_bytes)
+            count = min(length, self._window_bytes - at)
+            yield index, at, count
+            offset, length = offset + count, length - count
+
+    def _window(self, index: int) -> memoryview:
+        start = index * self._window_bytes
+        with self._lock:
+            unused = min(self._window_bytes, self.body_size - start)
+            window = self._windows.setdefault(index, _Window(unused))
+        with window.lock:
+            if window.view is None:
+                if window.buffer is None:
+                    window.buffer = self._buffers.take()
+                view = window.buffer[: self._end_of(index) - start]
+                self._read(index, window, view)
+                window.view = view
+            return window.view
+
+    def _end_of(self, index: int) -> int:
+        """Return where a window ends; the last one also holds what follows the image: digests cover it."""
+        end = (index + 1) * self._window_bytes
+        return end if end < self.body_size else self._source.size
+
+    def _read(self, index: int, window: _Window, view: memoryview) -> None:
+        start = index * self._window_bytes
+        if self._digests is None:
+            self._source.read_into(start, view)
+            return
+        parts = self._digests.read(start, view)
+        with self._lock:
+            window.unused += len(parts)
+        for offset, part in parts:
+            self._digests.take(offset, part, partial(self._used, index, 1))
+
+    def _used(self, index: int, count: int) -> None:
+        with self._lock:
+            window = self._windows[index]
+            window.unused -= count
+            if window.unused:
+                return
+            del self._windows[index]
+        if window.buffer is not None:
+            self._buffers.give(window.buffer)
+
+
+class _Digests:
+    """Hashes ranges whose pieces arrive in any order, and checks each when it is complete."""
+
+    def __init__(self, source: VerifyingSource) -> None:
+        self._source = source
+        self._ranges: dict[int, _Range] = {}
+        self._lock = threading.Lock()
+
+    def read(self, offset: int, view: memoryview) -> list[tuple[int, memoryview]]:
+        """Fill `view` with unchecked bytes; return the pieces in which to hand it to `take`."""
+        self._source.read_unchecked(offset, view)
+        room = RANGE_BYTES - offset % RANGE_BYTES
+        pieces = [(offset, view[:room]), (offset + room, view[room:])]
+        return [piece for piece in pieces if piece[1].nbytes]
+
+    def take(self, offset: int, view: memoryview, done: partial[None]) -> None:
+        """Take a piece of one range; call `done` when it was hashed.
+
+        Raises:
+            ChecksumMismatch: With this piece a range is complete, and is not what its digest says.
+        """
+        index = offset // RANGE_BYTES
+        with self._lock:
+            found = self._ranges.get(index)
+            if found is None:
+                found = self._ranges[index] = _Range(
+                    self._source.open_range(index), index * RANGE_BYTES
+                )
+        stop = min((index + 1) * RANGE_BYTES, self._source.size)
+        if found.take(offset, view, done) == stop:
+            with self._lock:
+                del self._ranges[index]
+            found.reader.finish()
+
+
+class _Range:
+    def __init__(self, reader: RangeReader, start: int) -> None:
+        self.reader = reader
+        self._next = start
+        self._early: dict[int, tuple[memoryview, partial[None]]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, offset: int, view: memoryview, done: partial[None]) -> int:
+        """Hash what is next, if it has come; return where that ends."""
+        with self._lock:
+            self._early[offset] = (view, done)
+            while self._next in self._early:
+                view, done = self._early.pop(self._next)
+                self.reader.take(view)
+                self._next += view.nbytes
+                done()
+            return self._next

@@ -59,6 +59,7 @@ class PlainStream:
         count = min(PLAIN_CHUNK_BYTES, self._image.body_size - offset)
         gather(self._image.views(offset, count), buffer)
         self._crc.add(offset, buffer[:count])
+        self._image.done_with(offset, count)
         return count
 
     def tail(self) -> bytes:
@@ -92,6 +93,8 @@ class SealedStream:
         else:
             for block, record in records:
                 self._seal(block, record)
+        for block, _ in records:
+            self._image.done_with(*self._sealer.plaintext_range(block))
         return sum(record.nbytes for _, record in records)
 
     def _records(

@@ -27,6 +27,7 @@ from .sm4_lanes import Sm4Lanes
 from .source import Source
 
 _SPARE_BUFFERS = 4
+_SHARED_BYTES = 4 << 20  # a record of ours; what is kept when nobody reads is four of them
 _MAX_BATCHED_RECORD_BYTES = 1 << 20  # a batch is sixteen of them, in memory
 _MIN_BATCHED_CIPHER_BYTES = 48
 
@@ -51,7 +52,7 @@ class BlockReader:
         largest = max((b - a for a, b in pairwise(self._records)), default=0)
         self._lanes = None if largest > _MAX_BATCHED_RECORD_BYTES else find_lanes(mode)
         self.batch = batch_of(self._lanes)
-        self.buffers = Buffers(largest)
+        self.buffers = buffers_for(largest)
         self._batch_buffers = Buffers(largest * self.batch)
 
     def read_into(self, index: int, buffer: memoryview) -> int:
@@ -184,7 +185,13 @@ class Buffers:
                 self._spare.append(buffer)
 
 
+def buffers_for(size: int) -> Buffers:
+    """Return buffers of at least `size` bytes: those that all files share, unless they are too small."""
+    return _shared if size <= _SHARED_BYTES else Buffers(size)
+
+
 _all: weakref.WeakSet[Buffers] = weakref.WeakSet()
+_shared = Buffers(_SHARED_BYTES)
 
 
 def _start_all_anew() -> None:

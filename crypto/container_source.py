@@ -12,7 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from .block_reader import Buffers
+from .block_reader import buffers_for
 from .container import plaintext_range, segment_range
 from .container_header import Content
 from .container_unlock import CopyState, UnlockedContainer, unlock
@@ -56,7 +56,7 @@ class ContainerSource:
         self._message = unlocked.message
         self._full = self._fixed.parameters.plaintext_bytes
         largest = min(self._fixed.segment_bytes, self._fixed.file_size)
-        self._buffers = Buffers(largest)
+        self._buffers = buffers_for(largest)
         self._cache: OrderedDict[int, memoryview] = OrderedDict()
         self._lock = threading.Lock()
 

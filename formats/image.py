@@ -87,6 +87,9 @@ class Image:
             length -= stop - start
             index += 1
 
+    def done_with(self, offset: int, length: int) -> None:
+        """Say that the views of these bytes are not used any more; an image that reads a file then has room for others."""
+
     def trailer(self, crc: int) -> bytes:
         """Return the bytes after the body, given the CRC32 of the body."""
         return encode_trailer(crc) if self.has_crc_trailer else b""
