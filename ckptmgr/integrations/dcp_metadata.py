@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Between the plans and metadata of PyTorch DCP and our index."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+
+from ckptmgr.errors import SaveFailed, UnsupportedState
+from ckptmgr.integrations.dcp_index import CutTensor, Index, ObjectPath, Piece
+from ckptmgr.tree_torch import decode_torch_dtype, dtype_name
+
+
+def index_of(plans: Sequence[SavePlan]) -> Index:
+    """Return what all ranks together are about to save.
+
+    Raises:
+        SaveFailed: They would save only a part of a tensor.
+        UnsupportedState: A planner has other data than paths.
+    """
+    wholes: dict[str, TensorWriteData] = {}
+    pieces: dict[str, list[Piece]] = {}
+    objects: dict[str, int] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            if item.type == WriteItemType.BYTE_IO:
+                objects[item.index.fqn] = rank
+                continue
+            data = tensor_data(item)
+            wholes.setdefault(item.index.fqn, data)
+            offsets, sizes = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
+            piece = Piece(rank=rank, offsets=offsets, sizes=sizes)
+            pieces.setdefault(item.index.fqn, []).append(piece)
+    tensors = {
+        fqn: CutTensor(
+            dtype=dtype_name(one.properties.dtype),
+            shape=tuple(one.size),
+            pieces=tuple(pieces[fqn]),
+        )
+        for fqn, one in wholes.items()
+    }
+    index = Index(world=len(plans), tensors=tensors, objects=objects, paths=_paths(plans))
+    problem = index.problem()
+    if problem is not None:
+        raise SaveFailed(
+            problem,
+            hint="save with all ranks that hold pieces of it: one process group, no no_dist",
+        )
+    return index
+
+
+def tensor_data(item: WriteItem) -> TensorWriteData:
+    """Return what an item of a tensor says about it.
+
+    Raises:
+        UnsupportedState: Nothing; DCP itself cannot handle such an item.
+    """
+    if item.tensor_data is None:
+        raise UnsupportedState(f"the planner says nothing about the tensor {item.index.fqn!r}")
+    return item.tensor_data
+
+
+def metadata_from(index: Index) -> Metadata:
+    """Return the metadata that load planners work with; `storage_data` has the piece behind each `MetadataIndex`.
+
+    Raises:
+        TreeError: torch has no such element type.
+    """
+    found: dict[str, STORAGE_TYPES] = {}
+    pieces: dict[MetadataIndex, Piece] = {}
+    for fqn, tensor in index.tensors.items():
+        found[fqn] = TensorStorageMetadata(
+            properties=TensorProperties(dtype=decode_torch_dtype(tensor.dtype)),
+            size=torch.Size(tensor.shape),
+            chunks=[
+                ChunkStorageMetadata(
+                    offsets=torch.Size(piece.offsets), sizes=torch.Size(piece.sizes)
+                )
+                for piece in tensor.pieces
+            ],
+        )
+        pieces.update((MetadataIndex(fqn, piece.offsets), piece) for piece in tensor.pieces)
+    for fqn, rank in index.objects.items():
+        found[fqn] = BytesStorageMetadata()
+        pieces[MetadataIndex(fqn)] = Piece(rank=rank)
+    paths = None if index.paths is None else dict(index.paths)
+    return Metadata(state_dict_metadata=found, planner_data=paths, storage_data=pieces)
+
+
+def _paths(plans: Sequence[SavePlan]) -> Mapping[str, ObjectPath] | None:
+    """Return where the planners found the values in the nested state; None where they keep no such record."""
+    found: dict[str, ObjectPath] = {}
+    for plan in plans:
+        if plan.planner_data is None:
+            continue
+        if not isinstance(plan.planner_data, Mapping) or not all(
+            isinstance(path, tuple) and all(isinstance(key, (str, int)) for key in path)
+            for path in plan.planner_data.values()
+        ):
+            raise UnsupportedState(
+                f"the data of the planner are a {type(plan.planner_data).__name__}, not paths",
+                hint="derive the planner from ckptmgr.integrations.dcp.SavePlanner, and leave its planner_data alone",
+            )
+        for fqn, path in plan.planner_data.items():
+            found.setdefault(fqn, path)
+    return found or None

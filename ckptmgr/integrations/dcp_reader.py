@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`StorageReader`: any number of ranks read a checkpoint, each only the bytes that it needs, all of them checked."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.distributed.checkpoint import storage
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.futures import Future
+
+from ckptmgr.config import CheckpointConfig
+from ckptmgr.errors import (
+    CheckpointNotFound,
+    CkptmgrError,
+    CorruptCheckpoint,
+    UnsupportedCheckpoint,
+    UnsupportedState,
+)
+from ckptmgr.fsio import FileSystem
+from ckptmgr.integrations import dcp_planners
+from ckptmgr.integrations.dcp_files import ShardSet
+from ckptmgr.integrations.dcp_index import Piece
+from ckptmgr.integrations.dcp_loading import Loading
+from ckptmgr.integrations.dcp_metadata import metadata_from
+from ckptmgr.integrations.dcp_place import checked_config, place_of, set_name_of
+from ckptmgr.integrations.dcp_run import note_resumed
+from ckptmgr.loader import ReadOptions
+from ckptmgr.loop_values import checked_count
+from ckptmgr.manifest import Manifest
+from ckptmgr.model import Checkpoint
+from ckptmgr.resume import newest_first
+from ckptmgr.series_reader import SeriesReader
+from ckptmgr.store import Store
+
+_LOG = logging.getLogger(__name__)
+_LATEST = "latest"
+_STOCK = (".metadata", ".distcp")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    checkpoint: Checkpoint
+    manifest: Manifest
+    shards: ShardSet
+    metadata: Metadata
+
+
+class StorageReader(storage.StorageReader):
+    """Where `dcp.load` reads from: the newest checkpoint of a series that is whole, unless told another one.
+
+    After a load the saves of this process go on with the run that the checkpoint is of: retention counts its checkpoints.
+
+    Args:
+        directory: Where the checkpoints lie; all ranks see it.
+        config: The key; nothing else in it matters here.
+        prefix: Name of the series.
+        step: Which one; None for the newest.
+        allow_unsealed: With a key, also accept what is not authenticated.
+        fs: The disk.
+
+    Raises:
+        TypeError, ValueError, NotADirectoryError: An argument is unusable.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        config: CheckpointConfig | None = None,
+        *,
+        prefix: str = "ckpt",
+        step: int | None = None,
+        allow_unsealed: bool = False,
+        fs: FileSystem | None = None,
+    ) -> None:
+        super().__init__()
+        checked = checked_config(config)
+        self._place = place_of(
+            directory, checked, prefix=prefix, allow_unsealed=allow_unsealed, fs=fs
+        )
+        self._options = ReadOptions(key=self._place.key, allow_unsealed=allow_unsealed)
+        self._wanted: int | str | None = None if step is None else checked_count("step", step)
+        self._found: _Found | None = None
+        self._problem: Exception | None = None
+
+    @property
+    def checkpoint(self) -> Checkpoint | None:
+        """The checkpoint that was loaded last, with its step and metrics."""
+        return None if self._found is None else self._found.checkpoint
+
+    @property
+    def checkpoint_id(self) -> str:
+        """What is read."""
+        wanted = _LATEST if self._wanted is None else self._wanted
+        return str(self._place.directory / f"{self._place.series}: {wanted}")
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether it may be a step or a name; DCP asks before it chooses a reader by itself."""
+        return bool(os.fspath(checkpoint_id))
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Take what to read from a `checkpoint_id`: `"latest"`, a step such as `"500"`, or a name or path.
+
+        Raises:
+            ValueError: It is a path of another directory.
+        """
+        self._found = None
+        if checkpoint_id is not None:
+            is_latest = os.fspath(checkpoint_id) == _LATEST
+            self._wanted = None if is_latest else set_name_of(checkpoint_id, self._place)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return what the checkpoint holds; nothing, when it cannot be read: the next call says why."""
+        self._problem = None
+        try:
+            self._found = self._find()
+        except (CkptmgrError, OSError) as error:
+            # An exception from here would only be logged, and come out as an AssertionError without its type.
+            self._found, self._problem = None, error
+            return Metadata(state_dict_metadata={})
+        return self._found.metadata
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Say why there is nothing to read.
+
+        Raises:
+            CheckpointNotFound: There is no such checkpoint.
+            UnsupportedCheckpoint: It was not saved through DCP with `StorageWriter`.
+            CorruptCheckpoint, KeyProblem, OSError: It is damaged, or the key is wrong.
+        """
+        if self._problem is not None:
+            raise self._problem
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Add to the plan which checkpoint it is about."""
+        return replace(plan, storage_data=self._chosen().checkpoint.name)
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Check that all ranks have found the same checkpoint.
+
+        Raises:
+            CheckpointNotFound: They have not.
+        """
+        for rank, plan in enumerate(plans):
+            if plan.storage_data != plans[0].storage_data:
+                raise CheckpointNotFound(
+                    f"rank {rank} would load {plan.storage_data}, but rank 0 {plans[0].storage_data}",
+                    path=self._place.directory,
+                    hint="all ranks must see the same directory; while others save there, say which step",
+                )
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what the plan wants into the tensors and the state of the planner.
+
+        Raises:
+            CorruptCheckpoint: What is read is damaged. The tensors that were read are undefined.
+            StateMismatch: A target has another size than what is read into it.
+            UnsupportedState: The planner would unpickle.
+            OSError: From the disk.
+        """
+        found = self._chosen()
+        has_objects = any(item.type == LoadItemType.BYTE_IO for item in plan.items)
+        if has_objects and not isinstance(planner, dcp_planners.LoadPlanner):
+            raise UnsupportedState(
+                f"{type(planner).__name__} would unpickle what is no tensor",
+                hint="give dcp.load the planner ckptmgr.integrations.dcp.LoadPlanner()",
+            )
+        for rank, items in _by_rank(plan.items, found.metadata).items():
+            with found.shards.file(rank) as file:
+                Loading(file, found.metadata, planner).run(items)
+        note_resumed(self._place, found.checkpoint, found.manifest)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _chosen(self) -> _Found:
+        if self._found is None:
+            raise CheckpointNotFound("read_metadata comes first", path=self._place.directory)
+        return self._found
+
+    def _find(self) -> _Found:
+        store = self._place.store()
+        checkpoint = self._checkpoint(store)
+        if checkpoint.obstacle is not None:
+            raise checkpoint.obstacle
+        if checkpoint.problem is not None and not checkpoint.is_countable:
+            raise CorruptCheckpoint(checkpoint.problem, path=checkpoint.path)
+        manifest = store.read_manifest(checkpoint.name)
+        if manifest is None or not manifest.shards:
+            raise UnsupportedCheckpoint(
+                "is a single file, not one of many ranks",
+                path=checkpoint.path,
+                hint="load it with ckptmgr.CheckpointManager",
+            )
+        shards = ShardSet(store, manifest, options=self._options)
+        metadata = metadata_from(shards.index())
+        return _Found(checkpoint=checkpoint, manifest=manifest, shards=shards, metadata=metadata)
+
+    def _checkpoint(self, store: Store) -> Checkpoint:
+        reader = SeriesReader(store, self._place.series, options=self._options)
+        if self._wanted is not None:
+            return reader.find(self._wanted)
+        for one in newest_first(reader.checkpoints()):
+            if one.is_countable:
+                return one
+            _LOG.warning("skipped %s: %s", one.path, one.problem)
+        directory = self._place.directory
+        names = store.fs.list(directory) if store.fs.status(directory) is not None else {}
+        if any(name.endswith(_STOCK) for name in names):
+            raise UnsupportedCheckpoint(
+                "is a checkpoint of torch's FileSystemWriter, which holds pickles",
+                path=directory,
+                hint="load it with torch's FileSystemReader, and save it again with ckptmgr's StorageWriter",
+            )
+        raise CheckpointNotFound(f"no checkpoint of series {self._place.series!r}", path=directory)
+
+
+def _by_rank(items: Iterable[ReadItem], metadata: Metadata) -> dict[int, list[ReadItem]]:
+    found: dict[int, list[ReadItem]] = {}
+    for item in items:
+        piece: Piece | None = metadata.storage_data.get(item.storage_index)
+        if piece is None:
+            raise CheckpointNotFound(f"there is no {item.storage_index} in the checkpoint")
+        found.setdefault(piece.rank, []).append(item)
+    return dict(sorted(found.items()))

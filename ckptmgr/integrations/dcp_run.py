@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The run of this process in a series: the lease, who it is, and the save in flight.
+
+Programs make a new `StorageWriter` for each save, and a `StorageReader` before the first one. All that are made for a
+directory and a prefix share one run, so that retention knows whose checkpoints it may remove.
+
+Only the coordinator begins and commits. A save of which no end was heard has failed when the next one begins: its files
+are removed then, and by whoever comes next when the time in their names is over.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptmgr.crypto.key import Key
+from ckptmgr.errors import CkptmgrError, SaveFailed
+from ckptmgr.fsio import FileSystem
+from ckptmgr.loader import ReadOptions
+from ckptmgr.manifest import Manifest
+from ckptmgr.model import Checkpoint
+from ckptmgr.parallel.offer import Offer
+from ckptmgr.parallel.shard_store import ShardStore
+from ckptmgr.retention import RetentionPolicy
+from ckptmgr.saver import SaveOptions
+from ckptmgr.series import SaveFacts, SeriesWriter
+from ckptmgr.series_reader import SeriesReader
+from ckptmgr.shard_names import SET_FORMAT, new_attempt_id, stem_of
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeriesAt:
+    """A series as this process reaches it.
+
+    Attributes:
+        directory: Where it lies; all ranks see it.
+        series: Its name.
+        key: Encrypts and authenticates, or None.
+        must_authenticate: With a key, treat manifests without authentication as a problem.
+        fs: The disk; None for the real one.
+        clock: Seconds since 1970.
+    """
+
+    directory: Path
+    series: str
+    key: Key | None = None
+    must_authenticate: bool = False
+    fs: FileSystem | None = None
+    clock: Callable[[], float] = time.time
+
+    def store(self) -> ShardStore:
+        """Return the directory."""
+        return ShardStore(
+            self.directory,
+            clock=self.clock,
+            fs=self.fs,
+            key=self.key,
+            must_authenticate=self.must_authenticate,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Attempt:
+    offer: Offer
+    world: int
+    commit_by: float
+
+
+class Run:
+    """What this process writes in a series."""
+
+    def __init__(self, place: SeriesAt, *, options: SaveOptions) -> None:
+        self.place = place
+        self.store = place.store()
+        self.writer = SeriesWriter(self.store, place.series, options=options, clock=place.clock)
+        self._options = options
+        self._attempt: _Attempt | None = None
+        self._lock = threading.Lock()
+
+    def begin(self, step: int, *, world: int, timeout_s: float) -> Offer:
+        """Take the lease and begin a save; an earlier one that was not committed is over.
+
+        Args:
+            step: Global step.
+            world: Number of ranks.
+            timeout_s: How long it may take until it is committed.
+
+        Raises:
+            StoreLocked: Another process writes this series.
+            OSError: From the disk.
+        """
+        with self._lock:
+            self.writer.open()
+            self._withdraw()
+            reader = SeriesReader(self.store, self.place.series, options=ReadOptions())
+            name, attempt = reader.free_name(step, format=SET_FORMAT)
+            place = self.writer.next_place(SaveFacts(step=step, attempt=attempt))
+            now = self.place.clock()
+            offer = Offer(
+                stem=stem_of(name),
+                attempt_id=new_attempt_id(now + 2 * timeout_s),
+                format=self._options.extension,
+                sequence=place.sequence,
+                attempt=place.attempt,
+                previous=place.previous,
+                at=now,
+                run_id=self.writer.run_id,
+            )
+            commit_by = time.monotonic() + timeout_s
+            self._attempt = _Attempt(offer=offer, world=world, commit_by=commit_by)
+            return offer
+
+    def commit(self, offer: Offer, whole: Callable[[], Manifest]) -> Checkpoint:
+        """Make a checkpoint of what all ranks have written; return it once it is durable.
+
+        Args:
+            offer: What was begun.
+            whole: Returns the manifest of all files.
+
+        Raises:
+            SaveFailed: It was begun too long ago, or not as the last one, or the files are not there.
+            OSError: From the disk.
+        """
+        with self._lock:
+            attempt = self._attempt
+            if attempt is None or attempt.offer != offer:
+                raise SaveFailed(
+                    "another save of this series was begun before this one was over",
+                    path=self.store.directory / offer.set_name,
+                    hint="wait for the future of async_save before the next save",
+                )
+            try:
+                if time.monotonic() >= attempt.commit_by:
+                    raise SaveFailed(
+                        "all ranks have written, but too late; give a longer timeout_s"
+                    )
+                manifest = whole()
+                problem = self.store.commit(manifest, mode=self._options.file_mode)
+            except (CkptmgrError, OSError):
+                self._withdraw()
+                raise
+            self._attempt = None
+            saved = self.writer.note_saved(manifest)
+        if problem is not None:
+            raise SaveFailed(
+                f"all ranks have saved, but the commit may not be durable: {problem}",
+                path=saved.path,
+            ) from problem
+        return saved
+
+    def retain(self, policy: RetentionPolicy) -> None:
+        """Apply a retention policy, and remove files that were never committed; failures are logged."""
+        self.writer.retain(policy)
+        try:
+            for sentence in self.store.collect(self.place.series):
+                _LOG.warning("%s: %s", self.store.directory, sentence)
+        except OSError as error:
+            _LOG.warning("retention: %s", error)
+
+    def _withdraw(self) -> None:
+        """Remove the files of a save that only this process could commit, and will not."""
+        attempt, self._attempt = self._attempt, None
+        for rank in range(0 if attempt is None else attempt.world):
+            assert attempt is not None  # noqa: S101 - for the type checker
+            self.store.withdraw(attempt.offer.file_name(rank, world=attempt.world))
+
+    def close(self) -> None:
+        """Give the lease back, and remove the files of a save that was not committed."""
+        with self._lock:
+            self._withdraw()
+            self.writer.close()
+
+
+_runs: dict[tuple[Path, str], Run] = {}
+_runs_lock = threading.Lock()
+
+
+def run_of(place: SeriesAt, *, options: SaveOptions) -> Run:
+    """Return the run of this process in a series; with another key, or another disk, it goes on there."""
+    where = place.directory, place.series
+    with _runs_lock:
+        old = _runs.get(where)
+        if old is not None and old.place == place:
+            return old
+        run = _runs[where] = Run(place, options=options)
+        if old is not None:
+            old.close()
+            run.writer.run_id = old.writer.run_id
+            run.writer.parent_run_ids = old.writer.parent_run_ids
+            run.writer.resumed_from = old.writer.resumed_from
+        return run
+
+
+def note_resumed(place: SeriesAt, checkpoint: Checkpoint, manifest: Manifest) -> None:
+    """Note that the run of this process in a series goes on from a checkpoint."""
+    with _runs_lock:
+        run = _runs.get((place.directory, place.series))
+    (run or run_of(place, options=SaveOptions())).writer.continue_from(checkpoint, manifest)
+
+
+def end_run(place: SeriesAt) -> None:
+    """End the run of this process in a series: its next save there is one of another run."""
+    with _runs_lock:
+        run = _runs.pop((place.directory, place.series), None)
+    if run is not None:
+        run.close()

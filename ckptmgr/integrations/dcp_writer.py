@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`StorageWriter`: each rank writes one file, and the coordinator makes a checkpoint of them, or none."""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch.distributed.checkpoint import storage
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from ckptmgr.config import CheckpointConfig
+from ckptmgr.errors import SaveFailed, UnsupportedState
+from ckptmgr.formats.detect import Kind, detect
+from ckptmgr.formats.dtypes import BY_NAME
+from ckptmgr.formats.source import BytesSource
+from ckptmgr.formats.tensor import Tensor, TensorSpec
+from ckptmgr.fsio import FileSystem
+from ckptmgr.integrations.dcp_index import INDEX_NAME, MARK, VERSION, piece_name
+from ckptmgr.integrations.dcp_metadata import index_of, tensor_data
+from ckptmgr.integrations.dcp_place import checked_config, parse_step, place_of
+from ckptmgr.integrations.dcp_run import Run, end_run, run_of
+from ckptmgr.leaves import torch_bytes
+from ckptmgr.loop_values import checked_count, checked_epoch, checked_metrics
+from ckptmgr.manifest import FileEntry, Manifest
+from ckptmgr.model import Checkpoint
+from ckptmgr.parallel.offer import Offer, vote_of, whole
+from ckptmgr.saver import SaveOptions, SaveOrder, save_items
+from ckptmgr.series import SaveFacts
+from ckptmgr.tree_memory import stored_as
+from ckptmgr.tree_torch import dtype_name
+
+DEFAULT_TIMEOUT_S = 3600.0
+_UINT8 = BY_NAME["uint8"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Save:
+    """A save, as its coordinator has begun it."""
+
+    run: Run
+    offer: Offer
+    planned: frozenset[MetadataIndex]
+
+
+class StorageWriter(storage.StorageWriter):
+    """Where `dcp.save` and `dcp.async_save` write to; make one for each save, or give `checkpoint_id=` the step.
+
+    Args:
+        directory: Where the checkpoints lie; all ranks see it.
+        config: What to keep, the key, `verify_after_write`. When to save is up to the loop, and the files are always
+            safetensors, in containers with a key.
+        prefix: Name of the series; the checkpoint is `<prefix>-<step>.shards`.
+        step: Global step; that of the coordinator counts.
+        epoch: Epoch number, or None.
+        metrics: Name to value, for `best(...)`.
+        timeout_s: How long a save may take. What is left of one that failed is garbage after twice this time.
+        clock: Seconds since 1970.
+        fs: The disk.
+
+    Raises:
+        TypeError, ValueError, NotADirectoryError: An argument is unusable.
+
+    Attributes:
+        checkpoint: What the last save came to, on the coordinator; elsewhere None.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        config: CheckpointConfig | None = None,
+        *,
+        prefix: str = "ckpt",
+        step: int | None = None,
+        epoch: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        clock: Callable[[], float] = time.time,
+        fs: FileSystem | None = None,
+    ) -> None:
+        super().__init__()
+        self._config = checked_config(config)
+        self._place = place_of(directory, self._config, prefix=prefix, clock=clock, fs=fs)
+        self._step = None if step is None else checked_count("step", step)
+        self._epoch = checked_epoch(epoch)
+        self._metrics = checked_metrics(metrics)
+        self._timeout_s = timeout_s
+        self._options = SaveOptions(
+            format="safetensors",
+            key=self._place.key,
+            mode=self._config.enc_mode,
+            has_crc=self._config.crc_check,
+            verify_after_write=self._config.verify_after_write,
+        )
+        self._save: _Save | None = None
+        self._draft: Manifest | None = None
+        self.checkpoint: Checkpoint | None = None
+
+    @property
+    def checkpoint_id(self) -> str:
+        """Where the checkpoint will lie, unless its step was saved before."""
+        return str(self._place.directory / f"{self._place.series}-{self._step}.shards")
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether it may be a step or a name; DCP asks before it chooses a writer by itself."""
+        return bool(os.fspath(checkpoint_id))
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Take the step of the next save from a `checkpoint_id`: `"500"`, or a path `<directory>/<prefix>-500`.
+
+        Raises:
+            ValueError: It is something else.
+        """
+        self.checkpoint = None
+        if checkpoint_id is not None:
+            self._step = parse_step(checkpoint_id, self._place)
+
+    def storage_meta(self) -> StorageMeta:
+        """Return what planners hear about the storage."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Begin a save.
+
+        Raises:
+            ValueError: There is no step, or the ranks are to save without each other.
+        """
+        if self._step is None:
+            raise ValueError(
+                "nobody said which step this is: StorageWriter(..., step=500), or dcp.save(..., checkpoint_id='500')"
+            )
+        if kwargs.get("use_collectives", True) is False:
+            raise ValueError(
+                "use_collectives=False: ranks that do not hear of each other cannot make one checkpoint"
+            )
+        self._save = self._draft = None
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Take the lease, and tell each rank the name of its file.
+
+        Raises:
+            StoreLocked: Another process writes this series.
+            SaveFailed: The ranks would save only a part of a tensor.
+            UnsupportedState: The planner leaves out what it has planned before.
+        """
+        if not all(plan.usable for plan in plans):
+            raise UnsupportedState(
+                "the planner leaves out what has not changed since its last plan",
+                hint="use ckptmgr.integrations.dcp.SavePlanner, which can cache plans",
+            )
+        index = index_of(plans)
+        run = run_of(self._place, options=self._options)
+        step = checked_count("step", -1 if self._step is None else self._step)
+        offer = run.begin(step, world=len(plans), timeout_s=self._timeout_s)
+        planned = frozenset(item.index for plan in plans for item in plan.items)
+        self._save = _Save(run=run, offer=offer, planned=planned)
+        tasks: list[dict[str, object]] = [
+            {"offer": offer.to_json(), "rank": rank, "world": len(plans)}
+            for rank in range(len(plans))
+        ]
+        tasks[0]["index"] = index.to_json()
+        return [replace(plan, storage_data=task) for plan, task in zip(plans, tasks, strict=True)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the file of this rank durably.
+
+        Raises:
+            UnsupportedState: A value cannot be stored without pickling.
+            StoreFull: Not enough disk space.
+            SaveFailed, OSError: As `save_items`.
+        """
+        task = plan.storage_data
+        offer = Offer.from_json(task["offer"])
+        items = [_stored(item, planner) for item in plan.items]
+        if "index" in task:
+            items.append(_bytes_tensor(INDEX_NAME, task["index"]))
+        order = SaveOrder(
+            name=offer.file_name(task["rank"], world=task["world"]),
+            items=items,
+            options=self._options,
+            series=self._place.series,
+            describe=self._describer(offer),
+            metadata={MARK: str(VERSION)},
+        )
+        self._draft = save_items(self._place.store(), order)
+        size_bytes = self._draft.file.digest.size_bytes
+        file = WriteResult(MetadataIndex(order.name), size_bytes, vote_of(self._draft))
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([file, *(WriteResult(item.index, 0, None) for item in plan.items)])
+        return future
+
+    def _describer(self, offer: Offer) -> Callable[[FileEntry, Mapping[str, float]], Manifest]:
+        facts = SaveFacts(
+            step=self._step or 0, at=offer.at, epoch=self._epoch, metrics=self._metrics
+        )
+        # Of what the ranks know about a save, that of the coordinator counts.
+        run = Run(self._place, options=self._options) if self._save is None else self._save.run
+
+        def describe(entry: FileEntry, stats: Mapping[str, float]) -> Manifest:
+            return run.writer.describe(entry, stats, facts, place=offer.place)
+
+        return describe
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit the checkpoint, then apply the retention policy.
+
+        Raises:
+            SaveFailed: A rank has left something out, or it cannot be committed. There is no such checkpoint.
+            OSError: From the disk. There is no such checkpoint.
+        """
+        save, draft = self._save, self._draft
+        if save is None or draft is None:
+            raise SaveFailed("finished before it was begun")
+
+        def manifest() -> Manifest:
+            lost = save.planned - {one.index for result in results for one in result}
+            if lost:
+                raise SaveFailed(f"no rank has written {min(index.fqn for index in lost)!r}")
+            return whole(draft, [result[0].storage_data for result in results])
+
+        self.checkpoint = save.run.commit(save.offer, manifest)
+        metadata.storage_meta = StorageMeta(checkpoint_id=str(self.checkpoint.path))
+        save.run.retain(self._config.retention_policy())
+
+    def close(self) -> None:
+        """Let other processes write this series. The next save of this process belongs to another run."""
+        end_run(self._place)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _stored(item: WriteItem, planner: SavePlanner) -> Tensor:
+    """Return an item as a file holds it; tensors are looked up when their turn comes."""
+    if item.type == WriteItemType.BYTE_IO:
+        return _bytes_tensor(piece_name(item.index.fqn, None), _object(item, planner))
+    data = tensor_data(item)
+    dtype = data.properties.dtype
+    spec, _ = stored_as(
+        piece_name(item.index.fqn, data.chunk.offsets),
+        dtype_name(dtype),
+        tuple(data.chunk.sizes),
+        dtype.itemsize,
+    )
+    return Tensor(spec=spec, content=partial(_content, item, planner))
+
+
+def _bytes_tensor(name: str, data: bytes) -> Tensor:
+    spec = TensorSpec(name=name, dtype=_UINT8, shape=(len(data),))
+    return Tensor(spec=spec, content=lambda: memoryview(data))
+
+
+def _object(item: WriteItem, planner: SavePlanner) -> bytes:
+    value = planner.resolve_data(item)
+    data = value.getvalue() if isinstance(value, io.BytesIO) else b""
+    if detect(BytesSource(data)) is not Kind.SAFETENSORS:
+        raise UnsupportedState(
+            f"{type(planner).__name__} has pickled {item.index.fqn!r}",
+            hint="give dcp.save the planner ckptmgr.integrations.dcp.SavePlanner()",
+        )
+    return data
+
+
+def _content(item: WriteItem, planner: SavePlanner) -> memoryview:
+    value, data = planner.resolve_data(item), tensor_data(item)
+    fqn = item.index.fqn
+    if not isinstance(value, torch.Tensor):
+        raise UnsupportedState(f"{fqn!r} is planned as a tensor, but is none")
+    if value.layout is not torch.strided or value.is_quantized or value.is_meta:
+        raise UnsupportedState(
+            f"{fqn!r} is sparse, quantized or without content", hint="save it as a dense tensor"
+        )
+    found, planned = (
+        (value.dtype, value.shape),
+        (data.properties.dtype, data.chunk.sizes),
+    )
+    if found != planned:
+        raise UnsupportedState(f"{fqn!r} is {_shown(*found)}, but is planned as {_shown(*planned)}")
+    return torch_bytes(value)
+
+
+def _shown(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{dtype_name(dtype)}{list(shape)}"

@@ -1,0 +1,581 @@
+# SPDX-License-Identifier: Apache-2.0
+"""States that are saved and loaded through PyTorch DCP, by the same and by other numbers of ranks."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+torch: Any = pytest.importorskip("torch")
+dcp: Any = pytest.importorskip("torch.distributed.checkpoint")
+
+from torch.distributed.checkpoint.api import (  # noqa: E402 - only where there is torch
+    CheckpointException,
+)
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner  # noqa: E402
+from torch.distributed.checkpoint.metadata import Metadata  # noqa: E402
+from torch.distributed.checkpoint.planner import LoadPlan  # noqa: E402
+
+from ckptmgr.config import CheckpointConfig  # noqa: E402
+from ckptmgr.errors import (  # noqa: E402
+    CheckpointNotFound,
+    CkptmgrError,
+    CorruptCheckpoint,
+    KeyProblem,
+    SaveFailed,
+    StoreFull,
+    StoreLocked,
+    UnsupportedState,
+)
+from ckptmgr.fsio import OsFileSystem  # noqa: E402
+from ckptmgr.integrations import dcp_run  # noqa: E402
+from ckptmgr.integrations.dcp import (  # noqa: E402
+    LoadPlanner,
+    SavePlanner,
+    StorageReader,
+    StorageWriter,
+)
+from ckptmgr.manager import CheckpointManager  # noqa: E402
+from ckptmgr.model import State  # noqa: E402
+from ckptmgr.store import Store  # noqa: E402
+from ckptmgr.tree_nodes import StateMismatch  # noqa: E402
+from tests.failingdisk import FailingDisk  # noqa: E402
+from tests.parallel.dcp_ranks import CountingDisk, Cut, cut, load, save  # noqa: E402
+from tests.parallel.ranks import Meeting, Seat  # noqa: E402
+
+KEY = bytes(range(32))
+CONFIGS = {
+    "plain": CheckpointConfig(),
+    "encrypted": CheckpointConfig(enc_key=KEY),
+    "SM4": CheckpointConfig(enc_key=KEY[:16], enc_mode="SM4-CBC"),
+}
+
+
+@pytest.fixture(autouse=True)
+def _each_test_is_a_process() -> Iterator[None]:
+    yield
+    for run in list(dcp_run._runs.values()):
+        dcp_run.end_run(run.place)
+
+
+@pytest.fixture(autouse=True)
+def _one_process_is_enough() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def names(directory: Path) -> list[str]:
+    """Return what is in a directory, without the lease."""
+    return sorted(one.name for one in directory.iterdir() if not one.name.endswith(".lease"))
+
+
+def cause_of(error: pytest.ExceptionInfo[CheckpointException]) -> BaseException:
+    """Return what rank 0 has told all ranks."""
+    found: BaseException = error.value.failures[0][0]
+    return found
+
+
+def trained() -> tuple[Any, Any]:
+    """Return a model and its optimizer after a step."""
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2).to(torch.bfloat16))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=random.random())
+    for parameter in model.parameters():
+        parameter.grad = torch.rand_like(parameter)
+    optimizer.step()
+    return model, optimizer
+
+
+def state_of(model: Any, optimizer: Any) -> dict[str, Any]:
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "rng": {"torch": torch.get_rng_state(), "python": random.getstate()},
+        "counts": {0: "zero", 1: [1, 2.5, None]},
+        "history": np.arange(300.0),
+        "complex": torch.arange(4).to(torch.complex128) * 1j,
+        "float8": torch.arange(4).to(torch.float8_e4m3fn),
+        "empty": torch.zeros(0, 3),
+        "flags": torch.tensor([True, False]),
+    }
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+def test_state_of_one_process_comes_back_equal(tmp_path: Path, config: CheckpointConfig) -> None:
+    model, optimizer = trained()
+    saved = state_of(model, optimizer)
+    writer = StorageWriter(tmp_path, config, step=3, epoch=1, metrics={"loss": 0.5})
+    dcp.save(saved, storage_writer=writer, planner=SavePlanner())
+    assert writer.checkpoint is not None
+    assert (writer.checkpoint.name, writer.checkpoint.epoch) == ("ckpt-3.shards", 1)
+
+    state: dict[str, Any] = state_of(*trained())
+    state["counts"], state["history"] = {0: "", 1: []}, np.zeros(1)
+    for name in ("complex", "flags"):
+        state[name].zero_()
+    reader = StorageReader(tmp_path, config)
+    dcp.load(state, storage_reader=reader, planner=LoadPlanner(), no_dist=True)
+    assert reader.checkpoint is not None
+    assert (reader.checkpoint.step, reader.checkpoint.metrics) == (3, {"loss": 0.5})
+    assert state["counts"] == saved["counts"]
+    assert state["rng"]["python"] == saved["rng"]["python"]
+    assert state["optimizer"]["param_groups"] == saved["optimizer"]["param_groups"]
+    assert np.array_equal(state["history"], saved["history"])
+    for name in ("complex", "flags", "empty"):
+        assert torch.equal(state[name], saved[name])
+    assert torch.equal(state["float8"].view(torch.uint8), saved["float8"].view(torch.uint8))
+    for name, tensor in saved["model"].items():
+        assert torch.equal(state["model"][name], tensor)
+    for number, one in saved["optimizer"]["state"].items():
+        assert torch.equal(state["optimizer"]["state"][number]["exp_avg"], one["exp_avg"])
+
+
+@settings(max_examples=15)
+@given(
+    shape=st.lists(st.integers(0, 7), min_size=1, max_size=3),
+    saved_by=st.integers(1, 4),
+    loaded_by=st.integers(1, 5),
+    dimensions=st.tuples(st.integers(0, 2), st.integers(0, 2)),
+    is_encrypted=st.booleans(),
+)
+def test_cut_tensor_is_loaded_by_any_number_of_ranks_cut_anyhow(
+    shape: list[int],
+    saved_by: int,
+    loaded_by: int,
+    dimensions: tuple[int, int],
+    is_encrypted: bool,
+) -> None:
+    whole = torch.arange(int(np.prod(shape)), dtype=torch.int16).reshape(shape)
+    one, other = (dimension % len(shape) for dimension in dimensions)
+    config = CONFIGS["encrypted" if is_encrypted else "plain"]
+    with tempfile.TemporaryDirectory() as directory:
+        writers = [StorageWriter(directory, config, step=1) for _ in range(saved_by)]
+        save(
+            writers,
+            [
+                {"w": cut(whole, rank, saved_by, dimension=one), "rank": [rank]}
+                for rank in range(saved_by)
+            ],
+        )
+        readers = [StorageReader(directory, config) for _ in range(loaded_by)]
+        states: list[dict[str, Any]] = [
+            {
+                "w": cut(torch.zeros_like(whole), rank, loaded_by, dimension=other),
+                "rank": None,
+            }
+            for rank in range(loaded_by)
+        ]
+        load(readers, states)
+        writers[0].close()
+    for rank, state in enumerate(states):
+        assert torch.equal(state["w"].local, cut(whole, rank, loaded_by, dimension=other).local)
+        assert state["rank"] in [[one] for one in range(saved_by)]  # DCP takes one
+
+
+@pytest.mark.parametrize("name", ["plain", "encrypted"])
+def test_only_the_ranges_that_are_needed_are_read(tmp_path: Path, name: str) -> None:
+    rows = 18 << 10  # of 4 KiB: 36 MiB for each rank
+    whole = torch.arange(rows * 1024, dtype=torch.int32).reshape(rows, 1024)
+    save(
+        [StorageWriter(tmp_path, CONFIGS[name], step=1) for _ in range(2)],
+        [{"w": cut(whole, rank, 2), "small": torch.ones(2)} for rank in range(2)],
+    )
+    disk = CountingDisk()
+    part = Cut.of(torch.zeros(8, 1024, dtype=torch.int32), (rows - 8, 0), whole.size())
+    load([StorageReader(tmp_path, CONFIGS[name], fs=disk)], [{"w": part}])
+    assert torch.equal(part.local, whole[-8:])
+    for file in names(tmp_path)[:2]:  # the range of the header, and that of the index or the rows
+        assert disk.read_bytes[file] < 25 << 20
+
+
+def test_tensors_of_other_types_layouts_and_places_are_filled(tmp_path: Path) -> None:
+    whole = torch.arange(24, dtype=torch.float32).reshape(4, 6)
+    writer = StorageWriter(tmp_path, step=1)
+    dcp.save({"a": whole, "b": whole, "c": whole}, storage_writer=writer)
+    shared = torch.zeros(4, 6)
+    state = {"a": torch.zeros(6, 4, dtype=torch.float64).T, "b": shared, "c": shared.view(4, 6)}
+    dcp.load(state, storage_reader=StorageReader(tmp_path))
+    for tensor in state.values():
+        assert torch.equal(tensor.float(), whole)
+
+
+def test_buffers_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ckptmgr.integrations import dcp_loading
+
+    monkeypatch.setattr(dcp_loading, "_BUFFERED_BYTES", 100)
+    saved = {f"w{number}": torch.full((8,), float(number)) for number in range(9)}
+    dcp.save(saved, storage_writer=StorageWriter(tmp_path, step=1))
+    state = {name: torch.zeros(8, dtype=torch.float64) for name in saved}
+    dcp.load(state, storage_reader=StorageReader(tmp_path))
+    assert [state[f"w{n}"][0].item() for n in range(9)] == list(range(9))
+
+
+def test_names_that_files_reserve_can_be_saved(tmp_path: Path) -> None:
+    odd = ["format", "__metadata__", "ckptmgr.dcp", "~index", "w", "w~@1", "~format", "a/b", "é"]
+    saved = {name: torch.full((1,), float(number)) for number, name in enumerate(odd)}
+    saved["objects"] = ["format"]
+    dcp.save(saved, storage_writer=StorageWriter(tmp_path, step=1), planner=SavePlanner())
+    state: dict[str, Any] = {name: torch.zeros(1) for name in odd} | {"objects": None}
+    dcp.load(state, storage_reader=StorageReader(tmp_path), planner=LoadPlanner())
+    assert [state[name].item() for name in odd] == list(range(len(odd)))
+
+
+def test_newest_whole_checkpoint_is_loaded_unless_told_another_one(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        writer = StorageWriter(tmp_path, step=step, prefix="net")
+        dcp.save({"w": torch.full((2,), float(step))}, storage_writer=writer)
+    (tmp_path / next(n for n in names(tmp_path) if n.startswith("net-3.0"))).unlink()
+
+    def loaded(checkpoint_id: str | None = None, step: int | None = None) -> float:
+        state = {"w": torch.zeros(2)}
+        reader = StorageReader(tmp_path, prefix="net", step=step)
+        dcp.load(state, checkpoint_id=checkpoint_id, storage_reader=reader)
+        return float(state["w"][0].item())
+
+    assert loaded() == loaded("latest") == 2
+    assert loaded(step=1) == loaded("1") == loaded("net-1") == loaded("net-1.shards") == 1
+    assert loaded(str(tmp_path / "net-1.shards.manifest.json")) == 1
+    with pytest.raises(CheckpointException) as error:
+        loaded("3")
+    assert isinstance(cause_of(error), CorruptCheckpoint)
+    with pytest.raises(ValueError, match="is not in"):
+        loaded("elsewhere/net-1")
+
+
+def test_step_of_a_save_can_come_as_checkpoint_id(tmp_path: Path) -> None:
+    with StorageWriter(tmp_path, prefix="net") as writer:
+        for checkpoint_id in ("1", "net-2", tmp_path / "net-3", str(tmp_path / "net-4.shards")):
+            dcp.save({"w": torch.ones(1)}, checkpoint_id=checkpoint_id, storage_writer=writer)
+            assert writer.checkpoint is not None
+        assert sorted(c.step for c in Store(tmp_path).scan()) == [1, 2, 3, 4]
+        for wrong in ("other-5", "net", "net-5-r1"):
+            with pytest.raises(ValueError, match="neither a step"):
+                writer.reset(wrong)
+
+
+def test_second_save_of_a_step_has_another_name(tmp_path: Path) -> None:
+    found = []
+    for _ in range(2):
+        writer = StorageWriter(tmp_path, step=5)
+        dcp.save({"w": torch.ones(1)}, storage_writer=writer)
+        assert writer.checkpoint is not None
+        found.append(writer.checkpoint.name)
+    assert found == ["ckpt-5.shards", "ckpt-5-r1.shards"]
+
+
+def test_retention_counts_the_run_also_after_a_restart_that_loads(tmp_path: Path) -> None:
+    config = CheckpointConfig(keep="last(2)")
+
+    def save_steps(*steps: int) -> list[int]:
+        for step in steps:
+            writer = StorageWriter(tmp_path, config, step=step)
+            dcp.save({"w": torch.ones(1)}, storage_writer=writer)
+        StorageWriter(tmp_path).close()  # the process ends
+        return sorted(c.step for c in Store(tmp_path).scan())
+
+    assert save_steps(1, 2, 3) == [2, 3]
+    assert save_steps(4) == [2, 3, 4]  # another run: what it did not write is not its own
+    reader = StorageReader(tmp_path)
+    dcp.load({"w": torch.ones(1)}, storage_reader=reader)
+    assert save_steps(5) == [2, 3, 4, 5]  # the one that was resumed from stays
+    dcp.load({"w": torch.ones(1)}, storage_reader=StorageReader(tmp_path))
+    assert save_steps(6, 7) == [2, 3, 5, 6, 7]
+
+
+def test_full_disk_of_one_rank_leaves_no_checkpoint_and_the_next_save_removes_the_rest(
+    tmp_path: Path,
+) -> None:
+    small = FailingDisk(OsFileSystem(), space_bytes=100)
+    states = [{"w": cut(torch.ones(6), rank, 3)} for rank in range(3)]
+
+    def writers(step: int, *, of_last: FailingDisk | None) -> list[StorageWriter]:
+        return [
+            StorageWriter(tmp_path, step=step, fs=of_last if rank == 2 else None)
+            for rank in range(3)
+        ]
+
+    save(writers(1, of_last=None), states)
+    with pytest.raises(StoreFull):
+        save(writers(2, of_last=small), states)
+    assert len([name for name in names(tmp_path) if name.startswith("ckpt-2.")]) == 2
+    save(writers(2, of_last=None), states)
+    assert {c.name: c.state for c in Store(tmp_path).scan()} == {
+        "ckpt-1.shards": State.OK,
+        "ckpt-2.shards": State.OK,
+    }
+
+
+def failed(work: Any) -> BaseException:
+    """Return what rank 0 has told all ranks about a save or load that must fail."""
+    with pytest.raises(CheckpointException) as error:
+        work()
+    return cause_of(error)
+
+
+def test_planners_that_pickle_are_refused(tmp_path: Path) -> None:
+    state = {"w": torch.ones(1), "step": 7}
+    refused = failed(lambda: dcp.save(state, storage_writer=StorageWriter(tmp_path, step=1)))
+    assert isinstance(refused, UnsupportedState)
+    assert "DefaultSavePlanner has pickled 'step'" in str(refused)
+    assert names(tmp_path) == []
+    writer = StorageWriter(tmp_path, step=1)
+    dcp.save(state, storage_writer=writer, planner=SavePlanner())
+    refused = failed(lambda: dcp.load(state, storage_reader=StorageReader(tmp_path)))
+    assert "DefaultLoadPlanner would unpickle" in str(refused)
+
+
+def test_value_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
+    writer = StorageWriter(tmp_path, step=1)
+    state = {"w": torch.ones(1), "odd": [1, print]}
+    refused = failed(lambda: dcp.save(state, storage_writer=writer, planner=SavePlanner()))
+    assert "'odd': state[1] is a builtin_function_or_method" in str(refused)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.eye(2).to_sparse(), torch.zeros(1, device="meta")],
+    ids=["sparse", "meta"],
+)
+def test_tensor_without_plain_content_is_named(tmp_path: Path, tensor: Any) -> None:
+    writer = StorageWriter(tmp_path, step=1)
+    refused = failed(lambda: dcp.save({"w": tensor}, storage_writer=writer))
+    assert "'w' is sparse, quantized or without content" in str(refused)
+    assert names(tmp_path) == []
+
+
+def test_part_of_a_tensor_is_not_saved_alone(tmp_path: Path) -> None:
+    writer = StorageWriter(tmp_path, step=1)
+    with pytest.raises(SaveFailed, match="'w' has 4 elements, but its pieces have 2"):
+        save([writer], [{"w": cut(torch.ones(4), 0, 2)}])
+
+
+def test_planner_that_gives_other_tensors_than_planned_is_refused(tmp_path: Path) -> None:
+    class Odd(SavePlanner):
+        def transform_object(self, write_item: Any, object: Any) -> Any:
+            return object.double() if object.dim() else None
+
+    writer = StorageWriter(tmp_path, step=1)
+    refused = failed(lambda: dcp.save({"w": torch.ones(2)}, storage_writer=writer, planner=Odd()))
+    assert "'w' is float64[2], but is planned as float32[2]" in str(refused)
+    refused = failed(lambda: dcp.save({"w": torch.ones(())}, storage_writer=writer, planner=Odd()))
+    assert "is planned as a tensor, but is none" in str(refused)
+
+
+def test_planner_with_data_of_its_own_is_refused(tmp_path: Path) -> None:
+    class Odd(SavePlanner):
+        def create_local_plan(self) -> Any:
+            return replace(super().create_local_plan(), planner_data=[1])
+
+        def create_global_plan(self, all_plans: Any) -> Any:
+            return all_plans, None
+
+    writer = StorageWriter(tmp_path, step=1)
+    refused = failed(lambda: dcp.save({"w": torch.ones(2)}, storage_writer=writer, planner=Odd()))
+    assert "the data of the planner are a list, not paths" in str(refused)
+
+
+def test_flat_states_are_loaded_into_flat_states(tmp_path: Path) -> None:
+    planner = SavePlanner(flatten_state_dict=False)
+    state = {"w": torch.ones(2), "n": {"deep": 1}}
+    dcp.save(state, storage_writer=StorageWriter(tmp_path, step=1), planner=planner)
+    found: dict[str, Any] = {"w": torch.zeros(2), "n": None}
+    loader = LoadPlanner(flatten_state_dict=False)
+    dcp.load(found, storage_reader=StorageReader(tmp_path), planner=loader)
+    assert loader.state_dict["n"] == {"deep": 1}
+    assert found["w"].tolist() == [1, 1]
+
+
+def test_plans_can_be_cached(tmp_path: Path) -> None:
+    for step in (1, 2):
+        state = {"w": torch.full((2,), float(step)), "step": step}
+        dcp.save(
+            state,
+            storage_writer=StorageWriter(tmp_path, step=step),
+            planner=SavePlanner(enable_plan_caching=True),
+        )
+    for step in (1, 2):
+        found: dict[str, Any] = {"w": torch.zeros(2), "step": None}
+        reader = StorageReader(tmp_path, step=step)
+        dcp.load(found, storage_reader=reader, planner=LoadPlanner())
+        assert (found["w"].tolist(), found["step"]) == ([step, step], step)
+    for step in (3, 4):
+        stock = DefaultSavePlanner(enable_plan_caching=True)
+        writer = StorageWriter(tmp_path, step=step)
+
+        def save_again(stock: Any = stock, writer: StorageWriter = writer) -> None:
+            dcp.save({"w": torch.ones(2)}, storage_writer=writer, planner=stock)
+
+        if step == 3:
+            save_again()
+        else:
+            assert "leaves out what has not changed" in str(failed(save_again))
+
+
+def test_damage_is_found_before_anything_is_loaded_from_it(tmp_path: Path) -> None:
+    writers = [StorageWriter(tmp_path, step=1) for _ in range(2)]
+    save(writers, [{"w": cut(torch.ones(4000), rank, 2)} for rank in range(2)])
+    state = {"w": torch.zeros(4000)}
+    for name in names(tmp_path)[:2]:
+        path = tmp_path / name
+        good = path.read_bytes()
+        for position in (20, len(good) // 2, len(good) - 1):
+            path.chmod(0o600)
+            path.write_bytes(good[:position] + bytes([good[position] ^ 1]) + good[position + 1 :])
+            damage = failed(lambda: dcp.load(state, storage_reader=StorageReader(tmp_path)))
+            assert isinstance(damage, CorruptCheckpoint), (name, position)
+        path.write_bytes(good)
+    dcp.load(state, storage_reader=StorageReader(tmp_path))
+    assert state["w"].sum() == 4000
+
+
+def test_what_cannot_be_loaded_says_why(tmp_path: Path) -> None:
+    state = {"w": torch.ones(2)}
+
+    def refusal(directory: Path, **options: Any) -> str:
+        reader = StorageReader(directory, **options)
+        told = failed(lambda: dcp.load(state, storage_reader=reader))
+        assert isinstance(told, CkptmgrError)
+        return f"{type(told).__name__}: {told}"
+
+    assert refusal(tmp_path / "none").startswith("CheckpointNotFound: ")
+    dcp.save(state, checkpoint_id=tmp_path / "stock")
+    assert "FileSystemWriter, which holds pickles" in refusal(tmp_path / "stock")
+    with CheckpointManager(tmp_path / "single") as manager:
+        manager.save(1, {"w": np.ones(2)})
+    assert "UnsupportedCheckpoint: " in refusal(tmp_path / "single")
+    ranks = Seat(Meeting(1), 0)
+    with CheckpointManager(tmp_path / "ranks", coordinator=ranks) as manager:
+        manager.save(1, {"w": np.ones(2)})
+    assert "was not saved through torch" in refusal(tmp_path / "ranks")
+    dcp.save(state, storage_writer=StorageWriter(tmp_path / "e", CONFIGS["encrypted"], step=1))
+    assert refusal(tmp_path / "e").startswith("KeyProblem: ")
+    other = CheckpointConfig(enc_key=b"x" * 32)
+    assert refusal(tmp_path / "e", config=other).startswith("KeyProblem: ")
+    assert refusal(tmp_path / "e", step=9).startswith("CheckpointNotFound: ")
+    dcp.save(state, storage_writer=StorageWriter(tmp_path / "p", step=1))
+    assert refusal(tmp_path / "p", config=other).startswith("UnsealedCheckpoint: ")
+    reader = StorageReader(tmp_path / "p", other, allow_unsealed=True)
+    dcp.load(state, storage_reader=reader)
+
+
+def test_state_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    class Odd(LoadPlanner):
+        def transform_tensor(self, read_item: Any, tensor: Any) -> Any:
+            return tensor[:1]
+
+    dcp.save({"w": torch.ones(2)}, storage_writer=StorageWriter(tmp_path, step=1))
+    state = {"w": torch.zeros(2)}
+    reader = StorageReader(tmp_path)
+    told = failed(lambda: dcp.load(state, storage_reader=reader, planner=Odd()))
+    assert isinstance(told, StateMismatch)
+    assert "'w' takes [1] where [2] are stored" in str(told)
+
+
+def test_ranks_that_find_different_checkpoints_load_none(tmp_path: Path) -> None:
+    readers = []
+    for step in (1, 2):
+        writer = StorageWriter(tmp_path, step=step)
+        dcp.save({"w": torch.ones(1)}, storage_writer=writer)
+        readers.append(StorageReader(tmp_path, step=step))
+    with pytest.raises(CheckpointNotFound, match=r"rank 1 would load ckpt-2.shards, but rank 0"):
+        load(readers, [{"w": torch.ones(1)}] * 2)
+
+
+def test_save_that_takes_too_long_is_not_committed(tmp_path: Path) -> None:
+    writer = StorageWriter(tmp_path, step=1, timeout_s=0.0)
+    told = failed(lambda: dcp.save({"w": torch.ones(1)}, storage_writer=writer))
+    assert isinstance(told, SaveFailed)
+    assert "too late" in str(told)
+    assert names(tmp_path) == []
+
+
+def test_save_that_another_one_overtook_is_not_committed(tmp_path: Path) -> None:
+    class Overtaken(StorageWriter):
+        def finish(self, metadata: Any, results: Any) -> None:
+            dcp.save({"w": torch.ones(1)}, storage_writer=StorageWriter(tmp_path, step=2))
+            super().finish(metadata, results)
+
+    told = failed(
+        lambda: dcp.save({"w": torch.ones(1)}, storage_writer=Overtaken(tmp_path, step=1))
+    )
+    assert "another save of this series was begun" in str(told)
+    assert [c.name for c in Store(tmp_path).scan()] == ["ckpt-2.shards"]
+
+
+def test_save_in_which_a_rank_writes_less_than_planned_is_not_committed(tmp_path: Path) -> None:
+    class Forgetful(SavePlanner):
+        def finish_plan(self, new_plan: Any) -> Any:
+            return replace(new_plan, items=new_plan.items[1:])
+
+    writer = StorageWriter(tmp_path, step=1)
+    told = failed(
+        lambda: dcp.save({"w": torch.ones(1)}, storage_writer=writer, planner=Forgetful())
+    )
+    assert "no rank has written 'w'" in str(told)
+    assert names(tmp_path) == []
+
+
+def test_another_process_cannot_write_the_series(tmp_path: Path) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, {"w": np.ones(2)})
+        writer = StorageWriter(tmp_path, step=2)
+        told = failed(lambda: dcp.save({"w": torch.ones(1)}, storage_writer=writer))
+        assert isinstance(told, StoreLocked)
+    dcp.save({"w": torch.ones(1)}, storage_writer=writer)
+    assert sorted(c.name for c in Store(tmp_path).scan()) == ["ckpt-1.ckpt", "ckpt-2.shards"]
+
+
+def test_background_save_by_a_thread(tmp_path: Path) -> None:
+    state = {"w": torch.ones(1000), "step": 1}
+    writer = StorageWriter(tmp_path, CONFIGS["encrypted"], step=1)
+    future = dcp.async_save(state, storage_writer=writer, planner=SavePlanner())
+    state["w"].zero_()
+    future.result()
+    found: dict[str, Any] = {"w": torch.zeros(1000), "step": None}
+    reader = StorageReader(tmp_path, CONFIGS["encrypted"])
+    dcp.load(found, storage_reader=reader, planner=LoadPlanner())
+    assert (found["w"].sum().item(), found["step"]) == (1000, 1)
+
+
+def test_commit_that_may_not_be_durable_is_an_error(tmp_path: Path) -> None:
+    states = [{"w": torch.ones(1)}]
+    disk = FailingDisk(OsFileSystem())
+    save([StorageWriter(tmp_path / "a", step=1, fs=disk)], states)
+    syncs = disk.calls.count("sync_directory")
+    disk = FailingDisk(OsFileSystem(), operation="sync_directory", call=syncs)
+    with pytest.raises(SaveFailed, match="may not be durable"):
+        save([StorageWriter(tmp_path / "b", step=1, fs=disk)], states)
+    assert [c.state for c in Store(tmp_path / "b").scan()] == [State.OK]
+
+
+def test_arguments_that_cannot_work_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="leave it out of the config"):
+        StorageWriter(tmp_path, CheckpointConfig(async_save=True))
+    with pytest.raises(TypeError, match="prefix"):
+        StorageWriter(tmp_path, prefix=lambda _: "x")  # type: ignore[arg-type]
+    with pytest.raises(KeyProblem):
+        StorageWriter(tmp_path, CheckpointConfig(enc_key=b"x"))
+    writer = StorageWriter(tmp_path)
+    told = failed(lambda: dcp.save({"w": torch.ones(1)}, storage_writer=writer))
+    assert "nobody said which step" in str(told)
+    writer.reset("1")
+    with pytest.raises(ValueError, match="use_collectives"):
+        writer.set_up_storage_writer(True, rank=0, use_collectives=False)
+    with pytest.raises(SaveFailed, match="before it was begun"):
+        writer.finish(Metadata({}), [])
+    with pytest.raises(CheckpointNotFound, match="comes first"):
+        StorageReader(tmp_path).prepare_local_plan(LoadPlan([]))
+    assert StorageWriter.validate_checkpoint_id("1")
+    assert StorageReader.validate_checkpoint_id("1")
+    assert StorageReader(tmp_path).checkpoint is None
+    assert StorageReader(tmp_path, step=3).checkpoint_id.endswith("ckpt: 3")
