@@ -10,7 +10,7 @@ from pathlib import Path
 from ckptmgr import shard_names
 from ckptmgr.fsio import FileStatus
 from ckptmgr.model import Checkpoint, State
-from ckptmgr.naming import CONTAINER_SUFFIX, parse_name, parse_step_name, stem_of
+from ckptmgr.naming import parse_name, parse_step_name, stem_of, without_envelope
 
 
 def entry_of(path: Path, status: FileStatus, state: State, problem: str) -> Checkpoint:
@@ -35,7 +35,7 @@ def entry_of(path: Path, status: FileStatus, state: State, problem: str) -> Chec
 
 
 def _format_of(name: str) -> str:
-    is_safetensors = name.removesuffix(CONTAINER_SUFFIX).endswith(".safetensors")
+    is_safetensors = without_envelope(name).endswith(".safetensors")
     return "safetensors" if is_safetensors else "ckpt"
 
 

@@ -373,6 +373,7 @@ class ModelCheckpoint:
                 key=self._key,
                 mode=self._config.enc_mode,
                 has_crc=self._config.crc_check,
+                compression_level=self._config.compression_level,
                 verify_after_write=self._config.verify_after_write,
             )
             store = Store(

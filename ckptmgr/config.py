@@ -29,6 +29,7 @@ from ckptmgr.config_checks import (
     check_async_save,
     check_bool,
     check_cipher,
+    check_compression,
     check_count,
     check_is_bool,
     check_key,
@@ -92,6 +93,8 @@ class CheckpointConfig:
             calls `manager.before_update()` before it changes the state in place; torch optimizers do so by themselves.
         verify_after_write: Read every file back from the disk, past the page cache, before it is published; a save whose
             bytes did not arrive fails, and the earlier checkpoints stay.
+        compression: "zstd", or None. Only with format "safetensors"; the name then ends in `.ckpz`, with a key in `.ckpe`.
+        compression_level: 1 (fast) to 19.
         options: `incremental` and `enable_redundance`, as in MindSpore. Others are ignored with a logged warning.
 
     Raises:
@@ -124,6 +127,8 @@ class CheckpointConfig:
         on_error: OnError = "raise",
         zero_stall: bool = False,
         verify_after_write: bool = False,
+        compression: str | None = None,
+        compression_level: int = 1,
         **options: object,
     ) -> None:
         # The order of the checks decides which of two mistakes is reported; it is MindSpore's.
@@ -150,6 +155,9 @@ class CheckpointConfig:
         self.remove_redundancy = check_is_bool("remove_redundancy", remove_redundancy)
         self._check_format()
         check_cipher(self._enc_key, self._enc_mode, format=self._format)
+        self._compression_level = check_compression(
+            compression, compression_level, format=self._format
+        )
         self._keep = _check_keep(keep, keep_max, keep_minutes)
         self._overhead = (
             None if save_checkpoint_overhead is None else Overhead(save_checkpoint_overhead)
@@ -235,9 +243,18 @@ class CheckpointConfig:
         return self._format
 
     @property
+    def compression_level(self) -> int | None:
+        """Level of zstd, or None when files are not compressed."""
+        return self._compression_level
+
+    @property
     def extension(self) -> str:
-        """What follows the dot in the names of files: the format, and `.ckpe` behind that of a container."""
-        return extension_of(self._format, is_encrypted=self._enc_key is not None)
+        """What follows the dot in the names of files: the format, and the ending of a container or a compressed file."""
+        return extension_of(
+            self._format,
+            is_encrypted=self._enc_key is not None,
+            is_compressed=self._compression_level is not None,
+        )
 
     @property
     def append_dict(self) -> dict[str, object] | None:

@@ -23,6 +23,8 @@ CONTAINER_KEY_LENGTHS_BYTES: Mapping[str, tuple[int, ...]] = dict.fromkeys(
 )
 """Cipher mode to the lengths of key it takes."""
 
+MAX_ZSTD_LEVEL = 19
+
 _COUNTERS = ("epoch_num", "step_num")
 _INT64_BITS = 63
 _MINDSPORE_VALUES = frozenset({"Parameter", "Tensor", "Generator"})
@@ -159,6 +161,23 @@ def check_cipher(key: bytes | None, mode: str, *, format: str = "ckpt") -> None:
     if len(key) not in lengths:
         wanted = " or ".join(map(str, lengths))
         raise KeyProblem(f"a key for {mode} must be {wanted} bytes long, but got {len(key)}")
+
+
+def check_compression(method: object, level: object, *, format: str) -> int | None:
+    """Return the level of zstd that files are compressed with, or None when they are not."""
+    if method is None:
+        return None
+    if method != "zstd":
+        raise ValueError(f"compression must be None or 'zstd', but got {method!r}")
+    if format != "safetensors":
+        raise ValueError(
+            "compression needs format='safetensors': a .ckpt is for MindSpore, which would not read it"
+        )
+    if not isinstance(level, int) or isinstance(level, bool) or not 1 <= level <= MAX_ZSTD_LEVEL:
+        raise ValueError(
+            f"compression_level must be 1 (fast) to {MAX_ZSTD_LEVEL}, but got {level!r}"
+        )
+    return level
 
 
 def warn_unknown_options(

@@ -38,7 +38,8 @@ class Plain:
 
     Attributes:
         format: `ckpt` or `safetensors`.
-        size_bytes: Size of the plaintext.
+        size_bytes: Size of the plaintext, expanded where it is compressed.
+        compressed_bytes: Size of the plaintext as it is stored where it is compressed, else None.
         is_sealed: Whether an encrypted file is authenticated as a whole.
         crc: The CRC32 that is stored, not checked here; or None.
         metadata: Strings kept in the file.
@@ -49,6 +50,7 @@ class Plain:
 
     format: str
     size_bytes: int
+    compressed_bytes: int | None
     is_sealed: bool
     crc: int | None
     metadata: Mapping[str, str]
@@ -133,6 +135,7 @@ def _plain(opened: OpenCheckpoint, choose: Callable[[str], bool], *, has_stats: 
     return Plain(
         format=opened.format,
         size_bytes=opened.source.size,
+        compressed_bytes=opened.compressed_bytes,
         is_sealed=opened.is_sealed,
         crc=opened.index.crc,
         metadata=opened.metadata,

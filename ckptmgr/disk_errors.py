@@ -33,7 +33,8 @@ def explained(error: OSError, path: Path, needed: int, fs: FileSystem) -> OSErro
         with contextlib.suppress(OSError):
             free = fs.free_bytes(path.parent)
         full = StoreFull(
-            f"the disk became full while saving ({error.strerror}): {needed} bytes needed, "
+            f"the disk became full while saving ({error.strerror}): "
+            f"{f'{needed} bytes needed, ' if needed else ''}"
             f"{'unknown' if free is None else free} free after cleaning up",
             path=path,
             hint="the previous checkpoints are intact; free some space or keep fewer checkpoints",

@@ -27,6 +27,8 @@ from ckptmgr.formats.mindspore_reader import CkptIndex
 from ckptmgr.formats.safetensors_file import SafetensorsIndex
 from ckptmgr.formats.source import Source
 from ckptmgr.formats.trailer import crc32
+from ckptmgr.formats.zstd_source import FramesSource
+from ckptmgr.frame_reader import check_frames, read_frames
 from ckptmgr.glimpses import Glimpses
 from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import Manifest
@@ -98,6 +100,11 @@ class OpenCheckpoint:
         return "ckpt" if isinstance(self.index, CkptIndex) else "safetensors"
 
     @property
+    def compressed_bytes(self) -> int | None:
+        """Bytes of the compressed file that the source expands, or None when it is not compressed."""
+        return self.source.stored_bytes if isinstance(self.source, FramesSource) else None
+
+    @property
     def metadata(self) -> dict[str, str]:
         """The metadata strings of the file."""
         return dict(self.index.metadata or {})
@@ -149,7 +156,7 @@ def open_source(
 def _index(source: Source, path: str) -> CkptIndex | SafetensorsIndex:
     if detect(source) is Kind.SAFETENSORS:
         return safetensors_file.read_safetensors_index(source)
-    if path.endswith(".safetensors"):
+    if path.endswith(".safetensors") or isinstance(source, FramesSource):
         return safetensors_file.read_safetensors_index(source)
     return mindspore_reader.read_ckpt_index(source)
 
@@ -227,7 +234,7 @@ def read_through(opened: OpenCheckpoint, *, crc_bytes: int = 0) -> int:
 
     Args:
         opened: The checkpoint.
-        crc_bytes: How many first bytes the CRC-32 is wanted of.
+        crc_bytes: How many first bytes the CRC-32 is wanted of; not of compressed files.
 
     Returns:
         The CRC-32.
@@ -235,6 +242,9 @@ def read_through(opened: OpenCheckpoint, *, crc_bytes: int = 0) -> int:
     Raises:
         FormatError, CryptoError, CkptmgrError: What the source raises.
     """
+    if isinstance(opened.source, FramesSource):
+        check_frames(opened.source)
+        return 0
     if opened.unit_bytes:
         whole = read_scattered(
             opened.source,
@@ -310,7 +320,8 @@ def _read(
     crc_bytes: int | None,
 ) -> int | None:
     """Fill the arrays; return the CRC-32 of the first `crc_bytes` bytes if that is wanted."""
-    if not opened.unit_bytes:
+    frames = opened.source if isinstance(opened.source, FramesSource) else None
+    if not opened.unit_bytes and frames is None:
         index = opened.index
         if crc_bytes is not None and isinstance(index, CkptIndex):
             buffers = {key: bytes_of(array) for key, array in arrays.items()}
@@ -332,14 +343,18 @@ def _read(
             placements.append(Placement(piece.offset, target[: piece.length]))
             target = target[piece.length :]
     placements.sort(key=_offset_of)
-    crc = read_scattered(
-        opened.source,
-        placements,
-        unit_bytes=opened.unit_bytes,
-        crc_bytes=crc_bytes,
-        glimpses=opened.glimpses,
-        also_units=() if opened.glimpses is None else opened.glimpses.units(opened.unit_bytes),
-    )
+    crc = None
+    if frames is not None:
+        read_frames(frames, placements)
+    else:
+        crc = read_scattered(
+            opened.source,
+            placements,
+            unit_bytes=opened.unit_bytes,
+            crc_bytes=crc_bytes,
+            glimpses=opened.glimpses,
+            also_units=() if opened.glimpses is None else opened.glimpses.units(opened.unit_bytes),
+        )
     for entry, target in bools:
         check_content(entry, target, offset=entry.pieces[0].offset)
     return crc

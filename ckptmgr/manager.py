@@ -146,6 +146,7 @@ class CheckpointManager:
             key=key,
             mode=self._config.enc_mode,
             has_crc=self._config.crc_check,
+            compression_level=self._config.compression_level,
             verify_after_write=self._config.verify_after_write,
         )
         self._observers = Observers(observe)

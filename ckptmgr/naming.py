@@ -4,6 +4,7 @@
 ```
 {prefix}-{epoch}_{step in epoch}.{ckpt | safetensors}        an ordinary checkpoint
 {prefix}-{epoch}_{step in epoch}.safetensors.ckpe            the same, encrypted
+{prefix}-{epoch}_{step in epoch}.safetensors.ckpz            the same, compressed and not encrypted
 {prefix}-{epoch}_{step in epoch}_breakpoint.ckpt             saved because training failed (exception_save)
 ```
 A run that finds files of its prefix in the directory continues under `{prefix}_1`, `{prefix}_2`, ..., so that it
@@ -31,8 +32,12 @@ from typing import NamedTuple
 FORMATS = ("ckpt", "safetensors")
 CONTAINER_SUFFIX = ".ckpe"
 """Behind the name of what an encrypted container holds. An encrypted `.ckpt` is none: MindSpore reads it as it is."""
+COMPRESSED_SUFFIX = ".ckpz"
+"""Behind the name of what a compressed file expands to. One that is encrypted, too, has the name of a container."""
 DATA_SUFFIXES = tuple(
-    f".{format}{suffix}" for format in FORMATS for suffix in ("", CONTAINER_SUFFIX)
+    f".{format}{suffix}"
+    for format in FORMATS
+    for suffix in ("", CONTAINER_SUFFIX, COMPRESSED_SUFFIX)
 )
 MAX_DIRECTORY_CHARACTERS = 1024
 """MindSpore's limit on the resolved path of a directory."""
@@ -41,14 +46,14 @@ _BREAKPOINT_SUFFIX = "_breakpoint.ckpt"
 # No leading zeros, as in the numbers a run writes; 18 digits fit in 64 bits.
 _NAME = re.compile(
     r"(?P<prefix>[^/\0]*)-(?P<epoch>0|[1-9][0-9]{0,17})_(?P<step>0|[1-9][0-9]{0,17})"
-    r"(?P<breakpoint>_breakpoint(?=\.ckpt))?\.(?P<format>ckpt|safetensors)(?:\.ckpe)?"
+    r"(?P<breakpoint>_breakpoint(?=\.ckpt))?\.(?P<format>ckpt|safetensors)(?:\.ckp[ez])?"
 )
 _MAX_SUFFIX_DIGITS = 255  # the longest file name of a POSIX file system
 
 
 _STEP_NAME = re.compile(
     r"(?P<prefix>[^/\0]*)-(?P<step>0|[1-9][0-9]{0,17})(?:-r(?P<attempt>[1-9][0-9]{0,8}))?"
-    r"\.(?:ckpt|safetensors)(?:\.ckpe)?"
+    r"\.(?:ckpt|safetensors)(?:\.ckp[ez])?"
 )
 
 
@@ -77,14 +82,26 @@ def step_in_epoch(step: int, batch_num: int) -> int:
     return (step - 1) % batch_num + 1
 
 
-def extension_of(format: str, *, is_encrypted: bool) -> str:
+def extension_of(format: str, *, is_encrypted: bool, is_compressed: bool = False) -> str:
     """Return what follows the dot in the name of a file.
 
     >>> extension_of("safetensors", is_encrypted=True), extension_of("ckpt", is_encrypted=True)
     ('safetensors.ckpe', 'ckpt')
+    >>> extension_of("safetensors", is_encrypted=False, is_compressed=True)
+    'safetensors.ckpz'
     """
-    is_container = is_encrypted and format == "safetensors"
-    return f"{format}{CONTAINER_SUFFIX}" if is_container else format
+    if is_encrypted and format == "safetensors":
+        return f"{format}{CONTAINER_SUFFIX}"
+    return f"{format}{COMPRESSED_SUFFIX}" if is_compressed else format
+
+
+def without_envelope(name: str) -> str:
+    """Return a file name without the ending of a container or a compressed file.
+
+    >>> without_envelope("net.safetensors.ckpz"), without_envelope("net.ckpt")
+    ('net.safetensors', 'net.ckpt')
+    """
+    return name.removesuffix(CONTAINER_SUFFIX).removesuffix(COMPRESSED_SUFFIX)
 
 
 def stem_of(name: str) -> str:
@@ -93,7 +110,7 @@ def stem_of(name: str) -> str:
     >>> stem_of("net.safetensors.ckpe"), stem_of("net.ckpt"), stem_of("net")
     ('net', 'net', 'net')
     """
-    return Path(name.removesuffix(CONTAINER_SUFFIX)).stem
+    return Path(without_envelope(name)).stem
 
 
 def checkpoint_name(prefix: str, epoch: int, *, step_in_epoch: int, format: str) -> str:

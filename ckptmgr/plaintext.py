@@ -11,12 +11,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptmgr.container_reader import kind_of, open_container_file
+from ckptmgr.crypto.container_header import Content
+from ckptmgr.crypto.container_source import ContainerSource
 from ckptmgr.crypto.errors import CryptoError
 from ckptmgr.crypto.keyring import block_key
 from ckptmgr.crypto.mindspore_blocks import open_blocks, sniff_mode
 from ckptmgr.digest import RANGE_BYTES, VerifyingSource
 from ckptmgr.errors import (
     ChecksumMismatch,
+    CorruptCheckpoint,
     KeyProblem,
     TruncatedCheckpoint,
     UnsealedCheckpoint,
@@ -24,6 +27,7 @@ from ckptmgr.errors import (
 )
 from ckptmgr.formats.detect import Kind, detect
 from ckptmgr.formats.source import Source, read_bytes
+from ckptmgr.formats.zstd_source import FramesSource, open_frames
 from ckptmgr.glimpses import Glimpses
 from ckptmgr.lower_errors import ALLOW_UNSEALED_HINT
 from ckptmgr.manifest import Manifest
@@ -38,6 +42,7 @@ _READABLE = (
     Kind.SAFETENSORS,
     Kind.MINDSPORE_ENCRYPTED,
     Kind.CKPTMGR_CONTAINER,
+    Kind.COMPRESSED,
 )
 
 
@@ -49,7 +54,7 @@ class Plaintext:
         source: Its bytes, checked.
         cipher: The cipher mode, or None for a plain file.
         is_sealed: Whether the file as a whole is authenticated.
-        unit_bytes: What the source checks at once; 0 where it is read tensor by tensor.
+        unit_bytes: What the source checks at once; 0 where it is read tensor by tensor, or frame by frame.
         glimpses: Reads it unchecked, where checking costs more than the bytes that are wanted.
     """
 
@@ -93,6 +98,9 @@ def plaintext_of(
         container = open_container_file(
             raw, plain.source, path=path, key=options.key, mode=options.mode
         )
+        if container.content is Content.FRAMES:
+            frames = _frames_in(container, path)
+            return Plaintext(source=frames, cipher=container.mode, is_sealed=True, unit_bytes=0)
         return Plaintext(
             source=container,
             cipher=container.mode,
@@ -106,7 +114,20 @@ def plaintext_of(
             path=path,
             hint=ALLOW_UNSEALED_HINT,
         )
+    if kind is Kind.COMPRESSED:
+        # The table is checked against the manifest; its digests vouch for the frames, at the price of those that are read.
+        return Plaintext(source=open_frames(raw, table_from=plain.source), unit_bytes=0)
     return plain
+
+
+def _frames_in(container: ContainerSource, path: str) -> FramesSource:
+    frames = open_frames(container)
+    stated = container.unlocked.header.fixed.plaintext_size
+    if frames.size != stated:
+        raise CorruptCheckpoint(
+            f"the frames expand to {frames.size} bytes, the header says {stated}", path=path
+        )
+    return frames
 
 
 def _open_encrypted(raw: Source, checked: Source, *, path: str, options: ReadOptions) -> Plaintext:

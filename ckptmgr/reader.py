@@ -12,6 +12,7 @@ What is returned was checked, as by `load_checkpoint`, and that sets the price o
 
 * with a manifest: the digest ranges (16 MiB) in which the tensor and its own description lie; in a `.ckpt` descriptions
   lie between the tensors, so `names()` once reads each range that has one, most of a file of small tensors;
+* compressed: the frames (4 MiB) in which it lies, and the table at the end;
 * encrypted: the cipher blocks (4 MiB) in which it lies, and once, when the file is opened, those of all descriptions;
 * a plain file without a manifest: only its bytes, and nothing vouches for them.
 
@@ -36,6 +37,8 @@ from ckptmgr.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedChe
 from ckptmgr.formats.index import TensorEntry, check_content
 from ckptmgr.formats.mindspore_entries import CkptEntry, MapEntry, TextEntry
 from ckptmgr.formats.tensor import TensorSpec
+from ckptmgr.formats.zstd_source import FramesSource
+from ckptmgr.frame_reader import read_frames
 from ckptmgr.fsio import InputFile
 from ckptmgr.input_files import CachedFile
 from ckptmgr.loader import (
@@ -252,7 +255,11 @@ class CheckpointReader:
 
     def _fill(self, placements: list[Placement]) -> None:
         opened = self._opened
-        if opened.unit_bytes and sum(one.target.nbytes for one in placements) > PIECE_BYTES:
+        is_large = sum(one.target.nbytes for one in placements) > PIECE_BYTES
+        if is_large and isinstance(opened.source, FramesSource):
+            read_frames(opened.source, placements)
+            return
+        if is_large and opened.unit_bytes:
             read_scattered(opened.source, placements, unit_bytes=opened.unit_bytes)
             return
         for (

@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from ckptmgr.aligned import buffer_bytes
@@ -24,10 +25,17 @@ from ckptmgr.formats.image import Image
 from ckptmgr.formats.mindspore_writer import build_ckpt_image
 from ckptmgr.formats.safetensors_file import build_safetensors_image
 from ckptmgr.formats.tensor import Item
+from ckptmgr.frame_writer import (
+    WrittenFrames,
+    frames_sealer,
+    plan_of,
+    read_image,
+    write_frames,
+)
 from ckptmgr.fsio import InputFile, OutputFile
 from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.naming import extension_of
-from ckptmgr.pipeline import container_for, sealer_for, write_image
+from ckptmgr.pipeline import Written, container_for, sealer_for, write_image
 from ckptmgr.store import Store
 
 
@@ -40,6 +48,7 @@ class SaveOptions:
         key: Encrypts and seals, or None.
         mode: Cipher mode used with a key.
         has_crc: Write a CRC32 trailer (`.ckpt`; inside the encryption) or `crc_num` (`.safetensors`).
+        compression_level: Level of zstd for `safetensors`, or None.
         file_mode: Permission bits of data and manifest; MindSpore's 0400 by default.
         verify_after_write: Read the file back from the disk before it is published, and compare it.
     """
@@ -48,13 +57,18 @@ class SaveOptions:
     key: Keys | None = None
     mode: str = "AES-GCM"
     has_crc: bool = False
+    compression_level: int | None = None
     file_mode: int = 0o400
     verify_after_write: bool = False
 
     @property
     def extension(self) -> str:
-        """What follows the dot in the names of files: the format, and `.ckpe` behind that of a container."""
-        return extension_of(self.format, is_encrypted=self.key is not None)
+        """What follows the dot in the names of files: the format, and the ending of a container or a compressed file."""
+        return extension_of(
+            self.format,
+            is_encrypted=self.key is not None,
+            is_compressed=self.compression_level is not None,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,11 +136,11 @@ def save_items(store: Store, order: SaveOrder) -> Manifest:
     options, path = order.options, str(store.directory / order.name)
     with _refusals(path):
         image = build_image(order.items, options=options, metadata=order.metadata)
-        sealer = _sealer_of(image, options)
+        size_bytes, write_content = _writing(image, options)
         stats: dict[str, float] = {}
 
         def write(file: OutputFile) -> FileDigest:
-            written = write_image(image, file, sealer=sealer)
+            written = write_content(file)
             stats["write_s"] = written.write_s
             return written.digest
 
@@ -151,12 +165,30 @@ def save_items(store: Store, order: SaveOrder) -> Manifest:
         return store.publish(
             order.name,
             series=order.series,
-            size_bytes=image.size if sealer is None else sealer.sealed_size,
+            size_bytes=size_bytes,
             write=write,
             describe=describe_file,
             mode=options.file_mode,
             read_back=read_back if options.verify_after_write else None,
         )
+
+
+def _writing(
+    image: Image, options: SaveOptions
+) -> tuple[int, Callable[[OutputFile], Written | WrittenFrames]]:
+    """Return the size of the file, 0 where it is known last, and what writes it."""
+    if options.compression_level is not None:
+        return 0, partial(_write_compressed, image, options, options.compression_level)
+    sealer = _sealer_of(image, options)
+    size_bytes = image.size if sealer is None else sealer.sealed_size
+    return size_bytes, partial(write_image, image, sealer=sealer)
+
+
+def _write_compressed(
+    image: Image, options: SaveOptions, level: int, file: OutputFile
+) -> WrittenFrames:
+    sealer = None if options.key is None else frames_sealer(image.size, options.key, options.mode)
+    return write_frames(plan_of(image), read_image(image), file, level=level, sealer=sealer)
 
 
 def _sealer_of(image: Image, options: SaveOptions) -> BlockSealer | ContainerSealer | None:

@@ -25,6 +25,7 @@ from ckptmgr.config_checks import (
     check_async_save,
     check_bool,
     check_cipher,
+    check_compression,
     check_is_bool,
     check_key,
     check_mode,
@@ -46,7 +47,13 @@ from ckptmgr.loader import (
 from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.model import Checkpoint
 from ckptmgr.name_lease import lease_of_name
-from ckptmgr.naming import CONTAINER_SUFFIX, extension_of, parse_name, stem_of
+from ckptmgr.naming import (
+    CONTAINER_SUFFIX,
+    extension_of,
+    parse_name,
+    stem_of,
+    without_envelope,
+)
 from ckptmgr.network import load_into
 from ckptmgr.observe import EVERYBODY
 from ckptmgr.reader import with_its_manifest
@@ -73,6 +80,8 @@ def save_checkpoint(
     format: str = "ckpt",
     *,
     verify_after_write: bool = False,
+    compression: str | None = None,
+    compression_level: int = 1,
     **kwargs: object,
 ) -> Checkpoint:
     """Save tensors to one file; when it returns, they survive a power cut.
@@ -80,7 +89,8 @@ def save_checkpoint(
     Args:
         save_obj: A mapping of names to arrays or strings, MindSpore's list of `{"name", "data"}`, an object with
             `state_dict()`, or a MindSpore Cell.
-        ckpt_file_name: Where; `.ckpt`, `.safetensors` or (with a key) `.safetensors.ckpe` is made of its end as needed.
+        ckpt_file_name: Where; `.ckpt`, `.safetensors`, `.safetensors.ckpe` (with a key) or `.safetensors.ckpz` (compressed) is
+            made of its end as needed.
         integrated_save: Accepted; it matters for sharded parameters only.
         async_save: Accepted (`True`, `"thread"`, `"process"`); this version saves before it returns.
         append_dict: More values to store: int, float, bool, str, arrays.
@@ -90,6 +100,8 @@ def save_checkpoint(
         crc_check: Store a CRC32; with a key, inside the encryption.
         format: `ckpt` or `safetensors`.
         verify_after_write: Read the file back from the disk, past the page cache, before it is published.
+        compression: "zstd", or None; for safetensors only.
+        compression_level: 1 (fast) to 19.
         kwargs: MindSpore's `remove_redundancy` (noted in safetensors metadata); others are ignored as MindSpore does.
 
     Returns:
@@ -102,7 +114,13 @@ def save_checkpoint(
         SaveFailed: With `verify_after_write`: the disk does not hold what was written; nothing was changed.
         OSError: From the disk; an older file of this name is intact.
     """
-    path = _save_path(save_obj, ckpt_file_name, format, is_encrypted=enc_key is not None)
+    path = _save_path(
+        save_obj,
+        ckpt_file_name,
+        format,
+        is_encrypted=enc_key is not None,
+        is_compressed=compression is not None,
+    )
     check_bool(integrated_save)
     check_async_save(async_save)
     _check_append_dict(append_dict)
@@ -114,6 +132,7 @@ def save_checkpoint(
         check_is_bool("remove_redundancy", remove_redundancy)
     _check_safetensors_options(format, enc_key, enc_mode, kwargs.get("incremental", False))
     check_cipher(enc_key, enc_mode, format=format)
+    level = check_compression(compression, compression_level, format=format)
     items = join_items(named_tensors(save_obj), named_tensors(dict(append_dict or {})))
     if choice_func is not None:
         items = [item for item in items if choice_func(name_of(item))]
@@ -126,6 +145,7 @@ def save_checkpoint(
         key=key,
         mode=enc_mode,
         has_crc=crc_check,
+        compression_level=level,
         verify_after_write=check_is_bool("verify_after_write", verify_after_write),
     )
     if not path.parent.is_dir():
@@ -281,7 +301,9 @@ def _read_file(
     return with_its_manifest(store, path.name, read_with)
 
 
-def _save_path(save_obj: object, name: object, format: str, *, is_encrypted: bool) -> Path:
+def _save_path(
+    save_obj: object, name: object, format: str, *, is_encrypted: bool, is_compressed: bool
+) -> Path:
     if format not in _FORMATS:
         raise ValueError(
             f"For 'save_checkpoint', the format must be 'safetensors' or 'ckpt', but got {format}."
@@ -302,11 +324,11 @@ def _save_path(save_obj: object, name: object, format: str, *, is_encrypted: boo
         raise IsADirectoryError(
             f"For 'save_checkpoint', the parameter `ckpt_file_name`: {path} is a directory, it must be a file name."
         )
-    extension = extension_of(format, is_encrypted=is_encrypted)
+    extension = extension_of(format, is_encrypted=is_encrypted, is_compressed=is_compressed)
     if path.name.endswith(extension):
         return path
     if path.name.endswith(format):
-        return path.with_name(path.name + CONTAINER_SUFFIX)
+        return path.with_name(path.name + extension.removeprefix(format))
     return path.with_name(f"{path.name}.{extension}")
 
 
@@ -321,7 +343,7 @@ def _load_path(name: object, format: str | None) -> Path:
         )
     text = os.fspath(name)
     endings = (format,) if format is not None else _FORMATS
-    if not text.removesuffix(CONTAINER_SUFFIX).endswith(endings):
+    if not without_envelope(text).endswith(endings):
         raise ValueError(
             "For 'load_checkpoint', the checkpoint file format must same with 'format', but got "
             f"file_name:'{text}', format:'{format or 'ckpt'}'"

@@ -31,7 +31,7 @@ _SECONDS_DIGITS = 8
 _MAX_SECONDS = 0xFFFFFFFF
 _SHARD = re.compile(
     r"(?P<stem>[^/\0]+)\.(?P<rank>0|[1-9][0-9]{0,8})-of-(?P<world>[1-9][0-9]{0,8})"
-    r"\.(?P<attempt>[0-9a-f]{16})\.(?:ckpt|safetensors)(?:\.ckpe)?"
+    r"\.(?P<attempt>[0-9a-f]{16})\.(?:ckpt|safetensors)(?:\.ckp[ez])?"
 )
 
 

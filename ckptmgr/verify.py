@@ -4,7 +4,7 @@
 | level | what is checked |
 |---|---|
 | quick | manifest, size, and how the file is put together (for `.ckpt` every length and offset; with a key the seal) |
-| full | and every digest of the manifest, the CRC32, and with a key every cipher block |
+| full | and every digest of the manifest, the CRC32, every compressed frame, and with a key every cipher block |
 | deep | and every tensor decoded, NaN and Inf counted |
 
 Nothing is handed to another library: MindSpore crashes on contents longer than their shape and fills shorter ones with
@@ -59,6 +59,7 @@ _CHECKS = (
     "header",
     "seal",
     "cipher blocks",
+    "frames",
     "structure",
     "CRC32",
     "every tensor",
@@ -339,7 +340,8 @@ class _Check:
         opened = self._open(raw)
         if self._level is not Level.QUICK:
             self._check_contents(opened, is_encrypted=False)
-        if manifest is None and (self._level is Level.QUICK or opened.index.crc is None):
+        has_checksums = opened.index.crc is not None or opened.compressed_bytes is not None
+        if manifest is None and (self._level is Level.QUICK or not has_checksums):
             why = "no manifest" if self._level is Level.QUICK else "no manifest, no CRC32"
             self.unchecked.append(f"contents: {why}")
             self.status = Status.UNVERIFIED
@@ -358,8 +360,10 @@ class _Check:
                 computed = safetensors_file.crc_of(opened.source, index)
             check_crc(index.crc, computed)
             self.checked.append("CRC32")
-        elif is_encrypted:
+        elif is_encrypted or opened.compressed_bytes is not None:
             read_through(opened)
+        if opened.compressed_bytes is not None:
+            self.checked.append("frames")
         if self._level is Level.DEEP:
             self._decode(opened)
 

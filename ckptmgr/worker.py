@@ -127,6 +127,7 @@ def _save(order: dict[str, Any], regions: list[memoryview]) -> Manifest:
             key=key,
             mode=order["mode"],
             has_crc=order["has_crc"],
+            compression_level=order["compression_level"],
             file_mode=order["file_mode"],
             verify_after_write=order["verify_after_write"],
         ),

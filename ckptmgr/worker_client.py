@@ -221,6 +221,7 @@ def _described(options: SaveOptions) -> dict[str, Any]:
         "format": options.format,
         "mode": options.mode,
         "has_crc": options.has_crc,
+        "compression_level": options.compression_level,
         "file_mode": options.file_mode,
         "verify_after_write": options.verify_after_write,
         "keys": None if options.key is None else keys_to_document(options.key),

@@ -31,6 +31,7 @@ class FramesSealer:
 
     Attributes:
         head: Everything before the first segment.
+        copies_bytes: Bytes of the two header copies, with which the head begins.
         segment_bytes: Length of every segment but the last.
         plaintext_bytes: What fits into one.
 
@@ -64,6 +65,7 @@ class FramesSealer:
             self._parameters, data_key.raw, aad=header.fixed.pack(), random=random
         )
         self.head = pack_head(header, data_key, self._message)
+        self.copies_bytes = 2 * header.fixed.copy_bytes
         self.segment_bytes = segment_bytes
         self.plaintext_bytes = self._parameters.plaintext_bytes
 

@@ -15,7 +15,7 @@ from ckptmgr.cli import options, render
 from ckptmgr.cli.exits import Exit
 from ckptmgr.cli.options import Command
 from ckptmgr.errors import KeyProblem, UnsafeWrite
-from ckptmgr.naming import CONTAINER_SUFFIX
+from ckptmgr.naming import CONTAINER_SUFFIX, without_envelope
 
 if TYPE_CHECKING:
     from ckptmgr.convert_target import Converted
@@ -159,8 +159,8 @@ def _target(target: str, *, name: str) -> Path:
 
 
 def _sealed_name(source: Path) -> str:
-    is_container = source.suffix == ".safetensors"
-    return source.name + CONTAINER_SUFFIX if is_container else source.name
+    name = without_envelope(source.name)
+    return name + CONTAINER_SUFFIX if name.endswith(".safetensors") else source.name
 
 
 def _refuse_terminal() -> None:

@@ -99,6 +99,7 @@ def _summary(contents: Contents) -> dict[str, Json]:
         "stats": {} if manifest is None else dict(manifest.stats),
         "is_content_shown": plain is not None,
         "plaintext_bytes": None if plain is None else plain.size_bytes,
+        "compressed_bytes": None if plain is None else plain.compressed_bytes,
         "is_sealed": None if plain is None else plain.is_sealed,
         "crc": None if plain is None else plain.crc,
         "metadata": None if plain is None else dict(plain.metadata),
@@ -177,6 +178,8 @@ def _facts(contents: Contents) -> Iterator[tuple[str, str]]:
         "" if plain is None or contents.cipher is None else f", {plain.size_bytes} decrypted"
     )
     yield "size", f"{contents.stored_bytes} bytes{decrypted}"
+    if plain is not None and plain.compressed_bytes is not None:
+        yield "compressed", f"zstd, to {plain.compressed_bytes / plain.size_bytes:.1%}"
     yield "cipher", _cipher(contents)
     if manifest is not None:
         yield "digest", f"blake3:{manifest.file.digest.total.hex()}"

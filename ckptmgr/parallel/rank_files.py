@@ -27,7 +27,7 @@ from ckptmgr.formats.tensor import TensorSpec
 from ckptmgr.fsio import FileSystem
 from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source
 from ckptmgr.lower_errors import translated_errors
-from ckptmgr.naming import CONTAINER_SUFFIX, stem_of
+from ckptmgr.naming import COMPRESSED_SUFFIX, CONTAINER_SUFFIX, stem_of
 from ckptmgr.parallel.errors import LayoutError
 from ckptmgr.store import Store
 
@@ -62,8 +62,9 @@ def find_rank_files(
         if match is None or not folder.is_dir():
             continue
         pattern = f"*{file_suffix or ''}.{format}"
-        both = (*folder.glob(pattern), *folder.glob(pattern + CONTAINER_SUFFIX))
-        files = [file for file in both if file.is_file()]
+        endings = ("", CONTAINER_SUFFIX, COMPRESSED_SUFFIX)
+        found_here = (file for ending in endings for file in folder.glob(pattern + ending))
+        files = [file for file in found_here if file.is_file()]
         if files:
             found[int(match[1])] = _newest(files, file_suffix)
         elif file_suffix is not None:

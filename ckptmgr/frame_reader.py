@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read a compressed file into many arrays at once: frames in parallel, each straight into an array where it can be."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+
+from ckptmgr.aligned import copy_into
+from ckptmgr.formats.zstd_source import FramesSource
+from ckptmgr.scatter import Placement
+from ckptmgr.units import each_unit
+
+
+def read_frames(source: FramesSource, placements: Sequence[Placement]) -> None:
+    """Fill the targets of all placements.
+
+    Args:
+        source: The expanded bytes.
+        placements: In ascending order, not overlapping.
+
+    Raises:
+        CkptmgrError, FormatError, CryptoError, OSError: What the source raises; targets are then undefined.
+    """
+    _Reader(source, placements).run()
+
+
+def check_frames(source: FramesSource) -> None:
+    """Read and expand everything, and keep nothing.
+
+    Raises:
+        CkptmgrError, FormatError, CryptoError, OSError: What the source raises.
+    """
+    each_unit(range(len(source.table.frames)), _Reader(source, ()).read)
+
+
+class _Reader:
+    def __init__(self, source: FramesSource, placements: Sequence[Placement]) -> None:
+        self._source = source
+        self._placements = [one for one in placements if one.target.nbytes]
+        self._starts = [one.offset for one in self._placements]
+        self._stops = [one.stop for one in self._placements]
+
+    def run(self) -> None:
+        wanted: set[int] = set()
+        for start, stop in zip(self._starts, self._stops, strict=True):
+            wanted.update(self._source.frames_of(start, stop))
+        each_unit(sorted(wanted), self.read)
+
+    def read(self, index: int, buffer: memoryview) -> None:
+        start, stop = self._source.frame_range(index)
+        first = bisect_right(self._stops, start)
+        parts = self._placements[first : bisect_left(self._starts, stop, lo=first)]
+        if len(parts) == 1 and parts[0].offset <= start and stop <= parts[0].stop:
+            at = start - parts[0].offset  # all of it belongs to one array: no copy
+            self._source.read_frame_into(index, parts[0].target[at : at + stop - start])
+            return
+        raw = buffer[: stop - start]
+        self._source.read_frame_into(index, raw)
+        for part in parts:
+            low, high = max(start, part.offset), min(stop, part.stop)
+            target = part.target[low - part.offset : high - part.offset]
+            copy_into(target, raw[low - start : high - start])
