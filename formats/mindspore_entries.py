@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 
 from .dtypes import BY_MINDSPORE, BY_NAME, DType
@@ -47,11 +46,7 @@ def join_records(wire: WireReader, records: Sequence[TensorRecord | MapRecord]) 
     """
     first = records[0]
     if len(records) == 1 and isinstance(first, TensorRecord) and first.type_name != TEXT_TYPE:
-        kind = _kind_of(first.type_name, first.dims, first.piece.length)
-        if kind is None:
-            return _tensor_entry([first])
-        spec = TensorSpec(name=first.name, dtype=kind[0], shape=kind[1])
-        return TensorEntry(spec, (first.piece,))
+        return _tensor_entry([first])
     tensors = [record for record in records if isinstance(record, TensorRecord)]
     maps = [record for record in records if isinstance(record, MapRecord)]
     if tensors and maps:
@@ -66,12 +61,10 @@ def join_records(wire: WireReader, records: Sequence[TensorRecord | MapRecord]) 
     return _tensor_entry(tensors)
 
 
-# Many tensors of a model have the same type and shape.
-@lru_cache(maxsize=1024)
-def _kind_of(
+def kind_of(
     type_name: str, dims: tuple[int, ...], size_bytes: int
 ) -> tuple[DType, tuple[int, ...]] | None:
-    """Return type and shape of a tensor whose content fills it; None for everything unusual."""
+    """Return type and shape of a tensor of one record whose content fills it; None for everything unusual."""
     dtype = BY_MINDSPORE.get(type_name)
     if dtype is None or not size_bytes:
         return None

@@ -17,12 +17,11 @@ from .errors import FormatError, UnsupportedError
 from .index import READ_BYTES, Piece, TensorEntry, check_buffer, check_content
 from .mindspore import CHECKPOINT_METADATA, CHECKPOINT_VALUE, MAX_METADATA_BYTES
 from .mindspore_entries import CkptEntry, MapEntry, join_records
+from .mindspore_plain import PlainTensors
 from .mindspore_records import (
     MapRecord,
-    PlainHead,
     TensorRecord,
     expect_bytes,
-    read_plain_tensor,
     read_record,
 )
 from .source import Source
@@ -141,7 +140,6 @@ class _IndexReader:
 
     def __init__(self, source: Source) -> None:
         self._wire = WireReader(source)
-        self._heads: dict[int, PlainHead] = {}
         self._run: list[TensorRecord | MapRecord] = []
         self._names: set[str] = set()
         self.entries: list[CkptEntry] = []
@@ -150,20 +148,25 @@ class _IndexReader:
         self.body_bytes = 0
 
     def read(self) -> None:
+        plain = PlainTensors(self._wire)
         while self.body_bytes < self._wire.size and self.crc is None:
-            plain = read_plain_tensor(self._wire, self.body_bytes, self._heads)
-            if plain is not None:
-                record, self.body_bytes = plain
-                self._add(record)
-                continue
-            self.crc = self._trailer()
-            if self.crc is None:
-                field = self._wire.field(self.body_bytes, self._wire.size)
-                self._take(field)
-                self.body_bytes = field.stop
+            found, self.body_bytes = plain.take(self.body_bytes, self._names)
+            if found:
+                self._end_run()
+                self.entries.extend(found)
+                self._names.update(entry.name for entry in found)
+            if self.body_bytes < self._wire.size:
+                self._read_field()
         self._end_run()
         if not self.entries and self.metadata is None:
             raise FormatError("the file holds no parameters", offset=0)
+
+    def _read_field(self) -> None:
+        self.crc = self._trailer()
+        if self.crc is None:
+            field = self._wire.field(self.body_bytes, self._wire.size)
+            self._take(field)
+            self.body_bytes = field.stop
 
     def _trailer(self) -> int | None:
         # The marker starts like a group, which is an error: a trailer can only stand between two fields, and a tensor
@@ -179,8 +182,13 @@ class _IndexReader:
             self._take_metadata(expect_bytes(field))
 
     def _add(self, record: TensorRecord | MapRecord) -> None:
-        if self._run and self._run[0].name != record.name:
+        if not self._run or self._run[0].name != record.name:
             self._end_run()
+            if record.name in self._names:
+                raise FormatError(
+                    "two parameters have this name", offset=record.offset, tensor=record.name
+                )
+            self._names.add(record.name)
         self._run.append(record)
 
     def _take_metadata(self, field: Field) -> None:
@@ -194,13 +202,6 @@ class _IndexReader:
         self.metadata = parse_strings(parsed, what="metadata", offset=field.start)
 
     def _end_run(self) -> None:
-        if not self._run:
-            return
-        first = self._run[0]
-        if first.name in self._names:
-            raise FormatError(
-                "two parameters have this name", offset=first.offset, tensor=first.name
-            )
-        self._names.add(first.name)
-        self.entries.append(join_records(self._wire, self._run))
-        self._run = []
+        if self._run:
+            self.entries.append(join_records(self._wire, self._run))
+            self._run = []

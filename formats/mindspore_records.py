@@ -12,7 +12,6 @@ from typing import NamedTuple
 from .errors import FormatError, UnsupportedError
 from .index import Piece
 from .mindspore import (
-    CHECKPOINT_VALUE,
     MAP_PARTS,
     MAPTENSOR_TENSOR,
     MAX_DIM,
@@ -27,13 +26,6 @@ from .mindspore import (
 from .wire import LENGTH_DELIMITED, VARINT, Field, WireReader
 
 _MAX_TYPE_BYTES = 64
-_MAX_HEADS = 4096
-_VALUE_KEY = CHECKPOINT_VALUE << 3 | LENGTH_DELIMITED
-_TAG_KEY = VALUE_TAG << 3 | LENGTH_DELIMITED
-_TENSOR_KEY = VALUE_TENSOR << 3 | LENGTH_DELIMITED
-_DIM_KEY = TENSOR_DIMS << 3 | VARINT
-_TYPE_KEY = TENSOR_TYPE << 3 | LENGTH_DELIMITED
-_CONTENT_KEY = TENSOR_CONTENT << 3 | LENGTH_DELIMITED
 
 
 class TensorRecord(NamedTuple):
@@ -52,93 +44,6 @@ class MapRecord(NamedTuple):
     name: str
     offset: int
     parts: tuple[TensorRecord, ...]
-
-
-class PlainHead(NamedTuple):
-    """What stands between the name and the content of a plain tensor, and what it says."""
-
-    encoded: bytes
-    dims: tuple[int, ...]
-    type_name: str
-    content_bytes: int
-
-
-def read_plain_tensor(
-    wire: WireReader, offset: int, heads: dict[int, PlainHead] | None = None
-) -> tuple[TensorRecord, int] | None:
-    """Return the tensor in the `Checkpoint` message at `offset`, and where the message ends.
-
-    A short cut past `read_record` for messages as every writer lays them out; None stands for all others, damaged ones
-    included. With ten thousands of small tensors it is most of the time of a load.
-
-    Args:
-        wire: The file.
-        offset: Where the message starts.
-        heads: Those seen before, by the bytes from head to end: many tensors have the same, and only the name differs.
-    """
-    data, at = wire.around(offset)
-    start = offset - at
-    try:
-        stop, at = _length(data, at, _VALUE_KEY)
-        end, at = _length(data, at, _TAG_KEY)
-        name = data[at:end].decode()
-        head = heads.get(stop - end) if heads else None
-        if head is None or not data.startswith(head.encoded, end):
-            head = _read_head(data, end, stop)
-            if heads is not None and len(heads) < _MAX_HEADS:
-                heads[stop - end] = head
-    except (IndexError, UnicodeDecodeError):
-        return None
-    if start + stop > wire.size:
-        return None
-    content = end + len(head.encoded)
-    piece = Piece(start + content, head.content_bytes)
-    return TensorRecord(name, start + end, head.dims, head.type_name, piece), start + stop
-
-
-def _read_head(data: bytes, at: int, stop: int) -> PlainHead:
-    """Return the head at `at` of a tensor whose content ends at `stop`; IndexError for everything unusual."""
-    first = at
-    end, at = _length(data, at, _TENSOR_KEY)
-    dims = []
-    while data[at] == _DIM_KEY:
-        dim, at = _varint(data, at + 1)
-        dims.append(dim)
-    type_stop, at = _length(data, at, _TYPE_KEY)
-    type_name = data[at:type_stop]
-    content_stop, at = _length(data, type_stop, _CONTENT_KEY)
-    is_plain = (
-        stop == end == content_stop
-        and len(dims) <= MAX_RANK
-        and (not dims or max(dims) <= MAX_DIM)
-        and len(type_name) <= _MAX_TYPE_BYTES
-        and type_name.isascii()
-    )
-    if not is_plain:
-        raise IndexError
-    return PlainHead(data[first:at], tuple(dims), type_name.decode(), stop - at)
-
-
-def _length(data: bytes, at: int, key: int) -> tuple[int, int]:
-    """Return where the payload of a field ends and starts; IndexError unless the field has this key."""
-    if data[at] != key:
-        raise IndexError
-    length, at = _varint(data, at + 1)
-    return at + length, at
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = data[at]
-    if value < 0x80:
-        return value, at + 1
-    value &= 0x7F
-    for shift in range(7, 64, 7):
-        at += 1
-        byte = data[at]
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at + 1
-    raise IndexError
 
 
 def read_record(wire: WireReader, value: Field) -> TensorRecord | MapRecord:

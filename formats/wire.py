@@ -31,7 +31,7 @@ _FIXED_BYTES = {FIXED64: 8, FIXED32: 4}
 _MAX_VARINT_BYTES = 10
 _ONE_BYTE = tuple(bytes([value]) for value in range(0x80))
 _WINDOW_BYTES = 16 * 1024
-_AHEAD_BYTES = 1024
+AHEAD_BYTES = 1024
 
 
 class Field(NamedTuple):
@@ -100,7 +100,7 @@ class WireReader:
 
     def around(self, offset: int) -> tuple[bytes, int]:
         """Return some bytes of the source and the position of `offset` among them; a KiB follows, or the source ends."""
-        self._cover(offset, min(offset + _AHEAD_BYTES, self.size))
+        self._cover(offset, min(offset + AHEAD_BYTES, self.size))
         return self._window, offset - self._window_start
 
     def field(self, offset: int, stop: int) -> Field:

@@ -3,19 +3,20 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ckptmgr.formats import mindspore_plain
 from ckptmgr.formats.errors import FormatError
+from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.mindspore import MAX_DIM, MAX_RANK
-from ckptmgr.formats.mindspore_records import (
-    PlainHead,
-    TensorRecord,
-    expect_bytes,
-    read_plain_tensor,
-    read_record,
-)
+from ckptmgr.formats.mindspore_entries import CkptEntry, join_records
+from ckptmgr.formats.mindspore_plain import PlainTensors
+from ckptmgr.formats.mindspore_reader import CkptIndex, read_ckpt_index
+from ckptmgr.formats.mindspore_records import expect_bytes, read_record
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.wire import (
     WireReader,
@@ -37,62 +38,91 @@ def message(
     return encode_bytes_field(1, encode_bytes_field(1, name) + encode_bytes_field(2, tensor))
 
 
-def by_the_short_cut(data: bytes, offset: int = 0) -> tuple[object, int] | None:
-    return read_plain_tensor(WireReader(BytesSource(data)), offset)
+def by_the_short_cut(data: bytes, offset: int = 0) -> tuple[TensorEntry, int] | None:
+    """Return the first plain tensor, and where those that follow each other end."""
+    found, stop = PlainTensors(WireReader(BytesSource(data))).take(offset, set())
+    return (found[0], stop) if found else None
 
 
-def by_the_strict_reader(data: bytes, offset: int = 0) -> tuple[object, int] | None:
+def by_the_strict_reader(data: bytes, offset: int = 0) -> tuple[CkptEntry, int] | None:
     wire = WireReader(BytesSource(data))
     try:
         field = wire.field(offset, wire.size)
-        return read_record(wire, expect_bytes(field)), field.stop
+        return join_records(wire, [read_record(wire, expect_bytes(field))]), field.stop
     except FormatError:
         return None
 
 
 @given(
     name=st.text(st.characters(exclude_categories=["Cs"]), max_size=300).map(str.encode),
-    dims=st.lists(st.integers(0, MAX_DIM), max_size=5).map(tuple),
-    content=st.binary(max_size=300),
+    dims=st.lists(st.integers(1, 4), max_size=5).map(tuple),
     before=st.integers(0, 20_000),
 )
 @settings(max_examples=60)
 def test_plain_tensor_is_found_wherever_it_lies(
-    name: bytes, dims: tuple[int, ...], content: bytes, before: int
+    name: bytes, dims: tuple[int, ...], before: int
 ) -> None:
-    data = bytes(before) + message(name, dims, content=content) + b"more"
+    data = bytes(before) + message(name, dims, content=bytes(4 * prod(dims)))
     found = by_the_short_cut(data, before)
     assert found is not None
     assert found == by_the_strict_reader(data, before)
 
 
-@given(
-    tensors=st.lists(
-        st.tuples(
-            st.sampled_from(["a", "b", "long name", "ä"]),
-            st.sampled_from([(), (2,), (1, 2), (2, 1), (300,)]),
-            st.sampled_from([b"Int8", b"Bool", b"Float32"]),
-            st.sampled_from([0, 1, 8, 200]),
-        )
-    ),
-    change=st.none() | st.tuples(st.integers(0), st.integers(0, 255)),
+NO_SHORT_CUT = type("NoShortCut", (PlainTensors,), {"take": lambda self, offset, _: ([], offset)})
+
+
+def index_of(data: bytes, monkeypatch: pytest.MonkeyPatch, *, is_strict: bool) -> CkptIndex | str:
+    """Return the index of a file, or why there is none."""
+    with monkeypatch.context() as patch:
+        if is_strict:
+            patch.setattr("ckptmgr.formats.mindspore_reader.PlainTensors", NO_SHORT_CUT)
+        try:
+            return read_ckpt_index(BytesSource(data))
+        except FormatError as error:
+            return str(error)
+
+
+PARTS = st.tuples(
+    st.sampled_from([b"a", b"a", b"b", b"long name", "ä".encode(), b"x" * 140]),
+    st.sampled_from([(), (2,), (1, 2), (2, 1), (0,), (50,)]),
+    st.sampled_from([b"Int8", b"Bool", b"Float32", b"str", b"Odd"]),
+    st.sampled_from([0, 1, 2, 8, 200]),
 )
-@settings(max_examples=100)
-def test_heads_seen_before_change_nothing(
-    tensors: list[tuple[str, tuple[int, ...], bytes, int]], change: tuple[int, int] | None
+
+
+@given(parts=st.lists(PARTS, max_size=8), change=st.none() | st.tuples(st.integers(0), st.binary()))
+@settings(
+    max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
+def test_files_are_read_as_without_the_short_cut(
+    parts: list[tuple[bytes, tuple[int, ...], bytes, int]],
+    change: tuple[int, bytes] | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    parts = [message(n.encode(), dims, kind, b"x" * size) for n, dims, kind, size in tensors]
-    data = bytearray(b"".join(parts))
-    if change is not None and data:
-        data[change[0] % len(data)] = change[1]
-    heads: dict[int, PlainHead] = {}
-    wire, offset = WireReader(BytesSource(data)), 0
-    while offset < len(data):
-        found = read_plain_tensor(wire, offset, heads)
-        assert found == by_the_short_cut(bytes(data), offset)
-        if found is None:
-            break
-        offset = found[1]
+    data = b"".join(message(n, dims, kind, b"\0" * size) for n, dims, kind, size in parts)
+    if change is not None:
+        at = change[0] % (len(data) + 1)
+        data = data[:at] + change[1] + data[at + len(change[1]) :]
+    short = index_of(data, monkeypatch, is_strict=False)
+    assert short == index_of(data, monkeypatch, is_strict=True)
+
+
+def test_tensor_in_two_slices_is_not_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, empty = message(b"a", (2,), b"Int8", b"xy"), message(b"a", (2,), b"Int8", b"")
+    other = message(b"b", (2,), b"Int8", b"xy")
+    assert by_the_short_cut(one + one) is None
+    data = other + one + empty + one.replace(b"a", b"c")
+    found = index_of(data, monkeypatch, is_strict=False)
+    assert isinstance(found, CkptIndex)
+    assert [entry.name for entry in found.entries] == ["b", "a", "c"]
+    assert found == index_of(data, monkeypatch, is_strict=True)
+
+
+def test_no_more_heads_are_kept_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mindspore_plain, "_MAX_HEADS", 1)
+    data = message(b"a", (2,), b"Int8", b"xy") + message(b"b", (3,), b"Int8", b"xyz")
+    found, stop = PlainTensors(WireReader(BytesSource(data))).take(0, set())
+    assert ([entry.name for entry in found], stop) == (["a", "b"], len(data))
 
 
 @given(data=st.data())
@@ -143,15 +173,14 @@ def test_long_content_is_not_read() -> None:
     class Head(BytesSource):
         @property
         def size(self) -> int:
-            return 1 << 40
+            return len(data) + length
 
-    length = (1 << 40) - 100
-    tensor = encode_bytes_field(2, b"Int8") + encode_length_prefix(3, length)
+    length = (1 << 40) - (1 << 20)
+    dims = encode_varint_field(1, 1 << 20) + encode_varint_field(1, (1 << 20) - 1)
+    tensor = dims + encode_bytes_field(2, b"Int8") + encode_length_prefix(3, length)
     value = encode_bytes_field(1, b"w") + b"\x12" + encode_varint(len(tensor) + length) + tensor
     data = b"\x0a" + encode_varint(len(value) + length) + value
-    found = read_plain_tensor(WireReader(Head(data + bytes(1 << 15))), 0)
-    assert found is not None
-    record, stop = found
-    assert isinstance(record, TensorRecord)
-    assert (record.piece.offset, record.piece.length) == (len(data), length)
+    wire = WireReader(Head(data + bytes(1 << 15)))
+    (entry,), stop = PlainTensors(wire).take(0, set())
+    assert entry.pieces == ((len(data), length),)
     assert stop == len(data) + length
