@@ -6,8 +6,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from dataclasses import replace
 from pathlib import Path
 
+from ckptmgr import tree
 from ckptmgr.errors import CheckpointNotFound
 from ckptmgr.in_place import InPlaceState, in_place
 from ckptmgr.loader import ReadOptions
@@ -94,7 +96,7 @@ class SeriesReader:
 
         Its tensors are in memory, or, where the state has room for them, still in the file, which is then held open.
         """
-        sharded = self._sharded(checkpoint)
+        sharded = self._sharded(checkpoint, state)
         if sharded is not None:
             return read_sharded(
                 self._store, sharded, options=self._options, state=state, slicer=self._slicer
@@ -111,10 +113,10 @@ class SeriesReader:
                     return found
             return StoredState.read(opened, path=checkpoint.path, manifest=manifest)
 
-    def _sharded(self, checkpoint: Checkpoint) -> Manifest | None:
-        """Return the manifest of a checkpoint that more than the file of one rank is needed for, or None."""
+    def _sharded(self, checkpoint: Checkpoint, state: object) -> Manifest | None:
+        """Return the manifest of a checkpoint that more, or less, than one whole file is needed of, or None."""
         if not checkpoint.shards:
-            return None
+            return self._to_be_cut(checkpoint, state)
         manifest = self._store.read_manifest(checkpoint.name)
         if manifest is None or not manifest.shards:
             return None
@@ -123,6 +125,13 @@ class SeriesReader:
             return manifest
         with open_checkpoint(self._store, checkpoint, options=self._options) as (opened, _):
             return manifest if PIECES in opened.metadata else None
+
+    def _to_be_cut(self, checkpoint: Checkpoint, state: object) -> Manifest | None:
+        """Return the manifest of a single file, as that of one rank, if the state holds only parts of its tensors."""
+        if self._slicer is None or state is None or not tree.flatten(state, self._slicer).slices:
+            return None
+        manifest = self._store.read_manifest(checkpoint.name)
+        return None if manifest is None else replace(manifest, shards=(manifest.file,))
 
     def free_name(self, step: int, *, format: str) -> tuple[str, int]:
         """Return a name that nobody uses, and which save of the step that makes it."""

@@ -94,6 +94,7 @@ class ShardedCheckpoint:
         self.path = store.directory / manifest.name
         self._known: dict[int, _Known] = {}
         self._open: OrderedDict[int, tuple[OpenCheckpoint, contextlib.ExitStack]] = OrderedDict()
+        self._confirmed: set[int] = set()
         self._damaged: dict[int, Exception] = {}
 
     def __enter__(self) -> Self:
@@ -126,8 +127,10 @@ class ShardedCheckpoint:
         """
         known = self.file(rank)
         opened = self._opened(rank)
-        with translated_errors(opened.path):
-            confirm_index(opened)
+        if rank not in self._confirmed:
+            with translated_errors(opened.path):
+                confirm_index(opened)
+            self._confirmed.add(rank)
         return known.metadata
 
     def file(self, rank: int) -> _Known:
@@ -257,7 +260,8 @@ class ShardedCheckpoint:
                 placements += _placed(entry, run.source_offset, view)
         placements.sort(key=lambda one: one.offset)
         with translated_errors(opened.path):
-            _read(opened, placements)
+            _read(opened, placements, is_confirmed=number in self._confirmed)
+        self._confirmed.add(number)
 
     def _opened(self, rank: int) -> OpenCheckpoint:
         if rank in self._open:
@@ -270,6 +274,7 @@ class ShardedCheckpoint:
             opened = open_source(
                 raw, path=str(path), options=self._options, manifest=manifest, is_for_loading=True
             )
+            self._confirmed.discard(rank)
             self._known[rank] = _known(opened, rank)
             self._open[rank] = opened, stack.pop_all()
         while len(self._open) > _OPEN_FILES:
@@ -311,17 +316,18 @@ def _placed(entry: TensorEntry, offset: int, target: memoryview) -> Iterator[Pla
             offset -= run.length
 
 
-def _read(opened: OpenCheckpoint, placements: list[Placement]) -> None:
+def _read(opened: OpenCheckpoint, placements: list[Placement], *, is_confirmed: bool) -> None:
     if not opened.unit_bytes:
         for one in placements:
             opened.source.read_into(one.offset, one.target)
         return
+    glimpses = None if is_confirmed else opened.glimpses
     read_scattered(
         opened.source,
         placements,
         unit_bytes=opened.unit_bytes,
-        glimpses=opened.glimpses,
-        also_units=() if opened.glimpses is None else opened.glimpses.units(opened.unit_bytes),
+        glimpses=glimpses,
+        also_units=() if glimpses is None else glimpses.units(opened.unit_bytes),
     )
 
 

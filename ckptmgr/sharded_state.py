@@ -12,7 +12,7 @@ equal on all of them, or cut by a layout; else nobody can tell how it joins.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -57,6 +57,23 @@ def read_sharded(
         return _Reading(files, options, state, slicer).run()
 
 
+def read_tensors(
+    store: Store,
+    manifest: Manifest,
+    *,
+    options: ReadOptions,
+    choose: Callable[[str], bool],
+) -> dict[str, np.ndarray]:
+    """Return the chosen tensors of a checkpoint of many ranks, whole; of those that differ the ones of rank 0.
+
+    Raises:
+        CkptmgrError: As `read_sharded`.
+    """
+    with ShardedCheckpoint(store, manifest, options=options) as files:
+        names = [name for name in files.names(0) if choose(name)]
+        return _Reading(files, options, None, None).tensors(dict.fromkeys(names))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Own:
     """What the state of the reader is made of already."""
@@ -93,11 +110,7 @@ class _Reading:
             shapes = leaf_shapes(skeleton)
         stored = {name: shape for name, shape in shapes.items() if not name.startswith(KEPT)}
         regions = {name: self._region(name, shape) for name, shape in stored.items()}
-        arrays = self._files.read(
-            {name: self._with_item(name, region) for name, region in regions.items()},
-            rank=None if self._is_one_for_all else self._rank,
-        )
-        self._check_same(regions)
+        arrays = self.tensors(regions)
         arrays |= {name: self._kept(name) for name in shapes if name.startswith(KEPT)}
         local = {name: lengths_of(one) for name, one in regions.items() if one is not None}
         local |= {KEPT + name: one.lengths for name, one in self._own.slices.items()}
@@ -108,6 +121,15 @@ class _Reading:
             manifest=self._files.manifest,
             kept=kept,
         )
+
+    def tensors(self, regions: Mapping[str, Region | None]) -> dict[str, np.ndarray]:
+        """Return tensors, or parts of them."""
+        arrays = self._files.read(
+            {name: self._with_item(name, region) for name, region in regions.items()},
+            rank=None if self._is_one_for_all else self._rank,
+        )
+        self._check_same(regions)
+        return arrays
 
     def _skeleton(self) -> tuple[str | None, tuple[str, ...]]:
         first = self._files.metadata(self._home).get(SKELETON)

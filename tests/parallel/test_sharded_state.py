@@ -311,3 +311,18 @@ def test_damaged_file_without_a_copy_is_an_error() -> None:
         pytest.raises(CorruptCheckpoint),
     ):
         ours.load(1)
+
+
+def test_file_of_one_process_is_cut_for_many_ranks() -> None:
+    disk = ModelDisk()
+    whole = np.arange(12).reshape(4, 3)
+    with CheckpointManager(RUNS, prefix=SERIES, fs=disk, processes=ModelProcesses(disk)) as ours:
+        ours.save(1, {"w": whole, "lr": 0.5})
+    layout = {"w": ParallelLayout(device_matrix=(2,), tensor_map=((0,), ()))}
+
+    def load(ours: CheckpointManager, rank: int) -> Any:
+        return ours.resume({"w": np.zeros((2, 3), int), "lr": 0.0}).state
+
+    found = job(disk.restart(), 2, load, layout=layout)
+    assert [one["w"].tolist() for one in found] == [whole[:2].tolist(), whole[2:].tolist()]
+    assert [one["lr"] for one in found] == [0.5, 0.5]
