@@ -261,7 +261,7 @@ class ModelCheckpoint:
         writer = self._writer(self._directory, self._prefix)
         family = re.compile(re.escape(self._base_prefix) + r"(_\d+)?")
         candidates = [c for c in newest_first(writer.store.scan()) if family.fullmatch(c.series)]
-        options = ReadOptions(key=self._key)
+        options = ReadOptions(key=self._key, trusted_keys=writer.store.trusted_keys)
 
         def load(checkpoint: Checkpoint) -> dict[str, Value]:
             with open_checkpoint(writer.store, checkpoint, options=options) as (opened, _):
@@ -376,8 +376,14 @@ class ModelCheckpoint:
                 compression_level=self._config.compression_level,
                 verify_after_write=self._config.verify_after_write,
             )
+            signing_key = self._config.signing_key
             store = Store(
-                directory, fs=self._fs, key=self._key, must_authenticate=self._key is not None
+                directory,
+                fs=self._fs,
+                key=self._key,
+                must_authenticate=self._key is not None or signing_key is not None,
+                signing_key=signing_key,
+                trusted_keys=() if signing_key is None else (signing_key.public_key,),
             )
             writer = SeriesWriter(
                 store, series, options=options, clock=self._clock, observers=self._observers

@@ -90,8 +90,9 @@ class Expected:
 
     def _is_or_follows(self, checkpoint: Checkpoint) -> bool:
         wanted = (self.id or "").lower()
-        known = (checkpoint.id, checkpoint.previous and checkpoint.previous.id)
-        return any(one is not None and one.startswith(wanted) for one in known)
+        link = checkpoint.previous
+        known = (checkpoint.id or "", "" if link is None else link.id)
+        return any(one.startswith(wanted) for one in known)
 
 
 def _is_id(text: str) -> bool:

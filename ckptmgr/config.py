@@ -35,9 +35,11 @@ from ckptmgr.config_checks import (
     check_key,
     check_mode,
     check_network,
+    check_signing_key,
     check_type,
     warn_unknown_options,
 )
+from ckptmgr.crypto.signing import SigningKey
 from ckptmgr.memory_config import MemoryConfig
 from ckptmgr.naming import FORMATS, extension_of
 from ckptmgr.policy_text import parse_policy
@@ -95,6 +97,8 @@ class CheckpointConfig:
             bytes did not arrive fails, and the earlier checkpoints stay.
         compression: "zstd", or None. Only with format "safetensors"; the name then ends in `.ckpz`, with a key in `.ckpe`.
         compression_level: 1 (fast) to 19.
+        signing_key: The source of an Ed25519 private key (`file:sign.pem` of `ckptmgr keygen --type ed25519`) that signs the
+            manifest of every checkpoint, so that anybody with the public key can verify it.
         options: `incremental` and `enable_redundance`, as in MindSpore. Others are ignored with a logged warning.
 
     Raises:
@@ -127,6 +131,7 @@ class CheckpointConfig:
         on_error: OnError = "raise",
         zero_stall: bool = False,
         verify_after_write: bool = False,
+        signing_key: str | SigningKey | None = None,
         compression: str | None = None,
         compression_level: int = 1,
         **options: object,
@@ -168,6 +173,7 @@ class CheckpointConfig:
         self.back_pressure: BackPressure = check_back_pressure(back_pressure)
         self.on_error: OnError = on_error
         parse_on_error(on_error)
+        self.signing_key = check_signing_key(signing_key)
         self.verify_after_write = check_is_bool("verify_after_write", verify_after_write)
         self.zero_stall = check_is_bool("zero_stall", zero_stall)
         if zero_stall and not async_save:

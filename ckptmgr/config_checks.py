@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import difflib
 import logging
+import os
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
+from ckptmgr.crypto.errors import CryptoError
+from ckptmgr.crypto.signing import PublicKey, SigningKey, load_public_key, load_signing_key
 from ckptmgr.errors import KeyProblem
 
 KEY_LENGTHS_BYTES: Mapping[str, tuple[int, ...]] = {
@@ -137,6 +140,30 @@ def check_key(name: str, key: object) -> bytes | None:
 def check_mode(name: str, mode: object) -> str:
     """Return the name of a cipher mode; whether it is known is checked only together with a key."""
     return check_type(name, mode, str)
+
+
+def check_signing_key(key: object) -> SigningKey | None:
+    """Return the key that a source gives, or None. The message never shows what it gave."""
+    if key is None or isinstance(key, SigningKey):
+        return key
+    if not isinstance(key, str):
+        raise TypeError(
+            f"'signing_key' must be the source of a key, such as 'file:sign.pem', but got <redacted {type(key).__name__}>"
+        )
+    try:
+        return load_signing_key(key)
+    except CryptoError as error:
+        raise KeyProblem(error.message, hint=error.hint) from error
+
+
+def check_trusted_keys(keys: Iterable[str | os.PathLike[str] | PublicKey]) -> tuple[PublicKey, ...]:
+    """Return public keys that are given themselves or as files in PEM."""
+    if isinstance(keys, str | bytes | os.PathLike):
+        raise TypeError("'trusted_keys' must be a list of public key files, not one of them")
+    try:
+        return tuple(one if isinstance(one, PublicKey) else load_public_key(one) for one in keys)
+    except CryptoError as error:
+        raise KeyProblem(error.message, hint=error.hint) from error
 
 
 def check_is_bool(name: str, value: object) -> bool:

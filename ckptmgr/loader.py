@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ckptmgr.crypto.keyring import Keys
+from ckptmgr.crypto.signing import PublicKey
 from ckptmgr.destinations import match
 from ckptmgr.errors import ChecksumMismatch
 from ckptmgr.formats import mindspore_reader, safetensors_file
@@ -61,6 +62,7 @@ class ReadOptions:
         allow_unsealed: Accept plain and unsealed files although a key is given.
         rank: Which file of a sharded checkpoint to read, and `world`, out of how many; None for none.
         world: Number of ranks that read.
+        trusted_keys: Whose signatures count. Given any, files whose manifest none of them signed are refused.
     """
 
     key: Keys | None = None
@@ -68,6 +70,12 @@ class ReadOptions:
     allow_unsealed: bool = False
     rank: int | None = None
     world: int = 1
+    trusted_keys: tuple[PublicKey, ...] = ()
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether manifests must be authenticated by what was given."""
+        return (self.key is not None or bool(self.trusted_keys)) and not self.allow_unsealed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

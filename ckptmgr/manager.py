@@ -27,7 +27,9 @@ from typing import Self
 from ckptmgr import tree
 from ckptmgr.chain import contradiction
 from ckptmgr.config import CheckpointConfig, check_config
+from ckptmgr.config_checks import check_trusted_keys
 from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.signing import PublicKey
 from ckptmgr.engine import engine_for
 from ckptmgr.errors import CheckpointNotFound
 from ckptmgr.forecast import Forecast
@@ -85,7 +87,9 @@ class CheckpointManager:
         prefix: Name of the series; files are called `<prefix>-<step>.<format>`.
         save_policy: Instead of the configuration's steps and seconds.
         clock: Seconds since the epoch; stamps checkpoints and decides about seconds and ages.
-        allow_unsealed: With a key, also resume from files that are not authenticated as a whole.
+        allow_unsealed: With a key or trusted keys, also resume from files that are not authenticated as a whole.
+        trusted_keys: Public keys, or their files in PEM: checkpoints whose manifest none of them signed are not resumed from.
+            That of the configuration's `signing_key` is always one of them.
         snapshot_steps: Every so many steps `step_end` also copies the state into memory, for `rollback`; None for never.
         snapshots: How many such copies are kept; `memory.snapshot_budget_bytes` bounds them, too.
         observe: A function, or several, that take an `Event` of `ckptmgr.observe`.
@@ -113,6 +117,7 @@ class CheckpointManager:
         save_policy: SavePolicy | None = None,
         clock: Callable[[], float] = time.time,
         allow_unsealed: bool = False,
+        trusted_keys: Iterable[str | os.PathLike[str] | PublicKey] = (),
         snapshot_steps: int | None = None,
         snapshots: int = 2,
         observe: Observer | Iterable[Observer] | None = None,
@@ -134,12 +139,18 @@ class CheckpointManager:
         if coordinator is not None:
             check_ranks_agree(self._config, self._policy)
         key = None if self._config.enc_key is None else Key(self._config.enc_key)
+        signing_key = self._config.signing_key
+        trusted = check_trusted_keys(trusted_keys)
+        if signing_key is not None:
+            trusted = (signing_key.public_key, *trusted)
         self._store = store_maker(coordinator, clock)(
             self.directory,
             fs=fs,
             key=key,
             processes=processes,
-            must_authenticate=key is not None and not allow_unsealed,
+            must_authenticate=(key is not None or bool(trusted)) and not allow_unsealed,
+            signing_key=signing_key,
+            trusted_keys=trusted,
         )
         options = SaveOptions(
             format=self._config.format,
@@ -164,6 +175,7 @@ class CheckpointManager:
         read_options = ReadOptions(
             key=key,
             allow_unsealed=allow_unsealed,
+            trusted_keys=trusted,
             rank=None if coordinator is None else coordinator.rank,
             world=1 if coordinator is None else coordinator.world,
         )

@@ -65,6 +65,17 @@ class Plaintext:
     glimpses: Glimpses | None = None
 
 
+def refuse_unsigned(manifest: Manifest | None, *, path: str, options: ReadOptions) -> None:
+    """Raise UnsealedCheckpoint when a signature is wanted, and there is none that covers the file."""
+    is_signed = manifest is not None and manifest.signed_by is not None
+    if options.trusted_keys and not options.allow_unsealed and not is_signed:
+        raise UnsealedCheckpoint(
+            "public keys to trust were given, but there is no manifest that one of them has signed",
+            path=path,
+            hint=ALLOW_UNSEALED_HINT,
+        )
+
+
 def plaintext_of(
     raw: Source, *, path: str, options: ReadOptions, manifest: Manifest | None
 ) -> Plaintext:
@@ -79,6 +90,7 @@ def plaintext_of(
     Raises:
         CkptmgrError, CryptoError: It cannot be read, or not like this.
     """
+    refuse_unsigned(manifest, path=path, options=options)
     if manifest is None:
         plain = Plaintext(source=raw)
     else:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -31,8 +31,9 @@ from typing import Self, TypeVar
 
 import numpy as np
 
-from ckptmgr.config_checks import check_cipher, check_is_bool, check_key
+from ckptmgr.config_checks import check_cipher, check_is_bool, check_key, check_trusted_keys
 from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.signing import PublicKey
 from ckptmgr.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedCheckpoint
 from ckptmgr.formats.index import TensorEntry, check_content
 from ckptmgr.formats.mindspore_entries import CkptEntry, MapEntry, TextEntry
@@ -67,6 +68,7 @@ def open_checkpoint(
     dec_mode: str | None = None,
     allow_unsealed: bool = False,
     mmap: bool = False,
+    trusted_keys: Iterable[str | os.PathLike[str] | PublicKey] = (),
 ) -> CheckpointReader:
     """Open a file for reading single tensors; close the reader, or use it in a `with` block.
 
@@ -80,6 +82,8 @@ def open_checkpoint(
             memory, and the arrays may outlive the reader. Only for files that nobody changes in place, as ckptmgr never
             does, on disks that can be trusted: what is written into the file, or read anew because memory ran short,
             shows in arrays that were checked before; and who touches a page of a file that was cut short is killed (SIGBUS).
+        trusted_keys: Public keys, or their files in PEM: a file whose manifest none of them signed is refused, unless
+            `allow_unsealed`.
 
     Raises:
         CheckpointNotFound: There is no such file.
@@ -93,12 +97,15 @@ def open_checkpoint(
     if dec_mode is not None:
         check_cipher(dec_key, dec_mode)
     options = ReadOptions(
-        key=None if dec_key is None else Key(dec_key), mode=dec_mode, allow_unsealed=allow_unsealed
+        key=None if dec_key is None else Key(dec_key),
+        mode=dec_mode,
+        allow_unsealed=allow_unsealed,
+        trusted_keys=check_trusted_keys(trusted_keys),
     )
     real = Path(os.path.realpath(path))
     if not real.exists():
         raise CheckpointNotFound("no such file", path=path)
-    store = Store(real.parent, key=options.key)
+    store = Store(real.parent, key=options.key, trusted_keys=options.trusted_keys)
     return with_its_manifest(
         store,
         real.name,

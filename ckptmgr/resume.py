@@ -56,10 +56,10 @@ def open_checkpoint(
         if manifest is not None and manifest.shards:
             manifest = manifest.of_shard(_rank_of(checkpoint, options))
             path = store.directory / manifest.name
-        if manifest is None and options.key is not None and not options.allow_unsealed:
+        if manifest is None and options.is_strict:
             # The seal proves who wrote the file, not which step of the run it is: an old one could have been renamed.
             raise UnsealedCheckpoint(
-                "a key was given, but no manifest proves which checkpoint this file is",
+                "keys were given, but no manifest proves which checkpoint this file is",
                 path=checkpoint.path,
                 hint="pass allow_unsealed=True if you trust its name",
             )

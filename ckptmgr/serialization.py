@@ -15,7 +15,7 @@ from __future__ import annotations
 import io
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -29,8 +29,10 @@ from ckptmgr.config_checks import (
     check_is_bool,
     check_key,
     check_mode,
+    check_trusted_keys,
 )
 from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.signing import PublicKey
 from ckptmgr.errors import CheckpointNotFound, UnsupportedState
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import Item, Tensor
@@ -192,6 +194,7 @@ def load_checkpoint(
     *,
     allow_unsealed: bool = False,
     into: Mapping[str, Any] | None = None,
+    trusted_keys: Iterable[str | os.PathLike[str] | PublicKey] = (),
 ) -> dict[str, Any]:
     """Load one file; a damaged one is an error, never a wrong value.
 
@@ -212,6 +215,8 @@ def load_checkpoint(
         into: Name to NumPy array or torch tensor: these names are read, straight into their memory, and nothing else.
             Everything is compared before the first byte is written; damage is found while writing, and an error about it
             leaves the content of the arrays undefined.
+        trusted_keys: Public keys, or their files in PEM: a file whose manifest none of them signed is refused, unless
+            `allow_unsealed`.
 
     Returns:
         Name to array (bf16 by `ml_dtypes`), string, or `MapArrays`, in file order; or the values of `into`.
@@ -236,7 +241,12 @@ def load_checkpoint(
     is_container = str(ckpt_file_name).endswith(CONTAINER_SUFFIX)
     check_cipher(dec_key, dec_mode, format="safetensors" if is_container else "ckpt")
     key = None if dec_key is None else Key(dec_key)
-    options = ReadOptions(key=key, mode=dec_mode, allow_unsealed=allow_unsealed)
+    options = ReadOptions(
+        key=key,
+        mode=dec_mode,
+        allow_unsealed=allow_unsealed,
+        trusted_keys=check_trusted_keys(trusted_keys),
+    )
 
     def wanted(opened: OpenCheckpoint) -> dict[str, Any]:
         if into is None:
@@ -288,7 +298,7 @@ def name_of(item: Item) -> str:
 def _read_file(
     path: Path, options: ReadOptions, read: Callable[[OpenCheckpoint], dict[str, Any]]
 ) -> dict[str, Any]:
-    store = Store(path.parent, key=options.key)
+    store = Store(path.parent, key=options.key, trusted_keys=options.trusted_keys)
 
     def read_with(manifest: Manifest | None) -> dict[str, Any]:
         with closing(store.fs.open(path)) as raw:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import enum
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -47,12 +47,14 @@ from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import Manifest
 from ckptmgr.model import Checkpoint
 from ckptmgr.observe import EVERYBODY, about
+from ckptmgr.plaintext import refuse_unsigned
 from ckptmgr.store import Store
 from ckptmgr.tensor_stats import stats_of
 
 _HEAD_BYTES = 16
 _CHECKS = (
     "manifest",
+    "signature",
     "size",
     "digests",
     "records",
@@ -83,7 +85,7 @@ class Status(enum.Enum):
     UNVERIFIED = "unverified"
     """Well-formed, but it has no checksum: nothing vouches for its contents."""
     PARTIAL = "partial"
-    """Right as far as it could be checked; without the key, that is not all."""
+    """Right as far as it could be checked; without the key or a signature, that is not all."""
     UNSEALED = "unsealed"
     """A key was given, but the file is not authenticated as a whole."""
     WRONG_KEY = "wrong key"
@@ -264,14 +266,17 @@ class _Check:
 
     def _check_file(self, path: Path, manifest: Manifest | None) -> None:
         with contextlib.closing(self._store.fs.open(path)) as raw:
+            refuse_unsigned(manifest, path=self._path, options=self._options)
             if manifest is not None:
                 self.checked.append("manifest")
+                if manifest.signed_by is not None:
+                    self.checked.append("signature")
                 self._check_against(manifest, raw)
             kind = kind_of(raw, name=path.name)
             if kind is Kind.MINDSPORE_ENCRYPTED:
                 self._check_encrypted(raw, manifest)
             elif kind is Kind.CKPTMGR_CONTAINER:
-                self._check_container(raw)
+                self._check_container(raw, manifest)
             else:
                 self._check_plain(raw, manifest)
 
@@ -300,7 +305,7 @@ class _Check:
         key = self._options.key
         if key is None:
             self.unchecked.append(f"seal and contents: encrypted ({mode}), and no key was given")
-            if self._level is not Level.QUICK:
+            if self._level is not Level.QUICK and not _is_signed(manifest):
                 self.status = Status.PARTIAL
             return
         is_sealed = open_blocks(
@@ -316,13 +321,13 @@ class _Check:
             self.unchecked.append("order and number of the cipher blocks: no seal, no manifest")
             self.status = Status.UNVERIFIED
 
-    def _check_container(self, raw: Source) -> None:
+    def _check_container(self, raw: Source, manifest: Manifest | None) -> None:
         mode, key = container_mode(raw), self._options.key
         if key is None:
             self.unchecked.append(f"header and contents: encrypted ({mode}), and no key was given")
             if len({copy.data for copy in find_copies(raw)}) != 1 or len(find_copies(raw)) != 2:
                 self.unchecked.append("header copies: they differ; ckptmgr rekey mends that")
-            if self._level is not Level.QUICK:
+            if self._level is not Level.QUICK and not _is_signed(manifest):
                 self.status = Status.PARTIAL
             return
         container = open_container_file(raw, raw, path=self._path, key=key, mode=None)
@@ -347,7 +352,9 @@ class _Check:
             self.status = Status.UNVERIFIED
 
     def _open(self, raw: Source) -> OpenCheckpoint:
-        opened = open_source(raw, path=self._path, options=self._options)
+        # What the manifest says about the bytes is checked apart from what they hold.
+        options = replace(self._options, trusted_keys=())
+        opened = open_source(raw, path=self._path, options=options)
         self.checked.append("structure")
         return opened
 
@@ -373,6 +380,11 @@ class _Check:
             if stats.nan_count or stats.inf_count:
                 self.nonfinite[name] = (stats.nan_count, stats.inf_count)
         self.checked.append("every tensor")
+
+
+def _is_signed(manifest: Manifest | None) -> bool:
+    """Return whether digests vouch for every byte, and somebody who is trusted for the digests."""
+    return manifest is not None and manifest.signed_by is not None
 
 
 def check_digests(raw: Source, digest: FileDigest, *, path: str) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 
 from ckptmgr import manifest as manifests
 from ckptmgr.crypto.keyring import Keys, keys_from_document
+from ckptmgr.crypto.signing import PublicKey, SigningKey
 from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.saver import SaveOptions, SaveOrder, save_items
 from ckptmgr.shard_files import ShardFiles
@@ -118,7 +119,14 @@ def _save(order: dict[str, Any], regions: list[memoryview]) -> Manifest:
         return draft.completed(entry, stats)
 
     kind = ShardFiles if order["is_shard"] else Store
-    store = kind(directory, key=key, must_authenticate=order["must_authenticate"])
+    signing_key = order["signing_key"]
+    store = kind(
+        directory,
+        key=key,
+        must_authenticate=order["must_authenticate"],
+        signing_key=None if signing_key is None else SigningKey(bytes.fromhex(signing_key)),
+        trusted_keys=[PublicKey(bytes.fromhex(raw)) for raw in order["trusted_keys"]],
+    )
     ordered = SaveOrder(
         name=order["name"],
         items=items_from(order["items"], regions),

@@ -98,6 +98,8 @@ class WorkerClient:
                 "draft": manifests.encode(order.describe(entry, {})).decode(),
                 "metadata": None if order.metadata is None else dict(order.metadata),
                 "must_authenticate": store.must_authenticate,
+                "signing_key": None if store.signing_key is None else store.signing_key.raw.hex(),
+                "trusted_keys": [key.raw.hex() for key in store.trusted_keys],
                 "is_shard": isinstance(store, ShardFiles),
                 **_described(order.options),
             }

@@ -165,12 +165,10 @@ def load_public_key(path: str | os.PathLike[str]) -> PublicKey:
     try:
         key = serialization.load_pem_public_key(content[:MAX_SOURCE_BYTES])
     except (ValueError, UnsupportedAlgorithm):
-        is_private = b"PRIVATE KEY-----" in content
+        what = "a private key" if b"PRIVATE KEY-----" in content else "no public key in PEM"
         raise KeySourceError(
-            "the public key file holds no public key in PEM",
-            hint="it holds a private key; the public one is beside it, in FILE.pub"
-            if is_private
-            else "ckptmgr keygen --type ed25519 writes one, named FILE.pub",
+            f"the public key file holds {what}",
+            hint="ckptmgr keygen --type ed25519 writes the public key into FILE.pub",
         ) from None
     if not isinstance(key, Ed25519PublicKey):
         raise KeySourceError("the public key is not an Ed25519 key")

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from ckptmgr.crypto.key import Key
 
 _PIPE = "-"
-_PRIVATE = 0o600
+_PRIVATE, _PUBLIC = 0o600, 0o644
+_SECRET, _ED25519 = "secret", "ed25519"
+_KINDS = (_SECRET, _ED25519)
 
 
 @options.command(
@@ -27,6 +29,7 @@ _PRIVATE = 0o600
         "keygen --bytes 16 --out sm4.key",
         "keygen --service aws-kms:alias/training --context run=7f --out run.wrapped",
         "keygen --out - | secret-tool store --label run key run",
+        "keygen --type ed25519 --out sign.pem",
     ),
 )
 @click.option(
@@ -37,6 +40,14 @@ _PRIVATE = 0o600
     default="run.key",
     show_default=True,
     help="Where the key goes; - for stdout.",
+)
+@click.option(
+    "--type",
+    "kind",
+    type=click.Choice(_KINDS),
+    default=_SECRET,
+    show_default=True,
+    help="secret: encrypts. ed25519: signs; the public key goes to FILE.pub.",
 )
 @click.option(
     "--bytes",
@@ -63,6 +74,7 @@ _PRIVATE = 0o600
 def keygen_command(
     ctx: click.Context,
     target: str,
+    kind: str,
     size: str,
     service: str | None,
     words: tuple[str, ...],
@@ -74,9 +86,18 @@ def keygen_command(
     The file is readable by its owner only and never replaces another one; use it as --key file:FILE. What is shown is
     the id of the key, which is not secret and stands in every manifest. Keep a copy of the file in another place: without
     the key, nobody can read what it encrypted.
+
+    A key of type ed25519 signs checkpoints, so that whoever has its public key can verify them.
     """
     if target == _PIPE and as_json:
         raise UsageProblem("--json never holds a key", hint="leave --json away, or name a file")
+    if kind != _SECRET:
+        if service is not None or words or target == _PIPE:
+            raise UsageProblem(
+                f"--type {kind} writes FILE and FILE.pub, and has neither service nor context",
+                hint="name a file with --out",
+            )
+        return _make_pair(ctx, Path(target), as_json=as_json, quiet=quiet)
     key, content = _make(int(size), service, words)
     if target == _PIPE:
         click.echo(content, nl=False)
@@ -98,6 +119,40 @@ def keygen_command(
     else:
         output.line(f"{path}  key {key.key_id}, {len(key.raw)} bytes")
         note("keep a copy in another place: nothing it encrypts can be read without it")
+    return Exit.DONE
+
+
+def _make_pair(ctx: click.Context, path: Path, *, as_json: bool, quiet: bool) -> int:
+    """Write a private key for signing and its public half, or neither."""
+    from ckptmgr.crypto.signing import SigningKey
+    from ckptmgr.fsio import OsFileSystem, discard
+
+    key = SigningKey.generate()
+    public_path = path.with_name(path.name + ".pub")
+    _write(path, key.to_pem())
+    try:
+        _write(public_path, key.public_key.to_pem(), mode=_PUBLIC)
+    except BaseException:
+        discard(OsFileSystem(), path)
+        raise
+    output = render.make_output(ctx, path.parent, as_json=as_json, quiet=quiet)
+    key_id = key.public_key.key_id
+    if output.is_json:
+        item: dict[str, render.Json] = {
+            "path": str(path),
+            "public_path": str(public_path),
+            "key_id": key_id,
+        }
+        output.result([item], {})
+    elif output.is_quiet:
+        output.paths([path, public_path])
+    else:
+        output.line(
+            f"{path}  private key {key_id}, for CheckpointConfig(signing_key='file:{path}')"
+        )
+        output.line(
+            f"{public_path}  its public key, for everybody: verify --public-key {public_path}"
+        )
     return Exit.DONE
 
 
@@ -129,7 +184,7 @@ def _word(text: str) -> tuple[str, str]:
     return name, value
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write(path: Path, content: bytes, *, mode: int = _PRIVATE) -> None:
     """Write the content into a new file, durably, or leave nothing."""
     from ckptmgr.fsio import OsFileSystem, discard
 
@@ -137,7 +192,7 @@ def _write(path: Path, content: bytes) -> None:
     if not place.parent.is_dir():
         raise CheckpointNotFound("no such directory", path=place.parent)
     try:
-        file = fs.create(place, mode=_PRIVATE)
+        file = fs.create(place, mode=mode)
     except FileExistsError:
         raise UnsafeWrite(
             "exists, and a key that is lost takes all it encrypted with it",

@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,6 +19,7 @@ from ckptmgr.errors import KeyProblem
 
 if TYPE_CHECKING:
     from ckptmgr.crypto.key import Key
+    from ckptmgr.crypto.signing import PublicKey, SigningKey
     from ckptmgr.store import Store
 
 Command = TypeVar("Command", bound=Callable[..., object])
@@ -111,6 +112,27 @@ def key_options(function: Command) -> Command:
     return key_option(option(function))
 
 
+def public_key_option(function: Command) -> Command:
+    """Add `--public-key`."""
+    return click.option(
+        "--public-key",
+        "public_keys",
+        metavar="FILE",
+        multiple=True,
+        help="Whose signatures count; what none of them signed is refused. May be repeated.",
+    )(function)
+
+
+def signing_key_option(function: Command) -> Command:
+    """Add `--signing-key`."""
+    return click.option(
+        "--signing-key",
+        "signing_source",
+        metavar="SOURCE",
+        help="Source of the private key that signs what is changed: file:PATH, env:NAME, cmd:COMMAND or fd:N.",
+    )(function)
+
+
 def dir_option(function: Command) -> Command:
     """Add `--dir`."""
     return click.option(
@@ -154,16 +176,61 @@ def load_key(source: str | None, environment: Mapping[str, str] = os.environ) ->
         raise KeyProblem(error.message, hint=error.hint) from error
 
 
+def load_signing_key(source: str | None) -> SigningKey | None:
+    """Return the key that `--signing-key` names, or None.
+
+    Raises:
+        UsageProblem: No known kind of source. It is not shown.
+        KeyProblem: The source gives no key.
+    """
+    if source is None:
+        return None
+    if not source.startswith(_SCHEMES):
+        raise UsageProblem(
+            "--signing-key takes the source of a key, never the key itself (not shown)",
+            hint="use file:PATH, env:NAME, cmd:COMMAND or fd:N",
+        )
+    from ckptmgr.config_checks import check_signing_key
+
+    return check_signing_key(source)
+
+
+def load_public_keys(files: Sequence[str]) -> tuple[PublicKey, ...]:
+    """Return the keys that `--public-key` names.
+
+    Raises:
+        KeyProblem: A file is no public key.
+    """
+    if not files:
+        return ()
+    from ckptmgr.config_checks import check_trusted_keys
+
+    return check_trusted_keys(files)
+
+
 def _from_environment(environment: Mapping[str, str]) -> str | None:
     if environment.get("CKPTMGR_KEY_FILE"):
         return f"file:{environment['CKPTMGR_KEY_FILE']}"
     return "env:CKPTMGR_KEY" if environment.get("CKPTMGR_KEY") else None
 
 
-def open_store(directory: Path, *, key: Key | None = None, allow_unsealed: bool = False) -> Store:
-    """Return the store of a directory; with a key, manifests must be authenticated."""
+def open_store(
+    directory: Path,
+    *,
+    key: Key | None = None,
+    allow_unsealed: bool = False,
+    public_keys: Sequence[PublicKey] = (),
+    signing_key: SigningKey | None = None,
+) -> Store:
+    """Return the store of a directory; with a key, manifests must be authenticated, with public keys signed."""
     from ckptmgr.store import Store
 
     absolute = Path(os.path.abspath(directory))  # noqa: PTH100 - resolve() would follow links
-    is_strict = key is not None and not allow_unsealed
-    return Store(absolute, key=key, must_authenticate=is_strict)
+    is_strict = (key is not None or bool(public_keys)) and not allow_unsealed
+    return Store(
+        absolute,
+        key=key,
+        must_authenticate=is_strict,
+        trusted_keys=public_keys,
+        signing_key=signing_key,
+    )

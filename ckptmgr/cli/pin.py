@@ -16,8 +16,7 @@ from ckptmgr.errors import CheckpointNotFound
 from ckptmgr.model import Pin
 
 if TYPE_CHECKING:
-    from ckptmgr.cli.select import Selected
-    from ckptmgr.crypto.key import Key
+    from ckptmgr.cli.select import OpenStore, Selected
     from ckptmgr.manifest import Manifest
 
 Change = Callable[[tuple[Pin, ...]], tuple[Pin, ...]]
@@ -32,6 +31,7 @@ Change = Callable[[tuple[Pin, ...]], tuple[Pin, ...]]
 @options.dir_option
 @options.series_option
 @options.key_option
+@options.signing_key_option
 @options.output_options
 @click.pass_context
 def pin_command(
@@ -42,21 +42,26 @@ def pin_command(
     directory: Path,
     series: str | None,
     key_source: str | None,
+    signing_source: str | None,
     as_json: bool,
     quiet: bool,
 ) -> int:
     """Promise that a checkpoint is never pruned.
 
     CHECKPOINT is a path, a step, latest, best:METRIC:min or best:METRIC:max. A pin of the same name is replaced. An
-    authenticated manifest needs its key. Not while a run writes the series.
+    authenticated or signed manifest needs the key for that. Not while a run writes the series.
     """
 
     def change(pins: tuple[Pin, ...]) -> tuple[Pin, ...]:
         others = tuple(pin for pin in pins if pin.name != name)
         return (*others, Pin(name=name, reason=reason))
 
-    key = options.load_key(key_source)
-    selected = _selected(checkpoint, directory, series, key)
+    opener = partial(
+        options.open_store,
+        key=options.load_key(key_source),
+        signing_key=options.load_signing_key(signing_source),
+    )
+    selected = _selected(checkpoint, directory, series, opener)
     return _show(ctx, selected, _change(selected, change), as_json=as_json, quiet=quiet)
 
 
@@ -66,6 +71,7 @@ def pin_command(
 @options.dir_option
 @options.series_option
 @options.key_option
+@options.signing_key_option
 @options.output_options
 @click.pass_context
 def unpin_command(
@@ -75,6 +81,7 @@ def unpin_command(
     directory: Path,
     series: str | None,
     key_source: str | None,
+    signing_source: str | None,
     as_json: bool,
     quiet: bool,
 ) -> int:
@@ -86,15 +93,19 @@ def unpin_command(
     def change(pins: tuple[Pin, ...]) -> tuple[Pin, ...]:
         return () if name is None else tuple(pin for pin in pins if pin.name != name)
 
-    key = options.load_key(key_source)
-    selected = _selected(checkpoint, directory, series, key)
+    opener = partial(
+        options.open_store,
+        key=options.load_key(key_source),
+        signing_key=options.load_signing_key(signing_source),
+    )
+    selected = _selected(checkpoint, directory, series, opener)
     return _show(ctx, selected, _change(selected, change), as_json=as_json, quiet=quiet)
 
 
-def _selected(text: str, directory: Path, series: str | None, key: Key | None) -> Selected:
+def _selected(text: str, directory: Path, series: str | None, opener: OpenStore) -> Selected:
     from ckptmgr.cli.select import select_one
 
-    return select_one(text, directory, partial(options.open_store, key=key), series=series)
+    return select_one(text, directory, opener, series=series)
 
 
 def _change(selected: Selected, change: Change) -> Manifest:

@@ -37,6 +37,7 @@ _CODES = (
         "verify runs/resnet50",
         "verify latest --dir runs --deep",
         "verify runs/resnet50 --expect-step 4000",
+        "verify runs/resnet50 --public-key sign.pem.pub",
     ),
 )
 @click.argument("selectors", nargs=-1, metavar="[SEL]...")
@@ -54,6 +55,7 @@ _CODES = (
     metavar="ID",
     help="Of a checkpoint that was saved: it must be here, or the next one.",
 )
+@options.public_key_option
 @options.key_options
 @options.output_options
 @click.pass_context
@@ -65,6 +67,7 @@ def verify_command(
     level: str | None,
     expect_step: int | None,
     expect_id: str | None,
+    public_keys: tuple[str, ...],
     key_source: str | None,
     allow_unsealed: bool,
     as_json: bool,
@@ -78,16 +81,20 @@ def verify_command(
 
     A file that was replaced by an older one is found by the next one, which names it. That the newest ones were removed,
     nothing in the directory can tell: say with --expect-step or --expect-id what you know (ls --json shows the ids).
+
+    With --public-key nobody needs the secret key: the signature vouches for the digests, and the digests for every byte.
     """
     from ckptmgr.cli.select import select
     from ckptmgr.loader import ReadOptions
     from ckptmgr.verify import Level, verify_checkpoint
 
-    key = options.load_key(key_source)
-    opener = partial(options.open_store, key=key, allow_unsealed=allow_unsealed)
+    key, trusted = options.load_key(key_source), options.load_public_keys(public_keys)
+    opener = partial(
+        options.open_store, key=key, allow_unsealed=allow_unsealed, public_keys=trusted
+    )
     selected = select(selectors, directory, opener, series=series)
     expected = _expected(expect_step, expect_id)
-    reading = ReadOptions(key=key, allow_unsealed=allow_unsealed)
+    reading = ReadOptions(key=key, allow_unsealed=allow_unsealed, trusted_keys=trusted)
     depth = Level(level or "full")
     root = opener(directory).directory
     output = render.make_output(ctx, root, as_json=as_json, quiet=quiet)

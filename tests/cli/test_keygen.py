@@ -14,6 +14,7 @@ from ckptmgr.crypto.errors import KeySourceError
 from ckptmgr.crypto.keys import load_key
 from ckptmgr.crypto.providers.key_file import load_wrapped_key
 from ckptmgr.crypto.providers.registry import open_provider
+from ckptmgr.crypto.signing import load_public_key, load_signing_key
 from ckptmgr.saver import SaveOptions
 from tests.cli.running import run, run_json
 from tests.manager.saved import save_run
@@ -192,3 +193,35 @@ def test_keygen_with_a_service_that_fails_writes_nothing(tmp_path: Path) -> None
     assert result.exit_code == 12
     assert "refused" in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_keygen_of_a_signing_key_writes_both_halves(tmp_path: Path) -> None:
+    path = tmp_path / "sign.pem"
+    document = run_json("keygen", "--type", "ed25519", "--out", path)
+    key, public = load_signing_key(f"file:{path}"), load_public_key(f"{path}.pub")
+    assert public == key.public_key
+    assert document["items"] == [
+        {"path": str(path), "public_path": f"{path}.pub", "key_id": public.key_id}
+    ]
+    assert path.stat().st_mode & 0o777 == 0o600
+    other = tmp_path / "other.pem"
+    shown = run("keygen", "--type", "ed25519", "--out", other).stdout
+    assert f"{other}.pub  its public key, for everybody" in shown
+    assert (
+        run("keygen", "--type", "ed25519", "-q", "--out", tmp_path / "c").stdout
+        == f"{tmp_path}/c\n{tmp_path}/c.pub\n"
+    )
+
+
+def test_keygen_of_a_signing_key_replaces_neither_half(tmp_path: Path) -> None:
+    (tmp_path / "sign.pem.pub").write_text("mine")
+    result = run("keygen", "--type", "ed25519", "--out", tmp_path / "sign.pem")
+    assert result.exit_code == 13
+    assert [path.name for path in tmp_path.iterdir()] == ["sign.pem.pub"]
+    assert (tmp_path / "sign.pem.pub").read_text() == "mine"
+
+
+@pytest.mark.parametrize("extra", [("--out", "-"), ("--service", "exec:x"), ("--context", "a=b")])
+def test_keygen_of_a_signing_key_goes_to_files_only(extra: tuple[str, str]) -> None:
+    result = run("keygen", "--type", "ed25519", *extra)
+    assert (result.exit_code, "writes FILE and FILE.pub" in result.stderr) == (2, True)

@@ -11,11 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ckptmgr.crypto.signing import SigningKey
 from ckptmgr.formats.tensor import tensor_from_array
 from ckptmgr.manifest import manifest_name
 from ckptmgr.saver import SaveOptions
+from ckptmgr.store import Store
 from tests.cli.running import key_file, run, run_json
-from tests.manager.saved import GOLDEN_FILES, KEY, OTHER_KEY, flip, save_run, tree_of
+from tests.manager.saved import GOLDEN_FILES, KEY, OTHER_KEY, flip, only, save_run, tree_of
 
 
 def test_whole_run_is_ok_and_nothing_is_written(tmp_path: Path) -> None:
@@ -169,3 +171,49 @@ def test_file_replaced_by_an_older_one_exits_1_and_says_what_it_is(tmp_path: Pat
         "damaged     net-2_10.ckpt: net-3_10.ckpt was saved after another file of this name"
         in result.stdout
     )
+
+
+def signed_run(directory: Path, signer: SigningKey, *, options: SaveOptions | None = None) -> str:
+    """Save one checkpoint, sign it, and return the file of the public key."""
+    (path,) = save_run(directory / "runs", [10], options=options)
+    key = None if options is None else options.key
+    store = Store(path.parent, key=key, signing_key=signer)
+    store.change_pins(only(store), lambda pins: pins)
+    public = directory / "sign.pem.pub"
+    public.write_bytes(signer.public_key.to_pem())
+    return str(public)
+
+
+SIGNER = SigningKey(bytes(range(32)))
+
+
+def test_signed_and_encrypted_run_is_whole_without_the_secret_key(tmp_path: Path) -> None:
+    public = signed_run(tmp_path, SIGNER, options=SaveOptions(key=KEY))
+    assert run("verify", tmp_path / "runs").exit_code == 3
+    result = run("verify", tmp_path / "runs", "--public-key", public)
+    assert (result.exit_code, result.stdout.split("; ")[0]) == (
+        0,
+        "ok          net-1_10.ckpt  checked manifest, signature, size, digests, records",
+    )
+
+
+def test_key_that_did_not_sign_and_missing_signature_have_their_codes(tmp_path: Path) -> None:
+    other = signed_run(tmp_path / "a", SigningKey(bytes(32)))
+    signed_run(tmp_path / "b", SIGNER)
+    save_run(tmp_path / "c", [10])
+    assert run("verify", tmp_path / "b/runs", "--public-key", other).exit_code == 12
+    assert run("verify", tmp_path / "c", "--public-key", other).exit_code == 13
+    assert run("verify", tmp_path / "c", "--public-key", tmp_path / "absent").exit_code == 12
+
+
+def test_pin_of_a_signed_checkpoint_takes_the_key_by_source(tmp_path: Path) -> None:
+    public = signed_run(tmp_path, SIGNER)
+    secret = tmp_path / "sign.pem"
+    secret.touch(mode=0o600)
+    secret.write_bytes(SIGNER.to_pem())
+    place = ("latest", "--dir", tmp_path / "runs")
+    assert run("pin", *place).exit_code == 12
+    literal = run("pin", *place, "--signing-key", SIGNER.raw.hex())
+    assert (literal.exit_code, SIGNER.raw.hex() in literal.output) == (2, False)
+    assert run("pin", *place, "--signing-key", f"file:{secret}").exit_code == 0
+    assert run("verify", tmp_path / "runs", "--public-key", public).exit_code == 0

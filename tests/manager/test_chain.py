@@ -7,13 +7,14 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager
 from ckptmgr.chain import Expected, contradiction, link_to_newest
-from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.keyring import Keys
 from ckptmgr.digest import digest_of
 from ckptmgr.errors import CorruptCheckpoint
 from ckptmgr.formats.source import BytesSource
@@ -43,7 +44,7 @@ def put_back(directory: Path, files: Files) -> None:
         (directory / name).write_bytes(data)
 
 
-def statuses(directory: Path, key: Key | None = None) -> dict[int, Status]:
+def statuses(directory: Path, key: Keys | None = None) -> dict[int, Status]:
     store = Store(directory, key=key, must_authenticate=key is not None)
     answers = verify_all(store, store.scan(), level=Level.QUICK, options=ReadOptions(key=key))
     return {answer.checkpoint.step: answer.status for answer in answers}
@@ -94,7 +95,8 @@ def test_other_series_of_the_directory_is_another_chain(tmp_path: Path) -> None:
 
 def train(
     directory: Path, steps: range, change: Callable[[CheckpointManager], object] | None = None
-) -> None:
+) -> list[Path]:
+    """Run some steps and return what is there then."""
     state = {"w": np.zeros(4)}
     config = CheckpointConfig(keep="last(2) | pinned")
     with CheckpointManager(directory, config, prefix="net") as manager:
@@ -104,21 +106,44 @@ def train(
             manager.step_end(step, state)
         if change is not None:
             change(manager)
+    return sorted(directory.iterdir())
+
+
+def pin_2(manager: CheckpointManager) -> None:
+    manager.pin(2)
+
+
+def go_back_and_save(manager: CheckpointManager) -> None:
+    manager.rollback(steps_back=1)
+    manager.save(5, {"w": np.ones(4)})
+
+
+def removed(directory: Path, pattern: str) -> list[Path]:
+    found = list(directory.glob(pattern))
+    for path in found:
+        path.unlink()
+    return found
 
 
 EVERYDAY: dict[str, Callable[[Path], object]] = {
-    "retention": lambda directory: train(directory, range(1, 6)),
-    "pin and retention": lambda d: (train(d, range(1, 4), lambda m: m.pin(2)), train(d, range(4, 9))),
-    "unpin": lambda d: (train(d, range(1, 4), lambda m: m.pin(3)), train(d, range(4, 5), lambda m: m.unpin(3))),
-    "a run that starts again": lambda d: (train(d, range(1, 4)), train(d, range(4, 7))),
-    "rollback": lambda d: train(d, range(1, 6), lambda m: (m.rollback(steps_back=1), m.save(5, {"w": np.ones(4)}))),
-    "newest removed by hand": lambda d: (
+    "retention": lambda d: train(d, range(1, 6)),
+    "pin and retention": lambda d: [train(d, range(1, 4), pin_2), train(d, range(4, 9))],
+    "unpin": lambda d: [
+        train(d, range(1, 4), pin_2),
+        train(d, range(4, 5), lambda manager: manager.unpin(2)),
+    ],
+    "a run that starts again": lambda d: [train(d, range(1, 4)), train(d, range(4, 7))],
+    "rollback": lambda d: train(d, range(1, 6), go_back_and_save),
+    "newest removed by hand": lambda d: [
         train(d, range(1, 4)),
-        [path.unlink() for path in d.glob("net-3*")],
+        removed(d, "net-3*"),
         train(d, range(3, 5)),
-    ),
-    "copied directory": lambda d: (train(d / "a", range(1, 4)), shutil.copytree(d / "a", d, dirs_exist_ok=True)),
-}  # fmt: skip
+    ],
+    "copied directory": lambda d: [
+        train(d / "a", range(1, 4)),
+        shutil.copytree(d / "a", d, dirs_exist_ok=True),
+    ],
+}
 
 
 @pytest.mark.parametrize("event", EVERYDAY)
@@ -143,16 +168,15 @@ def test_overwritten_name_follows_the_newest_even_itself(tmp_path: Path) -> None
     assert contradiction(found, [found]) is None
 
 
-def listed(content: bytes = b"content", **changes: object) -> Checkpoint:
-    base = manifest(content=content).to_checkpoint(Path("/runs"))
-    return replace(base, **changes)  # type: ignore[arg-type]
+def listed(content: bytes = b"content", **changes: Any) -> Checkpoint:
+    return replace(manifest(content=content).to_checkpoint(Path("/runs")), **changes)
 
 
-def later_than(checkpoint: Checkpoint, **changes: object) -> Checkpoint:
+def later_than(checkpoint: Checkpoint, **changes: Any) -> Checkpoint:
     link = link_to_newest([checkpoint], checkpoint.series)
     name = Path("/runs/net-2.ckpt")
-    values = {"path": name, "sequence": checkpoint.sequence + 1, "previous": link, **changes}
-    return listed(b"later", **values)
+    values: dict[str, Any] = {"path": name, "sequence": checkpoint.sequence + 1, **changes}
+    return listed(b"later", previous=link, **values)
 
 
 def test_file_that_was_encrypted_anew_is_still_the_same_save() -> None:
@@ -200,7 +224,7 @@ def test_manifest_under_another_key_proves_nothing() -> None:
         {"series": "other"},
     ],
 )
-def test_next_checkpoint_names_only_what_is_known(unusable: dict[str, object]) -> None:
+def test_next_checkpoint_names_only_what_is_known(unusable: dict[str, Any]) -> None:
     assert link_to_newest([listed(**unusable)], "net") is None
 
 
@@ -238,8 +262,8 @@ def test_resume_from_a_replaced_file_warns_and_says_why(
     ],
     ids=str,
 )
-def test_id_changes_with_everything_that_is_fixed(change: dict[str, object]) -> None:
-    assert replace(manifest(), **change).id != manifest().id  # type: ignore[arg-type]
+def test_id_changes_with_everything_that_is_fixed(change: dict[str, Any]) -> None:
+    assert replace(manifest(), **change).id != manifest().id
 
 
 def test_id_changes_with_content_and_name() -> None:
@@ -250,8 +274,8 @@ def test_id_changes_with_content_and_name() -> None:
 @pytest.mark.parametrize(
     "change", [{"pins": ()}, {"metrics": {}}, {"stats": {}}, {"replaces": manifest()}]
 )
-def test_id_stays_when_pins_metrics_and_figures_change(change: dict[str, object]) -> None:
-    assert replace(manifest(), **change).id == manifest().id  # type: ignore[arg-type]
+def test_id_stays_when_pins_metrics_and_figures_change(change: dict[str, Any]) -> None:
+    assert replace(manifest(), **change).id == manifest().id
 
 
 def test_id_is_this_one_for_ever() -> None:

@@ -1,0 +1,387 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Signatures of manifests: who has the public key can verify a directory, and who lacks the private one cannot change it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptmgr import (
+    CheckpointConfig,
+    CheckpointManager,
+    CkptmgrError,
+    ModelCheckpoint,
+    load_checkpoint,
+    open_checkpoint,
+)
+from ckptmgr.config_checks import check_trusted_keys
+from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.signing import PublicKey, SigningKey
+from ckptmgr.errors import (
+    CorruptCheckpoint,
+    KeyProblem,
+    TamperedCheckpoint,
+    UnsealedCheckpoint,
+)
+from ckptmgr.loader import ReadOptions
+from ckptmgr.manifest import FOREIGN, decode, encode, manifest_name
+from ckptmgr.manifest_proof import PAYLOAD_TYPE, canonical
+from ckptmgr.model import Pin, State
+from ckptmgr.store import Store
+from ckptmgr.verify import Level, Status, verify_checkpoint
+from tests.manager.manifests import PATH, manifest
+from tests.manager.saved import flip, overwrite
+from tests.manager.surface import Loop
+
+KEY, SIGNER, OTHER = Key(bytes(32)), SigningKey(bytes(range(32))), SigningKey(bytes(32))
+TRUSTED = (SIGNER.public_key,)
+VECTORS = Path(__file__).parents[1] / "vectors/manifests"
+
+
+def signed(
+    change: Callable[[dict[str, Any]], object] = lambda _: None, key: Key | None = None
+) -> bytes:
+    document = json.loads(encode(manifest(), key=key, signing_key=SIGNER))
+    change(document)
+    return json.dumps(document).encode()
+
+
+def test_signed_manifest_names_its_signer_when_the_key_is_trusted() -> None:
+    read = decode(
+        signed(), path=PATH, trusted_keys=[OTHER.public_key, *TRUSTED], must_authenticate=True
+    )
+    assert (read, read.signed_by) == (manifest(), SIGNER.public_key.key_id)
+    assert decode(signed(), path=PATH).signed_by is None
+
+
+def test_signature_and_authentication_do_not_depend_on_each_other() -> None:
+    both = signed(key=KEY)
+    assert decode(both, path=PATH, key=KEY, must_authenticate=True) == manifest()
+    assert decode(both, path=PATH, trusted_keys=TRUSTED, must_authenticate=True) == manifest()
+    without = signed(lambda document: document.pop("auth"), KEY)
+    assert decode(without, path=PATH, trusted_keys=TRUSTED, must_authenticate=True) == manifest()
+    with pytest.raises(UnsealedCheckpoint):
+        decode(without, path=PATH, key=KEY, trusted_keys=TRUSTED, must_authenticate=True)
+
+
+def test_manifest_without_signature_is_refused_only_when_it_must_have_one() -> None:
+    assert decode(encode(manifest()), path=PATH, trusted_keys=TRUSTED).signed_by is None
+    with pytest.raises(UnsealedCheckpoint, match="not signed although"):
+        decode(encode(manifest(), key=KEY), path=PATH, trusted_keys=TRUSTED, must_authenticate=True)
+
+
+def test_signature_of_a_stranger_is_a_key_problem_that_names_both() -> None:
+    with pytest.raises(KeyProblem, match=f"{SIGNER.public_key.key_id}.*{OTHER.public_key.key_id}"):
+        decode(signed(), path=PATH, trusted_keys=[OTHER.public_key])
+
+
+def first_signature(document: dict[str, Any]) -> dict[str, Any]:
+    (found,) = document["signatures"]
+    assert isinstance(found, dict)
+    return found
+
+
+TAMPERED: dict[str, Callable[[dict[str, Any]], object]] = {
+    "another step": lambda d: d.update(step=2),
+    "another metric": lambda d: d["metrics"].update(loss=0.1),
+    "no pins": lambda d: d.update(pins=[]),
+    "an unknown field": lambda d: d.update(more=1),
+    "a link": lambda d: d.update(previous=None),
+    "a signature of nothing": lambda d: first_signature(d).update(signature=""),
+    "no hex": lambda d: first_signature(d).update(signature="zz"),
+    "no signature": lambda d: first_signature(d).pop("signature"),
+    "a signature of the plain text": lambda d: first_signature(d).update(
+        signature=SIGNER.sign(canonical({k: v for k, v in d.items() if k != "signatures"})).hex()
+    ),
+}
+
+
+@pytest.mark.parametrize("change", TAMPERED)
+def test_changed_manifest_is_tampered(change: str) -> None:
+    with pytest.raises(TamperedCheckpoint, match="its signature does not match"):
+        decode(signed(TAMPERED[change]), path=PATH, trusted_keys=TRUSTED)
+
+
+@pytest.mark.parametrize(
+    "signatures",
+    [None, 1, "x", {}, [], [1], [{}], [{"algorithm": "none"}], [{"algorithm": "Ed25519"}] * 17],
+    ids=repr,
+)
+def test_signatures_of_an_unknown_kind_are_refused(signatures: object) -> None:
+    data = signed(lambda document: document.update(signatures=signatures))
+    with pytest.raises((CorruptCheckpoint, UnsealedCheckpoint), match=r"signatures|not signed"):
+        decode(data, path=PATH, trusted_keys=TRUSTED, must_authenticate=True)
+
+
+def test_one_trusted_signature_of_several_is_enough() -> None:
+    other = json.loads(encode(manifest(), signing_key=OTHER))["signatures"]
+    data = signed(lambda document: document.update(signatures=other + document["signatures"]))
+    read = decode(data, path=PATH, trusted_keys=TRUSTED, must_authenticate=True)
+    assert read.signed_by == SIGNER.public_key.key_id
+
+
+@given(data=st.data())
+def test_any_flipped_bit_of_a_signed_manifest_is_noticed(data: st.DataObject) -> None:
+    encoded = bytearray(encode(manifest(), signing_key=SIGNER))
+    position = data.draw(st.integers(0, len(encoded) - 1))
+    encoded[position] ^= 1 << data.draw(st.integers(0, 7))
+    try:
+        read = decode(bytes(encoded), path=PATH, trusted_keys=TRUSTED, must_authenticate=True)
+    except CkptmgrError:
+        return
+    assert read == manifest()  # white space, or the case of a hexadecimal digit
+
+
+def test_manifest_nested_to_the_limit_is_refused() -> None:
+    for depth in range(100, 1100, 3):
+        nested = b"[" * depth + b"]" * depth
+        data = encode(manifest(), signing_key=SIGNER)
+        data = data.replace(b'"schema"', b'"x": ' + nested + b', "schema"')
+        with pytest.raises(CorruptCheckpoint):
+            decode(data, path=PATH, trusted_keys=TRUSTED)
+
+
+# What is frozen: every later version, and every other implementation, reads and checks these.
+
+
+def vectors() -> list[Path]:
+    return sorted(VECTORS.glob("*.json"))
+
+
+@pytest.mark.parametrize("path", vectors(), ids=lambda path: path.name)
+def test_frozen_manifest_is_read_and_checked_as_stated(path: Path) -> None:
+    vector = json.loads(path.read_bytes())
+    data = vector["manifest"].encode()
+    document = json.loads(data)
+    bare = {k: v for k, v in document.items() if k not in ("auth", "signatures")}
+    assert canonical(bare).decode() == vector["canonical"]
+    keys = [PublicKey(bytes.fromhex(vector["public_key"]))]
+    key = Key(bytes.fromhex(vector["key"]))
+    place = PATH.with_name(vector["file"])
+
+    def read() -> object:
+        return decode(data, path=place, key=key, trusted_keys=keys, must_authenticate=True).id
+
+    if vector["expected"] == "ok":
+        assert read() == vector["id"]
+        return
+    kinds = {
+        "tampered": TamperedCheckpoint,
+        "unsigned": UnsealedCheckpoint,
+        "wrong key": KeyProblem,
+    }
+    with pytest.raises(kinds[vector["expected"]]) as caught:
+        read()
+    assert type(caught.value) is kinds[vector["expected"]]
+
+
+def test_vectors_cover_every_outcome() -> None:
+    outcomes = [json.loads(path.read_bytes())["expected"] for path in vectors()]
+    assert sorted(set(outcomes)) == ["ok", "tampered", "unsigned", "wrong key"]
+    assert PAYLOAD_TYPE == "application/vnd.ckptmgr.manifest+json"
+
+
+# Directories.
+
+
+def train(directory: Path, steps: range = range(1, 4), **options: Any) -> None:
+    config = CheckpointConfig(**{"signing_key": SIGNER, **options})
+    with CheckpointManager(directory, config, prefix="net") as manager:
+        state = {"w": np.zeros(300)}
+        manager.resume(state)
+        for step in steps:
+            state["w"] += 1
+            manager.step_end(step, state)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain ckpt": {},
+    "plain safetensors": {"format": "safetensors"},
+    "sealed AES-GCM": {"enc_key": KEY.raw},
+    "sealed SM4-CBC": {"enc_key": KEY.raw[:16], "enc_mode": "SM4-CBC"},
+    "container": {"enc_key": KEY.raw, "format": "safetensors"},
+    "worker process": {"async_save": "process"},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_signed_directory_verifies_with_the_public_key_alone(tmp_path: Path, kind: str) -> None:
+    train(tmp_path, **KINDS[kind])
+    store = Store(tmp_path, trusted_keys=TRUSTED, must_authenticate=True)
+    found = store.scan()
+    assert [c.state for c in found] == [State.OK] * 3
+    options = ReadOptions(trusted_keys=TRUSTED)
+    answers = [verify_checkpoint(store, c, options=options, present=found) for c in found]
+    assert [answer.status for answer in answers] == [Status.OK] * 3
+    assert all({"signature", "digests"} <= set(answer.checked) for answer in answers)
+
+
+@pytest.mark.parametrize("kind", ["plain ckpt", "container"])
+def test_flipped_bit_of_a_signed_file_is_found_with_the_public_key_alone(
+    tmp_path: Path, kind: str
+) -> None:
+    train(tmp_path, range(1, 2), **KINDS[kind])
+    store = Store(tmp_path, trusted_keys=TRUSTED, must_authenticate=True)
+    (found,) = store.scan()
+    flip(found.path, found.size_bytes - 20)
+    answer = verify_checkpoint(store, found, options=ReadOptions(trusted_keys=TRUSTED))
+    assert answer.status is Status.DAMAGED
+
+
+def unsigned(directory: Path) -> Path:
+    train(directory, range(1, 2), signing_key=None)
+    return directory / "net-1.ckpt"
+
+
+def forged(directory: Path) -> Path:
+    train(directory, range(1, 2), signing_key=OTHER)
+    return directory / "net-1.ckpt"
+
+
+def without_manifest(directory: Path) -> Path:
+    train(directory, range(1, 2))
+    (directory / manifest_name("net-1.ckpt")).unlink()
+    return directory / "net-1.ckpt"
+
+
+def made_up(directory: Path) -> Path:
+    """A file of a stranger that got a manifest because a save that was to replace it failed."""
+    path = unsigned(directory)
+    store = Store(directory)
+    found = store.read_manifest(path.name)
+    assert found is not None
+    bare = replace(found, why=FOREIGN, sequence=0, run_id="")
+    overwrite(directory / manifest_name(path.name), encode(bare, signing_key=SIGNER))
+    return path
+
+
+UNTRUSTED = {one.__name__: one for one in (unsigned, forged, without_manifest, made_up)}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in UNTRUSTED if kind != "without_manifest"])
+def test_manager_loads_nothing_that_nobody_trusted_has_signed(tmp_path: Path, kind: str) -> None:
+    path = UNTRUSTED[kind](tmp_path)
+    with CheckpointManager(tmp_path, prefix="net", trusted_keys=TRUSTED) as manager:
+        with pytest.raises(KeyProblem):
+            manager.resume()
+        with pytest.raises(KeyProblem):
+            manager.load(path.name)
+
+
+@pytest.mark.parametrize("kind", UNTRUSTED)
+def test_file_that_nobody_trusted_has_signed_is_found_by_verify(tmp_path: Path, kind: str) -> None:
+    path = UNTRUSTED[kind](tmp_path)
+    store = Store(tmp_path, trusted_keys=TRUSTED, must_authenticate=True)
+    (found,) = [c for c in store.scan() if c.path == path]
+    answer = verify_checkpoint(
+        store, found, level=Level.QUICK, options=ReadOptions(trusted_keys=TRUSTED)
+    )
+    assert answer.status in (Status.UNSEALED, Status.WRONG_KEY)
+
+
+@pytest.mark.parametrize("kind", ["unsigned", "forged", "without_manifest"])
+def test_file_that_nobody_trusted_has_signed_does_not_load(tmp_path: Path, kind: str) -> None:
+    path = UNTRUSTED[kind](tmp_path)
+    with pytest.raises(KeyProblem):
+        load_checkpoint(path, trusted_keys=TRUSTED)
+    with pytest.raises(KeyProblem):
+        open_checkpoint(path, trusted_keys=TRUSTED)
+    if kind != "forged":
+        assert load_checkpoint(path, trusted_keys=TRUSTED, allow_unsealed=True)
+
+
+def test_signed_file_loads_with_the_file_of_the_public_key(tmp_path: Path) -> None:
+    train(tmp_path / "runs", range(1, 2))
+    (tmp_path / "pub").write_bytes(SIGNER.public_key.to_pem())
+    loaded = load_checkpoint(tmp_path / "runs/net-1.ckpt", trusted_keys=[tmp_path / "pub"])
+    assert loaded["w"].sum() == 300
+    with open_checkpoint(tmp_path / "runs/net-1.ckpt", trusted_keys=[tmp_path / "pub"]) as reader:
+        assert reader.is_verified
+
+
+def test_run_that_signs_goes_on_from_its_own_checkpoints_only(tmp_path: Path) -> None:
+    unsigned(tmp_path)
+    with pytest.raises(UnsealedCheckpoint, match="not signed"):
+        train(tmp_path, range(2, 3))
+    with CheckpointManager(
+        tmp_path, CheckpointConfig(signing_key=SIGNER), prefix="net", allow_unsealed=True
+    ) as manager:
+        assert manager.resume().step == 1
+
+
+def test_pin_of_a_signed_checkpoint_needs_its_key(tmp_path: Path) -> None:
+    train(tmp_path, range(1, 2))
+    (found,) = Store(tmp_path).scan()
+
+    def pinned(pins: tuple[Pin, ...]) -> tuple[Pin, ...]:
+        return (*pins, Pin(name="paper"))
+
+    with pytest.raises(KeyProblem, match=r"is signed(.|\n)*--signing-key"):
+        Store(tmp_path).change_pins(found, pinned)
+    Store(tmp_path, signing_key=SIGNER).change_pins(found, pinned)
+    (again,) = Store(tmp_path, trusted_keys=TRUSTED, must_authenticate=True).scan()
+    assert (again.state, [pin.name for pin in again.pins]) == (State.OK, ["paper"])
+
+
+def test_encrypted_and_signed_manifest_loses_neither_proof(tmp_path: Path) -> None:
+    train(tmp_path, range(1, 2), enc_key=KEY.raw)
+    (found,) = Store(tmp_path).scan()
+    for store in (Store(tmp_path, signing_key=SIGNER), Store(tmp_path, key=KEY)):
+        with pytest.raises(KeyProblem, match=r"is authenticated|is signed"):
+            store.change_pins(found, lambda pins: pins)
+
+
+def test_signature_of_another_run_under_this_name_is_the_true_one_of_that_run(
+    tmp_path: Path,
+) -> None:
+    # What a signature does not say: that this is the newest. The chain and --expect-id do.
+    train(tmp_path / "a", range(1, 2))
+    train(tmp_path / "b", range(1, 3))
+    for name in ("net-1.ckpt", manifest_name("net-1.ckpt")):
+        shutil.copy(tmp_path / "a" / name, tmp_path / "b" / name)
+    store = Store(tmp_path / "b", trusted_keys=TRUSTED, must_authenticate=True)
+    present = store.scan()
+    (old,) = [c for c in present if c.step == 1]
+    options = ReadOptions(trusted_keys=TRUSTED)
+    assert verify_checkpoint(store, old, options=options).status is Status.OK
+    assert verify_checkpoint(store, old, options=options, present=present).status is Status.DAMAGED
+
+
+def test_configuration_takes_a_source_and_never_shows_the_key(tmp_path: Path) -> None:
+    path = tmp_path / "sign.pem"
+    path.touch(mode=0o600)
+    path.write_bytes(SIGNER.to_pem())
+    config = CheckpointConfig(signing_key=f"file:{path}")
+    assert config.signing_key == SIGNER
+    assert SIGNER.raw.hex() not in repr(config) + repr(config.signing_key)
+    with pytest.raises(KeyProblem, match="cannot be opened"):
+        CheckpointConfig(signing_key="file:absent")
+    with pytest.raises(TypeError, match="redacted bytes"):
+        CheckpointConfig(signing_key=SIGNER.raw)  # type: ignore[arg-type]
+
+
+def test_trusted_keys_that_are_none_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="list of public key files"):
+        check_trusted_keys("sign.pem.pub")
+    with pytest.raises(KeyProblem, match="cannot be opened"):
+        check_trusted_keys([tmp_path / "absent"])
+
+
+def test_callback_signs_and_resumes_from_what_it_signed(tmp_path: Path) -> None:
+    config = CheckpointConfig(signing_key=SIGNER)
+    Loop(callbacks=(ModelCheckpoint("net", str(tmp_path), config),)).run(1)
+    (found,) = Store(tmp_path, trusted_keys=TRUSTED, must_authenticate=True).scan()
+    assert found.state is State.OK
+    assert ModelCheckpoint("net", str(tmp_path), config).resume() is not None
+    other = CheckpointConfig(signing_key=OTHER)
+    with pytest.raises(KeyProblem):
+        ModelCheckpoint("net", str(tmp_path), other).resume()
