@@ -228,8 +228,17 @@ def _read_header(source: Source) -> tuple[dict[str, object], int]:
             f"the header claims {header_bytes} bytes; at most {MAX_HEADER_BYTES}", offset=0
         )
     encoded = read_bytes(source, LENGTH_BYTES, header_bytes)
-    header = parse_object(encoded, what="header", offset=LENGTH_BYTES)
+    header = parse_object(encoded, what="header", offset=LENGTH_BYTES, shorten=_fields)
     return header, LENGTH_BYTES + header_bytes
+
+
+def _fields(value: dict[str, object]) -> object:
+    """Return what an object says about a tensor as a tuple; every other object as it is."""
+    if value.keys() == _TENSOR_KEYS:
+        shape, offsets = value["shape"], value["data_offsets"]
+        if isinstance(shape, list) and isinstance(offsets, list):
+            return value["dtype"], tuple(shape), tuple(offsets)
+    return value
 
 
 def _read_entry(
@@ -237,13 +246,18 @@ def _read_entry(
 ) -> TensorEntry:
     if not is_encodable(name):
         raise FormatError("the name holds a lone surrogate", offset=LENGTH_BYTES, tensor=name)
-    if not isinstance(value, dict) or value.keys() != _TENSOR_KEYS:
+    if not isinstance(value, tuple):
+        if isinstance(value, dict) and value.keys() == _TENSOR_KEYS:
+            raise _not_integers(
+                name, "data_offsets" if isinstance(value["shape"], list) else "shape"
+            )
         raise FormatError(
             "a tensor needs exactly dtype, shape, data_offsets", offset=LENGTH_BYTES, tensor=name
         )
-    dtype = _read_dtype(name, value["dtype"], metadata)
-    shape = _integers(name, value["shape"], "shape")
-    offsets = _integers(name, value["data_offsets"], "data_offsets")
+    spelling, shape, offsets = value
+    dtype = _read_dtype(name, spelling, metadata)
+    _check_integers(name, shape, "shape")
+    _check_integers(name, offsets, "data_offsets")
     if len(shape) > _MAX_RANK:
         raise UnsupportedError(f"more than {_MAX_RANK} dimensions", tensor=name)
     if len(offsets) != 2 or offsets[0] > offsets[1]:
@@ -257,7 +271,7 @@ def _read_entry(
             tensor=name,
         )
     spec = TensorSpec(name=name, dtype=dtype, shape=shape)
-    return TensorEntry(spec=spec, pieces=(Piece(data_start + start, stop - start),))
+    return TensorEntry(spec, (Piece(data_start + start, stop - start),))
 
 
 def _read_dtype(name: str, spelling: object, metadata: Mapping[str, str]) -> DType:
@@ -269,14 +283,14 @@ def _read_dtype(name: str, spelling: object, metadata: Mapping[str, str]) -> DTy
     return dtype
 
 
-def _integers(name: str, value: object, what: str) -> tuple[int, ...]:
-    if isinstance(value, list):
-        for item in value:
-            if type(item) is not int or not 0 <= item < 2**63:
-                break
-        else:
-            return tuple(value)
-    raise FormatError(
+def _check_integers(name: str, values: tuple[object, ...], what: str) -> None:
+    for value in values:
+        if type(value) is not int or not 0 <= value < 2**63:
+            raise _not_integers(name, what)
+
+
+def _not_integers(name: str, what: str) -> FormatError:
+    return FormatError(
         f"{what} is not a list of integers from 0 to 2**63 - 1", offset=LENGTH_BYTES, tensor=name
     )
 

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 from .errors import FormatError
@@ -20,13 +20,24 @@ _DIGITS_AS_ZEROS = bytes(ord("0") if chr(byte).isdigit() else 0 for byte in rang
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
-def parse_object(data: bytes, *, what: str, offset: int) -> dict[str, object]:
+def _as_it_is(value: dict[str, object]) -> object:
+    return value
+
+
+def parse_object(
+    data: bytes,
+    *,
+    what: str,
+    offset: int,
+    shorten: Callable[[dict[str, object]], object] = _as_it_is,
+) -> dict[str, object]:
     """Parse one JSON object.
 
     Args:
         data: UTF-8, starting with `{`; white space may follow the object.
         what: What it is called in messages.
         offset: Where it starts in the file.
+        shorten: Takes each object inside and returns what is kept of it: with many of them, dicts cost more than parsing.
 
     Raises:
         FormatError: Anything else.
@@ -36,9 +47,9 @@ def parse_object(data: bytes, *, what: str, offset: int) -> dict[str, object]:
     # A call for each number would take most of the time; only where one may be too long is it worth it.
     may_be_long = _MANY_DIGITS in data.translate(_DIGITS_AS_ZEROS)
     try:
-        value: dict[str, object] = json.loads(
+        value: object = json.loads(
             data.decode(),
-            object_pairs_hook=_unique,
+            object_pairs_hook=lambda pairs: shorten(_unique(pairs)),
             parse_int=_parse_int if may_be_long else int,
             parse_float=_refuse_number,
             parse_constant=_refuse_number,
@@ -51,6 +62,8 @@ def parse_object(data: bytes, *, what: str, offset: int) -> dict[str, object]:
         raise FormatError(f"the {what} is nested too deeply", offset=offset) from None
     except _RefusedError as error:
         raise FormatError(f"the {what} {error}", offset=offset) from None
+    if not isinstance(value, dict):
+        raise FormatError(f"the {what} is no table of names", offset=offset)
     return value
 
 

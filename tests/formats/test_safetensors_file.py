@@ -220,6 +220,22 @@ def test_file_damaged_is_refused(data: bytes, error: type[FormatError], message:
     assert type(caught.value) is error
 
 
+def test_tensors_and_metadata_may_be_called_like_the_fields_of_a_tensor() -> None:
+    names = ("data_offsets", "dtype", "shape")
+    tensors = [named_tensor(name, "uint8", (1,)) for name in names]
+    data = image_bytes(build_safetensors_image(tensors))
+    assert [one.name for one in read_safetensors_index(BytesSource(data)).entries] == list(names)
+    strings = dict.fromkeys(names, "x")
+    tensor = [named_tensor("w", "uint8", (1,))]
+    data = image_bytes(build_safetensors_image(tensor, metadata=strings))
+    assert read_safetensors_index(BytesSource(data)).metadata == {"format": "ms", **strings}
+
+
+def test_tensor_in_the_place_of_the_header_is_refused() -> None:
+    with pytest.raises(FormatError, match="no table of names"):
+        read_safetensors(file_of(A, b"ab"))
+
+
 def test_bool_of_two_is_refused_when_it_is_read() -> None:
     data = file_of(with_a(dtype="BOOL"), b"\x01\x02")
     assert len(read_safetensors_index(BytesSource(data)).entries) == 1
