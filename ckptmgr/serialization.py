@@ -60,6 +60,8 @@ from ckptmgr.network import load_into
 from ckptmgr.observe import EVERYBODY
 from ckptmgr.reader import with_its_manifest
 from ckptmgr.saver import SaveOptions, SaveOrder, save_items
+from ckptmgr.shard_names import is_set_name
+from ckptmgr.sharded_state import load_sharded
 from ckptmgr.store import Store
 
 _FORMATS = ("ckpt", "safetensors")
@@ -199,7 +201,8 @@ def load_checkpoint(
     """Load one file; a damaged one is an error, never a wrong value.
 
     Args:
-        ckpt_file_name: A `.ckpt` or `.safetensors` file, or a safetensors file in a BytesIO.
+        ckpt_file_name: A `.ckpt` or `.safetensors` file, a safetensors file in a BytesIO, or the name of a checkpoint of many
+            ranks, which ends in `.shards`: its tensors are then whole, and what differs is that of rank 0.
         net: Load into this as well: a mapping of names to arrays, a PyTorch module, an object with `load_state_dict()`, or
             a MindSpore Cell.
         strict_load: Refuse other element types, instead of converting one float or signed integer type to another.
@@ -261,6 +264,10 @@ def load_checkpoint(
             )
         source = BytesSource(ckpt_file_name.getvalue())
         values = wanted(open_source(source, path="<BytesIO>", options=options, is_for_loading=True))
+    elif isinstance(ckpt_file_name, (str, os.PathLike)) and is_set_name(os.fspath(ckpt_file_name)):
+        if into is not None:
+            raise ValueError("'into' takes one file; a checkpoint of many ranks has several")
+        values = dict(load_sharded(Path(ckpt_file_name), options=options, choose=choose))
     else:
         path = _load_path(ckpt_file_name, format)
         with EVERYBODY.timed("load", path=path) as told:
@@ -280,7 +287,7 @@ def join_items(items: Sequence[Item], appended: Sequence[Item]) -> list[Item]:
     Raises:
         UnsupportedState: A name is in both: one would silently replace the other.
     """
-    taken = {name_of(item) for item in items}
+    taken = {name_of(item) for item in items} if appended else set()
     for item in appended:
         if name_of(item) in taken:
             raise UnsupportedState(

@@ -12,15 +12,17 @@ equal on all of them, or cut by a layout; else nobody can tell how it joins.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 
 from ckptmgr import tree
 from ckptmgr.boxes import Interval, Region, lengths_of
-from ckptmgr.errors import UnsupportedCheckpoint, UnsupportedState
+from ckptmgr.errors import CheckpointNotFound, UnsupportedCheckpoint, UnsupportedState
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.loader import ReadOptions
 from ckptmgr.manifest import Manifest
@@ -57,18 +59,25 @@ def read_sharded(
         return _Reading(files, options, state, slicer).run()
 
 
-def read_tensors(
-    store: Store,
-    manifest: Manifest,
-    *,
-    options: ReadOptions,
-    choose: Callable[[str], bool],
+def load_sharded(
+    path: Path, *, options: ReadOptions, choose: Callable[[str], bool]
 ) -> dict[str, np.ndarray]:
     """Return the chosen tensors of a checkpoint of many ranks, whole; of those that differ the ones of rank 0.
 
+    Args:
+        path: Its name, which ends in `.shards`, in its directory.
+        options: Keys, and what to accept.
+        choose: Which tensors.
+
     Raises:
+        CheckpointNotFound: There is no such checkpoint.
         CkptmgrError: As `read_sharded`.
     """
+    real = Path(os.path.realpath(path))
+    store = Store(real.parent, key=options.key, trusted_keys=options.trusted_keys)
+    manifest = store.read_manifest(real.name)
+    if manifest is None:
+        raise CheckpointNotFound("no such checkpoint", path=path)
     with ShardedCheckpoint(store, manifest, options=options) as files:
         names = [name for name in files.names(0) if choose(name)]
         return _Reading(files, options, None, None).tensors(dict.fromkeys(names))

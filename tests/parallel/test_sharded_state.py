@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptmgr.config import CheckpointConfig
-from ckptmgr.errors import CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedCheckpoint
 from ckptmgr.manager import CheckpointManager, Resumption
 from ckptmgr.parallel.layout import ParallelLayout
+from ckptmgr.serialization import load_checkpoint
 from ckptmgr.store import Store
 from tests.crashmodel import ModelDisk
 from tests.faults.training import KEY, RUNS, SERIES, ModelProcesses
@@ -326,3 +328,31 @@ def test_file_of_one_process_is_cut_for_many_ranks() -> None:
     found = job(disk.restart(), 2, load, layout=layout)
     assert [one["w"].tolist() for one in found] == [whole[:2].tolist(), whole[2:].tolist()]
     assert [one["lr"] for one in found] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
+def test_load_checkpoint_takes_the_name_of_a_checkpoint_of_many_ranks(
+    key: bytes | None, tmp_path: Path
+) -> None:
+    whole = np.arange(24).reshape(8, 3)
+    layout = {"w": ParallelLayout(device_matrix=(2,), tensor_map=((0,), ()))}
+    meeting = Meeting(2)
+    config = CheckpointConfig(enc_key=key, remove_redundancy=True)
+
+    def save(rank: int) -> None:
+        with CheckpointManager(
+            tmp_path, config, prefix=SERIES, coordinator=Seat(meeting, rank), layout=layout
+        ) as ours:
+            ours.save(1, {"w": whole[4 * rank : 4 * rank + 4], "own": np.array([rank])})
+
+    for outcome in run_ranks(meeting, save):
+        assert outcome.raised is None, outcome.raised
+    path = tmp_path / "net-1.shards"
+    values = load_checkpoint(path, dec_key=key)
+    assert values["w"].tolist() == whole.tolist()
+    assert values["own"].tolist() == [0]
+    assert set(load_checkpoint(path, dec_key=key, specify_prefix="w")) == {"w"}
+    with pytest.raises(ValueError, match="'into' takes one file"):
+        load_checkpoint(path, dec_key=key, into={"w": np.zeros((8, 3), int)})
+    with pytest.raises(CheckpointNotFound, match="no such checkpoint"):
+        load_checkpoint(tmp_path / "net-2.shards")
