@@ -17,8 +17,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from ckptmgr import pieces
 from ckptmgr.errors import SaveFailed, UnsupportedState
-from ckptmgr.integrations.dcp_index import CutTensor, Index, ObjectPath, Piece
+from ckptmgr.formats.tensor import Tensor
+from ckptmgr.integrations.dcp_index import CutTensor, Index, ObjectPath, Piece, piece_name
 from ckptmgr.tree_torch import decode_torch_dtype, dtype_name
 
 
@@ -30,7 +32,7 @@ def index_of(plans: Sequence[SavePlan]) -> Index:
         UnsupportedState: A planner has other data than paths.
     """
     wholes: dict[str, TensorWriteData] = {}
-    pieces: dict[str, list[Piece]] = {}
+    boxes: dict[str, list[Piece]] = {}
     objects: dict[str, int] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:
@@ -41,12 +43,12 @@ def index_of(plans: Sequence[SavePlan]) -> Index:
             wholes.setdefault(item.index.fqn, data)
             offsets, sizes = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
             piece = Piece(rank=rank, offsets=offsets, sizes=sizes)
-            pieces.setdefault(item.index.fqn, []).append(piece)
+            boxes.setdefault(item.index.fqn, []).append(piece)
     tensors = {
         fqn: CutTensor(
             dtype=dtype_name(one.properties.dtype),
             shape=tuple(one.size),
-            pieces=tuple(pieces[fqn]),
+            pieces=tuple(boxes[fqn]),
         )
         for fqn, one in wholes.items()
     }
@@ -71,6 +73,28 @@ def tensor_data(item: WriteItem) -> TensorWriteData:
     return item.tensor_data
 
 
+def pieces_of(plan: SavePlan, items: Sequence[Tensor]) -> pieces.Index:
+    """Return the index of the file of one rank, as all files of many ranks have one.
+
+    Args:
+        plan: What it holds.
+        items: The same as it is stored, and more that belongs to no item.
+    """
+    found = {item.spec.name: pieces.Piece(tensor=item.spec.name) for item in items}
+    for planned, stored in zip(plan.items, items, strict=False):
+        if planned.type == WriteItemType.BYTE_IO:
+            continue
+        data = tensor_data(planned)
+        # Elements that no format knows are stored as bytes, which adds a dimension.
+        more = stored.spec.shape[len(data.chunk.sizes) :]
+        found[stored.spec.name] = pieces.Piece(
+            tensor=piece_name(planned.index.fqn, None),
+            shape=(*data.size, *more),
+            start=(*data.chunk.offsets, *(0 for _ in more)),
+        )
+    return pieces.Index(pieces=found, is_compared=True)
+
+
 def metadata_from(index: Index) -> Metadata:
     """Return the metadata that load planners work with; `storage_data` has the piece behind each `MetadataIndex`.
 
@@ -78,7 +102,7 @@ def metadata_from(index: Index) -> Metadata:
         TreeError: torch has no such element type.
     """
     found: dict[str, STORAGE_TYPES] = {}
-    pieces: dict[MetadataIndex, Piece] = {}
+    where: dict[MetadataIndex, Piece] = {}
     for fqn, tensor in index.tensors.items():
         found[fqn] = TensorStorageMetadata(
             properties=TensorProperties(dtype=decode_torch_dtype(tensor.dtype)),
@@ -90,12 +114,12 @@ def metadata_from(index: Index) -> Metadata:
                 for piece in tensor.pieces
             ],
         )
-        pieces.update((MetadataIndex(fqn, piece.offsets), piece) for piece in tensor.pieces)
+        where.update((MetadataIndex(fqn, piece.offsets), piece) for piece in tensor.pieces)
     for fqn, rank in index.objects.items():
         found[fqn] = BytesStorageMetadata()
-        pieces[MetadataIndex(fqn)] = Piece(rank=rank)
+        where[MetadataIndex(fqn)] = Piece(rank=rank)
     paths = None if index.paths is None else dict(index.paths)
-    return Metadata(state_dict_metadata=found, planner_data=paths, storage_data=pieces)
+    return Metadata(state_dict_metadata=found, planner_data=paths, storage_data=where)
 
 
 def _paths(plans: Sequence[SavePlan]) -> Mapping[str, ObjectPath] | None:

@@ -66,6 +66,21 @@ class SeriesAt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lineage:
+    """Which run the saves of a process belong to.
+
+    Attributes:
+        run_id: The run.
+        parent_run_ids: The runs it goes on from.
+        resumed_from: The checkpoint it goes on from, or None.
+    """
+
+    run_id: str
+    parent_run_ids: tuple[str, ...]
+    resumed_from: Checkpoint | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Attempt:
     offer: Offer
     world: int
@@ -181,8 +196,14 @@ _runs: dict[tuple[Path, str], Run] = {}
 _runs_lock = threading.Lock()
 
 
-def run_of(place: SeriesAt, *, options: SaveOptions) -> Run:
-    """Return the run of this process in a series; with another key, or another disk, it goes on there."""
+def run_of(place: SeriesAt, *, options: SaveOptions, lineage: Lineage | None = None) -> Run:
+    """Return the run of this process in a series; with another key, or another disk, it goes on there.
+
+    Args:
+        place: The series.
+        options: How files are written.
+        lineage: Of the run, where this process begins it now.
+    """
     where = place.directory, place.series
     with _runs_lock:
         old = _runs.get(where)
@@ -191,10 +212,27 @@ def run_of(place: SeriesAt, *, options: SaveOptions) -> Run:
         run = _runs[where] = Run(place, options=options)
         if old is not None:
             old.close()
-            run.writer.run_id = old.writer.run_id
-            run.writer.parent_run_ids = old.writer.parent_run_ids
-            run.writer.resumed_from = old.writer.resumed_from
+            lineage = _lineage(old)
+        if lineage is not None:
+            run.writer.run_id = lineage.run_id
+            run.writer.parent_run_ids = lineage.parent_run_ids
+            run.writer.resumed_from = lineage.resumed_from
         return run
+
+
+def lineage_of(place: SeriesAt) -> Lineage | None:
+    """Return the lineage of the run of this process in a series, or None when it has none yet."""
+    with _runs_lock:
+        run = _runs.get((place.directory, place.series))
+    return None if run is None else _lineage(run)
+
+
+def _lineage(run: Run) -> Lineage:
+    return Lineage(
+        run_id=run.writer.run_id,
+        parent_run_ids=run.writer.parent_run_ids,
+        resumed_from=run.writer.resumed_from,
+    )
 
 
 def note_resumed(place: SeriesAt, checkpoint: Checkpoint, manifest: Manifest) -> None:

@@ -27,14 +27,15 @@ from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import Tensor, TensorSpec
 from ckptmgr.fsio import FileSystem
 from ckptmgr.integrations.dcp_index import INDEX_NAME, MARK, VERSION, piece_name
-from ckptmgr.integrations.dcp_metadata import index_of, tensor_data
+from ckptmgr.integrations.dcp_metadata import index_of, pieces_of, tensor_data
 from ckptmgr.integrations.dcp_place import checked_config, parse_step, place_of
-from ckptmgr.integrations.dcp_run import Run, end_run, run_of
+from ckptmgr.integrations.dcp_run import Lineage, Run, end_run, lineage_of, run_of
 from ckptmgr.leaves import torch_bytes
 from ckptmgr.loop_values import checked_count, checked_epoch, checked_metrics
 from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.model import Checkpoint
 from ckptmgr.parallel.offer import Offer, vote_of, whole
+from ckptmgr.pieces import PIECES
 from ckptmgr.saver import SaveOptions, SaveOrder, save_items
 from ckptmgr.series import SaveFacts
 from ckptmgr.tree_memory import stored_as
@@ -195,7 +196,7 @@ class StorageWriter(storage.StorageWriter):
             options=self._options,
             series=self._place.series,
             describe=self._describer(offer),
-            metadata={MARK: str(VERSION)},
+            metadata={MARK: str(VERSION), PIECES: pieces_of(plan, items).to_text()},
         )
         self._draft = save_items(self._place.store(), order)
         size_bytes = self._draft.file.digest.size_bytes
@@ -236,6 +237,17 @@ class StorageWriter(storage.StorageWriter):
         self.checkpoint = save.run.commit(save.offer, manifest)
         metadata.storage_meta = StorageMeta(checkpoint_id=str(self.checkpoint.path))
         save.run.retain(self._config.retention_policy())
+
+    def __getstate__(self) -> dict[str, Any]:
+        # dcp.async_save may hand a writer to a process of torch's, whose saves belong to the run of this one.
+        lineage = lineage_of(self._place)
+        return {**vars(self), "_save": None, "_draft": None, "_lineage": lineage}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        lineage: Lineage | None = state.pop("_lineage")
+        self.__dict__.update(state)
+        if lineage is not None:
+            run_of(self._place, options=self._options, lineage=lineage)
 
     def close(self) -> None:
         """Let other processes write this series. The next save of this process belongs to another run."""

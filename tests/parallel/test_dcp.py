@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.api import (  # noqa: E402 - only where there 
     CheckpointException,
 )
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner  # noqa: E402
-from torch.distributed.checkpoint.metadata import Metadata  # noqa: E402
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex  # noqa: E402
 from torch.distributed.checkpoint.planner import LoadPlan  # noqa: E402
 
 from ckptmgr.config import CheckpointConfig  # noqa: E402
@@ -37,6 +38,7 @@ from ckptmgr.errors import (  # noqa: E402
     StoreLocked,
     UnsupportedState,
 )
+from ckptmgr.formats.safetensors_file import build_safetensors_image  # noqa: E402
 from ckptmgr.fsio import OsFileSystem  # noqa: E402
 from ckptmgr.integrations import dcp_run  # noqa: E402
 from ckptmgr.integrations.dcp import (  # noqa: E402
@@ -45,10 +47,12 @@ from ckptmgr.integrations.dcp import (  # noqa: E402
     StorageReader,
     StorageWriter,
 )
+from ckptmgr.integrations.dcp_planners import decode_object, encode_object  # noqa: E402
 from ckptmgr.manager import CheckpointManager  # noqa: E402
 from ckptmgr.model import State  # noqa: E402
 from ckptmgr.store import Store  # noqa: E402
 from ckptmgr.tree_nodes import StateMismatch  # noqa: E402
+from tests.cli.running import run, run_json  # noqa: E402
 from tests.failingdisk import FailingDisk  # noqa: E402
 from tests.parallel.dcp_ranks import CountingDisk, Cut, cut, load, save  # noqa: E402
 from tests.parallel.ranks import Meeting, Seat  # noqa: E402
@@ -64,8 +68,8 @@ CONFIGS = {
 @pytest.fixture(autouse=True)
 def _each_test_is_a_process() -> Iterator[None]:
     yield
-    for run in list(dcp_run._runs.values()):
-        dcp_run.end_run(run.place)
+    for one in list(dcp_run._runs.values()):
+        dcp_run.end_run(one.place)
 
 
 @pytest.fixture(autouse=True)
@@ -579,3 +583,151 @@ def test_arguments_that_cannot_work_are_refused(tmp_path: Path) -> None:
     assert StorageReader.validate_checkpoint_id("1")
     assert StorageReader(tmp_path).checkpoint is None
     assert StorageReader(tmp_path, step=3).checkpoint_id.endswith("ckpt: 3")
+
+
+def test_writer_that_travels_to_another_process_stays_in_its_run(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(1)}, storage_writer=StorageWriter(tmp_path, step=1))
+    StorageWriter(tmp_path).close()
+    dcp.load({"w": torch.ones(1)}, storage_reader=StorageReader(tmp_path))
+    config = CheckpointConfig(keep="last(1)")
+    writer = StorageWriter(tmp_path, config, step=2)
+    dcp.save({"w": torch.ones(1)}, storage_writer=writer)
+    travelling = writer.__getstate__()
+    writer.close()  # the state is put together in a process that has no run yet
+    there = StorageWriter.__new__(StorageWriter)
+    there.__setstate__(travelling)
+    there.reset("3")
+    dcp.save({"w": torch.ones(1)}, storage_writer=there)
+    first, third = sorted(Store(tmp_path).scan(), key=lambda c: c.step)
+    assert [first.step, third.step] == [1, 3]  # what was resumed from stays, step 2 was ours
+    assert copy.copy(StorageWriter(tmp_path / "none", step=1)).checkpoint_id.endswith(
+        "ckpt-1.shards"
+    )
+
+
+@pytest.mark.parametrize("name", ["plain", "encrypted"])
+def test_tensors_can_be_read_without_torch_by_any_number_of_ranks(
+    tmp_path: Path, name: str
+) -> None:
+    whole = torch.arange(60, dtype=torch.float32).reshape(6, 10)
+    odd = torch.arange(6).to(torch.complex128)
+    states = [
+        {"model": {"w": cut(whole, rank, 3, dimension=1), "odd": cut(odd, rank, 3)}}
+        for rank in range(3)
+    ]
+    save([StorageWriter(tmp_path, CONFIGS[name], step=1) for _ in range(3)], states)
+    found: Any = CheckpointManager(tmp_path, CONFIGS[name]).load(1)
+    assert np.array_equal(found["model.w"], whole.numpy())
+    assert np.array_equal(found["model.odd"].reshape(-1).view(np.complex128), odd.numpy())
+
+
+def test_index_with_unknown_element_type_or_of_other_ranks_is_refused(tmp_path: Path) -> None:
+    class Odd(StorageWriter):
+        changes: ClassVar[dict[bytes, bytes]] = {}
+
+        def prepare_global_plan(self, plans: Any) -> Any:
+            planned = super().prepare_global_plan(plans)
+            for old, new in self.changes.items():
+                index = planned[0].storage_data["index"]
+                planned[0].storage_data["index"] = index.replace(old, new)
+            return planned
+
+    for step, (old, new, message) in enumerate(
+        [
+            (b"float32", b"float33", "torch has no element type"),
+            (b'"world":1', b'"world":2', "the index is of 2 files, but there are 1"),
+            (b'"version":1', b'"version":9', "upgrade ckptmgr"),
+            (b'"w":[', b'"v":[', "'v' is not in the file"),
+            (b"[2],[[0,[0],[2]", b"[3],[[0,[0],[3]", "has 8 bytes, but the index says 12"),
+        ]
+    ):
+        Odd.changes = {old: new}
+        dcp.save({"w": torch.ones(2)}, storage_writer=Odd(tmp_path, step=step))
+        name, size = ("v" if b"v" in new else "w"), (3 if b"3]" in new else 2)
+        reader, state = StorageReader(tmp_path, step=step), {name: torch.ones(size)}
+        told = failed(lambda reader=reader, state=state: dcp.load(state, storage_reader=reader))
+        assert isinstance(told, CkptmgrError)
+        assert message in str(told)
+
+
+def test_value_that_is_damaged_is_named() -> None:
+    for data in (b"", b"x" * 100, build_safetensors(), encode_object("v", [1, 2])[:-1]):
+        with pytest.raises(CorruptCheckpoint, match="the value of 'epoch' is damaged"):
+            decode_object("epoch", data)
+    assert decode_object("epoch", encode_object("epoch", {"a": [1.5]})) == {"a": [1.5]}
+
+
+def build_safetensors() -> bytes:
+    image = build_safetensors_image([])
+    return b"".join(image.views(0, image.size))
+
+
+@pytest.mark.parametrize("name", ["plain", "encrypted"])
+def test_commands_work_on_what_dcp_saved(tmp_path: Path, name: str) -> None:
+    for step in (1, 2):
+        writers = [StorageWriter(tmp_path, CONFIGS[name], step=step) for _ in range(2)]
+        save(writers, [{"w": cut(torch.ones(4), rank, 2), "epoch": 1} for rank in range(2)])
+    StorageWriter(tmp_path).close()
+    env = {"CKPTMGR_KEY": KEY.hex()} if name == "encrypted" else {}
+    listed = run_json("ls", tmp_path, env=env)["items"]
+    assert [(one["step"], one["state"]) for one in listed] == [(1, "ok"), (2, "ok")]
+    verified = run("verify", tmp_path / "ckpt-2.shards", env=env)
+    assert verified.exit_code == 0, verified.stderr
+    shard = next(one for one in names(tmp_path) if one.startswith("ckpt-2.1-of-2"))
+    inspected = run("inspect", tmp_path / shard, "--allow-unsealed", env=env)
+    assert "w~@2" in inspected.stdout, inspected.stderr
+    pruned = run("prune", tmp_path, "--keep", "last(1)", "--yes", env=env)
+    assert pruned.exit_code == 0, pruned.stderr
+    assert [c.name for c in Store(tmp_path).scan()] == ["ckpt-2.shards"]
+
+
+def test_planner_may_read_one_piece_for_several_names(tmp_path: Path) -> None:
+    class Twice(LoadPlanner):
+        def create_local_plan(self) -> Any:
+            plan = super().create_local_plan()
+            second = [
+                replace(item, dest_index=MetadataIndex("other", item.dest_index.offset))
+                for item in plan.items
+            ]
+            return LoadPlan([*plan.items, *second])
+
+        def lookup_tensor(self, index: Any) -> Any:
+            return others if index.fqn == "other" else super().lookup_tensor(index)
+
+    dcp.save({"w": torch.arange(4.0)}, storage_writer=StorageWriter(tmp_path, step=1))
+    state, others = {"w": torch.zeros(4)}, torch.zeros(4)
+    dcp.load(state, storage_reader=StorageReader(tmp_path), planner=Twice())
+    assert state["w"].tolist() == others.tolist() == [0, 1, 2, 3]
+
+
+def test_plans_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    class Elsewhere(LoadPlanner):
+        def create_local_plan(self) -> Any:
+            (item,) = super().create_local_plan().items
+            return LoadPlan([replace(item, storage_index=MetadataIndex("v", (0,)))])
+
+    class Empty(SavePlanner):
+        def create_local_plan(self) -> Any:
+            plan = super().create_local_plan()
+            return replace(plan, items=[replace(one, tensor_data=None) for one in plan.items])
+
+        def create_global_plan(self, all_plans: Any) -> Any:
+            return all_plans, None
+
+    state = {"w": torch.ones(2)}
+    writer = StorageWriter(tmp_path, step=1)
+    told = failed(lambda: dcp.save(state, storage_writer=writer, planner=Empty()))
+    assert "says nothing about the tensor 'w'" in str(told)
+    dcp.save(state, storage_writer=writer)
+    reader = StorageReader(tmp_path)
+    told = failed(lambda: dcp.load(state, storage_reader=reader, planner=Elsewhere()))
+    assert isinstance(told, CheckpointNotFound)
+
+
+def test_run_goes_on_with_another_key(tmp_path: Path) -> None:
+    keep = "last(1)"
+    for step, key in enumerate((None, KEY, b"y" * 32)):
+        config = CheckpointConfig(enc_key=key, keep=keep)
+        writer = StorageWriter(tmp_path, config, step=step)
+        dcp.save({"w": torch.ones(1)}, storage_writer=writer)
+    assert [c.step for c in Store(tmp_path).scan()] == [2]
