@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 
 from ckptmgr.formats.tensor import Item
-from ckptmgr.fsio import OsFileSystem, remove_name
+from ckptmgr.fsio import FileSystem, OsFileSystem, remove_name
 from ckptmgr.lease import ProcProcesses
 from ckptmgr.manifest import FileEntry, Manifest, manifest_name
 from ckptmgr.manifest_files import ManifestFiles
@@ -82,6 +83,50 @@ def remove_file(path: Path) -> None:
         remove_name(store.fs, path)
         remove_name(store.fs, path.parent / manifest_name(path.name))
         store.fs.sync_directory(path.parent)
+
+
+@contextmanager
+def staging_folder(target: Path, name: str) -> Iterator[Path]:
+    """Yield an empty folder in a directory, for files that are to lie in it together; it is removed at the end.
+
+    Args:
+        target: The directory; made where it does not exist.
+        name: Of the work; two at once are refused.
+
+    Raises:
+        StoreLocked: Another process does this work now.
+        OSError: From the disk.
+    """
+    store = Store(target)
+    fs, folder = store.fs, target / f".{name}.tmp"
+    with lease_of_name(store, name):
+        fs.make_directory(folder, mode=0o700)
+        try:
+            _empty(fs, folder)
+            yield folder
+        finally:
+            with suppress(OSError):
+                _empty(fs, folder)
+                fs.remove_directory(folder)
+
+
+def _empty(fs: FileSystem, folder: Path) -> None:
+    for name in fs.list(folder):
+        remove_name(fs, folder / name)
+
+
+def move_files(source: Path, target: Path, names: Sequence[str]) -> list[Path]:
+    """Move checkpoint files and their manifests from one directory to another, durably; return their new paths.
+
+    Raises:
+        OSError: From the disk; some are moved.
+    """
+    fs = OsFileSystem()
+    for name in names:
+        fs.replace(source / manifest_name(name), target / manifest_name(name))
+        fs.replace(source / name, target / name)
+    fs.sync_directory(target)
+    return [target / name for name in names]
 
 
 def write_small_file(path: Path, data: bytes) -> None:

@@ -6,6 +6,9 @@ part0.safetensors, part1.safetensors ...   whole tensors, about 3 GiB each
 hyper_param.safetensors                    what no strategy lists (learning rate, counters)
 param_name_map.json                        {"metadata": {"total_size"}, "weight_map": {name: file}}
 ```
+All parts are written before the first of them gets its name, so a call that fails leaves what was there. One that is killed
+while they get their names leaves a map that no loader accepts. Beside an earlier result both need room at the same time.
+
 Deduplicated sources need no argument: a slice is taken from whichever rank saved it. No more than a few tensors are held at a
 time, and nothing waits for free memory.
 """
@@ -21,7 +24,13 @@ from pathlib import Path
 from ckptmgr.formats.tensor import Item, Tensor
 from ckptmgr.loader import ReadOptions
 from ckptmgr.parallel.layout import devices_per_stage, read_layouts, whole
-from ckptmgr.parallel.outputs import remove_file, write_file, write_small_file
+from ckptmgr.parallel.outputs import (
+    move_files,
+    remove_file,
+    staging_folder,
+    write_file,
+    write_small_file,
+)
 from ckptmgr.parallel.rank_files import RankFiles
 from ckptmgr.parallel.resharder import Resharder
 from ckptmgr.parallel.transform import (
@@ -37,6 +46,8 @@ MAP_FILE = "param_name_map.json"
 
 _NOT_MERGED = "accu_grads"
 _METADATA = {"format": "ms"}
+_INTERRUPTED = "unify was interrupted: run it again"
+_UNFINISHED = {"weight_map": {_INTERRUPTED: f"({_INTERRUPTED}).safetensors"}}
 
 Choose = Callable[[str], bool | str]
 
@@ -125,10 +136,13 @@ def unify(
         if hyper:
             files[HYPER_FILE] = hyper
         options = output_options("safetensors", None, "AES-GCM")
-        written = [
-            write_file(target_dir / name, items, options=options, metadata=_METADATA)
-            for name, items in files.items()
-        ]
+        with staging_folder(target_dir, "unify-{}-of-{}".format(*share)) as staging:
+            for name, items in files.items():
+                write_file(staging / name, items, options=options, metadata=_METADATA)
+            if share[0] == 1:
+                # From here on an interruption leaves some of each call: no loader may take them for one.
+                write_small_file(target_dir / MAP_FILE, json.dumps(_UNFINISHED).encode())
+            written = move_files(staging, target_dir, [*files])
     if share[0] > 1:
         return written
     if not hyper:

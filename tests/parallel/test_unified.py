@@ -379,6 +379,43 @@ def test_parts_of_an_older_unify_are_not_loaded(
     assert unified_values(tmp_path / "unified") == newer
 
 
+def test_unify_that_fails_leaves_the_earlier_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptmgr.parallel.unified.PART_BYTES", 64)
+    old = {f"w{n}": 1.0 for n in range(3)}
+    unify_values(tmp_path, old)
+    before = {file.name for file in (tmp_path / "unified").iterdir()}
+    source = tmp_path / "rank_0" / "net.safetensors"
+    save_checkpoint({n: np.full(16, 2.0, np.float32) for n in old}, source, format="safetensors")
+    content = bytearray(source.read_bytes())
+    content[-1] ^= 1  # the last tensor, when others are written already
+    source.chmod(0o600)
+    source.write_bytes(content)
+    with pytest.raises(CorruptCheckpoint):
+        unified_safetensors(tmp_path, None, tmp_path / "unified")
+    assert {file.name for file in (tmp_path / "unified").iterdir()} == before
+    assert unified_values(tmp_path / "unified") == old
+
+
+def test_unify_that_is_cut_off_while_files_get_their_names_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckptmgr.parallel.unified.PART_BYTES", 64)
+    values = {f"w{n}": 1.0 for n in range(3)}
+    unify_values(tmp_path, values)
+    obstacle = tmp_path / "unified" / "part1.safetensors"
+    obstacle.unlink()
+    obstacle.mkdir()
+    with pytest.raises(IsADirectoryError):
+        unify_values(tmp_path, {name: 2.0 for name in values})
+    obstacle.rmdir()
+    with pytest.raises(CheckpointNotFound, match="unify was interrupted: run it again"):
+        unified_values(tmp_path / "unified")
+    unify_values(tmp_path, {name: 3.0 for name in values})
+    assert set(unified_values(tmp_path / "unified").values()) == {3.0}
+
+
 def test_parameter_comes_from_the_part_that_the_map_names(tmp_path: Path) -> None:
     for name, value in (("part0", 1), ("part1", 2), ("hyper_param", 3)):
         arrays = {key: np.full(1, value) for key in ("w", name)}
