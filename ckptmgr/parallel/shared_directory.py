@@ -23,7 +23,8 @@ from pathlib import Path
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.fsio import FileSystem, OsFileSystem, discard
 from ckptmgr.lease import ProcProcesses
-from ckptmgr.parallel.coordinator import KeyValueCoordinator, RanksOutOfStep
+from ckptmgr.parallel.coordinator import KeyValueCoordinator, RanksOutOfStep, checked_rank
+from ckptmgr.parallel.session import agreed_session
 from ckptmgr.temp_names import temp_name
 
 _LOG = logging.getLogger(__name__)
@@ -40,13 +41,16 @@ class SharedDirectory(KeyValueCoordinator):
         rank: Number of this rank.
         world: Number of ranks.
         session: Names this start of the job, the same on all ranks and another one after a restart (with Slurm
-            `f"{SLURM_JOB_ID}.{SLURM_RESTART_COUNT}"`). Ranks of different sessions never hear each other.
+            `f"{SLURM_JOB_ID}.{SLURM_RESTART_COUNT}"`). Ranks of different sessions never hear each other. None lets the
+            ranks agree on a name; then no other job may use the directory.
+        timeout_s: How long to wait for the other ranks to agree.
         fs: The disk.
         monotonic: Seconds that never go back.
         pause: Waits for some seconds.
 
     Raises:
         ValueError: There is no such rank, or the session cannot be part of a path.
+        RanksMissing: Some ranks did not come in time to agree on a session.
         OSError: The directory cannot be created.
     """
 
@@ -56,21 +60,31 @@ class SharedDirectory(KeyValueCoordinator):
         *,
         rank: int,
         world: int,
-        session: str,
+        session: str | None = None,
+        timeout_s: float = 60.0,
         fs: FileSystem | None = None,
         monotonic: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:
+        disk = fs if fs is not None else OsFileSystem()
+
+        def table(name: str) -> _Folder:
+            path = Path(os.path.realpath(directory)) / name
+            return _Folder(path, fs=disk, monotonic=monotonic, pause=pause)
+
+        checked_rank(rank, world)
+        if session is None:
+            session = agreed_session(
+                table("start").created(),
+                rank=rank,
+                world=world,
+                timeout_s=timeout_s,
+                monotonic=monotonic,
+                pause=pause,
+            )
         if not session or "/" in session or "\0" in session or session.startswith("."):
             raise ValueError(f"the session {session!r} is not a name that a folder can have")
-        table = _Folder(
-            Path(os.path.realpath(directory)) / session,
-            fs=fs if fs is not None else OsFileSystem(),
-            monotonic=monotonic,
-            pause=pause,
-        )
-        super().__init__(table, rank=rank, world=world, monotonic=monotonic)
-        table.create()
+        super().__init__(table(session).created(), rank=rank, world=world, monotonic=monotonic)
 
 
 class _Folder:
@@ -88,8 +102,9 @@ class _Folder:
         self._pause = pause
         self._token = ProcProcesses().token()
 
-    def create(self) -> None:
+    def created(self) -> _Folder:
         self._fs.make_directory(self._path, mode=0o700)
+        return self
 
     def put(self, key: str, value: bytes) -> None:
         # A directory that fails is like ranks that do not come: what a save came to is decided by the storage then.

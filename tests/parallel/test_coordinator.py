@@ -142,6 +142,17 @@ def test_what_was_said_in_vain_is_forgotten_once_the_ranks_meet_again() -> None:
     assert set(table.values) == {"b/0", "b/1"}
 
 
+def test_ranks_without_a_session_agree_on_one_for_every_start(tmp_path: Path) -> None:
+    def start(rank: int) -> list[Json]:
+        ranks = SharedDirectory(tmp_path, rank=rank, world=2)
+        return ranks.all_gather("a", rank, timeout_s=60)
+
+    for _ in range(2):
+        assert together(lambda: start(0), lambda: start(1)) == [[0, 1]] * 2
+    with pytest.raises(RanksMissing, match="rank 1 did not come to 'the start of the job'"):
+        SharedDirectory(tmp_path, rank=0, world=2, timeout_s=0)
+
+
 def test_sessions_do_not_hear_each_other() -> None:
     disk = ModelDisk()
     time = Time()

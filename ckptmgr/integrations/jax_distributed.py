@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes of JAX that meet over the table of `jax.distributed`: no collectives, so nothing to keep in order with training.
+
+The table lives in process 0. When that dies, JAX ends the other processes, too; until then they wait, and hear nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from typing import Any
+
+import jax
+from jax._src import distributed  # no public module has the table; Orbax takes it from here, too
+
+from ckptmgr.parallel.coordinator import KeyValueCoordinator
+
+_SHORTEST_WAIT_MS = 1
+_made = itertools.count()
+
+
+def jax_coordinator() -> KeyValueCoordinator:
+    """Return a coordinator for the processes of `jax.distributed.initialize`.
+
+    Raises:
+        ValueError: It was not called.
+    """
+    state = distributed.global_state
+    if state.client is None:
+        raise ValueError("this process is alone: call jax.distributed.initialize() first")
+    # As many as on the other processes, which run the same program. Every start of a job has a table of its own.
+    table = _Table(state.client, f"ckptmgr/{next(_made)}")
+    return KeyValueCoordinator(table, rank=state.process_id, world=state.num_processes)
+
+
+class _Table:
+    """The table of JAX. One that cannot be reached is like ranks that do not come: the storage decides then."""
+
+    def __init__(self, client: Any, prefix: str) -> None:
+        self._client = client
+        self._prefix = prefix
+
+    def put(self, key: str, value: bytes) -> None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._client.key_value_set_bytes(self._path(key), value)
+
+    def get(self, key: str, *, timeout_s: float) -> bytes | None:
+        timeout_ms = max(_SHORTEST_WAIT_MS, round(timeout_s * 1000))
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            return bytes(self._client.blocking_key_value_get_bytes(self._path(key), timeout_ms))
+        return None
+
+    def drop(self, key: str) -> None:
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._client.key_value_delete(self._path(key))
+
+    def _path(self, key: str) -> str:
+        return f"{self._prefix}/{key}"

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes of MPI that meet by messages between two: no collectives, which neither have a timeout nor tell who is missing.
+
+When a process dies, most MPI runtimes end the whole job. What a save in flight came to, the storage tells the next start.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from mpi4py import MPI
+
+from ckptmgr.parallel.coordinator import KeyValueCoordinator
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.01
+
+
+def mpi_coordinator(communicator: MPI.Intracomm | None = None) -> KeyValueCoordinator:
+    """Return a coordinator for the processes of a communicator; all of them call it.
+
+    Args:
+        communicator: They; all processes by default. It is duplicated: what training sends is never taken for ours.
+
+    Raises:
+        ValueError: MPI was initialized so that a background thread cannot use it while training does.
+    """
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise ValueError(
+            "MPI was initialized without MPI_THREAD_MULTIPLE, which saves in the background need; "
+            "leave mpi4py.rc.threads as it is"
+        )
+    own = (MPI.COMM_WORLD if communicator is None else communicator).Dup()
+    return KeyValueCoordinator(_Messages(own), rank=own.Get_rank(), world=own.Get_size())
+
+
+class _Messages:
+    """A table whose values are sent to everybody when they are put.
+
+    Args:
+        communicator: The processes.
+        monotonic: Seconds that never go back.
+        pause: Waits for some seconds.
+    """
+
+    def __init__(
+        self,
+        communicator: MPI.Intracomm,
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._communicator = communicator
+        self._monotonic = monotonic
+        self._pause = pause
+        self._heard: dict[str, bytes] = {}
+        self._sending: list[MPI.Request] = []  # each holds on to what it sends
+
+    def put(self, key: str, value: bytes) -> None:
+        self._heard[key] = value
+        self._sending = [one for one in self._sending if not one.Test()]
+        message = key.encode() + b"\0" + value
+        own = self._communicator.Get_rank()
+        for rank in range(self._communicator.Get_size()):
+            if rank != own:
+                self._sending.append(self._communicator.Isend([message, MPI.BYTE], dest=rank))
+
+    def get(self, key: str, *, timeout_s: float) -> bytes | None:
+        stop = self._monotonic() + timeout_s
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            self._receive()
+            if key in self._heard:
+                return self._heard.pop(key)
+            left_s = stop - self._monotonic()
+            if left_s <= 0:
+                return None
+            self._pause(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def drop(self, key: str) -> None:
+        self._heard.pop(key, None)
+
+    def _receive(self) -> None:
+        status = MPI.Status()
+        while (message := self._communicator.Improbe(status=status)) is not None:
+            buffer = bytearray(status.Get_count(MPI.BYTE))
+            message.Recv([buffer, MPI.BYTE])
+            key, _, value = bytes(buffer).partition(b"\0")
+            self._heard[key.decode(errors="replace")] = value
