@@ -137,7 +137,7 @@ def publish(
         )
         return replace(described, file=file)
 
-    with _only_writer(store, target.name, described.series):
+    with only_writer(store, target.name, described.series):
         check_target(source, target, force=force)
         written = store.publish(
             target.name,
@@ -158,7 +158,7 @@ def private_mode(source: Path) -> int:
 
 
 @contextlib.contextmanager
-def _only_writer(store: Store, name: str, series: str) -> Iterator[None]:
+def only_writer(store: Store, name: str, series: str) -> Iterator[None]:
     with contextlib.ExitStack() as leases:
         # The lease of a series is taken only where there is one already: a training run may be writing there.
         is_used = store.fs.status(lease_path(store.directory, series)) is not None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -21,7 +21,6 @@ from ckptmgr.crypto.keyring import Keys, ring_of
 from ckptmgr.digest import FileDigest
 from ckptmgr.formats.image import Image
 from ckptmgr.formats.safetensors_file import read_safetensors_index
-from ckptmgr.formats.source import Source
 from ckptmgr.formats.zstd_frames import FramePacker
 from ckptmgr.formats.zstd_plan import PlannedFrame, plan_frames, runs_of
 from ckptmgr.formats.zstd_table import FRAME_BYTES, HEAD, Frame, encode_tail, frame_digest
@@ -43,6 +42,14 @@ class Figures:
     raw_bytes: int = 0
     stored_bytes: int = 0
     seconds: float = 0.0
+
+    def __add__(self, other: Figures) -> Figures:
+        """Return both together."""
+        return Figures(
+            raw_bytes=self.raw_bytes + other.raw_bytes,
+            stored_bytes=self.stored_bytes + other.stored_bytes,
+            seconds=self.seconds + other.seconds,
+        )
 
     @property
     def ratio(self) -> float:
@@ -117,11 +124,12 @@ def read_image(image: Image) -> Read:
     return read
 
 
-def read_source(source: Source) -> Read:
-    """Return what gives the bytes of a source."""
+def read_once(image: Image) -> Read:
+    """Return what gives the bytes of an image whose views must be given back; each is asked for once."""
 
     def read(offset: int, size: int, room: memoryview) -> memoryview:
-        source.read_into(offset, room[:size])
+        gather(image.views(offset, size), room)
+        image.done_with(offset, size)
         return room[:size]
 
     return read
@@ -185,13 +193,10 @@ class _Writer:
     def figures(self) -> Mapping[str, Figures]:
         found: dict[str, Figures] = {}
         for planned, frame, seconds in zip(self._plan, self._made(), self._seconds, strict=True):
-            before = found.get(planned.label, Figures())
-            found[planned.label] = replace(
-                before,
-                raw_bytes=before.raw_bytes + frame.raw_bytes,
-                stored_bytes=before.stored_bytes + frame.stored_bytes,
-                seconds=before.seconds + seconds,
+            figures = Figures(
+                raw_bytes=frame.raw_bytes, stored_bytes=frame.stored_bytes, seconds=seconds
             )
+            found[planned.label] = found.get(planned.label, Figures()) + figures
         return found
 
     def _guard(self, work: Callable[[], None]) -> None:

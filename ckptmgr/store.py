@@ -318,6 +318,17 @@ class Store:
             raise UnsupportedCheckpoint(
                 "a file without a manifest cannot be pinned", path=checkpoint.path
             )
+        self.check_rewritable(checkpoint)
+        changed = replace(manifest, pins=change(manifest.pins))
+        self.update_manifest(changed)
+        return changed
+
+    def check_rewritable(self, checkpoint: Checkpoint) -> None:
+        """Raise unless the manifest of a checkpoint, if it has one, can be written again as trustworthy as it is.
+
+        Raises:
+            KeyProblem: It is authenticated or signed, and the key for that is missing.
+        """
         lost = self._manifests.lost_by_rewriting(checkpoint.name)
         if lost is not None:
             option = "--key" if lost == "authenticated" else "--signing-key"
@@ -326,9 +337,6 @@ class Store:
                 path=checkpoint.path,
                 hint=f"pass the key (CLI: {option})",
             )
-        changed = replace(manifest, pins=change(manifest.pins))
-        self.update_manifest(changed)
-        return changed
 
     def _manifest_of_current(self, name: str) -> Manifest | None:
         """Return a manifest for what has this name now, making one for a bare file; None when the name is free."""

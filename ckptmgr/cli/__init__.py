@@ -23,6 +23,7 @@ _COMMANDS = {
     "verify": ("verify", "Check that checkpoints are what was saved."),
     "decrypt": ("crypt", "Write the plaintext of an encrypted checkpoint."),
     "encrypt": ("crypt", "Encrypt and seal a plain checkpoint."),
+    "convert": ("convert", "Compress checkpoints in place, or expand them."),
     "keygen": ("keygen", "Make a key."),
     "prune": ("prune", "Remove the checkpoints that a policy does not keep."),
     "pin": ("pin", "Promise that a checkpoint is never pruned."),

@@ -31,9 +31,10 @@ from ckptmgr.frame_writer import (
     frames_sealer,
     plan_of,
     read_image,
-    read_source,
+    read_once,
     write_frames,
 )
+from ckptmgr.source_image import SourceImage
 
 KEY = Key(bytes(range(32)))
 MODES = (None, "AES-GCM", "AES-CBC", "SM4-GCM", "SM4-CBC")
@@ -112,9 +113,10 @@ def test_any_tensors_come_back(sizes: list[int], spread: int, mode: str | None) 
 
 
 def test_source_is_compressed_as_an_image_is() -> None:
-    image = image_with(noise=NOISE[:5000], w=np.arange(700, dtype=np.float32))
+    image = image_with(noise=NOISE[:5_000_000], w=np.arange(700, dtype=np.float32))
     file = MemoryFile()
-    write_frames(plan_of(image), read_source(BytesSource(bytes_of(image))), file, level=3)
+    source = SourceImage(BytesSource(bytes_of(image)), image.size)
+    write_frames(plan_of(image), read_once(source), file, level=3)
     assert expanded(file, None) == bytes_of(image)
 
 

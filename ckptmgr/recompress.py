@@ -1,0 +1,289 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compress checkpoints that lie on a disk, or expand them again, in place.
+
+* The bytes inside stay the same: what is expanded is the safetensors file that was compressed, byte for byte. Step, metrics,
+  pins and history stay, too; so do key and cipher of an encrypted file.
+* The new file is read back from the disk, past the page cache, expanded and compared with the old one before it is published;
+  only then is the old one replaced (encrypted, the name is the same) or removed.
+* After a crash both may lie there, each whole. Doing the same again finishes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ckptmgr.convert_target import only_writer
+from ckptmgr.crypto.container_unlock import find_copies
+from ckptmgr.crypto.keyring import Keys, ring_of
+from ckptmgr.digest import FileDigest, digest_of
+from ckptmgr.errors import (
+    CheckpointNotFound,
+    KeyProblem,
+    SaveFailed,
+    UnsafeWrite,
+    UnsupportedCheckpoint,
+)
+from ckptmgr.formats import safetensors_file
+from ckptmgr.formats.index import check_crc
+from ckptmgr.formats.safetensors_file import SafetensorsIndex
+from ckptmgr.formats.zstd_plan import plan_frames, runs_of
+from ckptmgr.frame_writer import Figures, frames_sealer, read_once, write_frames
+from ckptmgr.fsio import InputFile, OutputFile
+from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source
+from ckptmgr.lower_errors import translated_errors
+from ckptmgr.manifest import FileEntry, Manifest
+from ckptmgr.model import Checkpoint
+from ckptmgr.naming import extension_of, without_envelope
+from ckptmgr.pipeline import container_for, write_image
+from ckptmgr.saver import check_written
+from ckptmgr.source_image import SourceImage
+from ckptmgr.store import Store
+from ckptmgr.units import PIECE_BYTES
+
+
+class Outcome(enum.Enum):
+    """What was done to a checkpoint."""
+
+    COMPRESSED = "compressed"
+    EXPANDED = "expanded"
+    FINISHED = "finished"
+    """It had been done, and the old file was still there."""
+    NOTHING = "nothing"
+    """It is as it shall be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recompressed:
+    """What was done to one checkpoint.
+
+    Attributes:
+        source: As it was listed before.
+        target: As it is listed now.
+        outcome: What was done.
+        raw_bytes: Size of the safetensors file inside.
+        elapsed_s: Seconds that all of it took.
+        by_dtype: What compression made of each element type; empty where nothing was compressed.
+    """
+
+    source: Checkpoint
+    target: Checkpoint
+    outcome: Outcome
+    raw_bytes: int
+    elapsed_s: float
+    by_dtype: Mapping[str, Figures] = field(default_factory=dict)
+
+
+def recompress(
+    store: Store, checkpoint: Checkpoint, *, level: int | None, options: ReadOptions
+) -> Recompressed:
+    """Compress a checkpoint, or expand it, durably.
+
+    Args:
+        store: The directory it lies in, with its key.
+        checkpoint: As listed by the store.
+        level: Of zstd; None expands. What is compressed already stays as it is, whatever its level.
+        options: The key, and whether a file without a seal is accepted.
+
+    Raises:
+        UnsupportedCheckpoint: It is not a safetensors file, or that of many ranks.
+        StoreLocked: Somebody is writing its series.
+        KeyProblem: Its key is missing, or the one that signed its manifest.
+        UnsafeWrite: Another file has the name it would get, or not everybody who can open it could do so afterwards.
+        CorruptCheckpoint: It is damaged; nothing was changed.
+        SaveFailed: The disk does not hold what was written; nothing was changed.
+        OSError: From the disk.
+    """
+    started = time.perf_counter()
+    if checkpoint.shards:
+        raise UnsupportedCheckpoint(
+            "was saved by several ranks; such checkpoints are compressed when they are saved",
+            path=checkpoint.path,
+        )
+    with (
+        only_writer(store, checkpoint.name, checkpoint.series),
+        _opened(store, checkpoint.name, options) as found,
+    ):
+        change = _Change(store, checkpoint, found, level, options)
+        outcome = change.run()
+    target = next((c for c in store.scan() if c.name == change.target), None)
+    if target is None:
+        raise CheckpointNotFound("vanished while it was listed", path=checkpoint.path)
+    return Recompressed(
+        source=checkpoint,
+        target=target,
+        outcome=outcome,
+        raw_bytes=found.opened.source.size,
+        elapsed_s=time.perf_counter() - started,
+        by_dtype=change.by_dtype,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """A file that was opened, what describes it, and for how many keys it is encrypted."""
+
+    opened: OpenCheckpoint
+    index: SafetensorsIndex
+    manifest: Manifest | None
+    slot_count: int
+
+
+@contextlib.contextmanager
+def _opened(store: Store, name: str, options: ReadOptions) -> Iterator[_Found]:
+    path = store.directory / name
+    with translated_errors(str(path)), contextlib.closing(store.fs.open(path)) as raw:
+        manifest = store.read_manifest(name)
+        opened = open_source(raw, path=str(path), options=options, manifest=manifest)
+        if not isinstance(opened.index, SafetensorsIndex):
+            raise UnsupportedCheckpoint(
+                "is a .ckpt, which MindSpore could not read compressed",
+                path=path,
+                hint="save checkpoints with format='safetensors' to have them compressed",
+            )
+        slots = 0 if opened.cipher is None else len(find_copies(raw)[0].header.slots)
+        yield _Found(opened=opened, index=opened.index, manifest=manifest, slot_count=slots)
+
+
+class _Change:
+    """One checkpoint on its way."""
+
+    def __init__(
+        self,
+        store: Store,
+        checkpoint: Checkpoint,
+        found: _Found,
+        level: int | None,
+        options: ReadOptions,
+    ) -> None:
+        self._store = store
+        self._checkpoint = checkpoint
+        self._found = found
+        self._level = level
+        self._options = options
+        self._cipher = found.opened.cipher
+        self.by_dtype: Mapping[str, Figures] = {}
+        extension = extension_of(
+            "safetensors", is_encrypted=self._cipher is not None, is_compressed=level is not None
+        )
+        stem = without_envelope(checkpoint.name).removesuffix(".safetensors")
+        self.target = f"{stem}.{extension}"
+
+    def run(self) -> Outcome:
+        is_compressed = self._found.opened.compressed_bytes is not None
+        if is_compressed == (self._level is not None):
+            self.target = self._checkpoint.name
+            return Outcome.NOTHING
+        if self._found.manifest is not None:
+            self._store.check_rewritable(self._checkpoint)
+        if self._cipher is not None:
+            self._check_recipients()
+        outcome = Outcome.EXPANDED if self._level is None else Outcome.COMPRESSED
+        if self.target == self._checkpoint.name:
+            self._publish()
+            return outcome
+        path = self._store.directory / self.target
+        if self._store.fs.status(path) is None:
+            self._publish()
+        else:
+            self._check_same(path)
+            outcome = Outcome.FINISHED
+        for error in self._store.remove([self._checkpoint]):
+            raise error
+        return outcome
+
+    def _check_recipients(self) -> None:
+        """Raise unless everybody who opens the file now is among the keys that were given."""
+        kept = len(ring_of(self._keys).recipients)
+        if self._found.slot_count > kept:
+            raise UnsafeWrite(
+                f"is encrypted for {self._found.slot_count} keys; given: {kept}",
+                path=self._checkpoint.path,
+                hint="give all of them; otherwise the others could not open it any more",
+            )
+
+    def _check_same(self, path: Path) -> None:
+        """Raise unless a file that has the name already holds the same."""
+        with _opened(self._store, path.name, self._options) as other:
+            if digest_of(other.opened.source) == digest_of(self._found.opened.source):
+                return
+        raise UnsafeWrite(
+            "exists, and holds something else",
+            path=path,
+            hint="move one of the two away",
+        )
+
+    def _publish(self) -> None:
+        index, source = self._found.index, self._found.opened.source
+        if index.crc is not None:
+            check_crc(index.crc, safetensors_file.crc_of(source, index))
+        path = self._store.directory / self._checkpoint.name
+        size_bytes = source.size if self._level is None else 0
+        self._store.publish(
+            self.target,
+            series=self._checkpoint.series,
+            size_bytes=0 if self._cipher is not None else size_bytes,
+            write=self._write,
+            describe=self._describe,
+            mode=stat.S_IMODE(path.stat().st_mode),
+            read_back=self._read_back,
+        )
+
+    def _write(self, file: OutputFile) -> FileDigest:
+        opened = self._found.opened
+        image = SourceImage(
+            opened.source, opened.source.size, window_bytes=opened.unit_bytes or PIECE_BYTES
+        )
+        if self._level is None:
+            sealer = (
+                None if self._cipher is None else container_for(image, self._keys, self._cipher)
+            )
+            return write_image(image, file, sealer=sealer).digest
+        frames = plan_frames(runs_of(self._found.index, image.size))
+        seal = None if self._cipher is None else frames_sealer(image.size, self._keys, self._cipher)
+        written = write_frames(frames, read_once(image), file, level=self._level, sealer=seal)
+        self.by_dtype = written.by_dtype
+        return written.digest
+
+    def _read_back(self, file: InputFile, digest: FileDigest) -> None:
+        """Compare what the disk holds with what was written, and what that holds with the old file."""
+        path = str(self._store.directory / self.target)
+        check_written(file, digest, path=path)
+        options = replace(self._options, trusted_keys=())
+        stored = open_source(file, path=path, options=options)
+        if digest_of(stored.source) != digest_of(self._found.opened.source):
+            raise SaveFailed("what was written holds something else than what was read", path=path)
+
+    def _describe(self, digest: FileDigest) -> Manifest:
+        is_encrypted = self._cipher is not None
+        file = FileEntry(
+            name=self.target,
+            digest=digest,
+            format="safetensors",
+            cipher=self._cipher,
+            key_id=self._keys.key_id if is_encrypted else None,
+        )
+        if self._found.manifest is not None:
+            return replace(self._found.manifest, file=file, replaces=None)
+        known = self._checkpoint
+        return Manifest(
+            file=file,
+            series=known.series,
+            run_id="",
+            step=known.step,
+            epoch=known.epoch,
+            sequence=0,
+            saved_at=known.saved_at,
+            why=known.why,
+        )
+
+    @property
+    def _keys(self) -> Keys:
+        if self._options.key is None:
+            raise KeyProblem("a key is needed", path=self._checkpoint.path)
+        return self._options.key
