@@ -165,7 +165,7 @@ def encrypt_file(
                 force=force,
                 clock=clock,
             )
-        sealer = _CheckingSealer(opened, key, mode)
+        sealer = CheckingSealer(opened, key, mode)
         image = SourceImage(opened.source, sealer.body_bytes, has_crc_trailer=sealer.has_crc)
         content = Content(image=image, format="ckpt", mode=mode, key=key, sealer=sealer)
         return publish(
@@ -191,7 +191,7 @@ def encrypted_chunks(source: Path, *, key: Keys, mode: str = "AES-GCM") -> Itera
         if opened.format == "safetensors":
             yield from container_chunks(opened, key=key, mode=mode)
             return
-        sealer = _CheckingSealer(opened, key, mode)
+        sealer = CheckingSealer(opened, key, mode)
         crc = 0
         room = memoryview(bytearray(sealer.batch * sealer.largest_record))
         clear = memoryview(bytearray(room.nbytes))
@@ -221,7 +221,7 @@ def _joined(room: memoryview, ranges: Iterable[tuple[int, int]]) -> _Joined:
     return _Joined(room[:end], parts)
 
 
-class _CheckingSealer(BlockSealer):
+class CheckingSealer(BlockSealer):
     """A sealer that refuses to seal a body whose CRC32 is not the one its file stated."""
 
     def __init__(self, opened: OpenCheckpoint, key: Keys, mode: str) -> None:

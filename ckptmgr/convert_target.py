@@ -159,6 +159,11 @@ def private_mode(source: Path) -> int:
 
 @contextlib.contextmanager
 def only_writer(store: Store, name: str, series: str) -> Iterator[None]:
+    """Be the only one who writes a file, in a directory where a run may be writing its series.
+
+    Raises:
+        StoreLocked: Somebody else is writing it.
+    """
     with contextlib.ExitStack() as leases:
         # The lease of a series is taken only where there is one already: a training run may be writing there.
         is_used = store.fs.status(lease_path(store.directory, series)) is not None

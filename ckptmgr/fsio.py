@@ -4,7 +4,8 @@
 Everything above works on a `FileSystem`, so that tests can put a model of a disk (every legal state after a power cut)
 or a failing disk in its place. Rules:
 
-* A file is created with `O_EXCL` under a name nobody else uses, and never opened for writing again.
+* A file is created with `O_EXCL` under a name nobody else uses. The header of a container is all that is ever written into a
+  file that exists (`change`), because it has two copies of which one is always whole.
 * `sync` failing is final: the pages may be gone, so nothing is retried on that file (Linux marks them clean after EIO).
 * A directory entry is durable only after `sync_directory`.
 """
@@ -108,6 +109,10 @@ class FileSystem(Protocol):
         """
         ...
 
+    def change(self, path: Path) -> OutputFile:
+        """Open a regular file that exists, to overwrite some of its bytes; links are refused, also hard ones."""
+        ...
+
     def replace(self, source: Path, target: Path) -> None:
         """Rename, replacing the target atomically."""
         ...
@@ -175,6 +180,10 @@ class OsFileSystem:
     def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:
         """Open a regular file for reading; FIFOs and devices are refused, a final link is followed."""
         return UncachedFile(path) if is_uncached else CachedFile(path)
+
+    def change(self, path: Path) -> OutputFile:
+        """Open a regular file that exists, to overwrite some of its bytes; links are refused, also hard ones."""
+        return _ChangedFile(path)
 
     def replace(self, source: Path, target: Path) -> None:
         """Rename, replacing the target atomically."""
@@ -386,6 +395,60 @@ class _OsOutputFile:
                     failure = error
         if failure is not None:
             raise failure
+
+
+class _ChangedFile:
+    """A file that exists, opened for writing whatever its permission bits, which stay."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        reading = os.open(path, os.O_RDONLY | flags)
+        try:
+            figures = os.fstat(reading)
+            if not stat.S_ISREG(figures.st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", str(path))
+            if figures.st_nlink > 1:
+                reason = "has other names, under which it would change as well; copy it first"
+                raise OSError(errno.EMLINK, reason, str(path))
+            self._descriptor = _reopened(reading, stat.S_IMODE(figures.st_mode))
+        finally:
+            os.close(reading)
+
+    def reserve(self, size_bytes: int) -> None:
+        """Do nothing: the space is there."""
+
+    def write_at(self, offset: int, data: memoryview | bytes) -> None:
+        view = memoryview(data).cast("B")
+        while view.nbytes:
+            written = os.pwrite(self._descriptor, view, offset)
+            if written == 0:
+                raise OSError(errno.EIO, "a write wrote nothing", str(self._path))
+            note("write", written)
+            offset += written
+            view = view[written:]
+
+    def sync(self) -> None:
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _reopened(descriptor: int, mode: int) -> int:
+    """Return another descriptor of the same file, for writing."""
+    path = f"/proc/self/fd/{descriptor}"
+    try:
+        return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    except PermissionError:
+        # Checkpoints are read-only, for their owner too.
+        os.fchmod(descriptor, mode | stat.S_IWUSR)
+        try:
+            return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        finally:
+            os.fchmod(descriptor, mode)
 
 
 def _status(figures: os.stat_result) -> FileStatus:

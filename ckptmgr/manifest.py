@@ -16,7 +16,7 @@ import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,11 +25,12 @@ from typing import Any
 from ckptmgr.crypto.keyring import Keys
 from ckptmgr.crypto.signing import PublicKey, SigningKey
 from ckptmgr.digest import ALGORITHM, DIGEST_BYTES, FileDigest
-from ckptmgr.errors import CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr.errors import CorruptCheckpoint, KeyProblem, UnsupportedCheckpoint
 from ckptmgr.manifest_keys import ManifestKey, id_of_opener, manifest_key_of, openers
 from ckptmgr.manifest_proof import (
     AUTH,
     SIGNATURES,
+    authenticated_by,
     canonical,
     check_mac,
     check_signatures,
@@ -276,6 +277,29 @@ def decode(
     except RecursionError as error:
         raise CorruptCheckpoint("not valid JSON: nested too deeply", path=path) from error
     return replace(manifest, signed_by=signer)
+
+
+def reauthenticated(
+    data: bytes, *, path: Path, key: Keys, change: Callable[[ManifestKey], ManifestKey]
+) -> tuple[Manifest, bytes]:
+    """Return a manifest with another authentication and nothing else changed: its signatures still hold.
+
+    Args:
+        data: The file's bytes.
+        path: For messages.
+        key: Opens the authentication that it has.
+        change: Gives the new one.
+
+    Raises:
+        UnsealedCheckpoint: It has none.
+        CkptmgrError: As `decode`.
+    """
+    manifest = decode(data, path=path, key=key, must_authenticate=True)
+    if manifest.auth is None:
+        raise KeyProblem("public keys alone cannot tell who wrote the manifest", path=path)
+    auth = change(manifest.auth)
+    changed = to_bytes(authenticated_by(_parse(data, path), auth))
+    return replace(manifest, auth=auth), changed
 
 
 def _checked_document(manifest: Manifest) -> dict[str, Any]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +12,12 @@ from ckptmgr import manifest as manifests
 from ckptmgr.crypto.keyring import Keys, ring_of
 from ckptmgr.crypto.signing import PublicKey, SigningKey
 from ckptmgr.digest import digest_of
-from ckptmgr.errors import UnsealedCheckpoint
+from ckptmgr.errors import KeyProblem, UnsealedCheckpoint
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.fsio import FileSystem, discard
 from ckptmgr.lease import Processes
 from ckptmgr.manifest import Manifest, manifest_name
+from ckptmgr.manifest_keys import ManifestKey
 from ckptmgr.temp_names import temp_name
 
 
@@ -134,6 +135,21 @@ class ManifestFiles:
         data = manifests.encode(manifest, key=self._key, signing_key=self._signing_key)
         target = self.directory / manifest_name(manifest.name)
         self.write(target, data, series=series, mode=mode, is_durable=True)
+
+    def reauthenticate(
+        self, data_name: str, change: Callable[[ManifestKey], ManifestKey], *, mode: int
+    ) -> None:
+        """Give a manifest another authentication; its content is durable, its name not before the directory is synced.
+
+        Raises:
+            CkptmgrError: It cannot be read, or is not authenticated.
+        """
+        if self._key is None:
+            raise KeyProblem("a key is needed", path=self.directory / data_name)
+        path = self.directory / manifest_name(data_name)
+        old = self._content(path)
+        manifest, new = manifests.reauthenticated(old, path=path, key=self._key, change=change)
+        self.write(path, new, series=manifest.series, mode=mode, is_durable=True)
 
     def create(self, manifest: Manifest, *, series: str, mode: int) -> None:
         """Publish a manifest unless its name is taken; its content is durable, its name not before the directory is synced.

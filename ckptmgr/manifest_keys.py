@@ -50,6 +50,11 @@ class ManifestKey:
     key: Key
     slots: tuple[Slot, ...] = ()
 
+    @property
+    def own_slots(self) -> tuple[Slot, ...]:
+        """A slot for the key itself, in place of none."""
+        return tuple(one.wrap(self.key, bound=BOUND) for one in ring_of(self.key).recipients)
+
     def rewrapped(
         self, *, add: Sequence[Recipient], remove: Callable[[Slot], bool], own: Sequence[Key]
     ) -> ManifestKey:

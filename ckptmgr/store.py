@@ -50,6 +50,7 @@ from ckptmgr.fsio import (
 from ckptmgr.lease import Processes, ProcProcesses, hold_lease
 from ckptmgr.manifest import FileEntry, Manifest, files_of, manifest_name
 from ckptmgr.manifest_files import ManifestFiles
+from ckptmgr.manifest_keys import ManifestKey
 from ckptmgr.model import Checkpoint, Pin, State
 from ckptmgr.naming import DATA_SUFFIXES, parse_name
 from ckptmgr.recovery import recover
@@ -302,6 +303,18 @@ class Store:
         """Replace the manifest of a committed checkpoint (pins, late metrics), durably."""
         self.fs.sync_directory(self.directory)
         self._manifests.put(manifest, series=manifest.series, mode=mode)
+        self.fs.sync_directory(self.directory)
+
+    def reauthenticate(
+        self, name: str, change: Callable[[ManifestKey], ManifestKey], *, mode: int = 0o400
+    ) -> None:
+        """Give the manifest of a committed checkpoint another authentication, durably; the lease must be held.
+
+        Raises:
+            CkptmgrError: It cannot be read, or is not authenticated.
+        """
+        self.fs.sync_directory(self.directory)
+        self._manifests.reauthenticate(name, change, mode=mode)
         self.fs.sync_directory(self.directory)
 
     def change_pins(

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tests.crashmodel import ModelDisk
 
 POSSIBLE_ERRORS = {
+    "change": (errno.EMFILE, errno.EROFS),
     "close": (errno.EIO,),
     "create": (errno.EMFILE, errno.ENOSPC, errno.EROFS),
     "free_bytes": (errno.EIO,),
@@ -100,6 +101,11 @@ class FailingDisk:
         """Open a file for reading."""
         self._meet("open", path)
         return _FailingInput(self, self._disk.open(path, is_uncached=is_uncached), path)
+
+    def change(self, path: Path) -> OutputFile:
+        """Open a file that exists, for writing."""
+        self._meet("change", path)
+        return _FailingOutput(self, self._disk.change(path), path)
 
     def replace(self, source: Path, target: Path) -> None:
         """Rename."""

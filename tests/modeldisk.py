@@ -136,6 +136,14 @@ class ModelDisk:
                 raise OSError(errno.EINVAL, "not a regular file", str(path))
             return _ModelInput(self, inode)
 
+    def change(self, path: Path) -> OutputFile:
+        """Open a regular file that exists, to overwrite some of its bytes."""
+        with self._powered():
+            inode = self._image.resolve(path)
+            if inode not in self._image.files:
+                raise OSError(errno.EINVAL, "not a regular file", str(path))
+            return _ModelOutput(self, path, inode)
+
     def replace(self, source: Path, target: Path) -> None:
         """Rename, replacing the target atomically."""
         with self._powered():

@@ -12,6 +12,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -365,3 +366,50 @@ def test_full_disk_is_reported_and_can_still_be_locked(tmp_path: Path) -> None:
     if writer.returncode == 77 or "unshare" in problem:
         pytest.skip(f"no tmpfs in a user namespace here: {problem}")
     assert (output.split(), problem) == (["ENOSPC", "ENOSPC", "0", "None", "0"], "")
+
+
+@pytest.fixture
+def read_only(tmp_path: Path) -> Iterator[Path]:
+    """A read-only file of the user who runs the test, who is nobody special."""
+    path = tmp_path / "data"
+    path.write_bytes(b"old content")
+    path.chmod(0o400)
+    if os.geteuid() != 0:
+        yield path
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        home.chmod(0o755)
+        path = path.rename(home / "data")
+        os.chown(path, 65534, 65534)
+        os.seteuid(65534)
+        try:
+            yield path
+        finally:
+            os.seteuid(0)
+
+
+def test_change_overwrites_bytes_of_a_read_only_file_and_leaves_its_mode(read_only: Path) -> None:
+    with contextlib.closing(OsFileSystem().change(read_only)) as file:
+        file.reserve(100)
+        file.write_at(0, b"new")
+        file.sync()
+    assert read_only.read_bytes() == b"new content"
+    assert read_only.stat().st_mode & 0o777 == 0o400
+
+
+def test_change_refuses_what_is_not_a_file_of_its_own(tmp_path: Path) -> None:
+    fs = OsFileSystem()
+    target = tmp_path / "target"
+    target.write_bytes(b"content")
+    (tmp_path / "link").symlink_to(target)
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(OSError, match="symbolic links"):
+        fs.change(tmp_path / "link")
+    with pytest.raises(OSError, match="not a regular file"):
+        fs.change(tmp_path / "fifo")
+    with pytest.raises(FileNotFoundError):
+        fs.change(tmp_path / "absent")
+    (tmp_path / "other").hardlink_to(target)
+    with pytest.raises(OSError, match="has other names"):
+        fs.change(target)

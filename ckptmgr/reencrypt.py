@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encrypt files anew, under a new data key, as a stream: constant memory, no plaintext on the disk, swapped like a save.
+
+At every instant the file is the old or the new one, and its manifest can be checked by the old and the new keys until the new
+one is durable. Whoever opened the old file and kept its data key has nothing of the new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckptmgr.container_reader import kind_of, open_container_file
+from ckptmgr.convert import CheckingSealer
+from ckptmgr.crypto.container import ContainerSealer
+from ckptmgr.crypto.container_header import Content
+from ckptmgr.crypto.keyring import KeyRing, Keys, block_key
+from ckptmgr.crypto.mindspore_blocks import BlockSealer
+from ckptmgr.digest import FileDigest, VerifyingSource
+from ckptmgr.errors import NotBuiltYet, UnsupportedCheckpoint
+from ckptmgr.formats.detect import Kind
+from ckptmgr.formats.image import Image
+from ckptmgr.formats.source import Source
+from ckptmgr.fsio import OutputFile
+from ckptmgr.loader import ReadOptions, open_source
+from ckptmgr.lower_errors import translated_errors
+from ckptmgr.manifest import FileEntry, Manifest
+from ckptmgr.manifest_keys import ManifestKey
+from ckptmgr.model import Checkpoint
+from ckptmgr.pipeline import write_image
+from ckptmgr.source_image import SourceImage
+from ckptmgr.store import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Sealing:
+    """What is written instead of a file."""
+
+    image: Image
+    sealer: BlockSealer | ContainerSealer
+    format: str
+    mode: str
+
+
+def reencrypt_file(
+    store: Store,
+    checkpoint: Checkpoint,
+    *,
+    old: Keys,
+    new: KeyRing,
+    manifest: Manifest | None,
+    auth: Callable[[ManifestKey | None], ManifestKey],
+) -> None:
+    """Replace an encrypted file by one with the same content and another data key, durably; the lease must be held.
+
+    Args:
+        store: Reads what old and new keys authenticate.
+        checkpoint: Of one file.
+        old: Opens it.
+        new: Who opens it then.
+        manifest: That of the file, or None.
+        auth: Given what authenticates the manifest, returns what old and new keys can check.
+
+    Raises:
+        KeyProblem: It does not open, or cannot have such keys.
+        CorruptCheckpoint: It is damaged; nothing was changed.
+        NotBuiltYet: It is compressed.
+        StoreFull, OSError: From the disk; the old file is intact, or the new one is there.
+    """
+    path = checkpoint.path
+    with (
+        translated_errors(str(path)),
+        contextlib.closing(store.fs.open(path)) as raw,
+    ):
+        sealing = _sealing(raw, path, old=old, new=new, manifest=manifest)
+        draft = _draft(checkpoint, manifest, new, sealing)
+        key = auth(None if manifest is None else manifest.auth)
+
+        def write(file: OutputFile) -> FileDigest:
+            return write_image(sealing.image, file, sealer=sealing.sealer).digest
+
+        def describe(digest: FileDigest) -> Manifest:
+            return replace(draft, file=replace(draft.file, digest=digest), auth=key)
+
+        store.publish(
+            path.name,
+            series=draft.series,
+            size_bytes=sealing.sealer.sealed_size,
+            write=write,
+            describe=describe,
+        )
+
+
+def _sealing(
+    raw: Source, path: Path, *, old: Keys, new: KeyRing, manifest: Manifest | None
+) -> _Sealing:
+    kind = kind_of(raw, name=path.name)
+    if kind is Kind.MINDSPORE_ENCRYPTED:
+        options = ReadOptions(key=old)
+        opened = open_source(raw, path=str(path), options=options, manifest=manifest)
+        mode = str(opened.cipher)
+        blocks = CheckingSealer(opened, block_key(new), mode)
+        image = SourceImage(opened.source, blocks.body_bytes, has_crc_trailer=blocks.has_crc)
+        return _Sealing(image=image, sealer=blocks, format="ckpt", mode=mode)
+    if kind is not Kind.CKPTMGR_CONTAINER:
+        raise UnsupportedCheckpoint("is not encrypted", path=path)
+    checked: Source = raw
+    if manifest is not None:
+        checked = VerifyingSource(raw, manifest.file.digest, path=str(path))
+    container = open_container_file(raw, checked, path=str(path), key=old, mode=None)
+    if container.content is Content.FRAMES:
+        raise NotBuiltYet(
+            "compressed files cannot be encrypted anew yet",
+            path=path,
+            hint="expand it first: ckptmgr convert --compression none",
+        )
+    sealer = ContainerSealer(
+        new.recipients, container.mode, plaintext_size=container.size, content=container.content
+    )
+    image = SourceImage(container, container.size, window_bytes=container.block_bytes)
+    return _Sealing(image=image, sealer=sealer, format="safetensors", mode=container.mode)
+
+
+def _draft(
+    checkpoint: Checkpoint, manifest: Manifest | None, new: KeyRing, sealing: _Sealing
+) -> Manifest:
+    """Return the manifest of the new file but for its digest: the same save, with other keys."""
+    entry = FileEntry(
+        name=checkpoint.path.name,
+        digest=FileDigest(size_bytes=0, ranges=()),
+        format=sealing.format,
+        cipher=sealing.mode,
+        key_id=new.key_id,
+    )
+    if manifest is not None:
+        return replace(manifest, file=entry, replaces=None)
+    return Manifest(
+        file=entry,
+        series=checkpoint.series,
+        run_id="",
+        step=max(checkpoint.step, 0),
+        epoch=checkpoint.epoch,
+        sequence=0,
+        saved_at=checkpoint.saved_at,
+        why=checkpoint.why,
+    )

@@ -1,0 +1,262 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Change who may open checkpoints: keys, passphrases and public keys come and go, the data stays.
+
+| file | what happens |
+|---|---|
+| container (`.ckpe`) | its header is rewritten, a few KiB; the payload is not touched |
+| encrypted `.ckpt` | it has one key and no slots: the file is encrypted anew, as a stream, and swapped like a save |
+| plain | nothing; it is named |
+
+The order, for each checkpoint: its manifest can be checked by old and new keys; header copies, each durable before the next;
+its manifest can be checked by the new keys only. So after a crash it opens with the old or the new keys, and doing the same
+again finishes it. Whoever opened a file before may have kept its data key: `reencrypt` gives it a new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckptmgr.container_reader import kind_of
+from ckptmgr.convert_target import only_writer
+from ckptmgr.crypto.container_rekey import HeaderWrite
+from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.slots import Slot
+from ckptmgr.errors import KeyProblem, UnsafeWrite
+from ckptmgr.formats.detect import Kind
+from ckptmgr.fsio import FileSystem, InputFile
+from ckptmgr.lease import Processes
+from ckptmgr.lower_errors import translated_errors
+from ckptmgr.manifest import Manifest
+from ckptmgr.manifest_keys import BOUND, ManifestKey, manifest_key_of
+from ckptmgr.model import Checkpoint
+from ckptmgr.reencrypt import reencrypt_file
+from ckptmgr.rekey_blocks import plan_blocks
+from ckptmgr.rekey_header import FilePlan, KeyChange, plan_header
+from ckptmgr.store import Store
+
+
+class Action(enum.Enum):
+    """What is done to a checkpoint."""
+
+    NOTHING = "nothing"
+    """It is as it shall be."""
+    PLAIN = "plain"
+    """It is not encrypted; nothing is done."""
+    HEADER = "header"
+    """Its headers, or the authentication of its manifest, are rewritten."""
+    REENCRYPT = "re-encrypt"
+    """It is encrypted anew."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rekeying:
+    """What is, or was, to be done to one checkpoint.
+
+    Attributes:
+        checkpoint: As listed.
+        action: What.
+        before: What opens it before, for people.
+        after: What opens it afterwards.
+    """
+
+    checkpoint: Checkpoint
+    action: Action
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+
+
+def open_for_rekeying(
+    directory: Path,
+    change: KeyChange,
+    *,
+    fs: FileSystem | None = None,
+    processes: Processes | None = None,
+) -> Store:
+    """Return a store that reads what any of the old and new keys authenticates, and nothing else."""
+    return Store(
+        directory, fs=fs, key=change.everybody, processes=processes, must_authenticate=True
+    )
+
+
+def plan_rekeying(store: Store, checkpoint: Checkpoint, change: KeyChange) -> Rekeying:
+    """Return what would be done to a checkpoint; changes nothing.
+
+    Args:
+        store: From `open_for_rekeying`.
+        checkpoint: As listed by it.
+        change: The change.
+
+    Raises:
+        KeyProblem: It does not open with these keys.
+        UnsafeWrite: Nobody would open it any more, or it cannot have such keys.
+        CkptmgrError, OSError: It is damaged or cannot be read.
+    """
+    return _Checkpoint(store, checkpoint, change).plan()
+
+
+def rekey_checkpoint(store: Store, checkpoint: Checkpoint, change: KeyChange) -> Rekeying:
+    """Change the keys of a checkpoint, durably; return what was done.
+
+    Args:
+        store: From `open_for_rekeying`.
+        checkpoint: As listed by it.
+        change: The change. What was done already is not done again.
+
+    Raises:
+        StoreLocked: Somebody is writing its series.
+        CkptmgrError: As `plan_rekeying`; nothing was changed.
+        OSError: From the disk. The checkpoint opens with the old or the new keys; doing the same again finishes it.
+    """
+    with only_writer(store, checkpoint.name, checkpoint.series):
+        return _Checkpoint(store, checkpoint, change).change()
+
+
+class _Checkpoint:
+    """One checkpoint, of one file or of many ranks'."""
+
+    def __init__(self, store: Store, checkpoint: Checkpoint, change: KeyChange) -> None:
+        self._store = store
+        self._checkpoint = checkpoint
+        self._change = change
+        names = checkpoint.shards or (checkpoint.path.name,)
+        self._paths = [store.directory / name for name in names]
+        self._manifest: Manifest | None = None
+
+    def plan(self) -> Rekeying:
+        kinds = {self._kind(path) for path in self._paths}
+        if kinds == {Kind.CKPTMGR_CONTAINER}:
+            plans = [self._plan_header(path) for path in self._paths]
+            is_proven = all(plan.is_proven for plan in plans)
+            is_done = not any(plan.writes for plan in plans)
+            is_done = self._is_authentication_done(is_proven=is_proven) and is_done
+            return self._told(Action.NOTHING if is_done else Action.HEADER, plans[0])
+        if kinds == {Kind.MINDSPORE_ENCRYPTED} and not self._checkpoint.shards:
+            (path,) = self._paths
+            with self._opened(path) as raw:
+                blocks = plan_blocks(raw, self._change, path=str(path))
+            is_done = self._is_authentication_done(is_proven=True)
+            if blocks.is_anew:
+                return self._told(Action.REENCRYPT, blocks)
+            return self._told(Action.NOTHING if is_done else Action.HEADER, blocks)
+        if kinds & {Kind.CKPTMGR_CONTAINER, Kind.MINDSPORE_ENCRYPTED}:
+            raise UnsafeWrite(
+                "is of files that are encrypted in ways whose keys cannot be changed together",
+                path=self._checkpoint.path,
+                hint="an encrypted .ckpt has one key; save as safetensors for keys that change",
+            )
+        return Rekeying(checkpoint=self._checkpoint, action=Action.PLAIN)
+
+    def change(self) -> Rekeying:
+        planned = self.plan()
+        if planned.action is Action.HEADER:
+            self._settle()
+            self._authenticate(is_final=False)
+            if len(self._paths) > 1:
+                # Half a set under each key would open with neither.
+                self._rewrite_headers(replace(self._change, remove=(), remove_ids=()))
+            self._rewrite_headers(self._change)
+            self._authenticate(is_final=True)
+        elif planned.action is Action.REENCRYPT:
+            reencrypt_file(
+                self._store,
+                self._checkpoint,
+                old=self._change.keys,
+                new=self._change.add[0],
+                manifest=self._manifest,
+                auth=self._during,
+            )
+            self._authenticate(is_final=True)
+        return planned
+
+    def _settle(self) -> None:
+        """Finish a re-encryption that was interrupted after the swap."""
+        is_anew = self._kind(self._paths[0]) is Kind.MINDSPORE_ENCRYPTED
+        if is_anew and self._manifest is not None:
+            self._store.update_manifest(self._manifest)
+
+    def _told(self, action: Action, plan: FilePlan) -> Rekeying:
+        return Rekeying(
+            checkpoint=self._checkpoint, action=action, before=plan.before, after=plan.after
+        )
+
+    def _kind(self, path: Path) -> Kind:
+        with self._opened(path) as raw:
+            return kind_of(raw, name=path.name)
+
+    def _plan_header(self, path: Path, change: KeyChange | None = None) -> FilePlan:
+        with self._opened(path) as raw:
+            return plan_header(raw, change or self._change, path=str(path))
+
+    def _rewrite_headers(self, change: KeyChange) -> None:
+        for path in self._paths:
+            if self._kind(path) is Kind.CKPTMGR_CONTAINER:
+                self._write(path, self._plan_header(path, change).writes)
+
+    def _write(self, path: Path, writes: Sequence[HeaderWrite]) -> None:
+        if not writes:
+            return
+        file = self._store.fs.change(path)
+        try:
+            for write in writes:
+                file.write_at(write.offset, write.data)
+                file.sync()
+        finally:
+            file.close()
+
+    def _is_authentication_done(self, *, is_proven: bool) -> bool:
+        """Read the manifest, too. Where the files open only for others, so does a manifest that is done."""
+        try:
+            manifest = self._manifest = self._store.read_manifest(self._checkpoint.name)
+        except KeyProblem:
+            if is_proven:
+                raise
+            return True
+        if manifest is None or self._change.is_repair:
+            return True
+        if manifest.auth is None:
+            raise KeyProblem("public keys alone open nothing", path=self._checkpoint.path)
+        return self._rewrapped(manifest.auth, is_final=True) is manifest.auth
+
+    def _during(self, auth: ManifestKey | None) -> ManifestKey:
+        if auth is None:
+            return manifest_key_of(self._change.add[0])
+        return self._rewrapped(auth, is_final=False)
+
+    def _authenticate(self, *, is_final: bool) -> None:
+        if self._manifest is None or self._change.is_repair:
+            return
+        name = self._checkpoint.name
+        self._store.reauthenticate(name, lambda auth: self._rewrapped(auth, is_final=is_final))
+
+    def _rewrapped(self, auth: ManifestKey, *, is_final: bool) -> ManifestKey:
+        """Return what authenticates the manifest during the change, or after it; the same if nothing changes."""
+        change = self._change
+
+        def removes(slot: Slot) -> bool:
+            return is_final and change.removes(slot, bound=BOUND)
+
+        slots = auth.slots or auth.own_slots
+        add = change.missing(slots, bound=BOUND)
+        if not add and not any(map(removes, slots)):
+            return auth
+        own: tuple[Key, ...] = change.everybody.raw_keys
+        try:
+            return auth.rewrapped(add=add, remove=removes, own=own)
+        except ValueError as error:
+            raise UnsafeWrite(
+                f"nobody would be able to check the manifest: {error}",
+                path=self._checkpoint.path,
+                hint="add another key as well",
+            ) from error
+
+    @contextlib.contextmanager
+    def _opened(self, path: Path) -> Iterator[InputFile]:
+        with (
+            translated_errors(str(path)),
+            contextlib.closing(self._store.fs.open(path)) as raw,
+        ):
+            yield raw

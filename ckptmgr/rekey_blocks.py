@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a change of keys means for an encrypted `.ckpt`: it has one key, and another one means encrypting it anew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ckptmgr.crypto.errors import CryptoError
+from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.mindspore_blocks import open_blocks, sniff_mode
+from ckptmgr.errors import UnsafeWrite
+from ckptmgr.formats.source import Source, read_bytes
+from ckptmgr.rekey_header import FilePlan, KeyChange
+
+_HEAD_BYTES = 16
+
+
+def plan_blocks(raw: Source, change: KeyChange, *, path: str) -> FilePlan:
+    """Return what a change of keys does to an encrypted `.ckpt`.
+
+    Raises:
+        UnsafeWrite: It would have another number of keys than one, or something that is no key.
+        CryptoError: It does not open, or is not sealed.
+    """
+    mode = str(sniff_mode(read_bytes(raw, 0, min(_HEAD_BYTES, raw.size))))
+    added = [key for ring in change.add for key in ring.raw_keys]
+    key, is_new = _opener(raw, mode, added=added, old=change.keys.raw_keys)
+    before = (f"key {key.key_id}",)
+    if is_new or change.is_repair:
+        return FilePlan(before=before, after=before)
+    is_removed = key.key_id in change.remove_ids or any(
+        key.key_id in ring.key_ids for ring in change.remove
+    )
+    if not is_removed and not change.add:
+        return FilePlan(before=before, after=before)
+    if not is_removed or len(change.add) != 1 or len(added) != 1:
+        raise UnsafeWrite(
+            "an encrypted .ckpt has exactly one key, which MindSpore takes",
+            path=path,
+            hint=f"add one key and remove the present one: --add SOURCE --remove {key.key_id}",
+        )
+    return FilePlan(before=before, after=(f"key {added[0].key_id}",), is_anew=True)
+
+
+def _opener(
+    raw: Source, mode: str, *, added: Sequence[Key], old: Sequence[Key]
+) -> tuple[Key, bool]:
+    """Return the key that opens a file, and whether it is one of those that are to be added."""
+    failures: list[CryptoError] = []
+    for key in (*old, *added):
+        try:
+            open_blocks(raw, key, mode)
+        except CryptoError as error:
+            failures.append(error)
+        else:
+            return key, key in added and key not in old
+    # That of the key which should open it says most.
+    raise failures[0]

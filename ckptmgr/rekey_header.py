@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a change of keys does to the header of one container, decided from what its key slots say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ckptmgr.crypto.container_header import HeaderCopy
+from ckptmgr.crypto.container_rekey import HeaderWrite, rewrite_header
+from ckptmgr.crypto.container_unlock import CopyState, find_copies, unlock
+from ckptmgr.crypto.errors import DecryptionError
+from ckptmgr.crypto.keyring import KeyRing
+from ckptmgr.crypto.slots import Identity, Recipient, Slot
+from ckptmgr.errors import UnsafeWrite
+from ckptmgr.formats.source import Source
+from ckptmgr.manifest_keys import is_for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyChange:
+    """Who opens files from now on, and who no longer.
+
+    Attributes:
+        keys: Opens them now.
+        add: Who opens them besides; each ring is one key, passphrase or public key.
+        remove: Who no longer does, by the thing itself.
+        remove_ids: The same, by the id of a key.
+
+    Raises:
+        UnsafeWrite: Somebody is to be added and removed.
+    """
+
+    keys: KeyRing
+    add: tuple[KeyRing, ...] = ()
+    remove: tuple[KeyRing, ...] = ()
+    remove_ids: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        removed = {key_id for ring in self.remove for key_id in ring.key_ids}
+        both = [one for ring in self.add for one in ring.key_ids]
+        if any(one in removed or one in self.remove_ids for one in both):
+            raise UnsafeWrite("a key is to be added and to be removed", hint="name it once")
+
+    @property
+    def everybody(self) -> KeyRing:
+        """Whoever opens files before, during or after the change."""
+        return KeyRing([material for ring in (self.keys, *self.add) for material in ring.own])
+
+    @property
+    def is_repair(self) -> bool:
+        """Whether nothing changes but what is damaged."""
+        return not (self.add or self.remove or self.remove_ids)
+
+    def removes(self, slot: Slot, *, bound: bytes) -> bool:
+        """Return whether a slot is for somebody who shall no longer open."""
+        return is_for(slot, self.remove_ids) or any(
+            ring.opens(slot, bound=bound) for ring in self.remove
+        )
+
+    def missing(self, slots: Sequence[Slot], *, bound: bytes) -> list[Recipient]:
+        """Return who is to be added and has no slot among these yet."""
+        return [
+            recipient
+            for ring in self.add
+            if not any(ring.opens(slot, bound=bound) for slot in slots)
+            for recipient in ring.recipients
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilePlan:
+    """What is to be done to one file.
+
+    Attributes:
+        before: What opens it now, for people.
+        after: What opens it then.
+        writes: The new header copies of a container, in order; none when it is done.
+        is_anew: Whether it is encrypted anew instead.
+        is_proven: Whether it was opened. One that was changed already may open only for others.
+    """
+
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    writes: tuple[HeaderWrite, ...] = field(default=(), repr=False)
+    is_anew: bool = False
+    is_proven: bool = True
+
+
+def plan_header(raw: Source, change: KeyChange, *, path: str) -> FilePlan:
+    """Return what a change of keys does to the header of a container.
+
+    Args:
+        raw: The file.
+        change: The change. A file that somebody who is to be added opens may have been changed already.
+        path: For messages.
+
+    Raises:
+        UnsafeWrite: Nobody would open it any more, or its header is too small.
+        CryptoError: It does not open, or is damaged.
+    """
+    identities: Sequence[Identity] = change.everybody.identities
+    try:
+        unlocked = unlock(raw, identities)
+    except DecryptionError:
+        copies = [copy.header for copy in find_copies(raw)]
+        if not all(_looks_done(copy, change) for copy in copies):
+            raise
+        labels = _labels(copies[0].slots)
+        return FilePlan(before=labels, after=labels, is_proven=False)
+    header = unlocked.header
+    bound = header.fixed.pack()
+    removed = [slot for slot in header.slots if change.removes(slot, bound=bound)]
+    kept = [slot for slot in header.slots if slot not in removed]
+    added = change.missing(kept, bound=bound)
+    before = _labels(header.slots)
+    is_whole = all(state is CopyState.CURRENT for state in unlocked.states)
+    if is_whole and not added and not removed:
+        return FilePlan(before=before, after=before)
+    try:
+        writes = rewrite_header(unlocked, add=added, remove=removed.__contains__)
+    except ValueError as error:
+        raise UnsafeWrite(
+            f"the keys cannot be changed like this: {error}",
+            path=path,
+            hint="at least one must be left; for many more, use ckptmgr reencrypt",
+        ) from error
+    new = tuple(label for ring in change.add for label in ring.labels if label not in before)
+    after = tuple(slot.label for slot in kept) + (new if added else ())
+    return FilePlan(before=before, after=after, writes=writes)
+
+
+def _looks_done(header: HeaderCopy, change: KeyChange) -> bool:
+    """Return whether a header that does not open says that it was changed already; nothing is proven."""
+    if change.is_repair:
+        return False
+    bound = header.fixed.pack()
+    is_free = not any(change.removes(slot, bound=bound) for slot in header.slots)
+    return is_free and not change.missing(header.slots, bound=bound)
+
+
+def _labels(slots: Sequence[Slot]) -> tuple[str, ...]:
+    return tuple(slot.label for slot in slots)

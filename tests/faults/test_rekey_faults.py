@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A change of keys that is interrupted: the checkpoint opens with the old or the new key, and doing it again finishes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from ckptmgr.fsio import FileSystem, OutputFile
+from ckptmgr.model import Checkpoint, State
+from ckptmgr.store import Store
+from tests.crashmodel import Crash, FailingDisk, ModelDisk, Order, every_crash, every_failure
+from tests.faults.training import RUNS, ModelProcesses
+from tests.manager.rekeying import NEW, OLD, ROTATION, opens, rekey, ring, save_run, save_set
+
+BOTH = (ring(OLD), ring(NEW))
+
+
+def with_container(disk: ModelDisk) -> None:
+    save_run(disk, steps=1)
+
+
+def with_ckpt(disk: ModelDisk) -> None:
+    save_run(disk, steps=1, form="ckpt")
+
+
+STARTS = {"container": with_container, "set of two ranks": save_set, "ckpt": with_ckpt}
+
+
+def disk_of(name: str) -> ModelDisk:
+    disk = ModelDisk()
+    STARTS[name](disk)
+    disk.settle()
+    return disk
+
+
+def rotate(disk: ModelDisk) -> None:
+    rekey(ROTATION, fs=disk, processes=ModelProcesses(disk))
+
+
+def only(disk: ModelDisk) -> Checkpoint:
+    unfinished = (State.LEFTOVER, State.WRITING)
+    (found,) = [one for one in Store(RUNS, fs=disk).scan() if one.state not in unfinished]
+    assert found.state is State.OK, found
+    return found
+
+
+def check(disk: ModelDisk, *, is_finished: bool) -> None:
+    """Check that the checkpoint opens as it must, that the rest can be done, and that nothing is left behind."""
+    old, new = (opens(only(disk), keys, fs=disk) for keys in BOTH)
+    assert old or new
+    if is_finished:
+        assert (old, new) == (False, True)
+    again = disk.restart()
+    rotate(again)
+    assert [opens(only(again), keys, fs=again) for keys in BOTH] == [False, True]
+    assert not [name for name in again.list(RUNS) if name.endswith(".tmp")]
+
+
+def broken(crashes: Iterator[Crash]) -> list[str]:
+    seen, found = set(), []
+    for crash in crashes:
+        state = (crash.disk.state(), crash.is_finished)
+        if state in seen:
+            continue
+        seen.add(state)
+        try:
+            check(crash.disk, is_finished=crash.is_finished)
+        except Exception as error:  # whatever it is, a promise is broken
+            found.append(f"{error!r} after {crash}")
+    assert len(seen) >= 10
+    return found
+
+
+@pytest.mark.parametrize("order", Order)
+@pytest.mark.parametrize("name", STARTS)
+def test_rekeying_keeps_its_promises_after_every_power_cut(order: Order, name: str) -> None:
+    assert broken(every_crash(disk_of(name), rotate, order=order, tears=2)) == []
+
+
+@pytest.mark.parametrize("name", ["container", "ckpt"])
+def test_rekeying_may_be_cut_again_after_a_cut(name: str) -> None:
+    def crashes() -> Iterator[Crash]:
+        firsts = list(every_crash(disk_of(name), rotate, order=Order.JOURNALED, tears=1))
+        for first in firsts[:: max(1, len(firsts) // 4)]:
+            yield from every_crash(first.disk, rotate, order=Order.JOURNALED, tears=1)
+
+    assert broken(crashes()) == []
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_rekeying_that_fails_at_any_call_can_be_finished(name: str) -> None:
+    processes = ModelProcesses(ModelDisk())
+    run = lambda disk: rekey(ROTATION, fs=disk, processes=processes)  # noqa: E731
+    failures = list(every_failure(disk_of(name), run))
+    assert len(failures) > 20
+    for failure in failures:
+        check(failure.disk, is_finished=False)
+
+
+class _Unsynced:
+    def __init__(self, file: OutputFile) -> None:
+        self.reserve, self.write_at, self.close = file.reserve, file.write_at, file.close
+
+    def sync(self) -> None:
+        pass
+
+
+class WithoutHeaderSync(FailingDisk):
+    def change(self, path: object) -> OutputFile:
+        return _Unsynced(super().change(path))  # type: ignore[arg-type]
+
+
+class WithoutDirectorySync(FailingDisk):
+    def sync_directory(self, path: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("forgetful", [WithoutHeaderSync, WithoutDirectorySync])
+def test_rekeying_that_does_not_sync_is_found_out(
+    forgetful: Callable[[ModelDisk], FileSystem],
+) -> None:
+    disk = disk_of("container")
+
+    def run(one: ModelDisk) -> None:
+        rekey(ROTATION, fs=forgetful(one), processes=ModelProcesses(one))
+
+    assert broken(every_crash(disk, run, order=Order.WEAK))

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Changing who opens checkpoints: what stays, what is done again, what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ckptmgr.crypto.key_files import generate_pair
+from ckptmgr.errors import KeyProblem, UnsafeWrite, UnsealedCheckpoint
+from ckptmgr.manifest import manifest_name
+from ckptmgr.rekey import Action, open_for_rekeying, plan_rekeying, rekey_checkpoint
+from ckptmgr.rekey_header import KeyChange
+from ckptmgr.store import Store
+from tests.manager.rekeying import (
+    NEW,
+    OLD,
+    OTHER,
+    ROTATION,
+    openers,
+    rekey,
+    resumed_step,
+    ring,
+    save_run,
+)
+from tests.manager.saved import flip, tree_of
+
+HEAD = 2 * 4096
+MODES = ("AES-GCM", "AES-CBC", "SM4-CBC", "SM4-GCM")
+
+
+def payloads(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes()[HEAD:] for path in directory.glob("*.ckpe")}
+
+
+def listed(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rotation_changes_the_key_and_no_byte_of_the_payload(tmp_path: Path, mode: str) -> None:
+    save_run(directory=tmp_path, mode=mode)
+    before, names = payloads(tmp_path), listed(tmp_path)
+    ids = [one.id for one in Store(tmp_path).scan()]
+    done = rekey(ROTATION, directory=tmp_path)
+    assert [one.action for one in done] == [Action.HEADER] * 2
+    assert done[0].before == (f"key {OLD.key_id}",)
+    assert done[0].after == (f"key {NEW.key_id}",)
+    assert payloads(tmp_path) == before
+    assert listed(tmp_path) == names
+    assert [one.id for one in Store(tmp_path).scan()] == ids
+    for checkpoint in Store(tmp_path).scan():
+        assert openers(checkpoint, [ring(OLD), ring(NEW)]) == [1]
+        assert checkpoint.key_id == NEW.key_id
+    assert resumed_step(NEW, directory=tmp_path) == 2
+    assert resumed_step(OLD, directory=tmp_path) is KeyProblem
+
+
+def test_file_keeps_its_permissions(tmp_path: Path) -> None:
+    save_run(directory=tmp_path, steps=1)
+    (path,) = tmp_path.glob("*.ckpe")
+    rekey(ROTATION, directory=tmp_path)
+    assert path.stat().st_mode & 0o777 == 0o400
+
+
+def test_rotation_done_twice_changes_nothing_more(tmp_path: Path) -> None:
+    save_run(directory=tmp_path)
+    rekey(ROTATION, directory=tmp_path)
+    before = {path: path.stat() for path in tmp_path.glob("net*")}
+    assert [one.action for one in rekey(ROTATION, directory=tmp_path)] == [Action.NOTHING] * 2
+    for path, status in before.items():
+        assert (path.stat().st_mtime_ns, path.stat().st_ino) == (status.st_mtime_ns, status.st_ino)
+
+
+@pytest.mark.parametrize("key_type", ["x25519", "mlkem768-x25519"])
+def test_public_key_and_passphrase_are_added_and_removed(tmp_path: Path, key_type: str) -> None:
+    save_run(directory=tmp_path, steps=1)
+    private, public = generate_pair(key_type)
+    everybody = [ring(OLD), ring("horse"), ring(private), ring(NEW)]
+    rekey(KeyChange(keys=ring(OLD), add=(ring("horse"), ring(public))), directory=tmp_path)
+    (checkpoint,) = Store(tmp_path).scan()
+    assert openers(checkpoint, everybody) == [0, 1, 2]
+    assert len(checkpoint.opened_by) == 3
+    rekey(KeyChange(keys=ring("horse"), remove=(ring(OLD),)), directory=tmp_path)
+    assert openers(checkpoint, everybody) == [1, 2]
+    rekey(
+        KeyChange(keys=ring(private), add=(ring(NEW),), remove=(ring("horse"),)), directory=tmp_path
+    )
+    assert openers(checkpoint, everybody) == [2, 3]
+    rekey(KeyChange(keys=ring(NEW), remove_ids=ring(public).key_ids), directory=tmp_path)
+    assert openers(checkpoint, everybody) == [3]
+    (checkpoint,) = Store(tmp_path).scan()
+    assert checkpoint.opened_by == (f"key {NEW.key_id}",)
+
+
+def test_change_to_a_public_key_is_known_to_be_done_without_its_private_key(
+    tmp_path: Path,
+) -> None:
+    save_run(directory=tmp_path)
+    private, public = generate_pair("x25519")
+    change = KeyChange(keys=ring(OLD), add=(ring(public),), remove=(ring(OLD),))
+    rekey(change, directory=tmp_path)
+    assert [one.action for one in rekey(change, directory=tmp_path)] == [Action.NOTHING] * 2
+    for checkpoint in Store(tmp_path).scan():
+        assert openers(checkpoint, [ring(OLD), ring(private)]) == [1]
+
+
+def test_plan_changes_nothing(tmp_path: Path) -> None:
+    save_run(directory=tmp_path)
+    before = tree_of(tmp_path)
+    store = open_for_rekeying(tmp_path, ROTATION)
+    planned = [plan_rekeying(store, one, ROTATION) for one in store.scan()]
+    assert [one.action for one in planned] == [Action.HEADER] * 2
+    assert tree_of(tmp_path) == before
+
+
+def test_file_of_another_key_is_refused(tmp_path: Path) -> None:
+    save_run(directory=tmp_path)
+    change = KeyChange(keys=ring(OTHER), add=(ring(NEW),))
+    store = open_for_rekeying(tmp_path, change)
+    for checkpoint in store.scan():
+        with pytest.raises(KeyProblem, match="another key"):
+            plan_rekeying(store, checkpoint, change)
+
+
+@pytest.mark.parametrize("ids", [(), (OLD.key_id,)])
+def test_last_key_is_not_removed(tmp_path: Path, ids: tuple[str, ...]) -> None:
+    save_run(directory=tmp_path, steps=1)
+    before = payloads(tmp_path)
+    change = KeyChange(keys=ring(OLD), remove=() if ids else (ring(OLD),), remove_ids=ids)
+    with pytest.raises(UnsafeWrite, match="keys cannot be changed like this"):
+        rekey(change, directory=tmp_path)
+    assert payloads(tmp_path) == before
+
+
+@pytest.mark.parametrize("by_id", [False, True])
+def test_key_that_is_added_and_removed_is_refused(by_id: bool) -> None:
+    with pytest.raises(UnsafeWrite, match="added and to be removed"):
+        KeyChange(
+            keys=ring(OLD),
+            add=(ring(NEW),),
+            remove=() if by_id else (ring(NEW),),
+            remove_ids=(NEW.key_id,) if by_id else (),
+        )
+
+
+def test_more_keys_than_a_header_holds_are_refused(tmp_path: Path) -> None:
+    save_run(directory=tmp_path, steps=1)
+    pairs = tuple(ring(generate_pair("mlkem768-x25519")[1]) for _ in range(4))
+    with pytest.raises(UnsafeWrite, match="do not fit") as caught:
+        rekey(KeyChange(keys=ring(OLD), add=pairs), directory=tmp_path)
+    assert "reencrypt" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("offset", [0, 20, 100, 4095, 4096, 4100, 8191])
+def test_repair_mends_a_damaged_header_copy_and_nothing_else(tmp_path: Path, offset: int) -> None:
+    save_run(directory=tmp_path)
+    first, second = sorted(tmp_path.glob("*.ckpe"))
+    whole = first.read_bytes()[HEAD:], second.read_bytes()
+    flip(first, offset)
+    manifests = {path: path.read_bytes() for path in tmp_path.glob("*.json")}
+    done = rekey(KeyChange(keys=ring(OLD)), directory=tmp_path)
+    assert [one.action for one in done] == [Action.HEADER, Action.NOTHING]
+    content = first.read_bytes()
+    assert content[:4096] == content[4096:HEAD]
+    assert (content[HEAD:], second.read_bytes()) == whole
+    assert {path: path.read_bytes() for path in tmp_path.glob("*.json")} == manifests
+    assert resumed_step(OLD, directory=tmp_path) == 2
+
+
+def test_plain_file_is_left_alone(tmp_path: Path) -> None:
+    from tests.manager.saved import save_run as save_plain
+
+    save_plain(tmp_path, [1])
+    store = Store(tmp_path)
+    (checkpoint,) = store.scan()
+    assert plan_rekeying(store, checkpoint, ROTATION).action is Action.PLAIN
+
+
+def test_file_without_manifest_is_rekeyed_by_its_header(tmp_path: Path) -> None:
+    save_run(directory=tmp_path, steps=1)
+    (path,) = tmp_path.glob("*.ckpe")
+    (tmp_path / manifest_name(path.name)).unlink()
+    assert [one.action for one in rekey(ROTATION, directory=tmp_path)] == [Action.HEADER]
+    (checkpoint,) = Store(tmp_path).scan()
+    assert openers(checkpoint, [ring(OLD), ring(NEW)]) == [1]
+
+
+def test_manifest_without_authentication_does_not_get_one(tmp_path: Path) -> None:
+    save_run(directory=tmp_path, steps=1)
+    store = Store(tmp_path)
+    (checkpoint,) = store.scan()
+    manifest = store.read_manifest(checkpoint.name)
+    assert manifest is not None
+    store.update_manifest(manifest)
+    with pytest.raises(UnsealedCheckpoint):
+        rekey_checkpoint(open_for_rekeying(tmp_path, ROTATION), checkpoint, ROTATION)
+
+
+def test_file_with_several_names_is_refused(tmp_path: Path) -> None:
+    save_run(directory=tmp_path, steps=1)
+    (path,) = tmp_path.glob("*.ckpe")
+    (tmp_path / "backup").hardlink_to(path)
+    with pytest.raises(OSError, match="has other names"):
+        rekey(ROTATION, directory=tmp_path)
+    (tmp_path / "backup").unlink()
+    rekey(ROTATION, directory=tmp_path)
+    (checkpoint,) = Store(tmp_path).scan()
+    assert openers(checkpoint, [ring(OLD), ring(NEW)]) == [1]
+
+
+@pytest.mark.parametrize("mode", MODES[:2])
+def test_encrypted_ckpt_is_encrypted_anew(tmp_path: Path, mode: str) -> None:
+    save_run(directory=tmp_path, form="ckpt", mode=mode)
+    old = {path.name: path.read_bytes() for path in tmp_path.glob("*.ckpt")}
+    names = listed(tmp_path)
+    assert [one.action for one in rekey(ROTATION, directory=tmp_path)] == [Action.REENCRYPT] * 2
+    assert listed(tmp_path) == names
+    for checkpoint in Store(tmp_path).scan():
+        assert openers(checkpoint, [ring(OLD), ring(NEW)]) == [1]
+        assert checkpoint.path.read_bytes() != old[checkpoint.name]
+    assert [one.action for one in rekey(ROTATION, directory=tmp_path)] == [Action.NOTHING] * 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        KeyChange(keys=ring(OLD), add=(ring(NEW),)),
+        KeyChange(keys=ring(OLD), add=(ring(NEW), ring(OTHER)), remove=(ring(OLD),)),
+        KeyChange(keys=ring(OLD), add=(ring("horse"),), remove=(ring(OLD),)),
+        KeyChange(keys=ring(OLD), remove_ids=(OLD.key_id,)),
+    ],
+)
+def test_encrypted_ckpt_has_exactly_one_key(tmp_path: Path, change: KeyChange) -> None:
+    save_run(directory=tmp_path, form="ckpt", steps=1)
+    before = tree_of(tmp_path)
+    with pytest.raises(UnsafeWrite, match="exactly one key") as caught:
+        rekey(change, directory=tmp_path)
+    assert f"--remove {OLD.key_id}" in str(caught.value.hint)
+    after = tree_of(tmp_path)
+    assert {name: after[name][0] for name in after} == {name: before[name][0] for name in before}
+
+
+def test_encrypted_ckpt_that_the_change_does_not_name_is_left_alone(tmp_path: Path) -> None:
+    save_run(directory=tmp_path, form="ckpt", steps=1)
+    for change in (KeyChange(keys=ring(OLD)), KeyChange(keys=ring(OLD), remove=(ring(OTHER),))):
+        assert [one.action for one in rekey(change, directory=tmp_path)] == [Action.NOTHING]
