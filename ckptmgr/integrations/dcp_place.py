@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ckptmgr.config import CheckpointConfig, check_config
-from ckptmgr.config_checks import check_cipher
+from ckptmgr.config_checks import check_cipher, check_trusted_keys
 from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.signing import PublicKey
 from ckptmgr.fsio import FileSystem
 from ckptmgr.integrations.dcp_run import SeriesAt
 from ckptmgr.manifest import SUFFIX
@@ -37,6 +38,7 @@ def place_of(
     *,
     prefix: str,
     allow_unsealed: bool = False,
+    trusted_keys: Iterable[str | os.PathLike[str] | PublicKey] = (),
     clock: Callable[[], float] = time.time,
     fs: FileSystem | None = None,
 ) -> SeriesAt:
@@ -48,11 +50,16 @@ def place_of(
     if callable(check_prefix(prefix)):
         raise TypeError("the prefix of a series is a string")
     key = None if config.enc_key is None else Key(config.enc_key)
+    trusted, signing_key = check_trusted_keys(trusted_keys), config.signing_key
+    if signing_key is not None:
+        trusted = (signing_key.public_key, *trusted)
     return SeriesAt(
         directory=check_directory(directory),
         series=prefix,
         key=key,
-        must_authenticate=key is not None and not allow_unsealed,
+        allow_unsealed=allow_unsealed,
+        signing_key=signing_key,
+        trusted_keys=trusted,
         fs=fs,
         clock=clock,
     )

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from ckptmgr.config import CheckpointConfig
+from ckptmgr.crypto.signing import PublicKey
 from ckptmgr.errors import (
     CheckpointNotFound,
     CkptmgrError,
@@ -30,7 +31,6 @@ from ckptmgr.integrations.dcp_loading import Loading
 from ckptmgr.integrations.dcp_metadata import metadata_from
 from ckptmgr.integrations.dcp_place import checked_config, place_of, set_name_of
 from ckptmgr.integrations.dcp_run import note_resumed
-from ckptmgr.loader import ReadOptions
 from ckptmgr.loop_values import checked_count
 from ckptmgr.manifest import Manifest
 from ckptmgr.model import Checkpoint
@@ -58,10 +58,11 @@ class StorageReader(storage.StorageReader):
 
     Args:
         directory: Where the checkpoints lie; all ranks see it.
-        config: The key; nothing else in it matters here.
+        config: The keys; nothing else in it matters here.
         prefix: Name of the series.
         step: Which one; None for the newest.
-        allow_unsealed: With a key, also accept what is not authenticated.
+        allow_unsealed: With a key or trusted keys, also accept what is not authenticated.
+        trusted_keys: Public keys, or their files in PEM: what none of them signed is refused.
         fs: The disk.
 
     Raises:
@@ -76,14 +77,20 @@ class StorageReader(storage.StorageReader):
         prefix: str = "ckpt",
         step: int | None = None,
         allow_unsealed: bool = False,
+        trusted_keys: Iterable[str | os.PathLike[str] | PublicKey] = (),
         fs: FileSystem | None = None,
     ) -> None:
         super().__init__()
         checked = checked_config(config)
         self._place = place_of(
-            directory, checked, prefix=prefix, allow_unsealed=allow_unsealed, fs=fs
+            directory,
+            checked,
+            prefix=prefix,
+            allow_unsealed=allow_unsealed,
+            trusted_keys=trusted_keys,
+            fs=fs,
         )
-        self._options = ReadOptions(key=self._place.key, allow_unsealed=allow_unsealed)
+        self._options = self._place.reading()
         self._wanted: int | str | None = None if step is None else checked_count("step", step)
         self._found: _Found | None = None
         self._problem: Exception | None = None

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.signing import PublicKey, SigningKey
 from ckptmgr.errors import CkptmgrError, SaveFailed
 from ckptmgr.fsio import FileSystem
 from ckptmgr.loader import ReadOptions
@@ -42,7 +43,9 @@ class SeriesAt:
         directory: Where it lies; all ranks see it.
         series: Its name.
         key: Encrypts and authenticates, or None.
-        must_authenticate: With a key, treat manifests without authentication as a problem.
+        allow_unsealed: Accept what is neither authenticated nor signed although there are keys for that.
+        signing_key: Signs manifests, or None.
+        trusted_keys: Whose signatures count.
         fs: The disk; None for the real one.
         clock: Seconds since 1970.
     """
@@ -50,7 +53,9 @@ class SeriesAt:
     directory: Path
     series: str
     key: Key | None = None
-    must_authenticate: bool = False
+    allow_unsealed: bool = False
+    signing_key: SigningKey | None = None
+    trusted_keys: tuple[PublicKey, ...] = ()
     fs: FileSystem | None = None
     clock: Callable[[], float] = time.time
 
@@ -61,7 +66,15 @@ class SeriesAt:
             clock=self.clock,
             fs=self.fs,
             key=self.key,
-            must_authenticate=self.must_authenticate,
+            must_authenticate=self.reading().is_strict,
+            signing_key=self.signing_key,
+            trusted_keys=self.trusted_keys,
+        )
+
+    def reading(self) -> ReadOptions:
+        """Return how files are read."""
+        return ReadOptions(
+            key=self.key, allow_unsealed=self.allow_unsealed, trusted_keys=self.trusted_keys
         )
 
 
@@ -113,7 +126,7 @@ class Run:
         with self._lock:
             self.writer.open()
             self._withdraw()
-            reader = SeriesReader(self.store, self.place.series, options=ReadOptions())
+            reader = SeriesReader(self.store, self.place.series, options=self.place.reading())
             name, attempt = reader.free_name(step, format=SET_FORMAT)
             place = self.writer.next_place(SaveFacts(step=step, attempt=attempt))
             now = self.place.clock()

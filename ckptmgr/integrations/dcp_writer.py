@@ -59,8 +59,8 @@ class StorageWriter(storage.StorageWriter):
 
     Args:
         directory: Where the checkpoints lie; all ranks see it.
-        config: What to keep, the key, `verify_after_write`. When to save is up to the loop, and the files are always
-            safetensors, in containers with a key.
+        config: What to keep, keys, compression, `verify_after_write`. When to save is up to the loop, and the files are
+            always safetensors, in containers with a key.
         prefix: Name of the series; the checkpoint is `<prefix>-<step>.shards`.
         step: Global step; that of the coordinator counts.
         epoch: Epoch number, or None.
@@ -101,6 +101,7 @@ class StorageWriter(storage.StorageWriter):
             key=self._place.key,
             mode=self._config.enc_mode,
             has_crc=self._config.crc_check,
+            compression_level=self._config.compression_level,
             verify_after_write=self._config.verify_after_write,
         )
         self._save: _Save | None = None

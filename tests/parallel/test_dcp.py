@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex  # noq
 from torch.distributed.checkpoint.planner import LoadPlan  # noqa: E402
 
 from ckptmgr.config import CheckpointConfig  # noqa: E402
+from ckptmgr.crypto.signing import SigningKey  # noqa: E402
 from ckptmgr.errors import (  # noqa: E402
     CheckpointNotFound,
     CkptmgrError,
@@ -60,6 +61,8 @@ from tests.parallel.ranks import Meeting, Seat  # noqa: E402
 KEY = bytes(range(32))
 CONFIGS = {
     "plain": CheckpointConfig(),
+    "compressed": CheckpointConfig(format="safetensors", compression="zstd"),
+    "both": CheckpointConfig(format="safetensors", compression="zstd", enc_key=KEY),
     "encrypted": CheckpointConfig(enc_key=KEY),
     "SM4": CheckpointConfig(enc_key=KEY[:16], enc_mode="SM4-CBC"),
 }
@@ -144,24 +147,24 @@ def test_state_of_one_process_comes_back_equal(tmp_path: Path, config: Checkpoin
         assert torch.equal(state["optimizer"]["state"][number]["exp_avg"], one["exp_avg"])
 
 
-@settings(max_examples=15)
+@settings(max_examples=25)
 @given(
     shape=st.lists(st.integers(0, 7), min_size=1, max_size=3),
     saved_by=st.integers(1, 4),
     loaded_by=st.integers(1, 5),
     dimensions=st.tuples(st.integers(0, 2), st.integers(0, 2)),
-    is_encrypted=st.booleans(),
+    name=st.sampled_from(sorted(CONFIGS)),
 )
 def test_cut_tensor_is_loaded_by_any_number_of_ranks_cut_anyhow(
     shape: list[int],
     saved_by: int,
     loaded_by: int,
     dimensions: tuple[int, int],
-    is_encrypted: bool,
+    name: str,
 ) -> None:
     whole = torch.arange(int(np.prod(shape)), dtype=torch.int16).reshape(shape)
     one, other = (dimension % len(shape) for dimension in dimensions)
-    config = CONFIGS["encrypted" if is_encrypted else "plain"]
+    config = CONFIGS[name]
     with tempfile.TemporaryDirectory() as directory:
         writers = [StorageWriter(directory, config, step=1) for _ in range(saved_by)]
         save(
@@ -731,3 +734,15 @@ def test_run_goes_on_with_another_key(tmp_path: Path) -> None:
         writer = StorageWriter(tmp_path, config, step=step)
         dcp.save({"w": torch.ones(1)}, storage_writer=writer)
     assert [c.step for c in Store(tmp_path).scan()] == [2]
+
+
+def test_signatures_are_made_and_asked_for(tmp_path: Path) -> None:
+    signing, other = SigningKey.generate(), SigningKey.generate()
+    config = CheckpointConfig(signing_key=signing)
+    dcp.save({"w": torch.ones(1)}, storage_writer=StorageWriter(tmp_path, config, step=1))
+    state = {"w": torch.zeros(1)}
+    trusting = StorageReader(tmp_path, trusted_keys=[signing.public_key])
+    dcp.load(state, storage_reader=trusting)
+    assert state["w"].item() == 1
+    wary = StorageReader(tmp_path, trusted_keys=[other.public_key])
+    assert isinstance(failed(lambda: dcp.load(state, storage_reader=wary)), CkptmgrError)
