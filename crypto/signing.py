@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import os
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from .errors import KeyLengthError, KeySourceError
@@ -50,9 +51,7 @@ class PublicKey:
     @property
     def key_id(self) -> str:
         """Sixteen hex digits that name the key: the start of the SHA-256 of its 32 bytes."""
-        digest = hashes.Hash(hashes.SHA256())
-        digest.update(self.raw)
-        return digest.finalize()[:_KEY_ID_BYTES].hex()
+        return _id_of(self.raw)
 
     def has_signed(self, message: bytes, signature: bytes) -> bool:
         """Tell whether a signature of a message is by the private half of this key.
@@ -125,6 +124,44 @@ class SigningKey:
         return f"SigningKey(id {self.public_key.key_id})"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyPair:
+    """A new private key and its public half, each as the content of its file.
+
+    Attributes:
+        key_id: Sixteen hex digits that name the public key.
+        private_pem: PKCS #8.
+        public_pem: SubjectPublicKeyInfo.
+    """
+
+    key_id: str
+    private_pem: bytes = field(repr=False)
+    public_pem: bytes
+
+
+def generate_pair(kind: str) -> KeyPair:
+    """Return a new pair of keys.
+
+    Args:
+        kind: `ed25519`, which signs manifests, or `p256`, which signs the bundles of OpenSSF; those name a public key by the
+            SHA-256 of its PEM text.
+    """
+    if kind == "ed25519":
+        key = SigningKey.generate()
+        public = key.public_key
+        return KeyPair(key_id=public.key_id, private_pem=key.to_pem(), public_pem=public.to_pem())
+    private = ec.generate_private_key(ec.SECP256R1())
+    public_pem = private.public_key().public_bytes(
+        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    private_pem = private.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    return KeyPair(key_id=_id_of(public_pem), private_pem=private_pem, public_pem=public_pem)
+
+
 def load_signing_key(source: str) -> SigningKey:
     """Return the private key in the PEM text that a source gives.
 
@@ -182,6 +219,12 @@ def dsse_bytes(payload_type: str, payload: bytes) -> bytes:
     """
     kind = payload_type.encode("utf-8")
     return b"DSSEv1 %d %s %d %s" % (len(kind), kind, len(payload), payload)
+
+
+def _id_of(public: bytes) -> str:
+    digest = hashes.Hash(hashes.SHA256())
+    digest.update(public)
+    return digest.finalize()[:_KEY_ID_BYTES].hex()
 
 
 def _check_length(raw: bytes) -> None:

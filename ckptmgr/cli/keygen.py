@@ -18,8 +18,11 @@ if TYPE_CHECKING:
 
 _PIPE = "-"
 _PRIVATE, _PUBLIC = 0o600, 0o644
-_SECRET, _ED25519 = "secret", "ed25519"
-_KINDS = (_SECRET, _ED25519)
+_USES = {
+    "ed25519": ("CheckpointConfig(signing_key='file:{}')", "ckptmgr verify --public-key {}"),
+    "p256": ("ckptmgr sign --private-key file:{}", "model_signing verify key --public_key {}"),
+}
+_KINDS = ("secret", *_USES)
 
 
 @options.command(
@@ -45,9 +48,9 @@ _KINDS = (_SECRET, _ED25519)
     "--type",
     "kind",
     type=click.Choice(_KINDS),
-    default=_SECRET,
+    default="secret",
     show_default=True,
-    help="secret: encrypts. ed25519: signs; the public key goes to FILE.pub.",
+    help="secret: encrypts. ed25519: signs checkpoints; p256: signs bundles; the public key goes to FILE.pub.",
 )
 @click.option(
     "--bytes",
@@ -91,13 +94,13 @@ def keygen_command(
     """
     if target == _PIPE and as_json:
         raise UsageProblem("--json never holds a key", hint="leave --json away, or name a file")
-    if kind != _SECRET:
+    if kind in _USES:
         if service is not None or words or target == _PIPE:
             raise UsageProblem(
                 f"--type {kind} writes FILE and FILE.pub, and has neither service nor context",
                 hint="name a file with --out",
             )
-        return _make_pair(ctx, Path(target), as_json=as_json, quiet=quiet)
+        return _make_pair(ctx, kind, Path(target), as_json=as_json, quiet=quiet)
     key, content = _make(int(size), service, words)
     if target == _PIPE:
         click.echo(content, nl=False)
@@ -122,36 +125,34 @@ def keygen_command(
     return Exit.DONE
 
 
-def _make_pair(ctx: click.Context, path: Path, *, as_json: bool, quiet: bool) -> int:
+def _make_pair(ctx: click.Context, kind: str, path: Path, *, as_json: bool, quiet: bool) -> int:
     """Write a private key for signing and its public half, or neither."""
-    from ckptmgr.crypto.signing import SigningKey
+    from ckptmgr.crypto.signing import generate_pair
     from ckptmgr.fsio import OsFileSystem, discard
 
-    key = SigningKey.generate()
+    pair = generate_pair(kind)
     public_path = path.with_name(path.name + ".pub")
-    _write(path, key.to_pem())
+    _write(path, pair.private_pem)
     try:
-        _write(public_path, key.public_key.to_pem(), mode=_PUBLIC)
+        _write(public_path, pair.public_pem, mode=_PUBLIC)
     except BaseException:
         discard(OsFileSystem(), path)
         raise
     output = render.make_output(ctx, path.parent, as_json=as_json, quiet=quiet)
-    key_id = key.public_key.key_id
     if output.is_json:
         item: dict[str, render.Json] = {
             "path": str(path),
             "public_path": str(public_path),
-            "key_id": key_id,
+            "key_id": pair.key_id,
         }
         output.result([item], {})
     elif output.is_quiet:
         output.paths([path, public_path])
     else:
+        private_use, public_use = _USES[kind]
+        output.line(f"{path}  private key {pair.key_id}, for {private_use.format(path)}")
         output.line(
-            f"{path}  private key {key_id}, for CheckpointConfig(signing_key='file:{path}')"
-        )
-        output.line(
-            f"{public_path}  its public key, for everybody: verify --public-key {public_path}"
+            f"{public_path}  its public key, for everybody: {public_use.format(public_path)}"
         )
     return Exit.DONE
 

@@ -185,14 +185,19 @@ def load_signing_key(source: str | None) -> SigningKey | None:
     """
     if source is None:
         return None
-    if not source.startswith(_SCHEMES):
-        raise UsageProblem(
-            "--signing-key takes the source of a key, never the key itself (not shown)",
-            hint="use file:PATH, env:NAME, cmd:COMMAND or fd:N",
-        )
+    check_source("--signing-key", source)
     from ckptmgr.config_checks import check_signing_key
 
     return check_signing_key(source)
+
+
+def check_source(option: str, source: str) -> None:
+    """Raise UsageProblem unless an option names the source of a private key; what it names is not shown."""
+    if not source.startswith(_SCHEMES):
+        raise UsageProblem(
+            f"{option} takes the source of a key, never the key itself (not shown)",
+            hint="use file:PATH, env:NAME, cmd:COMMAND or fd:N",
+        )
 
 
 def load_public_keys(files: Sequence[str]) -> tuple[PublicKey, ...]:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -98,6 +98,7 @@ def verify_command(
     depth = Level(level or "full")
     root = opener(directory).directory
     output = render.make_output(ctx, root, as_json=as_json, quiet=quiet)
+    bundles = _bundles([one.checkpoint for one in selected], selectors or (str(directory),))
 
     def answers() -> Iterator[Verification]:
         present: dict[Path, list[Checkpoint]] = {}
@@ -111,7 +112,15 @@ def verify_command(
                 )
             yield answer
 
-    return _show(output, answers(), depth.value, expected)
+    return _show(output, answers(), depth.value, expected, bundles)
+
+
+def _bundles(checkpoints: Iterable[Checkpoint], selectors: Iterable[str]) -> list[Path]:
+    """Return the OpenSSF bundles that lie beside what is verified."""
+    folders = [Path(text) for text in selectors if Path(text).is_dir()]
+    candidates = [path / "model.sig" for path in folders]
+    candidates += [c.path.with_name(c.name + ".sig") for c in checkpoints]
+    return [path for path in candidates if path.is_file()]
 
 
 def _expected(step: int | None, identity: str | None) -> Expected:
@@ -123,7 +132,13 @@ def _expected(step: int | None, identity: str | None) -> Expected:
         raise UsageProblem(f"--expect-id: {error}", hint="ls --json shows the ids") from error
 
 
-def _show(output: Output, answers: Iterable[Verification], level: str, expected: Expected) -> int:
+def _show(
+    output: Output,
+    answers: Iterable[Verification],
+    level: str,
+    expected: Expected,
+    bundles: Sequence[Path],
+) -> int:
     done: list[Verification] = []
     for answer in answers:
         done.append(answer)
@@ -141,11 +156,16 @@ def _show(output: Output, answers: Iterable[Verification], level: str, expected:
             "count": len(done),
             "statuses": dict(sorted(counts.items())),
             "missing": missing,
+            "bundles": [str(path) for path in bundles],
         }
         output.result([_item(answer) for answer in done], summary)
     elif output.is_text:
         words = ", ".join(f"{n} {word}" for word, n in sorted(counts.items()))
         output.line(f"{render.count(len(done), 'checkpoint')} ({level}): {words}")
+        for path in bundles:
+            output.line(
+                f"{path}: an OpenSSF bundle, not checked here; model_signing verify key does"
+            )
         for sentence in missing:
             output.line(f"{sentence}: newer ones were removed, or the directory was put back")
     if missing:

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import resource
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives import serialization
 
 from ckptmgr.crypto.errors import KeySourceError
 from ckptmgr.crypto.keys import load_key
@@ -211,6 +213,16 @@ def test_keygen_of_a_signing_key_writes_both_halves(tmp_path: Path) -> None:
         run("keygen", "--type", "ed25519", "-q", "--out", tmp_path / "c").stdout
         == f"{tmp_path}/c\n{tmp_path}/c.pub\n"
     )
+
+
+def test_keygen_of_a_key_for_bundles_names_it_as_bundles_do(tmp_path: Path) -> None:
+    path = tmp_path / "bundle.pem"
+    shown = run("keygen", "--type", "p256", "--out", path).stdout
+    public = (tmp_path / "bundle.pem.pub").read_bytes()
+    assert hashlib.sha256(public).hexdigest()[:16] in shown
+    assert f"ckptmgr sign --private-key file:{path}" in shown
+    key = serialization.load_pem_private_key(path.read_bytes(), password=None)
+    assert key.public_key() == serialization.load_pem_public_key(public)
 
 
 def test_keygen_of_a_signing_key_replaces_neither_half(tmp_path: Path) -> None:
