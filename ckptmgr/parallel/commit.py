@@ -134,7 +134,7 @@ class TwoPhaseSave:
             answers = [missing.found[0]]
         if answers[0] is not None:
             raise SaveFailed(
-                f"all ranks have saved, but the commit may not be durable: {answers[0]}",
+                f"all ranks have saved, but the commit may not be durable: rank 0: {answers[0]}",
                 path=self._store.directory / self._offer.set_name,
             )
         return manifest

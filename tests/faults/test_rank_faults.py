@@ -45,7 +45,8 @@ def old_job() -> Job:
 
 def restarted(job: Job, *, later_s: float = 0.0) -> Job:
     """Return the job as it starts anew after all its processes are gone."""
-    return Job(job.disk.restart(), clock=Clock(job.clock.now + later_s))
+    meeting = Meeting(job.meeting.world)
+    return Job(job.disk.restart(), clock=Clock(job.clock.now + later_s), meeting=meeting)
 
 
 def calls_of(rank: int) -> int:
@@ -84,7 +85,7 @@ def listed(job: Job) -> set[str]:
 def check_whole(job: Job, checkpoint: Checkpoint) -> None:
     manifest = job.store().read_manifest(checkpoint.name)
     assert manifest is not None
-    assert len(manifest.shards) == WORLD
+    assert len(manifest.shards) == job.meeting.world
     for entry in manifest.shards:
         with contextlib.closing(job.disk.open(RUNS / entry.name)) as file:
             check_digests(file, entry.digest, path=entry.name)
