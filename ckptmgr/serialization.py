@@ -264,7 +264,7 @@ def load_checkpoint(
             )
         source = BytesSource(ckpt_file_name.getvalue())
         values = wanted(open_source(source, path="<BytesIO>", options=options, is_for_loading=True))
-    elif isinstance(ckpt_file_name, (str, os.PathLike)) and is_set_name(os.fspath(ckpt_file_name)):
+    elif _is_of_many_ranks(ckpt_file_name):
         if into is not None:
             raise ValueError("'into' takes one file; a checkpoint of many ranks has several")
         values = dict(load_sharded(Path(ckpt_file_name), options=options, choose=choose))
@@ -279,6 +279,10 @@ def load_checkpoint(
     if net is not None:
         load_into(net, values, strict=strict_load)
     return values
+
+
+def _is_of_many_ranks(name: object) -> bool:
+    return isinstance(name, (str, os.PathLike)) and is_set_name(str(name))
 
 
 def join_items(items: Sequence[Item], appended: Sequence[Item]) -> list[Item]:

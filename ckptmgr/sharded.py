@@ -85,6 +85,11 @@ class ShardedCheckpoint:
         store: The directory.
         manifest: Of all files.
         options: Keys, and what to accept.
+
+    Attributes:
+        manifest: As given.
+        path: Of the checkpoint.
+        used: The ranks whose files tensors were read from.
     """
 
     def __init__(self, store: Store, manifest: Manifest, *, options: ReadOptions) -> None:
@@ -96,6 +101,7 @@ class ShardedCheckpoint:
         self._open: OrderedDict[int, tuple[OpenCheckpoint, contextlib.ExitStack]] = OrderedDict()
         self._confirmed: set[int] = set()
         self._damaged: dict[int, Exception] = {}
+        self.used: set[int] = set()
 
     def __enter__(self) -> Self:
         return self
@@ -118,6 +124,11 @@ class ShardedCheckpoint:
     def is_compared(self) -> bool:
         """Whether the ranks have compared what they saved; see `Index`."""
         return all(self.file(rank).is_compared for rank in range(self.world))
+
+    def leave_out(self, rank: int) -> None:
+        """Take nothing from the file of a rank."""
+        name = self.manifest.shards[rank].name
+        self._damaged[rank] = CorruptCheckpoint("is left out", path=self._store.directory / name)
 
     def metadata(self, rank: int) -> Mapping[str, str]:
         """Return the metadata strings in the file of a rank, checked.
@@ -262,6 +273,7 @@ class ShardedCheckpoint:
         with translated_errors(opened.path):
             _read(opened, placements, is_confirmed=number in self._confirmed)
         self._confirmed.add(number)
+        self.used.add(number)
 
     def _opened(self, rank: int) -> OpenCheckpoint:
         if rank in self._open:

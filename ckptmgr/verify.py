@@ -48,6 +48,7 @@ from ckptmgr.manifest import Manifest
 from ckptmgr.model import Checkpoint
 from ckptmgr.observe import EVERYBODY, about
 from ckptmgr.plaintext import refuse_unsigned
+from ckptmgr.repair import healing_hint
 from ckptmgr.store import Store
 from ckptmgr.tensor_stats import stats_of
 
@@ -161,7 +162,7 @@ def _verify(
     while check.failures and check.has_another_manifest():
         check = _Check(store, checkpoint, level, options, present)
         check.run()
-    failures = check.failures
+    failures, manifest = check.failures, check.manifest
     worst = min(failures, key=lambda one: _WORST_FIRST.index(one.status), default=None)
     return Verification(
         checkpoint=checkpoint,
@@ -171,7 +172,7 @@ def _verify(
         checked=tuple(sorted(set(check.checked), key=_CHECKS.index)),
         unchecked=tuple(dict.fromkeys(check.unchecked)),
         nonfinite=check.nonfinite,
-        hint=None if worst is None else worst.hint,
+        hint=None if worst is None else (_cure(store, manifest, worst, level) or worst.hint),
     )
 
 
@@ -186,6 +187,13 @@ def verify_all(
     present = store.scan()
     for checkpoint in checkpoints:
         yield verify_checkpoint(store, checkpoint, level=level, options=options, present=present)
+
+
+def _cure(store: Store, manifest: Manifest | None, worst: _Failure, level: Level) -> str | None:
+    """Return how the damage can be healed, where that was looked for and is possible."""
+    if manifest is None or not manifest.shards or worst.status is not Status.DAMAGED:
+        return None
+    return None if level is Level.QUICK else healing_hint(store, manifest)
 
 
 def _status_of(error: Exception) -> Status:
@@ -231,11 +239,11 @@ class _Check:
         self.nonfinite: dict[str, tuple[int, int]] = {}
         self.status = Status.OK
         self.failures: list[_Failure] = []
-        self._manifest: Manifest | None = None
+        self.manifest: Manifest | None = None
 
     def run(self) -> None:
         with self._noting_failure():
-            manifest = self._manifest = self._store.read_manifest(self._checkpoint.name)
+            manifest = self.manifest = self._store.read_manifest(self._checkpoint.name)
             if manifest is not None:
                 with self._noting_failure():
                     self._check_place(manifest)
@@ -250,7 +258,7 @@ class _Check:
     def has_another_manifest(self) -> bool:
         """Return whether it was replaced or removed since its manifest was read; then the failures may be none."""
         try:
-            return self._store.read_manifest(self._checkpoint.name) != self._manifest
+            return self._store.read_manifest(self._checkpoint.name) != self.manifest
         except (CkptmgrError, OSError):
             return False
 

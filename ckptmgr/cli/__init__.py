@@ -28,6 +28,7 @@ _COMMANDS = {
     "prune": ("prune", "Remove the checkpoints that a policy does not keep."),
     "pin": ("pin", "Promise that a checkpoint is never pruned."),
     "unpin": ("pin", "Take that promise back."),
+    "repair": ("repair", "Heal files of many ranks from the copies in the others."),
     "sign": ("sign", "Write an OpenSSF model-signing bundle."),
     "transform": ("ranks", "Rewrite the checkpoints of many ranks for another strategy."),
     "unify": ("ranks", "Join the checkpoints of many ranks into whole tensors."),
