@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_GIL_FREE_COPY_BYTES = 1 << 16
+GIL_FREE_COPY_BYTES = 1 << 16
 
 
 class Buffers:
@@ -93,7 +93,7 @@ def buffer_bytes() -> int:
 
 def copy_into(target: memoryview, source: memoryview) -> None:
     """Copy bytes; large copies let other threads run."""
-    if target.nbytes >= _GIL_FREE_COPY_BYTES:
+    if target.nbytes >= GIL_FREE_COPY_BYTES:
         import numpy as np  # not above: listing a directory needs digests, but no arrays
 
         # NumPy releases the GIL while it copies; slice assignment does not.

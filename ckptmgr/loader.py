@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ckptmgr.clusters import Clusters
 from ckptmgr.crypto.keyring import Keys
 from ckptmgr.crypto.signing import PublicKey
 from ckptmgr.destinations import match
@@ -23,10 +24,11 @@ from ckptmgr.formats.detect import Kind, detect
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.index import TensorEntry, check_content, read_tensor_into
 from ckptmgr.formats.index import check_crc as check_stored_crc
-from ckptmgr.formats.mindspore_entries import MapEntry, TextEntry
+from ckptmgr.formats.mindspore_entries import MapEntry
 from ckptmgr.formats.mindspore_reader import CkptIndex
 from ckptmgr.formats.safetensors_file import SafetensorsIndex
 from ckptmgr.formats.source import Source
+from ckptmgr.formats.tensor import flat_memory
 from ckptmgr.formats.trailer import crc32
 from ckptmgr.formats.zstd_source import FramesSource
 from ckptmgr.frame_reader import check_frames, read_frames
@@ -193,10 +195,25 @@ def read_values(
         ChecksumMismatch: The CRC differs, or a plain `.ckpt` that nothing else vouches for has none: its end may be cut off.
     """
     with translated_errors(opened.path):
-        entries = list(_chosen_tensors(opened, choose))
-        arrays = {id(one): np.empty(one.spec.shape, one.spec.dtype.to_numpy()) for one in entries}
-        fill_arrays(opened, entries, arrays, check_crc=check_crc)
+        arrays: dict[int, np.ndarray] = {}
+        clusters = _clusters(opened, arrays, check_crc=check_crc)
+        entries = []
+        for one in _chosen_tensors(opened, choose):
+            if clusters is None or not clusters.take(one):
+                entries.append(one)
+                arrays[id(one)] = np.empty(one.spec.shape, one.spec.dtype.to_numpy())
+        fill_arrays(opened, entries, arrays, check_crc=check_crc, clusters=clusters)
         return dict(_values(opened, arrays, choose))
+
+
+def _clusters(
+    opened: OpenCheckpoint, arrays: dict[int, np.ndarray], *, check_crc: bool
+) -> Clusters | None:
+    """Return what takes small tensors, where the file is read in pieces."""
+    is_hashed_by_tensor = check_crc and isinstance(opened.index, SafetensorsIndex)
+    if not opened.unit_bytes or is_hashed_by_tensor or isinstance(opened.source, FramesSource):
+        return None
+    return Clusters(arrays, grid_bytes=min(opened.unit_bytes, PIECE_BYTES))
 
 
 def read_into(
@@ -278,6 +295,7 @@ def fill_arrays(
     arrays: Mapping[int, np.ndarray],
     *,
     check_crc: bool = False,
+    clusters: Clusters | None = None,
 ) -> None:
     """Read the contents of some tensors into C-contiguous memory that exists.
 
@@ -286,6 +304,7 @@ def fill_arrays(
         entries: The tensors, in file order.
         arrays: `id` of an entry to its memory.
         check_crc: Compare the CRC32 of the whole file with the stored one.
+        clusters: Other tensors, which are made as they are read; only where the file is read in pieces.
 
     Raises:
         FormatError, CryptoError, CkptmgrError: Damage was found; the memory is then undefined.
@@ -293,7 +312,7 @@ def fill_arrays(
     index = opened.index
     if isinstance(index, CkptIndex):
         crc_bytes = _crc_bytes(opened, index) if check_crc else None
-        crc = _read(opened, entries, arrays, crc_bytes=crc_bytes)
+        crc = _read(opened, entries, arrays, crc_bytes=crc_bytes, clusters=clusters)
         if crc is not None:
             check_stored_crc(index.crc, crc)
     elif check_crc and index.crc is not None:
@@ -304,7 +323,7 @@ def fill_arrays(
         )
         check_stored_crc(index.crc, crc)
     else:
-        _read(opened, entries, arrays, crc_bytes=None)
+        _read(opened, entries, arrays, crc_bytes=None, clusters=clusters)
 
 
 def _crc_bytes(opened: OpenCheckpoint, index: CkptIndex) -> int | None:
@@ -326,6 +345,7 @@ def _read(
     arrays: Mapping[int, np.ndarray],
     *,
     crc_bytes: int | None,
+    clusters: Clusters | None = None,
 ) -> int | None:
     """Fill the arrays; return the CRC-32 of the first `crc_bytes` bytes if that is wanted."""
     frames = opened.source if isinstance(opened.source, FramesSource) else None
@@ -341,13 +361,14 @@ def _read(
         return None
     placements, bools = [], []
     for entry in entries:
-        target = bytes_of(arrays[id(entry)])
-        if entry.spec.dtype.name == "bool" and entry.pieces:
+        target = flat_memory(arrays[id(entry)])
+        spec, pieces = entry
+        if spec.dtype.name == "bool" and pieces:
             bools.append((entry, target))
-        if len(entry.pieces) == 1:
-            placements.append(Placement(entry.pieces[0].offset, target))
+        if len(pieces) == 1:
+            placements.append(Placement(pieces[0].offset, target))
             continue
-        for piece in entry.pieces:
+        for piece in pieces:
             placements.append(Placement(piece.offset, target[: piece.length]))
             target = target[piece.length :]
     placements.sort(key=_offset_of)
@@ -355,9 +376,10 @@ def _read(
     if frames is not None:
         read_frames(frames, placements)
     else:
+        made = [] if clusters is None else clusters.end()
         crc = read_scattered(
             opened.source,
-            placements,
+            sorted([*placements, *made], key=_offset_of) if made else placements,
             unit_bytes=opened.unit_bytes,
             crc_bytes=crc_bytes,
             glimpses=opened.glimpses,
@@ -370,30 +392,29 @@ def _read(
 
 def _chosen_tensors(opened: OpenCheckpoint, choose: Callable[[str], bool]) -> Iterator[TensorEntry]:
     for entry in opened.index.entries:
-        if isinstance(entry, TextEntry) or not choose(entry.name):
+        if choose is not everything and not choose(entry.name):
             continue
-        if isinstance(entry, MapEntry):
-            yield from (entry.key, entry.value, entry.status)
-        else:
+        if isinstance(entry, TensorEntry):
             yield entry
+        elif isinstance(entry, MapEntry):
+            yield from (entry.key, entry.value, entry.status)
 
 
 def _values(
     opened: OpenCheckpoint, arrays: dict[int, np.ndarray], choose: Callable[[str], bool]
 ) -> Iterator[tuple[str, Value]]:
     for entry in opened.index.entries:
-        if not choose(entry.name):
+        if choose is not everything and not choose(entry.name):
             continue
-        if isinstance(entry, TextEntry):
-            yield entry.name, entry.text
+        if isinstance(entry, TensorEntry):
+            yield entry.spec.name, arrays[id(entry)]
         elif isinstance(entry, MapEntry):
             parts = (entry.key, entry.value, entry.status)
             yield entry.name, MapArrays(*(arrays[id(part)] for part in parts))
         else:
-            yield entry.name, arrays[id(entry)]
+            yield entry.name, entry.text
 
 
 def bytes_of(array: np.ndarray) -> memoryview:
     """Return the memory of a C-contiguous array."""
-    flat: np.ndarray = array.reshape(-1).view(np.uint8)
-    return flat.data
+    return flat_memory(array)

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
-from ckptmgr.aligned import copy_into
+from ckptmgr.aligned import GIL_FREE_COPY_BYTES, copy_into
 from ckptmgr.digest import VerifyingSource
 from ckptmgr.formats.source import Source
 from ckptmgr.formats.trailer import crc32, crc32_combine
@@ -23,8 +23,7 @@ from ckptmgr.glimpses import Glimpses
 from ckptmgr.units import PIECE_BYTES, each_unit
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """Where a run of the file's bytes goes.
 
     Attributes:
@@ -41,9 +40,23 @@ class Placement:
         return self.offset + self.target.nbytes
 
 
+class Cluster(NamedTuple):
+    """A run of the file's bytes that somebody takes as a whole; it lies in one of the pieces that are read.
+
+    Attributes:
+        offset: First byte in the file.
+        stop: One past the last.
+        take: Called once with the bytes, in any thread; they are checked only when everything was read.
+    """
+
+    offset: int
+    stop: int
+    take: Callable[[memoryview], None]
+
+
 def read_scattered(
     source: Source,
-    placements: Sequence[Placement],
+    placements: Sequence[Placement | Cluster],
     *,
     unit_bytes: int,
     crc_bytes: int | None = None,
@@ -74,15 +87,20 @@ class _Reader:
     def __init__(
         self,
         source: Source,
-        placements: Sequence[Placement],
+        placements: Sequence[Placement | Cluster],
         unit_bytes: int,
         crc_bytes: int | None,
         glimpses: Glimpses | None,
     ) -> None:
         self._source = source
-        self._placements = [one for one in placements if one.target.nbytes]
-        self._starts = [one.offset for one in self._placements]
-        self._stops = [one.stop for one in self._placements]
+        self._targets: list[memoryview | Callable[[memoryview], None]] = []
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        for one in placements:
+            if one.stop > one.offset:
+                self._targets.append(one.target if isinstance(one, Placement) else one.take)
+                self._starts.append(one.offset)
+                self._stops.append(one.stop)
         self._unit_bytes = unit_bytes
         self._crc_bytes = crc_bytes
         self._glimpses = glimpses
@@ -92,8 +110,11 @@ class _Reader:
     def _wanted_units(self) -> list[int]:
         units = set(self._whole_units)
         size = self._unit_bytes
+        after = 0  # the units before it are counted
         for start, stop in zip(self._starts, self._stops, strict=True):
-            units.update(range(start // size, (stop - 1) // size + 1))
+            if stop > after:
+                units.update(range(start // size, (stop - 1) // size + 1))
+                after = -(-stop // size) * size
         return sorted(units)
 
     def run(self, also_units: Iterable[int]) -> int | None:
@@ -131,10 +152,15 @@ class _Reader:
         read_into: Callable[[memoryview], None],
     ) -> None:
         """Read `[start, stop)` and put it where it is wanted."""
-        if len(parts) == 1 and self._starts[parts[0]] <= start and stop <= self._stops[parts[0]]:
+        only = self._targets[parts[0]] if len(parts) == 1 else None
+        if (
+            isinstance(only, memoryview)
+            and self._starts[parts[0]] <= start
+            and stop <= self._stops[parts[0]]
+        ):
             # All of it belongs to one array: no copy.
             at = start - self._starts[parts[0]]
-            view = self._placements[parts[0]].target[at : at + stop - start]
+            view = only[at : at + stop - start]
             read_into(view)
             self._note(start, view)
             return
@@ -143,11 +169,17 @@ class _Reader:
         self._note(start, view)
         for index in parts:
             first, last = self._starts[index], self._stops[index]
-            target = self._placements[index].target
+            target = self._targets[index]
+            if not isinstance(target, memoryview):
+                target(view[first - start : last - start])
+                continue
             if first < start or last > stop:
                 low, high = max(start, first), min(stop, last)
                 target, first, last = target[low - first : high - first], low, high
-            copy_into(target, view[first - start : last - start])
+            if last - first < GIL_FREE_COPY_BYTES:
+                target[:] = view[first - start : last - start]
+            else:
+                copy_into(target, view[first - start : last - start])
 
     def _note(self, start: int, view: memoryview) -> None:
         if self._glimpses is not None:
