@@ -20,12 +20,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptmgr.container_reader import kind_of
+from ckptmgr.container_reader import ENCRYPTED, kind_of
 from ckptmgr.convert_target import only_writer
 from ckptmgr.crypto.container_rekey import HeaderWrite
 from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.slots import Slot
-from ckptmgr.errors import KeyProblem, UnsafeWrite
+from ckptmgr.errors import KeyProblem, NotBuiltYet, UnsafeWrite
 from ckptmgr.formats.detect import Kind
 from ckptmgr.fsio import FileSystem, InputFile
 from ckptmgr.lease import Processes
@@ -35,7 +35,7 @@ from ckptmgr.manifest_keys import BOUND, ManifestKey, manifest_key_of
 from ckptmgr.model import Checkpoint
 from ckptmgr.reencrypt import reencrypt_file
 from ckptmgr.rekey_blocks import plan_blocks
-from ckptmgr.rekey_header import FilePlan, KeyChange, plan_header
+from ckptmgr.rekey_header import FilePlan, KeyChange, openers_of, plan_header
 from ckptmgr.store import Store
 
 
@@ -67,6 +67,11 @@ class Rekeying:
     action: Action
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether there is something to do."""
+        return self.action in (Action.HEADER, Action.REENCRYPT)
 
 
 def open_for_rekeying(
@@ -115,6 +120,29 @@ def rekey_checkpoint(store: Store, checkpoint: Checkpoint, change: KeyChange) ->
         return _Checkpoint(store, checkpoint, change).change()
 
 
+def plan_reencryption(store: Store, checkpoint: Checkpoint, change: KeyChange) -> Rekeying:
+    """Return what `reencrypt_checkpoint` would do; changes nothing. Arguments and errors as of `plan_rekeying`."""
+    return _Checkpoint(store, checkpoint, change).plan_anew()
+
+
+def reencrypt_checkpoint(store: Store, checkpoint: Checkpoint, change: KeyChange) -> Rekeying:
+    """Encrypt a checkpoint anew, durably; return what was done.
+
+    Args:
+        store: From `open_for_rekeying`.
+        checkpoint: As listed by it.
+        change: With `is_only`: who opens it then. What only they open already was done before.
+
+    Raises:
+        StoreLocked: Somebody is writing its series.
+        NotBuiltYet: It is of many ranks, or compressed.
+        CkptmgrError: As `plan_rekeying`; nothing was changed.
+        OSError: From the disk. The checkpoint opens with the old or the new keys; doing the same again finishes it.
+    """
+    with only_writer(store, checkpoint.name, checkpoint.series):
+        return _Checkpoint(store, checkpoint, change).change_anew()
+
+
 class _Checkpoint:
     """One checkpoint, of one file or of many ranks'."""
 
@@ -153,7 +181,8 @@ class _Checkpoint:
     def change(self) -> Rekeying:
         planned = self.plan()
         if planned.action is Action.HEADER:
-            self._settle()
+            if self._kind(self._paths[0]) is Kind.MINDSPORE_ENCRYPTED:
+                self._settle()
             self._authenticate(is_final=False)
             if len(self._paths) > 1:
                 # Half a set under each key would open with neither.
@@ -161,21 +190,57 @@ class _Checkpoint:
             self._rewrite_headers(self._change)
             self._authenticate(is_final=True)
         elif planned.action is Action.REENCRYPT:
-            reencrypt_file(
-                self._store,
-                self._checkpoint,
-                old=self._change.keys,
-                new=self._change.add[0],
-                manifest=self._manifest,
-                auth=self._during,
-            )
+            self._encrypt_anew()
             self._authenticate(is_final=True)
         return planned
 
+    def plan_anew(self) -> Rekeying:
+        if self._checkpoint.shards:
+            raise NotBuiltYet(
+                "checkpoints of many ranks cannot be encrypted anew yet",
+                path=self._checkpoint.path,
+                hint="ckptmgr rekey changes who opens them",
+            )
+        (path,) = self._paths
+        kind = self._kind(path)
+        if kind not in ENCRYPTED:
+            return Rekeying(checkpoint=self._checkpoint, action=Action.PLAIN)
+        labels = self._change.added.labels
+        with self._opened(path) as raw:
+            if kind is Kind.CKPTMGR_CONTAINER:
+                before, is_new = openers_of(raw, self._change)
+            else:
+                blocks = plan_blocks(raw, self._change, path=str(path))
+                before, is_new = blocks.before, not blocks.is_anew
+        is_done = self._is_authentication_done(is_proven=True)
+        action = Action.REENCRYPT
+        if is_new:
+            action = Action.NOTHING if is_done else Action.HEADER
+        return Rekeying(checkpoint=self._checkpoint, action=action, before=before, after=labels)
+
+    def change_anew(self) -> Rekeying:
+        planned = self.plan_anew()
+        if planned.action is Action.REENCRYPT:
+            self._encrypt_anew()
+        elif planned.action is Action.HEADER:
+            self._settle()
+        if planned.is_pending:
+            self._authenticate(is_final=True)
+        return planned
+
+    def _encrypt_anew(self) -> None:
+        reencrypt_file(
+            self._store,
+            self._checkpoint,
+            old=self._change.keys,
+            new=self._change.added,
+            manifest=self._manifest,
+            auth=self._during,
+        )
+
     def _settle(self) -> None:
         """Finish a re-encryption that was interrupted after the swap."""
-        is_anew = self._kind(self._paths[0]) is Kind.MINDSPORE_ENCRYPTED
-        if is_anew and self._manifest is not None:
+        if self._manifest is not None:
             self._store.update_manifest(self._manifest)
 
     def _told(self, action: Action, plan: FilePlan) -> Rekeying:
@@ -223,7 +288,7 @@ class _Checkpoint:
 
     def _during(self, auth: ManifestKey | None) -> ManifestKey:
         if auth is None:
-            return manifest_key_of(self._change.add[0])
+            return manifest_key_of(self._change.added)
         return self._rewrapped(auth, is_final=False)
 
     def _authenticate(self, *, is_final: bool) -> None:

@@ -28,8 +28,10 @@ def plan_blocks(raw: Source, change: KeyChange, *, path: str) -> FilePlan:
     before = (f"key {key.key_id}",)
     if is_new or change.is_repair:
         return FilePlan(before=before, after=before)
-    is_removed = key.key_id in change.remove_ids or any(
-        key.key_id in ring.key_ids for ring in change.remove
+    is_removed = (
+        change.is_only
+        or key.key_id in change.remove_ids
+        or any(key.key_id in ring.key_ids for ring in change.remove)
     )
     if not is_removed and not change.add:
         return FilePlan(before=before, after=before)

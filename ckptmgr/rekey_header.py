@@ -26,6 +26,7 @@ class KeyChange:
         add: Who opens them besides; each ring is one key, passphrase or public key.
         remove: Who no longer does, by the thing itself.
         remove_ids: The same, by the id of a key.
+        is_only: Whether nobody but those who are added opens them.
 
     Raises:
         UnsafeWrite: Somebody is to be added and removed.
@@ -35,6 +36,7 @@ class KeyChange:
     add: tuple[KeyRing, ...] = ()
     remove: tuple[KeyRing, ...] = ()
     remove_ids: tuple[str, ...] = ()
+    is_only: bool = False
 
     def __post_init__(self) -> None:
         removed = {key_id for ring in self.remove for key_id in ring.key_ids}
@@ -48,12 +50,19 @@ class KeyChange:
         return KeyRing([material for ring in (self.keys, *self.add) for material in ring.own])
 
     @property
+    def added(self) -> KeyRing:
+        """All who are added, as one."""
+        return KeyRing([material for ring in self.add for material in ring.own])
+
+    @property
     def is_repair(self) -> bool:
         """Whether nothing changes but what is damaged."""
         return not (self.add or self.remove or self.remove_ids)
 
     def removes(self, slot: Slot, *, bound: bytes) -> bool:
         """Return whether a slot is for somebody who shall no longer open."""
+        if self.is_only:
+            return not any(ring.opens(slot, bound=bound) for ring in self.add)
         return is_for(slot, self.remove_ids) or any(
             ring.opens(slot, bound=bound) for ring in self.remove
         )
@@ -128,6 +137,20 @@ def plan_header(raw: Source, change: KeyChange, *, path: str) -> FilePlan:
     new = tuple(label for ring in change.add for label in ring.labels if label not in before)
     after = tuple(slot.label for slot in kept) + (new if added else ())
     return FilePlan(before=before, after=after, writes=writes)
+
+
+def openers_of(raw: Source, change: KeyChange) -> tuple[tuple[str, ...], bool]:
+    """Return what opens a container, and whether it is only those who are added, so that it was encrypted anew already.
+
+    Raises:
+        CryptoError: It does not open, or is damaged.
+    """
+    try:
+        unlocked = unlock(raw, change.keys.identities)
+    except DecryptionError:
+        unlocked = unlock(raw, change.added.identities)
+        return _labels(unlocked.header.slots), True
+    return _labels(unlocked.header.slots), False
 
 
 def _looks_done(header: HeaderCopy, change: KeyChange) -> bool:

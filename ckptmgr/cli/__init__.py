@@ -24,6 +24,8 @@ _COMMANDS = {
     "decrypt": ("crypt", "Write the plaintext of an encrypted checkpoint."),
     "encrypt": ("crypt", "Encrypt and seal a plain checkpoint."),
     "convert": ("convert", "Compress checkpoints in place, or expand them."),
+    "rekey": ("rekey", "Change who may open checkpoints."),
+    "reencrypt": ("rekey", "Encrypt checkpoints anew."),
     "keygen": ("keygen", "Make a key."),
     "prune": ("prune", "Remove the checkpoints that a policy does not keep."),
     "pin": ("pin", "Promise that a checkpoint is never pruned."),

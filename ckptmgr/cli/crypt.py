@@ -19,7 +19,7 @@ from ckptmgr.naming import CONTAINER_SUFFIX, without_envelope
 
 if TYPE_CHECKING:
     from ckptmgr.convert_target import Converted
-    from ckptmgr.crypto.key import Key
+    from ckptmgr.crypto.keyring import Keys
 
 _PIPE = "-"
 
@@ -139,7 +139,7 @@ def encrypt_command(
     )
 
 
-def _key(source: str | None) -> Key:
+def _key(source: str | None) -> Keys:
     key = options.load_key(source)
     if key is None:
         raise KeyProblem("a key is needed", hint="pass --key env:NAME, file:PATH or cmd:COMMAND")

@@ -18,13 +18,14 @@ from ckptmgr.cli.exits import EPILOG, UsageProblem
 from ckptmgr.errors import KeyProblem
 
 if TYPE_CHECKING:
-    from ckptmgr.crypto.key import Key
+    from ckptmgr.crypto.keyring import Keys
     from ckptmgr.crypto.signing import PublicKey, SigningKey
     from ckptmgr.store import Store
 
 Command = TypeVar("Command", bound=Callable[..., object])
 
-_SCHEMES = ("env:", "file:", "cmd:", "fd:", "prompt:", "wrapped:")
+_SCHEMES = ("env:", "file:", "cmd:", "fd:", "prompt:", "wrapped:", "passphrase:")
+_SOURCES = "env:NAME, file:PATH, cmd:COMMAND, fd:N, prompt:, wrapped:FILE or passphrase:SOURCE"
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
@@ -97,7 +98,7 @@ def key_option(function: Command) -> Command:
         "--key",
         "key_source",
         metavar="SOURCE",
-        help="env:NAME, file:PATH, cmd:COMMAND, fd:N, prompt: or wrapped:FILE  "
+        help=f"{_SOURCES}; a file of a private key opens, too.  "
         "[default: the file $CKPTMGR_KEY_FILE, then the variable CKPTMGR_KEY]",
     )(function)
 
@@ -151,8 +152,8 @@ def series_option(function: Command) -> Command:
     )
 
 
-def load_key(source: str | None, environment: Mapping[str, str] = os.environ) -> Key | None:
-    """Return the key that `--key` or the environment names, or None.
+def load_key(source: str | None, environment: Mapping[str, str] = os.environ) -> Keys | None:
+    """Return what `--key` or the environment names, or None.
 
     Raises:
         UsageProblem: A literal key, or no known kind of source. It is not shown.
@@ -162,16 +163,25 @@ def load_key(source: str | None, environment: Mapping[str, str] = os.environ) ->
         source = _from_environment(environment)
     if source is None:
         return None
+    return load_keys("--key", source)
+
+
+def load_keys(option: str, source: str) -> Keys:
+    """Return the key, passphrase, private or public key that an option names.
+
+    Raises:
+        UsageProblem: A literal key, or no known kind of source. It is not shown.
+        KeyProblem: The source gives none.
+    """
     if not source.startswith(_SCHEMES):
         raise UsageProblem(
-            "--key takes the source of a key, never the key itself (not shown)",
-            hint="use env:NAME, file:PATH, cmd:COMMAND, fd:N, prompt: or wrapped:FILE; "
-            "every user of the machine can read a command line",
+            f"{option} takes the source of a key, never the key itself (not shown)",
+            hint=f"use {_SOURCES}; every user of the machine can read a command line",
         )
-    from ckptmgr.crypto import errors, keys
+    from ckptmgr.crypto import errors, key_sources
 
     try:
-        return keys.load_key(source)
+        return key_sources.load_keys([source])
     except errors.CryptoError as error:
         raise KeyProblem(error.message, hint=error.hint) from error
 
@@ -222,7 +232,7 @@ def _from_environment(environment: Mapping[str, str]) -> str | None:
 def open_store(
     directory: Path,
     *,
-    key: Key | None = None,
+    key: Keys | None = None,
     allow_unsealed: bool = False,
     public_keys: Sequence[PublicKey] = (),
     signing_key: SigningKey | None = None,

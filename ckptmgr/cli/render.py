@@ -242,6 +242,7 @@ def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Json]:
         "format": checkpoint.format,
         "cipher": checkpoint.cipher,
         "key_id": checkpoint.key_id,
+        "opened_by": list(checkpoint.opened_by),
         "problem": checkpoint.problem,
         "id": checkpoint.id,
     }

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ckptmgr rekey` and `ckptmgr reencrypt`: who opens what afterwards, what is said, what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.key_files import generate_pair
+from ckptmgr.manifest import manifest_name
+from ckptmgr.store import Store
+from tests.cli.running import run, run_json
+from tests.manager.rekeying import NEW, OLD, OTHER, openers, ring, save_run
+from tests.manager.saved import flip, tree_of
+
+HEAD = 2 * 4096
+
+
+def source(directory: Path, key: Key) -> str:
+    """Return a key as a source."""
+    path = directory / f"{key.key_id}.key"
+    path.touch(mode=0o600)
+    path.write_text(key.raw.hex() + "\n")
+    return f"file:{path}"
+
+
+def text(directory: Path, name: str, content: bytes, *, mode: int = 0o600) -> str:
+    """Return the source of a file."""
+    path = directory / name
+    path.write_bytes(content)
+    path.chmod(mode)
+    return f"file:{path}"
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    directory = tmp_path / "runs"
+    save_run(directory=directory)
+    return directory
+
+
+@pytest.fixture
+def rotation(tmp_path: Path) -> tuple[str, ...]:
+    old, new = source(tmp_path, OLD), source(tmp_path, NEW)
+    return ("--key", old, "--add", new, "--remove", old)
+
+
+def who_opens(directory: Path) -> list[list[int]]:
+    found = sorted(Store(directory).scan(), key=lambda one: one.name)
+    return [openers(one, [ring(OLD), ring(NEW)]) for one in found]
+
+
+def test_rekey_rotates_a_directory_and_says_so(runs: Path, rotation: tuple[str, ...]) -> None:
+    result = run("rekey", runs, *rotation, "--yes")
+    assert result.exit_code == 0, result.stderr
+    assert f"key {OLD.key_id}" in result.stdout
+    assert f"key {NEW.key_id}" in result.stdout
+    assert "2 checkpoints changed" in result.stdout
+    assert "may have kept a data key" in result.stderr
+    assert who_opens(runs) == [[1], [1]]
+    again = run("rekey", runs, *rotation, "--yes")
+    assert (again.exit_code, "0 checkpoints changed" in again.stdout) == (0, True)
+
+
+def test_rekey_in_json_tells_what_was_done(runs: Path, rotation: tuple[str, ...]) -> None:
+    planned = run_json("rekey", runs, *rotation, "--dry-run")
+    assert planned["schema"] == "ckptmgr.rekey/1"
+    assert planned["summary"] == {"planned": 2, "done": 0, "failed": 0}
+    assert who_opens(runs) == [[0], [0]]
+    done = run_json("rekey", runs, *rotation, "--yes")
+    assert done["summary"] == {"planned": 2, "done": 2, "failed": 0}
+    (item, _) = done["items"]
+    assert (item["action"], item["is_done"]) == ("header", True)
+    assert (item["before"], item["after"]) == ([f"key {OLD.key_id}"], [f"key {NEW.key_id}"])
+
+
+def test_rekey_removes_by_key_id_and_adds_several(runs: Path, tmp_path: Path) -> None:
+    private, public = generate_pair("x25519")
+    alice = text(tmp_path, "alice.pem.pub", public, mode=0o644)
+    phrase = f"passphrase:{text(tmp_path, 'phrase', b'correct horse')}"
+    key = source(tmp_path, OLD)
+    add = ("--add", alice, "--add", phrase)
+    assert run("rekey", runs, "--key", key, *add, "--yes").exit_code == 0
+    result = run("rekey", runs, "--key", phrase, "--remove", OLD.key_id, "--yes")
+    assert result.exit_code == 0, result.stderr
+    for checkpoint in Store(runs).scan():
+        assert openers(checkpoint, [ring(OLD), ring(private), ring("correct horse")]) == [1, 2]
+    listed = run_json("ls", runs)["items"][0]
+    assert listed["opened_by"] == [
+        f"X25519 {ring(public).key_id}",
+        "passphrase (argon2id, of a run)",
+    ]
+    private_source = text(tmp_path, "alice.pem", private)
+    for command in ("verify", "ls", "inspect"):
+        target = runs if command != "inspect" else next(runs.glob("*2*.ckpe"))
+        result = run(command, target, "--key", private_source)
+        assert result.exit_code == 0, result.stderr
+    out = tmp_path / "out.safetensors"
+    result = run("decrypt", next(runs.glob("*2*.ckpe")), "-o", out, "--key", phrase)
+    assert result.exit_code == 0, result.stderr
+
+
+def test_rekey_without_consent_changes_nothing(runs: Path, rotation: tuple[str, ...]) -> None:
+    before = tree_of(runs)
+    result = run("rekey", runs, *rotation)
+    assert result.exit_code == 13
+    assert "nobody can be asked" in result.stderr
+    assert tree_of(runs) == before
+
+
+def test_rekey_touches_nothing_when_the_key_does_not_open_everything(
+    runs: Path, tmp_path: Path
+) -> None:
+    save_run(directory=tmp_path / "other", key=OTHER, steps=1)
+    for path in (tmp_path / "other").glob("net*"):
+        path.rename(runs / path.name.replace("net-1", "net-9"))
+    (runs / manifest_name("net-9.safetensors.ckpe")).unlink()
+    before = tree_of(runs)
+    old, new = source(tmp_path, OLD), source(tmp_path, NEW)
+    result = run("rekey", runs, "--key", old, "--add", new, "--yes")
+    assert result.exit_code == 12
+    assert "net-9" in result.stderr
+    assert tree_of(runs) == before
+
+
+def test_rekey_goes_on_after_a_damaged_file_and_says_that_it_did(
+    runs: Path, rotation: tuple[str, ...]
+) -> None:
+    path = runs / "net-1.safetensors.ckpe"
+    flip(path, 4090)
+    flip(path, 4096 + 4090)
+    result = run("rekey", runs, *rotation, "--yes")
+    assert result.exit_code == 3
+    assert "net-1.safetensors.ckpe" in result.stderr
+    assert who_opens(runs)[1] == [1]
+    alone = run("rekey", path, *rotation, "--yes", "--json")
+    assert alone.exit_code == 1
+    assert json.loads(alone.stderr)["error"] == "TamperedCheckpoint"
+
+
+def test_rekey_mends_a_damaged_header_copy(runs: Path, tmp_path: Path) -> None:
+    path = runs / "net-1.safetensors.ckpe"
+    flip(path, 100)
+    key = source(tmp_path, OLD)
+    assert "header copy A: damaged" in run("verify", path, "--key", key).stdout
+    result = run("rekey", runs, "--key", key, "--yes", "-q")
+    assert (result.exit_code, result.stdout) == (0, f"{path}\n")
+    assert "header copy" not in run("verify", path, "--key", key).stdout
+
+
+def test_rekey_leaves_plain_files_alone(tmp_path: Path, rotation: tuple[str, ...]) -> None:
+    from tests.manager.saved import save_run as save_plain
+
+    save_plain(tmp_path / "runs", [1])
+    path = tmp_path / "runs" / "net-1_1.ckpt"
+    (tmp_path / "runs" / manifest_name(path.name)).unlink()
+    result = run("rekey", path, *rotation, "--yes")
+    assert (result.exit_code, "plain" in result.stdout) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("--add", "0011"), 2),
+        (("--remove", "00112233445566zz"), 2),
+        (("--add", "env:NOT_THERE"), 12),
+        (("--key", "PUBLIC", "--add", "env:NOT_THERE"), 12),
+    ],
+)
+def test_rekey_with_a_wrong_source_is_refused(
+    runs: Path, tmp_path: Path, arguments: tuple[str, ...], code: int
+) -> None:
+    public = text(tmp_path, "pub", generate_pair("x25519")[1], mode=0o644)
+    given = [public if word == "PUBLIC" else word for word in arguments]
+    key = () if "--key" in given else ("--key", source(tmp_path, OLD))
+    assert run("rekey", runs, *key, *given, "--yes").exit_code == code
+
+
+def test_rekey_without_a_key_is_refused(runs: Path) -> None:
+    assert run("rekey", runs, "--yes").exit_code == 12
+
+
+@pytest.mark.parametrize("form", ["safetensors", "ckpt"])
+def test_reencrypt_gives_files_a_new_data_key(tmp_path: Path, form: str) -> None:
+    directory = tmp_path / "runs"
+    save_run(directory=directory, form=form)
+    old, new = source(tmp_path, OLD), source(tmp_path, NEW)
+    before = {path: path.read_bytes()[HEAD:] for path in directory.glob("net-?.[cs]*[et]")}
+    plan = ("reencrypt", directory, "--key", old, "--to", new)
+    assert run_json(*plan, "--dry-run")["summary"]["planned"] == 2
+    result = run(*plan, "--yes")
+    assert result.exit_code == 0, result.stderr
+    assert who_opens(directory) == [[1], [1]]
+    for path, payload in before.items():
+        assert path.read_bytes()[HEAD:] != payload or form == "ckpt"
+    assert run_json(*plan, "--yes")["summary"]["planned"] == 0
+    steps = [one["step"] for one in run_json("ls", directory, "--key", new)["items"]]
+    assert steps == [1, 2]
+
+
+def test_reencrypt_to_several_at_once(runs: Path, tmp_path: Path) -> None:
+    private, public = generate_pair("mlkem768-x25519")
+    alice = text(tmp_path, "alice.pem.pub", public, mode=0o644)
+    phrase = f"passphrase:{text(tmp_path, 'phrase', b'correct horse')}"
+    old = source(tmp_path, OLD)
+    result = run("reencrypt", runs, "--key", old, "--to", alice, "--to", phrase, "--yes")
+    assert result.exit_code == 0, result.stderr
+    for checkpoint in Store(runs).scan():
+        assert openers(checkpoint, [ring(OLD), ring(private), ring("correct horse")]) == [1, 2]
