@@ -80,7 +80,12 @@ class Recompressed:
 
 
 def recompress(
-    store: Store, checkpoint: Checkpoint, *, level: int | None, options: ReadOptions
+    store: Store,
+    checkpoint: Checkpoint,
+    *,
+    level: int | None,
+    options: ReadOptions,
+    file_mode: int | None = None,
 ) -> Recompressed:
     """Compress a checkpoint, or expand it, durably.
 
@@ -89,6 +94,7 @@ def recompress(
         checkpoint: As listed by the store.
         level: Of zstd; None expands. What is compressed already stays as it is, whatever its level.
         options: The key, and whether a file without a seal is accepted.
+        file_mode: Permission bits of the new file; None for those of the old one.
 
     Raises:
         UnsupportedCheckpoint: It is not a safetensors file, or that of many ranks.
@@ -109,7 +115,7 @@ def recompress(
         only_writer(store, checkpoint.name, checkpoint.series),
         _opened(store, checkpoint.name, options) as found,
     ):
-        change = _Change(store, checkpoint, found, level, options)
+        change = _Change(store, checkpoint, found, level, options, file_mode)
         outcome = change.run()
     target = next((c for c in store.scan() if c.name == change.target), None)
     if target is None:
@@ -160,7 +166,9 @@ class _Change:
         found: _Found,
         level: int | None,
         options: ReadOptions,
+        file_mode: int | None,
     ) -> None:
+        self._file_mode = file_mode
         self._store = store
         self._checkpoint = checkpoint
         self._found = found
@@ -222,7 +230,9 @@ class _Change:
         index, source = self._found.index, self._found.opened.source
         if index.crc is not None:
             check_crc(index.crc, safetensors_file.crc_of(source, index))
-        path = self._store.directory / self._checkpoint.name
+        mode = self._file_mode
+        if mode is None:
+            mode = stat.S_IMODE(self._checkpoint.path.stat().st_mode)
         size_bytes = source.size if self._level is None else 0
         self._store.publish(
             self.target,
@@ -230,7 +240,7 @@ class _Change:
             size_bytes=0 if self._cipher is not None else size_bytes,
             write=self._write,
             describe=self._describe,
-            mode=stat.S_IMODE(path.stat().st_mode),
+            mode=mode,
             read_back=self._read_back,
         )
 

@@ -17,7 +17,6 @@ from .zstd_frames import check_frame, unpack_frame
 from .zstd_table import FRAME_BYTES, STORED, FrameTable, read_table
 
 _CACHED_FRAMES = 2
-_SPARE_BUFFERS = 4
 
 
 class FramesSource:
@@ -139,8 +138,7 @@ class FramesSource:
 
     def _give(self, buffer: memoryview) -> None:
         with self._lock:
-            if len(self._spare) < _SPARE_BUFFERS:
-                self._spare.append(buffer)
+            self._spare.append(buffer)
 
 
 def open_frames(source: Source, *, table_from: Source | None = None) -> FramesSource:

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A power cut at every moment of a conversion leaves each checkpoint whole, and doing the same again finishes it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ckptmgr.config import CheckpointConfig
+from ckptmgr.crypto.key import Key
+from ckptmgr.loader import ReadOptions
+from ckptmgr.manager import CheckpointManager
+from ckptmgr.model import Checkpoint, State
+from ckptmgr.recompress import recompress
+from ckptmgr.store import Store
+from ckptmgr.verify import Status, verify_checkpoint
+from tests.crashmodel import Crash, ModelDisk, Order, every_crash
+from tests.faults.scenarios import first_broken
+from tests.faults.training import KEY, RUNS, ModelProcesses
+
+STATE = {"w": np.zeros(2000, np.float32)}
+
+
+def saved_disk(key: bytes | None) -> ModelDisk:
+    """Return a disk on which a run has saved two steps."""
+    disk = ModelDisk()
+    config = CheckpointConfig(format="safetensors", enc_key=key)
+    with CheckpointManager(
+        RUNS, config, prefix="net", fs=disk, processes=ModelProcesses(disk), clock=lambda: 1e9
+    ) as manager:
+        for step in (1, 2):
+            manager.save(step, STATE)
+    return disk
+
+
+def store_on(disk: ModelDisk, key: bytes | None) -> Store:
+    return Store(RUNS, fs=disk, key=secret_of(key), processes=ModelProcesses(disk))
+
+
+def secret_of(key: bytes | None) -> Key | None:
+    return None if key is None else Key(key)
+
+
+def whole_ones(store: Store, step: int) -> list[Checkpoint]:
+    return [c for c in store.scan() if c.step == step and c.state is State.OK]
+
+
+@pytest.mark.parametrize("order", Order)
+@pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
+def test_conversion_keeps_its_promises_after_every_power_cut(
+    order: Order, key: bytes | None
+) -> None:
+    options = ReadOptions(key=secret_of(key))
+
+    def convert(disk: ModelDisk) -> None:
+        store = store_on(disk, key)
+        for checkpoint in whole_ones(store, 1):
+            recompress(store, checkpoint, level=1, options=options, file_mode=0o400)
+
+    def check(crash: Crash) -> None:
+        store = store_on(crash.disk, key)
+        for step in (1, 2):
+            answers = [
+                verify_checkpoint(store, c, options=options) for c in whole_ones(store, step)
+            ]
+            assert answers
+            assert {answer.status for answer in answers} == {Status.OK}
+        convert(crash.disk)
+        (left,) = whole_ones(store, 1)
+        assert left.size_bytes < whole_ones(store, 2)[0].size_bytes
+
+    assert first_broken(every_crash(saved_disk(key), convert, order=order), check) is None
