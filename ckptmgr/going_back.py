@@ -63,7 +63,8 @@ def go_back(
         )
     else:
         if checkpoint is not None and loaded is not None:
-            return Resumption.at(checkpoint, loaded.put_back(state), skipped=skipped)
+            restored = loaded.put_back(state)
+            return Resumption.at(checkpoint, restored, skipped=skipped, kept=loaded.kept)
     if held is None:
         raise CheckpointNotFound(
             f"no state of step {target} or before: in memory are {recent.steps}, on disk nothing that loads",

@@ -70,7 +70,7 @@ from ckptmgr.saver import Publish, SaveOptions
 from ckptmgr.series import SaveFacts
 from ckptmgr.series_reader import SeriesReader
 from ckptmgr.start_count import count_start
-from ckptmgr.stored_state import metadata_of
+from ckptmgr.stored_state import as_held_here, metadata_of
 
 __all__ = ["CheckpointManager", "Resumption"]
 
@@ -386,11 +386,14 @@ class CheckpointManager:
         given = state
         try:
             given = given_state(state)
-            return given, tree.flatten(given, self._slicer)
+            flat = tree.flatten(given, self._slicer)
+            if self._slicer is not None:
+                self._slicer.check_used(flat)
         except Exception as error:
             if self._coordinator is None:
                 raise
             return given, error
+        return given, flat
 
     def before_update(self) -> None:
         """Wait until the state of the last save is copied; call it before the state is changed in place.
@@ -414,7 +417,7 @@ class CheckpointManager:
         """
         step, epoch = checked_count("step", step), checked_epoch(epoch)
         self._seen_step = max(self._seen_step, step)
-        flat = tree.flatten(given_state(state))
+        flat = as_held_here(tree.flatten(given_state(state), self._slicer))
         return self._recent.put(step, flat, epoch=epoch, metrics=checked_metrics(metrics))
 
     def rollback(self, state: object = None, *, steps_back: int = 1) -> Resumption:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ from ckptmgr.formats.tensor import TensorSpec
 from ckptmgr.loader import OpenCheckpoint, read_values
 from ckptmgr.manifest import Manifest
 from ckptmgr.pieces import PIECES, Index, Piece
+from ckptmgr.skeletons import with_shapes
 from ckptmgr.tree_slices import Slice
 
 SKELETON = "ckptmgr.tree"
@@ -28,6 +29,12 @@ def metadata_of(flat: tree.FlatState) -> dict[str, str]:
     if slices:
         found[PIECES] = index_of(slices, stored).to_text()
     return found
+
+
+def as_held_here(flat: tree.FlatState) -> tree.FlatState:
+    """Return a state whose skeleton has the shapes of the slices that this process holds, not those of whole tensors."""
+    lengths = {name: one.lengths for name, one in flat.slices.items()}
+    return replace(flat, skeleton=with_shapes(flat.skeleton, lengths))
 
 
 def index_of(slices: Mapping[str, Slice], stored: Mapping[str, TensorSpec]) -> Index:

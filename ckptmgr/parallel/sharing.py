@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -178,18 +179,26 @@ class Sharing:
         return _pieces(parts, self._shares(parts, coordinator.rank), own, metadata)
 
     def _shares(self, parts: Sequence[Shared], rank: int) -> list[tuple[Shared, Share]]:
-        keys = [f"{number:012}" for number in range(len(parts))]
-        by_key = dict(zip(keys, parts, strict=True))
+        """Return what a rank writes: which rows of which parts."""
+        fixed = [part for part in parts if len(part.holders) <= self._keep]
+        open_parts = [part for part in parts if len(part.holders) > self._keep]
+        own = [(part, _all_rows(part.note)) for part in fixed if rank in part.holders]
+        return own + self._dealt(open_parts, fixed, rank)
+
+    def _dealt(
+        self, parts: Sequence[Shared], fixed: Sequence[Shared], rank: int
+    ) -> list[tuple[Shared, Share]]:
+        """Return what a rank writes of what more ranks have than there are to be copies."""
+        by_key = {f"{number:012}": part for number, part in enumerate(parts)}
         if self._balance == "round_robin":
             dealt = remove_param_redundancy(
                 {key: (part.holders,) for key, part in by_key.items()}, self._keep
             )
             chosen = sorted(dealt.get(rank, ()))
             return [(by_key[key], _all_rows(by_key[key].note)) for key in chosen]
-        plan = balance_by_bytes(
-            [_replicated(key, part) for key, part in by_key.items()], keep_redundancy=self._keep
-        )
-        return [(by_key[share.name], share) for share in plan.shares(rank)]
+        replicated = [_replicated(key, part) for key, part in by_key.items()]
+        plan = balance_by_bytes([*replicated, *_loads(fixed)], keep_redundancy=self._keep)
+        return [(by_key[share.name], share) for share in plan.shares(rank) if share.name in by_key]
 
 
 def _tensors(items: Sequence[Item]) -> Iterator[Tensor]:
@@ -340,6 +349,16 @@ def _replicated(key: str, part: Shared) -> Replicated:
         item_bytes=BY_NAME[note.dtype].item_bytes,
         groups=(part.holders,),
     )
+
+
+def _loads(fixed: Sequence[Shared]) -> Iterator[Replicated]:
+    """Yield what each rank writes in any case, in one."""
+    loads: Counter[int] = Counter()
+    for part in fixed:
+        for rank in part.holders:
+            loads[rank] += _all_rows(part.note).size_bytes
+    for rank, size_bytes in sorted(loads.items()):
+        yield Replicated(name=f"rank {rank}", shape=(size_bytes,), item_bytes=1, groups=((rank,),))
 
 
 def _all_rows(note: Note) -> Share:

@@ -14,9 +14,11 @@ from ckptmgr.parallel.errors import LayoutError
 from ckptmgr.parallel.foreign import from_dtensor
 from ckptmgr.parallel.layout import ParallelLayout, for_shape
 from ckptmgr.parallel.slices import full_shape, region_of
+from ckptmgr.tree import FlatState
 from ckptmgr.tree_slices import Slice
 
 Layouts = Mapping[str, ParallelLayout]
+_SHOWN = 5
 
 
 class LayoutSlicer:
@@ -49,6 +51,21 @@ class LayoutSlicer:
             return self._slice(name, value, for_shape(layout, shape), shape, lengths)
         except LayoutError as error:
             raise UnsupportedState(f"{name!r}: {error.message}", hint=error.hint) from error
+
+    def check_used(self, flat: FlatState) -> None:
+        """Check that every layout of this rank is that of a tensor in a state: a misspelled one would cut nothing.
+
+        Raises:
+            UnsupportedState: There is no such tensor.
+        """
+        names = {tensor.spec.name for tensor in flat.tensors} | flat.aliases.keys()
+        for name, layout in self._layouts.items():
+            if name not in flat.slices and name not in names and self._rank in _ranks(layout):
+                some = ", ".join(sorted(names)[:_SHOWN])
+                raise UnsupportedState(
+                    f"there is a layout of {name!r}, but no such tensor in the state",
+                    hint=f"tensors are called by their place in the state, such as {some}",
+                )
 
     def region(self, name: str, shape: tuple[int, ...], /) -> Region | None:
         """Return which part of a tensor of this shape the rank is to get, or None where no layout names it.
@@ -92,12 +109,14 @@ class LayoutSlicer:
         return Slice(local=local, shape=shape, start=start, lengths=lengths)
 
     def _region(self, layout: ParallelLayout, shape: tuple[int, ...]) -> Region:
-        ranks = layout.ranks or tuple(
-            layout.rank_of(device) for device in range(layout.device_count)
-        )
+        ranks = _ranks(layout)
         if self._rank not in ranks:
             return tuple(one._replace(stop=one.start) for one in region_of(layout, 0, shape))
         return region_of(layout, ranks.index(self._rank), shape)
+
+
+def _ranks(layout: ParallelLayout) -> tuple[int, ...]:
+    return layout.ranks or tuple(map(layout.rank_of, range(layout.device_count)))
 
 
 def is_dtensor(value: object) -> bool:

@@ -14,8 +14,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptmgr.config import CheckpointConfig
-from ckptmgr.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr.errors import (
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    NotBuiltYet,
+    SaveFailed,
+    UnsupportedCheckpoint,
+)
 from ckptmgr.manager import CheckpointManager, Resumption
+from ckptmgr.parallel.errors import LayoutError
 from ckptmgr.parallel.layout import ParallelLayout
 from ckptmgr.serialization import load_checkpoint
 from ckptmgr.store import Store
@@ -356,3 +363,120 @@ def test_load_checkpoint_takes_the_name_of_a_checkpoint_of_many_ranks(
         load_checkpoint(path, dec_key=key, into={"w": np.zeros((8, 3), int)})
     with pytest.raises(CheckpointNotFound, match="no such checkpoint"):
         load_checkpoint(tmp_path / "net-2.shards")
+
+
+def test_rollback_goes_back_to_slices_in_memory_and_on_disk() -> None:
+    layout = {"w": ParallelLayout(device_matrix=(2,), tensor_map=((0,),))}
+    disk = ModelDisk()
+
+    def work(ours: CheckpointManager, rank: int) -> list[list[int]]:
+        state = {"w": np.full(3, rank)}
+        ours.save(1, state)
+        state["w"][:] = 10 + rank
+        ours.snapshot(2, state)
+        found = []
+        for steps_back in (1, 1):
+            state["w"][:] = -1
+            ours.step_end(3 - len(found), state)
+            ours.rollback(state, steps_back=steps_back)
+            found.append(state["w"].tolist())
+        return found
+
+    found = job(disk, 2, work, layout=layout, save_checkpoint_steps=100)
+    assert found == [[[10 + rank] * 3, [rank] * 3] for rank in range(2)]
+
+
+def test_layout_of_no_tensor_is_an_error_on_all_ranks() -> None:
+    layout = {"weihgts": ParallelLayout(device_matrix=(2,), tensor_map=((0,),))}
+
+    def work(ours: CheckpointManager, rank: int) -> str:
+        with pytest.raises(SaveFailed) as raised:
+            ours.save(1, {"weights": np.zeros(3)})
+        return str(raised.value)
+
+    for text in job(ModelDisk(), 2, work, layout=layout):
+        assert "there is a layout of 'weihgts', but no such tensor" in text
+
+
+def test_slices_that_are_not_what_the_layout_says_are_an_error() -> None:
+    layout = {"w": ParallelLayout(device_matrix=(2,), tensor_map=((0,),), shape=(6,))}
+
+    def work(ours: CheckpointManager, rank: int) -> str:
+        with pytest.raises(SaveFailed) as raised:
+            ours.save(1, {"w": np.zeros(2 + rank)})
+        return str(raised.value)
+
+    for text in job(ModelDisk(), 2, work, layout=layout):
+        assert "rank 0 holds [2], but by its layout [3] of [6]" in text
+
+
+def test_slices_that_nobody_saves_are_an_error_on_all_ranks() -> None:
+    layout = {"w": ParallelLayout(device_matrix=(3,), tensor_map=((0,),))}
+
+    def work(ours: CheckpointManager, rank: int) -> str:
+        with pytest.raises(LayoutError) as raised:
+            ours.save(1, {"w": np.zeros(2)})
+        return str(raised.value)
+
+    disk = ModelDisk()
+    for text in job(disk, 2, work, layout=layout):
+        assert "do not make up its shape [6]" in text
+    assert Store(RUNS, fs=disk).scan() == []
+
+
+def test_tied_slices_stay_tied() -> None:
+    layout = {"a": ParallelLayout(device_matrix=(2,), tensor_map=((0,), ()))}
+    layout["b"] = layout["a"]
+    disk = ModelDisk()
+
+    def save(ours: CheckpointManager, rank: int) -> None:
+        array = np.full((2, 2), rank)
+        ours.save(1, {"a": array, "b": array})
+
+    job(disk, 2, save, layout=layout)
+    assert sum(payload(disk)) == 4 * 2 * 8
+    whole: Any = alone(disk).state
+    assert whole["a"] is whole["b"]
+    assert whole["a"].tolist() == [[0, 0], [0, 0], [1, 1], [1, 1]]
+
+
+def test_slice_that_shares_memory_with_something_else_is_refused() -> None:
+    layout = {"a": ParallelLayout(device_matrix=(2,), tensor_map=((0,),))}
+
+    def work(ours: CheckpointManager, rank: int) -> str:
+        array = np.zeros(4)
+        with pytest.raises(SaveFailed) as raised:
+            ours.save(1, {"a": array, "b": array[:2]})
+        return str(raised.value)
+
+    for text in job(ModelDisk(), 2, work, layout=layout):
+        assert "shares memory with a slice of a tensor" in text
+
+
+def test_elements_that_no_format_knows_are_cut_and_joined() -> None:
+    layout = {"w": ParallelLayout(device_matrix=(2,), tensor_map=((0,),))}
+    whole = np.array([1 + 2j, 3, 4j, 5], np.complex64)
+    strange = whole.view("V8")
+    disk = ModelDisk()
+    job(disk, 2, lambda ours, r: ours.save(1, {"w": strange[2 * r : 2 * r + 2]}), layout=layout)
+    found: Any = alone(disk).state
+    assert found["w"].tobytes() == strange.tobytes()
+    three = {"w": ParallelLayout(device_matrix=(4,), tensor_map=((0,),))}
+    parts = job(disk, 4, lambda ours, r: ours.resume({"w": np.zeros(1, "V8")}).state, layout=three)
+    assert b"".join(one["w"].tobytes() for one in parts) == strange.tobytes()  # type: ignore[index]
+
+
+def test_layout_without_ranks_and_redundancy_without_removal_are_refused() -> None:
+    layout = {"w": ParallelLayout(device_matrix=(2,), tensor_map=((0,),))}
+    with pytest.raises(ValueError, match="give a coordinator, too"):
+        CheckpointManager(RUNS, fs=ModelDisk(), layout=layout)
+    with pytest.raises(ValueError, match="say how redundancy is removed"):
+        CheckpointManager(RUNS, fs=ModelDisk(), keep_redundancy=2)
+    removing = CheckpointConfig(remove_redundancy=True)
+    with pytest.raises(ValueError, match="at least one copy"):
+        CheckpointManager(RUNS, removing, fs=ModelDisk(), keep_redundancy=0)
+    with pytest.raises(ValueError, match="'bytes' or 'round_robin'"):
+        CheckpointManager(RUNS, removing, fs=ModelDisk(), balance="name")  # type: ignore[arg-type]
+    process = CheckpointConfig(remove_redundancy=True, async_save="process")
+    with pytest.raises(NotBuiltYet, match="use async_save=True"):
+        CheckpointManager(RUNS, process, fs=ModelDisk())
