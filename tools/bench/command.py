@@ -16,6 +16,7 @@ from tools.bench.machine import machine
 from tools.bench.memory import Peak, measure_memory
 from tools.bench.modes import MODES
 from tools.bench.peers import LIBRARIES
+from tools.bench.ranks import measure_ranks
 from tools.bench.scale import measure_counts, measure_sizes
 from tools.bench.sections import measure_backgrounds, measure_files, measure_loops
 from tools.bench.session import Pace, Session
@@ -76,6 +77,8 @@ class Benchmark:
                     measure_sizes(self._setup, self._session, self._asked.sizes_bytes)
                 case "counts":
                     measure_counts(self._setup, self._session, self._asked.counts)
+                case "ranks":
+                    measure_ranks(self._session(section, whole))
                 case "memory":
                     self._memory()
 

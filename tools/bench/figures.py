@@ -13,7 +13,7 @@ class Subject:
     """What was measured.
 
     Attributes:
-        section: Part of the benchmark: `files`, `slow files`, `background`, `loops`, `sizes`, `counts`.
+        section: Part of the benchmark: `files`, `slow files`, `background`, `loops`, `sizes`, `counts`, `ranks`.
         who: Contestant.
         mode: Its mode.
         what: `save`, `load`, `blocked` ... in seconds; `lost python` ... as a share.

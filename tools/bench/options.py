@@ -13,7 +13,7 @@ from tools.bench.modes import MODES
 from tools.bench.peers import LIBRARIES
 from tools.bench.scale import COUNTS, SIZES_BYTES
 
-SECTIONS = ("files", "slow", "background", "loops", "sizes", "counts", "memory")
+SECTIONS = ("files", "slow", "background", "loops", "sizes", "counts", "ranks", "memory")
 _UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _MODE_NAMES = tuple(mode.name for mode in MODES)
 _QUICK = ("--size", "256MiB", "--rounds", "3", "--peer-rounds", "1")

@@ -19,6 +19,7 @@ _HEADINGS = {
     "loops": "Share of its steps that a training loop loses during a save",
     "sizes": "By size: seconds",
     "counts": "By number of tensors of 256 bytes: seconds",
+    "ranks": "Ranks on this machine that save one checkpoint together",
 }
 _MEMCPY = "one memcpy"
 
@@ -40,6 +41,7 @@ def report(
             for section in ("sizes", "counts")
             for what in ("save", "load")
         ),
+        _ranks(figures),
         _memory(peaks),
         _targets(verdicts),
         "\n".join(f"* Left out: {name}: {reason}" for name, reason in missing.items()),
@@ -149,6 +151,25 @@ def _along(curve: Sequence[Figure], section: str, places: Sequence[int]) -> Iter
 
 def _seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
+
+
+def _ranks(figures: Figures) -> str:
+    saves = figures.find("ranks", "save")
+    rows = [
+        [
+            one.subject.mode,
+            _seconds(one.median),
+            _seconds(figures.median("ranks", "load", who=OURS, mode=one.subject.mode)),
+        ]
+        for one in saves
+    ]
+    rows += [
+        [f"plan for {one.subject.mode}", _seconds(one.median), ""]
+        for one in figures.find("ranks", "plan")
+    ]
+    size_bytes = saves[0].subject.size_bytes if saves else 0
+    title = f"{_HEADINGS['ranks']}: {size_bytes / MIB:.0f} MiB"
+    return _table(title, ["ranks", "save s", "load s"], rows)
 
 
 def _memory(peaks: Sequence[Peak]) -> str:
