@@ -94,7 +94,8 @@ def in_place(
         manifest: Of the file.
     """
     entries = {one.name: one for one in tensors_in(opened)}
-    if not opened.unit_bytes or not (opened.has_digests or opened.is_sealed):
+    is_parallel = opened.unit_bytes or opened.compressed_bytes is not None
+    if not is_parallel or not (opened.has_digests or opened.is_sealed):
         return None
     arrays: dict[str, np.ndarray] = {}
 

@@ -33,6 +33,7 @@ from ckptmgr.fsio import OutputFile, discard
 from ckptmgr.loader import OpenCheckpoint, ReadOptions, bytes_of, open_source
 from ckptmgr.manifest import Manifest
 from ckptmgr.model import Checkpoint
+from ckptmgr.naming import COMPRESSED_SUFFIX
 from ckptmgr.pieces import PIECES, Piece, read_index
 from ckptmgr.shard_files import ShardFiles
 from ckptmgr.sharded import ShardedCheckpoint
@@ -103,7 +104,7 @@ def repair_checkpoint(store: Store, checkpoint: Checkpoint) -> list[Healing]:
 def healing_hint(store: Store, manifest: Manifest) -> str | None:
     """Return how the damage of a checkpoint can be healed, or None where it cannot, or nobody can tell."""
     curable: list[Healing] = []
-    if manifest.file.cipher is None:
+    if manifest.file.cipher is None and not manifest.file.name.endswith(COMPRESSED_SUFFIX):
         with contextlib.suppress(OSError):
             curable = [one for one in healings(store, manifest) if one.problem is None]
     if not curable:
@@ -116,6 +117,12 @@ def _check_kind(manifest: Manifest, checkpoint: Checkpoint) -> None:
     if not manifest.shards:
         raise UnsupportedCheckpoint(
             "is a single file, which no other one has copies of", path=checkpoint.path
+        )
+    if manifest.file.name.endswith(COMPRESSED_SUFFIX):
+        raise UnsupportedCheckpoint(
+            "its files are compressed: none can be made again byte for byte from another",
+            path=checkpoint.path,
+            hint="load it, which takes the copies where they are whole, and save it again",
         )
     if manifest.file.cipher is not None or manifest.file.digest.blank_bytes:
         raise UnsupportedCheckpoint(

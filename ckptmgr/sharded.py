@@ -23,6 +23,8 @@ from ckptmgr.boxes import Region, byte_runs, common, lengths_of, whole_region, w
 from ckptmgr.errors import CorruptCheckpoint, UnsupportedCheckpoint
 from ckptmgr.formats.index import TensorEntry, check_content
 from ckptmgr.formats.tensor import TensorSpec
+from ckptmgr.formats.zstd_source import FramesSource
+from ckptmgr.frame_reader import read_frames
 from ckptmgr.loader import OpenCheckpoint, ReadOptions, bytes_of, confirm_index, open_source
 from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import Manifest
@@ -329,6 +331,9 @@ def _placed(entry: TensorEntry, offset: int, target: memoryview) -> Iterator[Pla
 
 
 def _read(opened: OpenCheckpoint, placements: list[Placement], *, is_confirmed: bool) -> None:
+    if isinstance(opened.source, FramesSource):
+        read_frames(opened.source, placements)
+        return
     if not opened.unit_bytes:
         for one in placements:
             opened.source.read_into(one.offset, one.target)

@@ -14,6 +14,8 @@ import numpy as np
 from ckptmgr.boxes import Region, byte_runs, lengths_of
 from ckptmgr.errors import CorruptCheckpoint, UnsupportedCheckpoint
 from ckptmgr.formats.index import TensorEntry, check_content
+from ckptmgr.formats.zstd_source import FramesSource
+from ckptmgr.frame_reader import read_frames
 from ckptmgr.integrations.dcp_index import INDEX_NAME, MARK, VERSION, Index, parse_index
 from ckptmgr.loader import OpenCheckpoint, ReadOptions, confirm_index, open_source, read_values
 from ckptmgr.lower_errors import translated_errors
@@ -88,6 +90,9 @@ class ShardFile:
 
     def _fill(self, placements: Sequence[Placement]) -> None:
         opened = self._opened
+        if isinstance(opened.source, FramesSource):
+            read_frames(opened.source, placements)
+            return
         if not opened.unit_bytes:
             for one in placements:
                 opened.source.read_into(one.offset, one.target)

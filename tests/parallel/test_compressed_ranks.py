@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of many ranks whose files are compressed: loaded by as many and by fewer ranks, and not repaired."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptmgr.errors import UnsupportedCheckpoint
+from ckptmgr.repair import healing_hint, repair_checkpoint
+from ckptmgr.store import Store
+from tests.faults.training import KEY, RUNS
+from tests.parallel.test_sharded_state import fresh, job, saved, state_of, values_of
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_state_comes_back_to_any_number_of_ranks(key: bytes | None, is_whole: bool) -> None:
+    config = {
+        "format": "safetensors",
+        "compression": "zstd",
+        "enc_key": key,
+        "remove_redundancy": not is_whole,
+    }
+    disk = saved(3, **config)
+    for world in (3,) if is_whole else (3, 2, 1):
+        found = job(disk, world, lambda ours, rank: values_of(ours.resume(fresh()).state), **config)
+        assert found == [values_of(state_of(rank)) for rank in range(world)]
+
+
+def test_compressed_files_of_ranks_are_not_repaired() -> None:
+    store = Store(RUNS, fs=saved(2, format="safetensors", compression="zstd"))
+    (checkpoint,) = store.scan()
+    manifest = store.read_manifest(checkpoint.name)
+    assert manifest is not None
+    assert healing_hint(store, manifest) is None
+    with pytest.raises(UnsupportedCheckpoint, match="are compressed"):
+        repair_checkpoint(store, checkpoint)
