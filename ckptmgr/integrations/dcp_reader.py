@@ -34,6 +34,7 @@ from ckptmgr.integrations.dcp_run import note_resumed
 from ckptmgr.loop_values import checked_count
 from ckptmgr.manifest import Manifest
 from ckptmgr.model import Checkpoint
+from ckptmgr.observe import Observer, Observers, about
 from ckptmgr.resume import newest_first
 from ckptmgr.series_reader import SeriesReader
 from ckptmgr.store import Store
@@ -63,6 +64,7 @@ class StorageReader(storage.StorageReader):
         step: Which one; None for the newest.
         allow_unsealed: With a key or trusted keys, also accept what is not authenticated.
         trusted_keys: Public keys, or their files in PEM: what none of them signed is refused.
+        observe: A function, or several, that take an `Event` of `ckptmgr.observe`; on every rank.
         fs: The disk.
 
     Raises:
@@ -78,6 +80,7 @@ class StorageReader(storage.StorageReader):
         step: int | None = None,
         allow_unsealed: bool = False,
         trusted_keys: Iterable[str | os.PathLike[str] | PublicKey] = (),
+        observe: Observer | Iterable[Observer] | None = None,
         fs: FileSystem | None = None,
     ) -> None:
         super().__init__()
@@ -91,6 +94,7 @@ class StorageReader(storage.StorageReader):
             fs=fs,
         )
         self._options = self._place.reading()
+        self._observers = Observers(observe)
         self._wanted: int | str | None = None if step is None else checked_count("step", step)
         self._found: _Found | None = None
         self._problem: Exception | None = None
@@ -181,9 +185,10 @@ class StorageReader(storage.StorageReader):
                 f"{type(planner).__name__} would unpickle what is no tensor",
                 hint="give dcp.load the planner ckptmgr.integrations.dcp.LoadPlanner()",
             )
-        for rank, items in _by_rank(plan.items, found.metadata).items():
-            with found.shards.file(rank) as file:
-                Loading(file, found.metadata, planner).run(items)
+        with self._observers.timed("load", **about(found.checkpoint)):
+            for rank, items in _by_rank(plan.items, found.metadata).items():
+                with found.shards.file(rank) as file:
+                    Loading(file, found.metadata, planner).run(items)
         note_resumed(self._place, found.checkpoint, found.manifest)
         future: Future[None] = Future()
         future.set_result(None)

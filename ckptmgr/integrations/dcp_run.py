@@ -17,13 +17,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.keyring import Keys
 from ckptmgr.crypto.signing import PublicKey, SigningKey
 from ckptmgr.errors import CkptmgrError, SaveFailed
 from ckptmgr.fsio import FileSystem
 from ckptmgr.loader import ReadOptions
 from ckptmgr.manifest import Manifest
 from ckptmgr.model import Checkpoint
+from ckptmgr.observe import EVERYBODY, Observers, SaveWatch
 from ckptmgr.parallel.offer import Offer
 from ckptmgr.parallel.shard_store import ShardStore
 from ckptmgr.retention import RetentionPolicy
@@ -52,7 +53,7 @@ class SeriesAt:
 
     directory: Path
     series: str
-    key: Key | None = None
+    key: Keys | None = None
     allow_unsealed: bool = False
     signing_key: SigningKey | None = None
     trusted_keys: tuple[PublicKey, ...] = ()
@@ -98,26 +99,32 @@ class _Attempt:
     offer: Offer
     world: int
     commit_by: float
+    watch: SaveWatch
 
 
 class Run:
     """What this process writes in a series."""
 
-    def __init__(self, place: SeriesAt, *, options: SaveOptions) -> None:
+    def __init__(
+        self, place: SeriesAt, *, options: SaveOptions, observers: Observers = EVERYBODY
+    ) -> None:
         self.place = place
         self.store = place.store()
-        self.writer = SeriesWriter(self.store, place.series, options=options, clock=place.clock)
+        self.writer = SeriesWriter(
+            self.store, place.series, options=options, clock=place.clock, observers=observers
+        )
         self._options = options
         self._attempt: _Attempt | None = None
         self._lock = threading.Lock()
 
-    def begin(self, step: int, *, world: int, timeout_s: float) -> Offer:
+    def begin(self, step: int, *, world: int, timeout_s: float, watch: SaveWatch) -> Offer:
         """Take the lease and begin a save; an earlier one that was not committed is over.
 
         Args:
             step: Global step.
             world: Number of ranks.
             timeout_s: How long it may take until it is committed.
+            watch: Hears when it is given up.
 
         Raises:
             StoreLocked: Another process writes this series.
@@ -141,7 +148,7 @@ class Run:
                 run_id=self.writer.run_id,
             )
             commit_by = time.monotonic() + timeout_s
-            self._attempt = _Attempt(offer=offer, world=world, commit_by=commit_by)
+            self._attempt = _Attempt(offer=offer, world=world, commit_by=commit_by, watch=watch)
             return offer
 
     def commit(self, offer: Offer, whole: Callable[[], Manifest]) -> Checkpoint:
@@ -170,7 +177,8 @@ class Run:
                     )
                 manifest = whole()
                 problem = self.store.commit(manifest, mode=self._options.file_mode)
-            except (CkptmgrError, OSError):
+            except (CkptmgrError, OSError) as error:
+                attempt.watch.ended_with(error)
                 self._withdraw()
                 raise
             self._attempt = None
@@ -194,8 +202,10 @@ class Run:
     def _withdraw(self) -> None:
         """Remove the files of a save that only this process could commit, and will not."""
         attempt, self._attempt = self._attempt, None
-        for rank in range(0 if attempt is None else attempt.world):
-            assert attempt is not None  # noqa: S101 - for the type checker
+        if attempt is None:
+            return
+        attempt.watch.ended_with(SaveFailed("a rank could not do its part"))
+        for rank in range(attempt.world):
             self.store.withdraw(attempt.offer.file_name(rank, world=attempt.world))
 
     def close(self) -> None:
@@ -209,12 +219,19 @@ _runs: dict[tuple[Path, str], Run] = {}
 _runs_lock = threading.Lock()
 
 
-def run_of(place: SeriesAt, *, options: SaveOptions, lineage: Lineage | None = None) -> Run:
+def run_of(
+    place: SeriesAt,
+    *,
+    options: SaveOptions,
+    observers: Observers = EVERYBODY,
+    lineage: Lineage | None = None,
+) -> Run:
     """Return the run of this process in a series; with another key, or another disk, it goes on there.
 
     Args:
         place: The series.
         options: How files are written.
+        observers: Hear of what it removes; those that were given first.
         lineage: Of the run, where this process begins it now.
     """
     where = place.directory, place.series
@@ -222,7 +239,7 @@ def run_of(place: SeriesAt, *, options: SaveOptions, lineage: Lineage | None = N
         old = _runs.get(where)
         if old is not None and old.place == place:
             return old
-        run = _runs[where] = Run(place, options=options)
+        run = _runs[where] = Run(place, options=options, observers=observers)
         if old is not None:
             old.close()
             lineage = _lineage(old)

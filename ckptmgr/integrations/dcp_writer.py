@@ -6,7 +6,8 @@ from __future__ import annotations
 import io
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -26,6 +27,7 @@ from ckptmgr.formats.dtypes import BY_NAME
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import Tensor, TensorSpec
 from ckptmgr.fsio import FileSystem
+from ckptmgr.handle import SaveStats
 from ckptmgr.integrations.dcp_index import INDEX_NAME, MARK, VERSION, piece_name
 from ckptmgr.integrations.dcp_metadata import index_of, pieces_of, tensor_data
 from ckptmgr.integrations.dcp_place import checked_config, parse_step, place_of
@@ -34,6 +36,7 @@ from ckptmgr.leaves import torch_bytes
 from ckptmgr.loop_values import checked_count, checked_epoch, checked_metrics
 from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.model import Checkpoint
+from ckptmgr.observe import Observer, Observers, SaveWatch
 from ckptmgr.parallel.offer import Offer, vote_of, whole
 from ckptmgr.pieces import PIECES
 from ckptmgr.saver import SaveOptions, SaveOrder, save_items
@@ -52,6 +55,16 @@ class _Save:
     run: Run
     offer: Offer
     planned: frozenset[MetadataIndex]
+    watch: SaveWatch
+    started: float
+
+    def tell(self, checkpoint: Checkpoint, stats: Mapping[str, float]) -> None:
+        """Tell the observers that it is durable, and what it cost where it cost most."""
+        cost = SaveStats()
+        passed_s = time.perf_counter() - self.started
+        cost.note_written(stats, size_bytes=checkpoint.size_bytes, passed_s=passed_s)
+        self.watch.costs(cost)
+        self.watch.durable(checkpoint.path)
 
 
 class StorageWriter(storage.StorageWriter):
@@ -66,6 +79,7 @@ class StorageWriter(storage.StorageWriter):
         epoch: Epoch number, or None.
         metrics: Name to value, for `best(...)`.
         timeout_s: How long a save may take. What is left of one that failed is garbage after twice this time.
+        observe: A function, or several, that take an `Event` of `ckptmgr.observe`; on the coordinator.
         clock: Seconds since 1970.
         fs: The disk.
 
@@ -86,6 +100,7 @@ class StorageWriter(storage.StorageWriter):
         epoch: int | None = None,
         metrics: Mapping[str, float] | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
+        observe: Observer | Iterable[Observer] | None = None,
         clock: Callable[[], float] = time.time,
         fs: FileSystem | None = None,
     ) -> None:
@@ -96,6 +111,7 @@ class StorageWriter(storage.StorageWriter):
         self._epoch = checked_epoch(epoch)
         self._metrics = checked_metrics(metrics)
         self._timeout_s = timeout_s
+        self._observers = Observers(observe)
         self._options = SaveOptions(
             format="safetensors",
             key=self._place.key,
@@ -166,11 +182,13 @@ class StorageWriter(storage.StorageWriter):
                 hint="use ckptmgr.integrations.dcp.SavePlanner, which can cache plans",
             )
         index = index_of(plans)
-        run = run_of(self._place, options=self._options)
+        run = run_of(self._place, options=self._options, observers=self._observers)
         step = checked_count("step", -1 if self._step is None else self._step)
-        offer = run.begin(step, world=len(plans), timeout_s=self._timeout_s)
+        started = time.perf_counter()
+        with self._observers.watch(series=self._place.series, step=step, why="manual") as watch:
+            offer = run.begin(step, world=len(plans), timeout_s=self._timeout_s, watch=watch)
         planned = frozenset(item.index for plan in plans for item in plan.items)
-        self._save = _Save(run=run, offer=offer, planned=planned)
+        self._save = _Save(run=run, offer=offer, planned=planned, watch=watch, started=started)
         tasks: list[dict[str, object]] = [
             {"offer": offer.to_json(), "rank": rank, "world": len(plans)}
             for rank in range(len(plans))
@@ -199,7 +217,8 @@ class StorageWriter(storage.StorageWriter):
             describe=self._describer(offer),
             metadata={MARK: str(VERSION), PIECES: pieces_of(plan, items).to_text()},
         )
-        self._draft = save_items(self._place.store(), order)
+        with nullcontext() if self._save is None else self._save.watch:
+            self._draft = save_items(self._place.store(), order)
         size_bytes = self._draft.file.digest.size_bytes
         file = WriteResult(MetadataIndex(order.name), size_bytes, vote_of(self._draft))
         future: Future[list[WriteResult]] = Future()
@@ -235,7 +254,9 @@ class StorageWriter(storage.StorageWriter):
                 raise SaveFailed(f"no rank has written {min(index.fqn for index in lost)!r}")
             return whole(draft, [result[0].storage_data for result in results])
 
-        self.checkpoint = save.run.commit(save.offer, manifest)
+        with save.watch:
+            self.checkpoint = save.run.commit(save.offer, manifest)
+        save.tell(self.checkpoint, draft.stats)
         metadata.storage_meta = StorageMeta(checkpoint_id=str(self.checkpoint.path))
         save.run.retain(self._config.retention_policy())
 

@@ -39,6 +39,7 @@ from ckptmgr.errors import (  # noqa: E402
     StoreLocked,
     UnsupportedState,
 )
+from ckptmgr.events import Event  # noqa: E402
 from ckptmgr.formats.safetensors_file import build_safetensors_image  # noqa: E402
 from ckptmgr.fsio import OsFileSystem  # noqa: E402
 from ckptmgr.integrations import dcp_run  # noqa: E402
@@ -746,3 +747,46 @@ def test_signatures_are_made_and_asked_for(tmp_path: Path) -> None:
     assert state["w"].item() == 1
     wary = StorageReader(tmp_path, trusted_keys=[other.public_key])
     assert isinstance(failed(lambda: dcp.load(state, storage_reader=wary)), CkptmgrError)
+
+
+def test_observers_hear_of_saves_loads_and_removals(tmp_path: Path) -> None:
+    heard: list[tuple[str, str | None]] = []
+
+    def observe(event: Event) -> None:
+        heard.append((event.name, event.error_type))
+
+    config, state = CheckpointConfig(keep="last(1)"), {"w": torch.ones(2)}
+
+    def save_step(step: int, **options: Any) -> None:
+        writer = StorageWriter(tmp_path, config, step=step, observe=observe, **options)
+        dcp.save(state, storage_writer=writer)
+
+    save_step(1)
+    save_step(2)
+    dcp.load(state, storage_reader=StorageReader(tmp_path, observe=observe))
+    failed(lambda: save_step(3, timeout_s=0.0))
+    full = FailingDisk(OsFileSystem(), space_bytes=10)
+    failed(lambda: save_step(4, fs=full))
+    saved = [("save.started", None), ("save.durable", None)]
+    assert heard == [
+        *saved,
+        *saved,
+        ("prune", None),
+        ("load", None),
+        ("save.started", None),
+        ("save.failed", "SaveFailed"),
+        ("save.started", None),
+        ("save.failed", "StoreFull"),
+    ]
+
+
+def test_observers_hear_of_a_save_that_another_rank_could_not_finish(tmp_path: Path) -> None:
+    heard: list[str] = []
+    full = FailingDisk(OsFileSystem(), space_bytes=10)
+    first = StorageWriter(tmp_path, step=1, observe=lambda event: heard.append(event.name))
+    states = [{"w": cut(torch.ones(4), rank, 2)} for rank in range(2)]
+    with pytest.raises(StoreFull):
+        save([first, StorageWriter(tmp_path, step=1, fs=full)], states)
+    assert heard == ["save.started"]
+    first.close()
+    assert heard == ["save.started", "save.failed"]
