@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from ckptmgr.errors import CkptmgrError, SaveFailed
 from ckptmgr.manifest import Manifest
-from ckptmgr.parallel.coordinator import Coordinator, Json, RanksMissing
+from ckptmgr.parallel.coordinator import Coordinator, Json, RanksMissing, RanksOutOfStep
 from ckptmgr.parallel.offer import Offer, vote_of, whole
 from ckptmgr.parallel.rank_errors import RankFailed
 from ckptmgr.parallel.rounds import Rounds
@@ -104,8 +104,9 @@ class TwoPhaseSave:
             stop = deadline.commit_by if self._is_first else deadline.end
             votes = self._rounds.together("write", vote, stop=stop)
             manifest = whole(drafts[0], votes)
-        except RanksMissing as missing:
-            return self._settled(missing, is_open=not self._is_first)
+        except (RanksMissing, RanksOutOfStep) as doubt:
+            # Others may have heard what this rank has not: its file may be part of a checkpoint.
+            return self._settled(doubt, is_open=not self._is_first)
         except CkptmgrError:
             self._store.withdraw(self._own_name)
             raise
@@ -127,6 +128,8 @@ class TwoPhaseSave:
         except RankFailed:
             self._store.withdraw(self._own_name)
             raise
+        except RanksOutOfStep as doubt:
+            return self._settled(doubt, is_open=True)
         except RanksMissing as missing:
             if 0 not in missing.found:
                 return self._settled(missing, is_open=True)
@@ -139,24 +142,24 @@ class TwoPhaseSave:
             )
         return manifest
 
-    def _settled(self, missing: RanksMissing, *, is_open: bool) -> Manifest:
+    def _settled(self, doubt: RanksMissing | RanksOutOfStep, *, is_open: bool) -> Manifest:
         """Return what the storage says came of the save.
 
         Args:
-            missing: Who did not come.
+            doubt: Who did not come, or was not understood.
             is_open: Whether rank 0 may have committed it.
         """
         stored = self._stored() if is_open else None
         if stored is not None:
-            _LOG.warning("%s was saved, but %s", self._offer.set_name, missing.message)
+            _LOG.warning("%s was saved, but %s", self._offer.set_name, doubt.message)
             return stored
         if not is_open:
             self._store.withdraw(self._own_name)
         raise SaveFailed(
-            f"{missing.message}; the storage holds no commit of this save",
+            f"{doubt.message}; the storage holds no commit of this save",
             path=self._store.directory / self._offer.set_name,
-            hint=missing.hint,
-        ) from missing
+            hint=doubt.hint,
+        ) from doubt
 
     def _stored(self) -> Manifest | None:
         """Return the manifest if this attempt was committed; None also when nobody can tell."""

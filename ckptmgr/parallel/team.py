@@ -17,7 +17,7 @@ from ckptmgr.parallel.shard_store import ShardStore
 from ckptmgr.parallel.sharing import Balance, Sharing
 from ckptmgr.parallel.slicer import LayoutSlicer
 from ckptmgr.save_failure import parse_on_error
-from ckptmgr.save_policy import EverySeconds, Overhead, SavePolicy
+from ckptmgr.save_policy import AnyOf, EverySeconds, Overhead, SavePolicy
 from ckptmgr.saver import SaveOptions
 from ckptmgr.series import SeriesWriter
 from ckptmgr.store import Store
@@ -109,9 +109,14 @@ def check_ranks_agree(config: CheckpointConfig, policy: SavePolicy) -> None:
             "on_error with a coordinator: ranks that hear of a failed save at different steps, and go on, save at different "
             "steps from then on; use 'raise' or 'retry(n)'"
         )
-    is_by_time = isinstance(policy, (EverySeconds, Overhead))
-    if is_by_time:
+    if _is_by_time(policy):
         raise ValueError(
             "saving by time with a coordinator: the clocks of the ranks differ, so they would save at different steps; "
             "use save_checkpoint_steps"
         )
+
+
+def _is_by_time(policy: SavePolicy) -> bool:
+    if isinstance(policy, AnyOf):
+        return any(_is_by_time(one) for one in policy.policies)
+    return isinstance(policy, (EverySeconds, Overhead))

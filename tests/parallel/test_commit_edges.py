@@ -12,7 +12,7 @@ import pytest
 from ckptmgr.errors import SaveFailed
 from ckptmgr.fsio import FileStatus
 from ckptmgr.manifest import encode, entry_to_document, manifest_name
-from ckptmgr.model import Checkpoint
+from ckptmgr.model import Checkpoint, State
 from ckptmgr.parallel.coordinator import Json, RanksOutOfStep
 from ckptmgr.parallel.offer import Offer, vote_of, whole
 from ckptmgr.parallel.rank_errors import Failure, RankFailed
@@ -149,6 +149,39 @@ def test_rank_that_dies_after_its_vote_does_not_undo_the_commit() -> None:
     outcomes = run_ranks(job.meeting, save)
     assert [o.must().name for o in outcomes[:2]] == ["net-1.shards"] * 2
     assert [c.name for c in job.store().scan()] == ["net-1.shards"]
+
+
+@pytest.mark.parametrize("meeting", ["write", "commit"])
+@pytest.mark.parametrize("confused", [0, 1])
+def test_rank_that_alone_hears_nonsense_leaves_its_file_where_others_may_have_committed_it(
+    confused: int, meeting: str
+) -> None:
+    job = Job(ModelDisk())
+
+    class HearsNonsense(Seat):
+        def all_gather(self, tag: str, value: Json, *, timeout_s: float) -> list[Json]:
+            answers = super().all_gather(tag, value, timeout_s=timeout_s)
+            if tag.endswith(f"/{meeting}") and self.rank == confused:
+                raise RanksOutOfStep("nonsense")
+            return answers
+
+    def save(rank: int) -> Checkpoint:
+        writer = job.writer(rank)
+        writer.coordinator = HearsNonsense(job.meeting, rank)
+        try:
+            return save_step(writer, 1)
+        finally:
+            writer.close()
+
+    outcomes = run_ranks(job.meeting, save)
+    for outcome in outcomes:
+        assert outcome.raised is None or isinstance(outcome.raised, SaveFailed)
+    listed = {checkpoint.name: checkpoint.state for checkpoint in job.store().scan()}
+    if (confused, meeting) == (0, "write"):
+        assert "net-1.shards" not in listed
+    else:
+        assert listed == {"net-1.shards": State.OK}
+    assert outcomes[2].raised is None or "net-1.shards" not in listed
 
 
 def test_offer_travels() -> None:
