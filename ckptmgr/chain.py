@@ -11,6 +11,7 @@ directory was put back: somebody must say what was there (`Expected`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -28,19 +29,36 @@ def link_to_newest(present: Iterable[Checkpoint], series: str) -> Link | None:
     return Link(name=newest.name, sequence=newest.sequence, run_id=newest.run_id, id=newest.id)
 
 
-def contradiction(checkpoint: Checkpoint, present: Iterable[Checkpoint]) -> str | None:
+def contradiction(checkpoint: Checkpoint, present: Sequence[Checkpoint]) -> str | None:
     """Return why a checkpoint is not the one that a later one was saved after, or None.
 
     Args:
         checkpoint: What its manifest says; must not be older than what is known of the others.
-        present: What lies in the same directory.
+        present: What lies in the same directory. Those that are contradicted themselves count for nothing.
     """
-    for later in present:
-        link = later.previous
+    return _contradicted(checkpoint, _sayings(present))
+
+
+_Saying = tuple[Checkpoint, Link]
+
+
+def _sayings(present: Iterable[Checkpoint]) -> dict[str, list[_Saying]]:
+    """Return who says what had a name before them, by that name; looked through from the newest commit on."""
+    said: dict[str, list[_Saying]] = {}
+    by_age = sorted(present, key=lambda c: c.sequence, reverse=True)
+    for _, commit in itertools.groupby(by_age, key=lambda c: c.sequence):
         # What is said under another key, or by nobody who is trusted, counts for nothing.
-        if link is None or later.state is State.UNVERIFIED or later.name == checkpoint.name:
-            continue
-        if link.name == checkpoint.name and _is_replaced(checkpoint, link, later):
+        new = [(c, c.previous) for c in commit if c.previous and c.state is not State.UNVERIFIED]
+        for later, link in new:
+            said.setdefault(link.name, []).append((later, link))
+        for later, link in [saying for saying in new if _contradicted(saying[0], said)]:
+            said[link.name].remove((later, link))
+    return said
+
+
+def _contradicted(checkpoint: Checkpoint, said: dict[str, list[_Saying]]) -> str | None:
+    for later, link in said.get(checkpoint.name, ()):
+        if later.name != checkpoint.name and _is_replaced(checkpoint, link, later):
             return (
                 f"{later.name} was saved after another file of this name (commit {link.sequence}, id {link.id[:16]}); "
                 f"this one is of commit {checkpoint.sequence}, id {(checkpoint.id or '')[:16]}"

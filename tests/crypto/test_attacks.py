@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from ckptmgr.crypto.errors import (
     CryptoError,
@@ -15,10 +18,12 @@ from ckptmgr.crypto.errors import (
     TruncatedCiphertextError,
     UnsealedError,
 )
+from ckptmgr.crypto.key import Key
 
 from .sealing import BLOCK, MODES, OTHER_KEY, seal, split, unseal
 
 PLAINTEXT = os.urandom(4 * BLOCK)
+TWO_KEYS = Path(__file__).parents[1] / "vectors/gcm_two_keys.json"
 
 Attack = Callable[[list[bytes], list[bytes]], list[bytes]]
 
@@ -163,3 +168,23 @@ def test_sealed_file_with_a_damaged_seal_is_not_sealed_even_when_unsealed_is_all
     file[-20] ^= 1
     with pytest.raises(CryptoError):
         unseal(bytes(file), mode, allow_unsealed=True)
+
+
+def test_block_that_two_keys_accept_opens_for_the_one_that_sealed_it_only() -> None:
+    # AES-GCM does not commit to its key. The seal does: its key and its MAC are made by HMAC.
+    vector = json.loads(TWO_KEYS.read_bytes())
+    nonce, ciphertext, tag = (
+        bytes.fromhex(vector[name]) for name in ("nonce", "ciphertext", "tag")
+    )
+    first, second = (bytes.fromhex(key) for key in vector["keys"])
+    plain = [AESGCM(key).decrypt(nonce, ciphertext + tag, None) for key in (first, second)]
+    assert plain[0] != plain[1]
+    file = seal(plain[0], "AES-GCM", key=Key(first), random=lambda size: nonce.ljust(size, b"\0"))
+    block = split(file, "AES-GCM")[0]
+    assert block.endswith(ciphertext)
+    assert unseal(file, "AES-GCM", key=Key(first)) == plain[0]
+    with pytest.raises(DecryptionError, match="the seal does not open"):
+        unseal(file, "AES-GCM", key=Key(second))
+    for key in (first, second):
+        with pytest.raises(UnsealedError):
+            unseal(block, "AES-GCM", key=Key(key))

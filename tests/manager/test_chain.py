@@ -208,6 +208,30 @@ def test_file_that_no_link_speaks_of_is_not_contradicted(doubtful: Checkpoint) -
     assert contradiction(doubtful, [later_than(listed()), listed()]) is None
 
 
+def test_file_that_is_contradicted_itself_accuses_nobody(tmp_path: Path) -> None:
+    save_run(tmp_path / "a", [9, 10])
+    save_run(tmp_path / "b", [9, 10, 11])
+    put_back(tmp_path / "b", taken(tmp_path / "a/net-1_9.ckpt"))
+    put_back(tmp_path / "b", taken(tmp_path / "a/net-1_10.ckpt"))
+    assert set(statuses(tmp_path / "b").values()) == {
+        Status.OK
+    }  # the same bytes and times: the same ids
+    save_run(tmp_path / "c", [8, 9, 10])
+    put_back(tmp_path / "b", taken(tmp_path / "c/net-1_10.ckpt"))
+    assert statuses(tmp_path / "b") == {9: Status.OK, 10: Status.DAMAGED, 11: Status.OK}
+
+
+def test_files_of_one_commit_that_contradict_each_other_are_both_named() -> None:
+    one = listed(b"1", path=Path("/runs/net-1.ckpt"))
+    two = listed(b"2", path=Path("/runs/net-2.ckpt"))
+    link = Link(name=one.name, sequence=6, run_id="run", id=OTHER_ID)
+    back = Link(name=two.name, sequence=6, run_id="run", id=OTHER_ID)
+    present = [replace(one, previous=back), replace(two, previous=link)]
+    assert all(contradiction(checkpoint, []) is None for checkpoint in present)
+    assert contradiction(present[0], [present[1]]) is not None
+    assert contradiction(present[1], [present[0]]) is not None
+
+
 def test_manifest_under_another_key_proves_nothing() -> None:
     later = later_than(listed(), state=State.UNVERIFIED)
     assert contradiction(listed(b"other", sequence=1), [later]) is None

@@ -114,6 +114,8 @@ DAMAGES: dict[str, Change] = {
     "files as object": set_in("files", to={}),
     "file as list": set_in("files", to=[[]]),
     "path for a name": set_in("files", 0, "name", to="../net-1.ckpt"),
+    "absolute path for a name": set_in("files", 0, "name", to="/etc/net-1.ckpt"),
+    "path that goes up inside": set_in("files", 0, "name", to="a/../../net-1.ckpt"),
     "dots for a name": set_in("files", 0, "name", to=".."),
     "no name": set_in("files", 0, "name", to=""),
     "NUL in a name": set_in("files", 0, "name", to="a\0b"),
@@ -213,6 +215,13 @@ def test_authenticated_manifest_is_read_with_its_key() -> None:
     data = encode(manifest(), key=KEY)
     assert decode(data, path=PATH, key=KEY, must_authenticate=True) == manifest()
     assert decode(data, path=PATH) == manifest()
+
+
+def test_authenticated_manifest_cut_anywhere_is_refused() -> None:
+    data = encode(manifest(), key=KEY)
+    for end in range(len(data) - 1):  # the last byte is a line feed
+        with pytest.raises(CorruptCheckpoint):
+            decode(data[:end], path=PATH, key=KEY, must_authenticate=True)
 
 
 def test_manifest_under_another_key_is_a_key_problem_that_names_both() -> None:

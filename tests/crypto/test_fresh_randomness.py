@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys, file ids and nonces are new for every file, also in a process that was forked."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from .containers import HEAD, opened
+from .containers import MODES as CONTAINER_MODES
+from .containers import seal as container
+from .sealing import MODES, seal, split
+
+
+@pytest.mark.parametrize("mode", CONTAINER_MODES)
+def test_data_keys_file_ids_and_message_nonces_of_many_containers_never_repeat(mode: str) -> None:
+    files = [container(b"the same", mode) for _ in range(300)]
+    data_keys = {opened(file).unlocked.data_key.raw for file in files}
+    file_ids = {file[16:32] for file in files}
+    heads = {file[HEAD - 74 : HEAD] for file in files}
+    assert {len(data_keys), len(file_ids), len(heads)} == {300}
+
+
+def forked(make: object) -> bytes:
+    """Return what a function gives in a forked child."""
+    assert callable(make)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writer, make()[-4096:])
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as file:
+        content = file.read()
+    os.waitpid(child, 0)
+    return content
+
+
+@pytest.mark.parametrize("mode", CONTAINER_MODES)
+def test_container_of_a_forked_child_shares_nothing_with_that_of_its_parent(mode: str) -> None:
+    container(b"warm", mode)
+    child, parent = forked(lambda: container(b"x" * 96, mode)), container(b"x" * 96, mode)
+    assert child[-90:] != parent[-90:]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_records_of_a_forked_child_have_other_nonces_than_those_of_its_parent(mode: str) -> None:
+    seal(b"warm", mode)
+    child, parent = (
+        split(file, mode) for file in (forked(lambda: seal(b"x" * 96, mode)), seal(b"x" * 96, mode))
+    )
+    assert not set(child) & set(parent)
