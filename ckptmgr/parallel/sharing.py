@@ -328,17 +328,16 @@ def _no_whole(name: str, note: Note) -> LayoutError:
 
 
 def _warn_of_difference(name: str, groups: Sequence[tuple[Note, tuple[int, ...]]]) -> None:
-    seen: dict[Region, tuple[int, ...]] = {}
+    by_region: dict[Region, list[tuple[int, ...]]] = {}
     for note, holders in groups:
-        other = seen.setdefault(note.region, holders)
-        if other != holders:
-            _LOG.warning(
-                "%r is declared to be the same on the ranks %s and %s, but it differs; each keeps its own",
-                name,
-                list(other[:_SHOWN]),
-                list(holders[:_SHOWN]),
-            )
-            return
+        by_region.setdefault(note.region, []).append(holders)
+    one, other = next(found for found in by_region.values() if len(found) > 1)[:2]
+    _LOG.warning(
+        "%r is declared to be the same on the ranks %s and %s, but it differs; each keeps its own",
+        name,
+        list(one[:_SHOWN]),
+        list(other[:_SHOWN]),
+    )
 
 
 def _replicated(key: str, part: Shared) -> Replicated:

@@ -374,7 +374,7 @@ def test_rollback_goes_back_to_slices_in_memory_and_on_disk() -> None:
         ours.save(1, state)
         state["w"][:] = 10 + rank
         ours.snapshot(2, state)
-        found = []
+        found: list[list[int]] = []
         for steps_back in (1, 1):
             state["w"][:] = -1
             ours.step_end(3 - len(found), state)

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of many ranks that are not as ours are: without a state, incomplete, in contradiction with themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckptmgr import sharded
+from ckptmgr.errors import CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr.formats.tensor import Item, Text, tensor_from_array
+from ckptmgr.loader import ReadOptions
+from ckptmgr.manifest import Manifest
+from ckptmgr.model import Checkpoint
+from ckptmgr.parallel.layout import ParallelLayout
+from ckptmgr.series import SaveFacts
+from ckptmgr.sharded import ShardedCheckpoint
+from ckptmgr.sharded_state import read_sharded
+from ckptmgr.store import Store
+from ckptmgr.tree import StateMismatch
+from tests.crashmodel import ModelDisk
+from tests.faults.training import RUNS, SERIES
+from tests.parallel.ranks import Job, run_ranks
+from tests.parallel.test_sharded_state import alone, job
+
+WHOLE = ReadOptions()
+
+
+def save_items(items: Callable[[int], list[Item]]) -> tuple[Store, Manifest]:
+    """Save items without a state tree, each rank all of its own."""
+    work = Job(ModelDisk())
+
+    def save(rank: int) -> Checkpoint:
+        writer = work.writer(rank)
+        try:
+            return writer.save(f"{SERIES}-1.shards", items(rank), SaveFacts(step=1))
+        finally:
+            writer.close()
+
+    for outcome in run_ranks(work.meeting, save):
+        outcome.must()
+    store = Store(RUNS, fs=work.disk)
+    manifest = store.read_manifest(f"{SERIES}-1.shards")
+    assert manifest is not None
+    return store, manifest
+
+
+def test_named_tensors_without_a_state_are_a_dict() -> None:
+    store, manifest = save_items(lambda rank: [tensor_from_array("w", np.arange(3))])
+    found = read_sharded(store, manifest, options=WHOLE)
+    assert found.skeleton is None
+    assert found.put_back(None) == {"w": pytest.approx(np.arange(3))}
+    own = read_sharded(store, manifest, options=ReadOptions(rank=2, world=3))
+    assert own.arrays["w"].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        lambda rank: [tensor_from_array("w", np.full(3, rank))],
+        lambda rank: [tensor_from_array("w", np.zeros(3))][rank:],
+    ],
+    ids=["value", "absent"],
+)
+def test_tensor_that_is_not_the_same_on_all_is_named(items: Callable[[int], list[Item]]) -> None:
+    store, manifest = save_items(lambda rank: items(rank) or [tensor_from_array("v", np.ones(1))])
+    with pytest.raises(UnsupportedCheckpoint, match="'w' differs between ranks 0 and 1"):
+        read_sharded(store, manifest, options=WHOLE)
+
+
+def test_tensors_of_one_name_and_several_shapes_are_no_tensor() -> None:
+    store, manifest = save_items(lambda rank: [tensor_from_array("w", np.zeros(2 + rank))])
+    with pytest.raises(UnsupportedCheckpoint, match="'w' differs between ranks 0 and 1"):
+        read_sharded(store, manifest, options=WHOLE)
+
+
+def test_texts_are_refused() -> None:
+    store, manifest = save_items(lambda rank: [Text(name="t", text="x")])
+    with pytest.raises(UnsupportedCheckpoint, match="'t' is no tensor"):
+        read_sharded(store, manifest, options=WHOLE)
+
+
+def test_slices_that_were_not_saved_are_missed() -> None:
+    disk = ModelDisk()
+    three = {"w": ParallelLayout(device_matrix=(3,), tensor_map=((0,),))}
+    job(
+        disk,
+        2,
+        lambda ours, rank: ours.save(1, {"w": np.full(2, rank)}),
+        layout=three,
+        remove_redundancy=False,
+    )
+    (skipped,) = alone(disk).skipped
+    assert "a part of the tensor at [4] is in none of the files" in skipped.reason
+
+
+def test_ranks_that_contradict_each_other_are_no_whole() -> None:
+    disk = ModelDisk()
+
+    def save(ours: Any, rank: int) -> None:
+        ours.save(1, {"w": np.full((2, 2), rank)})
+
+    job(
+        disk,
+        2,
+        save,
+        layout={"w": ParallelLayout(device_matrix=(2,), tensor_map=((0,), ()))},
+        remove_redundancy=False,
+    )
+    store = Store(RUNS, fs=disk)
+    (found,) = store.scan()
+    manifest = store.read_manifest(found.name)
+    assert manifest is not None
+    with ShardedCheckpoint(store, manifest, options=WHOLE) as files:
+        first, second = files.pieces("w", rank=None)
+        with pytest.raises(CorruptCheckpoint, match=r"the pieces are of int64\[4, 2\] and"):
+            files._check_alike(first, replaced(second, (5, 2)))
+
+
+def replaced(stored: sharded.StoredPiece, shape: tuple[int, ...]) -> sharded.StoredPiece:
+    from dataclasses import replace
+
+    return replace(stored, piece=replace(stored.piece, shape=shape))
+
+
+def test_many_files_are_not_all_open_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharded, "_OPEN_FILES", 1)
+    disk = ModelDisk()
+    state = {"w": np.arange(1000)}
+    job(disk, 4, lambda ours, rank: ours.save(1, state))
+    found: Any = alone(disk).state
+    assert found["w"].tolist() == state["w"].tolist()
+
+
+def test_state_that_cannot_be_flattened_is_compared_all_the_same() -> None:
+    disk = ModelDisk()
+    job(disk, 2, lambda ours, rank: ours.save(1, {"w": np.arange(4)}))
+    with pytest.raises(StateMismatch, match="is only in the checkpoint"):
+        alone(disk, {"v": object()})
