@@ -53,6 +53,10 @@ class CachedFile:
         """Ask the kernel to start reading bytes into the page cache."""
         os.posix_fadvise(self._descriptor, offset, length, os.POSIX_FADV_WILLNEED)
 
+    def reopen(self, flags: int) -> int:
+        """Return another descriptor of the same file, for reading."""
+        return os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDONLY | os.O_CLOEXEC | flags)
+
     def map(self) -> mmap.mmap:
         """Return all bytes as read-only memory, which outlives this object; the file must not be empty.
 
@@ -84,9 +88,7 @@ class UncachedFile(CachedFile):
             with contextlib.suppress(OSError):
                 os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
             with contextlib.suppress(OSError):
-                self._direct = os.open(
-                    f"/proc/self/fd/{self._descriptor}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC
-                )
+                self._direct = self.reopen(os.O_DIRECT)
         except BaseException:
             self.close()
             raise

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ckptmgr.chain import contradiction
+from ckptmgr.cold_files import read_once
 from ckptmgr.container_reader import container_mode, kind_of, open_container_file
 from ckptmgr.contents import tensors_of
 from ckptmgr.crypto.ciphers import mode_of
@@ -42,6 +43,7 @@ from ckptmgr.formats.detect import Kind
 from ckptmgr.formats.index import check_crc
 from ckptmgr.formats.mindspore_reader import CkptIndex
 from ckptmgr.formats.source import Source, read_bytes
+from ckptmgr.formats.trailer import TRAILER_BYTES, decode_trailer
 from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source, read_through
 from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import Manifest
@@ -273,7 +275,8 @@ class _Check:
             self.failures.append(_Failure(status=_status_of(error), problem=problem, hint=hint))
 
     def _check_file(self, path: Path, manifest: Manifest | None) -> None:
-        with contextlib.closing(self._store.fs.open(path)) as raw:
+        file = self._store.fs.open(path)
+        with contextlib.closing(file if self._reads_twice(file) else read_once(file)) as raw:
             refuse_unsigned(manifest, path=self._path, options=self._options)
             if manifest is not None:
                 self.checked.append("manifest")
@@ -298,6 +301,12 @@ class _Check:
                 hint="an older file was put in its place, or the later one belongs elsewhere; a prune that was undone "
                 "after the name had been used again looks alike",
             )
+
+    def _reads_twice(self, file: Source) -> bool:
+        """Return whether contents are looked at after the digests; the page cache is then the shorter way."""
+        end = max(0, file.size - TRAILER_BYTES)
+        has_crc = decode_trailer(read_bytes(file, end, file.size - end)) is not None
+        return has_crc or self._level is Level.DEEP or self._options.key is not None
 
     def _check_against(self, manifest: Manifest, raw: Source) -> None:
         check_size(raw.size, manifest.file.digest, path=self._path)
