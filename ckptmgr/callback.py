@@ -20,7 +20,6 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from ckptmgr.config import CheckpointConfig, check_config
-from ckptmgr.crypto.key import Key
 from ckptmgr.engine import engine_for
 from ckptmgr.forecaster import Forecaster, size_of
 from ckptmgr.formats.tensor import Item
@@ -114,7 +113,7 @@ class ModelCheckpoint:
         if directory is not None and not callable(directory):
             self._directory = check_directory(directory)
         self._config = check_config(config)
-        self._key = None if self._config.enc_key is None else Key(self._config.enc_key)
+        self._key = self._config.keys
         self._observers = Observers(observe)
         self._clock = clock
         self._fs = fs

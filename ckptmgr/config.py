@@ -22,6 +22,7 @@ EverySteps(interval_steps=100)
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 
 from ckptmgr.config_checks import (
     check_any_set,
@@ -39,7 +40,9 @@ from ckptmgr.config_checks import (
     check_type,
     warn_unknown_options,
 )
+from ckptmgr.crypto.keyring import Keys
 from ckptmgr.crypto.signing import SigningKey
+from ckptmgr.key_choice import check_given_key, check_recipients, chosen_keys
 from ckptmgr.memory_config import MemoryConfig
 from ckptmgr.naming import FORMATS, extension_of
 from ckptmgr.policy_text import parse_policy
@@ -77,7 +80,9 @@ class CheckpointConfig:
             anything with `state_dict()`), or a mapping of names to arrays.
         append_info: "epoch_num", "step_num", and at most one dict of names to int, float, bool or str (or MindSpore
             Parameter, Tensor, Generator).
-        enc_key: The key, 16, 24 or 32 bytes (SM4-CBC: 16), or None for a plain file.
+        enc_key: The key, 16, 24 or 32 bytes (SM4-CBC: 16), or None for a plain file. Or a source: of the key
+            (`file:run.key`, `env:RUN_KEY`, `cmd:...`, `fd:3`, `prompt:`, `wrapped:FILE`), of a passphrase
+            (`passphrase:prompt:`), or of a private or public key (`file:alice.pem`). Sources are read once, here.
         enc_mode: "AES-GCM", "AES-CBC" or "SM4-CBC"; without a key it means nothing.
         exception_save: Whether to save when training fails.
         crc_check: Whether the file ends with a CRC-32 of its content; with a key it lies inside the encryption.
@@ -97,6 +102,8 @@ class CheckpointConfig:
             bytes did not arrive fails, and the earlier checkpoints stay.
         compression: "zstd", or None. Only with format "safetensors"; the name then ends in `.ckpz`, with a key in `.ckpe`.
         compression_level: 1 (fast) to 19.
+        enc_recipients: Sources of those who open the files besides, usually files of public keys (`file:alice.pem.pub`).
+            Without `enc_key`, only they do: then nothing here can read what is saved.
         signing_key: The source of an Ed25519 private key (`file:sign.pem` of `ckptmgr keygen --type ed25519`) that signs the
             manifest of every checkpoint, so that anybody with the public key can verify it.
         options: `incremental` and `enable_redundance`, as in MindSpore. Others are ignored with a logged warning.
@@ -117,7 +124,7 @@ class CheckpointConfig:
         async_save: bool | str = False,
         saved_network: object = None,
         append_info: list[str | dict[str, object]] | None = None,
-        enc_key: bytes | None = None,
+        enc_key: bytes | str | None = None,
         enc_mode: str = "AES-GCM",
         exception_save: bool = False,
         crc_check: bool = False,
@@ -131,6 +138,7 @@ class CheckpointConfig:
         on_error: OnError = "raise",
         zero_stall: bool = False,
         verify_after_write: bool = False,
+        enc_recipients: Sequence[str] = (),
         signing_key: str | SigningKey | None = None,
         compression: str | None = None,
         compression_level: int = 1,
@@ -151,7 +159,8 @@ class CheckpointConfig:
         self._integrated_save = check_bool(integrated_save)
         self._async_save = check_async_save(async_save)
         self._append = check_append_info(append_info)
-        self._enc_key = check_key("enc_key", enc_key)
+        self._enc_key = check_given_key("enc_key", enc_key)
+        self._enc_recipients = check_recipients(enc_recipients)
         self._enc_mode = check_mode("enc_mode", enc_mode)
         self._crc_check = check_is_bool("crc_check", crc_check)
         self._format = check_type("format", format, str)
@@ -159,7 +168,13 @@ class CheckpointConfig:
         self.enable_redundance = options.get("enable_redundance", False)
         self.remove_redundancy = check_is_bool("remove_redundancy", remove_redundancy)
         self._check_format()
-        check_cipher(self._enc_key, self._enc_mode, format=self._format)
+        self._keys = chosen_keys(
+            "enc_key",
+            self._enc_key,
+            mode=self._enc_mode,
+            format=self._format,
+            recipients=self._enc_recipients,
+        )
         self._compression_level = check_compression(
             compression, compression_level, format=self._format
         )
@@ -183,7 +198,7 @@ class CheckpointConfig:
         warn_unknown_options(options, options=_OPTIONS, known=_PARAMETERS)
 
     def __repr__(self) -> str:
-        key = None if self._enc_key is None else "<redacted>"
+        key = None if self._keys is None else "<redacted>"
         network = None if self._saved_network is None else type(self._saved_network).__name__
         return (
             f"CheckpointConfig(save={self.save_policy()!r}, keep='{self.retention_policy()}', "
@@ -229,9 +244,14 @@ class CheckpointConfig:
         return self._saved_network
 
     @property
-    def enc_key(self) -> bytes | None:
-        """The key."""
+    def enc_key(self) -> bytes | str | None:
+        """The key or its source, as given."""
         return self._enc_key
+
+    @property
+    def keys(self) -> Keys | None:
+        """What encrypts and opens, loaded; None for plain files."""
+        return self._keys
 
     @property
     def enc_mode(self) -> str:
@@ -258,7 +278,7 @@ class CheckpointConfig:
         """What follows the dot in the names of files: the format, and the ending of a container or a compressed file."""
         return extension_of(
             self._format,
-            is_encrypted=self._enc_key is not None,
+            is_encrypted=self._keys is not None,
             is_compressed=self._compression_level is not None,
         )
 
@@ -313,8 +333,9 @@ class CheckpointConfig:
         return values
 
     def _check_format(self) -> None:
+        has_key = self._enc_key is not None or bool(self._enc_recipients)
         is_default = (
-            (self._enc_key is not None or self._enc_mode == "AES-GCM")
+            (has_key or self._enc_mode == "AES-GCM")
             and not self._crc_check
             and not self.exception_save
             and not self._map_param_inc

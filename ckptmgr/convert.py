@@ -239,9 +239,11 @@ class CheckingSealer(BlockSealer):
 
     @property
     def largest_record(self) -> int:
+        """Bytes of the largest record; 0 where there is none."""
         return self.record_range(0)[1] if self.block_count else 0
 
     def finish(self, *, crc: int | None = None) -> bytes:
+        """Return the seal; raise ChecksumMismatch when the CRC32 of the body is another one than the file states."""
         if crc != self._stated:
             raise ChecksumMismatch(
                 f"the CRC32 is {crc or 0:#010x}, but the file states {self._stated or 0:#010x}",

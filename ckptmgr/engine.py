@@ -72,7 +72,7 @@ def engine_for(
             "zero_stall needs a loop that calls before_update(): use CheckpointManager, not a callback"
         )
     memory = config.memory
-    if config.enc_key is not None and memory is not None and memory.spill_directory is not None:
+    if config.keys is not None and memory is not None and memory.spill_directory is not None:
         _LOG.warning(
             "staging does not spill to %s: the state is saved encrypted", memory.spill_directory
         )

@@ -28,7 +28,6 @@ from ckptmgr import tree
 from ckptmgr.chain import contradiction
 from ckptmgr.config import CheckpointConfig, check_config
 from ckptmgr.config_checks import check_trusted_keys
-from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.signing import PublicKey
 from ckptmgr.engine import engine_for
 from ckptmgr.errors import CheckpointNotFound
@@ -138,7 +137,7 @@ class CheckpointManager:
         self._coordinator = coordinator
         if coordinator is not None:
             check_ranks_agree(self._config, self._policy)
-        key = None if self._config.enc_key is None else Key(self._config.enc_key)
+        key = self._config.keys
         signing_key = self._config.signing_key
         trusted = check_trusted_keys(trusted_keys)
         if signing_key is not None:

@@ -31,8 +31,7 @@ from typing import Self, TypeVar
 
 import numpy as np
 
-from ckptmgr.config_checks import check_cipher, check_is_bool, check_key, check_trusted_keys
-from ckptmgr.crypto.key import Key
+from ckptmgr.config_checks import check_is_bool, check_trusted_keys
 from ckptmgr.crypto.signing import PublicKey
 from ckptmgr.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedCheckpoint
 from ckptmgr.formats.index import TensorEntry, check_content
@@ -42,6 +41,7 @@ from ckptmgr.formats.zstd_source import FramesSource
 from ckptmgr.frame_reader import read_frames
 from ckptmgr.fsio import InputFile
 from ckptmgr.input_files import CachedFile
+from ckptmgr.key_choice import chosen_keys
 from ckptmgr.loader import (
     MapArrays,
     OpenCheckpoint,
@@ -64,7 +64,7 @@ _Result = TypeVar("_Result")
 def open_checkpoint(
     path: str | os.PathLike[str],
     *,
-    dec_key: bytes | None = None,
+    dec_key: bytes | str | None = None,
     dec_mode: str | None = None,
     allow_unsealed: bool = False,
     mmap: bool = False,
@@ -74,7 +74,8 @@ def open_checkpoint(
 
     Args:
         path: A `.ckpt` or `.safetensors` file, plain or encrypted.
-        dec_key: The key; files that are not authenticated as a whole are then refused, unless `allow_unsealed`.
+        dec_key: The key, or a source as for `CheckpointConfig`; files that are not authenticated as a whole are then refused,
+            unless `allow_unsealed`.
         dec_mode: The cipher mode to insist on, or None for the one that the file names.
         allow_unsealed: Accept files that are not authenticated as a whole although a key is given.
         mmap: Return read-only arrays, over the mapped file instead of copies where a tensor lies in one piece and aligned
@@ -92,12 +93,15 @@ def open_checkpoint(
         UnsupportedCheckpoint: It is a file of another kind, or encrypted and to be mapped.
         OSError: From the disk.
     """
-    check_key("dec_key", dec_key)
     check_is_bool("mmap", mmap)
-    if dec_mode is not None:
-        check_cipher(dec_key, dec_mode)
     options = ReadOptions(
-        key=None if dec_key is None else Key(dec_key),
+        key=chosen_keys(
+            "dec_key",
+            dec_key,
+            mode=dec_mode or "AES-GCM",
+            format="ckpt" if dec_mode else "safetensors",
+            is_for_reading=True,
+        ),
         mode=dec_mode,
         allow_unsealed=allow_unsealed,
         trusted_keys=check_trusted_keys(trusted_keys),

@@ -25,19 +25,17 @@ from ckptmgr.cold_files import is_one_of_many, read_once
 from ckptmgr.config_checks import (
     check_async_save,
     check_bool,
-    check_cipher,
     check_compression,
     check_is_bool,
-    check_key,
     check_mode,
     check_trusted_keys,
 )
-from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.signing import PublicKey
 from ckptmgr.errors import CheckpointNotFound, UnsupportedState
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import Item, Tensor
 from ckptmgr.handle import SaveStats
+from ckptmgr.key_choice import check_given_key, chosen_keys
 from ckptmgr.leaves import named_tensors
 from ckptmgr.loader import (
     OpenCheckpoint,
@@ -78,7 +76,7 @@ def save_checkpoint(
     integrated_save: bool = True,
     async_save: bool | str = False,
     append_dict: Mapping[str, object] | None = None,
-    enc_key: bytes | None = None,
+    enc_key: bytes | str | None = None,
     enc_mode: str = "AES-GCM",
     choice_func: Callable[[str], bool] | None = None,
     crc_check: bool = False,
@@ -99,7 +97,8 @@ def save_checkpoint(
         integrated_save: Accepted; it matters for sharded parameters only.
         async_save: Accepted (`True`, `"thread"`, `"process"`); this version saves before it returns.
         append_dict: More values to store: int, float, bool, str, arrays.
-        enc_key: 16, 24 or 32 bytes (SM4-CBC in a `.ckpt`: 16) encrypt and seal the file.
+        enc_key: 16, 24 or 32 bytes (SM4-CBC in a `.ckpt`: 16) encrypt and seal the file; or a source, as for
+            `CheckpointConfig`.
         enc_mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`; for safetensors also `SM4-GCM`.
         choice_func: Which names to save.
         crc_check: Store a CRC32; with a key, inside the encryption.
@@ -129,14 +128,14 @@ def save_checkpoint(
     check_bool(integrated_save)
     check_async_save(async_save)
     _check_append_dict(append_dict)
-    check_key("enc_key", enc_key)
+    check_given_key("enc_key", enc_key)
     check_mode("enc_mode", enc_mode)
     check_is_bool("crc_check", crc_check)
     remove_redundancy = kwargs.get("remove_redundancy")
     if remove_redundancy is not None:
         check_is_bool("remove_redundancy", remove_redundancy)
     _check_safetensors_options(format, enc_key, enc_mode, kwargs.get("incremental", False))
-    check_cipher(enc_key, enc_mode, format=format)
+    key = chosen_keys("enc_key", enc_key, mode=enc_mode, format=format)
     level = check_compression(compression, compression_level, format=format)
     items = join_items(named_tensors(save_obj), named_tensors(dict(append_dict or {})))
     if choice_func is not None:
@@ -144,7 +143,6 @@ def save_checkpoint(
     metadata = None
     if format == "safetensors" and remove_redundancy is not None:
         metadata = {"remove_redundancy": str(remove_redundancy)}
-    key = None if enc_key is None else Key(enc_key)
     options = SaveOptions(
         format=format,
         key=key,
@@ -187,7 +185,7 @@ def load_checkpoint(
     net: Any = None,
     strict_load: bool = False,
     filter_prefix: str | Sequence[str] | None = None,
-    dec_key: bytes | None = None,
+    dec_key: bytes | str | None = None,
     dec_mode: str = "AES-GCM",
     specify_prefix: str | Sequence[str] | None = None,
     choice_func: Callable[[str], bool] | None = None,
@@ -208,7 +206,8 @@ def load_checkpoint(
             a MindSpore Cell.
         strict_load: Refuse other element types, instead of converting one float or signed integer type to another.
         filter_prefix: Leave out names that start so.
-        dec_key: The key; files without a seal are then refused, unless `allow_unsealed`.
+        dec_key: The key, or a source as for `CheckpointConfig`; files without a seal are then refused, unless
+            `allow_unsealed`.
         dec_mode: The cipher mode.
         specify_prefix: Only names that start so.
         choice_func: Which names to load; ignored with either prefix, as in MindSpore.
@@ -233,7 +232,7 @@ def load_checkpoint(
         RuntimeError: A value has another shape or type than the one in `net`.
         StateMismatch: The file does not fit `into`; names every difference. Nothing was changed.
     """
-    check_key("dec_key", dec_key)
+    check_given_key("dec_key", dec_key)
     check_mode("dec_mode", dec_mode)
     check_is_bool("crc_check", crc_check)
     check_is_bool("remove_redundancy", remove_redundancy)
@@ -243,8 +242,13 @@ def load_checkpoint(
             "'into' says what is loaded; it goes with neither 'net' nor a choice of names"
         )
     is_container = str(ckpt_file_name).endswith(CONTAINER_SUFFIX)
-    check_cipher(dec_key, dec_mode, format="safetensors" if is_container else "ckpt")
-    key = None if dec_key is None else Key(dec_key)
+    key = chosen_keys(
+        "dec_key",
+        dec_key,
+        mode=dec_mode,
+        format="safetensors" if is_container else "ckpt",
+        is_for_reading=True,
+    )
     options = ReadOptions(
         key=key,
         mode=dec_mode,
@@ -442,7 +446,7 @@ def _check_append_dict(append_dict: object) -> None:
 
 
 def _check_safetensors_options(
-    format: str, enc_key: bytes | None, enc_mode: str, incremental: object
+    format: str, enc_key: bytes | str | None, enc_mode: str, incremental: object
 ) -> None:
     if format != "safetensors":
         return

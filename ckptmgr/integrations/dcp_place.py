@@ -28,7 +28,8 @@ def checked_config(config: CheckpointConfig | None) -> CheckpointConfig:
     checked = check_config(config)
     if checked.async_save:
         raise ValueError("async_save is decided by dcp.async_save here; leave it out of the config")
-    check_cipher(checked.enc_key, checked.enc_mode, format="safetensors")
+    raw = checked.keys.raw if isinstance(checked.keys, Key) else None
+    check_cipher(raw, checked.enc_mode, format="safetensors")
     return checked
 
 
@@ -49,7 +50,7 @@ def place_of(
     """
     if callable(check_prefix(prefix)):
         raise TypeError("the prefix of a series is a string")
-    key = None if config.enc_key is None else Key(config.enc_key)
+    key = config.keys
     trusted, signing_key = check_trusted_keys(trusted_keys), config.signing_key
     if signing_key is not None:
         trusted = (signing_key.public_key, *trusted)

@@ -106,6 +106,7 @@ def test_json_has_raw_values(tmp_path: Path) -> None:
         "format": "ckpt",
         "cipher": None,
         "key_id": None,
+        "opened_by": [],
         "problem": None,
         "id": Store(tmp_path).read_manifest("net-1_10.ckpt").id,  # type: ignore[union-attr]
     }

