@@ -13,7 +13,9 @@ from ckptmgr.cli.options import _SCHEMES
 from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.providers.registry import BUILT_IN
 
-PAGE = Path(__file__).parent.parent / "docs" / "security.md"
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "security.md"
+ATTACKS = ROOT / "docs" / "attacks.md"
 
 
 @pytest.fixture
@@ -44,3 +46,16 @@ def test_links_lead_to_pages(page: str) -> None:
     links = re.findall(r"\]\(([^)]+)\)", page)
     assert links
     assert [link for link in links if not (PAGE.parent / link).exists()] == []
+
+
+def test_list_of_attacks_names_tests_that_exist() -> None:
+    if not ATTACKS.exists():
+        pytest.skip("needs the sources: the page is not installed")
+    named = re.findall(
+        r"`(tests/[a-z_/]+(?:\.py)?)(?:::(\w+))?`", ATTACKS.read_text(encoding="utf-8")
+    )
+    assert len(named) > 60
+    for file, test in named:
+        content = (ROOT / file).read_text(encoding="utf-8") if test else ""
+        assert (ROOT / file).exists()
+        assert f"def {test}(" in content or not test, f"{file}::{test}"
