@@ -6,13 +6,13 @@ head     magic 8F 43 4B 50 5A 0D 0A 1A || version(1) = 1 || content(1) = 1 safet
 frames   in any order, without gaps
 padding  zeros up to a multiple of 16
 table    for each frame, in the order of the bytes it stands for:
-         offset(8) || stored bytes(4) || raw bytes(4) || group(1) || method(1) || 0(6) || digest(16)
+         offset(8) || stored bytes(4) || raw bytes(4) || group(1) || method(1) || 0(6) || digest(32)
 end      number of frames(8) || raw bytes of all(8) || 0(8) || digest of the table(32) || "CKPZTBL1"
 ```
 Little-endian. The frames are written in the order in which they are ready, so one pass makes the file although no compressed
 size is known before. Nothing in the file is unaccounted for:
 
-* Digests are the first bytes of BLAKE3: of a frame as it is stored, and of head, table and the first 24 bytes of the end.
+* Digests are BLAKE3: of a frame as it is stored, and of head, table and the first 24 bytes of the end.
 * Nothing is expanded before its digest was checked, and a frame never expands to more than 4 MiB.
 * Frames do not overlap, leave no gap, and stand for exactly the raw bytes that the end states.
 
@@ -35,7 +35,7 @@ MAGIC = b"\x8fCKPZ\r\n\x1a"
 FRAME_BYTES = 4 << 20
 """The most raw bytes of a frame."""
 ALIGNMENT_BYTES = 16
-DIGEST_BYTES = 16
+DIGEST_BYTES = 32
 STORED, ZSTD = 0, 1
 
 _VERSION = 1
@@ -43,9 +43,8 @@ _SAFETENSORS = 1
 HEAD = MAGIC + bytes((_VERSION, _SAFETENSORS)) + bytes(6)
 _ENTRY = struct.Struct(f"<QIIBB6s{DIGEST_BYTES}s")
 _COUNTS = struct.Struct("<QQQ")
-_TABLE_DIGEST_BYTES = 32
 _END_MAGIC = b"CKPZTBL1"
-_END_BYTES = _COUNTS.size + _TABLE_DIGEST_BYTES + len(_END_MAGIC)
+_END_BYTES = _COUNTS.size + DIGEST_BYTES + len(_END_MAGIC)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +83,7 @@ class FrameTable:
 
 def frame_digest(stored: bytes | memoryview) -> bytes:
     """Return the digest of a frame as it is stored."""
-    return blake3(stored).digest(DIGEST_BYTES)
+    return blake3(stored).digest()
 
 
 def encode_tail(frames: Sequence[Frame], *, offset: int) -> bytes:

@@ -117,7 +117,8 @@ def encrypt_command(
     """Encrypt and seal a plain checkpoint.
 
     The result is authenticated as a whole. A .ckpt still loads in MindSpore; a safetensors file goes into a container
-    (.ckpe). Damaged input is refused, never sealed. The input stays; remove it yourself.
+    (.ckpe), expanded if it was compressed (convert does that again). Damaged input is refused, never
+    sealed. The input stays; remove it yourself.
     """
     from ckptmgr import convert
 

@@ -26,7 +26,7 @@ def read(*frames: Frame, body: bytes = ONE + ONE) -> None:
 
 def with_end(file: bytes, *, count: int, raw_bytes: int) -> bytes:
     """Return a file whose end says something else, under a digest that fits."""
-    table = file[-64 - 40 * 2 : -64]
+    table = file[-64 - 56 * 2 : -64]
     counts = struct.pack("<QQQ", count, raw_bytes, 0)
     return file[:-64] + counts + blake3(HEAD + table + counts).digest() + b"CKPZTBL1"
 

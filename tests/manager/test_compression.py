@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+import tracemalloc
 from pathlib import Path
 from typing import Literal
 
@@ -26,7 +27,7 @@ from ckptmgr.errors import (
 )
 from ckptmgr.formats.source import BytesSource, read_bytes
 from ckptmgr.formats.zstd_source import open_frames
-from ckptmgr.frame_reader import read_frames
+from ckptmgr.frame_reader import check_frames, read_frames
 from ckptmgr.frame_writer import frames_sealer, plan_of, read_image, write_frames
 from ckptmgr.fsio import OsFileSystem
 from ckptmgr.loader import ReadOptions, open_source
@@ -265,6 +266,20 @@ def test_small_parts_of_many_frames_are_scattered(tmp_path: Path) -> None:
     )
     for (at, size), target in zip(places, targets, strict=True):
         assert bytes(target) == expected[at : at + size]
+
+
+def test_file_of_zeros_that_expands_a_thousandfold_is_checked_in_little_memory() -> None:
+    file = MemoryFile()
+    image = image_with(z=np.zeros(96 << 20, np.uint8))
+    write_frames(plan_of(image), read_image(image), file, level=1)
+    assert len(file.content) < image.size / 1000
+    source = open_frames(BytesSource(file.content))
+    tracemalloc.start()
+    try:
+        check_frames(source)
+        assert tracemalloc.get_traced_memory()[1] < 40 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_names_of_compressed_files_are_understood(tmp_path: Path) -> None:

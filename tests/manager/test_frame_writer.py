@@ -169,6 +169,24 @@ def test_stopped_spool_accepts_nothing_more() -> None:
         spool.append(b"frame")
 
 
+def test_writer_that_waits_for_room_hears_that_the_others_failed() -> None:
+    spool = Spool(MemoryFile(), None)  # nobody writes what is appended
+    raised: list[Stopped] = []
+
+    def fill() -> None:
+        try:
+            for _ in range(9):
+                spool.append(bytes(4 << 20))
+        except Stopped as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    spool.stop()
+    thread.join()
+    assert len(raised) == 1
+
+
 def test_digests_of_pieces_are_those_of_the_whole() -> None:
     content = bytes(NOISE) * 2
     digests = RangeDigests(blank_bytes=3)

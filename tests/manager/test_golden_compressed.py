@@ -27,13 +27,13 @@ def reference(file: bytes) -> bytes:
     end = file[-64:]
     assert end[56:] == b"CKPZTBL1"
     count, raw_bytes, zero = struct.unpack_from("<QQQ", end)
-    table = file[-64 - 40 * count : -64]
+    table = file[-64 - 56 * count : -64]
     assert blake3(file[:16] + table + end[:24]).digest() == end[24:56]
     expanded = b""
     for index in range(count):
-        offset, stored, raw, group, method = struct.unpack_from("<QIIBB", table, 40 * index)
+        offset, stored, raw, group, method = struct.unpack_from("<QIIBB", table, 56 * index)
         frame = file[offset : offset + stored]
-        assert blake3(frame).digest()[:16] == table[40 * index + 24 : 40 * index + 40]
+        assert blake3(frame).digest() == table[56 * index + 24 : 56 * index + 56]
         if method:
             planes = zstandard.decompress(frame)
             rows = raw // group
