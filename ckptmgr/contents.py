@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ckptmgr.container_reader import ENCRYPTED, kind_of
 from ckptmgr.crypto.sniff import cipher_of
-from ckptmgr.errors import UnsupportedCheckpoint
+from ckptmgr.errors import CheckpointNotFound, UnsupportedCheckpoint
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.mindspore_entries import MapEntry, TextEntry
 from ckptmgr.formats.tensor import TensorSpec
@@ -20,16 +20,24 @@ from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source
 from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import Manifest
 from ckptmgr.model import Checkpoint
+from ckptmgr.sharded import ShardedCheckpoint
 from ckptmgr.store import Store
 from ckptmgr.tensor_stats import TensorStats, stats_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """One tensor of a file, and its figures when they were asked for."""
+    """One tensor, and its figures when they were asked for.
+
+    Attributes:
+        spec: As it is stored; of a checkpoint of many ranks the whole of it.
+        stats: Its figures.
+        ranks: Of a checkpoint of many ranks: whose it is, where ranks differ.
+    """
 
     spec: TensorSpec
     stats: TensorStats | None = None
+    ranks: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,11 +108,13 @@ def read_contents(
     """
     path = str(checkpoint.path)
     if checkpoint.shards:
-        raise UnsupportedCheckpoint(
-            f"was saved by {len(checkpoint.shards)} ranks, each into a file of its own",
-            path=path,
-            hint=f"look at one of them: {checkpoint.shards[0]}",
-        )
+        if has_stats:
+            raise UnsupportedCheckpoint(
+                f"was saved by {len(checkpoint.shards)} ranks; figures are those of single files",
+                path=path,
+                hint=f"look at one of them: {checkpoint.shards[0]}",
+            )
+        return _of_many_ranks(store, checkpoint, options, choose)
     with translated_errors(path), contextlib.closing(store.fs.open(checkpoint.path)) as raw:
         manifest = store.read_manifest(checkpoint.name)
         plain = None
@@ -118,6 +128,35 @@ def read_contents(
             cipher=cipher_of(raw),
             plain=plain,
         )
+
+
+def _of_many_ranks(
+    store: Store, checkpoint: Checkpoint, options: ReadOptions, choose: Callable[[str], bool]
+) -> Contents:
+    manifest = store.read_manifest(checkpoint.name)
+    if manifest is None or not manifest.shards:
+        raise CheckpointNotFound("there is no manifest", path=checkpoint.path)
+    plain = None
+    if options.key is not None or manifest.file.cipher is None:
+        with ShardedCheckpoint(store, manifest, options=options) as files:
+            found = [(spec, ranks) for spec, ranks in files.tensors() if choose(spec.name)]
+            plain = Plain(
+                format=manifest.file.format,
+                size_bytes=files.piece_bytes,
+                compressed_bytes=None,
+                is_sealed=manifest.file.cipher is not None,
+                crc=None,
+                metadata={},
+                tensors=tuple(StoredTensor(spec=spec, ranks=ranks) for spec, ranks in found),
+                texts={},
+            )
+    return Contents(
+        checkpoint=checkpoint,
+        manifest=manifest,
+        stored_bytes=checkpoint.size_bytes,
+        cipher=manifest.file.cipher,
+        plain=plain,
+    )
 
 
 def tensors_of(opened: OpenCheckpoint) -> Iterator[tuple[str, TensorEntry]]:

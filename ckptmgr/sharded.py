@@ -162,6 +162,28 @@ class ShardedCheckpoint:
         )
         return list(dict.fromkeys(name for name, one in found if one.piece.is_for(rank)))
 
+    def tensors(self) -> list[tuple[TensorSpec, tuple[int, ...] | None]]:
+        """Return all tensors, whole, in the order of the files, with the ranks whose they are where ranks differ."""
+        found: dict[tuple[TensorSpec, tuple[int, ...] | None], None] = {}
+        for number in range(self.world):
+            self.metadata(number)
+            for name, pieces in self.file(number).pieces.items():
+                for one in pieces:
+                    spec = TensorSpec(name=name, dtype=one.spec.dtype, shape=one.whole)
+                    found.setdefault((spec, one.piece.ranks))
+        return list(found)
+
+    @property
+    def piece_bytes(self) -> int:
+        """Bytes of all pieces in all files."""
+        files = (self.file(number) for number in range(self.world))
+        return sum(
+            one.spec.size_bytes
+            for file in files
+            for pieces in file.pieces.values()
+            for one in pieces
+        )
+
     def pieces(self, name: str, *, rank: int | None) -> Iterator[StoredPiece]:
         """Yield the pieces of a tensor that a rank has, those in its own file first; None for those of all ranks."""
         own = [] if rank is None or rank >= self.world else [rank]

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ckptmgr.contents import Contents, Plain, StoredTensor
 
 _SHOWN_CHARACTERS = 60
+_SHOWN_RANKS = 4
 _FACT_WIDTH = 10
 _FIGURES = ("MIN", "MAX", "MEAN", "NAN", "INF")
 
@@ -94,7 +95,9 @@ def _summary(contents: Contents) -> dict[str, Json]:
         "cipher": cipher,
         "stored_bytes": contents.stored_bytes,
         "has_manifest": manifest is not None,
-        "digest": None if manifest is None else f"blake3:{manifest.file.digest.total.hex()}",
+        "digest": None
+        if manifest is None or manifest.shards
+        else f"blake3:{manifest.file.digest.total.hex()}",
         "parents": [] if manifest is None else list(manifest.parent_run_ids),
         "stats": {} if manifest is None else dict(manifest.stats),
         "is_content_shown": plain is not None,
@@ -124,6 +127,8 @@ def _tensor_item(tensor: StoredTensor) -> dict[str, Json]:
         "shape": tensor.spec.shape,
         "size_bytes": tensor.spec.size_bytes,
     }
+    if tensor.ranks is not None:
+        item["ranks"] = list(tensor.ranks)
     stats = tensor.stats
     if stats is not None:
         item["stats"] = {
@@ -152,7 +157,7 @@ def _print_plain(output: Output, plain: Plain, *, has_stats: bool) -> None:
 def _row(tensor: StoredTensor) -> list[Cell]:
     spec, stats = tensor.spec, tensor.stats
     texts = [
-        spec.name,
+        spec.name + _whose(tensor.ranks),
         spec.dtype.name,
         "x".join(map(str, spec.shape)) or "scalar",
         render.size(spec.size_bytes),
@@ -162,6 +167,14 @@ def _row(tensor: StoredTensor) -> list[Cell]:
         texts += ["-" if figure is None else f"{figure:.6g}" for figure in figures]
         texts += [str(stats.nan_count), str(stats.inf_count)]
     return [Cell(text) for text in texts]
+
+
+def _whose(ranks: tuple[int, ...] | None) -> str:
+    if ranks is None:
+        return ""
+    more = ", ..." if len(ranks) > _SHOWN_RANKS else ""
+    word = "rank" if len(ranks) == 1 else "ranks"
+    return f" ({word} {', '.join(map(str, ranks[:_SHOWN_RANKS]))}{more})"
 
 
 def _facts(contents: Contents) -> Iterator[tuple[str, str]]:
@@ -182,7 +195,10 @@ def _facts(contents: Contents) -> Iterator[tuple[str, str]]:
         yield "compressed", f"zstd, to {plain.compressed_bytes / plain.size_bytes:.1%}"
     yield "cipher", _cipher(contents)
     if manifest is not None:
-        yield "digest", f"blake3:{manifest.file.digest.total.hex()}"
+        if manifest.shards:
+            yield "ranks", f"{len(manifest.shards)}, from {manifest.shards[0].name} on"
+        else:
+            yield "digest", f"blake3:{manifest.file.digest.total.hex()}"
         yield "run", manifest.run_id or "-"
         if manifest.stats.get("write_s"):
             yield "cost", ", ".join(_costs(manifest.stats, contents.stored_bytes))

@@ -8,13 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from ckptmgr.config import CheckpointConfig
 from ckptmgr.formats.tensor import MapTensors, Text, tensor_from_array
+from ckptmgr.manager import CheckpointManager
 from ckptmgr.model import Pin
 from ckptmgr.saver import SaveOptions
 from ckptmgr.store import Store
 from tests.cli.running import key_file, run, run_json
 from tests.manager.saved import GOLDEN_FILES, KEY, flip, save_run
+from tests.parallel.ranks import Meeting, Seat, run_ranks
 
 SEALED = SaveOptions(key=KEY, has_crc=True)
 
@@ -180,3 +184,32 @@ def test_cost_that_is_not_noted_is_not_shown(tmp_path: Path) -> None:
     assert manifest is not None
     store.update_manifest(replace(manifest, stats={}))
     assert "written in" not in run("inspect", path).stdout
+
+
+@pytest.mark.parametrize("key", [None, KEY.raw], ids=["plain", "encrypted"])
+def test_checkpoint_of_many_ranks_shows_whole_tensors(key: bytes | None, tmp_path: Path) -> None:
+    directory, meeting = tmp_path / "runs", Meeting(2)
+    config = CheckpointConfig(remove_redundancy=True, enc_key=key)
+
+    def save(rank: int) -> None:
+        with CheckpointManager(directory, config, coordinator=Seat(meeting, rank)) as ours:
+            ours.save(1, {"w": np.zeros((6, 2), np.float32), "own": np.array([rank])})
+
+    for outcome in run_ranks(meeting, save):
+        assert outcome.raised is None, outcome.raised
+    path = directory / "ckpt-1.shards"
+    options = () if key is None else ("--key", key_file(tmp_path))
+    lines = run("inspect", path, *options).stdout.splitlines()
+    shown = [line.split() for line in lines]
+    assert ["w", "float32", "6x2", "48", "B"] in shown
+    assert ["own", "(rank", "1)", "int64", "1", "8", "B"] in shown
+    assert any(line.startswith("ranks      2, from ckpt-1.0-of-2.") for line in lines)
+    items = run_json("inspect", path, *options)["items"]
+    assert [(one["name"], one.get("ranks")) for one in items] == [
+        ("w", None),
+        ("own", [0]),
+        ("own", [1]),
+    ]
+    if key is not None:
+        assert "not shown" in run("inspect", path).stdout
+    assert "look at one of them" in run("inspect", path, "--stats", *options).stderr
