@@ -10,7 +10,7 @@ from ckptmgr.crypto.container_header import HeaderCopy
 from ckptmgr.crypto.container_rekey import HeaderWrite, rewrite_header
 from ckptmgr.crypto.container_unlock import CopyState, find_copies, unlock
 from ckptmgr.crypto.errors import DecryptionError
-from ckptmgr.crypto.keyring import KeyRing
+from ckptmgr.crypto.keyring import KeyRing, unwrapped
 from ckptmgr.crypto.slots import Identity, Recipient, Slot
 from ckptmgr.errors import UnsafeWrite
 from ckptmgr.formats.source import Source
@@ -126,6 +126,11 @@ def plan_header(raw: Source, change: KeyChange, *, path: str) -> FilePlan:
     is_whole = all(state is CopyState.CURRENT for state in unlocked.states)
     if is_whole and not added and not removed:
         return FilePlan(before=before, after=before)
+    if (added or removed) and not _opens(change.keys, header.slots, bound=bound):
+        # Those who are added may finish what was begun, and begin nothing.
+        raise DecryptionError(
+            "the file is encrypted for another key", hint=f"it opens with: {', '.join(before)}"
+        )
     try:
         writes = rewrite_header(unlocked, add=added, remove=removed.__contains__)
     except ValueError as error:
@@ -160,6 +165,10 @@ def _looks_done(header: HeaderCopy, change: KeyChange) -> bool:
     bound = header.fixed.pack()
     is_free = not any(change.removes(slot, bound=bound) for slot in header.slots)
     return is_free and not change.missing(header.slots, bound=bound)
+
+
+def _opens(keys: KeyRing, slots: Sequence[Slot], *, bound: bytes) -> bool:
+    return any(unwrapped(slot, keys.identities, bound=bound) is not None for slot in slots)
 
 
 def _labels(slots: Sequence[Slot]) -> tuple[str, ...]:

@@ -15,11 +15,14 @@ from ckptmgr.errors import CheckpointNotFound, KeyProblem, UnsafeWrite
 
 if TYPE_CHECKING:
     from ckptmgr.crypto.key import Key
+    from ckptmgr.crypto.signing import KeyPair
 
 _PIPE = "-"
 _PRIVATE, _PUBLIC = 0o600, 0o644
 _USES = {
     "ed25519": ("CheckpointConfig(signing_key='file:{}')", "ckptmgr verify --public-key {}"),
+    "x25519": ("opening: --key file:{}", "CheckpointConfig(enc_recipients=['file:{}'])"),
+    "mlkem768-x25519": ("opening: --key file:{}", "CheckpointConfig(enc_recipients=['file:{}'])"),
     "p256": ("ckptmgr sign --private-key file:{}", "model_signing verify key --public_key {}"),
 }
 _KINDS = ("secret", *_USES)
@@ -33,6 +36,7 @@ _KINDS = ("secret", *_USES)
         "keygen --service aws-kms:alias/training --context run=7f --out run.wrapped",
         "keygen --out - | secret-tool store --label run key run",
         "keygen --type ed25519 --out sign.pem",
+        "keygen --type x25519 --out alice.pem",
     ),
 )
 @click.option(
@@ -50,7 +54,8 @@ _KINDS = ("secret", *_USES)
     type=click.Choice(_KINDS),
     default="secret",
     show_default=True,
-    help="secret: encrypts. ed25519: signs checkpoints; p256: signs bundles; the public key goes to FILE.pub.",
+    help="secret: encrypts. x25519, mlkem768-x25519: a pair for encrypting. ed25519: signs checkpoints; p256: signs "
+    "bundles. The public key of a pair goes to FILE.pub.",
 )
 @click.option(
     "--bytes",
@@ -90,7 +95,8 @@ def keygen_command(
     the id of the key, which is not secret and stands in every manifest. Keep a copy of the file in another place: without
     the key, nobody can read what it encrypted.
 
-    A key of type ed25519 signs checkpoints, so that whoever has its public key can verify them.
+    A key of type ed25519 signs checkpoints, so that whoever has its public key can verify them. With the public key of
+    an x25519 pair, a machine encrypts what only the private key opens; mlkem768-x25519 also withstands quantum computers.
     """
     if target == _PIPE and as_json:
         raise UsageProblem("--json never holds a key", hint="leave --json away, or name a file")
@@ -126,11 +132,10 @@ def keygen_command(
 
 
 def _make_pair(ctx: click.Context, kind: str, path: Path, *, as_json: bool, quiet: bool) -> int:
-    """Write a private key for signing and its public half, or neither."""
-    from ckptmgr.crypto.signing import generate_pair
+    """Write a private key and its public half, or neither."""
     from ckptmgr.fsio import OsFileSystem, discard
 
-    pair = generate_pair(kind)
+    pair = _new_pair(kind)
     public_path = path.with_name(path.name + ".pub")
     _write(path, pair.private_pem)
     try:
@@ -155,6 +160,17 @@ def _make_pair(ctx: click.Context, kind: str, path: Path, *, as_json: bool, quie
             f"{public_path}  its public key, for everybody: {public_use.format(public_path)}"
         )
     return Exit.DONE
+
+
+def _new_pair(kind: str) -> KeyPair:
+    from ckptmgr.crypto import key_files, signing
+    from ckptmgr.crypto.keyring import KeyMaterial, KeyRing, Kind
+
+    if kind not in key_files.KEY_TYPES:
+        return signing.generate_pair(kind)
+    private, public = key_files.generate_pair(kind)
+    key_id = KeyRing([KeyMaterial(Kind.PEM, public)]).key_id
+    return signing.KeyPair(key_id=str(key_id), private_pem=private, public_pem=public)
 
 
 def _make(size: int, service: str | None, words: tuple[str, ...]) -> tuple[Key, bytes]:

@@ -210,3 +210,22 @@ def test_reencrypt_to_several_at_once(runs: Path, tmp_path: Path) -> None:
     assert result.exit_code == 0, result.stderr
     for checkpoint in Store(runs).scan():
         assert openers(checkpoint, [ring(OLD), ring(private), ring("correct horse")]) == [1, 2]
+
+
+@pytest.mark.parametrize("kind", ["x25519", "mlkem768-x25519"])
+def test_pair_of_keygen_encrypts_and_opens(tmp_path: Path, kind: str) -> None:
+    document = run_json("keygen", "--type", kind, "--out", tmp_path / "alice.pem")
+    (item,) = document["items"]
+    public = Path(item["public_path"])
+    assert (tmp_path / "alice.pem").stat().st_mode & 0o777 == 0o600
+    assert public.read_bytes().startswith(b"-----BEGIN PUBLIC KEY-----")
+    runs = tmp_path / "runs"
+    save_run(directory=runs, steps=1)
+    add = ("--add", f"file:{public}", "--remove", OLD.key_id)
+    done = run_json("rekey", runs, "--key", source(tmp_path, OLD), *add, "--yes")
+    assert done["items"][0]["after"][0].endswith(item["key_id"])
+    opened = run_json("verify", runs, "--key", f"file:{tmp_path / 'alice.pem'}")
+    assert [one["status"] for one in opened["items"]] == ["ok"]
+    refused = run("verify", runs, "--key", f"file:{public}")
+    assert refused.exit_code == 12
+    assert "only public keys" in refused.stdout

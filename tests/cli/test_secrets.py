@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import Result
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from ckptmgr import CheckpointConfig, CheckpointManager, CkptmgrError, load_checkpoint
 from ckptmgr.crypto.key import Key
@@ -158,6 +160,52 @@ def test_whole_run_shows_no_key(
             result = transcript.add_result(run(*command, *option, "--key", f"file:{right}"))
             assert result.exit_code == code, result.stderr
     transcript.add_files(tmp_path, but=(right, wrong))
+    assert transcript.leaks(keys) == []
+
+
+@pytest.mark.parametrize("asynchronous", [None, "process"])
+def test_run_with_a_passphrase_and_a_private_key_shows_neither(
+    tmp_path: Path, transcript: Transcript, asynchronous: str | None
+) -> None:
+    phrase, private = tmp_path / "phrase", tmp_path / "alice.pem"
+    secret = Key(b"correct horse #7")
+    phrase.touch(mode=0o600)
+    phrase.write_bytes(secret.raw + b"\n")
+    transcript.add_result(run("keygen", "--type", "x25519", "--out", private))
+    own = load_pem_private_key(private.read_bytes(), None)
+    assert isinstance(own, X25519PrivateKey)
+    keys = [secret, Key(own.private_bytes_raw())]
+    runs, source = tmp_path / "runs", f"passphrase:file:{phrase}"
+    config = CheckpointConfig(
+        enc_key=source,
+        enc_recipients=[f"file:{private}.pub"],
+        format="safetensors",
+        async_save=asynchronous or False,
+    )
+    with CheckpointManager(runs, config, prefix="net") as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"weights": np.arange(1000, dtype=np.float32)})
+    transcript.add(config, config.keys, vars(config).keys())
+    new = tmp_path / "new.key"
+    keys.append(make_key(new, transcript, size=32))
+    commands: list[tuple[int, tuple[str | Path, ...]]] = [
+        (0, ("verify", runs, "--key", source)),
+        (0, ("ls", runs, "--key", f"file:{private}")),
+        (12, ("verify", runs, "--key", f"file:{private}.pub")),
+        (12, ("verify", runs, "--key", f"passphrase:env:{secret.raw.hex()}")),
+        (12, ("rekey", runs, "--key", f"passphrase:file:{new}", "--add", f"file:{new}", "--yes")),
+        (13, ("rekey", runs, "--key", source, "--add", source, "--remove", source)),
+        (2, ("rekey", runs, "--key", source, "--add", secret.raw.decode(), "--yes")),
+        (2, ("rekey", runs, "--key", source, "--remove", keys[2].raw.hex(), "--yes")),
+        (0, ("rekey", runs, "--key", source, "--add", f"file:{new}", "--yes")),
+        (0, ("rekey", runs, "--key", f"file:{private}", "--remove", source, "--yes")),
+        (0, ("reencrypt", runs, "--key", f"file:{new}", "--to", source, "--yes")),
+        (0, ("verify", runs, "--key", source)),
+    ]
+    for code, command in commands:
+        result = transcript.add_result(run("--debug", *command))
+        assert result.exit_code == code, (command, result.stderr)
+    transcript.add_files(tmp_path, but=(phrase, private, new))
     assert transcript.leaks(keys) == []
 
 

@@ -124,6 +124,16 @@ def test_file_of_another_key_is_refused(tmp_path: Path) -> None:
             plan_rekeying(store, checkpoint, change)
 
 
+def test_key_that_is_added_does_not_begin_a_change(tmp_path: Path) -> None:
+    save_run(directory=tmp_path, steps=1)
+    rekey(KeyChange(keys=ring(OLD), add=(ring(NEW),)), directory=tmp_path)
+    change = KeyChange(keys=ring(OTHER), add=(ring(NEW),), remove=(ring(OLD),))
+    with pytest.raises(KeyProblem, match="another key"):
+        rekey(change, directory=tmp_path)
+    (checkpoint,) = Store(tmp_path).scan()
+    assert openers(checkpoint, [ring(OLD), ring(NEW)]) == [0, 1]
+
+
 @pytest.mark.parametrize("ids", [(), (OLD.key_id,)])
 def test_last_key_is_not_removed(tmp_path: Path, ids: tuple[str, ...]) -> None:
     save_run(directory=tmp_path, steps=1)
