@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -49,6 +51,24 @@ class _Table:
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             return bytes(self._client.blocking_key_value_get_bytes(self._path(key), timeout_ms))
         return None
+
+    def get_many(self, keys: Sequence[str], *, timeout_s: float) -> dict[str, bytes]:
+        stop = time.monotonic() + timeout_s
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            while True:
+                found = self._present(keys[0].rpartition("/")[0])
+                missing = next((key for key in keys if key not in found), None)
+                left_s = stop - time.monotonic()
+                if missing is None or left_s <= 0 or self.get(missing, timeout_s=left_s) is None:
+                    return found
+        # Together they are more than a message may hold.
+        values = ((key, self.get(key, timeout_s=max(0.0, stop - time.monotonic()))) for key in keys)
+        return {key: value for key, value in values if value is not None}
+
+    def _present(self, folder: str) -> dict[str, bytes]:
+        start = len(self._path(""))
+        found = self._client.key_value_dir_get_bytes(self._path(f"{folder}/"))
+        return {key[start:]: bytes(value) for key, value in found}
 
     def drop(self, key: str) -> None:
         with contextlib.suppress(jax.errors.JaxRuntimeError):

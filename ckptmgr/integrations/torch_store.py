@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
 
 from torch import distributed
@@ -132,6 +133,14 @@ class _Table:
             return bytes(self._store.get(key))
         except DistError:
             return None
+
+    def get_many(self, keys: Sequence[str], *, timeout_s: float) -> dict[str, bytes]:
+        wait_s = max(_SHORTEST_WAIT_S, timeout_s)
+        with contextlib.suppress(DistError):
+            self._store.wait([*keys], timedelta(seconds=wait_s))
+            return dict(zip(keys, map(bytes, self._store.multi_get([*keys])), strict=True))
+        values = ((key, self.get(key, timeout_s=0.0)) for key in keys)
+        return {key: value for key, value in values if value is not None}
 
     def drop(self, key: str) -> None:
         with contextlib.suppress(DistError):

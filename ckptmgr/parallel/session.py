@@ -13,7 +13,13 @@ import time
 from collections.abc import Callable
 from hashlib import blake2s
 
-from ckptmgr.parallel.coordinator import KeyValues, RanksMissing, RanksOutOfStep, checked_rank
+from ckptmgr.parallel.coordinator import (
+    KeyValues,
+    RanksMissing,
+    RanksOutOfStep,
+    checked_rank,
+    values_of,
+)
 
 _PAUSE_S = 0.01
 _HELLO, _SEEN = "hello", "seen"
@@ -47,14 +53,12 @@ def agreed_session(
     stop = monotonic() + timeout_s
 
     def heard(about: str) -> list[bytes]:
-        said = {
-            other: table.get(f"{about}/{other}", timeout_s=max(0.0, stop - monotonic()))
-            for other in range(world)
-        }
-        missing = [other for other, value in said.items() if value is None]
+        keys = [f"{about}/{other}" for other in range(world)]
+        said = values_of(table, keys, left_s=lambda: max(0.0, stop - monotonic()))
+        missing = [other for other, value in enumerate(said) if value is None]
         if missing:
             raise RanksMissing("the start of the job", ranks=missing, found={}, timeout_s=timeout_s)
-        return [value for value in said.values() if value is not None]
+        return [value for value in said if value is not None]
 
     own = secrets.token_hex(16).encode()
     table.put(f"{_HELLO}/{rank}", own)

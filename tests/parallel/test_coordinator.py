@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -121,6 +121,26 @@ def test_missing_ranks_are_named_and_the_others_heard() -> None:
     assert raised.value.found == {0: "here", 1: "me", 3: "here"}
     assert "ranks 2, 4 did not come to 'save 7' within 5 s" in str(raised.value)
     assert isinstance(raised.value, TimeoutError)
+
+
+def test_table_that_tells_many_values_is_asked_once() -> None:
+    asked: list[Sequence[str]] = []
+
+    class Many(Table):
+        def get(self, key: str, *, timeout_s: float) -> bytes | None:
+            raise AssertionError
+
+        def get_many(self, keys: Sequence[str], *, timeout_s: float) -> dict[str, bytes]:
+            asked.append(keys)
+            return {key: self.values[key] for key in keys if key in self.values}
+
+    table = Many()
+    table.put("a/1", b"1")
+    ranks = KeyValueCoordinator(table, rank=0, world=2, monotonic=Time())
+    assert ranks.all_gather("a", 0, timeout_s=1) == [0, 1]
+    with pytest.raises(RanksMissing, match="rank 1 did not come to 'b'"):
+        ranks.all_gather("b", 0, timeout_s=1)
+    assert asked == [["a/0", "a/1"], ["b/0", "b/1"]]
 
 
 def test_waiting_ends_with_the_time_for_all_ranks_together() -> None:
