@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from .safetensors_file import SafetensorsIndex
-from .zstd_table import FRAME_BYTES
+from .zstd_table import FRAME_BYTES, check_frame_count
 
 HEADER = "header"
 MIXED = "mixed"
@@ -61,7 +61,11 @@ def runs_of(index: SafetensorsIndex, size_bytes: int) -> Iterator[Run]:
 
 
 def plan_frames(runs: Iterable[Run]) -> list[PlannedFrame]:
-    """Return the frames of a file that consists of these runs, in file order."""
+    """Return the frames of a file that consists of these runs, in file order.
+
+    Raises:
+        UnsupportedError: They are too many.
+    """
     frames: list[PlannedFrame] = []
     shared: PlannedFrame | None = None
     start = 0
@@ -84,6 +88,7 @@ def plan_frames(runs: Iterable[Run]) -> list[PlannedFrame]:
                 frames += _frames_of(run, start)
         start += run.size
     frames += [] if shared is None else [shared]
+    check_frame_count(len(frames))
     return [frame for frame in frames if frame.size]
 
 

@@ -34,6 +34,8 @@ from .source import Source, read_bytes
 MAGIC = b"\x8fCKPZ\r\n\x1a"
 FRAME_BYTES = 4 << 20
 """The most raw bytes of a frame."""
+MAX_FRAMES = 1 << 21
+"""8 TiB of full frames; and a table that is read whole has 112 MiB at most, as much as a safetensors header."""
 ALIGNMENT_BYTES = 16
 DIGEST_BYTES = 32
 STORED, ZSTD = 0, 1
@@ -116,7 +118,7 @@ def read_table(source: Source) -> FrameTable:
     Raises:
         TruncatedError: The file ends too early.
         ChecksumError: The table or the head was changed.
-        UnsupportedError: A newer version wrote it.
+        UnsupportedError: A newer version wrote it, or it has too many frames.
         FormatError: The table contradicts itself.
     """
     _check_head(source)
@@ -130,6 +132,7 @@ def read_table(source: Source) -> FrameTable:
             offset=end_at,
         )
     count, raw_bytes, _ = _COUNTS.unpack_from(end)
+    check_frame_count(count)
     table_at = end_at - count * _ENTRY.size
     if table_at < len(HEAD):
         raise FormatError(
@@ -146,6 +149,16 @@ def read_table(source: Source) -> FrameTable:
         )
     _check_layout(source, frames, table_at)
     return FrameTable(frames=frames, raw_bytes=raw_bytes)
+
+
+def check_frame_count(count: int) -> None:
+    """Raise unless a file may have so many frames.
+
+    Raises:
+        UnsupportedError: They are too many.
+    """
+    if count > MAX_FRAMES:
+        raise UnsupportedError(f"{count} compressed frames are more than {MAX_FRAMES}")
 
 
 def _check_head(source: Source) -> None:

@@ -8,6 +8,7 @@ import pytest
 from ckptmgr.crypto.container import ContainerSealer
 from ckptmgr.crypto.container_frames import FramesSealer
 from ckptmgr.crypto.container_header import Content
+from ckptmgr.crypto.container_rekey import rewrite_header
 from ckptmgr.crypto.container_source import ContainerSource, open_container
 from ckptmgr.crypto.errors import CryptoError, TamperedError, TruncatedCiphertextError
 from ckptmgr.crypto.key import Key
@@ -98,6 +99,17 @@ def test_segment_that_was_made_the_last_one_is_found() -> None:
     cut[12288 + SEGMENT_BYTES : 12292 + SEGMENT_BYTES] = SEGMENT_BYTES.to_bytes(4, "big")
     with pytest.raises(TamperedError, match="segment 1 was changed"):
         plaintext_in(bytes(cut))
+
+
+def test_keys_are_added_without_touching_the_payload() -> None:
+    file = bytearray(frames_container(bytes(2400)))
+    payload = file[8192:]
+    other = RawKey(Key(bytes(32)))
+    for write in rewrite_header(opened(bytes(file)).unlocked, add=[other]):
+        file[write.offset : write.offset + len(write.data)] = write.data
+    container = open_container(BytesSource(bytes(file)), [other])
+    assert read_bytes(container, 0, container.size) == bytes(2400)
+    assert file[8192:] == payload
 
 
 def test_content_of_another_container_cannot_be_called_frames() -> None:

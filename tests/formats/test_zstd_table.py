@@ -8,7 +8,7 @@ import struct
 import pytest
 from blake3 import blake3
 
-from ckptmgr.formats.errors import ChecksumError, FormatError
+from ckptmgr.formats.errors import ChecksumError, FormatError, UnsupportedError
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.zstd_table import HEAD, ZSTD, Frame, encode_tail, frame_digest, read_table
 
@@ -77,7 +77,14 @@ def test_end_that_states_another_total_is_refused() -> None:
         read_table(BytesSource(with_end(file, count=2, raw_bytes=41)))
 
 
-@pytest.mark.parametrize("count", [3, 2**40, 2**64 - 1])
+@pytest.mark.parametrize("count", [2**21 + 1, 2**40, 2**64 - 1])
+def test_table_of_too_many_frames_is_refused(count: int) -> None:
+    file = HEAD + ONE + ONE + encode_tail([frame(16), frame(32)], offset=48)
+    with pytest.raises(UnsupportedError, match="more than 2097152"):
+        read_table(BytesSource(with_end(file, count=count, raw_bytes=40)))
+
+
+@pytest.mark.parametrize("count", [3, 2**21])
 def test_table_that_does_not_fit_into_the_file_is_refused(count: int) -> None:
     file = HEAD + ONE + ONE + encode_tail([frame(16), frame(32)], offset=48)
     with pytest.raises(FormatError, match="does not fit"):
