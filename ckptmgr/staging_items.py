@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,25 @@ from ckptmgr.formats.tensor import Item, MapTensors, Tensor, TensorSpec, Text
 
 Place = tuple[int, int]
 Content = Callable[[], memoryview]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """A content that is some bytes of that of a tensor; told apart so that another process can find them.
+
+    Attributes:
+        whole: The tensor.
+        start: The first byte.
+        stop: One past the last.
+    """
+
+    whole: Tensor
+    start: int
+    stop: int
+
+    def __call__(self) -> memoryview:
+        """Return the bytes."""
+        return self.whole.content()[self.start : self.stop]
 
 
 def tensors_of(item: Item) -> tuple[Tensor, ...]:

@@ -5,14 +5,21 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from ckptmgr.aligned import copy_into
 from ckptmgr.formats.tensor import Item, Tensor, checked_content
 from ckptmgr.memory_config import MIB, Wipe
-from ckptmgr.staging_items import Content, describe_items, replace_contents, tensors_of
+from ckptmgr.staging_items import (
+    Content,
+    Part,
+    Place,
+    describe_items,
+    replace_contents,
+    tensors_of,
+)
 from ckptmgr.staging_plan import SPILLED, Layout
 from ckptmgr.staging_slabs import Slab
 from ckptmgr.staging_spill import SpillFile
@@ -108,14 +115,20 @@ class StagedState:
             if slab != SPILLED:
                 self._lot.slabs[slab].wipe(offset, offset + self._sizes[tensor])
 
-    def describe(self) -> list[dict[str, object]]:
-        """Return the items as plain values for JSON; `items_from` makes items of them in another process.
+    def describe(self, items: Sequence[Item] | None = None) -> list[dict[str, object]]:
+        """Return items as plain values for JSON; `items_from` makes items of them in another process.
 
         Slabs are meant by their position in `descriptors()`.
+
+        Args:
+            items: Those of this state, or some of its tensors, or a `Part` of some; None for the items of this state.
         """
         spill = len(self._lot.slabs)
         places = [(spill if slab == SPILLED else slab, offset) for slab, offset in self._places]
-        return describe_items(self.items, places)
+        if items is None or _names(items) == _names(self.items):
+            return describe_items(self.items, places)
+        by_name = dict(zip(_names(self.items), places, strict=True))
+        return describe_items(items, [_place(item, by_name) for item in items])
 
     def descriptors(self) -> dict[int, int]:
         """Return id and file descriptor of the regions of this state, in the order that `describe` means.
@@ -192,6 +205,19 @@ class StagedState:
                 ends[slab] = max(ends[slab], offset + size)
         for memory, end in zip(self._lot.slabs, ends, strict=True):
             memory.wipe(0, end)
+
+
+def _names(items: Sequence[Item]) -> list[str]:
+    return [item.spec.name if isinstance(item, Tensor) else item.name for item in items]
+
+
+def _place(item: Item, by_name: Mapping[str, Place]) -> Place:
+    """Return where a tensor lies that is one of a state of tensors only, or a part of one."""
+    part = item.content if isinstance(item, Tensor) else None
+    if isinstance(part, Part):
+        slab, offset = by_name[part.whole.spec.name]
+        return slab, offset + part.start
+    return by_name[_names([item])[0]]
 
 
 def _copy(piece: tuple[memoryview, memoryview]) -> None:

@@ -84,7 +84,7 @@ class WorkerClient:
                 self._in_use.release()
 
     def publisher(self, staged: StagedState) -> Publish:
-        """Return a function like `save_items` that saves in the worker; the items must be those of `staged`."""
+        """Return a function like `save_items` that saves in the worker; the items must lie in `staged`."""
 
         def publish(store: Store, order: SaveOrder) -> Manifest:
             entry = FileEntry(name=order.name, digest=_NOTHING, format=order.options.format)
@@ -93,7 +93,7 @@ class WorkerClient:
             told: dict[str, Any] = {
                 "directory": os.path.abspath(store.directory),  # noqa: PTH100 - no links resolved
                 "name": order.name,
-                "items": staged.describe(),  # the worker builds those of the order from this
+                "items": staged.describe(order.items),  # the worker builds them from this
                 "regions": len(regions),
                 "draft": manifests.encode(order.describe(entry, {})).decode(),
                 "metadata": None if order.metadata is None else dict(order.metadata),

@@ -13,7 +13,6 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 from typing import Literal
 
@@ -29,6 +28,7 @@ from ckptmgr.parallel.errors import LayoutError
 from ckptmgr.parallel.redundancy import remove_param_redundancy
 from ckptmgr.parallel.rounds import Rounds
 from ckptmgr.pieces import PIECES, Index, Piece, piece_name, read_index
+from ckptmgr.staging_items import Part
 
 _LOG = logging.getLogger(__name__)
 _DIGEST_BYTES = 16
@@ -408,14 +408,11 @@ def _rows(name: str, tensor: Tensor, share: Share) -> Tensor:
     spec = tensor.spec
     shape = (share.stop_row - share.start_row, *spec.shape[1:])
     row_bytes = prod(spec.shape[1:]) * spec.dtype.item_bytes
+    start, stop = share.start_row * row_bytes, share.stop_row * row_bytes
     return Tensor(
         spec=TensorSpec(name=name, dtype=spec.dtype, shape=shape),
-        content=partial(_slice, tensor, share.start_row * row_bytes, share.stop_row * row_bytes),
+        content=Part(whole=tensor, start=start, stop=stop),
     )
-
-
-def _slice(tensor: Tensor, start: int, stop: int) -> memoryview:
-    return tensor.content()[start:stop]
 
 
 def _numbers(value: object) -> tuple[int, ...]:

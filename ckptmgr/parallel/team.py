@@ -7,8 +7,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from ckptmgr.config import CheckpointConfig
-from ckptmgr.engine import mode_of
-from ckptmgr.errors import NotBuiltYet
 from ckptmgr.observe import Observers
 from ckptmgr.parallel.coordinator import Coordinator
 from ckptmgr.parallel.layout import ParallelLayout
@@ -63,13 +61,7 @@ def sharing_for(
 
     Raises:
         ValueError: They would not share it, but it is said how.
-        NotBuiltYet: The worker process writes whole tensors only.
     """
-    if config.remove_redundancy and mode_of(config.async_save) == "process":
-        raise NotBuiltYet(
-            "remove_redundancy with async_save='process' is not built yet",
-            hint="use async_save=True",
-        )
     if config.remove_redundancy:
         return Sharing(keep_redundancy=keep_redundancy, balance=balance)
     if (keep_redundancy, balance) != (1, "bytes"):

@@ -17,7 +17,6 @@ from ckptmgr.config import CheckpointConfig
 from ckptmgr.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,
-    NotBuiltYet,
     SaveFailed,
     UnsupportedCheckpoint,
 )
@@ -168,12 +167,15 @@ def test_rank_that_did_not_save_gets_none_where_it_has_nothing_itself() -> None:
 
 
 def payload(disk: ModelDisk) -> list[int]:
-    """Bytes of tensors in the file of each rank."""
+    """Bytes of tensors in the file of each rank of the only checkpoint."""
+    return payload_of(Store(RUNS, fs=disk))
+
+
+def payload_of(store: Store) -> list[int]:
     from ckptmgr.loader import ReadOptions
     from ckptmgr.sharded import ShardedCheckpoint
 
-    store = Store(RUNS, fs=disk)
-    (found,) = store.scan()
+    found = max(store.scan(), key=lambda checkpoint: checkpoint.step)
     manifest = store.read_manifest(found.name)
     assert manifest is not None
     with ShardedCheckpoint(store, manifest, options=ReadOptions()) as files:
@@ -477,6 +479,28 @@ def test_layout_without_ranks_and_redundancy_without_removal_are_refused() -> No
         CheckpointManager(RUNS, removing, fs=ModelDisk(), keep_redundancy=0)
     with pytest.raises(ValueError, match="'bytes' or 'round_robin'"):
         CheckpointManager(RUNS, removing, fs=ModelDisk(), balance="name")  # type: ignore[arg-type]
-    process = CheckpointConfig(remove_redundancy=True, async_save="process")
-    with pytest.raises(NotBuiltYet, match="use async_save=True"):
-        CheckpointManager(RUNS, process, fs=ModelDisk())
+
+
+@pytest.mark.parametrize("balance", ["bytes", "round_robin"])
+@pytest.mark.parametrize("zero_stall", [False, True])
+def test_worker_processes_write_the_shares_of_the_ranks(
+    balance: Any, zero_stall: bool, tmp_path: Path
+) -> None:
+    config = CheckpointConfig(
+        async_save="process", remove_redundancy=True, zero_stall=zero_stall, keep="all"
+    )
+    meeting = Meeting(2)
+
+    def save(rank: int) -> None:
+        with CheckpointManager(
+            tmp_path, config, prefix=SERIES, coordinator=Seat(meeting, rank), balance=balance
+        ) as ours:
+            for step in (6, 7):
+                ours.save(step, state_of(rank))
+                ours.before_update()
+
+    for outcome in run_ranks(meeting, save):
+        assert outcome.raised is None, outcome.raised
+    assert sum(payload_of(Store(tmp_path))) == state_of(0)["weights"].nbytes + 2 * 8
+    with CheckpointManager(tmp_path, prefix=SERIES) as ours:
+        assert values_of(ours.resume(fresh()).state) == values_of(state_of(0))
