@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from ckptmgr.parallel.coordinator import KeyValueCoordinator
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.01
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.002
 
 
 def mpi_coordinator(communicator: MPI.Intracomm | None = None) -> KeyValueCoordinator:
