@@ -24,6 +24,7 @@ from ckptmgr.container_reader import ENCRYPTED, kind_of
 from ckptmgr.convert_target import only_writer
 from ckptmgr.crypto.container_rekey import HeaderWrite
 from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.signing import SigningKey
 from ckptmgr.crypto.slots import Slot
 from ckptmgr.errors import KeyProblem, NotBuiltYet, UnsafeWrite
 from ckptmgr.formats.detect import Kind
@@ -80,10 +81,19 @@ def open_for_rekeying(
     *,
     fs: FileSystem | None = None,
     processes: Processes | None = None,
+    signing_key: SigningKey | None = None,
 ) -> Store:
-    """Return a store that reads what any of the old and new keys authenticates, and nothing else."""
+    """Return a store that reads what any of the old and new keys authenticates, and nothing else.
+
+    With a signing key it also signs anew what is encrypted anew.
+    """
     return Store(
-        directory, fs=fs, key=change.everybody, processes=processes, must_authenticate=True
+        directory,
+        fs=fs,
+        key=change.everybody,
+        processes=processes,
+        must_authenticate=True,
+        signing_key=signing_key,
     )
 
 
@@ -167,6 +177,8 @@ class _Checkpoint:
             with self._opened(path) as raw:
                 blocks = plan_blocks(raw, self._change, path=str(path))
             is_done = self._is_authentication_done(is_proven=True)
+            if blocks.is_anew or not is_done:
+                self._check_signature()
             if blocks.is_anew:
                 return self._told(Action.REENCRYPT, blocks)
             return self._told(Action.NOTHING if is_done else Action.HEADER, blocks)
@@ -216,6 +228,8 @@ class _Checkpoint:
         action = Action.REENCRYPT
         if is_new:
             action = Action.NOTHING if is_done else Action.HEADER
+        if action is not Action.NOTHING:
+            self._check_signature()
         return Rekeying(checkpoint=self._checkpoint, action=action, before=before, after=labels)
 
     def change_anew(self) -> Rekeying:
@@ -227,6 +241,17 @@ class _Checkpoint:
         if planned.is_pending:
             self._authenticate(is_final=True)
         return planned
+
+    def _check_signature(self) -> None:
+        """Raise KeyProblem when the file is signed, and without its key the signature would be lost."""
+        if self._manifest is None:
+            return
+        if self._store.lost_by_rewriting(self._checkpoint.name) == "signed":
+            raise KeyProblem(
+                "the manifest is signed; what is encrypted anew must be signed anew",
+                path=self._checkpoint.path,
+                hint="pass the private key (CLI: --signing-key)",
+            )
 
     def _encrypt_anew(self) -> None:
         reencrypt_file(

@@ -305,6 +305,10 @@ class Store:
         self._manifests.put(manifest, series=manifest.series, mode=mode)
         self.fs.sync_directory(self.directory)
 
+    def lost_by_rewriting(self, name: str) -> str | None:
+        """Return what the manifest of a checkpoint has that cannot be made here, `authenticated` or `signed`; else None."""
+        return self._manifests.lost_by_rewriting(name)
+
     def reauthenticate(
         self, name: str, change: Callable[[ManifestKey], ManifestKey], *, mode: int = 0o400
     ) -> None:
@@ -342,7 +346,7 @@ class Store:
         Raises:
             KeyProblem: It is authenticated or signed, and the key for that is missing.
         """
-        lost = self._manifests.lost_by_rewriting(checkpoint.name)
+        lost = self.lost_by_rewriting(checkpoint.name)
         if lost is not None:
             option = "--key" if lost == "authenticated" else "--signing-key"
             raise KeyProblem(

@@ -21,6 +21,7 @@ from ckptmgr.errors import CkptmgrError, KeyProblem, UnsafeWrite
 if TYPE_CHECKING:
     from ckptmgr.cli.select import Selected
     from ckptmgr.crypto.keyring import KeyRing
+    from ckptmgr.crypto.signing import SigningKey
     from ckptmgr.model import Checkpoint
     from ckptmgr.rekey import Rekeying
     from ckptmgr.rekey_header import KeyChange
@@ -34,6 +35,7 @@ def _plan_options(function: options.Command) -> options.Command:
     for option in (
         click.option("--yes", is_flag=True, help="Do not ask."),
         click.option("--dry-run", is_flag=True, help="Show what would be done, and do nothing."),
+        options.signing_key_option,
         options.key_option,
         options.series_option,
         options.dir_option,
@@ -71,6 +73,7 @@ def rekey_command(
     directory: Path,
     series: str | None,
     key_source: str | None,
+    signing_source: str | None,
     dry_run: bool,
     yes: bool,
     add: tuple[str, ...],
@@ -95,7 +98,8 @@ def rekey_command(
         remove=_rings("--remove", [text for text in remove if text not in by_id]),
         remove_ids=by_id,
     )
-    run = _Run(ctx, change, directory, as_json=as_json, quiet=quiet)
+    signing_key = options.load_signing_key(signing_source)
+    run = _Run(ctx, change, directory, signing_key=signing_key, as_json=as_json, quiet=quiet)
     code = run.run(
         selectors, series, plan_rekeying, rekey_checkpoint, is_dry=dry_run, has_consent=yes
     )
@@ -129,6 +133,7 @@ def reencrypt_command(
     directory: Path,
     series: str | None,
     key_source: str | None,
+    signing_source: str | None,
     dry_run: bool,
     yes: bool,
     to: tuple[str, ...],
@@ -144,7 +149,8 @@ def reencrypt_command(
     from ckptmgr.rekey_header import KeyChange
 
     change = KeyChange(keys=_old_keys(key_source), add=_rings("--to", to), is_only=True)
-    run = _Run(ctx, change, directory, as_json=as_json, quiet=quiet)
+    signing_key = options.load_signing_key(signing_source)
+    run = _Run(ctx, change, directory, signing_key=signing_key, as_json=as_json, quiet=quiet)
     return run.run(
         selectors,
         series,
@@ -190,10 +196,12 @@ class _Run:
         change: KeyChange,
         directory: Path,
         *,
+        signing_key: SigningKey | None,
         as_json: bool,
         quiet: bool,
     ) -> None:
         self._change = change
+        self._signing_key = signing_key
         self._directory = directory
         root = Path(os.path.abspath(directory))  # noqa: PTH100 - resolve() would follow links
         self._output: Output = render.make_output(ctx, root, as_json=as_json, quiet=quiet)
@@ -215,7 +223,7 @@ class _Run:
 
         def opener(directory: Path) -> Store:
             absolute = Path(os.path.abspath(directory))  # noqa: PTH100
-            return open_for_rekeying(absolute, self._change)
+            return open_for_rekeying(absolute, self._change, signing_key=self._signing_key)
 
         selected = select(selectors, self._directory, opener, series=series)
         planned = [found for one in selected if (found := self._planned(one, plan)) is not None]

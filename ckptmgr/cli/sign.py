@@ -62,7 +62,7 @@ def sign_command(
     manifests itself, with CheckpointConfig(signing_key=...). Needs ckptmgr[sign].
     """
     from ckptmgr.cli.select import select
-    from ckptmgr.integrations.model_signing import bundle_path, sign_bundle
+    from ckptmgr.integrations.openssf import bundle_path, sign_bundle
     from ckptmgr.loader import ReadOptions
     from ckptmgr.parallel.outputs import write_small_file
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.integrations.model_signing import bundle_path
+from ckptmgr.integrations.openssf import bundle_path
 from tests.cli.running import run, run_json
 from tests.manager.saved import flip, save_run
 

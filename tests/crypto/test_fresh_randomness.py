@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import pytest
 
@@ -22,9 +23,8 @@ def test_data_keys_file_ids_and_message_nonces_of_many_containers_never_repeat(m
     assert {len(data_keys), len(file_ids), len(heads)} == {300}
 
 
-def forked(make: object) -> bytes:
-    """Return what a function gives in a forked child."""
-    assert callable(make)
+def forked(make: Callable[[], bytes]) -> bytes:
+    """Return the end of what a function gives in a forked child."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

@@ -23,6 +23,7 @@ from ckptmgr import (
     load_checkpoint,
     open_checkpoint,
 )
+from ckptmgr.chain import contradiction
 from ckptmgr.config_checks import check_trusted_keys
 from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.signing import PublicKey, SigningKey
@@ -36,10 +37,19 @@ from ckptmgr.loader import ReadOptions
 from ckptmgr.manifest import FOREIGN, decode, encode, manifest_name
 from ckptmgr.manifest_proof import PAYLOAD_TYPE, canonical
 from ckptmgr.model import Pin, State
+from ckptmgr.rekey import (
+    Action,
+    open_for_rekeying,
+    plan_reencryption,
+    reencrypt_checkpoint,
+    rekey_checkpoint,
+)
+from ckptmgr.rekey_header import KeyChange
 from ckptmgr.store import Store
 from ckptmgr.verify import Level, Status, verify_checkpoint
 from tests.manager.manifests import PATH, manifest
-from tests.manager.saved import flip, overwrite
+from tests.manager.rekeying import NEW, ring
+from tests.manager.saved import flip, only, overwrite
 from tests.manager.surface import Loop
 
 KEY, SIGNER, OTHER = Key(bytes(32)), SigningKey(bytes(range(32))), SigningKey(bytes(32))
@@ -385,3 +395,45 @@ def test_callback_signs_and_resumes_from_what_it_signed(tmp_path: Path) -> None:
     other = CheckpointConfig(signing_key=OTHER)
     with pytest.raises(KeyProblem):
         ModelCheckpoint("net", str(tmp_path), other).resume()
+
+
+def test_signature_outlives_new_keys_of_a_container(tmp_path: Path) -> None:
+    train(tmp_path, range(1, 2), enc_key=KEY.raw, format="safetensors")
+    change = KeyChange(keys=ring(KEY), add=(ring(NEW),), remove=(ring(KEY),))
+    store = open_for_rekeying(tmp_path, change)
+    assert rekey_checkpoint(store, only(store), change).action is Action.HEADER
+    signed_store = Store(tmp_path, key=NEW, trusted_keys=TRUSTED, must_authenticate=True)
+    assert signed_store.scan()[0].state is State.OK
+
+
+@pytest.mark.parametrize("format", ["ckpt", "safetensors"])
+def test_file_that_is_encrypted_anew_must_be_signed_anew(tmp_path: Path, format: str) -> None:
+    train(tmp_path, range(1, 2), enc_key=KEY.raw, format=format)
+    change = KeyChange(keys=ring(KEY), add=(ring(NEW),), is_only=True)
+    store = open_for_rekeying(tmp_path, change)
+    for step in (plan_reencryption, reencrypt_checkpoint):
+        with pytest.raises(KeyProblem, match="must be signed anew"):
+            step(store, only(store), change)
+    if format == "ckpt":
+        with pytest.raises(KeyProblem, match="must be signed anew"):
+            rekey_checkpoint(
+                store, only(store), replace(change, is_only=False, remove=(ring(KEY),))
+            )
+    store = open_for_rekeying(tmp_path, change, signing_key=SIGNER)
+    reencrypt_checkpoint(store, only(store), change)
+    signed_store = Store(tmp_path, key=NEW, trusted_keys=TRUSTED, must_authenticate=True)
+    assert signed_store.scan()[0].state is State.OK
+
+
+def test_file_that_is_encrypted_anew_is_still_the_one_that_the_next_one_names(
+    tmp_path: Path,
+) -> None:
+    train(tmp_path, range(1, 3), enc_key=KEY.raw, format="safetensors")
+    change = KeyChange(keys=ring(KEY), add=(ring(NEW),), is_only=True)
+    store = open_for_rekeying(tmp_path, change, signing_key=SIGNER)
+    (first,) = [c for c in store.scan() if c.step == 1]
+    reencrypt_checkpoint(store, first, change)
+    present = Store(tmp_path).scan()
+    (again,) = [c for c in present if c.step == 1]
+    assert again.id != first.id
+    assert contradiction(again, present) is None
