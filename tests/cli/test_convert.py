@@ -9,8 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ckptmgr.config import CheckpointConfig
+from ckptmgr.crypto.signing import SigningKey
 from ckptmgr.formats.tensor import tensor_from_array
+from ckptmgr.manager import CheckpointManager
 from ckptmgr.saver import SaveOptions
+from ckptmgr.store import Store
 from tests.cli.running import key_file, run, run_json
 from tests.manager.saved import KEY, flip, save_run
 
@@ -90,6 +94,38 @@ def test_encrypted_checkpoint_keeps_its_name(tmp_path: Path) -> None:
     assert "zstd, to " in inspected.stdout
     decrypted = tmp_path / "plain.safetensors"
     assert run("decrypt", path, "-o", decrypted, "--key", source).exit_code == 0
+
+
+def test_signed_checkpoint_is_converted_with_its_signing_key_only(tmp_path: Path) -> None:
+    signer = SigningKey(bytes(range(32)))
+    config = CheckpointConfig(format="safetensors", signing_key=signer)
+    with CheckpointManager(tmp_path / "run", config, prefix="net") as manager:
+        manager.save(1, {"w": WEIGHTS})
+    path = tmp_path / "run/net-1.safetensors"
+    refused = run("convert", path, "--compression", "zstd")
+    assert (refused.exit_code, path.exists()) == (12, True)
+    assert "--signing-key" in refused.stderr
+    secret = tmp_path / "sign.key"
+    secret.write_bytes(signer.to_pem())
+    secret.chmod(0o600)
+    signed = ("--signing-key", f"file:{secret}")
+    assert run("convert", path, "--compression", "zstd", *signed).exit_code == 0
+    (target,) = Store(tmp_path / "run", trusted_keys=(signer.public_key,)).scan()
+    manifest = Store(tmp_path / "run", trusted_keys=(signer.public_key,)).read_manifest(target.name)
+    assert manifest is not None
+    assert manifest.signed_by == signer.public_key.key_id
+
+
+def test_unsigned_checkpoint_is_not_signed_by_converting_it(
+    directory: Path, tmp_path: Path
+) -> None:
+    secret = tmp_path / "sign.key"
+    secret.write_bytes(SigningKey(bytes(range(32))).to_pem())
+    secret.chmod(0o600)
+    path = directory / "net-1_10.safetensors"
+    result = run("convert", path, "--compression", "zstd", "--signing-key", f"file:{secret}")
+    assert result.exit_code != 0
+    assert path.exists()
 
 
 def test_damaged_one_does_not_stop_the_others(directory: Path) -> None:
