@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem, WriteItemType
@@ -16,6 +17,7 @@ from ckptmgr import tree
 from ckptmgr.errors import CkptmgrError, CorruptCheckpoint, UnsupportedState
 from ckptmgr.formats.safetensors_file import build_safetensors_image
 from ckptmgr.formats.source import BytesSource
+from ckptmgr.integrations.dcp_balance import balanced, is_part, rows_of
 from ckptmgr.loader import ReadOptions, open_source
 from ckptmgr.stored_state import StoredState, metadata_of
 
@@ -23,7 +25,29 @@ _NOWHERE = Path()
 
 
 class SavePlanner(DefaultSavePlanner):
-    """`DefaultSavePlanner`, with the same options, that never pickles."""
+    """`DefaultSavePlanner`, with the same options, that never pickles, and gives every rank about as many bytes to write."""
+
+    def create_local_plan(self) -> SavePlan:
+        """Return what this rank has."""
+        found = super().create_local_plan()
+        self._own: dict[str, list[WriteItem]] = {}
+        for item in self.plan.items:  # all of it, also where the cache says that it is known
+            self._own.setdefault(item.index.fqn, []).append(item)
+        return found
+
+    def _dedup_save_plans(self, all_plans: list[SavePlan]) -> list[SavePlan]:
+        if self.dedup_save_to_lowest_rank:
+            return super()._dedup_save_plans(all_plans)
+        return balanced(all_plans)
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Return what is to be written: a tensor, some rows of one, or bytes."""
+        for item in self._own.get(write_item.index.fqn, ()):
+            if is_part(write_item, item):
+                tensor = super().resolve_data(item)
+                assert isinstance(tensor, torch.Tensor)  # noqa: S101 - values have no parts
+                return rows_of(tensor, item, write_item)
+        return super().resolve_data(write_item)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Return the plans of all ranks, whole ones also with `enable_plan_caching`: each save has files of its own."""

@@ -49,6 +49,7 @@ from ckptmgr.integrations.dcp import (  # noqa: E402
     StorageReader,
     StorageWriter,
 )
+from ckptmgr.integrations.dcp_balance import LEAST_CHUNK_BYTES  # noqa: E402
 from ckptmgr.integrations.dcp_planners import decode_object, encode_object  # noqa: E402
 from ckptmgr.manager import CheckpointManager  # noqa: E402
 from ckptmgr.model import State  # noqa: E402
@@ -790,3 +791,55 @@ def test_observers_hear_of_a_save_that_another_rank_could_not_finish(tmp_path: P
     assert heard == ["save.started"]
     first.close()
     assert heard == ["save.started", "save.failed"]
+
+
+@settings(max_examples=10)
+@given(
+    sizes=st.lists(st.integers(0, 900), min_size=1, max_size=6),
+    world=st.integers(2, 5),
+    own=st.integers(0, 300),
+)
+def test_what_all_ranks_have_is_written_once_and_evenly(
+    sizes: list[int], world: int, own: int
+) -> None:
+    replicated = {f"w{n}": torch.rand(size, 1024) for n, size in enumerate(sizes)}
+    states: list[dict[str, Any]] = [
+        {**replicated, "scalar": torch.tensor(3.0), "rank": rank, "none": torch.zeros(0, 2)}
+        for rank in range(world)
+    ]
+    states[0]["own"] = torch.rand(own, 1024)  # only rank 0 has it
+    with tempfile.TemporaryDirectory() as directory:
+        writers = [StorageWriter(directory, step=1) for _ in range(world)]
+        save(writers, states)
+        (checkpoint,) = Store(Path(directory)).scan()
+        written = [(Path(directory) / name).stat().st_size for name in checkpoint.shards]
+        found: dict[str, Any] = {
+            name: torch.zeros_like(one) if name != "rank" else None
+            for name, one in states[0].items()
+        }
+        load([StorageReader(directory)], [found])
+        writers[0].close()
+    assert found["rank"] == 0
+    assert all(torch.equal(found[name], states[0][name]) for name in states[0] if name != "rank")
+    total = sum(one.nbytes for one in replicated.values()) + states[0]["own"].nbytes
+    even = max(total / world, states[0]["own"].nbytes)
+    assert max(written) <= 1.02 * even + LEAST_CHUNK_BYTES + 10_000
+    assert sum(written) <= total + world * 10_000
+
+
+def test_large_table_among_small_tensors_is_written_by_all_ranks(tmp_path: Path) -> None:
+    state = {"table": torch.rand(40_000, 256)} | {f"w{n}": torch.rand(1000) for n in range(20)}
+    writers = [StorageWriter(tmp_path / "rows", step=1) for _ in range(4)]
+    save(writers, [state] * 4)
+    stock = [SavePlanner(dedup_save_to_lowest_rank=True) for _ in range(4)]
+    save([StorageWriter(tmp_path / "whole", step=1) for _ in range(4)], [state] * 4, stock)
+
+    def imbalance(name: str) -> float:
+        sizes = [one.stat().st_size for one in (tmp_path / name).glob("*.safetensors")]
+        return max(sizes) * len(sizes) / sum(sizes)
+
+    assert imbalance("rows") < 1.06  # chunks of 1 MiB are 10 % of an even share here
+    assert imbalance("whole") > 3.9
+    found = {name: torch.zeros_like(one) for name, one in state.items()}
+    load([StorageReader(tmp_path / "rows")], [found])
+    assert all(torch.equal(found[name], one) for name, one in state.items())
