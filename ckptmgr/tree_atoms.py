@@ -63,6 +63,8 @@ def encode_key(key: object, path: Path, *, depth: int = 0) -> list[Json]:
     Raises:
         UnsupportedState: It is neither a plain value nor a tuple or frozenset of them.
     """
+    if type(key) is str and key.isascii():  # most are
+        return [key]
     atom = None if isinstance(key, bytearray) else encode_atom(key)
     if atom is not None:
         return [*atom]

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from collections.abc import Iterator, Sequence
+from functools import cache, lru_cache, partial
+from itertools import chain
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.leaves import array_bytes, framework_of, to_tensor
 from ckptmgr.tree_atoms import encode_atom, encode_dtype, encode_key
-from ckptmgr.tree_memory import Leaf, array_memory, plan_storage, stored_as
+from ckptmgr.tree_memory import ARRAYS, Leaf, plan_storage, stored_as
 from ckptmgr.tree_nodes import MAX_DEPTH, Json, Path, dump_skeleton, unsupported
 from ckptmgr.tree_random import generator_state
+from ckptmgr.tree_skeleton import skeleton_of
 from ckptmgr.tree_slices import Slice, Slicer, note_whole_shapes
 
 _INLINE_BYTES = 1024
@@ -35,21 +36,28 @@ _CONTAINERS: dict[type, str] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Visit:
-    """A value still to be encoded."""
+_Part = tuple[Sequence[Json], object, object]
+"""Nodes to write before a value, the value, and what leads to it."""
 
-    value: object
+
+class _Frame(NamedTuple):
+    """A container whose parts are being encoded.
+
+    Attributes:
+        parts: Those that are left.
+        path: Where it is.
+        step: How a part is reached; None when the one part stands for the container itself.
+        depth: Of its parts.
+        end: Nodes to write after them.
+        container: Its `id`; None for what is no container of the state.
+    """
+
+    parts: Iterator[_Part]
     path: Path
+    step: Literal["key", "index", "object"] | None
     depth: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Emit:
-    """Nodes to write once the values before them are encoded."""
-
-    nodes: Sequence[Json]
-    leaves_container: int | None = None
+    end: Sequence[Json]
+    container: int | None
 
 
 class Flattener:
@@ -62,41 +70,55 @@ class Flattener:
     def __init__(self, slicer: Slicer | None = None) -> None:
         self._slicer = slicer
         self.slices: dict[str, Slice] = {}
-        self._nodes: list[Json] = []
+        self._nodes: list[Json | Leaf] = []
         self._leaves: list[Leaf] = []
         self._names: set[str] = set()
         self._numbers: dict[str, int] = {}
+        self._frames: list[_Frame] = []
         self._open: set[int] = set()
         self._held: list[object] = []
 
     def run(self, state: object) -> tuple[list[Tensor], str, dict[str, str]]:
         """Return the tensors, the skeleton and the aliases of a state."""
-        stack: list[_Visit | _Emit] = [_Visit(state, Path(), 0)]
-        while stack:
-            item = stack.pop()
-            if isinstance(item, _Visit):
-                stack.extend(reversed(self._visit(item.value, item.path, item.depth)))
-                continue
-            self._nodes.extend(item.nodes)
-            if item.leaves_container is not None:
-                self._open.discard(item.leaves_container)
+        self._visit(state, Path(), 0)
+        while self._frames:
+            self._walk(self._frames[-1])
         tensors, aliases = plan_storage(self._leaves, self._unique)
         if self.slices:
             note_whole_shapes(self._leaves, self.slices)
-        return tensors, dump_skeleton(self._nodes), aliases
+        return tensors, skeleton_of(self._nodes), aliases
 
-    def _visit(self, value: Any, path: Path, depth: int) -> list[_Visit | _Emit]:
-        """Encode a value without parts; for others return what is to be done instead."""
+    def _walk(self, frame: _Frame) -> None:
+        """Encode the parts of a container, until one has parts of its own or none is left."""
+        path, step = frame.path, frame.step
+        for before, value, key in frame.parts:
+            self._nodes.extend(before)
+            self._visit(value, path if step is None else Path(path, step, key), frame.depth)
+            if self._frames[-1] is not frame:
+                return
+        self._frames.pop()
+        self._nodes.extend(frame.end)
+        if frame.container is not None:
+            self._open.discard(frame.container)
+
+    def _visit(self, value: Any, path: Path, depth: int) -> None:
+        """Encode a value without parts; of others note what is to be done."""
+        if type(value) is np.ndarray:  # most are
+            self._array(value, path, depth)
+            return
         if isinstance(value, bytes | bytearray) and len(value) > _INLINE_BYTES:
-            return self._long_bytes(value, path)
-        atom = encode_atom(value) or self._torch_atom(value)
+            self._long_bytes(value, path)
+            return
+        atom = encode_atom(value)
+        if atom is None and framework_of(value) is not None:
+            self._array(value, path, depth)
+            return
+        atom = atom or self._torch_atom(value)
         if atom is not None:
             self._nodes.extend(atom)
-            return []
-        if framework_of(value) is not None:
-            return self._array(value, path, depth)
-        parts = self._parts(value, path, depth + 1)
-        if parts is None:
+            return
+        frame = self._frame(value, path, depth + 1)
+        if frame is None:
             raise unsupported(path, f"is a {_type_name(value)}, which cannot be stored", _WAY_OUT)
         if depth >= MAX_DEPTH:
             raise unsupported(
@@ -107,63 +129,34 @@ class Flattener:
         self._open.add(id(value))
         # Temporary dicts must live as long as their ids are looked at.
         self._held.append(value)
-        return parts
+        self._frames.append(frame)
 
-    def _parts(self, value: Any, path: Path, depth: int) -> list[_Visit | _Emit] | None:
+    def _frame(self, value: Any, path: Path, depth: int) -> _Frame | None:
         unknown: Any = value
         kind = _CONTAINERS.get(type(value))
         match kind:
             case "dict" | "counter":
-                return self._mapping(value, path, depth, end={kind: len(value)})
+                parts = _mapping(value, path)
+                return _Frame(parts, path, "key", depth, [{kind: len(value)}], id(value))
             case "ordered":
-                return self._ordered(value, path, depth)
+                return _ordered(value, path, depth)
             case "list" | "tuple":
-                return self._sequence(value, path, depth, end={kind: len(value)})
+                return _sequence(value, path, depth, end={kind: len(value)})
         fields = getattr(value, "_fields", None)
         if isinstance(value, tuple) and isinstance(fields, tuple):
             names: list[Json] = [str(field) for field in fields]
             end: Json = {"namedtuple": [type(value).__name__, names]}
-            return self._sequence(value, path, depth, end=end)
+            return _sequence(value, path, depth, end=end)
         if type(value) in (set, frozenset):
-            return self._set(value, path)
+            return _Frame(iter(()), path, None, depth, _set(value, path), id(value))
         found = generator_state(value)
         if found is not None:
             node, state = found
-            return [_Visit(state, path, depth), _Emit([node], id(value))]
+            return _Frame(iter([((), state, None)]), path, None, depth, [node], id(value))
         if _has_state_dict(value):
             inner = unknown.state_dict()
-            return [_Visit(inner, path.state_dict(), depth), _Emit([], id(value))]
+            return _Frame(iter([((), inner, None)]), path, "object", depth, (), id(value))
         return None
-
-    def _mapping(self, value: Any, path: Path, depth: int, *, end: Json) -> list[_Visit | _Emit]:
-        parts: list[_Visit | _Emit] = []
-        for key, child in value.items():
-            parts.append(_Emit(encode_key(key, path)))
-            parts.append(_Visit(child, path.key(key), depth))
-        return [*parts, _Emit([end], id(value))]
-
-    def _ordered(self, value: Any, path: Path, depth: int) -> list[_Visit | _Emit]:
-        extra = vars(value)
-        if extra.keys() - {"_metadata"}:
-            raise unsupported(path, f"is an OrderedDict with attributes {sorted(extra)}", _WAY_OUT)
-        parts = self._mapping(value, path, depth, end={"ordered": len(value)})
-        if extra:
-            # torch notes the versions of its modules there; load_state_dict looks at them.
-            parts.append(_Visit(extra["_metadata"], path.key("_metadata"), depth))
-            parts.append(_Emit([{"with_metadata": 2}]))
-        return parts
-
-    def _sequence(self, value: Any, path: Path, depth: int, *, end: Json) -> list[_Visit | _Emit]:
-        visits: list[_Visit | _Emit] = [
-            _Visit(child, path.index(index), depth) for index, child in enumerate(value)
-        ]
-        return [*visits, _Emit([end], id(value))]
-
-    def _set(self, value: Any, path: Path) -> list[_Visit | _Emit]:
-        # Sets iterate in an order that changes from run to run; skeletons must not.
-        parts = sorted((encode_key(element, path) for element in value), key=dump_skeleton)
-        nodes = [node for part in parts for node in part]
-        return [_Emit([*nodes, {type(value).__name__: len(parts)}], id(value))]
 
     def _torch_atom(self, value: object) -> tuple[Json] | None:
         if "torch" not in sys.modules or not type(value).__module__.startswith("torch"):
@@ -172,58 +165,52 @@ class Flattener:
 
         return encode_torch_atom(value)
 
-    def _long_bytes(self, value: bytes | bytearray, path: Path) -> list[_Visit | _Emit]:
+    def _long_bytes(self, value: bytes | bytearray, path: Path) -> None:
         array = np.frombuffer(value, dtype=np.uint8)
-        self._add("array", _array_leaf(array, path, self._unique(path.tensor_name())))
+        self._add(_array_leaf(array, path, self._unique(path.tensor_name())))
         self._nodes.append({f"to_{type(value).__name__}": 1})
-        return []
 
-    def _array(self, value: Any, path: Path, depth: int) -> list[_Visit | _Emit]:
+    def _array(self, value: Any, path: Path, depth: int) -> None:
         part = None if self._slicer is None else self._slicer.slice_of(path.tensor_name(), value)
         if part is not None:
             self._slice(part, path)
-            return []
+            return
         match framework_of(value):
             case "numpy":
                 if type(value) not in (np.ndarray, np.memmap):
                     raise unsupported(path, f"is a {_type_name(value)}", "store a plain ndarray")
-                self._add("array", _array_leaf(value, path, self._unique(path.tensor_name())))
+                self._add(_array_leaf(value, path, self._unique(path.tensor_name())))
             case "torch":
-                return self._torch_tensor(value, path, depth)
+                self._torch_tensor(value, path, depth)
             case _:
-                self._add("array", _foreign_leaf(value, path, self._unique(path.tensor_name())))
-        return []
+                self._add(_foreign_leaf(value, path, self._unique(path.tensor_name())))
 
     def _slice(self, part: Slice, path: Path) -> None:
         name, framework = self._unique(path.tensor_name()), framework_of(part.local)
         self.slices[name] = part
         if framework == "torch":
-            from ckptmgr.tree_torch import split_tensor, torch_leaf
-
-            if split_tensor(part.local, path) is not None:  # type: ignore[arg-type]
+            adapter = _tree_torch()
+            if adapter.split_tensor(part.local, path) is not None:
                 raise unsupported(path, "is sparse or quantized, and cut", "save it as dense")
-            self._add("torch", torch_leaf(part.local, path, name))  # type: ignore[arg-type]
+            self._add(adapter.torch_leaf(part.local, path, name))
         elif framework == "numpy":
-            self._add("array", _array_leaf(np.asarray(part.local), path, name))
+            self._add(_array_leaf(np.asarray(part.local), path, name))
         else:
-            self._add("array", _foreign_leaf(part.local, path, name))
+            self._add(_foreign_leaf(part.local, path, name))
 
-    def _torch_tensor(self, value: Any, path: Path, depth: int) -> list[_Visit | _Emit]:
-        from ckptmgr.tree_torch import split_tensor, torch_leaf
-
-        split = split_tensor(value, path)
+    def _torch_tensor(self, value: Any, path: Path, depth: int) -> None:
+        adapter = _tree_torch()
+        split = adapter.split_tensor(value, path)
         if split is None:
-            self._add("torch", torch_leaf(value, path, self._unique(path.tensor_name())))
-            return []
+            self._add(adapter.torch_leaf(value, path, self._unique(path.tensor_name())))
+            return
         node, parts = split
-        visits: list[_Visit | _Emit] = [
-            _Visit(part, path.key(name), depth + 1) for name, part in parts.items()
-        ]
-        return [*visits, _Emit([node])]
+        values: list[_Part] = [((), part, name) for name, part in parts.items()]
+        self._frames.append(_Frame(iter(values), path, "key", depth + 1, [node], None))
 
-    def _add(self, kind: str, leaf: Leaf) -> None:
+    def _add(self, leaf: Leaf) -> None:
         self._leaves.append(leaf)
-        self._nodes.append({kind: leaf.node})
+        self._nodes.append(leaf)
 
     def _unique(self, name: str) -> str:
         candidate, number = name, self._numbers.get(name, 1)
@@ -236,33 +223,69 @@ class Flattener:
         return candidate
 
 
+def _mapping(value: Any, path: Path) -> Iterator[_Part]:
+    # A copy, because state_dict() of a part may change what it is part of.
+    for key, child in list(value.items()):
+        yield encode_key(key, path), child, key
+
+
+def _ordered(value: Any, path: Path, depth: int) -> _Frame:
+    extra = vars(value)
+    if extra.keys() - {"_metadata"}:
+        raise unsupported(path, f"is an OrderedDict with attributes {sorted(extra)}", _WAY_OUT)
+    parts = _mapping(value, path)
+    end: list[Json] = [{"ordered": len(value)}]
+    if not extra:
+        return _Frame(parts, path, "key", depth, end, id(value))
+    # torch notes the versions of its modules there; load_state_dict looks at them.
+    metadata: list[_Part] = [(end, extra["_metadata"], "_metadata")]
+    return _Frame(chain(parts, metadata), path, "key", depth, [{"with_metadata": 2}], id(value))
+
+
+def _sequence(value: Any, path: Path, depth: int, *, end: Json) -> _Frame:
+    parts: list[_Part] = [((), child, index) for index, child in enumerate(value)]
+    return _Frame(iter(parts), path, "index", depth, [end], id(value))
+
+
+def _set(value: Any, path: Path) -> list[Json]:
+    # Sets iterate in an order that changes from run to run; skeletons must not.
+    parts = sorted((encode_key(element, path) for element in value), key=dump_skeleton)
+    nodes = [node for part in parts for node in part]
+    return [*nodes, {type(value).__name__: len(parts)}]
+
+
 @cache
-def _spelling(dtype: np.dtype) -> str:
+def _tree_torch() -> ModuleType:
+    from ckptmgr import tree_torch
+
+    return tree_torch
+
+
+def _dtype_of(dtype: np.dtype) -> tuple[Json, str]:
+    """Return how an element type is called in the skeleton, and in the table; None and "" where it is not."""
+    if dtype.fields is not None:
+        return encode_dtype(dtype), ""
+    return _plain_dtype_of(dtype)
+
+
+@lru_cache(maxsize=256)
+def _plain_dtype_of(dtype: np.dtype) -> tuple[Json, str]:
     # NumPy puts the name together anew each time it is asked for.
-    return dtype.name if dtype.isnative and dtype.fields is None else ""
+    return encode_dtype(dtype), dtype.name if dtype.isnative else ""
 
 
 def _array_leaf(array: np.ndarray, path: Path, name: str) -> Leaf:
-    dtype = encode_dtype(array.dtype)
-    if dtype is None:
+    dtype, shape = array.dtype, array.shape
+    node, spelling = _dtype_of(dtype)
+    if node is None:
         raise unsupported(
-            path, f"is an array with elements of type {array.dtype}", "store numbers, or a list"
+            path, f"is an array with elements of type {dtype}", "store numbers, or a list"
         )
-    spelling = _spelling(array.dtype)
-    spec, is_bytes = stored_as(name, spelling, array.shape, array.dtype.itemsize)
-    node: dict[str, Json] = {"dtype": dtype, "shape": list(array.shape)}
-    if is_bytes:
-        node["stored"] = "uint8"
-
-    return Leaf(
-        path=path,
-        node=node,
-        value=array,
-        tensor=Tensor(spec=spec, content=partial(array_bytes, array) if array.nbytes else _nothing),
-        item_bytes=array.dtype.itemsize,
-        shape=array.shape,
-        memory=array_memory(array),
-    )
+    spec, is_bytes = stored_as(name, spelling, shape, dtype.itemsize)
+    rest: dict[str, Json] = {"stored": "uint8"} if is_bytes else {}
+    content = partial(array_bytes, array) if array.nbytes else _nothing
+    tensor = Tensor(spec=spec, content=content)
+    return Leaf(path, "array", node, shape, rest, array, tensor, dtype.itemsize, ARRAYS)
 
 
 def _nothing() -> memoryview:
@@ -274,18 +297,10 @@ def _foreign_leaf(value: object, path: Path, name: str) -> Leaf:
     own = to_tensor(name, value)
     dtype = own.spec.dtype
     spec, is_bytes = stored_as(name, dtype.name, own.spec.shape, dtype.item_bytes)
-    node: dict[str, Json] = {"dtype": encode_dtype(dtype.to_numpy()), "shape": list(own.spec.shape)}
-    if is_bytes:
-        node["stored"] = "uint8"
-    return Leaf(
-        path=path,
-        node=node,
-        value=value,
-        tensor=Tensor(spec=spec, content=own.content),
-        item_bytes=dtype.item_bytes,
-        shape=own.spec.shape,
-        memory=None,
-    )
+    rest: dict[str, Json] = {"stored": "uint8"} if is_bytes else {}
+    tensor = Tensor(spec=spec, content=own.content)
+    node = encode_dtype(dtype.to_numpy())
+    return Leaf(path, "array", node, own.spec.shape, rest, value, tensor, dtype.item_bytes, None)
 
 
 def _has_state_dict(value: object) -> bool:

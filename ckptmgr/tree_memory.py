@@ -9,9 +9,10 @@ compactly, however large the storage behind it is.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -48,40 +49,77 @@ class Memory:
     content: Callable[[int, int], memoryview]
 
 
+Span = tuple[str, int, int]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Leaf:
+class Finder:
+    """How memory is found behind the arrays of a framework.
+
+    Attributes:
+        is_owner: Whether an array owns its memory alone: who else looks at it is no owner.
+        span: Returns the `device`, `start` and `stop` of an array's memory; None when nobody can share it.
+        memory: Returns all that is known of it.
+    """
+
+    is_owner: Callable[[Any], bool]
+    span: Callable[[Any], Span | None]
+    memory: Callable[[Any], Memory]
+
+
+class Leaf(NamedTuple):
     """An array in the state.
 
     Attributes:
         path: Where it is, for messages.
-        node: The body of its skeleton node; planning completes it.
+        kind: Of its skeleton node.
+        dtype: Its element type, in the skeleton.
+        shape: Its own shape (that of `tensor` has one more dimension where the bytes are stored as uint8).
+        node: The rest of the body of its skeleton node; planning completes it.
         value: The array; held so that its memory and identity stay its own.
         tensor: How it is stored when it shares nothing.
         item_bytes: Bytes of an element.
-        shape: Its own shape (that of `tensor` has one more dimension where the bytes are stored as uint8).
-        memory: What it looks at, or None when nobody can share it.
+        finder: Finds its memory; None when nobody can share it.
     """
 
     path: Path
+    kind: Literal["array", "torch"]
+    dtype: Json
+    shape: tuple[int, ...]
     node: dict[str, Json]
     value: object
     tensor: Tensor
     item_bytes: int
-    shape: tuple[int, ...]
-    memory: Memory | None
+    finder: Finder | None
 
     @property
     def size_bytes(self) -> int:
         """Bytes of its elements, side by side."""
         return prod(self.shape) * self.item_bytes
 
+
+class _Located(NamedTuple):
+    """A leaf, its place in the order of the tree, and the memory it looks at."""
+
+    number: int
+    leaf: Leaf
+    memory: Memory
+
+    @property
+    def name(self) -> str:
+        return self.leaf.tensor.spec.name
+
+    @property
+    def overlaps_itself(self) -> bool:
+        return self.memory.stop - self.memory.start < self.leaf.size_bytes
+
     @property
     def is_contiguous(self) -> bool:
         """Whether its elements lie side by side in C order."""
-        strides = contiguous_strides(self.shape, self.item_bytes)
-        return self.memory is not None and all(
+        strides = contiguous_strides(self.leaf.shape, self.leaf.item_bytes)
+        return all(
             size == 1 or have == want
-            for size, have, want in zip(self.shape, self.memory.strides, strides, strict=True)
+            for size, have, want in zip(self.leaf.shape, self.memory.strides, strides, strict=True)
         )
 
 
@@ -136,90 +174,107 @@ def plan_storage(
     Raises:
         UnsupportedState: Overlapping leaves with no common storage behind them.
     """
-    tensors = {id(leaf): leaf.tensor for leaf in leaves}
     aliases: dict[str, str] = {}
-    for group in _overlapping(leaves):
-        owner = _owner(group)
-        if owner is None:
-            _store_hull(group, tensors, unique_name)
-            continue
-        for leaf in group:
-            if leaf is not owner:
-                del tensors[id(leaf)]
-                if _point_at(leaf, owner):
-                    aliases[leaf.tensor.spec.name] = owner.tensor.spec.name
-    _number_shared(leaves)
+    tensors = [leaf.tensor for leaf in leaves]
+    objects = {id(leaf.value) for leaf in leaves}
+    if len(objects) < len(leaves) or not all(map(_is_alone, leaves)):
+        kept: dict[int, Tensor] = dict(enumerate(tensors))
+        for group in _overlapping(leaves):
+            _plan_group(group, kept, aliases, unique_name)
+        tensors = list(kept.values())
+    if len(objects) < len(leaves):
+        _number_shared(leaves)
     for leaf in leaves:
         leaf.node.setdefault("tensor", leaf.tensor.spec.name)
-    return list(tensors.values()), aliases
+    return tensors, aliases
 
 
-def _overlapping(leaves: Sequence[Leaf]) -> Iterator[list[Leaf]]:
+def _is_alone(leaf: Leaf) -> bool:
+    """Return whether a leaf shares memory at most with leaves that are not alone."""
+    return leaf.finder is None or leaf.finder.is_owner(leaf.value)
+
+
+def _plan_group(
+    group: list[_Located],
+    tensors: dict[int, Tensor],
+    aliases: dict[str, str],
+    unique_name: Callable[[str], str],
+) -> None:
+    owner = _owner(group)
+    if owner is None:
+        _store_hull(group, tensors, unique_name)
+        return
+    for one in group:
+        if one is not owner:
+            del tensors[one.number]
+            if _point_at(one, owner):
+                aliases[one.name] = owner.name
+
+
+def _overlapping(leaves: Sequence[Leaf]) -> Iterator[list[_Located]]:
     """Yield the groups that need more than storing each leaf on its own; members in the order of the tree."""
-    order = {id(leaf): index for index, leaf in enumerate(leaves)}
-    located = [(leaf.memory, leaf) for leaf in leaves if leaf.memory is not None]
-    located.sort(key=lambda pair: (pair[0].device, pair[0].start))
-    group: list[Leaf] = []
-    device, stop = "", 0
-    for memory, leaf in located:
-        if group and (memory.device != device or memory.start >= stop):
-            yield from _needing_care(group, order)
-            group, stop = [], 0
-        group.append(leaf)
-        device, stop = memory.device, max(stop, memory.stop)
-    yield from _needing_care(group, order)
+    spans: list[tuple[str, int, int, int]] = []
+    for index, leaf in enumerate(leaves):
+        span = None if leaf.finder is None else leaf.finder.span(leaf.value)
+        if span is not None:
+            spans.append((*span, index))
+    spans.sort()
+    group: list[int] = []
+    group_device, group_start, group_stop = "", 0, 0
+    for device, start, stop, index in spans:
+        if group and (device != group_device or start >= group_stop):
+            yield from _needing_care(leaves, group, group_stop - group_start)
+            group = []
+        if not group:
+            group_device, group_start, group_stop = device, start, stop
+        group.append(index)
+        group_stop = max(group_stop, stop)
+    yield from _needing_care(leaves, group, group_stop - group_start)
 
 
-def _needing_care(group: list[Leaf], order: dict[int, int]) -> Iterable[list[Leaf]]:
-    if len(group) > 1 or any(_overlaps_itself(leaf) for leaf in group):
-        yield sorted(group, key=lambda leaf: order[id(leaf)])
+def _needing_care(
+    leaves: Sequence[Leaf], group: list[int], span_bytes: int
+) -> Iterator[list[_Located]]:
+    if len(group) > 1 or (group and span_bytes < leaves[group[0]].size_bytes):
+        yield [_located(leaves, index) for index in sorted(group)]
 
 
-def _overlaps_itself(leaf: Leaf) -> bool:
-    memory = leaf.memory
-    return memory is not None and memory.stop - memory.start < leaf.size_bytes
+def _located(leaves: Sequence[Leaf], index: int) -> _Located:
+    leaf = leaves[index]
+    assert leaf.finder is not None  # noqa: S101 - it has a span
+    return _Located(index, leaf, leaf.finder.memory(leaf.value))
 
 
-def _layout(leaf: Leaf) -> tuple[object, ...]:
-    memory = leaf.memory
-    assert memory is not None  # noqa: S101 - groups hold only leaves with memory
-    return (memory.origin, memory.strides, leaf.shape, leaf.item_bytes)
+def _layout(one: _Located) -> tuple[object, ...]:
+    return (one.memory.origin, one.memory.strides, one.leaf.shape, one.leaf.item_bytes)
 
 
-def _owner(group: list[Leaf]) -> Leaf | None:
+def _owner(group: list[_Located]) -> _Located | None:
     first = group[0]
-    if len({_layout(leaf) for leaf in group}) == 1 and not _overlaps_itself(first):
+    if len({_layout(one) for one in group}) == 1 and not first.overlaps_itself:
         return first
     start, stop = _hull(group)
-    if any((_origin(leaf) - start) % _alignment(leaf) for leaf in group):
+    if any((one.memory.origin - start) % one.memory.alignment for one in group):
         return None
-    for leaf in group:
-        if _hull([leaf]) == (start, stop) and leaf.is_contiguous:
-            return leaf
+    for one in group:
+        if (one.memory.start, one.memory.stop) == (start, stop) and one.is_contiguous:
+            return one
     return None
 
 
-def _hull(group: list[Leaf]) -> tuple[int, int]:
-    memories = [leaf.memory for leaf in group if leaf.memory is not None]
-    return min(memory.start for memory in memories), max(memory.stop for memory in memories)
+def _hull(group: list[_Located]) -> tuple[int, int]:
+    return min(one.memory.start for one in group), max(one.memory.stop for one in group)
 
 
-def _origin(leaf: Leaf) -> int:
-    return leaf.memory.origin if leaf.memory is not None else 0
-
-
-def _alignment(leaf: Leaf) -> int:
-    return leaf.memory.alignment if leaf.memory is not None else 1
-
-
-def _point_at(leaf: Leaf, owner: Leaf) -> bool:
-    """Make `leaf` a view of what is stored for `owner`; return whether both are the same elements."""
-    leaf.node["tensor"] = owner.tensor.spec.name
-    leaf.node.pop("stored", None)
-    if _layout(leaf) == _layout(owner):
-        leaf.node["offset"] = 0
-        return leaf.tensor.spec == _renamed(owner.tensor.spec, leaf.tensor.spec.name)
-    _place(leaf, _hull([owner])[0])
+def _point_at(one: _Located, owner: _Located) -> bool:
+    """Make a leaf a view of what is stored for `owner`; return whether both are the same elements."""
+    node = one.leaf.node
+    node["tensor"] = owner.name
+    node.pop("stored", None)
+    if _layout(one) == _layout(owner):
+        node["offset"] = 0
+        return one.leaf.tensor.spec == _renamed(owner.leaf.tensor.spec, one.name)
+    _place(one, owner.memory.start)
     return False
 
 
@@ -227,47 +282,48 @@ def _renamed(spec: TensorSpec, name: str) -> TensorSpec:
     return TensorSpec(name=name, dtype=spec.dtype, shape=spec.shape)
 
 
-def _place(leaf: Leaf, start: int) -> None:
-    leaf.node["offset"] = _origin(leaf) - start
-    if not leaf.is_contiguous and leaf.memory is not None:
-        leaf.node["strides"] = list(leaf.memory.strides)
+def _place(one: _Located, start: int) -> None:
+    one.leaf.node["offset"] = one.memory.origin - start
+    if not one.is_contiguous:
+        one.leaf.node["strides"] = list(one.memory.strides)
 
 
 def _store_hull(
-    group: list[Leaf], tensors: dict[int, Tensor], unique_name: Callable[[str], str]
+    group: list[_Located], tensors: dict[int, Tensor], unique_name: Callable[[str], str]
 ) -> None:
     start, stop = _hull(group)
     memory = next(
         (
-            m
-            for leaf in group
-            if (m := leaf.memory) and m.bounds[0] <= start and stop <= m.bounds[1]
+            one.memory
+            for one in group
+            if one.memory.bounds[0] <= start and stop <= one.memory.bounds[1]
         ),
         None,
     )
     if memory is None:
         raise UnsupportedState(
-            f"{group[0].path} and {group[-1].path} overlap in memory, but no storage holds both",
+            f"{group[0].leaf.path} and {group[-1].leaf.path} overlap in memory, but no storage holds both",
             hint="store a copy of one of them",
         )
     start = max(memory.bounds[0], start - start % _ALIGNMENT)
-    for leaf in group:
-        if (_origin(leaf) - start) % _alignment(leaf):
+    for one in group:
+        if (one.memory.origin - start) % one.memory.alignment:
             raise UnsupportedState(
-                f"{leaf.path} lies unaligned in memory that it shares", hint="store a copy of it"
+                f"{one.leaf.path} lies unaligned in memory that it shares",
+                hint="store a copy of it",
             )
-        leaf.node.pop("stored", None)
-        _place(leaf, start)
-    name = unique_name(f"{group[0].tensor.spec.name}~storage")
+        one.leaf.node.pop("stored", None)
+        _place(one, start)
+    name = unique_name(f"{group[0].name}~storage")
     spec = TensorSpec(name=name, dtype=_UINT8, shape=(stop - start,))
     content = memory.content
-    for leaf in group:
-        leaf.node["tensor"] = name
+    for one in group:
+        one.leaf.node["tensor"] = name
         # The first place in the order of the tree is kept, with the storage in it.
-        if leaf is group[0]:
-            tensors[id(leaf)] = Tensor(spec=spec, content=lambda: content(start, stop))
+        if one is group[0]:
+            tensors[one.number] = Tensor(spec=spec, content=lambda: content(start, stop))
         else:
-            del tensors[id(leaf)]
+            del tensors[one.number]
 
 
 def _number_shared(leaves: Sequence[Leaf]) -> None:
@@ -280,10 +336,23 @@ def _number_shared(leaves: Sequence[Leaf]) -> None:
             leaf.node["shared"] = numbers.setdefault(identity, len(numbers))
 
 
-def array_memory(array: np.ndarray) -> Memory | None:
-    """Return the memory of a NumPy array; None when it is empty."""
+def array_span(array: np.ndarray) -> Span | None:
+    """Return where the memory of a NumPy array starts and ends; None when it is empty."""
     if array.nbytes == 0:
         return None
+    origin = array.__array_interface__["data"][0]
+    if array.flags.forc:
+        return "cpu", origin, origin + array.nbytes
+    return "cpu", *extent(origin, array.shape, array.strides, array.itemsize)
+
+
+def _is_owner(array: np.ndarray) -> bool:
+    # Others can look at memory that an array owns only through a view of that array, which owns none.
+    return array.base is None and array.flags.owndata and array.flags.forc
+
+
+def array_memory(array: np.ndarray) -> Memory:
+    """Return the memory of a NumPy array that has elements."""
     origin = array.__array_interface__["data"][0]
     start, stop = extent(origin, array.shape, array.strides, array.itemsize)
     root = array
@@ -307,3 +376,6 @@ def array_memory(array: np.ndarray) -> Memory | None:
         bounds=bounds,
         content=content,
     )
+
+
+ARRAYS = Finder(is_owner=_is_owner, span=array_span, memory=array_memory)

@@ -35,7 +35,7 @@ class StateMismatch(UnsupportedState, ValueError):
 class Path:
     """Where a value is in the state; linked, so that a deep tree costs nothing until a path is printed."""
 
-    __slots__ = ("_kind", "_parent", "_step")
+    __slots__ = ("_kind", "_parent", "_prefix", "_step")
 
     def __init__(
         self,
@@ -46,6 +46,7 @@ class Path:
         self._parent = parent
         self._kind = kind
         self._step = step
+        self._prefix: str | None = None
 
     def key(self, key: object) -> Path:
         """Return the path of the value under `key`."""
@@ -76,10 +77,19 @@ class Path:
 
     def tensor_name(self) -> str:
         """Return the name under which a tensor at this path is stored (made unique by the caller)."""
-        names = [_escaped(at._step) for at in self._steps() if at._kind != "object"]
-        name = "/".join(names) or "state"
+        if self._parent is None or self._kind == "object":
+            name = self._name_prefix()[:-1] or "state"
+        else:
+            name = self._parent._name_prefix() + _escaped(self._step) or "state"
         # Names that begin with `__` belong to the file formats, such as `__metadata__`.
         return f"~{name}" if name.startswith("__") else name
+
+    def _name_prefix(self) -> str:
+        """Return what the names of all tensors below start with; kept, because they may be many."""
+        if self._prefix is None:
+            steps = [_escaped(at._step) for at in self._steps() if at._kind != "object"]
+            self._prefix = "".join([f"{step}/" for step in steps])
+        return self._prefix
 
 
 def shown(step: object) -> str:

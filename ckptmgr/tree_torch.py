@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import torch
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.leaves import torch_bytes
 from ckptmgr.tree_atoms import decode_float, decode_shape
-from ckptmgr.tree_memory import Leaf, Memory, extent, stored_as
+from ckptmgr.tree_memory import Finder, Leaf, Memory, Span, extent, stored_as
 from ckptmgr.tree_nodes import Json, Path, TreeError, unsupported
 
 _DETACH_HINT = "save its state_dict(), or a plain copy: tensor.detach().clone()"
@@ -37,6 +37,7 @@ def encode_torch_atom(value: Any) -> tuple[Json] | None:
     return None
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of an element type without `torch.`."""
     return str(dtype).removeprefix("torch.")
@@ -106,7 +107,8 @@ def _split_quantized(value: torch.Tensor, path: Path) -> tuple[Json, dict[str, o
 
 def _flags(value: torch.Tensor) -> dict[str, Json]:
     flags: dict[str, Json] = {}
-    if isinstance(value, torch.nn.Parameter):
+    # Parameters look at more than the type when they are asked, which takes longer than all of the rest.
+    if type(value) is not torch.Tensor and isinstance(value, torch.nn.Parameter):
         flags["parameter"] = True
     if value.requires_grad:
         flags["requires_grad"] = True
@@ -115,26 +117,28 @@ def _flags(value: torch.Tensor) -> dict[str, Json]:
 
 def torch_leaf(value: torch.Tensor, path: Path, name: str) -> Leaf:
     """Return the leaf of a plain tensor."""
-    spelling, shape = dtype_name(value.dtype), tuple(value.shape)
-    spec, is_bytes = stored_as(name, spelling, shape, value.dtype.itemsize)
-    node: dict[str, Json] = {"dtype": spelling, "shape": list(shape), **_flags(value)}
+    dtype, shape = value.dtype, tuple(value.shape)
+    spelling = dtype_name(dtype)
+    spec, is_bytes = stored_as(name, spelling, shape, dtype.itemsize)
+    node = _flags(value)
     if is_bytes:
         node["stored"] = "uint8"
-    return Leaf(
-        path=path,
-        node=node,
-        value=value,
-        tensor=Tensor(spec=spec, content=partial(torch_bytes, value)),
-        item_bytes=value.dtype.itemsize,
-        shape=shape,
-        memory=_memory(value),
-    )
+    tensor = Tensor(spec=spec, content=partial(torch_bytes, value))
+    return Leaf(path, "torch", spelling, shape, node, value, tensor, dtype.itemsize, TENSORS)
 
 
-def _memory(value: torch.Tensor) -> Memory | None:
+def _span(value: torch.Tensor) -> Span | None:
     # Conjugated and negated views differ from their memory: stored on their own, as the values they stand for.
     if value.numel() == 0 or value.is_conj() or value.is_neg():
         return None
+    item_bytes, origin = value.dtype.itemsize, value.data_ptr()
+    if value.is_contiguous():
+        return str(value.device), origin, origin + value.numel() * item_bytes
+    strides = [stride * item_bytes for stride in value.stride()]
+    return str(value.device), *extent(origin, value.shape, strides, item_bytes)
+
+
+def _memory(value: torch.Tensor) -> Memory:
     storage, item_bytes = value.untyped_storage(), value.dtype.itemsize
     strides = tuple(stride * item_bytes for stride in value.stride())
     low, origin = storage.data_ptr(), value.data_ptr()
@@ -155,6 +159,10 @@ def _memory(value: torch.Tensor) -> Memory | None:
         bounds=(low, low + storage.nbytes()),
         content=content,
     )
+
+
+# Any number of tensors may look at one storage.
+TENSORS = Finder(is_owner=lambda value: False, span=_span, memory=_memory)
 
 
 def build_tensor(

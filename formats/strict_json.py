@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import NoReturn
 
@@ -121,11 +122,8 @@ class _RefusedError(Exception):
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     value = dict(pairs)
     if len(value) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise _RefusedError(f"has the key {key!r} twice")
-            seen.add(key)
+        counts = Counter(key for key, _ in pairs)
+        raise _RefusedError(f"has the key {counts.most_common(1)[0][0]!r} twice")
     return value
 
 

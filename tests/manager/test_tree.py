@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import enum
+import json
 import math
 import random
 import sys
@@ -188,6 +189,32 @@ def test_same_array_twice_is_stored_once_and_comes_back_as_one_object() -> None:
     assert [tensor.spec.name for tensor in flat.tensors] == ["a"]
     assert flat.aliases == {"b": "a"}
     assert back["a"] is back["b"]
+
+
+@pytest.mark.parametrize(
+    "look_at",
+    [
+        lambda array: array[2:],
+        lambda array: np.frombuffer(memoryview(array), array.dtype),
+        lambda array: np.asarray(memoryview(array)),
+        lambda array: np.ctypeslib.as_array(np.ctypeslib.as_ctypes(array)),
+    ],
+    ids=["view", "buffer", "asarray", "ctypes"],
+)
+def test_memory_of_an_owner_is_found_whoever_looks_at_it(look_at: Any) -> None:
+    own = np.arange(8.0)
+    flat = flatten({"other": np.ones(3), "own": own, "look": look_at(own)})
+    assert len(flat.tensors) == 2
+    loaded = unflatten(flat.skeleton, reader(flat))
+    assert isinstance(loaded, dict)
+    loaded["own"][:] = 7
+    assert (loaded["look"] == 7).all()
+
+
+def test_owner_whose_elements_lie_on_each_other_is_refused() -> None:
+    array: np.ndarray = np.ndarray((5,), np.float64, strides=(0,))
+    with pytest.raises(UnsupportedState, match="no storage holds both"):
+        flatten([array])
 
 
 def test_views_of_a_stored_array_share_its_memory_again() -> None:
@@ -452,6 +479,13 @@ STATES = st.recursive(
     ),
     max_leaves=12,
 )
+
+
+@settings(max_examples=80, deadline=None)
+@given(STATES)
+def test_skeleton_of_any_state_is_spelled_as_json_spells_it(state: object) -> None:
+    skeleton = flatten(state).skeleton
+    assert json.dumps(json.loads(skeleton), separators=(",", ":")) == skeleton
 
 
 @settings(max_examples=150, deadline=None)

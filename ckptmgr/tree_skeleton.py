@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The JSON of a skeleton whose leaves are still objects.
+
+Most leaves of a large state say the same but for their name, and names are most of what is left; so both are spelled without
+a detour over dicts, which the collector would look at again and again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from ckptmgr.tree_memory import Leaf
+from ckptmgr.tree_nodes import VERSION, Json
+
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+
+
+def skeleton_of(nodes: Sequence[Json | Leaf]) -> str:
+    """Return the text of a skeleton; its leaves must be planned already."""
+    heads: dict[tuple[str, str, tuple[int, ...]], str] = {}
+    parts: list[str] = []
+    waiting: list[Json] = []
+    for node in nodes:
+        if isinstance(node, Leaf):
+            if waiting:
+                parts.append(_ENCODER.encode(waiting)[1:-1])
+                waiting.clear()
+            parts.append(_leaf(node, heads))
+        elif isinstance(node, str) and not waiting:
+            parts.append(_ENCODER.encode(node))
+        else:
+            waiting.append(node)
+    if waiting:
+        parts.append(_ENCODER.encode(waiting)[1:-1])
+    return f'{{"version":{VERSION},"nodes":[{",".join(parts)}]}}'
+
+
+def _leaf(leaf: Leaf, heads: dict[tuple[str, str, tuple[int, ...]], str]) -> str:
+    node = leaf.node
+    if "shape" in node or not isinstance(leaf.dtype, str):
+        body: Json = {"dtype": leaf.dtype, "shape": list(leaf.shape), **node}
+        return _ENCODER.encode({leaf.kind: body})
+    key = (leaf.kind, leaf.dtype, leaf.shape)
+    head = heads.get(key)
+    if head is None:
+        shape = ",".join(map(str, leaf.shape))
+        head = heads[key] = (
+            f'{{"{leaf.kind}":{{"dtype":{_ENCODER.encode(leaf.dtype)},"shape":[{shape}]'
+        )
+    return "".join([head, *[f',"{name}":{_text(value)}' for name, value in node.items()], "}}"])
+
+
+def _text(value: Json) -> str:
+    if value is True:
+        return "true"
+    return _ENCODER.encode(value)
