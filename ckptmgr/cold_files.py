@@ -38,6 +38,11 @@ def read_once(file: InputFile) -> InputFile:
     return _ColdFile(file) if isinstance(file, CachedFile) else file
 
 
+def load_once(file: InputFile) -> InputFile:
+    """Return what `read_once` does, unless other processes may be about to read the same file."""
+    return file if is_one_of_many() else read_once(file)
+
+
 def is_one_of_many() -> bool:
     """Return whether a launcher started this process together with others, which may read the same files."""
     return any(os.environ.get(name, "1") not in ("", "0", "1") for name in _WORLD_SIZES)

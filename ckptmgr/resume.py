@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from ckptmgr.cold_files import load_once
 from ckptmgr.errors import (
     CkptmgrError,
     CorruptCheckpoint,
@@ -42,9 +43,15 @@ def notes_of(skipped: Sequence[Skipped]) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def open_checkpoint(
-    store: Store, checkpoint: Checkpoint, *, options: ReadOptions
+    store: Store, checkpoint: Checkpoint, *, options: ReadOptions, is_read_once: bool = True
 ) -> Iterator[tuple[OpenCheckpoint, Manifest | None]]:
     """Open a checkpoint of a store with everything that is known about it, to be read with `read_values`.
+
+    Args:
+        store: Where it lies.
+        checkpoint: Which.
+        options: How to read it.
+        is_read_once: Whether its contents are read only once.
 
     Raises:
         CkptmgrError: It is damaged, locked away by a key, or gone.
@@ -63,7 +70,8 @@ def open_checkpoint(
                 path=checkpoint.path,
                 hint="pass allow_unsealed=True if you trust its name",
             )
-        with contextlib.closing(store.fs.open(path)) as raw:
+        file = store.fs.open(path)
+        with contextlib.closing(load_once(file) if is_read_once else file) as raw:
             opened = open_source(
                 raw,
                 path=str(path),

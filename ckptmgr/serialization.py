@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ckptmgr.cold_files import is_one_of_many, read_once
+from ckptmgr.cold_files import load_once
 from ckptmgr.config_checks import (
     check_async_save,
     check_bool,
@@ -317,8 +317,7 @@ def _read_file(
     store = Store(path.parent, key=options.key, trusted_keys=options.trusted_keys)
 
     def read_with(manifest: Manifest | None) -> dict[str, Any]:
-        file = store.fs.open(path)
-        with closing(file if is_one_of_many() else read_once(file)) as raw:
+        with closing(load_once(store.fs.open(path))) as raw:
             return read(
                 open_source(
                     raw, path=str(path), options=options, manifest=manifest, is_for_loading=True

@@ -103,7 +103,9 @@ class SeriesReader:
             )
         with contextlib.ExitStack() as stack:
             opened, manifest = stack.enter_context(
-                open_checkpoint(self._store, checkpoint, options=self._options)
+                open_checkpoint(
+                    self._store, checkpoint, options=self._options, is_read_once=state is None
+                )
             )
             skeleton = opened.metadata.get(SKELETON)
             if state is not None and skeleton is not None:
