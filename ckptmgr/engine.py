@@ -16,6 +16,7 @@ import logging
 import os
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
@@ -154,7 +155,9 @@ class SaveEngine:
         except Exception:
             if not (failures and self._has_peers):
                 raise
-            return self.refuse(failures[0], save, watch=watch)
+            return self.refuse(failures.pop(), save, watch=watch)
+        finally:
+            failures.clear()  # their tracebacks hold this frame: a cycle would keep what they hold
         watch.follow(handle)
         return handle
 
@@ -162,7 +165,10 @@ class SaveEngine:
         """Run a save whose state could not be had: what it gets to publish with raises `error`."""
         if self.mode == "sync":
             return self._run_now((), save, watch, publish=Refusal(error))
-        handle = self._background.submit(_NoState, lambda _, stats: save((), Refusal(error)))
+        # As text, and without its frames: they would keep the state.
+        _LOG.error("nothing to save:\n%s", "".join(traceback.format_exception(error)))
+        refusal = Refusal(error.with_traceback(None))
+        handle = self._background.submit(_NoState, lambda _, stats: save((), refusal))
         watch.follow(handle)
         return handle
 

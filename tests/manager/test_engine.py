@@ -6,7 +6,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -50,6 +52,29 @@ def value_in(manager: CheckpointManager, step: int) -> float:
     assert isinstance(state, dict)
     assert np.unique(state["w"]).size == 1
     return float(state["w"][0])
+
+
+@pytest.mark.parametrize("has_peers", [False, True])
+def test_state_that_could_not_be_copied_is_let_go_at_once(has_peers: bool) -> None:
+    memory = MemoryConfig(host_budget_bytes=1)
+    engine = SaveEngine("thread", memory=memory, has_peers=has_peers)
+    array = np.zeros(1 << 20)
+    is_there = weakref.ref(array)
+
+    def save(items: Sequence[Item], publish: Publish) -> Checkpoint:
+        assert not items
+        raise StagingExhausted("told to the others")
+
+    gc.disable()
+    try:
+        with suppress(StagingExhausted):
+            engine.run(Store(Path("/none")), [tensor_from_array("w", array)], save)
+        with suppress(StagingExhausted):
+            engine.close()
+        del array
+        assert is_there() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
