@@ -19,7 +19,7 @@ from .errors import CryptoError, KeySourceError
 from .key import Key
 from .key_files import parse_pem
 from .run_passphrase import RunPassphrase
-from .slots import DATA_KEY_BYTES, NO_KEY_ID, Identity, Recipient, Slot
+from .slots import DATA_KEY_BYTES, NO_KEY_ID, Identity, Recipient, Slot, SlotType
 from .wrapping import Passphrase, RawKey
 
 
@@ -138,9 +138,14 @@ class KeyRing:
         """Return slots that hold nothing, for what stands at their heads."""
         with self._lock:
             if self._labelled is None:
-                nothing = Key(bytes(DATA_KEY_BYTES))
-                self._labelled = tuple(one.wrap(nothing, bound=b"") for one in self.recipients)
+                self._labelled = tuple(_empty_slot(one) for one in self.recipients)
             return self._labelled
+
+
+def _empty_slot(recipient: Recipient) -> Slot:
+    if isinstance(recipient, RunPassphrase):  # which would be stretched for nothing
+        return Slot(type=SlotType.RUN_PASSPHRASE, key_id=NO_KEY_ID, body=b"")
+    return recipient.wrap(Key(bytes(DATA_KEY_BYTES)), bound=b"")
 
 
 Keys = Key | KeyRing

@@ -14,6 +14,7 @@ from ckptmgr.config import CheckpointConfig
 from ckptmgr.crypto.container_header import Content
 from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.keyring import KeyMaterial, KeyRing, Kind
+from ckptmgr.crypto.signing import SigningKey
 from ckptmgr.crypto.wrapping import RawKey
 from ckptmgr.digest import digest_of
 from ckptmgr.errors import CkptmgrError, KeyProblem
@@ -63,9 +64,12 @@ def save_run(
     form: str = "safetensors",
     mode: str = "AES-GCM",
     key: Key = OLD,
+    signing_key: SigningKey | None = None,
 ) -> None:
     """Save some encrypted checkpoints."""
-    config = CheckpointConfig(keep="all", enc_key=key.raw, enc_mode=mode, format=form)
+    config = CheckpointConfig(
+        keep="all", enc_key=key.raw, enc_mode=mode, format=form, signing_key=signing_key
+    )
     processes = None if disk is None else ModelProcesses(disk)
     with CheckpointManager(
         directory, config, prefix="net", fs=disk, processes=processes, clock=lambda: 1_700_000_000.0

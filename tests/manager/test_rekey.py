@@ -5,14 +5,35 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from ckptmgr.config import CheckpointConfig
+from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.key_files import generate_pair
-from ckptmgr.errors import KeyProblem, UnsafeWrite, UnsealedCheckpoint
+from ckptmgr.crypto.signing import SigningKey
+from ckptmgr.errors import (
+    CorruptCheckpoint,
+    KeyProblem,
+    NotBuiltYet,
+    UnsafeWrite,
+    UnsealedCheckpoint,
+)
+from ckptmgr.manager import CheckpointManager
 from ckptmgr.manifest import manifest_name
-from ckptmgr.rekey import Action, open_for_rekeying, plan_rekeying, rekey_checkpoint
+from ckptmgr.model import State
+from ckptmgr.rekey import (
+    Action,
+    open_for_rekeying,
+    plan_reencryption,
+    plan_rekeying,
+    reencrypt_checkpoint,
+    rekey_checkpoint,
+)
 from ckptmgr.rekey_header import KeyChange
 from ckptmgr.store import Store
+from tests.crashmodel import ModelDisk
+from tests.faults.training import RUNS
 from tests.manager.rekeying import (
     NEW,
     OLD,
@@ -23,6 +44,7 @@ from tests.manager.rekeying import (
     resumed_step,
     ring,
     save_run,
+    save_set,
 )
 from tests.manager.saved import flip, tree_of
 
@@ -256,3 +278,92 @@ def test_encrypted_ckpt_that_the_change_does_not_name_is_left_alone(tmp_path: Pa
     save_run(directory=tmp_path, form="ckpt", steps=1)
     for change in (KeyChange(keys=ring(OLD)), KeyChange(keys=ring(OLD), remove=(ring(OTHER),))):
         assert [one.action for one in rekey(change, directory=tmp_path)] == [Action.NOTHING]
+
+
+def signed_by(directory: Path, key: Key, signer: SigningKey) -> list[str | None]:
+    """Return who signed the checkpoints, for somebody who trusts one signer."""
+    store = Store(directory, key=key, trusted_keys=[signer.public_key], must_authenticate=True)
+    manifests = [store.read_manifest(one.name) for one in store.scan()]
+    return [None if one is None else one.signed_by for one in manifests]
+
+
+def test_signatures_survive_a_rotation(tmp_path: Path) -> None:
+    signer = SigningKey.generate()
+    save_run(directory=tmp_path, signing_key=signer)
+    rekey(ROTATION, directory=tmp_path)
+    assert signed_by(tmp_path, NEW, signer) == [signer.public_key.key_id] * 2
+
+
+@pytest.mark.parametrize("form", ["ckpt", "safetensors"])
+def test_file_that_is_signed_is_encrypted_anew_with_the_signing_key_only(
+    tmp_path: Path, form: str
+) -> None:
+    signer = SigningKey.generate()
+    save_run(directory=tmp_path, form=form, signing_key=signer, steps=1)
+    change = KeyChange(keys=ring(OLD), add=(ring(NEW),), is_only=True)
+    (checkpoint,) = Store(tmp_path).scan()
+    with pytest.raises(KeyProblem, match="signed"):
+        reencrypt_checkpoint(open_for_rekeying(tmp_path, change), checkpoint, change)
+    assert openers(checkpoint, [ring(OLD), ring(NEW)]) == [0]
+    store = open_for_rekeying(tmp_path, change, signing_key=signer)
+    reencrypt_checkpoint(store, checkpoint, change)
+    assert openers(checkpoint, [ring(OLD), ring(NEW)]) == [1]
+    assert signed_by(tmp_path, NEW, signer) == [signer.public_key.key_id]
+
+
+def test_files_of_many_ranks_are_not_encrypted_anew(tmp_path: Path) -> None:
+    disk = ModelDisk()
+    save_set(disk)
+    change = KeyChange(keys=ring(OLD), add=(ring(NEW),), is_only=True)
+    store = open_for_rekeying(RUNS, change, fs=disk)
+    (checkpoint,) = store.scan()
+    with pytest.raises(NotBuiltYet, match="many ranks"):
+        plan_reencryption(store, checkpoint, change)
+
+
+def test_compressed_file_keeps_its_data_key_and_changes_its_keys(tmp_path: Path) -> None:
+    config = CheckpointConfig(enc_key=OLD.raw, format="safetensors", compression="zstd")
+    with CheckpointManager(tmp_path, config, prefix="net") as manager:
+        manager.save(1, {"w": np.arange(1000.0)})
+    rekey(ROTATION, directory=tmp_path)
+    (checkpoint,) = Store(tmp_path).scan()
+    assert openers(checkpoint, [ring(OLD), ring(NEW)]) == [1]
+    change = KeyChange(keys=ring(NEW), add=(ring(OTHER),), is_only=True)
+    with pytest.raises(NotBuiltYet, match="compressed"):
+        reencrypt_checkpoint(open_for_rekeying(tmp_path, change), checkpoint, change)
+
+
+def test_plain_file_is_not_encrypted_anew(tmp_path: Path) -> None:
+    from tests.manager.saved import save_run as save_plain
+
+    save_plain(tmp_path, [1])
+    change = KeyChange(keys=ring(OLD), add=(ring(NEW),), is_only=True)
+    (checkpoint,) = Store(tmp_path).scan()
+    store = Store(tmp_path)
+    assert reencrypt_checkpoint(store, checkpoint, change).action is Action.PLAIN
+
+
+@pytest.mark.parametrize("form", ["ckpt", "safetensors"])
+def test_file_without_manifest_is_encrypted_anew_and_gets_one(tmp_path: Path, form: str) -> None:
+    save_run(directory=tmp_path, form=form, steps=1)
+    (path,) = (one.path for one in Store(tmp_path).scan())
+    (tmp_path / manifest_name(path.name)).unlink()
+    change = KeyChange(keys=ring(OLD), add=(ring(NEW),), is_only=True)
+    (checkpoint,) = Store(tmp_path).scan()
+    reencrypt_checkpoint(open_for_rekeying(tmp_path, change), checkpoint, change)
+    (checkpoint,) = Store(tmp_path).scan()
+    assert checkpoint.state is State.OK
+    assert openers(checkpoint, [ring(OLD), ring(NEW)]) == [1]
+
+
+def test_damaged_file_is_not_encrypted_anew(tmp_path: Path) -> None:
+    save_run(directory=tmp_path, steps=1)
+    (path,) = tmp_path.glob("*.ckpe")
+    flip(path, -5)
+    before = path.read_bytes()
+    change = KeyChange(keys=ring(OLD), add=(ring(NEW),), is_only=True)
+    (checkpoint,) = Store(tmp_path).scan()
+    with pytest.raises(CorruptCheckpoint):
+        reencrypt_checkpoint(open_for_rekeying(tmp_path, change), checkpoint, change)
+    assert path.read_bytes() == before
+    assert not list(tmp_path.glob(".*.tmp"))
