@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from ckptmgr.chain import contradiction
 from ckptmgr.config import CheckpointConfig, check_config
 from ckptmgr.engine import engine_for
 from ckptmgr.forecaster import Forecaster, size_of
@@ -259,7 +260,8 @@ class ModelCheckpoint:
         self._engine.wait_until_idle()
         writer = self._writer(self._directory, self._prefix)
         family = re.compile(re.escape(self._base_prefix) + r"(_\d+)?")
-        candidates = [c for c in newest_first(writer.store.scan()) if family.fullmatch(c.series)]
+        present = writer.store.scan()
+        candidates = [c for c in newest_first(present) if family.fullmatch(c.series)]
         options = ReadOptions(key=self._key, trusted_keys=writer.store.trusted_keys)
 
         def load(checkpoint: Checkpoint) -> dict[str, Value]:
@@ -271,6 +273,9 @@ class ModelCheckpoint:
             _LOG.warning("skipped %s: %s", one.checkpoint.path, one.reason)
         if checkpoint is None or values is None:
             return None, skipped
+        doubt = contradiction(checkpoint, present)
+        if doubt is not None:
+            _LOG.warning("%s may be an older file under this name: %s", checkpoint.path, doubt)
         writer.continue_from(checkpoint, writer.store.read_manifest(checkpoint.name))
         return Resumed(checkpoint=checkpoint, values=values, skipped=tuple(skipped)), skipped
 

@@ -156,6 +156,11 @@ class Manifest:
         """Return what there is to know about the file of one rank, as a manifest of that file alone."""
         return replace(self, file=self.shards[rank], shards=())
 
+    def signed(self, key_id: str | None) -> Manifest:
+        """Return the manifest, noting whose signature covers it and what it replaces."""
+        old = None if self.replaces is None else replace(self.replaces, signed_by=key_id)
+        return replace(self, signed_by=key_id, replaces=old)
+
     def without_replaced(self) -> Manifest:
         """Return the manifest as it is after the swap."""
         return replace(self, replaces=None)
@@ -276,7 +281,7 @@ def decode(
         )
     except RecursionError as error:
         raise CorruptCheckpoint("not valid JSON: nested too deeply", path=path) from error
-    return replace(manifest, signed_by=signer)
+    return manifest.signed(signer)
 
 
 def reauthenticated(

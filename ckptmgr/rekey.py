@@ -243,15 +243,9 @@ class _Checkpoint:
         return planned
 
     def _check_signature(self) -> None:
-        """Raise KeyProblem when the file is signed, and without its key the signature would be lost."""
-        if self._manifest is None:
-            return
-        if self._store.lost_by_rewriting(self._checkpoint.name) == "signed":
-            raise KeyProblem(
-                "the manifest is signed; what is encrypted anew must be signed anew",
-                path=self._checkpoint.path,
-                hint="pass the private key (CLI: --signing-key)",
-            )
+        """Raise KeyProblem when the file is signed, and what is encrypted anew could not be."""
+        if self._manifest is not None:
+            self._store.check_rewritable(self._checkpoint)
 
     def _encrypt_anew(self) -> None:
         reencrypt_file(

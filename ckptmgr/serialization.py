@@ -28,9 +28,10 @@ from ckptmgr.config_checks import (
     check_compression,
     check_is_bool,
     check_mode,
+    check_signing_key,
     check_trusted_keys,
 )
-from ckptmgr.crypto.signing import PublicKey
+from ckptmgr.crypto.signing import PublicKey, SigningKey
 from ckptmgr.errors import CheckpointNotFound, UnsupportedState
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import Item, Tensor
@@ -83,6 +84,7 @@ def save_checkpoint(
     format: str = "ckpt",
     *,
     verify_after_write: bool = False,
+    signing_key: str | SigningKey | None = None,
     compression: str | None = None,
     compression_level: int = 1,
     **kwargs: object,
@@ -106,6 +108,7 @@ def save_checkpoint(
         verify_after_write: Read the file back from the disk, past the page cache, before it is published.
         compression: "zstd", or None; for safetensors only.
         compression_level: 1 (fast) to 19.
+        signing_key: The source of an Ed25519 private key, such as `file:sign.pem`; signs the manifest.
         kwargs: MindSpore's `remove_redundancy` (noted in safetensors metadata); others are ignored as MindSpore does.
 
     Returns:
@@ -154,7 +157,7 @@ def save_checkpoint(
     if not path.parent.is_dir():
         raise FileNotFoundError(2, os.strerror(2), str(path))
     facts = dict(append_dict or {})
-    store = Store(path.parent, key=key)
+    store = Store(path.parent, key=key, signing_key=check_signing_key(signing_key))
     order = SaveOrder(
         name=path.name,
         items=items,

@@ -22,17 +22,20 @@ from ckptmgr import (
     ModelCheckpoint,
     load_checkpoint,
     open_checkpoint,
+    save_checkpoint,
 )
 from ckptmgr.chain import contradiction
 from ckptmgr.config_checks import check_trusted_keys
 from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.signing import PublicKey, SigningKey
+from ckptmgr.digest import digest_of
 from ckptmgr.errors import (
     CorruptCheckpoint,
     KeyProblem,
     TamperedCheckpoint,
     UnsealedCheckpoint,
 )
+from ckptmgr.formats.source import BytesSource
 from ckptmgr.loader import ReadOptions
 from ckptmgr.manifest import FOREIGN, decode, encode, manifest_name
 from ckptmgr.manifest_proof import PAYLOAD_TYPE, canonical
@@ -49,7 +52,7 @@ from ckptmgr.store import Store
 from ckptmgr.verify import Level, Status, verify_checkpoint
 from tests.manager.manifests import PATH, manifest
 from tests.manager.rekeying import NEW, ring
-from tests.manager.saved import flip, only, overwrite
+from tests.manager.saved import flip, only, overwrite, save_run
 from tests.manager.surface import Loop
 
 KEY, SIGNER, OTHER = Key(bytes(32)), SigningKey(bytes(range(32))), SigningKey(bytes(32))
@@ -158,6 +161,25 @@ def test_manifest_nested_to_the_limit_is_refused() -> None:
         data = data.replace(b'"schema"', b'"x": ' + nested + b', "schema"')
         with pytest.raises(CorruptCheckpoint):
             decode(data, path=PATH, trusted_keys=TRUSTED)
+
+
+def test_signature_covers_the_file_that_is_being_replaced() -> None:
+    both = manifest(replaces=manifest(content=b"old", step=0))
+    read = decode(encode(both, signing_key=SIGNER), path=PATH, trusted_keys=TRUSTED)
+    assert read.replaces is not None
+    assert read.replaces.signed_by == read.signed_by == SIGNER.public_key.key_id
+
+
+def test_signed_overwrite_that_was_interrupted_leaves_the_old_file_signed(tmp_path: Path) -> None:
+    train(tmp_path, range(1, 2))
+    (found,) = Store(tmp_path).scan()
+    old = Store(tmp_path).read_manifest(found.name)
+    assert old is not None
+    new = replace(old, file=replace(old.file, digest=digest_of(BytesSource(b"never written"))))
+    both = encode(replace(new, replaces=old), signing_key=SIGNER)
+    overwrite(tmp_path / manifest_name(found.name), both)
+    loaded = load_checkpoint(found.path, trusted_keys=TRUSTED)
+    assert loaded["w"][0] == 1.0
 
 
 # What is frozen: every later version, and every other implementation, reads and checks these.
@@ -318,6 +340,15 @@ def test_signed_file_loads_with_the_file_of_the_public_key(tmp_path: Path) -> No
         assert reader.is_verified
 
 
+def test_single_file_is_signed_too(tmp_path: Path) -> None:
+    path = tmp_path / "net.ckpt"
+    save_checkpoint({"w": np.ones(3)}, path, signing_key=SIGNER)
+    assert load_checkpoint(path, trusted_keys=TRUSTED)["w"].sum() == 3
+    save_checkpoint({"w": np.ones(3)}, path)
+    with pytest.raises(UnsealedCheckpoint):
+        load_checkpoint(path, trusted_keys=TRUSTED)
+
+
 def test_run_that_signs_goes_on_from_its_own_checkpoints_only(tmp_path: Path) -> None:
     unsigned(tmp_path)
     with pytest.raises(UnsealedCheckpoint, match="not signed"):
@@ -366,6 +397,24 @@ def test_signature_of_another_run_under_this_name_is_the_true_one_of_that_run(
     assert verify_checkpoint(store, old, options=options, present=present).status is Status.DAMAGED
 
 
+def test_callback_that_resumes_from_a_replaced_file_warns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    old = save_run(tmp_path / "a", [10])[0]
+    first, second, newest = save_run(tmp_path / "b", [9, 10, 11])
+    for name in (old.name, manifest_name(old.name)):
+        (tmp_path / "b" / name).unlink(missing_ok=True)
+        shutil.copy(tmp_path / "a" / name, tmp_path / "b" / name)
+    first.unlink()
+    flip(newest, 70)
+    found = ModelCheckpoint("net", str(tmp_path / "b"), CheckpointConfig()).resume()
+    assert found is not None
+    assert (
+        f"{second} may be an older file under this name: {newest.name} was saved after"
+        in caplog.text
+    )
+
+
 def test_configuration_takes_a_source_and_never_shows_the_key(tmp_path: Path) -> None:
     path = tmp_path / "sign.pem"
     path.touch(mode=0o600)
@@ -412,10 +461,10 @@ def test_file_that_is_encrypted_anew_must_be_signed_anew(tmp_path: Path, format:
     change = KeyChange(keys=ring(KEY), add=(ring(NEW),), is_only=True)
     store = open_for_rekeying(tmp_path, change)
     for step in (plan_reencryption, reencrypt_checkpoint):
-        with pytest.raises(KeyProblem, match="must be signed anew"):
+        with pytest.raises(KeyProblem, match="is signed; without its key"):
             step(store, only(store), change)
     if format == "ckpt":
-        with pytest.raises(KeyProblem, match="must be signed anew"):
+        with pytest.raises(KeyProblem, match="is signed; without its key"):
             rekey_checkpoint(
                 store, only(store), replace(change, is_only=False, remove=(ring(KEY),))
             )

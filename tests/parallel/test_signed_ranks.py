@@ -1,0 +1,60 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of many ranks: signed by the one that commits, and linked to each other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ckptmgr.crypto.signing import SigningKey
+from ckptmgr.loader import ReadOptions
+from ckptmgr.manager import CheckpointManager
+from ckptmgr.model import State
+from ckptmgr.store import Store
+from ckptmgr.verify import Status, verify_all
+from tests.crashmodel import ModelDisk
+from tests.faults.training import KEY, RUNS
+from tests.manager.damage import flip_bit
+from tests.parallel.test_rank_manager import run, state
+
+SIGNER = SigningKey(bytes(range(32)))
+
+
+def train(ours: CheckpointManager, rank: int) -> list[str | None]:
+    """Resume, save two steps, and return the ids of what was saved."""
+    found = ours.resume(state(rank, 0))
+    ids = []
+    for step in (found.step + 1, found.step + 2):
+        handle = ours.save(step, state(rank, step))
+        assert handle is not None
+        ids.append(handle.durable.result().id)
+    return ids
+
+
+@pytest.mark.parametrize("config", [{}, {"enc_key": KEY, "format": "safetensors"}])
+def test_all_files_of_all_ranks_verify_with_the_public_key(config: dict[str, Any]) -> None:
+    disk = ModelDisk()
+    for _ in range(2):
+        for outcome in run(disk, train, signing_key=SIGNER, **config):
+            outcome.must()
+        disk = disk.restart()
+    trusted = (SIGNER.public_key,)
+    store = Store(RUNS, fs=disk, trusted_keys=trusted, must_authenticate=True)
+    found = sorted(store.scan(), key=lambda c: c.order)
+    assert [c.state for c in found] == [State.OK] * 4
+    options = ReadOptions(trusted_keys=trusted)
+    assert [a.status for a in verify_all(store, found, options=options)] == [Status.OK] * 4
+    flip_bit(disk, found[1].shards[1])
+    answers = [a.status for a in verify_all(store, found, options=options)]
+    assert answers == [Status.OK, Status.DAMAGED, Status.OK, Status.OK]
+
+
+def test_all_ranks_agree_on_the_ids_and_each_checkpoint_names_the_one_before() -> None:
+    disk = ModelDisk()
+    ids = [outcome.must() for outcome in run(disk, train)]
+    assert ids == [ids[0]] * len(ids)
+    first, second = sorted(Store(RUNS, fs=disk).scan(), key=lambda c: c.order)
+    assert [first.id, second.id] == ids[0]
+    assert second.previous is not None
+    assert (second.previous.name, second.previous.id) == (first.name, first.id)
