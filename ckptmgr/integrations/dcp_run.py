@@ -132,7 +132,7 @@ class Run:
         """
         with self._lock:
             self.writer.open()
-            self._withdraw()
+            self._give_up()
             reader = SeriesReader(self.store, self.place.series, options=self.place.reading())
             name, attempt = reader.free_name(step, format=SET_FORMAT)
             place = self.writer.next_place(SaveFacts(step=step, attempt=attempt))
@@ -170,6 +170,8 @@ class Run:
                     path=self.store.directory / offer.set_name,
                     hint="wait for the future of async_save before the next save",
                 )
+            # From here on only a failure proves that there is no commit: an interrupt may come after it.
+            self._attempt = None
             try:
                 if time.monotonic() >= attempt.commit_by:
                     raise SaveFailed(
@@ -178,10 +180,8 @@ class Run:
                 manifest = whole()
                 problem = self.store.commit(manifest, mode=self._options.file_mode)
             except (CkptmgrError, OSError) as error:
-                attempt.watch.ended_with(error)
-                self._withdraw()
+                self._withdraw(attempt, error)
                 raise
-            self._attempt = None
             saved = self.writer.note_saved(manifest)
         if problem is not None:
             raise SaveFailed(
@@ -199,19 +199,22 @@ class Run:
         except OSError as error:
             _LOG.warning("retention: %s", error)
 
-    def _withdraw(self) -> None:
-        """Remove the files of a save that only this process could commit, and will not."""
+    def _give_up(self) -> None:
+        """End the save that was begun and never came to its commit, if there is one."""
         attempt, self._attempt = self._attempt, None
-        if attempt is None:
-            return
-        attempt.watch.ended_with(SaveFailed("a rank could not do its part"))
+        if attempt is not None:
+            self._withdraw(attempt, SaveFailed("a rank could not do its part"))
+
+    def _withdraw(self, attempt: _Attempt, error: Exception) -> None:
+        """Remove the files of a save that only this process could commit, and did not."""
+        attempt.watch.ended_with(error)
         for rank in range(attempt.world):
             self.store.withdraw(attempt.offer.file_name(rank, world=attempt.world))
 
     def close(self) -> None:
         """Give the lease back, and remove the files of a save that was not committed."""
         with self._lock:
-            self._withdraw()
+            self._give_up()
             self.writer.close()
 
 

@@ -79,7 +79,8 @@ class StorageWriter(storage.StorageWriter):
         epoch: Epoch number, or None.
         metrics: Name to value, for `best(...)`.
         timeout_s: How long a save may take. What is left of one that failed is garbage after twice this time.
-        observe: A function, or several, that take an `Event` of `ckptmgr.observe`; on the coordinator.
+        observe: A function, or several, that take an `Event` of `ckptmgr.observe`; on the coordinator. They travel to torch's
+            checkpoint process, too.
         clock: Seconds since 1970.
         fs: The disk.
 

@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -148,3 +150,33 @@ def test_files_of_a_dead_coordinator_are_removed_when_they_have_expired() -> Non
     clock[0] += 1000.0
     save(writers(4), states)
     assert not any(name.startswith("ckpt-2.") for name in disk.list(RUNS))
+
+
+def test_interrupt_at_any_call_of_the_coordinator_never_harms_a_committed_checkpoint() -> None:
+    class Interrupted(FailingDisk):
+        at = 0
+
+        def _meet(self, operation: str, path: Path) -> None:
+            super()._meet(operation, path)
+            if len(self.calls) == self.at:
+                raise KeyboardInterrupt
+
+    disk = disk_with_step_1()
+    seen = set()
+    for call in itertools.count(1):
+        own = disk.copy()
+        failing = Interrupted(own)
+        failing.at = call
+        try:
+            save_step(2, [failing, own])
+        except KeyboardInterrupt:
+            pass
+        else:
+            if len(failing.calls) < call:
+                break
+        forget()  # what a program does when it goes on, or ends
+        seen.add(newest(own))
+        save_step(3, [own] * WORLD)
+        assert newest(own) == 3
+        forget()
+    assert seen == {1, 2}
