@@ -101,7 +101,7 @@ class CheckpointConfig:
         verify_after_write: Read every file back from the disk, past the page cache, before it is published; a save whose
             bytes did not arrive fails, and the earlier checkpoints stay.
         compression: "zstd", or None. Only with format "safetensors"; the name then ends in `.ckpz`, with a key in `.ckpe`.
-        compression_level: 1 (fast) to 19.
+        compression_level: 1 (fast) to 19; above 1 hardly pays for weights, but for sparse states.
         enc_recipients: Sources of those who open the files besides, usually files of public keys (`file:alice.pem.pub`).
             Without `enc_key`, only they do: then nothing here can read what is saved.
         signing_key: The source of an Ed25519 private key (`file:sign.pem` of `ckptmgr keygen --type ed25519`) that signs the

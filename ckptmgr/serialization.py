@@ -107,7 +107,7 @@ def save_checkpoint(
         format: `ckpt` or `safetensors`.
         verify_after_write: Read the file back from the disk, past the page cache, before it is published.
         compression: "zstd", or None; for safetensors only.
-        compression_level: 1 (fast) to 19.
+        compression_level: 1 (fast) to 19; above 1 hardly pays for weights, but for sparse states.
         signing_key: The source of an Ed25519 private key, such as `file:sign.pem`; signs the manifest.
         kwargs: MindSpore's `remove_redundancy` (noted in safetensors metadata); others are ignored as MindSpore does.
 

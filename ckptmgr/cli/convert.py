@@ -44,7 +44,7 @@ _MAX_LEVEL = 19
     type=click.IntRange(1, _MAX_LEVEL),
     default=1,
     show_default=True,
-    help=f"Of zstd: 1 is fast, {_MAX_LEVEL} is small.",
+    help=f"Of zstd: 1 is fast, {_MAX_LEVEL} smallest; above 1 hardly pays for weights.",
 )
 @options.dir_option
 @options.series_option
