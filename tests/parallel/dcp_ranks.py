@@ -8,6 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+pytest.importorskip("torch")
+
 import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,

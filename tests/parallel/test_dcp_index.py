@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -13,9 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptmgr.formats.errors import FormatError, UnsupportedError
-
-pytest.importorskip("torch")
-dcp_index: Any = import_module("ckptmgr.integrations.dcp_index")
+from ckptmgr.integrations import dcp_index
 
 
 def index() -> Any:
