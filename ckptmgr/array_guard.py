@@ -22,9 +22,8 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Callable, Container
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -42,8 +41,7 @@ _WORD_BYTES = 8
 _PIECE_WORDS = PIECE_BYTES // _WORD_BYTES
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Guarded:
+class Guarded(NamedTuple):
     """A tensor that may be copied later.
 
     Attributes:
@@ -87,13 +85,12 @@ def sample_of(content: memoryview) -> bytes:
     """Return some words of a content of at least 8 bytes."""
     words = np.frombuffer(content, np.uint64, count=content.nbytes // _WORD_BYTES)
     # Odd, so that the samples of a matrix do not all lie in one column.
-    step = len(words) // _SAMPLES | 1
-    spread, firsts, lasts = (
-        words[::step],
-        words[::_PIECE_WORDS],
-        words[_PIECE_WORDS - 1 :: _PIECE_WORDS],
-    )
-    return b"".join((spread.tobytes(), firsts.tobytes(), lasts.tobytes(), content[-_WORD_BYTES:]))
+    spread = words[:: len(words) // _SAMPLES | 1].tobytes()
+    last = content[-_WORD_BYTES:]
+    if len(words) < _PIECE_WORDS:  # its first word is among those that are spread
+        return b"".join((spread, last))
+    firsts, lasts = words[::_PIECE_WORDS], words[_PIECE_WORDS - 1 :: _PIECE_WORDS]
+    return b"".join((spread, firsts.tobytes(), lasts.tobytes(), last))
 
 
 def _guard_numpy(tensor: Tensor, array: np.ndarray, changing: Container[int]) -> Guarded | None:
@@ -106,7 +103,7 @@ def _guard_numpy(tensor: Tensor, array: np.ndarray, changing: Container[int]) ->
 
 
 def _guard_torch(tensor: Tensor, value: torch.Tensor, changing: Container[int]) -> Guarded | None:
-    if value.device.type != "cpu" or value.untyped_storage().data_ptr() in changing:
+    if not value.is_cpu or value.untyped_storage().data_ptr() in changing:
         return None
     # A tensor of its own: the caller may give a parameter other memory.
     value = value.detach()
@@ -118,7 +115,7 @@ def _guard_torch(tensor: Tensor, value: torch.Tensor, changing: Container[int]) 
         return Guarded(tensor=tensor, sample=sample, counted=counted, version=version)
     if counted is None:
         return None
-    tensor = replace(tensor, content=partial(torch_bytes, value))
+    tensor = Tensor(spec=tensor.spec, content=partial(torch_bytes, value))
     return Guarded(tensor=tensor, counted=counted, version=version)
 
 
@@ -139,7 +136,7 @@ _GUARDS: dict[Callable[..., object], Callable[[Tensor, Any, Container[int]], Gua
 
 
 def _pinned(tensor: Tensor, view: memoryview) -> Tensor:
-    return replace(tensor, content=lambda: view)
+    return Tensor(spec=tensor.spec, content=lambda: view)
 
 
 def _is_read_only(array: np.ndarray) -> bool:

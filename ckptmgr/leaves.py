@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -117,8 +117,22 @@ def torch_bytes(value: torch.Tensor) -> memoryview:
     """Return a strided tensor in C order; a view of its memory when it is contiguous and on the CPU."""
     import torch
 
+    has_its_bytes = value.is_contiguous() and not value.is_conj() and not value.is_neg()
+    if value.is_cpu and has_its_bytes and value.dtype in _numpy_types():
+        return flat_memory(value.detach().numpy())
     host = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return host.reshape(-1).view(torch.uint8).numpy().data
+
+
+@cache
+def _numpy_types() -> frozenset[torch.dtype]:
+    """Return those element types of torch that NumPy knows."""
+    import torch
+
+    numbers = (torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+    return frozenset(
+        (*numbers, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool)
+    )
 
 
 def array_bytes(array: np.ndarray) -> memoryview:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -52,7 +52,7 @@ def _replaced(item: Item, contents: Iterator[Content]) -> Item:
         return Tensor(spec=item.spec, content=next(contents))
     if isinstance(item, MapTensors):
         key, value, status = (
-            replace(tensor, content=next(contents)) for tensor in tensors_of(item)
+            Tensor(spec=tensor.spec, content=next(contents)) for tensor in tensors_of(item)
         )
         return MapTensors(name=item.name, key=key, value=value, status=status)
     return item

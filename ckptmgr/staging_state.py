@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ckptmgr.aligned import copy_into
-from ckptmgr.formats.tensor import Item, Tensor, checked_content
+from ckptmgr.formats.tensor import Item, Tensor, checked_content, content_of
 from ckptmgr.memory_config import MIB, Wipe
 from ckptmgr.staging_items import (
     Content,
@@ -159,13 +159,13 @@ class StagedState:
             size = self._sizes[index]
             if size == 0:
                 if index not in self._lot.copies:
-                    checked_content(tensors[index])()
+                    content_of(tensors[index])
             elif slab == SPILLED:
                 spilled.append(index)
             elif size >= _LARGE_BYTES:
                 large.append(index)
             else:
-                self._regions[slab][offset : offset + size] = checked_content(tensors[index])()
+                self._regions[slab][offset : offset + size] = content_of(tensors[index])
         if large:
             drain(self._pieces(large, tensors), _copy, threads=_COPIERS)
         if self._lot.spill is not None:
@@ -180,7 +180,7 @@ class StagedState:
         self, large: Iterable[int], tensors: Sequence[Tensor]
     ) -> Iterator[tuple[memoryview, memoryview]]:
         for index in large:
-            source = checked_content(tensors[index])()
+            source = content_of(tensors[index])
             slab, start = self._places[index]
             target = self._regions[slab][start : start + source.nbytes]
             for offset in range(0, source.nbytes, PIECE_BYTES):

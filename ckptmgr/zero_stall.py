@@ -19,7 +19,8 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Container, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 from ckptmgr.array_guard import Guarded, guard
 from ckptmgr.errors import SaveFailed
@@ -179,12 +180,12 @@ class DeferredState:
         self.handle.staged.set_result(None)
 
     def _unless_released(self, tensor: Tensor) -> Tensor:
-        def content() -> memoryview:
-            if self._is_released:
-                raise SaveFailed("given up before it was copied")
-            return tensor.content()
+        return Tensor(spec=tensor.spec, content=partial(self._content, tensor.content))
 
-        return replace(tensor, content=content)
+    def _content(self, content: Callable[[], memoryview]) -> memoryview:
+        if self._is_released:
+            raise SaveFailed("given up before it was copied")
+        return content()
 
 
 def defer(
