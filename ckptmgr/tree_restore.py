@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from ckptmgr.boxes import lengths_of
+from ckptmgr.jax_slices import box_of, is_on_many_devices, rebuilt
 from ckptmgr.leaves import framework_of, is_instance_by_name
 from ckptmgr.tree_atoms import encode_atom
 from ckptmgr.tree_nodes import Path, StateMismatch
@@ -206,11 +208,20 @@ class Restorer:
         return _Step(0, make)
 
     def _plan_foreign(self, target: Any, stored: np.ndarray, path: Path) -> _Step:
+        if is_on_many_devices(target):
+            return self._plan_spread(target, stored, path)
         if (tuple(target.shape), str(target.dtype).lower()) != (stored.shape, stored.dtype.name):
             return self._differ(path, f"is {_described(target)}, stored is {_described(stored)}")
         if is_instance_by_name(target, "mindspore.common.tensor", "Tensor"):
             return _Step(0, lambda _: _fill_mindspore(target, stored))
         return _Step(0, lambda _: sys.modules["jax"].numpy.asarray(stored))
+
+    def _plan_spread(self, target: Any, stored: np.ndarray, path: Path) -> _Step:
+        lengths = lengths_of(box_of(target) or ())
+        if (lengths, str(target.dtype)) != (stored.shape, stored.dtype.name):
+            held = f"{target.dtype}{list(lengths)} here"
+            return self._differ(path, f"is {held}, stored is {_described(stored)}")
+        return _Step(0, lambda _: rebuilt(target, stored))
 
     def _plan_object(self, target: Any, stored: Any, path: Path) -> _Step | _Parts:
         if not isinstance(stored, Mapping | list | tuple):

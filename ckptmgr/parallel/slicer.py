@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which leaves of a state are slices: those that a layout names, and the DTensors."""
+"""Which leaves of a state are slices: those that a layout names, DTensors, and arrays of JAX on many processes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 from ckptmgr.boxes import Region, lengths_of
 from ckptmgr.errors import UnsupportedState
+from ckptmgr.jax_slices import box_of, held_here, is_spread
 from ckptmgr.parallel.errors import LayoutError
 from ckptmgr.parallel.foreign import from_dtensor
 from ckptmgr.parallel.layout import ParallelLayout, for_shape
@@ -42,13 +43,15 @@ class LayoutSlicer:
         layout = self._layouts.get(name)
         try:
             if is_dtensor(value):
-                return self._dtensor(name, value)
+                return self._dtensor(value)
+            if is_spread(value):
+                return _spread(value)
             if layout is None:
                 return None
             lengths = tuple(map(int, value.shape))
             fitted = replace(for_shape(layout, lengths), shape=layout.shape)
             shape = full_shape(fitted, lengths)
-            return self._slice(name, value, for_shape(layout, shape), shape, lengths)
+            return self._slice(value, for_shape(layout, shape), shape, lengths)
         except LayoutError as error:
             raise UnsupportedState(f"{name!r}: {error.message}", hint=error.hint) from error
 
@@ -82,17 +85,16 @@ class LayoutSlicer:
             )
         return self._region(for_shape(layout, shape), shape)
 
-    def _dtensor(self, name: str, value: Any) -> Slice:
+    def _dtensor(self, value: Any) -> Slice:
         import torch
 
         layout, shape = from_dtensor(value), tuple(map(int, value.shape))
         with torch.no_grad():
             local = value.to_local()
-        return self._slice(name, local, layout, shape, tuple(map(int, local.shape)))
+        return self._slice(local, layout, shape, tuple(map(int, local.shape)))
 
     def _slice(
         self,
-        name: str,
         local: object,
         layout: ParallelLayout,
         shape: tuple[int, ...],
@@ -113,6 +115,21 @@ class LayoutSlicer:
         if self._rank not in ranks:
             return tuple(one._replace(stop=one.start) for one in region_of(layout, 0, shape))
         return region_of(layout, ranks.index(self._rank), shape)
+
+
+def _spread(value: Any) -> Slice:
+    box = box_of(value)
+    if box is None:
+        raise LayoutError(
+            "the devices of this process hold parts of it that are no box together",
+            hint="order the mesh so that the devices of a process are neighbours",
+        )
+    return Slice(
+        local=held_here(value, box),
+        shape=tuple(map(int, value.shape)),
+        start=tuple(one.start for one in box),
+        lengths=lengths_of(box),
+    )
 
 
 def _ranks(layout: ParallelLayout) -> tuple[int, ...]:
