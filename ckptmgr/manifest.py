@@ -14,11 +14,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,19 @@ from ckptmgr.crypto.keyring import Keys
 from ckptmgr.crypto.signing import PublicKey, SigningKey
 from ckptmgr.digest import ALGORITHM, DIGEST_BYTES, FileDigest
 from ckptmgr.errors import CorruptCheckpoint, KeyProblem, UnsupportedCheckpoint
+from ckptmgr.manifest_fields import (
+    base_name,
+    count,
+    link_from_document,
+    link_to_document,
+    number_from_json,
+    number_to_json,
+    optional_text,
+    strict_json,
+    time_text,
+    typed,
+    utc_time,
+)
 from ckptmgr.manifest_keys import ManifestKey, id_of_opener, manifest_key_of, openers
 from ckptmgr.manifest_proof import (
     AUTH,
@@ -48,8 +60,6 @@ FOREIGN = "foreign"
 MAX_MANIFEST_BYTES = 64 << 20
 _MAX_RANGE_BYTES = 1 << 30
 _MAX_BLANK_BYTES = 2 << 16  # two header copies of the largest size
-_MAX_COUNT = (1 << 64) - 1
-_ID = re.compile(r"[0-9a-f]{64}")
 _ID_PREFIX = b"ckptmgr/v1/checkpoint-id\n"
 
 
@@ -129,7 +139,7 @@ class Manifest:
             "attempt": self.attempt,
             "epoch": self.epoch,
             "sequence": self.sequence,
-            "saved_at": _time_text(self.saved_at),
+            "saved_at": time_text(self.saved_at),
             "why": self.why,
             "run": {"id": self.run_id, "parents": list(self.parent_run_ids)},
             "world": {"size": self.world_size},
@@ -333,12 +343,7 @@ def proofs_in(data: bytes, *, path: Path) -> tuple[bool, bool]:
 
 def _parse(data: bytes, path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(
-            data,
-            object_pairs_hook=_unique,
-            parse_float=_finite,
-            parse_constant=_refuse_constant,
-        )
+        document = strict_json(data)
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpoint(f"not valid JSON: {error}", path=path) from error
     found = document.get("schema") if isinstance(document, dict) else None
@@ -353,24 +358,6 @@ def _parse(data: bytes, path: Path) -> dict[str, Any]:
     return document
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise ValueError("a key appears twice")
-    return result
-
-
-def _finite(text: str) -> float:
-    number = float(text)
-    if not math.isfinite(number):
-        raise ValueError(f"{text[:20]} is too large")
-    return number
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
-
-
 def _to_document(manifest: Manifest) -> dict[str, Any]:
     document: dict[str, Any] = {
         "schema": SHARDED_SCHEMA if manifest.shards else SCHEMA,
@@ -379,13 +366,13 @@ def _to_document(manifest: Manifest) -> dict[str, Any]:
         "attempt": manifest.attempt,
         "epoch": manifest.epoch,
         "sequence": manifest.sequence,
-        "saved_at": _time_text(manifest.saved_at),
+        "saved_at": time_text(manifest.saved_at),
         "why": manifest.why,
         "run": {"id": manifest.run_id, "parents": list(manifest.parent_run_ids)},
         "world": {"size": manifest.world_size},
-        "metrics": {name: _number_to_json(value) for name, value in manifest.metrics.items()},
+        "metrics": {name: number_to_json(value) for name, value in manifest.metrics.items()},
         "pins": [{"name": pin.name, "reason": pin.reason} for pin in manifest.pins],
-        "stats": {name: _number_to_json(value) for name, value in manifest.stats.items()},
+        "stats": {name: number_to_json(value) for name, value in manifest.stats.items()},
         "files": [entry_to_document(entry) for entry in manifest.shards or (manifest.file,)],
     }
     if manifest.previous is not None:
@@ -393,30 +380,6 @@ def _to_document(manifest: Manifest) -> dict[str, Any]:
     if manifest.replaces is not None:
         document["replaces"] = _to_document(manifest.replaces.without_replaced())
     return document
-
-
-def link_to_document(link: Link) -> dict[str, Any]:
-    """Return what a manifest says about the checkpoint before, as JSON."""
-    return {"name": link.name, "sequence": link.sequence, "run_id": link.run_id, "id": link.id}
-
-
-def link_from_document(document: Mapping[str, Any] | None) -> Link | None:
-    """Return what a manifest says about the checkpoint before.
-
-    Raises:
-        KeyError, TypeError, ValueError, AttributeError: It is no such document.
-    """
-    if document is None:
-        return None
-    identity = _typed(document["id"], str)
-    if not _ID.fullmatch(identity):
-        raise ValueError(f"{identity[:80]!r} is not the id of a checkpoint")
-    return Link(
-        name=_base_name(document["name"]),
-        sequence=_count(document, "sequence"),
-        run_id=_typed(document["run_id"], str),
-        id=identity,
-    )
 
 
 def entry_to_document(entry: FileEntry) -> dict[str, Any]:
@@ -447,22 +410,22 @@ def _from_document(document: Mapping[str, Any]) -> Manifest:
     return Manifest(
         file=files[0],
         shards=shards,
-        series=_typed(document["series"], str),
-        run_id=_typed(run["id"], str),
-        parent_run_ids=tuple(_typed(parent, str) for parent in run["parents"]),
-        step=_count(document, "step"),
-        attempt=_count(document, "attempt"),
-        epoch=None if document["epoch"] is None else _count(document, "epoch"),
-        sequence=_count(document, "sequence"),
-        saved_at=_time(document["saved_at"]),
-        why=_typed(document["why"], str),
-        metrics={name: _number_from_json(value) for name, value in document["metrics"].items()},
+        series=typed(document["series"], str),
+        run_id=typed(run["id"], str),
+        parent_run_ids=tuple(typed(parent, str) for parent in run["parents"]),
+        step=count(document, "step"),
+        attempt=count(document, "attempt"),
+        epoch=None if document["epoch"] is None else count(document, "epoch"),
+        sequence=count(document, "sequence"),
+        saved_at=utc_time(document["saved_at"]),
+        why=typed(document["why"], str),
+        metrics={name: number_from_json(value) for name, value in document["metrics"].items()},
         pins=tuple(
-            Pin(name=_typed(pin["name"], str), reason=_typed(pin["reason"], str))
+            Pin(name=typed(pin["name"], str), reason=typed(pin["reason"], str))
             for pin in document["pins"]
         ),
-        world_size=_count(document["world"], "size"),
-        stats={name: _number_from_json(value) for name, value in document["stats"].items()},
+        world_size=count(document["world"], "size"),
+        stats={name: number_from_json(value) for name, value in document["stats"].items()},
         replaces=None if replaces is None else _from_document({**replaces, "replaces": None}),
         previous=link_from_document(document.get("previous")),
     )
@@ -487,17 +450,17 @@ def entry_from_document(entry: Mapping[str, Any]) -> FileEntry:
     Raises:
         KeyError, TypeError, ValueError, AttributeError, OverflowError: It is no such document.
     """
-    name = _base_name(entry["name"])
+    name = base_name(entry["name"])
     digest = entry["digest"]
     if digest["algorithm"] != ALGORITHM:
         raise ValueError(f"unknown digest algorithm {digest['algorithm']!r}")
-    size_bytes, range_bytes = _count(entry, "size_bytes"), _count(digest, "range_bytes")
+    size_bytes, range_bytes = count(entry, "size_bytes"), count(digest, "range_bytes")
     if not 1 <= range_bytes <= _MAX_RANGE_BYTES:
         raise ValueError(f"{range_bytes} bytes is no sensible digest range")
     ranges = tuple(bytes.fromhex(value) for value in digest["ranges"])
     if len(ranges) != -(-size_bytes // range_bytes) or any(len(r) != DIGEST_BYTES for r in ranges):
         raise ValueError(f"{len(ranges)} digests do not cover {size_bytes} bytes")
-    blank_bytes = _count(digest, "blank_bytes") if "blank_bytes" in digest else 0
+    blank_bytes = count(digest, "blank_bytes") if "blank_bytes" in digest else 0
     if blank_bytes > min(size_bytes, _MAX_BLANK_BYTES):
         raise ValueError(f"{blank_bytes} bytes are not covered by the digest")
     result = FileDigest(
@@ -508,55 +471,7 @@ def entry_from_document(entry: Mapping[str, Any]) -> FileEntry:
     return FileEntry(
         name=name,
         digest=result,
-        format=_typed(entry["format"], str),
-        cipher=_optional_text(entry["cipher"]),
-        key_id=_optional_text(entry["key_id"]),
+        format=typed(entry["format"], str),
+        cipher=optional_text(entry["cipher"]),
+        key_id=optional_text(entry["key_id"]),
     )
-
-
-def _typed(value: object, kind: type[str]) -> str:
-    if not isinstance(value, kind):
-        raise TypeError(f"{value!r} is not a {kind.__name__}")
-    return value
-
-
-def _base_name(value: object) -> str:
-    name = _typed(value, str)
-    if not name or "/" in name or "\0" in name or name in (".", ".."):
-        raise ValueError(f"{name!r} is not a base name")
-    return name
-
-
-def _optional_text(value: object) -> str | None:
-    return None if value is None else _typed(value, str)
-
-
-def _count(document: Mapping[str, Any], name: str) -> int:
-    value: object = document[name]
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_COUNT:
-        is_huge = isinstance(value, int) and abs(value) > _MAX_COUNT  # too long for Python to print
-        shown = "too large" if is_huge else repr(value)
-        raise ValueError(f"the {name} is {shown}, not an integer from 0 to 2**64 - 1")
-    return value
-
-
-def _time(value: object) -> datetime:
-    time = datetime.fromisoformat(_typed(value, str))
-    if time.tzinfo is None:
-        raise ValueError(f"{value!r} has no time zone")
-    return time.astimezone(UTC)
-
-
-def _time_text(time: datetime) -> str:
-    return time.astimezone(UTC).isoformat()
-
-
-def _number_to_json(value: float) -> float | str:
-    number = float(value)
-    return number if math.isfinite(number) else str(number)
-
-
-def _number_from_json(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        raise TypeError(f"{value!r} is not a number")
-    return float(value)

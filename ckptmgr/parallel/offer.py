@@ -12,8 +12,8 @@ from ckptmgr.manifest import (
     Manifest,
     entry_from_document,
     entry_to_document,
-    link_from_document,
 )
+from ckptmgr.manifest_fields import link_from_document
 from ckptmgr.model import Link
 from ckptmgr.parallel.coordinator import Json, RanksOutOfStep
 from ckptmgr.series import Place, SaveFacts
