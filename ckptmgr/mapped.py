@@ -29,7 +29,7 @@ class MappedTensors:
         opened: The same, indexed.
 
     Raises:
-        UnsupportedCheckpoint: It is encrypted.
+        UnsupportedCheckpoint: It is encrypted or compressed.
         TruncatedError: It has become shorter since it was opened.
     """
 
@@ -37,6 +37,12 @@ class MappedTensors:
         if opened.cipher is not None:
             raise UnsupportedCheckpoint(
                 f"is encrypted ({opened.cipher}); only plain files can be mapped",
+                path=opened.path,
+                hint="open it without mmap",
+            )
+        if opened.compressed_bytes is not None:
+            raise UnsupportedCheckpoint(
+                "is compressed; only plain files can be mapped",
                 path=opened.path,
                 hint="open it without mmap",
             )

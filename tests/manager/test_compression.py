@@ -141,6 +141,11 @@ def test_damage_elsewhere_does_not_keep_a_tensor_from_being_read(tmp_path: Path)
             reader.read("large")
 
 
+def test_compressed_file_cannot_be_mapped(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedCheckpoint, match="is compressed"):
+        open_checkpoint(save(tmp_path), mmap=True)
+
+
 def test_stock_reader_refuses_the_file_at_once(tmp_path: Path) -> None:
     path = save(tmp_path)
     with pytest.raises(SafetensorError, match=r"[Hh]eader"), safe_open(path, framework="np"):
