@@ -30,6 +30,7 @@ from ckptmgr.formats.detect import detect
 from ckptmgr.formats.source import Source
 from ckptmgr.formats.trailer import crc32
 from ckptmgr.fsio import InputFile
+from ckptmgr.glimpses import Glimpses
 from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source
 from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import Manifest
@@ -49,6 +50,7 @@ class Plaintext:
     is_sealed: bool
     manifest: Manifest | None
     unit_bytes: int
+    glimpses: Glimpses | None
 
     def chunks(self) -> Iterator[memoryview]:
         """Yield the plaintext in order; each view is valid until the next one."""
@@ -56,19 +58,23 @@ class Plaintext:
 
 
 @contextlib.contextmanager
-def open_plaintext(path: Path, options: ReadOptions) -> Iterator[Plaintext]:
+def open_plaintext(
+    path: Path, options: ReadOptions, *, is_for_image: bool = False
+) -> Iterator[Plaintext]:
     """Open an encrypted file for reading its plaintext.
 
     Args:
         path: The file.
         options: The key, and whether a file without seal is accepted.
+        is_for_image: Whether the plaintext is read as a `SourceImage`, which then also checks what the format was seen from.
 
     Raises:
         KeyProblem: No key, a wrong one, or no seal.
         CorruptCheckpoint: Damaged, or not a checkpoint inside.
         UnsupportedCheckpoint: It is not encrypted.
     """
-    with _opened(path, options) as (opened, manifest), translated_errors(str(path)):
+    opening = _opened(path, options, is_for_image=is_for_image)
+    with opening as (opened, manifest), translated_errors(str(path)):
         if opened.cipher is None:
             raise UnsupportedCheckpoint("is not encrypted; there is nothing to decrypt", path=path)
         yield Plaintext(
@@ -78,6 +84,7 @@ def open_plaintext(path: Path, options: ReadOptions) -> Iterator[Plaintext]:
             is_sealed=opened.is_sealed,
             manifest=manifest,
             unit_bytes=opened.unit_bytes or PIECE_BYTES,
+            glimpses=opened.glimpses,
         )
 
 
@@ -106,9 +113,12 @@ def decrypt_file(
     """
     check_target(source, target, force=force)
     _check_name(target, is_container=False)
-    with open_plaintext(source, options) as plaintext:
+    with open_plaintext(source, options, is_for_image=True) as plaintext:
         image = SourceImage(
-            plaintext.source, plaintext.source.size, window_bytes=plaintext.unit_bytes
+            plaintext.source,
+            plaintext.source.size,
+            window_bytes=plaintext.unit_bytes,
+            glimpses=plaintext.glimpses,
         )
         content = Content(image=image, format=plaintext.format)
         return publish(
@@ -152,7 +162,8 @@ def encrypt_file(
         OSError: From the disk; nothing was changed.
     """
     check_target(source, target, force=force)
-    with _opened_plain(source) as (opened, manifest), translated_errors(str(source)):
+    opening = _opened_plain(source, is_for_image=True)
+    with opening as (opened, manifest), translated_errors(str(source)):
         _check_name(target, is_container=opened.format == "safetensors")
         if opened.format == "safetensors":
             content = container_content(opened, key=key, mode=mode)
@@ -166,7 +177,12 @@ def encrypt_file(
                 clock=clock,
             )
         sealer = CheckingSealer(opened, key, mode)
-        image = SourceImage(opened.source, sealer.body_bytes, has_crc_trailer=sealer.has_crc)
+        image = SourceImage(
+            opened.source,
+            sealer.body_bytes,
+            has_crc_trailer=sealer.has_crc,
+            glimpses=opened.glimpses,
+        )
         content = Content(image=image, format="ckpt", mode=mode, key=key, sealer=sealer)
         return publish(
             source,
@@ -264,22 +280,28 @@ def _check_name(target: Path, *, is_container: bool) -> None:
 
 
 @contextlib.contextmanager
-def _opened_plain(path: Path) -> Iterator[tuple[OpenCheckpoint, Manifest | None]]:
+def _opened_plain(
+    path: Path, *, is_for_image: bool = False
+) -> Iterator[tuple[OpenCheckpoint, Manifest | None]]:
     with contextlib.closing(_open_raw(path)) as raw:
         if detect(raw) in ENCRYPTED:
             raise UnsupportedCheckpoint(
                 "is encrypted already", path=path, hint="decrypt it first to change key or mode"
             )
-    with _opened(path, ReadOptions()) as found:
+    with _opened(path, ReadOptions(), is_for_image=is_for_image) as found:
         yield found
 
 
 @contextlib.contextmanager
-def _opened(path: Path, options: ReadOptions) -> Iterator[tuple[OpenCheckpoint, Manifest | None]]:
+def _opened(
+    path: Path, options: ReadOptions, *, is_for_image: bool
+) -> Iterator[tuple[OpenCheckpoint, Manifest | None]]:
     real = Path(os.path.realpath(path))
     manifest = store_of(real, options).read_manifest(real.name)
     with contextlib.closing(_open_raw(real)) as raw:
-        opened = open_source(raw, path=str(path), options=options, manifest=manifest)
+        opened = open_source(
+            raw, path=str(path), options=options, manifest=manifest, is_for_loading=is_for_image
+        )
         yield opened, manifest
 
 

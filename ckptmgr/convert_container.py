@@ -11,6 +11,7 @@ from ckptmgr.formats import safetensors_file
 from ckptmgr.formats.image import Image
 from ckptmgr.formats.index import check_crc
 from ckptmgr.formats.safetensors_file import SafetensorsIndex
+from ckptmgr.glimpses import Glimpses
 from ckptmgr.loader import OpenCheckpoint
 from ckptmgr.pipeline import container_for
 from ckptmgr.source_image import SourceImage
@@ -23,7 +24,7 @@ def container_content(opened: OpenCheckpoint, *, key: Keys, mode: str) -> Conten
         ChecksumError: Its CRC32 is not the one it states: damage is never sealed over.
         UnsupportedSuiteError: There is no such mode.
     """
-    image = _checked_image(opened)
+    image = _checked_image(opened, opened.glimpses)
     sealer = container_for(image, key, mode)
     return Content(image=image, format="safetensors", mode=mode, key=key, sealer=sealer)
 
@@ -47,8 +48,8 @@ def container_chunks(opened: OpenCheckpoint, *, key: Keys, mode: str) -> Iterato
     sealer.finish()
 
 
-def _checked_image(opened: OpenCheckpoint) -> Image:
+def _checked_image(opened: OpenCheckpoint, glimpses: Glimpses | None = None) -> Image:
     index = opened.index
     if isinstance(index, SafetensorsIndex) and index.crc is not None:
         check_crc(index.crc, safetensors_file.crc_of(opened.source, index))
-    return SourceImage(opened.source, opened.source.size)
+    return SourceImage(opened.source, opened.source.size, glimpses=glimpses)

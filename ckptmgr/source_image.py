@@ -20,6 +20,7 @@ from ckptmgr.crypto.block_reader import Buffers
 from ckptmgr.digest import RANGE_BYTES, RangeReader, VerifyingSource
 from ckptmgr.formats.image import Image
 from ckptmgr.formats.source import Source
+from ckptmgr.glimpses import Glimpses
 from ckptmgr.units import PIECE_BYTES
 
 
@@ -47,6 +48,7 @@ class SourceImage(Image):
         size: How many; at most a CRC trailer follows them.
         window_bytes: What the source best reads at once; ignored where it has digests.
         has_crc_trailer: Whether the CRC trailer is made anew.
+        glimpses: What was seen of the source before, in pieces of the length of a window; compared with what is read.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class SourceImage(Image):
         *,
         window_bytes: int = PIECE_BYTES,
         has_crc_trailer: bool = False,
+        glimpses: Glimpses | None = None,
     ) -> None:
         super().__init__((), has_crc_trailer=has_crc_trailer)
         self.body_size = size
@@ -64,6 +67,7 @@ class SourceImage(Image):
         if isinstance(source, VerifyingSource) and source.range_bytes == RANGE_BYTES:
             self._digests, window_bytes = _Digests(source), PIECE_BYTES
         self._window_bytes = window_bytes
+        self._glimpses = glimpses
         self._windows: dict[int, _Window] = {}
         self._lock = threading.Lock()
         self._buffers = Buffers(window_bytes + source.size - size)
@@ -108,6 +112,8 @@ class SourceImage(Image):
                     window.buffer = self._buffers.take()
                 view = window.buffer[: self._end_of(index) - start]
                 self._read(index, window, view)
+                if self._glimpses is not None:
+                    self._glimpses.check(index * self._window_bytes, view)
                 window.view = view
             return window.view
 

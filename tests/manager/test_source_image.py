@@ -14,6 +14,7 @@ from ckptmgr.digest import RANGE_BYTES, FileDigest, VerifyingSource, digest_of
 from ckptmgr.errors import ChecksumMismatch
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.trailer import TRAILER_BYTES
+from ckptmgr.glimpses import Glimpses
 from ckptmgr.source_image import SourceImage
 
 WINDOW = 64
@@ -117,6 +118,20 @@ def test_source_with_ranges_of_another_length_is_read_as_it_is() -> None:
     source = VerifyingSource(BytesSource(content), digest, path="x")
     image = SourceImage(source, len(content), window_bytes=WINDOW)
     assert used(image, [(0, len(content))]) == content
+
+
+@pytest.mark.parametrize("place", [0, WINDOW + 5, 3 * WINDOW - 1])
+def test_what_was_seen_and_is_not_there_any_more_is_noticed(place: int) -> None:
+    content = bytearray(CONTENT[: 3 * WINDOW])
+    source = BytesSource(content)
+    glimpses = Glimpses(source.size, source.read_into, piece_bytes=WINDOW, path="x")
+    glimpses.read_into(place, memoryview(bytearray(1)))
+    image = SourceImage(source, source.size, window_bytes=WINDOW, glimpses=glimpses)
+    assert used(image, [(0, source.size)]) == content
+    content[place] ^= 1
+    image = SourceImage(source, source.size, window_bytes=WINDOW, glimpses=glimpses)
+    with pytest.raises(ChecksumMismatch, match="changed while it was being read"):
+        used(image, [(0, source.size)])
 
 
 def test_failed_read_is_tried_again() -> None:
