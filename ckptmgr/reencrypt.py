@@ -19,7 +19,7 @@ from ckptmgr.crypto.container_header import Content
 from ckptmgr.crypto.keyring import KeyRing, Keys, block_key
 from ckptmgr.crypto.mindspore_blocks import BlockSealer
 from ckptmgr.digest import FileDigest, VerifyingSource
-from ckptmgr.errors import NotBuiltYet, UnsupportedCheckpoint
+from ckptmgr.errors import NotBuiltYet
 from ckptmgr.formats.detect import Kind
 from ckptmgr.formats.image import Image
 from ckptmgr.formats.source import Source
@@ -96,16 +96,13 @@ def reencrypt_file(
 def _sealing(
     raw: Source, path: Path, *, old: Keys, new: KeyRing, manifest: Manifest | None
 ) -> _Sealing:
-    kind = kind_of(raw, name=path.name)
-    if kind is Kind.MINDSPORE_ENCRYPTED:
+    if kind_of(raw, name=path.name) is Kind.MINDSPORE_ENCRYPTED:
         options = ReadOptions(key=old)
         opened = open_source(raw, path=str(path), options=options, manifest=manifest)
         mode = str(opened.cipher)
         blocks = CheckingSealer(opened, block_key(new), mode)
         image = SourceImage(opened.source, blocks.body_bytes, has_crc_trailer=blocks.has_crc)
         return _Sealing(image=image, sealer=blocks, format="ckpt", mode=mode)
-    if kind is not Kind.CKPTMGR_CONTAINER:
-        raise UnsupportedCheckpoint("is not encrypted", path=path)
     checked: Source = raw
     if manifest is not None:
         checked = VerifyingSource(raw, manifest.file.digest, path=str(path))

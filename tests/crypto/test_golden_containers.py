@@ -22,6 +22,7 @@ from ckptmgr.crypto.public_slots import (
     X25519Identity,
     X25519Recipient,
 )
+from ckptmgr.crypto.run_passphrase import RunPassphrase
 from ckptmgr.crypto.slots import Recipient
 from ckptmgr.crypto.wrapping import Argon2id, Passphrase, RawKey, Scrypt
 
@@ -67,6 +68,15 @@ def test_golden_container_of_each_mode_opens_for_key_and_passphrase(mode: str) -
     assert unseal(file, RawKey(Key(bytes(range(32))))) == PLAINTEXT
     assert unseal(file, Passphrase(PASSPHRASE)) == PLAINTEXT
     assert opened(file, Passphrase(PASSPHRASE)).mode == mode
+
+
+def test_golden_container_for_the_passphrase_of_a_run_is_made_again_and_opens() -> None:
+    random = counted("run passphrase")
+    cost = Argon2id(memory_kib=64, passes=2, lanes=2)
+    phrase = RunPassphrase(Passphrase(PASSPHRASE), cost=cost, random=random)
+    file = seal(PLAINTEXT, recipients=[phrase], content=Content.OPAQUE, random=random)
+    assert file == (GOLDEN / "run-passphrase.ckpe").read_bytes()
+    assert unseal(file, RunPassphrase(Passphrase(PASSPHRASE))) == PLAINTEXT
 
 
 def public_recipients() -> tuple[X25519Recipient, HybridRecipient]:

@@ -3,13 +3,18 @@
 
 from __future__ import annotations
 
+import struct
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey, generate_private_key
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.kdf.argon2 import Argon2id as Argon2Kdf
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from cryptography.hazmat.primitives.serialization import (
     Encoding,
     NoEncryption,
@@ -21,7 +26,16 @@ from ckptmgr.crypto.errors import DecryptionError, KeySourceError, UnsupportedSu
 from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.key_files import KEY_TYPES, generate_pair, parse_pem
 from ckptmgr.crypto.key_sources import load_keys, load_material
-from ckptmgr.crypto.keyring import KeyMaterial, KeyRing, Kind, block_key, ring_of, unwrapped
+from ckptmgr.crypto.keyring import (
+    KeyMaterial,
+    KeyRing,
+    Kind,
+    block_key,
+    keys_from_document,
+    keys_to_document,
+    ring_of,
+    unwrapped,
+)
 from ckptmgr.crypto.providers.key_file import pack_key_file
 from ckptmgr.crypto.providers.registry import open_provider
 from ckptmgr.crypto.providers.run_key import RunKey
@@ -86,6 +100,21 @@ def test_passphrase_slots_of_a_run_never_share_a_wrapping_key() -> None:
     assert one.body[40:72] != two.body[40:72]
     assert one.body[72:] != two.body[72:]
     assert (one.type, one.key_id, len(one.body)) == (SlotType.RUN_PASSPHRASE, NO_KEY_ID, 120)
+
+
+def test_passphrase_slot_of_a_run_is_what_the_documentation_says() -> None:
+    slot = phrase().wrap(DATA_KEY, bound=BOUND)
+    head = struct.pack("<BBH8x", 8, 0, len(slot.body))
+    stretched = Argon2Kdf(
+        salt=slot.body[8:40], length=32, iterations=1, lanes=1, memory_cost=8
+    ).derive(b"correct horse")
+    key_id = HKDF(hashes.SHA256(), 8, None, b"ckptmgr/v1/key-id").derive(stretched)
+    bound = BOUND + head + slot.body[:40]
+    info = b"ckptmgr/v1/wrap/raw" + bound
+    wrapping_key = HKDF(hashes.SHA512(), 32, slot.body[40:72], info).derive(stretched)
+    raw_head = struct.pack("<BBH8s", 1, 0, 80, key_id)
+    opened = AESGCM(wrapping_key).decrypt(bytes(12), slot.body[72:], bound + raw_head)
+    assert opened == DATA_KEY.raw
 
 
 @pytest.mark.parametrize("byte", range(8, 120, 7))
@@ -297,3 +326,14 @@ def test_secrets_are_never_shown() -> None:
     shown = f"{ring!r} {ring.own!r} {phrase()!r} {ring.recipients!r}"
     assert "horse" not in shown
     assert ME.key.raw.hex() not in shown
+
+
+def test_keys_survive_the_way_to_another_process() -> None:
+    ring = KeyRing(
+        [KeyMaterial.of_key(ME.key)], [KeyMaterial(Kind.PEM, generate_pair("x25519")[1])]
+    )
+    again = keys_from_document(keys_to_document(ring))
+    assert isinstance(again, KeyRing)
+    assert (again.own, again.also_for) == (ring.own, ring.also_for)
+    assert keys_from_document(keys_to_document(ME.key)) == ME.key
+    assert keys_from_document(None) is None

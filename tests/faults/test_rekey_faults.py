@@ -9,6 +9,8 @@ import pytest
 
 from ckptmgr.fsio import FileSystem, OutputFile
 from ckptmgr.model import Checkpoint, State
+from ckptmgr.rekey import open_for_rekeying, reencrypt_checkpoint
+from ckptmgr.rekey_header import KeyChange
 from ckptmgr.store import Store
 from tests.crashmodel import Crash, FailingDisk, ModelDisk, Order, every_crash, every_failure
 from tests.faults.training import RUNS, ModelProcesses
@@ -89,14 +91,34 @@ def test_rekeying_may_be_cut_again_after_a_cut(name: str) -> None:
     assert broken(crashes()) == []
 
 
-@pytest.mark.parametrize("name", STARTS)
+@pytest.mark.parametrize("name", ["container", "ckpt"])
 def test_rekeying_that_fails_at_any_call_can_be_finished(name: str) -> None:
     processes = ModelProcesses(ModelDisk())
     run = lambda disk: rekey(ROTATION, fs=disk, processes=processes)  # noqa: E731
     failures = list(every_failure(disk_of(name), run))
     assert len(failures) > 20
-    for failure in failures:
-        check(failure.disk, is_finished=False)
+    left = {failure.disk.state(): failure.disk for failure in failures}
+    assert len(left) >= 4
+    for disk in left.values():
+        check(disk, is_finished=False)
+
+
+ANEW = KeyChange(keys=BOTH[0], add=(BOTH[1],), is_only=True)
+
+
+@pytest.mark.parametrize("name", ["container", "ckpt"])
+def test_reencryption_keeps_its_promises_after_every_power_cut(name: str) -> None:
+    def run(disk: ModelDisk) -> None:
+        store = open_for_rekeying(RUNS, ANEW, fs=disk, processes=ModelProcesses(disk))
+        reencrypt_checkpoint(store, only(disk), ANEW)
+
+    crashes = every_crash(disk_of(name), run, order=Order.JOURNALED, tears=1)
+    for crash in {crash.disk.state(): crash for crash in crashes}.values():
+        assert any(opens(only(crash.disk), keys, fs=crash.disk) for keys in BOTH), crash
+        again = crash.disk.restart()
+        run(again)
+        assert [opens(only(again), keys, fs=again) for keys in BOTH] == [False, True], crash
+        assert not [name for name in again.list(RUNS) if name.endswith(".tmp")]
 
 
 class _Unsynced:

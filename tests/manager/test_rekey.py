@@ -34,6 +34,7 @@ from ckptmgr.rekey_header import KeyChange
 from ckptmgr.store import Store
 from tests.crashmodel import ModelDisk
 from tests.faults.training import RUNS
+from tests.manager.damage import put
 from tests.manager.rekeying import (
     NEW,
     OLD,
@@ -95,10 +96,9 @@ def test_rotation_done_twice_changes_nothing_more(tmp_path: Path) -> None:
         assert (path.stat().st_mtime_ns, path.stat().st_ino) == (status.st_mtime_ns, status.st_ino)
 
 
-@pytest.mark.parametrize("key_type", ["x25519", "mlkem768-x25519"])
-def test_public_key_and_passphrase_are_added_and_removed(tmp_path: Path, key_type: str) -> None:
+def test_public_key_and_passphrase_are_added_and_removed(tmp_path: Path) -> None:
     save_run(directory=tmp_path, steps=1)
-    private, public = generate_pair(key_type)
+    private, public = generate_pair("mlkem768-x25519")
     everybody = [ring(OLD), ring("horse"), ring(private), ring(NEW)]
     rekey(KeyChange(keys=ring(OLD), add=(ring("horse"), ring(public))), directory=tmp_path)
     (checkpoint,) = Store(tmp_path).scan()
@@ -367,3 +367,27 @@ def test_damaged_file_is_not_encrypted_anew(tmp_path: Path) -> None:
         reencrypt_checkpoint(open_for_rekeying(tmp_path, change), checkpoint, change)
     assert path.read_bytes() == before
     assert not list(tmp_path.glob(".*.tmp"))
+
+
+@pytest.mark.parametrize("form", ["ckpt", "safetensors"])
+def test_key_that_opens_nothing_mends_and_changes_nothing(tmp_path: Path, form: str) -> None:
+    save_run(directory=tmp_path, form=form, steps=1)
+    for change in (
+        KeyChange(keys=ring(OTHER)),
+        KeyChange(keys=ring(OTHER), add=(ring(NEW),), is_only=True),
+    ):
+        store = open_for_rekeying(tmp_path, change)
+        (checkpoint,) = store.scan()
+        plan = plan_reencryption if change.is_only else plan_rekeying
+        with pytest.raises(KeyProblem):
+            plan(store, checkpoint, change)
+
+
+def test_set_of_files_of_different_kinds_is_refused() -> None:
+    disk = ModelDisk()
+    save_set(disk)
+    store = open_for_rekeying(RUNS, ROTATION, fs=disk)
+    (checkpoint,) = store.scan()
+    put(disk, RUNS / checkpoint.shards[1], b"\x0a\x04plain, or so")
+    with pytest.raises(UnsafeWrite, match="cannot be changed together"):
+        plan_rekeying(store, checkpoint, ROTATION)
