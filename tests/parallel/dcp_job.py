@@ -50,10 +50,12 @@ class _Job:
         self.save(state, 1, self.plain, name="plain")
         self.save(state, 1, self.encrypted, name="encrypted")
         self.save_in_background(state, 2)
-        self.told["loaded by 3 and 2"] = all(
+        copies = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("copies", "shards"))
+        self.save_replicas_by_rows(copies)
+        self.told["loaded by 4, 3 and 2"] = all(
             self.rank >= ranks or self.is_loaded(mesh, whole, name)
             for ranks, mesh in meshes.items()
-            for name in ("plain", "encrypted")
+            for name in ("plain", "encrypted", "replicas")
         )
         if self.rank < 2:
             self.save(trained(meshes[2], seed=1), 1, self.plain, name="two", group=meshes[2])
@@ -80,6 +82,13 @@ class _Job:
         writer = StorageWriter(self.directory / "plain", self.plain, prefix="net", step=step)
         saved: Any = dcp.async_save(state, storage_writer=writer, planner=SavePlanner())  # type: ignore[attr-defined]
         saved.result()
+
+    def save_replicas_by_rows(self, mesh: Any) -> None:
+        """Save a state that is sharded over two ranks and has two copies, with tensors small enough to look at cut up."""
+        from ckptmgr.integrations import dcp_balance
+
+        dcp_balance.LEAST_CHUNK_BYTES = 64
+        self.save(trained(mesh, seed=1), 1, self.plain, name="replicas")
 
     def is_loaded(self, mesh: Any, whole: dict[str, Any], name: str) -> bool:
         """Load into a model of another seed, over the ranks of a mesh; return whether it is equal to what was saved."""

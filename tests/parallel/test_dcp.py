@@ -149,7 +149,7 @@ def test_state_of_one_process_comes_back_equal(tmp_path: Path, config: Checkpoin
         assert torch.equal(state["optimizer"]["state"][number]["exp_avg"], one["exp_avg"])
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     shape=st.lists(st.integers(0, 7), min_size=1, max_size=3),
     saved_by=st.integers(1, 4),
@@ -793,7 +793,7 @@ def test_observers_hear_of_a_save_that_another_rank_could_not_finish(tmp_path: P
     assert heard == ["save.started", "save.failed"]
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(
     sizes=st.lists(st.integers(0, 900), min_size=1, max_size=6),
     world=st.integers(2, 5),

@@ -15,7 +15,8 @@ import pytest
 torch: Any = pytest.importorskip("torch")
 dcp: Any = pytest.importorskip("torch.distributed.checkpoint")
 
-from ckptmgr.config import CheckpointConfig  # noqa: E402 - only where there is torch
+from ckptmgr import open_checkpoint  # noqa: E402 - only where there is torch
+from ckptmgr.config import CheckpointConfig  # noqa: E402
 from ckptmgr.integrations.dcp import LoadPlanner, StorageReader  # noqa: E402
 from ckptmgr.model import State  # noqa: E402
 from ckptmgr.store import Store  # noqa: E402
@@ -42,6 +43,15 @@ def loaded(directory: Path, config: CheckpointConfig | None = None) -> dict[str,
     return state
 
 
+def pieces(directory: Path, tensor: str) -> int:
+    """Return in how many pieces a tensor lies in the files of all ranks."""
+    found = 0
+    for file in directory.glob("*.safetensors"):
+        with open_checkpoint(file) as reader:
+            found += sum(name.partition("~")[0] == tensor for name in reader.names())
+    return found
+
+
 @pytest.mark.slow
 def test_four_ranks_save_what_four_three_two_and_one_load_or_nothing(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -52,7 +62,7 @@ def test_four_ranks_save_what_four_three_two_and_one_load_or_nothing(tmp_path: P
     assert done.returncode == 0, done.stderr
     told = sorted((json.loads(line) for line in done.stdout.splitlines()), key=lambda t: t["rank"])
     assert [one["rank"] for one in told] == [0, 1, 2]  # rank 3 died
-    assert [one["loaded by 3 and 2"] for one in told] == [True] * 3
+    assert [one["loaded by 4, 3 and 2"] for one in told] == [True] * 3
     assert [one["full disk"] for one in told] == [["CheckpointException", {"2": "StoreFull"}]] * 3
     assert all(one["death"][0] != "CheckpointException" for one in told)
 
@@ -61,10 +71,13 @@ def test_four_ranks_save_what_four_three_two_and_one_load_or_nothing(tmp_path: P
         ("net-1.shards", WORLD),
         ("net-2.shards", WORLD),
     ]
+    assert pieces(tmp_path / "two", "model.0.weight") == 2
+    assert pieces(tmp_path / "replicas", "model.0.weight") > 2
     plain = loaded(tmp_path / "plain")
     for other in (
         loaded(tmp_path / "encrypted", CheckpointConfig(enc_key=KEY)),
         loaded(tmp_path / "two"),
+        loaded(tmp_path / "replicas"),
     ):
         for name, weight in plain["model"].items():
             assert torch.equal(weight, other["model"][name])
