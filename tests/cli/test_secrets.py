@@ -21,6 +21,7 @@ from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.keys import load_key
 from ckptmgr.crypto.providers.key_file import load_wrapped_key
 from ckptmgr.crypto.providers.registry import open_provider
+from ckptmgr.crypto.signing import load_signing_key
 from tests.cli.running import run, run_process
 from tests.manager.saved import flip
 
@@ -161,6 +162,39 @@ def test_whole_run_shows_no_key(
             assert result.exit_code == code, result.stderr
     transcript.add_files(tmp_path, but=(right, wrong))
     assert transcript.leaks(keys) == []
+
+
+@pytest.mark.parametrize("asynchronous", [None, "process"])
+def test_run_that_signs_shows_no_key(
+    tmp_path: Path, transcript: Transcript, asynchronous: str | None
+) -> None:
+    sign, bundle = tmp_path / "sign.pem", tmp_path / "bundle.pem"
+    for kind, path in (("ed25519", sign), ("p256", bundle)):
+        transcript.add_result(run("keygen", "--type", kind, "--out", path))
+    keys = [Key(load_signing_key(f"file:{sign}").raw)]
+    runs, source = tmp_path / "runs", f"file:{sign}"
+    config = CheckpointConfig(signing_key=source, async_save=asynchronous or False)
+    with CheckpointManager(runs, config, prefix="net") as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"weights": np.arange(1000, dtype=np.float32)})
+    transcript.add(config, config.signing_key)
+    literal = keys[0].raw.hex()
+    commands: list[tuple[int, tuple[str | Path, ...]]] = [
+        (0, ("verify", runs, "--public-key", f"{sign}.pub")),
+        (12, ("verify", runs, "--public-key", f"{bundle}.pub")),
+        (12, ("verify", runs, "--public-key", sign)),
+        (0, ("pin", "latest", "--dir", runs, "--signing-key", source)),
+        (12, ("pin", "latest", "--dir", runs)),
+        (12, ("pin", "latest", "--dir", runs, "--signing-key", f"file:{bundle}")),
+        (2, ("pin", "latest", "--dir", runs, "--signing-key", literal)),
+        (2, ("sign", runs, "--private-key", literal)),
+    ]
+    for code, command in commands:
+        result = transcript.add_result(run(*command))
+        assert result.exit_code == code, result.stderr
+    transcript.add_files(tmp_path, but=(sign, bundle))
+    assert transcript.leaks(keys) == []
+    assert b"PRIVATE" not in b"".join(transcript.shown)
 
 
 @pytest.mark.parametrize("asynchronous", [None, "process"])

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import shutil
 from collections.abc import Callable
@@ -12,6 +14,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -214,6 +219,43 @@ def test_frozen_manifest_is_read_and_checked_as_stated(path: Path) -> None:
     with pytest.raises(kinds[vector["expected"]]) as caught:
         read()
     assert type(caught.value) is kinds[vector["expected"]]
+
+
+@pytest.mark.parametrize("name", ["ok", "ok-other-layout"])
+def test_frozen_manifest_is_proven_by_the_page_alone(name: str) -> None:
+    # A second implementation, after docs/manifest-format.md.
+    vector = json.loads((VECTORS / f"{name}.json").read_bytes())
+    document = json.loads(vector["manifest"])
+    auth, (signature,) = document.pop("auth"), document.pop("signatures")
+    text = json.dumps(document, sort_keys=True, separators=(",", ":")).encode("ascii")
+    signed_text = b"DSSEv1 37 application/vnd.ckptmgr.manifest+json %d %s" % (len(text), text)
+    public = bytes.fromhex(vector["public_key"])
+    Ed25519PublicKey.from_public_bytes(public).verify(
+        bytes.fromhex(signature["signature"]), signed_text
+    )
+    assert hashlib.sha256(public).digest()[:8].hex() == signature["key_id"]
+    secret = bytes.fromhex(vector["key"])
+    derived = HKDF(hashes.SHA256(), 32, None, b"ckptmgr/v1/manifest").derive(secret)
+    assert hmac.digest(derived, text, "sha256").hex() == auth["mac"]
+    fixed = {
+        field: document[field]
+        for field in (
+            "attempt",
+            "epoch",
+            "sequence",
+            "series",
+            "step",
+            "why",
+            "saved_at",
+            "run",
+            "world",
+        )
+    }
+    fixed["files"] = [[f["name"], f["size_bytes"], f["digest"]["total"]] for f in document["files"]]
+    fixed["previous"] = document["previous"]["id"]
+    hashed = json.dumps(fixed, sort_keys=True, separators=(",", ":")).encode("ascii")
+    identity = hashlib.sha256(b"ckptmgr/v1/checkpoint-id\n" + hashed).hexdigest()
+    assert identity == vector["id"]
 
 
 def test_vectors_cover_every_outcome() -> None:
