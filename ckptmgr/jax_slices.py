@@ -15,13 +15,13 @@ import numpy as np
 from ckptmgr.boxes import Interval, Region, lengths_of
 
 
-def is_spread(value: object) -> bool:
+def is_spread(value: Any) -> bool:
     """Return whether a value is an array of JAX that this process holds only a part of."""
     jax = sys.modules.get("jax")
     return jax is not None and isinstance(value, jax.Array) and not value.is_fully_addressable
 
 
-def is_on_many_devices(value: object) -> bool:
+def is_on_many_devices(value: Any) -> bool:
     """Return whether a value is an array of JAX on several devices, of this process or of others."""
     jax = sys.modules.get("jax")
     return jax is not None and isinstance(value, jax.Array) and len(value.sharding.device_set) > 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +22,8 @@ from ckptmgr.errors import (
     UnsupportedCheckpoint,
 )
 from ckptmgr.manager import CheckpointManager, Resumption
+from ckptmgr.model import State
+from ckptmgr.parallel.coordinator import Json
 from ckptmgr.parallel.errors import LayoutError
 from ckptmgr.parallel.layout import ParallelLayout
 from ckptmgr.serialization import load_checkpoint
@@ -29,7 +32,7 @@ from tests.crashmodel import ModelDisk
 from tests.faults.training import KEY, RUNS, SERIES, ModelProcesses
 from tests.manager.damage import flip_bit
 from tests.parallel.layouts import held_by, layouts, shape_for
-from tests.parallel.ranks import Clock, Meeting, Seat, run_ranks
+from tests.parallel.ranks import Clock, Meeting, RankDied, Seat, run_ranks
 
 T = TypeVar("T")
 Layouts = Mapping[str, ParallelLayout]
@@ -504,3 +507,80 @@ def test_worker_processes_write_the_shares_of_the_ranks(
     assert sum(payload_of(Store(tmp_path))) == state_of(0)["weights"].nbytes + 2 * 8
     with CheckpointManager(tmp_path, prefix=SERIES) as ours:
         assert values_of(ours.resume(fresh()).state) == values_of(state_of(0))
+
+
+def test_without_a_state_the_layout_says_what_a_rank_gets() -> None:
+    layout = {"w": ParallelLayout(device_matrix=(2,), tensor_map=((0,),))}
+    disk = ModelDisk()
+    job(disk, 1, lambda ours, rank: ours.save(1, {"w": np.arange(6)}))
+    found = job(disk, 2, lambda ours, rank: ours.resume().state, layout=layout)
+    assert [one["w"].tolist() for one in found] == [[0, 1, 2], [3, 4, 5]]  # type: ignore[index]
+    wrong = {"w": ParallelLayout(device_matrix=(2,), tensor_map=((0,),), shape=(8,))}
+
+    def load(ours: CheckpointManager, rank: int) -> str:
+        with pytest.raises(LayoutError) as raised:
+            ours.load(1)
+        return str(raised.value)
+
+    for text in job(disk, 2, load, layout=wrong):
+        assert "'w' has the shape [6], but its layout says [8]" in text
+
+
+def test_ranks_may_hold_nothing_of_a_tensor() -> None:
+    uneven = ParallelLayout(device_matrix=(4,), tensor_map=((0,),), shape=(3,), is_uneven=True)
+    some = ParallelLayout(device_matrix=(2,), tensor_map=((0,),), shape=(4,), ranks=(0, 2))
+    sizes = {"uneven": (1, 1, 1, 0), "some": (2, 0, 2, 0)}
+    layout = {"uneven": uneven, "some": some}
+
+    def state(rank: int, value: int) -> dict[str, Any]:
+        return {name: np.full(sizes[name][rank], value) for name in sizes}
+
+    disk = ModelDisk()
+    job(disk, 4, lambda ours, rank: ours.save(1, state(rank, rank)), layout=layout)
+    found: Any = alone(disk).state
+    assert (found["uneven"].tolist(), found["some"].tolist()) == ([0, 1, 2], [0, 0, 2, 2])
+    back = job(disk, 4, lambda ours, rank: ours.resume(state(rank, -1)).state, layout=layout)
+    for rank, one in enumerate(back):
+        assert values_in(one) == values_in(state(rank, rank))
+
+
+def values_in(state: Any) -> dict[str, list[int]]:
+    return {name: array.tolist() for name, array in state.items()}
+
+
+@dataclass(frozen=True)
+class Mortal(Seat):
+    """A rank that dies when it comes to a round."""
+
+    dies_at: str = ""
+
+    def all_gather(self, tag: str, value: Json, *, timeout_s: float) -> list[Json]:
+        if self.dies_at and tag.endswith(f"/{self.dies_at}"):
+            raise RankDied
+        return super().all_gather(tag, value, timeout_s=timeout_s)
+
+
+@pytest.mark.parametrize("round_name", ["tensors", "digests"])
+@pytest.mark.parametrize("dead", [0, 1])
+def test_rank_that_dies_before_the_writing_leaves_nothing(round_name: str, dead: int) -> None:
+    disk, meeting = saved(3), Meeting(3)
+
+    def save(rank: int) -> None:
+        ours = CheckpointManager(
+            RUNS,
+            CheckpointConfig(remove_redundancy=True, keep="all"),
+            prefix=SERIES,
+            fs=disk,
+            processes=ModelProcesses(disk),
+            clock=Clock(),
+            coordinator=Mortal(meeting, rank, dies_at=round_name if rank == dead else ""),
+        )
+        ours.save(8, state_of(rank))
+
+    for rank, outcome in enumerate(run_ranks(meeting, save)):
+        assert isinstance(outcome.raised, RankDied if rank == dead else SaveFailed)
+    after = disk.restart()
+    present = Store(RUNS, fs=after).scan()
+    assert [(one.name, one.state) for one in present] == [("net-7.shards", State.OK)]
+    found = job(after, 3, lambda ours, rank: values_of(ours.resume(fresh()).state))
+    assert found == [values_of(state_of(rank)) for rank in range(3)]
