@@ -88,6 +88,15 @@ def kind_of(raw: Source, *, name: str) -> Kind:
     return Kind.CKPTMGR_CONTAINER if is_named else kind
 
 
+def container_openers(raw: Source) -> tuple[str, ...]:
+    """Return what opens a container, for people, as its newest header says; needs no key and proves nothing.
+
+    Raises:
+        CryptoError: The header cannot be parsed.
+    """
+    return tuple(slot.label for slot in find_copies(raw)[0].header.slots)
+
+
 def container_mode(raw: Source) -> str:
     """Return the cipher mode that the header of a container names; needs no key and proves nothing.
 

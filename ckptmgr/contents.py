@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ckptmgr.container_reader import ENCRYPTED, kind_of
+from ckptmgr.container_reader import ENCRYPTED, container_openers, kind_of
 from ckptmgr.crypto.sniff import cipher_of
 from ckptmgr.errors import CheckpointNotFound, UnsupportedCheckpoint
+from ckptmgr.formats.detect import Kind
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.mindspore_entries import MapEntry, TextEntry
 from ckptmgr.formats.tensor import TensorSpec
@@ -117,8 +118,10 @@ def read_contents(
         return _of_many_ranks(store, checkpoint, options, choose)
     with translated_errors(path), contextlib.closing(store.fs.open(checkpoint.path)) as raw:
         manifest = store.read_manifest(checkpoint.name)
-        plain = None
-        if options.key is not None or kind_of(raw, name=path) not in ENCRYPTED:
+        plain, kind = None, kind_of(raw, name=path)
+        if kind is Kind.CKPTMGR_CONTAINER:
+            checkpoint = replace(checkpoint, opened_by=container_openers(raw))
+        if options.key is not None or kind not in ENCRYPTED:
             opened = open_source(raw, path=path, options=options, manifest=manifest)
             plain = _plain(opened, choose, has_stats=has_stats)
         return Contents(

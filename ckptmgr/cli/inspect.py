@@ -194,6 +194,8 @@ def _facts(contents: Contents) -> Iterator[tuple[str, str]]:
     if plain is not None and plain.compressed_bytes is not None:
         yield "compressed", f"zstd, to {plain.compressed_bytes / plain.size_bytes:.1%}"
     yield "cipher", _cipher(contents)
+    if len(checkpoint.opened_by) > 1:
+        yield "opens with", ", ".join(checkpoint.opened_by)
     if manifest is not None:
         if manifest.shards:
             yield "ranks", f"{len(manifest.shards)}, from {manifest.shards[0].name} on"

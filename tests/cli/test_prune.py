@@ -331,12 +331,12 @@ def test_failure_after_something_was_removed_is_partly_done(
 
 
 class Terminal:
-    """A prune at a terminal: it asks, somebody answers."""
+    """A command at a terminal: it asks, somebody answers."""
 
-    def __init__(self, *arguments: str | Path) -> None:
+    def __init__(self, *arguments: str | Path, command: str = "prune") -> None:
         self._leader, terminal = pty.openpty()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "ckptmgr", "prune", *map(str, arguments)],
+            [sys.executable, "-m", "ckptmgr", command, *map(str, arguments)],
             stdin=terminal,
             stdout=subprocess.PIPE,
             stderr=terminal,

@@ -6,13 +6,16 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.key_files import generate_pair
 from ckptmgr.manifest import manifest_name
 from ckptmgr.store import Store
 from tests.cli.running import run, run_json
+from tests.cli.test_prune import Terminal
 from tests.manager.rekeying import NEW, OLD, OTHER, openers, ring, save_run
 from tests.manager.saved import flip, tree_of
 
@@ -77,7 +80,9 @@ def test_rekey_in_json_tells_what_was_done(runs: Path, rotation: tuple[str, ...]
     assert (item["before"], item["after"]) == ([f"key {OLD.key_id}"], [f"key {NEW.key_id}"])
 
 
-def test_rekey_removes_by_key_id_and_adds_several(runs: Path, tmp_path: Path) -> None:
+def test_rekey_removes_by_key_id_and_adds_several(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    save_run(directory=runs, steps=1)
     private, public = generate_pair("x25519")
     alice = text(tmp_path, "alice.pem.pub", public, mode=0o644)
     phrase = f"passphrase:{text(tmp_path, 'phrase', b'correct horse')}"
@@ -95,11 +100,11 @@ def test_rekey_removes_by_key_id_and_adds_several(runs: Path, tmp_path: Path) ->
     ]
     private_source = text(tmp_path, "alice.pem", private)
     for command in ("verify", "ls", "inspect"):
-        target = runs if command != "inspect" else next(runs.glob("*2*.ckpe"))
+        target = runs if command != "inspect" else next(runs.glob("*.ckpe"))
         result = run(command, target, "--key", private_source)
         assert result.exit_code == 0, result.stderr
     out = tmp_path / "out.safetensors"
-    result = run("decrypt", next(runs.glob("*2*.ckpe")), "-o", out, "--key", phrase)
+    result = run("decrypt", next(runs.glob("*.ckpe")), "-o", out, "--key", phrase)
     assert result.exit_code == 0, result.stderr
 
 
@@ -229,3 +234,53 @@ def test_pair_of_keygen_encrypts_and_opens(tmp_path: Path, kind: str) -> None:
     refused = run("verify", runs, "--key", f"file:{public}")
     assert refused.exit_code == 12
     assert "only public keys" in refused.stdout
+
+
+def test_answer_decides_at_a_terminal(runs: Path, rotation: tuple[str, ...]) -> None:
+    terminal = Terminal(runs, *rotation, command="rekey")
+    assert b"Change the keys of 2 checkpoints? [y/N]: " in terminal.question()
+    assert terminal.answer(b"n\n")[0] == 1
+    assert who_opens(runs) == [[0], [0]]
+    terminal = Terminal(runs, *rotation, command="rekey")
+    terminal.question()
+    code, stdout = terminal.answer(b"y\n")
+    assert (code, b"2 checkpoints changed" in stdout) == (0, True)
+    assert who_opens(runs) == [[1], [1]]
+
+
+def test_rekey_that_the_disk_refuses_is_partly_done(
+    runs: Path, rotation: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "backup").hardlink_to(runs / "net-1.safetensors.ckpe")
+    result = run("rekey", runs, *rotation, "--yes")
+    assert result.exit_code == 3
+    assert "has other names" in result.stderr
+    assert "1 checkpoint changed, 1 failed" in result.stdout
+    # Its manifest can be checked with both keys by now, and the file opens with the old one.
+    assert who_opens(runs) == [[0], [1]]
+    (tmp_path / "backup").unlink()
+    assert run("rekey", runs, *rotation, "--yes").exit_code == 0
+    assert who_opens(runs) == [[1], [1]]
+
+
+def test_encrypt_to_a_public_key_and_decrypt_with_the_private_one(tmp_path: Path) -> None:
+    private, public = generate_pair("x25519")
+    alice = text(tmp_path, "alice.pem", private)
+    plain, out = tmp_path / "net.safetensors", tmp_path / "out.safetensors"
+    save_file({"w": np.arange(3.0)}, plain)
+    sealed = tmp_path / "sealed.safetensors.ckpe"
+    key = text(tmp_path, "alice.pem.pub", public, mode=0o644)
+    assert run("encrypt", plain, "-o", sealed, "--key", key).exit_code == 0
+    (tmp_path / manifest_name(sealed.name)).unlink()
+    assert run_json("inspect", sealed)["summary"]["opened_by"] == [f"X25519 {ring(public).key_id}"]
+    assert run("decrypt", sealed, "-o", out, "--key", key).exit_code == 12
+    result = run("decrypt", sealed, "-o", out, "--key", alice)
+    assert result.exit_code == 0, result.stderr
+    assert out.read_bytes() == plain.read_bytes()
+
+
+def test_inspect_tells_everything_that_opens_a_file(runs: Path, tmp_path: Path) -> None:
+    key = source(tmp_path, OLD)
+    assert run("rekey", runs, "--key", key, "--add", source(tmp_path, NEW), "--yes").exit_code == 0
+    words = run("inspect", next(runs.glob("*.ckpe"))).stdout.split()
+    assert f"opens with key {OLD.key_id}, key {NEW.key_id}" in " ".join(words)
