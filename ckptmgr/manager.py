@@ -248,8 +248,6 @@ class CheckpointManager:
         doubt = contradiction(checkpoint, present)
         if doubt is not None:
             _LOG.warning("%s may be an older file under this name: %s", checkpoint.path, doubt)
-        if loaded.kept:
-            _LOG.warning("%s holds nothing of this rank for %s", checkpoint.path, loaded.kept)
         restored = loaded.put_back(state)
         self._writer.continue_from(checkpoint, loaded.manifest)
         self._start_at(checkpoint.step, checkpoint.run_id)

@@ -12,6 +12,7 @@ equal on all of them, or cut by a layout; else nobody can tell how it joins.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ from ckptmgr.skeletons import leaf_shapes, with_shapes
 from ckptmgr.store import Store
 from ckptmgr.stored_state import SKELETON, StoredState
 from ckptmgr.tree_slices import Slice, Slicer
+
+_LOG = logging.getLogger(__name__)
 
 
 def read_sharded(
@@ -74,7 +77,14 @@ def load_sharded(
         CkptmgrError: As `read_sharded`.
     """
     real = Path(os.path.realpath(path))
-    store = Store(real.parent, key=options.key, trusted_keys=options.trusted_keys)
+    # Who can write here could otherwise put files of several steps together, each of them sealed.
+    is_proven = options.key is not None or bool(options.trusted_keys)
+    store = Store(
+        real.parent,
+        key=options.key,
+        trusted_keys=options.trusted_keys,
+        must_authenticate=is_proven and not options.allow_unsealed,
+    )
     manifest = store.read_manifest(real.name)
     if manifest is None:
         raise CheckpointNotFound("no such checkpoint", path=path)
@@ -121,6 +131,8 @@ class _Reading:
         regions = {name: self._region(name, shape) for name, shape in stored.items()}
         arrays = self.tensors(regions)
         arrays |= {name: self._kept(name) for name in shapes if name.startswith(KEPT)}
+        if kept:
+            _LOG.warning("%s holds nothing of this rank for %s", self._files.path, ", ".join(kept))
         local = {name: lengths_of(one) for name, one in regions.items() if one is not None}
         local |= {KEPT + name: one.lengths for name, one in self._own.slices.items()}
         return StoredState(

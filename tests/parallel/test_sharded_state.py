@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from ckptmgr.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,
     SaveFailed,
+    UnsealedCheckpoint,
     UnsupportedCheckpoint,
 )
 from ckptmgr.manager import CheckpointManager, Resumption
@@ -584,3 +586,26 @@ def test_rank_that_dies_before_the_writing_leaves_nothing(round_name: str, dead:
     assert [(one.name, one.state) for one in present] == [("net-7.shards", State.OK)]
     found = job(after, 3, lambda ours, rank: values_of(ours.resume(fresh()).state))
     assert found == [values_of(state_of(rank)) for rank in range(3)]
+
+
+def test_manifest_that_was_stripped_of_its_proof_is_refused(tmp_path: Path) -> None:
+    meeting = Meeting(2)
+    config = CheckpointConfig(enc_key=KEY, remove_redundancy=True)
+
+    def save(rank: int) -> None:
+        with CheckpointManager(
+            tmp_path, config, prefix=SERIES, coordinator=Seat(meeting, rank)
+        ) as ours:
+            ours.save(1, {"w": np.arange(8)})
+
+    for outcome in run_ranks(meeting, save):
+        assert outcome.raised is None, outcome.raised
+    page = tmp_path / "net-1.shards.manifest.json"
+    document = json.loads(page.read_bytes())
+    del document["auth"]
+    page.chmod(0o600)
+    page.write_text(json.dumps(document))
+    with pytest.raises(UnsealedCheckpoint):
+        load_checkpoint(tmp_path / "net-1.shards", dec_key=KEY)
+    found = load_checkpoint(tmp_path / "net-1.shards", dec_key=KEY, allow_unsealed=True)
+    assert found["w"].tolist() == list(range(8))
