@@ -101,15 +101,15 @@ def group_coordinator(
     return _in_session(store, f"group {name}", rank=rank, world=world, timeout_s=timeout_s)
 
 
-_made: Counter[str] = Counter()
+_made: Counter[tuple[str, int]] = Counter()
 
 
 def _in_session(
     store: Store, job: str, *, rank: int, world: int, timeout_s: float
 ) -> KeyValueCoordinator:
     """Return a coordinator of this start of a job, and of no other."""
-    _made[job] += 1  # as on the other ranks, which run the same program
-    place = PrefixStore(f"ckptmgr/{job}/{_made[job]}", store)
+    _made[job, rank] += 1  # as on the other ranks, which run the same program
+    place = PrefixStore(f"ckptmgr/{job}/{_made[job, rank]}", store)
     name = agreed_session(_Table(place), rank=rank, world=world, timeout_s=timeout_s)
     return store_coordinator(PrefixStore(name, place), rank=rank, world=world)
 

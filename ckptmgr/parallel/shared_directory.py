@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable
 from hashlib import blake2s
 from pathlib import Path
@@ -31,6 +32,7 @@ _LOG = logging.getLogger(__name__)
 _FIRST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.1
 _MAX_VALUE_BYTES = 16 << 20
+_begun: Counter[tuple[str, int]] = Counter()
 
 
 class SharedDirectory(KeyValueCoordinator):
@@ -74,8 +76,11 @@ class SharedDirectory(KeyValueCoordinator):
 
         checked_rank(rank, world)
         if session is None:
+            # As many as on the other ranks, which run the same program.
+            begun = (os.path.realpath(directory), rank)
+            _begun[begun] += 1
             session = agreed_session(
-                table("start").created(),
+                table(f"start-{_begun[begun]}").created(),
                 rank=rank,
                 world=world,
                 timeout_s=timeout_s,

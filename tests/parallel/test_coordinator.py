@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptmgr.parallel import shared_directory
 from ckptmgr.parallel.coordinator import (
     Coordinator,
     Json,
@@ -162,6 +163,15 @@ def test_what_was_said_in_vain_is_forgotten_once_the_ranks_meet_again() -> None:
     assert set(table.values) == {"b/0", "b/1"}
 
 
+def test_ranks_that_meet_in_a_directory_twice_tell_the_meetings_apart(tmp_path: Path) -> None:
+    def start(rank: int) -> list[Json]:
+        meetings = [SharedDirectory(tmp_path, rank=rank, world=2) for _ in range(5)]
+        return [m.all_gather("a", [n, rank], timeout_s=60) for n, m in enumerate(meetings)]
+
+    apart = [[[n, 0], [n, 1]] for n in range(5)]
+    assert together(lambda: start(0), lambda: start(1)) == [apart] * 2
+
+
 def test_ranks_without_a_session_agree_on_one_for_every_start(tmp_path: Path) -> None:
     def start(rank: int) -> list[Json]:
         ranks = SharedDirectory(tmp_path, rank=rank, world=2)
@@ -169,6 +179,7 @@ def test_ranks_without_a_session_agree_on_one_for_every_start(tmp_path: Path) ->
 
     for _ in range(2):
         assert together(lambda: start(0), lambda: start(1)) == [[0, 1]] * 2
+        shared_directory._begun.clear()  # as in new processes
     with pytest.raises(RanksMissing, match="rank 1 did not come to 'the start of the job'"):
         SharedDirectory(tmp_path, rank=0, world=2, timeout_s=0)
 
