@@ -171,6 +171,8 @@ class _Checkpoint:
             is_proven = all(plan.is_proven for plan in plans)
             is_done = not any(plan.writes for plan in plans)
             is_done = self._is_authentication_done(is_proven=is_proven) and is_done
+            if not is_done:
+                self._check_digests()
             return self._told(Action.NOTHING if is_done else Action.HEADER, plans[0])
         if kinds == {Kind.MINDSPORE_ENCRYPTED} and not self._checkpoint.shards:
             (path,) = self._paths
@@ -241,6 +243,18 @@ class _Checkpoint:
         if planned.is_pending:
             self._authenticate(is_final=True)
         return planned
+
+    def _check_digests(self) -> None:
+        """Raise UnsafeWrite when digests cover headers: a file with another header would count as damaged."""
+        manifest = self._manifest
+        if manifest is None:
+            return
+        if not all(one.digest.blank_bytes for one in manifest.shards or (manifest.file,)):
+            raise UnsafeWrite(
+                "the digests in its manifest cover its header, which must not change then",
+                path=self._checkpoint.path,
+                hint="ckptmgr reencrypt writes it anew",
+            )
 
     def _check_signature(self) -> None:
         """Raise KeyProblem when the file is signed, and what is encrypted anew could not be."""

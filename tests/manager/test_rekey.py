@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from ckptmgr.config import CheckpointConfig
 from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.key_files import generate_pair
 from ckptmgr.crypto.signing import SigningKey
+from ckptmgr.digest import digest_of
 from ckptmgr.errors import (
     CorruptCheckpoint,
     KeyProblem,
@@ -19,6 +21,7 @@ from ckptmgr.errors import (
     UnsafeWrite,
     UnsealedCheckpoint,
 )
+from ckptmgr.formats.source import BytesSource
 from ckptmgr.manager import CheckpointManager
 from ckptmgr.manifest import manifest_name
 from ckptmgr.model import State
@@ -391,3 +394,21 @@ def test_set_of_files_of_different_kinds_is_refused() -> None:
     put(disk, RUNS / checkpoint.shards[1], b"\x0a\x04plain, or so")
     with pytest.raises(UnsafeWrite, match="cannot be changed together"):
         plan_rekeying(store, checkpoint, ROTATION)
+
+
+def test_file_whose_digests_cover_its_header_is_not_rekeyed_but_encrypted_anew(
+    tmp_path: Path,
+) -> None:
+    save_run(directory=tmp_path, steps=1)
+    store = Store(tmp_path, key=OLD)
+    (checkpoint,) = store.scan()
+    manifest = store.read_manifest(checkpoint.name)
+    assert manifest is not None
+    digest = digest_of(BytesSource(checkpoint.path.read_bytes()))
+    store.update_manifest(replace(manifest, file=replace(manifest.file, digest=digest)))
+    with pytest.raises(UnsafeWrite, match="cover its header"):
+        rekey(ROTATION, directory=tmp_path)
+    assert openers(checkpoint, [ring(OLD), ring(NEW)]) == [0]
+    change = KeyChange(keys=ring(OLD), add=(ring(NEW),), is_only=True)
+    reencrypt_checkpoint(open_for_rekeying(tmp_path, change), checkpoint, change)
+    assert openers(checkpoint, [ring(OLD), ring(NEW)]) == [1]
