@@ -118,14 +118,14 @@ def torch_bytes(value: torch.Tensor) -> memoryview:
     import torch
 
     has_its_bytes = value.is_contiguous() and not value.is_conj() and not value.is_neg()
-    if value.is_cpu and has_its_bytes and value.dtype in _numpy_types():
+    if value.is_cpu and has_its_bytes and value.dtype in numpy_types():
         return flat_memory(value.detach().numpy())
     host = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
     return host.reshape(-1).view(torch.uint8).numpy().data
 
 
 @cache
-def _numpy_types() -> frozenset[torch.dtype]:
+def numpy_types() -> frozenset[torch.dtype]:
     """Return those element types of torch that NumPy knows."""
     import torch
 

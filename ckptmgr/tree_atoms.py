@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -178,6 +179,15 @@ def decode_dtype(node: object) -> np.dtype:
     Raises:
         TreeError: No such type, or one whose elements are not plain bytes.
     """
+    return _dtype_called(node) if isinstance(node, str) else _checked_dtype(node)
+
+
+@lru_cache(maxsize=256)
+def _dtype_called(node: str) -> np.dtype:
+    return _checked_dtype(node)
+
+
+def _checked_dtype(node: object) -> np.dtype:
     try:
         return _decode_dtype(node)
     except (ValueError, TypeError, OverflowError, KeyError, RecursionError) as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections import Counter
 from typing import Literal, NoReturn
 
 from ckptmgr.errors import CkptmgrError, UnsupportedState
@@ -20,6 +20,8 @@ Json = None | bool | int | str | list["Json"] | dict[str, "Json"]
 VERSION = 1
 MAX_DEPTH = 500
 _MAX_INT_DIGITS = 20
+_MANY_DIGITS = "0" * _MAX_INT_DIGITS
+_DIGITS_AS_ZEROS = str.maketrans("123456789", "0" * 9)
 _SHOWN_CHARS = 60
 _MAX_DECIMAL_BITS = 1000
 
@@ -136,16 +138,18 @@ def load_skeleton(skeleton: str) -> list[Json]:
         TreeError: Not the JSON of a skeleton, or of a version this library does not know.
     """
     try:
+        # A call for each number would take most of the time; only where one may be too long is it worth it.
+        may_be_long = _MANY_DIGITS in skeleton.translate(_DIGITS_AS_ZEROS)
         body = json.loads(
             skeleton,
             object_pairs_hook=_unique_pairs,
-            parse_int=_parse_int,
+            parse_int=_parse_int if may_be_long else int,
             parse_float=_reject_number,
             parse_constant=_reject_number,
         )
     except TreeError:
         raise
-    except (ValueError, TypeError, RecursionError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise TreeError(f"the skeleton of the state is not JSON: {error}") from None
     if not isinstance(body, dict) or "version" not in body:
         raise TreeError("the skeleton of the state has no version")
@@ -160,12 +164,11 @@ def load_skeleton(skeleton: str) -> list[Json]:
     return nodes
 
 
-def _unique_pairs(pairs: Iterable[tuple[str, Json]]) -> dict[str, Json]:
-    result: dict[str, Json] = {}
-    for key, value in pairs:
-        if key in result:
-            raise TreeError(f"the skeleton of the state says {shown(key)} twice")
-        result[key] = value
+def _unique_pairs(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
+        raise TreeError(f"the skeleton of the state says {shown(twice)} twice")
     return result
 
 

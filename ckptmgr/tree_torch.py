@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ckptmgr.formats.tensor import Tensor
-from ckptmgr.leaves import torch_bytes
+from ckptmgr.leaves import numpy_types, torch_bytes
 from ckptmgr.tree_atoms import decode_float, decode_shape
 from ckptmgr.tree_memory import Finder, Leaf, Memory, Span, extent, stored_as
 from ckptmgr.tree_nodes import Json, Path, TreeError, unsupported
@@ -49,6 +49,12 @@ def decode_torch_dtype(node: object) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise TreeError(f"torch has no element type {node!r}")
     return dtype
+
+
+@cache
+def is_known_to_numpy(dtype: torch.dtype) -> bool:
+    """Return whether NumPy has an element type of this name by itself."""
+    return dtype in numpy_types()
 
 
 def decode_torch_device(node: object) -> torch.device:

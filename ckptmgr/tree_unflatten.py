@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -39,9 +38,11 @@ Read = Callable[[str], np.ndarray]
 _ALIGNMENT = 16
 # Some values of a state take two nodes, such as an OrderedDict and what torch attaches to it.
 _MAX_STEPS = 2 * MAX_DEPTH + 10
-_PLAIN_FIELDS = 3
-_LEAF_FIELDS = {"tensor", "dtype", "shape", "stored", "offset", "strides", "shared"}
-_TORCH_FIELDS = _LEAF_FIELDS | {"parameter", "requires_grad"}
+_NEEDED_FIELDS = frozenset(("tensor", "dtype", "shape"))
+_FLAGS = frozenset(("parameter", "requires_grad"))
+_PLAIN_TORCH_FIELDS = _NEEDED_FIELDS | _FLAGS
+_LEAF_FIELDS = _NEEDED_FIELDS | {"stored", "offset", "strides", "shared"}
+_TORCH_FIELDS = _LEAF_FIELDS | _FLAGS
 _ATOMS: dict[str, Callable[[object], object]] = {
     "int": decode_int,
     "float": decode_float,
@@ -59,14 +60,12 @@ def _name_of(dtype: np.dtype) -> str:
     return dtype.name
 
 
-@dataclass(frozen=True, slots=True)
-class _Built:
+class _Built(NamedTuple):
     value: Any
     depth: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
+class _Place(NamedTuple):
     """Where a leaf lies in the bytes of its tensor; all in bytes but the shape."""
 
     memory: np.ndarray
@@ -95,6 +94,7 @@ class Unflattener:
         self.whole: dict[str, bool] = {}
         self._memory: dict[str, np.ndarray] = {}
         self._stored: dict[str, np.ndarray] = {}
+        self._handed_out: set[str] = set()
         self._torch_memory: dict[str, torch.Tensor] = {}
         self._shared: dict[int, object] = {}
         self._stack: list[_Built] = []
@@ -209,31 +209,43 @@ class Unflattener:
 
     def _leaf(self, kind: str, body: Json) -> object:
         allowed = _LEAF_FIELDS if kind == "array" else _TORCH_FIELDS
-        if not isinstance(body, dict) or not {"tensor", "dtype", "shape"} <= body.keys() <= allowed:
+        if not isinstance(body, dict) or not _NEEDED_FIELDS <= body.keys() <= allowed:
             raise TreeError(f"an {kind} leaf is not described by a tensor, a dtype and a shape")
+        if len(body) == len(_NEEDED_FIELDS) and kind == "array":
+            plain = self._plain_array(body)
+            if plain is not None:
+                return plain
         shared = body.get("shared")
         if type(shared) is int and shared in self._shared:
             return self._shared[shared]
         build = self._array if kind == "array" else self._tensor
         name = self._load(body["tensor"])
         value: object = _guarded(f"tensor {name!r}", lambda: build(body))
-        self.leaves[id(value)] = name
-        is_whole = "offset" not in body and "shared" not in body
-        self.whole[name] = is_whole and name not in self.whole
+        self._note(value, name, is_whole="offset" not in body and "shared" not in body)
         if type(shared) is int:
             self._shared[shared] = value
         return value
 
+    def _note(self, value: object, name: str, *, is_whole: bool) -> None:
+        if self._fill is not None:
+            self.leaves[id(value)] = name
+            self.whole[name] = is_whole and name not in self.whole
+
+    def _plain_array(self, body: dict[str, Json]) -> np.ndarray | None:
+        """Return what is stored for a leaf, where the leaf is just that."""
+        name, node = body["tensor"], body["dtype"]
+        if not isinstance(name, str) or not isinstance(node, str) or name in self._stored:
+            return None
+        stored = self._stored[name] = self._read_stored(name)
+        is_plain = stored.flags.carray and body["shape"] == list(stored.shape)
+        if not is_plain or stored.dtype != decode_dtype(node):
+            return None
+        self._handed_out.add(name)
+        self._note(stored, name, is_whole=True)
+        return stored
+
     def _array(self, body: dict[str, Json]) -> np.ndarray:
         dtype = decode_dtype(body["dtype"])
-        if len(body) == _PLAIN_FIELDS:
-            stored = self._stored[str(body["tensor"])]
-            if (
-                stored.dtype == dtype
-                and body["shape"] == list(stored.shape)
-                and stored.flags.carray
-            ):
-                return stored
         place = self._place(body, dtype.itemsize, _name_of(dtype))
         if prod(place.shape) * dtype.itemsize == 0:
             return np.ndarray(place.shape, dtype)
@@ -242,7 +254,14 @@ class Unflattener:
     def _tensor(self, body: dict[str, Json]) -> torch.Tensor:
         adapter = _torch()
         dtype = adapter.decode_torch_dtype(body["dtype"])
-        place = self._place(body, dtype.itemsize, adapter.dtype_name(dtype))
+        stored = self._stored[str(body["tensor"])]
+        spelling = adapter.dtype_name(dtype)
+        is_plain = body.keys() <= _PLAIN_TORCH_FIELDS and body["shape"] == list(stored.shape)
+        is_plain = is_plain and stored.flags.carray
+        if is_plain and _name_of(stored.dtype) == spelling and adapter.is_known_to_numpy(dtype):
+            known: torch.Tensor = adapter.with_flags(adapter.from_host(stored), body)
+            return known
+        place = self._place(body, dtype.itemsize, spelling)
         if place.name not in self._torch_memory:
             self._torch_memory[place.name] = adapter.from_host(place.memory)
         memory = self._torch_memory[place.name]
@@ -279,18 +298,22 @@ class Unflattener:
             raise TreeError(f"a tensor is called {name!r}")
         if name in self._memory:
             return name
-        try:
-            stored = self._read(name)
-        except KeyError:
-            raise TreeError(f"there is no tensor called {name!r}") from None
+        stored = self._stored[name] if name in self._stored else self._read_stored(name)
         flat = np.ascontiguousarray(stored).reshape(-1)
         memory = flat.view(np.uint8) if flat.nbytes else np.empty(0, np.uint8)
         address = memory.__array_interface__["data"][0]
-        if not memory.flags.writeable or address % _ALIGNMENT:
+        is_fit = memory.flags.writeable and address % _ALIGNMENT == 0
+        if not is_fit and name not in self._handed_out:
             memory = memory.copy()
             stored = memory.view(flat.dtype).reshape(stored.shape) if flat.nbytes else stored
         self._memory[name], self._stored[name] = memory, stored
         return name
+
+    def _read_stored(self, name: str) -> np.ndarray:
+        try:
+            return self._read(name)
+        except KeyError:
+            raise TreeError(f"there is no tensor called {name!r}") from None
 
     def _look_into(self, values: object) -> None:
         """Have the contents read that a value is made from."""
@@ -338,6 +361,7 @@ def _is_torch_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
+@cache
 def _torch() -> Any:
     try:
         from ckptmgr import tree_torch

@@ -230,6 +230,18 @@ def test_views_of_a_stored_array_share_its_memory_again() -> None:
     assert back["row"][0] == back["back"][2, 0] == -1.0
 
 
+def test_view_shares_the_memory_of_an_array_that_came_unaligned() -> None:
+    own = np.arange(8.0)
+    flat = flatten({"own": own, "view": own[2:].view(np.complex128)})
+    unaligned = np.zeros(9)
+    stored = unaligned[1 if unaligned.ctypes.data % 16 == 0 else 0 :][:8]
+    stored[:] = own
+    loaded = unflatten(flat.skeleton, {"own": stored}.__getitem__)
+    assert isinstance(loaded, dict)
+    loaded["own"][2:4] = (5, 6)
+    assert loaded["view"][0] == 5 + 6j
+
+
 def test_partially_overlapping_views_share_a_run_of_bytes() -> None:
     base = np.arange(100, dtype=np.int16)
     state = {"a": base[10:30], "b": base[20:40], "c": base[39:41]}
