@@ -69,9 +69,13 @@ def check_target(source: Path, target: Path, *, force: bool) -> None:
 
 
 def store_of(path: Path, options: ReadOptions) -> Store:
-    """Return the store a file lies in; with a key, its manifest must be authenticated."""
-    is_strict = options.key is not None and not options.allow_unsealed
-    return Store(path.parent, key=options.key, must_authenticate=is_strict)
+    """Return the store a file lies in; with a key or trusted keys, its manifest must be authenticated."""
+    return Store(
+        path.parent,
+        key=options.key,
+        must_authenticate=options.is_strict,
+        trusted_keys=options.trusted_keys,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

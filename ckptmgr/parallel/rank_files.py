@@ -214,7 +214,12 @@ class RankFiles:
         if path is None or not path.is_file():
             raise CheckpointNotFound(f"there is no file of rank {rank}", path=path)
         with ExitStack() as stack:
-            store = Store(path.parent, fs=self._fs, key=self._options.key)
+            store = Store(
+                path.parent,
+                fs=self._fs,
+                key=self._options.key,
+                trusted_keys=self._options.trusted_keys,
+            )
             manifest = store.read_manifest(path.name)
             raw = stack.enter_context(closing(store.fs.open(path)))
             opened = open_source(
