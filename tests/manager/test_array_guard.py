@@ -245,6 +245,7 @@ def test_torch_tensor_that_changes_in_forward_is_copied_at_once() -> None:
 def test_torch_tensor_on_an_accelerator_is_copied_at_once() -> None:
     class OnDevice:
         device = SimpleNamespace(type="cuda")
+        is_cpu = False
 
     content: Any = partial(torch_bytes, OnDevice())  # type: ignore[arg-type]
     assert guard(Tensor(spec=tensor_of(np.zeros(SIZE)).spec, content=content)) is None
