@@ -10,8 +10,10 @@
 from __future__ import annotations
 
 import logging
+import zlib
+from base64 import b64decode, b64encode
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -23,7 +25,7 @@ from ckptmgr.errors import UnsupportedCheckpoint
 from ckptmgr.formats.dtypes import BY_NAME
 from ckptmgr.formats.tensor import Item, Tensor, TensorSpec
 from ckptmgr.parallel.balance import Replicated, Share, balance_by_bytes
-from ckptmgr.parallel.coordinator import Coordinator, Json, RanksOutOfStep
+from ckptmgr.parallel.coordinator import Coordinator, Json, RanksOutOfStep, from_json, to_json
 from ckptmgr.parallel.errors import LayoutError
 from ckptmgr.parallel.redundancy import remove_param_redundancy
 from ckptmgr.parallel.rounds import Rounds
@@ -33,6 +35,7 @@ from ckptmgr.staging_items import Part
 _LOG = logging.getLogger(__name__)
 _DIGEST_BYTES = 16
 _SHOWN = 3
+_MAX_NOTES_BYTES = 1 << 30
 
 Balance = Literal["bytes", "round_robin"]
 
@@ -157,10 +160,10 @@ class Sharing:
 
         def tell() -> Json:
             tensors.extend(_tensors(items))
-            return [note.to_json() for note in _notes(tensors, metadata)]
+            return _packed(_notes(tensors, metadata))
 
         answers = rounds.together("tensors", tell, stop=stop)
-        held = _held([_told(answer, rank) for rank, answer in enumerate(answers)])
+        held = _held(_told(answers))
         own = {tensor.spec.name: tensor for tensor in tensors}
         doubtful = [(key, holders) for key, holders in held.items() if len(holders) > 1]
 
@@ -226,10 +229,36 @@ def _notes(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> Iterator[N
         )
 
 
-def _told(answer: Json, rank: int) -> list[Note]:
-    if isinstance(answer, str) or not isinstance(answer, Sequence):
-        raise RanksOutOfStep(f"rank {rank} names no tensors: {answer!r}")
-    return [Note.from_json(one, rank=rank) for one in answer]
+def _packed(notes: Iterable[Note]) -> str:
+    """Return notes as they travel; names of tensors repeat themselves, so they become ten times shorter."""
+    return b64encode(zlib.compress(to_json([note.to_json() for note in notes]))).decode()
+
+
+def _told(answers: Sequence[Json]) -> list[list[Note]]:
+    """Return what all ranks say; what several say in the same words is read once.
+
+    Raises:
+        RanksOutOfStep: It is no list of notes.
+    """
+    known: dict[Json, list[Note]] = {}
+    for rank, answer in enumerate(answers):
+        if not isinstance(answer, str):
+            raise RanksOutOfStep(f"rank {rank} names no tensors: {answer!r}")
+        if answer not in known:
+            known[answer] = [Note.from_json(one, rank=rank) for one in _unpacked(answer, rank)]
+    return [known[answer] for answer in answers]
+
+
+def _unpacked(text: str, rank: int) -> Sequence[Json]:
+    unzip = zlib.decompressobj()
+    try:
+        data = unzip.decompress(b64decode(text, validate=True), _MAX_NOTES_BYTES)
+    except (ValueError, zlib.error) as error:
+        raise RanksOutOfStep(f"what rank {rank} says of its tensors is garbled: {error}") from error
+    notes = from_json(data, tag="tensors", rank=rank)
+    if isinstance(notes, str) or not isinstance(notes, Sequence):
+        raise RanksOutOfStep(f"rank {rank} names no tensors")
+    return notes
 
 
 def _held(told: Sequence[Sequence[Note]]) -> dict[Note, list[int]]:

@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import json
+import zlib
+from base64 import b64encode
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -111,7 +114,15 @@ class Rogue:
         name = tag.rpartition("/")[2]
         if name not in self.says:
             raise RanksMissing(tag, ranks=[1], found={0: value}, timeout_s=timeout_s)
-        return [value, {"ok": self.says[name]}]
+        said = self.says[name]
+        return [value, {"ok": packed(said) if name == "tensors" else said}]
+
+
+def packed(said: Json) -> Json:
+    """Return notes as they travel; what is no list of notes stays as it is."""
+    if not isinstance(said, list):
+        return said
+    return b64encode(zlib.compress(json.dumps(said).encode())).decode()
 
 
 OWN: list[Any] = ["w", "float64", [2]]
@@ -121,6 +132,10 @@ OWN: list[Any] = ["w", "float64", [2]]
     "says",
     [
         {"tensors": "w"},
+        {"tensors": b64encode(b"w").decode()},
+        {"tensors": b64encode(zlib.compress(b"w")).decode()},
+        {"tensors": b64encode(zlib.compress(b'"w"')).decode()},
+        {"tensors": {"w": 1}},
         {"tensors": 3},
         {"tensors": ["w"]},
         {"tensors": [3]},
