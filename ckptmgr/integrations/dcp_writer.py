@@ -324,9 +324,11 @@ def _content(item: WriteItem, planner: SavePlanner) -> memoryview:
     fqn = item.index.fqn
     if not isinstance(value, torch.Tensor):
         raise UnsupportedState(f"{fqn!r} is planned as a tensor, but is none")
-    if value.layout is not torch.strided or value.is_quantized or value.is_meta:
+    is_wrapper = type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    if value.layout is not torch.strided or value.is_quantized or value.is_meta or is_wrapper:
         raise UnsupportedState(
-            f"{fqn!r} is sparse, quantized or without content", hint="save it as a dense tensor"
+            f"{fqn!r} is a {type(value).__qualname__} that is sparse, quantized, or has its content elsewhere",
+            hint="save it as a dense tensor",
         )
     found, planned = (
         (value.dtype, value.shape),

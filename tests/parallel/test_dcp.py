@@ -358,8 +358,23 @@ def test_value_that_cannot_be_stored_is_named(tmp_path: Path) -> None:
 def test_tensor_without_plain_content_is_named(tmp_path: Path, tensor: Any) -> None:
     writer = StorageWriter(tmp_path, step=1)
     refused = failed(lambda: dcp.save({"w": tensor}, storage_writer=writer))
-    assert "'w' is sparse, quantized or without content" in str(refused)
+    assert "that is sparse, quantized, or has its content elsewhere" in str(refused)
     assert names(tmp_path) == []
+
+
+def test_tensor_with_content_elsewhere_is_named(tmp_path: Path) -> None:
+    class Wrapping(SavePlanner):
+        def transform_object(self, write_item: Any, object: Any) -> Any:
+            return torch.Tensor._make_subclass(Wrapper, object)
+
+    def dispatch(cls: Any, *_: object) -> None:
+        raise AssertionError("somebody looked into it")
+
+    Wrapper = type("Wrapper", (torch.Tensor,), {"__torch_dispatch__": classmethod(dispatch)})
+    writer = StorageWriter(tmp_path, step=1)
+    state = {"w": torch.ones(2)}
+    refused = failed(lambda: dcp.save(state, storage_writer=writer, planner=Wrapping()))
+    assert "'w' is a Wrapper that is sparse, quantized, or has its content" in str(refused)
 
 
 def test_part_of_a_tensor_is_not_saved_alone(tmp_path: Path) -> None:
@@ -678,6 +693,8 @@ def test_commands_work_on_what_dcp_saved(tmp_path: Path, name: str) -> None:
     assert [(one["step"], one["state"]) for one in listed] == [(1, "ok"), (2, "ok")]
     verified = run("verify", tmp_path / "ckpt-2.shards", env=env)
     assert verified.exit_code == 0, verified.stderr
+    whole = run_json("inspect", tmp_path / "ckpt-2.shards", env=env)["items"]
+    assert {one["name"]: one["shape"] for one in whole}["w"] == [4]
     shard = next(one for one in names(tmp_path) if one.startswith("ckpt-2.1-of-2"))
     inspected = run("inspect", tmp_path / shard, "--allow-unsealed", env=env)
     assert "w~@2" in inspected.stdout, inspected.stderr
