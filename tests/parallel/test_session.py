@@ -37,13 +37,13 @@ class Table:
         raise AssertionError
 
 
-def names(table: Table) -> list[Json]:
+def names(table: Table) -> list[str]:
     """Start a job of some ranks, and return the names that they agree on."""
 
     def agree(rank: int) -> Callable[[], list[Json]]:
         return lambda: [agreed_session(table, rank=rank, world=WORLD, timeout_s=HANG_S)]
 
-    return [name for (name,) in together(*(agree(rank) for rank in range(WORLD)))]
+    return [str(name) for (name,) in together(*(agree(rank) for rank in range(WORLD)))]
 
 
 def test_all_ranks_agree_on_a_name_of_their_own_start() -> None:
