@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ckptmgr.crypto.block_reader import Buffers
-from ckptmgr.digest import RANGE_BYTES, RangeReader, VerifyingSource
+from ckptmgr.digest import RANGE_BYTES, VerifyingSource
 from ckptmgr.formats.image import Image
 from ckptmgr.formats.source import Source
 from ckptmgr.glimpses import Glimpses
+from ckptmgr.range_digests import RangeDigests
 from ckptmgr.units import PIECE_BYTES
 
 
@@ -63,9 +64,9 @@ class SourceImage(Image):
         super().__init__((), has_crc_trailer=has_crc_trailer)
         self.body_size = size
         self._source = source
-        self._digests: _Digests | None = None
+        self._digests: RangeDigests | None = None
         if isinstance(source, VerifyingSource) and source.range_bytes == RANGE_BYTES:
-            self._digests, window_bytes = _Digests(source), PIECE_BYTES
+            self._digests, window_bytes = RangeDigests(source), PIECE_BYTES
         self._window_bytes = window_bytes
         self._glimpses = glimpses
         self._windows: dict[int, _Window] = {}
@@ -142,57 +143,3 @@ class SourceImage(Image):
             del self._windows[index]
         if window.buffer is not None:
             self._buffers.give(window.buffer)
-
-
-class _Digests:
-    """Hashes ranges whose pieces arrive in any order, and checks each when it is complete."""
-
-    def __init__(self, source: VerifyingSource) -> None:
-        self._source = source
-        self._ranges: dict[int, _Range] = {}
-        self._lock = threading.Lock()
-
-    def read(self, offset: int, view: memoryview) -> list[tuple[int, memoryview]]:
-        """Fill `view` with unchecked bytes; return the pieces in which to hand it to `take`."""
-        self._source.read_unchecked(offset, view)
-        room = RANGE_BYTES - offset % RANGE_BYTES
-        pieces = [(offset, view[:room]), (offset + room, view[room:])]
-        return [piece for piece in pieces if piece[1].nbytes]
-
-    def take(self, offset: int, view: memoryview, done: partial[None]) -> None:
-        """Take a piece of one range; call `done` when it was hashed.
-
-        Raises:
-            ChecksumMismatch: With this piece a range is complete, and is not what its digest says.
-        """
-        index = offset // RANGE_BYTES
-        with self._lock:
-            found = self._ranges.get(index)
-            if found is None:
-                found = self._ranges[index] = _Range(
-                    self._source.open_range(index), index * RANGE_BYTES
-                )
-        stop = min((index + 1) * RANGE_BYTES, self._source.size)
-        if found.take(offset, view, done) == stop:
-            with self._lock:
-                del self._ranges[index]
-            found.reader.finish()
-
-
-class _Range:
-    def __init__(self, reader: RangeReader, start: int) -> None:
-        self.reader = reader
-        self._next = start
-        self._early: dict[int, tuple[memoryview, partial[None]]] = {}
-        self._lock = threading.Lock()
-
-    def take(self, offset: int, view: memoryview, done: partial[None]) -> int:
-        """Hash what is next, if it has come; return where that ends."""
-        with self._lock:
-            self._early[offset] = (view, done)
-            while self._next in self._early:
-                view, done = self._early.pop(self._next)
-                self.reader.take(view)
-                self._next += view.nbytes
-                done()
-            return self._next

@@ -26,10 +26,12 @@ from ckptmgr.container_reader import container_mode, kind_of, open_container_fil
 from ckptmgr.contents import tensors_of
 from ckptmgr.crypto.ciphers import mode_of
 from ckptmgr.crypto.container_unlock import CopyState, find_copies
+from ckptmgr.crypto.errors import CryptoError
 from ckptmgr.crypto.keyring import block_key
 from ckptmgr.crypto.mindspore_blocks import open_blocks, sniff_mode
 from ckptmgr.crypto.records import find_records
 from ckptmgr.digest import FileDigest, check_size, differing_ranges
+from ckptmgr.digested import checked_at_once
 from ckptmgr.errors import (
     ChecksumMismatch,
     CkptmgrError,
@@ -40,6 +42,7 @@ from ckptmgr.errors import (
 )
 from ckptmgr.formats import safetensors_file
 from ckptmgr.formats.detect import Kind
+from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.index import check_crc
 from ckptmgr.formats.mindspore_reader import CkptIndex
 from ckptmgr.formats.source import Source, read_bytes
@@ -241,6 +244,7 @@ class _Check:
         self.nonfinite: dict[str, tuple[int, int]] = {}
         self.status = Status.OK
         self.failures: list[_Failure] = []
+        self._was_read = False
         self.manifest: Manifest | None = None
 
     def run(self) -> None:
@@ -282,6 +286,7 @@ class _Check:
                 self.checked.append("manifest")
                 if manifest.signed_by is not None:
                     self.checked.append("signature")
+                self._was_read = self._read_in_one_pass(manifest, raw)
                 self._check_against(manifest, raw)
             kind = kind_of(raw, name=path.name)
             if kind is Kind.MINDSPORE_ENCRYPTED:
@@ -303,17 +308,39 @@ class _Check:
             )
 
     def _reads_twice(self, file: Source) -> bool:
-        """Return whether contents are looked at after the digests; the page cache is then the shorter way."""
+        """Return whether contents are looked at again after the digests; the page cache is then the shorter way."""
         end = max(0, file.size - TRAILER_BYTES)
         has_crc = decode_trailer(read_bytes(file, end, file.size - end)) is not None
-        return has_crc or self._level is Level.DEEP or self._options.key is not None
+        return has_crc or self._level is Level.DEEP
 
     def _check_against(self, manifest: Manifest, raw: Source) -> None:
         check_size(raw.size, manifest.file.digest, path=self._path)
         self.checked.append("size")
         if self._level is not Level.QUICK:
-            check_digests(raw, manifest.file.digest, path=self._path)
+            if not self._was_read:
+                check_digests(raw, manifest.file.digest, path=self._path)
             self.checked.append("digests")
+
+    def _read_in_one_pass(self, manifest: Manifest, raw: Source) -> bool:
+        """Try to check the digests and the contents of a sealed file in one reading; return whether both are right.
+
+        Where they are not, or that does not suit the file, one is checked after the other, and says what is wrong.
+        """
+        if self._level is not Level.FULL or self._options.key is None:
+            return False
+        options = replace(self._options, trusted_keys=())
+        with contextlib.suppress(CkptmgrError, CryptoError, FormatError, OSError):
+            checks = checked_at_once(raw, manifest.file.digest, path=self._path, options=options)
+            self.checked += checks or ()
+            return checks is not None
+        return False
+
+    def _check_sealed_contents(self, raw: Source) -> None:
+        if self._was_read:
+            self.checked.append("structure")
+        else:
+            self._check_contents(self._open(raw), is_encrypted=True)
+        self.checked.append("cipher blocks")
 
     def _check_encrypted(self, raw: Source, manifest: Manifest | None) -> None:
         mode = str(sniff_mode(read_bytes(raw, 0, min(_HEAD_BYTES, raw.size))))
@@ -331,9 +358,7 @@ class _Check:
         if is_sealed:
             self.checked.append("seal")
         if self._level is not Level.QUICK:
-            opened = self._open(raw)
-            self._check_contents(opened, is_encrypted=True)
-            self.checked.append("cipher blocks")
+            self._check_sealed_contents(raw)
         if not is_sealed and manifest is None:
             self.unchecked.append("order and number of the cipher blocks: no seal, no manifest")
             self.status = Status.UNVERIFIED
@@ -356,8 +381,7 @@ class _Check:
                     f"header copy {name}: {state.value}; the other one opens, ckptmgr rekey mends it"
                 )
         if self._level is not Level.QUICK:
-            self._check_contents(self._open(raw), is_encrypted=True)
-            self.checked.append("cipher blocks")
+            self._check_sealed_contents(raw)
 
     def _check_plain(self, raw: Source, manifest: Manifest | None) -> None:
         opened = self._open(raw)

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read an encrypted file once, for its digests and for its contents."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from ckptmgr.aligned import copy_into
+from ckptmgr.crypto.block_reader import Buffers
+from ckptmgr.crypto.container_source import ContainerSource
+from ckptmgr.digest import RANGE_BYTES, FileDigest, VerifyingSource
+from ckptmgr.formats.index import check_crc
+from ckptmgr.formats.mindspore_reader import CkptIndex
+from ckptmgr.formats.source import Source
+from ckptmgr.loader import ReadOptions, open_source, read_through
+from ckptmgr.range_digests import RangeDigests
+from ckptmgr.units import PIECE_BYTES
+
+
+def checked_at_once(
+    raw: Source, digest: FileDigest, *, path: str, options: ReadOptions
+) -> tuple[str, ...] | None:
+    """Read a sealed file once, and check its digests, its contents, and the CRC32 in a `.ckpt`.
+
+    Args:
+        raw: The file.
+        digest: What its ranges should be.
+        path: For messages.
+        options: The key.
+
+    Returns:
+        `("CRC32",)` or `()`: whether it has one; or None where it cannot be read like this, and nothing is known of it.
+
+    Raises:
+        CkptmgrError, CryptoError, FormatError, OSError: It is damaged, or cannot be read.
+    """
+    if digest.range_bytes != RANGE_BYTES:
+        return None
+    source = DigestedSource(raw, digest, path=path)
+    opened = open_source(source, path=path, options=options, is_for_loading=True)
+    index = opened.index
+    body_bytes = index.body_bytes if isinstance(index, CkptIndex) else 0
+    if not opened.is_sealed or not opened.unit_bytes or (index.crc is not None and not body_bytes):
+        return None
+    container = opened.source if isinstance(opened.source, ContainerSource) else None
+    source.start(head_bytes=0 if container is None else container.head_bytes)
+    crc = read_through(opened, crc_bytes=0 if index.crc is None else body_bytes)
+    if index.crc is not None:
+        check_crc(index.crc, crc)
+    checks = () if index.crc is None else ("CRC32",)
+    return checks if source.finish() else None
+
+
+class DigestedSource:
+    """A source that hashes what is read through it, between `start` and `finish`. Checks nothing before.
+
+    What is read must be pieces of at most 4 MiB, none of it twice; what is left out, `finish` reads.
+
+    Args:
+        raw: The file.
+        digest: What its ranges should be; of 16 MiB.
+        path: For messages.
+    """
+
+    def __init__(self, raw: Source, digest: FileDigest, *, path: str) -> None:
+        self._raw = raw
+        self._verifying = VerifyingSource(raw, digest, path=path)
+        self._range_count = len(digest.ranges)
+        self._digests: RangeDigests | None = None
+        self._taken: list[tuple[int, int]] = []
+        self._spare = Buffers(PIECE_BYTES)
+        self.size = raw.size
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer`; raises what the file raises, and ChecksumMismatch."""
+        self._raw.read_into(offset, buffer)
+        if self._digests is not None:
+            self._take(self._digests, offset, buffer)
+
+    def start(self, *, head_bytes: int) -> None:
+        """Hash from now on, and first the head, of which nothing will be read."""
+        self._digests = RangeDigests(self._verifying)
+        self._read(self._digests, 0, head_bytes)
+
+    def finish(self) -> bool:
+        """Read what was not read; return whether everything was read once, and all digests match.
+
+        Raises:
+            ChecksumMismatch: A range does not.
+        """
+        digests = self._digests
+        if digests is None:
+            return False
+        end = 0
+        for start, length in [*sorted(self._taken), (self.size, 0)]:
+            if start < end:
+                return False
+            self._read(digests, end, start - end)
+            end = start + length
+        return digests.checked_count == self._range_count
+
+    def _read(self, digests: RangeDigests, offset: int, length: int) -> None:
+        for start in range(offset, offset + length, PIECE_BYTES):
+            view = memoryview(bytearray(min(PIECE_BYTES, offset + length - start)))
+            self._verifying.read_unchecked(start, view)  # the head counts as zeros
+            self._take(digests, start, view)
+
+    def _take(self, digests: RangeDigests, offset: int, view: memoryview) -> None:
+        self._taken.append((offset, view.nbytes))
+        for start, piece in digests.pieces(offset, view):
+            if digests.is_next(start):  # nobody else moves past it
+                digests.take(start, piece, _nothing)
+                continue
+            buffer = self._spare.take()
+            copy_into(buffer[: piece.nbytes], piece)
+            digests.take(start, buffer[: piece.nbytes], partial(self._spare.give, buffer))
+
+
+def _nothing() -> None:
+    """Do nothing: the piece was hashed while its memory was there."""

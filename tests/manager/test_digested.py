@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encrypted files that are verified in one reading: right only if digests and contents both are."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckptmgr import save_checkpoint
+from ckptmgr.crypto.errors import CryptoError
+from ckptmgr.crypto.key import Key
+from ckptmgr.digest import FileDigest, digest_of
+from ckptmgr.digested import DigestedSource, checked_at_once
+from ckptmgr.errors import CkptmgrError
+from ckptmgr.formats.errors import FormatError
+from ckptmgr.formats.source import BytesSource
+from ckptmgr.loader import ReadOptions
+from ckptmgr.store import Store
+from tests.manager.saved import GOLDEN_FILES
+from tests.manager.surface import KEY
+
+WITH_KEY = ReadOptions(key=Key(KEY))
+BLANK_BYTES = 8192
+WAYS: dict[str, dict[str, Any]] = {
+    "gcm": {},
+    "crc": {"crc_check": True},
+    "cbc": {"enc_mode": "AES-CBC"},
+    "sm4": {"enc_mode": "SM4-CBC"},
+    "container": {"format": "safetensors"},
+}
+
+
+class Counted(BytesSource):
+    """Counts the bytes that are read."""
+
+    read_bytes = 0
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        self.read_bytes += buffer.nbytes
+        super().read_into(offset, buffer)
+
+
+def saved(directory: Path, way: str, size: int) -> tuple[bytes, FileDigest]:
+    """Save tensors of so many bytes; return the file and its digests."""
+    rng = np.random.default_rng(0)
+    state = {"large": np.frombuffer(rng.bytes(size), np.uint8), "small": np.ones(3)}
+    save_checkpoint(
+        state,
+        directory / "x.ckpt" if way != "container" else directory / "x.safetensors",
+        enc_key=KEY,
+        **WAYS[way],
+    )
+    (path,) = (
+        one for one in directory.iterdir() if one.name.startswith("x.") and one.suffix != ".json"
+    )
+    manifest = Store(directory, key=WITH_KEY.key).read_manifest(path.name)
+    assert manifest is not None
+    return path.read_bytes(), manifest.file.digest
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("size", [1, (16 << 20) - 70, 21 << 20])
+def test_file_is_right_after_one_reading(tmp_path: Path, way: str, size: int) -> None:
+    data, digest = saved(tmp_path, way, size)
+    source = Counted(data)
+    checks = checked_at_once(source, digest, path="x", options=WITH_KEY)
+    assert checks == (("CRC32",) if way == "crc" else ())
+    assert source.read_bytes < 1.3 * len(data) + 100_000
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[bytes, FileDigest]]:
+    return {way: saved(tmp_path_factory.mktemp(way), way, 17 << 20) for way in WAYS}
+
+
+@settings(max_examples=25)
+@given(way=st.sampled_from(sorted(WAYS)), place=st.randoms(use_true_random=False))
+def test_flipped_bit_is_never_right(
+    files: dict[str, tuple[bytes, FileDigest]], way: str, place: random.Random
+) -> None:
+    content, digest = files[way]
+    damaged = bytearray(content)
+    # The header copies of a container are not digested: one is as good as the other.
+    first = BLANK_BYTES if way == "container" else 0
+    damaged[place.choice([first, len(damaged) - 1, place.randrange(first, len(damaged))])] ^= 4
+    try:
+        checks = checked_at_once(BytesSource(damaged), digest, path="x", options=WITH_KEY)
+    except (CkptmgrError, CryptoError, FormatError):
+        return
+    assert checks is None
+
+
+@pytest.mark.parametrize("way", ["gcm", "container"])
+def test_digests_of_another_save_are_never_right(
+    files: dict[str, tuple[bytes, FileDigest]], way: str
+) -> None:
+    content, digest = files[way]
+    ranges = (digest.ranges[1], *digest.ranges[1:])
+    other = FileDigest(size_bytes=len(content), ranges=ranges, blank_bytes=digest.blank_bytes)
+    with pytest.raises(CkptmgrError):
+        checked_at_once(BytesSource(content), other, path="x", options=WITH_KEY)
+
+
+def test_file_that_is_not_sealed_is_left_to_others() -> None:
+    data = (GOLDEN_FILES / "gcm128.ckpt").read_bytes()
+    options = ReadOptions(key=Key(bytes(range(16))), allow_unsealed=True)
+    digest = digest_of(BytesSource(data))
+    assert checked_at_once(BytesSource(data), digest, path="x", options=options) is None
+
+
+def test_ranges_of_another_length_are_left_to_others() -> None:
+    digest = FileDigest(size_bytes=1, ranges=(bytes(32),), range_bytes=1 << 20)
+    assert checked_at_once(BytesSource(b"x"), digest, path="x", options=WITH_KEY) is None
+
+
+def test_source_that_was_not_started_is_not_right() -> None:
+    content = b"content"
+    digest = digest_of(BytesSource(content))
+    assert not DigestedSource(BytesSource(content), digest, path="x").finish()
+
+
+@given(cuts=st.lists(st.integers(0, 40), max_size=3), order=st.randoms(use_true_random=False))
+def test_pieces_in_any_order_and_what_was_left_out_are_hashed(
+    cuts: list[int], order: random.Random
+) -> None:
+    content = bytes(range(40))
+    source = DigestedSource(BytesSource(content), digest_of(BytesSource(content)), path="x")
+    source.start(head_bytes=3)
+    ends = sorted({3, 40, *(cut for cut in cuts if cut > 3)})
+    pieces = list(itertools.pairwise(ends))
+    order.shuffle(pieces)
+    for start, stop in pieces[1:]:
+        source.read_into(start, memoryview(bytearray(stop - start)))
+    assert source.finish()
+
+
+def test_piece_that_is_read_twice_is_not_right() -> None:
+    content = bytes(range(40))
+    source = DigestedSource(BytesSource(content), digest_of(BytesSource(content)), path="x")
+    source.start(head_bytes=0)
+    source.read_into(5, memoryview(bytearray(5)))
+    source.read_into(5, memoryview(bytearray(7)))
+    assert not source.finish()
