@@ -20,7 +20,7 @@ from typing import Self
 import numpy as np
 
 from ckptmgr.boxes import Region, byte_runs, common, lengths_of, whole_region, without
-from ckptmgr.errors import CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr.errors import ChecksumMismatch, CorruptCheckpoint, UnsupportedCheckpoint
 from ckptmgr.formats.index import TensorEntry, check_content
 from ckptmgr.formats.tensor import TensorSpec
 from ckptmgr.formats.zstd_source import FramesSource
@@ -249,7 +249,7 @@ class ShardedCheckpoint:
                 first = stored
                 region = whole_region(stored.whole) if region is None else region
                 missing = [region]
-            self._check_alike(first, stored)
+            self._check_alike(first, stored, wanted=region)
             left: list[Region] = []
             for box in missing:
                 both = common(stored.region, box)
@@ -265,7 +265,13 @@ class ShardedCheckpoint:
             raise self._missing(name, missing)
         return first.spec, region, [_Task(stored, both, name, region) for stored, both in chosen]
 
-    def _check_alike(self, one: StoredPiece, other: StoredPiece) -> None:
+    def _check_alike(self, one: StoredPiece, other: StoredPiece, *, wanted: Region | None) -> None:
+        if wanted is not None and len(wanted) != len(one.whole):
+            raise CorruptCheckpoint(
+                f"{len(wanted)} dimensions are wanted of a tensor of the shape {list(one.whole)}",
+                path=self.path,
+                tensor=one.piece.tensor,
+            )
         if (one.whole, one.spec.dtype) != (other.whole, other.spec.dtype):
             raise CorruptCheckpoint(
                 f"the pieces are of {one.spec.dtype.name}{list(one.whole)} and {other.spec.dtype.name}{list(other.whole)}",
@@ -286,7 +292,9 @@ class ShardedCheckpoint:
         entries = {one.name: one for one in opened.index.entries if isinstance(one, TensorEntry)}
         placements: list[Placement] = []
         for task in tasks:
-            entry, target = entries[task.stored.spec.name], bytes_of(arrays[task.name])
+            entry, target = entries.get(task.stored.spec.name), bytes_of(arrays[task.name])
+            if entry is None or entry.spec != task.stored.spec:
+                raise ChecksumMismatch("the file changed while it was read", path=opened.path)
             runs = byte_runs(
                 task.stored.region, task.wanted, task.target, item_bytes=entry.spec.dtype.item_bytes
             )

@@ -23,7 +23,12 @@ import numpy as np
 
 from ckptmgr import tree
 from ckptmgr.boxes import Interval, Region, lengths_of
-from ckptmgr.errors import CheckpointNotFound, UnsupportedCheckpoint, UnsupportedState
+from ckptmgr.errors import (
+    CheckpointNotFound,
+    CorruptCheckpoint,
+    UnsupportedCheckpoint,
+    UnsupportedState,
+)
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.loader import ReadOptions
 from ckptmgr.manifest import Manifest
@@ -207,7 +212,9 @@ class _Reading:
         return (*region, *(Interval(0, length) for length in more))
 
     def _kept(self, name: str) -> np.ndarray:
-        tensor = self._own.tensors[name.removeprefix(KEPT)]
+        tensor = self._own.tensors.get(name.removeprefix(KEPT))
+        if tensor is None:
+            raise CorruptCheckpoint("a tensor is missing", path=self._files.path, tensor=name)
         flat: np.ndarray = np.frombuffer(tensor.content(), np.uint8)
         return flat.view(tensor.spec.dtype.to_numpy()).reshape(tensor.spec.shape)
 

@@ -20,7 +20,7 @@ def leaf_shapes(skeleton: str) -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
     for leaf in leaves_of(load_skeleton(skeleton)):
         shape = leaf.get("shape")
-        if isinstance(shape, list) and all(type(size) is int for size in shape):
+        if isinstance(shape, list) and all(type(n) is int and 0 <= n < 2**63 for n in shape):
             found.setdefault(str(leaf.get("tensor")), tuple(shape))
     return found
 

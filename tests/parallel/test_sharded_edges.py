@@ -8,35 +8,48 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ckptmgr import sharded
-from ckptmgr.errors import CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr.boxes import Interval
+from ckptmgr.errors import CkptmgrError, CorruptCheckpoint, UnsupportedCheckpoint
 from ckptmgr.formats.tensor import Item, Text, tensor_from_array
 from ckptmgr.loader import ReadOptions
+from ckptmgr.manager import CheckpointManager
 from ckptmgr.manifest import Manifest
 from ckptmgr.model import Checkpoint
 from ckptmgr.parallel.layout import ParallelLayout
+from ckptmgr.parallel.slicer import LayoutSlicer
 from ckptmgr.series import SaveFacts
 from ckptmgr.sharded import ShardedCheckpoint
 from ckptmgr.sharded_state import read_sharded
 from ckptmgr.store import Store
+from ckptmgr.stored_state import SKELETON
 from ckptmgr.tree import StateMismatch
+from ckptmgr.tree_nodes import dump_skeleton
 from tests.crashmodel import ModelDisk
-from tests.faults.training import RUNS, SERIES
+from tests.faults.training import RUNS, SERIES, ModelProcesses
+from tests.manager.damage import put
 from tests.parallel.ranks import Job, run_ranks
 from tests.parallel.test_sharded_state import alone, job
 
 WHOLE = ReadOptions()
 
 
-def save_items(items: Callable[[int], list[Item]]) -> tuple[Store, Manifest]:
-    """Save items without a state tree, each rank all of its own."""
+def save_items(
+    items: Callable[[int], list[Item]], *, skeleton: str | None = None
+) -> tuple[Store, Manifest]:
+    """Save items without a state tree unless one is given, each rank all of its own."""
+    metadata = None if skeleton is None else {SKELETON: skeleton}
     work = Job(ModelDisk())
 
     def save(rank: int) -> Checkpoint:
         writer = work.writer(rank)
         try:
-            return writer.save(f"{SERIES}-1.shards", items(rank), SaveFacts(step=1))
+            return writer.save(
+                f"{SERIES}-1.shards", items(rank), SaveFacts(step=1), metadata=metadata
+            )
         finally:
             writer.close()
 
@@ -117,7 +130,7 @@ def test_ranks_that_contradict_each_other_are_no_whole() -> None:
     with ShardedCheckpoint(store, manifest, options=WHOLE) as files:
         first, second = files.pieces("w", rank=None)
         with pytest.raises(CorruptCheckpoint, match=r"the pieces are of int64\[4, 2\] and"):
-            files._check_alike(first, replaced(second, (5, 2)))
+            files._check_alike(first, replaced(second, (5, 2)), wanted=None)
 
 
 def replaced(stored: sharded.StoredPiece, shape: tuple[int, ...]) -> sharded.StoredPiece:
@@ -140,3 +153,65 @@ def test_state_that_cannot_be_flattened_is_compared_all_the_same() -> None:
     job(disk, 2, lambda ours, rank: ours.save(1, {"w": np.arange(4)}))
     with pytest.raises(StateMismatch, match="is only in the checkpoint"):
         alone(disk, {"v": object()})
+
+
+LEAF = {"tensor": "w", "dtype": "<i8", "shape": [3]}
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        {**LEAF, "shape": [4]},
+        {**LEAF, "shape": [3, 1]},
+        {**LEAF, "shape": [-3]},
+        {**LEAF, "shape": "3"},
+        {**LEAF, "shape": [1 << 62]},
+        {**LEAF, "tensor": "v"},
+        {**LEAF, "tensor": 3},
+        {**LEAF, "tensor": "\0kept/w"},
+    ],
+    ids=str,
+)
+def test_skeleton_that_does_not_fit_its_tensors_is_an_error(leaf: dict[str, Any]) -> None:
+    skeleton = dump_skeleton([{"array": leaf}])
+    store, manifest = save_items(
+        lambda rank: [tensor_from_array("w", np.arange(3))], skeleton=skeleton
+    )
+    cut = LayoutSlicer(0, {"w": ParallelLayout(device_matrix=(1,), tensor_map=((0,),))})
+    with pytest.raises(CkptmgrError):
+        read_sharded(store, manifest, options=WHOLE, slicer=cut).put_back(None)
+
+
+def test_wanted_part_of_other_dimensions_is_an_error() -> None:
+    store, manifest = save_items(lambda rank: [tensor_from_array("w", np.arange(3))])
+    with (
+        ShardedCheckpoint(store, manifest, options=WHOLE) as files,
+        pytest.raises(CorruptCheckpoint, match="2 dimensions are wanted"),
+    ):
+        files.read({"w": (Interval(0, 1), Interval(0, 1))}, rank=0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 2), st.integers(0, 10**6), st.integers(0, 7), st.sampled_from([1, 2]), st.data()
+)
+def test_flipped_bit_is_made_up_for_or_found(
+    rank: int, place: int, bit: int, copies: int, data: st.DataObject
+) -> None:
+    format = data.draw(st.sampled_from(["ckpt", "safetensors"]))
+    disk = ModelDisk()
+    state = {"w": np.arange(300, dtype=np.int32), "own": 1, "flag": np.ones(9, bool)}
+    options = {"keep_redundancy": copies}
+    job(disk, 3, lambda ours, _: ours.save(1, state), format=format, options=options)
+    (found,) = Store(RUNS, fs=disk).scan()
+    path = RUNS / found.shards[rank]
+    content = bytearray(disk.read_bytes(path))
+    content[place % len(content)] ^= 1 << bit
+    put(disk, path, bytes(content))
+    with CheckpointManager(RUNS, prefix=SERIES, fs=disk, processes=ModelProcesses(disk)) as ours:
+        try:
+            back: Any = ours.load(1)
+        except CorruptCheckpoint:
+            return  # what describes the tensors has no copy
+    assert (back["w"].tolist(), back["own"]) == (list(range(300)), 1)
+    assert back["flag"].tolist() == [True] * 9
