@@ -346,8 +346,8 @@ def array_span(array: np.ndarray) -> Span | None:
     return "cpu", *extent(origin, array.shape, array.strides, array.itemsize)
 
 
-def _is_owner(array: np.ndarray) -> bool:
-    # Others can look at memory that an array owns only through a view of that array, which owns none.
+def is_owner(array: np.ndarray) -> bool:
+    """Return whether an array owns its memory: others can look at it only through views of it, which own none."""
     return array.base is None and array.flags.owndata and array.flags.forc
 
 
@@ -378,4 +378,4 @@ def array_memory(array: np.ndarray) -> Memory:
     )
 
 
-ARRAYS = Finder(is_owner=_is_owner, span=array_span, memory=array_memory)
+ARRAYS = Finder(is_owner=is_owner, span=array_span, memory=array_memory)

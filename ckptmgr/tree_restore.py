@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,8 +24,7 @@ _SHOWN_DIFFERENCES = 100
 _PLAIN_TYPES = frozenset({str, bytes, bool, int, float, complex, type(None)})
 
 
-@dataclass(frozen=True, slots=True)
-class _Visit:
+class _Visit(NamedTuple):
     """A value still to be compared with what is stored for it."""
 
     target: Any
@@ -34,24 +32,21 @@ class _Visit:
     path: Path
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """Takes the last `count` restored values and gives the one that they are parts of."""
+class _Step(NamedTuple):
+    """Takes the last `takes` restored values and gives the one that they are parts of."""
 
-    count: int
+    takes: int
     make: Callable[[list[Any]], object]
 
 
-@dataclass(frozen=True, slots=True)
-class _Parts:
+class _Parts(NamedTuple):
     """What is left to do for a container."""
 
     visits: list[_Visit]
     step: _Step
 
 
-@dataclass(frozen=True, slots=True)
-class Fill:
+class Fill(NamedTuple):
     """A stored array or torch tensor that will be copied into one of the state.
 
     Attributes:
@@ -243,7 +238,7 @@ class Restorer:
     def _plan_cell(self, target: Any, stored: Mapping[Any, Any], path: Path) -> _Parts:
         # MindSpore's own load_state_dict wants its tensors, and refuses what its optimizers give as their state_dict.
         parts = self._plan_mapping(target.state_dict(), stored, path)
-        return _Parts(parts.visits, _Step(parts.step.count, lambda _: target))
+        return _Parts(parts.visits, _Step(parts.step.takes, lambda _: target))
 
     def _plan_sliced(self, target: Any, stored: Mapping[Any, Any], path: Path) -> _Parts:
         # Its own load_state_dict wants DTensors: what is stored is copied into those that are there.
@@ -255,7 +250,7 @@ class Restorer:
             target.load_state_dict(current)
             return target
 
-        return _Parts(parts.visits, _Step(parts.step.count, make))
+        return _Parts(parts.visits, _Step(parts.step.takes, make))
 
     def _compare_module(self, target: Any, stored: Any, path: Path) -> None:
         current = target.state_dict()
@@ -293,7 +288,7 @@ def _give(value: object) -> _Step:
 def _carry_out(steps: list[_Step]) -> object:
     values: list[Any] = []
     for step in steps:
-        first = len(values) - step.count
+        first = len(values) - step.takes
         parts = values[first:]
         del values[first:]
         values.append(step.make(parts))
