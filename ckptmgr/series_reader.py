@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptmgr import tree
-from ckptmgr.errors import CheckpointNotFound
+from ckptmgr.errors import CheckpointNotFound, UnsupportedState
 from ckptmgr.in_place import InPlaceState, in_place
 from ckptmgr.loader import ReadOptions
 from ckptmgr.manifest import Manifest
@@ -130,7 +130,13 @@ class SeriesReader:
 
     def _to_be_cut(self, checkpoint: Checkpoint, state: object) -> Manifest | None:
         """Return the manifest of a single file, as that of one rank, if the state holds only parts of its tensors."""
-        if self._slicer is None or state is None or not tree.flatten(state, self._slicer).slices:
+        if self._slicer is None or state is None:
+            return None
+        try:
+            slices = tree.flatten(state, self._slicer).slices
+        except UnsupportedState:  # such as an object that can only be filled
+            return None
+        if not slices:
             return None
         manifest = self._store.read_manifest(checkpoint.name)
         return None if manifest is None else replace(manifest, shards=(manifest.file,))

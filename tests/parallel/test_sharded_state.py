@@ -609,3 +609,24 @@ def test_manifest_that_was_stripped_of_its_proof_is_refused(tmp_path: Path) -> N
         load_checkpoint(tmp_path / "net-1.shards", dec_key=KEY)
     found = load_checkpoint(tmp_path / "net-1.shards", dec_key=KEY, allow_unsealed=True)
     assert found["w"].tolist() == list(range(8))
+
+
+def test_object_that_can_only_be_filled_is_filled_on_every_rank() -> None:
+    class Sink:
+        got: object = None
+
+        def load_state_dict(self, state: object) -> None:
+            self.got = state
+
+    disk = ModelDisk()
+    with CheckpointManager(RUNS, prefix=SERIES, fs=disk, processes=ModelProcesses(disk)) as ours:
+        ours.save(1, {"sink": {"a": 1}})
+
+    def load(ours: CheckpointManager, rank: int) -> object:
+        state = {"sink": Sink()}
+        ours.resume(state)
+        return state["sink"].got
+
+    assert job(disk.restart(), 2, load) == [{"a": 1}] * 2
+    job(disk, 2, lambda ours, rank: ours.save(2, {"sink": {"a": 2}}))
+    assert job(disk, 3, load) == [{"a": 2}] * 3
