@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -105,6 +105,7 @@ class _Own:
     skeleton: str | None
     tensors: Mapping[str, Tensor]
     slices: Mapping[str, Slice]
+    problem: UnsupportedState | None = None
 
 
 class _Reading:
@@ -170,6 +171,8 @@ class _Reading:
             return first, ()
         texts = [self._files.metadata(rank).get(SKELETON, first) for rank in others]
         found = merged(first, texts, self._own.skeleton, has=self._has)
+        if found.kept and self._own.problem is not None:
+            raise self._own.problem  # what is to be kept cannot be read
         return found.skeleton, found.kept
 
     def _has_tensor(self, name: str) -> bool:
@@ -225,8 +228,9 @@ def _own(state: object, slicer: Slicer | None) -> _Own:
         return nothing
     try:
         flat = tree.flatten(state, slicer)
-    except UnsupportedState:
-        return nothing  # such as tensors without memory: what is stored will say whether it fits
+    except UnsupportedState as error:
+        # Such as an object that can only be filled: what is stored will say whether it fits.
+        return replace(nothing, problem=error.with_traceback(None))
     return _Own(
         skeleton=flat.skeleton,
         tensors={tensor.spec.name: tensor for tensor in flat.tensors},

@@ -119,7 +119,7 @@ class _Merger:
             item = stack.pop()
             if isinstance(item.value, slice):
                 out.extend(self._nodes[item.value])
-            elif self._is_kept(item.value):
+            elif self._is_kept(item.value) or self._is_cut_short(item.value, item.own):
                 kept.append(str(item.path))
                 out.extend(self._replacement(item.own))
             else:
@@ -131,6 +131,14 @@ class _Merger:
             return True
         names = leaves_of(self._nodes[value.start : value.stop]) if not value.parts else ()
         return not all(self._has(str(leaf.get("tensor"))) for leaf in names)
+
+    def _is_cut_short(self, value: _Value, own: _Value | None) -> bool:
+        """Return whether a list lacks an element at the place of one that would be kept."""
+        if own is None or value.is_mapping or value.parts.keys() <= own.parts.keys():
+            return False
+        differs = any(value.start <= start and stop <= value.stop for start, stop in self.differing)
+        names = leaves_of(self._nodes[value.start : value.stop])
+        return differs or not all(self._has(str(leaf.get("tensor"))) for leaf in names)
 
     def _replacement(self, own: _Value | None) -> list[Json]:
         if own is None:

@@ -87,6 +87,15 @@ def test_another_structure_is_kept_as_a_whole() -> None:
     assert (state, kept) == ({"h": None}, ("state['h']",))
 
 
+def test_list_that_is_too_short_for_what_is_kept_is_kept_whole() -> None:
+    state, kept = merged_state({"h": [1, {"x": 2}]}, [{"h": [1, {"x": 3}]}], {"h": []})
+    assert (state, kept) == ({"h": []}, ("state['h']",))
+    state, kept = merged_state({"h": [1, 2], "n": 1}, [{"h": [1, 2], "n": 2}], {"h": [], "n": 5})
+    assert (state, kept) == ({"h": [1, 2], "n": 5}, ("state['n']",))
+    state, kept = merged_state([np.zeros(1), {"random": np.zeros(1)}], [], [])
+    assert (state, kept) == ([], ("state",))
+
+
 def test_generator_of_which_a_part_differs_is_kept_whole() -> None:
     one, two, own = (np.random.default_rng(seed) for seed in range(3))
     state, kept = merged_state({"g": one}, [{"g": two}], {"g": own})

@@ -630,3 +630,9 @@ def test_object_that_can_only_be_filled_is_filled_on_every_rank() -> None:
     assert job(disk.restart(), 2, load) == [{"a": 1}] * 2
     job(disk, 2, lambda ours, rank: ours.save(2, {"sink": {"a": 2}}))
     assert job(disk, 3, load) == [{"a": 2}] * 3
+    job(disk, 2, lambda ours, rank: ours.save(3, {"sink": {"a": rank}}))
+
+    def skipped(ours: CheckpointManager, rank: int) -> str:
+        return ours.resume({"sink": Sink()}).skipped[0].reason
+
+    assert all("UnsupportedState: state['sink'] is a" in text for text in job(disk, 3, skipped))
