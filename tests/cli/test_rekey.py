@@ -209,12 +209,11 @@ def test_reencrypt_gives_files_a_new_data_key(tmp_path: Path, form: str) -> None
 def test_reencrypt_to_several_at_once(runs: Path, tmp_path: Path) -> None:
     private, public = generate_pair("mlkem768-x25519")
     alice = text(tmp_path, "alice.pem.pub", public, mode=0o644)
-    phrase = f"passphrase:{text(tmp_path, 'phrase', b'correct horse')}"
-    old = source(tmp_path, OLD)
-    result = run("reencrypt", runs, "--key", old, "--to", alice, "--to", phrase, "--yes")
+    old, new = source(tmp_path, OLD), source(tmp_path, NEW)
+    result = run("reencrypt", runs, "--key", old, "--to", alice, "--to", new, "--yes")
     assert result.exit_code == 0, result.stderr
     for checkpoint in Store(runs).scan():
-        assert openers(checkpoint, [ring(OLD), ring(private), ring("correct horse")]) == [1, 2]
+        assert openers(checkpoint, [ring(OLD), ring(private), ring(NEW)]) == [1, 2]
 
 
 @pytest.mark.parametrize("kind", ["x25519", "mlkem768-x25519"])

@@ -75,27 +75,32 @@ def broken(crashes: Iterator[Crash]) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("order", Order)
-@pytest.mark.parametrize("name", STARTS)
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [
+        ("container", Order.JOURNALED),
+        ("container", Order.WEAK),
+        ("set of two ranks", Order.WEAK),
+        ("ckpt", Order.JOURNALED),
+    ],
+)
 def test_rekeying_keeps_its_promises_after_every_power_cut(order: Order, name: str) -> None:
     assert broken(every_crash(disk_of(name), rotate, order=order, tears=2)) == []
 
 
-@pytest.mark.parametrize("name", ["container", "ckpt"])
-def test_rekeying_may_be_cut_again_after_a_cut(name: str) -> None:
+def test_rekeying_may_be_cut_again_after_a_cut() -> None:
     def crashes() -> Iterator[Crash]:
-        firsts = list(every_crash(disk_of(name), rotate, order=Order.JOURNALED, tears=1))
+        firsts = list(every_crash(disk_of("container"), rotate, order=Order.JOURNALED, tears=1))
         for first in firsts[:: max(1, len(firsts) // 4)]:
             yield from every_crash(first.disk, rotate, order=Order.JOURNALED, tears=1)
 
     assert broken(crashes()) == []
 
 
-@pytest.mark.parametrize("name", ["container", "ckpt"])
-def test_rekeying_that_fails_at_any_call_can_be_finished(name: str) -> None:
+def test_rekeying_that_fails_at_any_call_can_be_finished() -> None:
     processes = ModelProcesses(ModelDisk())
     run = lambda disk: rekey(ROTATION, fs=disk, processes=processes)  # noqa: E731
-    failures = list(every_failure(disk_of(name), run))
+    failures = list(every_failure(disk_of("container"), run))
     assert len(failures) > 20
     left = {failure.disk.state(): failure.disk for failure in failures}
     assert len(left) >= 4

@@ -70,14 +70,11 @@ def test_passphrase_is_stretched_once_for_a_run(tmp_path: Path, phrase: str) -> 
     assert len(salts) == 1
 
 
-@pytest.mark.parametrize("asynchronous", [False, "process"])
 def test_machine_with_public_keys_only_saves_keeps_and_never_opens(
-    tmp_path: Path, alice: tuple[str, str], asynchronous: bool | str
+    tmp_path: Path, alice: tuple[str, str]
 ) -> None:
     private, public = alice
-    config = CheckpointConfig(
-        enc_recipients=[public], format=FORMAT, keep="last(2)", async_save=asynchronous
-    )
+    config = CheckpointConfig(enc_recipients=[public], format=FORMAT, keep="last(2)")
     assert train(tmp_path / "runs", config, resume=True) == 0
     steps = sorted(one.step for one in Store(tmp_path / "runs").scan())
     assert steps == [2, 3]
