@@ -25,13 +25,13 @@ _SMALL = ("--size", "1MiB", "--rounds", "1", "--rest", "0", "--libraries", "raw"
 def test_bench_measures_sections_and_writes_it_down(tmp_path: Path) -> None:
     output = tmp_path / "output"
     asked = ("--sections", *_QUICKER, "--modes", "ckpt", "ckpt-sm4")
-    scale = ("--sizes", "1MiB", "2MiB", "--counts", "10", "20")
+    scale = ("--sizes", "1MiB", "2MiB", "--counts", "10", "20", "--lazy-size", "4MiB")
     code = main([*_SMALL, *asked, *scale, "--dir", str(tmp_path), "--output", str(output)])
     result = json.loads((output / "figures.json").read_text())
     assert code == 0
     assert {one["section"] for one in result["figures"]} == {*_QUICKER} - {"slow"} | {"slow files"}
     assert {one["target"] for one in result["targets"]} == {
-        f"T{number}" for number in (1, 5, 6, 7, 10, 11)
+        f"T{number}" for number in (1, 5, 6, 7, 10, 11, 12, 13, 14)
     }
     assert "| T11 | " in (output / "tables.md").read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["output"]

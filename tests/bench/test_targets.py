@@ -114,6 +114,39 @@ def test_verdict_scale_is_the_ratio_of_slopes() -> None:
     assert is_met is True
 
 
+def test_verdict_lazy_read_is_asked_of_the_container_and_stated_of_others() -> None:
+    figures = _figures(
+        ("lazy", "ckptmgr", "container-gcm", "warm, with opening", [0.010, 0.030, 0.012]),
+        ("lazy", "ckptmgr", "container-gcm", "warm, alone", [0.021]),
+        ("lazy", "ckptmgr", "ckpt-gcm", "warm, with opening", [0.5]),
+        ("lazy", "ckptmgr", "container-gcm", "cold, with opening", [0.5]),
+        size_bytes=4 << 30,
+    )
+    assert _of(verdicts(figures, [], {}), "T12") == [
+        ("1 MiB of 4 GiB, container-gcm, warm, with opening", 12.0, True),
+        ("1 MiB of 4 GiB, ckpt-gcm, warm, with opening", 500.0, None),
+        ("1 MiB of 4 GiB, container-gcm, warm, alone", 21.0, False),
+    ]
+
+
+def test_verdict_compression_asks_weights_and_states_the_rest() -> None:
+    figures = _figures(
+        ("compression", "ckptmgr", "fp32 plain", "ratio", [0.9]),
+        ("compression", "ckptmgr", "bf16 container", "ratio", [0.68]),
+        ("compression", "ckptmgr", "int64 plain", "ratio", [0.25]),
+    )
+    found = _of(verdicts(figures, [], {}), "T13")
+    assert [is_met for _, _, is_met in found] == [False, True, None]
+
+
+@pytest.mark.parametrize(("seconds", "is_met"), [(1.9, True), (2.1, False)])
+def test_verdict_plan_has_two_seconds(seconds: float, is_met: bool) -> None:
+    figures = _figures(("ranks", "ckptmgr", "4096 ranks, 2000 tensors", "plan", [seconds]))
+    assert _of(verdicts(figures, [], {}), "T14") == [
+        ("plan for 4096 ranks, 2000 tensors", seconds, is_met)
+    ]
+
+
 def test_slopes_of_a_single_point_are_none() -> None:
     figures = _figures(("sizes", "ckptmgr", "ckpt", "save", [1.0]))
     (curve,) = curves(figures, "sizes", "save").values()

@@ -12,9 +12,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import NullFormatter
 
-from tools.bench.figures import Figure, Figures
+from tools.bench.figures import OURS, Figure, Figures
 from tools.bench.scale import curves
-from tools.bench.targets import OURS
 
 NAME = "benchmark"
 _INCHES = (12.0, 11.0)

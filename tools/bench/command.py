@@ -11,7 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from tools.bench import options
+from tools.bench.compression import measure_compression
 from tools.bench.figures import Figures
+from tools.bench.lazy import measure_lazy
 from tools.bench.machine import machine
 from tools.bench.memory import Peak, measure_memory
 from tools.bench.modes import MODES
@@ -26,8 +28,11 @@ from tools.bench.team import Setup, Team
 from tools.bench.workload import Workload
 
 _SLOW_SHARE = 8
+_TYPES = 4
 _SCALE_ROUNDS = 2
 _SHORT_REST_S = 0.25
+_FEWER_ROUNDS = ("sizes", "counts", "compression")
+_SHORTER_REST = ("counts", "lazy", "compression")
 _ONE_THREAD: Mapping[str, str] = dict.fromkeys(
     ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"
 )
@@ -77,6 +82,10 @@ class Benchmark:
                     measure_sizes(self._setup, self._session, self._asked.sizes_bytes)
                 case "counts":
                     measure_counts(self._setup, self._session, self._asked.counts)
+                case "lazy":
+                    measure_lazy(self._session, self._asked.lazy_bytes)
+                case "compression":
+                    measure_compression(self._session, whole.size_bytes // _TYPES)
                 case "ranks":
                     measure_ranks(self._session(section, whole))
                 case "memory":
@@ -143,12 +152,10 @@ class Benchmark:
 
     def _session(self, section: str, workload: Workload) -> Session:
         pace = self._pace
-        if section in ("sizes", "counts"):
-            pace = Pace(
-                rounds=min(_SCALE_ROUNDS, pace.rounds),
-                peer_rounds=1,
-                rest_s=min(_SHORT_REST_S, pace.rest_s) if section == "counts" else pace.rest_s,
-            )
+        if section in _FEWER_ROUNDS:
+            pace = replace(pace, rounds=min(_SCALE_ROUNDS, pace.rounds), peer_rounds=1)
+        if section in _SHORTER_REST:
+            pace = replace(pace, rest_s=min(_SHORT_REST_S, pace.rest_s))
         return Session(
             section=section,
             workload=workload,

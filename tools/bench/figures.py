@@ -7,16 +7,19 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from statistics import median
 
+OURS = "ckptmgr"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
     """What was measured.
 
     Attributes:
-        section: Part of the benchmark: `files`, `slow files`, `background`, `loops`, `sizes`, `counts`, `ranks`.
+        section: Part of the benchmark: `files`, `slow files`, `background`, `loops`, `sizes`, `counts`, `lazy`,
+            `compression`, `ranks`.
         who: Contestant.
         mode: Its mode.
-        what: `save`, `load`, `blocked` ... in seconds; `lost python` ... as a share.
+        what: `save`, `load`, `blocked` ... in seconds; `lost python` ... and `ratio` as a share.
         size_bytes: Of the model.
         tensors: How many it has.
     """

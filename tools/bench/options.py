@@ -9,15 +9,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tools.bench.lazy import LAZY_BYTES
 from tools.bench.modes import MODES
 from tools.bench.peers import LIBRARIES
 from tools.bench.scale import COUNTS, SIZES_BYTES
 
-SECTIONS = ("files", "slow", "background", "loops", "sizes", "counts", "ranks", "memory")
+SECTIONS = (
+    "files",
+    "slow",
+    "background",
+    "loops",
+    "sizes",
+    "counts",
+    "lazy",
+    "compression",
+    "ranks",
+    "memory",
+)
 _UNITS = {"": 1, "KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30}
 _MODE_NAMES = tuple(mode.name for mode in MODES)
-_QUICK = ("--size", "256MiB", "--rounds", "3", "--peer-rounds", "1")
-_QUICK_SECTIONS = ("files", "background", "loops", "counts")
+_QUICK = ("--size", "256MiB", "--rounds", "3", "--peer-rounds", "1", "--lazy-size", "512MiB")
+_QUICK_SECTIONS = ("files", "background", "loops", "counts", "lazy", "compression")
 _QUICK_COUNTS = (10, 1_000, 10_000)
 
 
@@ -37,6 +49,7 @@ class Asked:
     pythons: Mapping[str, str]
     sizes_bytes: Sequence[int]
     counts: Sequence[int]
+    lazy_bytes: int
 
 
 def parse(arguments: Sequence[str]) -> Asked:
@@ -57,6 +70,7 @@ def parse(arguments: Sequence[str]) -> Asked:
         pythons=dict(given.python),
         sizes_bytes=given.sizes or SIZES_BYTES,
         counts=given.counts or (_QUICK_COUNTS if is_quick else COUNTS),
+        lazy_bytes=given.lazy_size,
     )
 
 
@@ -80,6 +94,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_choice(parser, "--modes", _MODE_NAMES)
     parser.add_argument("--sizes", type=_size, nargs="+", help="of the section `sizes`")
     parser.add_argument("--counts", type=_positive, nargs="+", help="of the section `counts`")
+    parser.add_argument(
+        "--lazy-size",
+        type=_size,
+        default=LAZY_BYTES,
+        help="of the file in the section `lazy` [4GiB]",
+    )
     parser.add_argument(
         "--python",
         type=_interpreter,

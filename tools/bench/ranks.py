@@ -14,12 +14,10 @@ from pathlib import Path
 from ckptmgr.parallel.balance import Replicated, balance_by_bytes
 from ckptmgr.parallel.layout import ParallelLayout
 from ckptmgr.parallel.redundancy import groups_of
-from tools.bench.figures import Subject
 from tools.bench.session import Session
 from tools.bench.team import Failed
 
 WORLDS = (1, 2, 4)
-OURS = "ckptmgr"
 PLAN = "4096 ranks, 2000 tensors"
 _ROOT = Path(__file__).resolve().parents[2]
 _PATIENCE_S = 600
@@ -55,9 +53,9 @@ def measure_ranks(session: Session, worlds: Sequence[int] = WORLDS) -> None:
         session.report(f"{session.section}: {mode}")
         for measured in _of_a_job(session, world):
             for what, seconds in measured.items():
-                session.figures.add(_subject(session, mode, what), seconds)
+                session.note(mode, what, seconds)
     for _ in session.turns():
-        session.figures.add(_subject(session, PLAN, "plan"), planning_s())
+        session.note(PLAN, "plan", planning_s())
 
 
 def planning_s() -> float:
@@ -115,15 +113,3 @@ def _of_a_job(session: Session, world: int) -> list[dict[str, float]]:
         raise Failed(log.read_text()[-400:])
     found: list[dict[str, float]] = json.loads(told[0])
     return found
-
-
-def _subject(session: Session, mode: str, what: str) -> Subject:
-    workload = session.workload
-    return Subject(
-        section=session.section,
-        who=OURS,
-        mode=mode,
-        what=what,
-        size_bytes=workload.total_bytes,
-        tensors=workload.tensors,
-    )

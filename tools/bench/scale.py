@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +12,7 @@ import numpy as np
 
 from tools.bench.figures import Figure, Figures
 from tools.bench.sections import measure_files
-from tools.bench.session import Session
+from tools.bench.session import NewSession, Session
 from tools.bench.team import Setup, Team
 from tools.bench.workload import Workload, tiny
 
@@ -40,8 +40,6 @@ _OF_COUNTS = {
     ("orbax, numpy", "plain"): "orbax",
     ("tensorizer", "plain"): "tensorizer",
 }
-
-NewSession = Callable[[str, Workload], Session]
 
 
 def measure_sizes(setup: Setup, new_session: NewSession, sizes_bytes: Sequence[int]) -> None:

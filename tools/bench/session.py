@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tools.bench.figures import Figures, Subject
+from tools.bench.figures import OURS, Figures, Subject
 from tools.bench.quiet import rest
 from tools.bench.team import Failed, Player
 from tools.bench.workload import Workload
@@ -85,8 +85,12 @@ class Session:
             return False
         if turn >= 0:
             for what, value in measured.items():
-                self.figures.add(self._subject(player, what), value)
+                self.figures.add(self._subject(player.who, player.mode, what), value)
         return True
+
+    def note(self, mode: str, what: str, value: float) -> None:
+        """Note a value of ours that no player has measured."""
+        self.figures.add(self._subject(OURS, mode, what), value)
 
     def leave_out(self, player: Player) -> None:
         """Measure a player no more."""
@@ -96,12 +100,16 @@ class Session:
     def _where(self) -> str:
         return f"{self.section}, {self.workload.tensors} tensors, {self.workload.total_bytes} bytes"
 
-    def _subject(self, player: Player, what: str) -> Subject:
+    def _subject(self, who: str, mode: str, what: str) -> Subject:
         return Subject(
             section=self.section,
-            who=player.who,
-            mode=player.mode,
+            who=who,
+            mode=mode,
             what=what,
             size_bytes=self.workload.total_bytes,
             tensors=self.workload.tensors,
         )
+
+
+NewSession = Callable[[str, Workload], Session]
+"""Makes the session of a section with a workload."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from tools.bench.figures import Figure, Figures
+from tools.bench.figures import OURS, Figure, Figures
+from tools.bench.lazy import CACHES
 from tools.bench.loops import LOOPS
 from tools.bench.memory import MIB, Peak
 from tools.bench.scale import curves
 from tools.bench.sections import LIMIT, READS
-from tools.bench.targets import OURS, Verdict
+from tools.bench.targets import Verdict
 
 _HEADINGS = {
     "files": "Files",
@@ -19,6 +20,8 @@ _HEADINGS = {
     "loops": "Share of its steps that a training loop loses during a save",
     "sizes": "By size: seconds",
     "counts": "By number of tensors of 256 bytes: seconds",
+    "lazy": "One tensor of 1 MiB: milliseconds, opening included and excluded, of a file of",
+    "compression": "zstd, for each element type",
     "ranks": "Ranks on this machine that save one checkpoint together",
 }
 _MEMCPY = "one memcpy"
@@ -41,6 +44,8 @@ def report(
             for section in ("sizes", "counts")
             for what in ("save", "load")
         ),
+        _lazy(figures),
+        _compression(figures),
         _ranks(figures),
         _memory(peaks),
         _targets(verdicts),
@@ -151,6 +156,44 @@ def _along(curve: Sequence[Figure], section: str, places: Sequence[int]) -> Iter
 
 def _seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}"
+
+
+def _lazy(figures: Figures) -> str:
+    ways = [f"{cache}, {what}" for cache in CACHES for what in ("with opening", "alone")]
+    found = figures.find("lazy", ways[0])
+    rows = (
+        [
+            one.subject.mode,
+            *(
+                f"{each.median * 1e3:.1f}"
+                for way in ways
+                for each in figures.find("lazy", way, mode=one.subject.mode)
+            ),
+        ]
+        for one in found
+    )
+    size_bytes = found[0].subject.size_bytes if found else 0
+    return _table(f"{_HEADINGS['lazy']} {size_bytes / MIB:.0f} MiB", ["mode", *ways], rows)
+
+
+def _compression(figures: Figures) -> str:
+    """The file as a share of the tensors, and their bytes for each second of a durable save and a cold load."""
+    found = figures.find("compression", "ratio")
+    rows = (
+        [
+            one.subject.mode,
+            f"{one.median:.3f}",
+            *(
+                f"{one.subject.size_bytes / each.median / 1e9:.2f}"
+                for what in ("save", "load")
+                for each in figures.find("compression", what, mode=one.subject.mode)
+            ),
+        ]
+        for one in found
+    )
+    size_bytes = found[0].subject.size_bytes if found else 0
+    title = f"{_HEADINGS['compression']}: {size_bytes / MIB:.0f} MiB"
+    return _table(title, ["elements", "ratio", "save GB/s", "load GB/s"], rows)
 
 
 def _ranks(figures: Figures) -> str:
