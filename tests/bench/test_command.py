@@ -14,6 +14,7 @@ from tools.bench.figures import Figures
 from tools.bench.loops import lost_share, new_step
 from tools.bench.options import SECTIONS, parse
 from tools.bench.raw_disk import RawDisk
+from tools.bench.session import Pace, Session
 from tools.bench.team import Failed, Setup, Team
 from tools.bench.workload import Workload, new_state, size_of, tiny
 
@@ -94,6 +95,22 @@ def test_team_library_that_is_not_installed_is_left_out(tmp_path: Path) -> None:
     with Team(setup, tiny(1)) as team:
         assert list(team.players("contestants")) == []
     assert team.missing == {"mindspore": "not installed"}
+
+
+def test_rare_modes_of_ours_take_part_in_the_rounds_of_peers_only(tmp_path: Path) -> None:
+    session = Session(
+        section="files",
+        workload=tiny(1),
+        directory=tmp_path,
+        pace=Pace(rounds=2, peer_rounds=1, rest_s=0),
+        figures=Figures(),
+        failures={},
+        report=lambda line: None,
+    )
+    setup = Setup(libraries=["ckptmgr"], pythons={}, directory=tmp_path, rest_s=0)
+    with Team(setup, session.workload) as team:
+        last = {one.mode for one in team.players("contestants") if not session.takes_part(one, 1)}
+    assert last == {"container-cbc", "container-sm4"}
 
 
 def test_team_failure_of_ours_is_raised_with_its_reason(tmp_path: Path) -> None:

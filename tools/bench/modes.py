@@ -10,6 +10,8 @@ from typing import Any
 from tools.bench.contestant import KEY
 
 _SM4_KEY = bytes(range(16))
+_SAFETENSORS = {"format": "safetensors"}
+_CHECKED = {"crc_check": True}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +24,7 @@ class Mode:
         load_options: Arguments of both `load_checkpoint`.
         suffix: Of the file name.
         is_in_mindspore: Whether MindSpore can do it with this model.
+        is_rare: Whether it takes part in as few rounds as libraries that no target names.
     """
 
     name: str
@@ -29,6 +32,7 @@ class Mode:
     load_options: Mapping[str, Any]
     suffix: str = ".ckpt"
     is_in_mindspore: bool = True
+    is_rare: bool = False
 
     @property
     def is_encrypted(self) -> bool:
@@ -49,8 +53,17 @@ def _cipher(name: str, mode: str, key: bytes) -> Mode:
     )
 
 
-_SAFETENSORS = {"format": "safetensors"}
-_CHECKED = {"crc_check": True}
+def _container(name: str, mode: str, *, is_rare: bool = False) -> Mode:
+    return Mode(
+        name=name,
+        save_options={**_SAFETENSORS, "enc_key": KEY, "enc_mode": mode},
+        load_options={**_SAFETENSORS, "dec_key": KEY, "dec_mode": mode},
+        suffix=".safetensors.ckpe",
+        is_in_mindspore=False,
+        is_rare=is_rare,
+    )
+
+
 MODES = (
     Mode(name="ckpt", save_options={}, load_options={}),
     Mode(name="ckpt-crc", save_options=_CHECKED, load_options=_CHECKED),
@@ -70,11 +83,7 @@ MODES = (
         suffix=".safetensors",
         is_in_mindspore=False,  # its CRC stops at bfloat16
     ),
-    Mode(
-        name="container-gcm",
-        save_options=_SAFETENSORS | {"enc_key": KEY, "enc_mode": "AES-GCM"},
-        load_options=_SAFETENSORS | {"dec_key": KEY, "dec_mode": "AES-GCM"},
-        suffix=".safetensors.ckpe",
-        is_in_mindspore=False,
-    ),
+    _container("container-gcm", "AES-GCM"),
+    _container("container-cbc", "AES-CBC", is_rare=True),
+    _container("container-sm4", "SM4-CBC", is_rare=True),
 )

@@ -19,7 +19,7 @@ class Pace:
 
     Attributes:
         rounds: Measured rounds, after one that is not.
-        peer_rounds: Of those, how many the libraries take part in that no target names.
+        peer_rounds: Of those, how many the libraries that no target names and rare modes take part in.
         rest_s: Seconds of rest before every measurement.
     """
 
@@ -61,7 +61,7 @@ class Session:
         """Return whether a player is measured in a round."""
         if (player.who, player.mode) in self._left_out:
             return False
-        return turn < (self.pace.rounds if player.has_target else self.pace.peer_rounds)
+        return turn < (self.pace.rounds if player.takes_all_rounds else self.pace.peer_rounds)
 
     def path_for(self, player: Player, turn: int) -> Path:
         """Return a path that does not exist."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from tools.bench.modes import MODES
 from tools.bench.peers import LIBRARIES
 from tools.bench.workload import Workload
 
@@ -22,6 +23,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _FIND = "import importlib.util as u, sys; sys.exit(not all(u.find_spec(n) for n in sys.argv[1:]))"
 _TAIL_CHARACTERS = 400
 _PATIENCE_S = 600
+_RARE = {mode.name for mode in MODES if mode.is_rare}
 
 
 class Failed(Exception):
@@ -67,9 +69,9 @@ class Player:
         return LIBRARIES[self.process.library].is_peer
 
     @property
-    def has_target(self) -> bool:
-        """Whether a target names it."""
-        return LIBRARIES[self.process.library].has_target
+    def takes_all_rounds(self) -> bool:
+        """Whether a target names it, and its mode is not a rare one."""
+        return LIBRARIES[self.process.library].has_target and self.mode not in _RARE
 
     def ask(self, do: str, path: Path, **details: object) -> dict[str, float]:
         """Let it do something with a path; return what it measured.
