@@ -47,12 +47,12 @@ class KeyChange:
     @property
     def everybody(self) -> KeyRing:
         """Whoever opens files before, during or after the change."""
-        return KeyRing([material for ring in (self.keys, *self.add) for material in ring.own])
+        return KeyRing.joined((self.keys, *self.add))
 
     @property
     def added(self) -> KeyRing:
         """All who are added, as one."""
-        return KeyRing([material for ring in self.add for material in ring.own])
+        return KeyRing.joined(self.add)
 
     @property
     def is_repair(self) -> bool:

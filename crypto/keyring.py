@@ -92,6 +92,17 @@ class KeyRing:
         self._lock = threading.Lock()
         self._labelled: tuple[Slot, ...] | None = None
 
+    @classmethod
+    def joined(cls, rings: Sequence[KeyRing]) -> KeyRing:
+        """Return several rings as one; passphrases that one of them has stretched are not stretched again."""
+        ring = cls(
+            [one for ring in rings for one in ring.own],
+            [one for ring in rings for one in ring.also_for],
+        )
+        ring.recipients = tuple(one for ring in rings for one in ring.recipients)
+        ring.identities = tuple(one for ring in rings for one in ring.identities)
+        return ring
+
     def __repr__(self) -> str:
         return f"KeyRing({len(self.recipients)} recipients, {len(self.identities)} identities)"
 

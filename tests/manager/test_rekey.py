@@ -412,3 +412,12 @@ def test_file_whose_digests_cover_its_header_is_not_rekeyed_but_encrypted_anew(
     change = KeyChange(keys=ring(OLD), add=(ring(NEW),), is_only=True)
     reencrypt_checkpoint(open_for_rekeying(tmp_path, change), checkpoint, change)
     assert openers(checkpoint, [ring(OLD), ring(NEW)]) == [1]
+
+
+def test_passphrases_of_a_change_are_stretched_together() -> None:
+    change = KeyChange(keys=ring("horse"), add=(ring(NEW), ring("battery")))
+    everybody = change.everybody
+    assert everybody.identities[0] is change.keys.identities[0]
+    assert everybody.identities[2] is change.add[1].identities[0]
+    assert change.added.recipients[1] is change.add[1].recipients[0]
+    assert everybody.labels == (*change.keys.labels, *change.added.labels)

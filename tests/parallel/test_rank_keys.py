@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of many ranks for several keys, and their keys changed afterwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.key_files import generate_pair
+from ckptmgr.parallel.rank_errors import ResumeFailed
+from ckptmgr.rekey_header import KeyChange
+from ckptmgr.store import Store
+from tests.crashmodel import ModelDisk
+from tests.faults.training import KEY, RUNS, ModelProcesses
+from tests.manager.rekeying import NEW, openers, rekey, ring
+from tests.parallel.ranks import WORLD
+from tests.parallel.test_rank_manager import run, train
+
+OLD = Key(KEY)
+
+
+def test_ranks_save_for_several_and_resume_after_a_rotation(tmp_path: Path) -> None:
+    private, public = generate_pair("x25519")
+    (tmp_path / "alice.pem.pub").write_bytes(public)
+    (tmp_path / "alice.pem.pub").chmod(0o644)
+    disk = ModelDisk()
+    alice = f"file:{tmp_path / 'alice.pem.pub'}"
+    config = {"enc_key": KEY, "enc_recipients": [alice], "format": "safetensors"}
+    assert [one.must() for one in run(disk, train, **config)] == [0] * WORLD
+    everybody = [ring(OLD), ring(private), ring(NEW)]
+    sets = Store(RUNS, fs=disk).scan()
+    assert [openers(one, everybody, fs=disk) for one in sets] == [[0, 1]] * 2
+    rotation = KeyChange(keys=ring(private), add=(ring(NEW),), remove=(ring(OLD),))
+    after = disk.restart()
+    rekey(rotation, fs=after, processes=ModelProcesses(after))
+    sets = Store(RUNS, fs=after).scan()
+    assert [openers(one, everybody, fs=after) for one in sets] == [[1, 2]] * 2
+    new = {"enc_key": NEW.raw, "format": "safetensors"}
+    assert [one.must() for one in run(after.restart(), train, **new)] == [2] * WORLD
+    old = {"enc_key": KEY, "format": "safetensors"}
+    outcomes = run(after.restart(), train, **old)
+    for outcome in outcomes:
+        assert isinstance(outcome.raised, ResumeFailed)
+        assert OLD.key_id in str(outcome.raised)
