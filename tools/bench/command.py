@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tools.bench import options
-from tools.bench.compression import measure_compression
+from tools.bench.compression import ELEMENTS, measure_compression
 from tools.bench.figures import Figures
 from tools.bench.lazy import measure_lazy
 from tools.bench.machine import machine
@@ -28,7 +28,6 @@ from tools.bench.team import Setup, Team
 from tools.bench.workload import Workload
 
 _SLOW_SHARE = 8
-_TYPES = 4
 _SCALE_ROUNDS = 2
 _SHORT_REST_S = 0.25
 _FEWER_ROUNDS = ("sizes", "counts", "compression")
@@ -85,7 +84,7 @@ class Benchmark:
                 case "lazy":
                     measure_lazy(self._session, self._asked.lazy_bytes)
                 case "compression":
-                    measure_compression(self._session, whole.size_bytes // _TYPES)
+                    measure_compression(self._session, whole.size_bytes // len(ELEMENTS))
                 case "ranks":
                     measure_ranks(self._session(section, whole))
                 case "memory":
