@@ -319,6 +319,12 @@ class _Checkpoint:
             raise KeyProblem("public keys alone open nothing", path=self._checkpoint.path)
         return self._rewrapped(manifest.auth, is_final=True) is manifest.auth
 
+    def _afterwards(self, auth: ManifestKey) -> ManifestKey:
+        if self._change.is_only:
+            # Whoever opens the file no longer may know the key of its manifest, as of its data.
+            return manifest_key_of(self._change.added)
+        return self._rewrapped(auth, is_final=True)
+
     def _during(self, auth: ManifestKey | None) -> ManifestKey:
         if auth is None:
             return manifest_key_of(self._change.added)
@@ -327,8 +333,8 @@ class _Checkpoint:
     def _authenticate(self, *, is_final: bool) -> None:
         if self._manifest is None or self._change.is_repair:
             return
-        name = self._checkpoint.name
-        self._store.reauthenticate(name, lambda auth: self._rewrapped(auth, is_final=is_final))
+        change = self._afterwards if is_final else self._during
+        self._store.reauthenticate(self._checkpoint.name, change)
 
     def _rewrapped(self, auth: ManifestKey, *, is_final: bool) -> ManifestKey:
         """Return what authenticates the manifest during the change, or after it; the same if nothing changes."""

@@ -421,3 +421,20 @@ def test_passphrases_of_a_change_are_stretched_together() -> None:
     assert everybody.identities[2] is change.add[1].identities[0]
     assert change.added.recipients[1] is change.add[1].recipients[0]
     assert everybody.labels == (*change.keys.labels, *change.added.labels)
+
+
+def test_encrypting_anew_makes_a_new_key_for_the_manifest_too(tmp_path: Path) -> None:
+    save_run(directory=tmp_path, steps=1)
+    private, public = generate_pair("x25519")
+    rekey(KeyChange(keys=ring(OLD), add=(ring(public),)), directory=tmp_path)
+    (checkpoint,) = Store(tmp_path).scan()
+    before = Store(tmp_path, key=ring(private)).read_manifest(checkpoint.name)
+    change = KeyChange(keys=ring(OLD), add=(ring(public), ring(NEW)), is_only=True)
+    reencrypt_checkpoint(open_for_rekeying(tmp_path, change), checkpoint, change)
+    after = Store(tmp_path, key=ring(private)).read_manifest(checkpoint.name)
+    assert before is not None
+    assert after is not None
+    assert before.auth is not None
+    assert after.auth is not None
+    assert before.auth.key != after.auth.key
+    assert openers(checkpoint, [ring(OLD), ring(private), ring(NEW)]) == [1, 2]
