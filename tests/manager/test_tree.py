@@ -203,10 +203,11 @@ def test_same_array_twice_is_stored_once_and_comes_back_as_one_object() -> None:
 )
 def test_memory_of_an_owner_is_found_whoever_looks_at_it(look_at: Any) -> None:
     own = np.arange(8.0)
-    flat = flatten({"other": np.ones(3), "own": own, "look": look_at(own)})
+    flat = flatten({"other": np.ones(3), "own": own, "look": look_at(own), "again": own})
     assert len(flat.tensors) == 2
     loaded = unflatten(flat.skeleton, reader(flat))
     assert isinstance(loaded, dict)
+    assert loaded["again"] is loaded["own"]
     loaded["own"][:] = 7
     assert (loaded["look"] == 7).all()
 
