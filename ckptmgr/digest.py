@@ -114,7 +114,7 @@ def _range_digests(source: Source, size: int, range_bytes: int) -> list[bytes]:
 
 
 class VerifyingSource:
-    """A source that hands out no byte of a range before the range's digest was checked.
+    """A source that hands out no byte of a range before the range's digest was checked; what none covers reads as zeros.
 
     Whole ranges are read straight into the caller's memory and checked there; of a partly wanted range one copy is kept, so
     that walking through a file checks each range once. The bytes that were checked are the bytes that are returned: nothing
