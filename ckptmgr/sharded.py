@@ -20,7 +20,7 @@ from typing import Self
 import numpy as np
 
 from ckptmgr.boxes import Region, byte_runs, common, lengths_of, whole_region, without
-from ckptmgr.errors import ChecksumMismatch, CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr.errors import ChecksumMismatch, CorruptCheckpoint
 from ckptmgr.formats.index import TensorEntry, check_content
 from ckptmgr.formats.tensor import TensorSpec
 from ckptmgr.formats.zstd_source import FramesSource
@@ -28,46 +28,15 @@ from ckptmgr.frame_reader import read_frames
 from ckptmgr.loader import OpenCheckpoint, ReadOptions, bytes_of, confirm_index, open_source
 from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import Manifest
-from ckptmgr.pieces import PIECES, Index, Piece, check_fits, read_index
 from ckptmgr.scatter import Placement, read_scattered
 from ckptmgr.store import Store
+from ckptmgr.stored_pieces import KnownFile, StoredPiece, known_file, placed
 
 _LOG = logging.getLogger(__name__)
 _OPEN_FILES = 64
 
 Wanted = Mapping[str, Region | None]
 """Tensor to the part of it that is wanted; None for all of it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoredPiece:
-    """A piece of a tensor in the file of a rank.
-
-    Attributes:
-        file_rank: Whose file.
-        piece: What it is.
-        spec: As what it is stored.
-        region: The elements that are stored, in the whole tensor.
-    """
-
-    file_rank: int
-    piece: Piece
-    spec: TensorSpec
-    region: Region
-
-    @property
-    def whole(self) -> tuple[int, ...]:
-        """Shape of the whole tensor."""
-        return self.piece.whole(self.spec)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Known:
-    """What is known about a file without keeping it open."""
-
-    metadata: Mapping[str, str]
-    is_compared: bool
-    pieces: Mapping[str, tuple[StoredPiece, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +68,7 @@ class ShardedCheckpoint:
         self._options = options
         self.manifest = manifest
         self.path = store.directory / manifest.name
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, KnownFile] = {}
         self._open: OrderedDict[int, tuple[OpenCheckpoint, contextlib.ExitStack]] = OrderedDict()
         self._confirmed: set[int] = set()
         self._damaged: dict[int, Exception] = {}
@@ -146,7 +115,7 @@ class ShardedCheckpoint:
             self._confirmed.add(rank)
         return known.metadata
 
-    def file(self, rank: int) -> _Known:
+    def file(self, rank: int) -> KnownFile:
         """Return what the file of a rank holds, not checked yet; raises as `open_source`."""
         if rank not in self._known:
             self._opened(rank)
@@ -300,7 +269,7 @@ class ShardedCheckpoint:
             )
             for run in runs:
                 view = target[run.target_offset :][: run.length]
-                placements += _placed(entry, run.source_offset, view)
+                placements += placed(entry, run.source_offset, view)
         placements.sort(key=lambda one: one.offset)
         with translated_errors(opened.path):
             _read(opened, placements, is_confirmed=number in self._confirmed)
@@ -319,45 +288,11 @@ class ShardedCheckpoint:
                 raw, path=str(path), options=self._options, manifest=manifest, is_for_loading=True
             )
             self._confirmed.discard(rank)
-            self._known[rank] = _known(opened, rank)
+            self._known[rank] = known_file(opened, rank)
             self._open[rank] = opened, stack.pop_all()
         while len(self._open) > _OPEN_FILES:
             self._open.popitem(last=False)[1][1].close()
         return self._open[rank][0]
-
-
-def _known(opened: OpenCheckpoint, rank: int) -> _Known:
-    index: Index = read_index(opened.metadata.get(PIECES), path=opened.path)
-    pieces: dict[str, list[StoredPiece]] = {}
-    for entry in opened.index.entries:
-        if not isinstance(entry, TensorEntry):
-            raise UnsupportedCheckpoint(
-                f"{entry.name!r} is no tensor; files of many ranks hold tensors only",
-                path=opened.path,
-            )
-        piece = index.pieces.get(entry.name, Piece(tensor=entry.name, ranks=(rank,)))
-        check_fits(piece, entry.spec, path=opened.path)
-        stored = StoredPiece(
-            file_rank=rank, piece=piece, spec=entry.spec, region=piece.region(entry.spec)
-        )
-        pieces.setdefault(piece.tensor, []).append(stored)
-    return _Known(
-        metadata=opened.metadata,
-        is_compared=index.is_compared,
-        pieces={name: tuple(found) for name, found in pieces.items()},
-    )
-
-
-def _placed(entry: TensorEntry, offset: int, target: memoryview) -> Iterator[Placement]:
-    """Yield where bytes of a tensor lie in its file, which may hold it in several runs."""
-    for run in entry.pieces:
-        if offset < run.length and target.nbytes:
-            part = target[: run.length - offset]
-            yield Placement(run.offset + offset, part)
-            target = target[part.nbytes :]
-            offset = 0
-        else:
-            offset -= run.length
 
 
 def _read(opened: OpenCheckpoint, placements: list[Placement], *, is_confirmed: bool) -> None:

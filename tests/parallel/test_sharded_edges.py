@@ -25,6 +25,7 @@ from ckptmgr.series import SaveFacts
 from ckptmgr.sharded import ShardedCheckpoint
 from ckptmgr.sharded_state import read_sharded
 from ckptmgr.store import Store
+from ckptmgr.stored_pieces import StoredPiece
 from ckptmgr.stored_state import SKELETON
 from ckptmgr.tree import StateMismatch
 from ckptmgr.tree_nodes import dump_skeleton
@@ -133,7 +134,7 @@ def test_ranks_that_contradict_each_other_are_no_whole() -> None:
             files._check_alike(first, replaced(second, (5, 2)), wanted=None)
 
 
-def replaced(stored: sharded.StoredPiece, shape: tuple[int, ...]) -> sharded.StoredPiece:
+def replaced(stored: StoredPiece, shape: tuple[int, ...]) -> StoredPiece:
     from dataclasses import replace
 
     return replace(stored, piece=replace(stored.piece, shape=shape))
