@@ -93,7 +93,7 @@ class CheckpointManager:
         snapshots: How many such copies are kept; `memory.snapshot_budget_bytes` bounds them, too.
         observe: A function, or several, that take an `Event` of `ckptmgr.observe`.
         coordinator: The ranks that save together, each its own state; they make the same calls in the same order. Rank 0
-            removes and pins.
+            removes and pins. What they save, other numbers of ranks resume: see `docs/sharded-checkpoints.md`.
         rank_timeout_s: How long the ranks wait for each other, and how long a save of all may take.
         layout: Name of a tensor, such as `model/weight`, to how it is cut over the ranks; the state holds their slices.
             DTensors say so themselves.
