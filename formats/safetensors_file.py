@@ -170,7 +170,8 @@ def read_safetensors_index(source: Source) -> SafetensorsIndex:
     """
     header, data_start = _read_header(source)
     metadata = parse_strings(header.pop(_METADATA, {}), what=_METADATA, offset=LENGTH_BYTES)
-    entries = [_read_entry(name, value, metadata, data_start) for name, value in header.items()]
+    # Taken out one by one: while objects grow in number, the collector looks at all of them again and again.
+    entries = [_read_entry(name, header.pop(name), metadata, data_start) for name in list(header)]
     entries.sort(key=lambda entry: entry.pieces[0])
     _check_layout(entries, data_start, source.size)
     return SafetensorsIndex(entries=tuple(entries), metadata=metadata, crc=_stored_crc(metadata))
