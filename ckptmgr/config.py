@@ -82,7 +82,8 @@ class CheckpointConfig:
             Parameter, Tensor, Generator).
         enc_key: The key, 16, 24 or 32 bytes (SM4-CBC: 16), or None for a plain file. Or a source: of the key
             (`file:run.key`, `env:RUN_KEY`, `cmd:...`, `fd:3`, `prompt:`, `wrapped:FILE`), of a passphrase
-            (`passphrase:prompt:`), or of a private or public key (`file:alice.pem`). Sources are read once, here.
+            (`passphrase:prompt:`), or of a private or public key (`file:alice.pem`). Sources are read once, here; a
+            person is asked twice, so that no file depends on a slip of the fingers.
         enc_mode: "AES-GCM", "AES-CBC" or "SM4-CBC"; without a key it means nothing.
         exception_save: Whether to save when training fails.
         crc_check: Whether the file ends with a CRC-32 of its content; with a key it lies inside the encryption.

@@ -51,6 +51,8 @@ def chosen_keys(
 ) -> Keys | None:
     """Return what encrypts and opens, or None for plain files. Sources are read now, once.
 
+    A person who gives what encrypts is asked twice. Whether files exist already that it opens is not known here.
+
     Args:
         name: Of the parameter, for messages.
         given: Bytes, a source, or None.
@@ -67,7 +69,7 @@ def chosen_keys(
     if not isinstance(checked, str) and not others:
         check_cipher(checked, mode, format=format)
         return None if checked is None else Key(checked)
-    keys = _loaded(checked, others)
+    keys = _loaded(name, checked, others, is_new=not is_for_reading)
     if isinstance(keys, Key):
         check_cipher(keys.raw, mode, format=format)
         return keys
@@ -80,12 +82,19 @@ def chosen_keys(
     return keys
 
 
-def _loaded(given: bytes | str | None, recipients: tuple[str, ...]) -> Keys:
+def _loaded(
+    name: str, given: bytes | str | None, recipients: tuple[str, ...], *, is_new: bool
+) -> Keys:
     try:
-        own = [load_material(given)] if isinstance(given, str) else []
-        if isinstance(given, bytes):
+        own = []
+        if isinstance(given, str):
+            own = [load_material(given, asked_for=name, is_new=is_new)]
+        elif given is not None:
             own = [KeyMaterial.of_key(Key(given))]
-        ring = KeyRing(own, [load_material(source) for source in recipients])
+        others = [
+            load_material(source, asked_for="enc_recipients", is_new=True) for source in recipients
+        ]
+        ring = KeyRing(own, others)
     except CryptoError as error:
         raise KeyProblem(error.message, hint=error.hint) from error
     return ring if ring.sole_key is None or not own else ring.sole_key

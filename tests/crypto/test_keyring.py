@@ -235,6 +235,31 @@ def test_passphrase_prompt_asks_for_a_passphrase() -> None:
 
 
 @pytest.mark.parametrize(
+    ("source", "what"),
+    [("passphrase:prompt:", "Passphrase"), ("prompt:", "Key (hex or base64)")],
+)
+def test_new_secret_is_asked_for_twice_and_by_name(source: str, what: str) -> None:
+    questions = []
+
+    def answer(question: str) -> str:
+        questions.append(question)
+        return "00112233445566778899aabbccddeeff"
+
+    load_material(source, asked_for="--add", is_new=True, prompt=answer)
+    assert questions == [f"{what} for --add: ", f"{what} for --add, once more: "]
+
+
+@pytest.mark.parametrize("role", ["own", "also_for"])
+def test_new_passphrase_with_a_slip_is_refused_and_not_shown(role: str) -> None:
+    answers = iter(["correct horse", "corect horse"])
+    sources = {"own": (["passphrase:prompt:"], []), "also_for": ([], ["passphrase:prompt:"])}
+    own, also_for = sources[role]
+    with pytest.raises(KeySourceError, match="two answers differ") as caught:
+        load_keys(own, also_for=also_for, is_new=True, prompt=lambda _: next(answers))
+    assert "horse" not in f"{caught.value}{caught.value.hint}"
+
+
+@pytest.mark.parametrize(
     "source", ["horse", "passphrase:horse", "passphrase:wrapped:x", "passphrase:", "pass:env:X"]
 )
 def test_source_that_is_none_is_refused_and_not_repeated(source: str) -> None:

@@ -203,3 +203,32 @@ def test_configuration_shows_no_secret(tmp_path: Path, phrase: str) -> None:
     assert "horse" not in f"{config!r} {config.keys!r}"
     assert isinstance(config.keys, KeyRing)
     assert "<redacted>" in repr(config)
+
+
+@pytest.mark.parametrize("name", ["enc_key", "enc_recipients"])
+def test_passphrase_that_a_person_mistypes_saves_nothing(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    answers = iter(["correct horse", "corect horse"])
+    monkeypatch.setattr("getpass.getpass", lambda _: next(answers))
+    source = "passphrase:prompt:"
+    given = {"enc_key": source} if name == "enc_key" else {"enc_key": KEY.raw}
+    others = [source] if name == "enc_recipients" else []
+    with pytest.raises(KeyProblem, match="two answers differ"):
+        CheckpointConfig(format=FORMAT, enc_recipients=others, **given)
+
+
+def test_passphrase_that_opens_is_asked_for_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, phrase: str
+) -> None:
+    save_checkpoint({"w": np.ones(3)}, str(tmp_path / "net"), enc_key=phrase, format=FORMAT)
+    questions: list[str] = []
+
+    def answer(question: str) -> str:
+        questions.append(question)
+        return "correct horse"
+
+    monkeypatch.setattr("getpass.getpass", answer)
+    (path,) = tmp_path.glob("net*.ckpe")
+    load_checkpoint(str(path), dec_key="passphrase:prompt:")
+    assert questions == ["Passphrase for dec_key: "]
