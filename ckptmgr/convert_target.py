@@ -15,7 +15,7 @@ from ckptmgr.crypto.container import ContainerSealer
 from ckptmgr.crypto.keyring import Keys
 from ckptmgr.crypto.mindspore_blocks import BlockSealer
 from ckptmgr.digest import FileDigest
-from ckptmgr.errors import CheckpointNotFound, UnsafeWrite
+from ckptmgr.errors import CheckpointNotFound, UnsafeWrite, UnsealedCheckpoint
 from ckptmgr.formats.image import Image
 from ckptmgr.fsio import OutputFile
 from ckptmgr.lease import lease_path
@@ -159,6 +159,15 @@ def publish(
 def private_mode(source: Path) -> int:
     """Return the permission bits of an output: at most 0600, and nothing the input's owner may not do."""
     return _PRIVATE & stat.S_IMODE(source.stat().st_mode) or stat.S_IRUSR
+
+
+def unproven_name(checkpoint: Checkpoint) -> UnsealedCheckpoint:
+    """Return the error of a file whose name would become a manifest that vouches for its step."""
+    return UnsealedCheckpoint(
+        "has no manifest, so nothing but its name says which checkpoint it is; it would get one that vouches for that",
+        path=checkpoint.path,
+        hint="pass allow_unsealed=True (CLI: --allow-unsealed) if you trust its name",
+    )
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ckptmgr.convert_target import only_writer
+from ckptmgr.convert_target import only_writer, unproven_name
 from ckptmgr.crypto.container_unlock import find_copies
 from ckptmgr.crypto.keyring import Keys, ring_of
 from ckptmgr.digest import FileDigest, digest_of
@@ -99,7 +99,7 @@ def recompress(
     Raises:
         UnsupportedCheckpoint: It is not a safetensors file, or that of many ranks.
         StoreLocked: Somebody is writing its series.
-        KeyProblem: Its key is missing, or the one that signed its manifest.
+        KeyProblem: A key is missing: its own, or the one that signed its manifest; or it would get a manifest that is proven.
         UnsafeWrite: Another file has the name it would get, or not everybody who can open it could do so afterwards.
         CorruptCheckpoint: It is damaged; nothing was changed.
         SaveFailed: The disk does not hold what was written; nothing was changed.
@@ -189,6 +189,8 @@ class _Change:
             return Outcome.NOTHING
         if self._found.manifest is not None:
             self._store.check_rewritable(self._checkpoint)
+        elif self._options.is_strict:
+            raise unproven_name(self._checkpoint)
         if self._cipher is not None:
             self._check_recipients()
         outcome = Outcome.EXPANDED if self._level is None else Outcome.COMPRESSED

@@ -21,12 +21,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptmgr.container_reader import ENCRYPTED, kind_of
-from ckptmgr.convert_target import only_writer
+from ckptmgr.convert_target import only_writer, unproven_name
 from ckptmgr.crypto.container_rekey import HeaderWrite
 from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.signing import SigningKey
 from ckptmgr.crypto.slots import Slot
-from ckptmgr.errors import KeyProblem, NotBuiltYet, UnsafeWrite
+from ckptmgr.errors import KeyProblem, NotBuiltYet, UnsafeWrite, UnsealedCheckpoint
 from ckptmgr.formats.detect import Kind
 from ckptmgr.fsio import FileSystem, InputFile
 from ckptmgr.lease import Processes
@@ -82,18 +82,28 @@ def open_for_rekeying(
     fs: FileSystem | None = None,
     processes: Processes | None = None,
     signing_key: SigningKey | None = None,
+    allow_unsealed: bool = False,
 ) -> Store:
     """Return a store that reads what any of the old and new keys authenticates, and nothing else.
 
-    With a signing key it also signs anew what is encrypted anew.
+    With a signing key it also signs anew what is encrypted anew, and reads only what that key has signed.
+
+    Args:
+        directory: Where the checkpoints lie.
+        change: The change.
+        fs: The disk.
+        processes: Tells dead writers from live ones.
+        signing_key: Signs anew.
+        allow_unsealed: Vouch for files without manifest by their names, and sign what is only authenticated.
     """
     return Store(
         directory,
         fs=fs,
         key=change.everybody,
         processes=processes,
-        must_authenticate=True,
+        must_authenticate=not allow_unsealed,
         signing_key=signing_key,
+        trusted_keys=() if signing_key is None else (signing_key.public_key,),
     )
 
 
@@ -180,7 +190,7 @@ class _Checkpoint:
                 blocks = plan_blocks(raw, self._change, path=str(path))
             is_done = self._is_authentication_done(is_proven=True)
             if blocks.is_anew or not is_done:
-                self._check_signature()
+                self._check_proofs()
             if blocks.is_anew:
                 return self._told(Action.REENCRYPT, blocks)
             return self._told(Action.NOTHING if is_done else Action.HEADER, blocks)
@@ -231,7 +241,7 @@ class _Checkpoint:
         if is_new:
             action = Action.NOTHING if is_done else Action.HEADER
         if action is not Action.NOTHING:
-            self._check_signature()
+            self._check_proofs()
         return Rekeying(checkpoint=self._checkpoint, action=action, before=before, after=labels)
 
     def change_anew(self) -> Rekeying:
@@ -256,10 +266,12 @@ class _Checkpoint:
                 hint="ckptmgr reencrypt writes it anew",
             )
 
-    def _check_signature(self) -> None:
-        """Raise KeyProblem when the file is signed, and what is encrypted anew could not be."""
+    def _check_proofs(self) -> None:
+        """Raise KeyProblem when what is encrypted anew would be proven less than it is, or more."""
         if self._manifest is not None:
             self._store.check_rewritable(self._checkpoint)
+        elif self._store.must_authenticate:
+            raise unproven_name(self._checkpoint)
 
     def _encrypt_anew(self) -> None:
         reencrypt_file(
@@ -316,7 +328,11 @@ class _Checkpoint:
         if manifest is None or self._change.is_repair:
             return True
         if manifest.auth is None:
-            raise KeyProblem("public keys alone open nothing", path=self._checkpoint.path)
+            raise UnsealedCheckpoint(
+                "the manifest is not authenticated, and a change of keys does not make it so",
+                path=self._checkpoint.path,
+                hint="save it anew, or move the manifest away if you trust the name of the file",
+            )
         return self._rewrapped(manifest.auth, is_final=True) is manifest.auth
 
     def _afterwards(self, auth: ManifestKey) -> ManifestKey:

@@ -152,8 +152,15 @@ def series_option(function: Command) -> Command:
     )
 
 
-def load_key(source: str | None, environment: Mapping[str, str] = os.environ) -> Keys | None:
+def load_key(
+    source: str | None, environment: Mapping[str, str] = os.environ, *, is_new: bool = False
+) -> Keys | None:
     """Return what `--key` or the environment names, or None.
+
+    Args:
+        source: What the option names.
+        environment: Of the process.
+        is_new: Whether it is to encrypt what nobody has opened with it yet; a person is then asked twice.
 
     Raises:
         UsageProblem: A literal key, or no known kind of source. It is not shown.
@@ -163,11 +170,16 @@ def load_key(source: str | None, environment: Mapping[str, str] = os.environ) ->
         source = _from_environment(environment)
     if source is None:
         return None
-    return load_keys("--key", source)
+    return load_keys("--key", source, is_new=is_new)
 
 
-def load_keys(option: str, source: str) -> Keys:
+def load_keys(option: str, source: str, *, is_new: bool = False) -> Keys:
     """Return the key, passphrase, private or public key that an option names.
+
+    Args:
+        option: Which; a person is asked about it by name.
+        source: What it names.
+        is_new: As for `load_key`.
 
     Raises:
         UsageProblem: A literal key, or no known kind of source. It is not shown.
@@ -181,7 +193,7 @@ def load_keys(option: str, source: str) -> Keys:
     from ckptmgr.crypto import errors, key_sources
 
     try:
-        return key_sources.load_keys([source])
+        return key_sources.load_keys([source], asked_for=option, is_new=is_new)
     except errors.CryptoError as error:
         raise KeyProblem(error.message, hint=error.hint) from error
 
@@ -237,10 +249,15 @@ def open_store(
     public_keys: Sequence[PublicKey] = (),
     signing_key: SigningKey | None = None,
 ) -> Store:
-    """Return the store of a directory; with a key, manifests must be authenticated, with public keys signed."""
+    """Return the store of a directory; with a key, manifests must be authenticated, with public keys signed.
+
+    What is signed anew must have been signed before, by the same key.
+    """
     from ckptmgr.store import Store
 
     absolute = Path(os.path.abspath(directory))  # noqa: PTH100 - resolve() would follow links
+    if signing_key is not None and not public_keys:
+        public_keys = (signing_key.public_key,)
     is_strict = (key is not None or bool(public_keys)) and not allow_unsealed
     return Store(
         absolute,

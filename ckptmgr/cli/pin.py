@@ -30,7 +30,7 @@ Change = Callable[[tuple[Pin, ...]], tuple[Pin, ...]]
 @click.option("--reason", default="", help="Why; shown by prune.")
 @options.dir_option
 @options.series_option
-@options.key_option
+@options.key_options
 @options.signing_key_option
 @options.output_options
 @click.pass_context
@@ -42,6 +42,7 @@ def pin_command(
     directory: Path,
     series: str | None,
     key_source: str | None,
+    allow_unsealed: bool,
     signing_source: str | None,
     as_json: bool,
     quiet: bool,
@@ -49,7 +50,7 @@ def pin_command(
     """Promise that a checkpoint is never pruned.
 
     CHECKPOINT is a path, a step, latest, best:METRIC:min or best:METRIC:max. A pin of the same name is replaced. An
-    authenticated or signed manifest needs the key for that. Not while a run writes the series.
+    authenticated or signed manifest needs the key for that, and must be what that key made. Not while a run writes the series.
     """
 
     def change(pins: tuple[Pin, ...]) -> tuple[Pin, ...]:
@@ -59,6 +60,7 @@ def pin_command(
     opener = partial(
         options.open_store,
         key=options.load_key(key_source),
+        allow_unsealed=allow_unsealed,
         signing_key=options.load_signing_key(signing_source),
     )
     selected = _selected(checkpoint, directory, series, opener)
@@ -70,7 +72,7 @@ def pin_command(
 @click.option("--name", help="Only the pin of this name.  [default: all]")
 @options.dir_option
 @options.series_option
-@options.key_option
+@options.key_options
 @options.signing_key_option
 @options.output_options
 @click.pass_context
@@ -81,6 +83,7 @@ def unpin_command(
     directory: Path,
     series: str | None,
     key_source: str | None,
+    allow_unsealed: bool,
     signing_source: str | None,
     as_json: bool,
     quiet: bool,
@@ -96,6 +99,7 @@ def unpin_command(
     opener = partial(
         options.open_store,
         key=options.load_key(key_source),
+        allow_unsealed=allow_unsealed,
         signing_key=options.load_signing_key(signing_source),
     )
     selected = _selected(checkpoint, directory, series, opener)

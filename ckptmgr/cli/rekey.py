@@ -19,9 +19,8 @@ from ckptmgr.cli.render import Cell, Json, Output
 from ckptmgr.errors import CkptmgrError, KeyProblem, UnsafeWrite
 
 if TYPE_CHECKING:
-    from ckptmgr.cli.select import Selected
+    from ckptmgr.cli.select import OpenStore, Selected
     from ckptmgr.crypto.keyring import KeyRing
-    from ckptmgr.crypto.signing import SigningKey
     from ckptmgr.model import Checkpoint
     from ckptmgr.rekey import Rekeying
     from ckptmgr.rekey_header import KeyChange
@@ -36,7 +35,7 @@ def _plan_options(function: options.Command) -> options.Command:
         click.option("--yes", is_flag=True, help="Do not ask."),
         click.option("--dry-run", is_flag=True, help="Show what would be done, and do nothing."),
         options.signing_key_option,
-        options.key_option,
+        options.key_options,
         options.series_option,
         options.dir_option,
     ):
@@ -73,6 +72,7 @@ def rekey_command(
     directory: Path,
     series: str | None,
     key_source: str | None,
+    allow_unsealed: bool,
     signing_source: str | None,
     dry_run: bool,
     yes: bool,
@@ -94,12 +94,12 @@ def rekey_command(
     by_id = tuple(text for text in remove if _KEY_ID.fullmatch(text))
     change = KeyChange(
         keys=_old_keys(key_source),
-        add=_rings("--add", add),
+        add=_rings("--add", add, is_new=True),
         remove=_rings("--remove", [text for text in remove if text not in by_id]),
         remove_ids=by_id,
     )
-    signing_key = options.load_signing_key(signing_source)
-    run = _Run(ctx, change, directory, signing_key=signing_key, as_json=as_json, quiet=quiet)
+    opener = _opener(change, signing_source, allow_unsealed=allow_unsealed)
+    run = _Run(ctx, change, directory, opener, as_json=as_json, quiet=quiet)
     code = run.run(
         selectors, series, plan_rekeying, rekey_checkpoint, is_dry=dry_run, has_consent=yes
     )
@@ -133,6 +133,7 @@ def reencrypt_command(
     directory: Path,
     series: str | None,
     key_source: str | None,
+    allow_unsealed: bool,
     signing_source: str | None,
     dry_run: bool,
     yes: bool,
@@ -148,9 +149,11 @@ def reencrypt_command(
     from ckptmgr.rekey import plan_reencryption, reencrypt_checkpoint
     from ckptmgr.rekey_header import KeyChange
 
-    change = KeyChange(keys=_old_keys(key_source), add=_rings("--to", to), is_only=True)
-    signing_key = options.load_signing_key(signing_source)
-    run = _Run(ctx, change, directory, signing_key=signing_key, as_json=as_json, quiet=quiet)
+    change = KeyChange(
+        keys=_old_keys(key_source), add=_rings("--to", to, is_new=True), is_only=True
+    )
+    opener = _opener(change, signing_source, allow_unsealed=allow_unsealed)
+    run = _Run(ctx, change, directory, opener, as_json=as_json, quiet=quiet)
     return run.run(
         selectors,
         series,
@@ -175,10 +178,24 @@ def _old_keys(source: str | None) -> KeyRing:
     return ring
 
 
-def _rings(option: str, sources: Sequence[str]) -> tuple[KeyRing, ...]:
+def _rings(option: str, sources: Sequence[str], *, is_new: bool = False) -> tuple[KeyRing, ...]:
     from ckptmgr.crypto.keyring import ring_of
 
-    return tuple(ring_of(options.load_keys(option, source)) for source in sources)
+    return tuple(ring_of(options.load_keys(option, source, is_new=is_new)) for source in sources)
+
+
+def _opener(change: KeyChange, signing_source: str | None, *, allow_unsealed: bool) -> OpenStore:
+    from ckptmgr.rekey import open_for_rekeying
+
+    signing_key = options.load_signing_key(signing_source)
+
+    def opener(directory: Path) -> Store:
+        absolute = Path(os.path.abspath(directory))  # noqa: PTH100 - resolve() would follow links
+        return open_for_rekeying(
+            absolute, change, signing_key=signing_key, allow_unsealed=allow_unsealed
+        )
+
+    return opener
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,13 +212,13 @@ class _Run:
         ctx: click.Context,
         change: KeyChange,
         directory: Path,
+        opener: OpenStore,
         *,
-        signing_key: SigningKey | None,
         as_json: bool,
         quiet: bool,
     ) -> None:
         self._change = change
-        self._signing_key = signing_key
+        self._opener = opener
         self._directory = directory
         root = Path(os.path.abspath(directory))  # noqa: PTH100 - resolve() would follow links
         self._output: Output = render.make_output(ctx, root, as_json=as_json, quiet=quiet)
@@ -219,13 +236,8 @@ class _Run:
         has_consent: bool,
     ) -> int:
         from ckptmgr.cli.select import select
-        from ckptmgr.rekey import open_for_rekeying
 
-        def opener(directory: Path) -> Store:
-            absolute = Path(os.path.abspath(directory))  # noqa: PTH100
-            return open_for_rekeying(absolute, self._change, signing_key=self._signing_key)
-
-        selected = select(selectors, self._directory, opener, series=series)
+        selected = select(selectors, self._directory, self._opener, series=series)
         planned = [found for one in selected if (found := self._planned(one, plan)) is not None]
         pending = [found for found in planned if found.plan.is_pending]
         if self._output.is_text:

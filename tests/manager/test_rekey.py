@@ -347,13 +347,18 @@ def test_plain_file_is_not_encrypted_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["ckpt", "safetensors"])
-def test_file_without_manifest_is_encrypted_anew_and_gets_one(tmp_path: Path, form: str) -> None:
+def test_file_without_manifest_gets_one_where_its_name_is_trusted(
+    tmp_path: Path, form: str
+) -> None:
     save_run(directory=tmp_path, form=form, steps=1)
     (path,) = (one.path for one in Store(tmp_path).scan())
     (tmp_path / manifest_name(path.name)).unlink()
     change = KeyChange(keys=ring(OLD), add=(ring(NEW),), is_only=True)
     (checkpoint,) = Store(tmp_path).scan()
-    reencrypt_checkpoint(open_for_rekeying(tmp_path, change), checkpoint, change)
+    with pytest.raises(UnsealedCheckpoint, match="nothing but its name"):
+        reencrypt_checkpoint(open_for_rekeying(tmp_path, change), checkpoint, change)
+    store = open_for_rekeying(tmp_path, change, allow_unsealed=True)
+    reencrypt_checkpoint(store, checkpoint, change)
     (checkpoint,) = Store(tmp_path).scan()
     assert checkpoint.state is State.OK
     assert openers(checkpoint, [ring(OLD), ring(NEW)]) == [1]
