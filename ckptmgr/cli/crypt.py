@@ -122,7 +122,7 @@ def encrypt_command(
     """
     from ckptmgr import convert
 
-    key = _key(key_source)
+    key = _key(key_source, is_new=True)
     if target == _PIPE:
         _refuse_terminal()
         _check_input(source)
@@ -140,8 +140,8 @@ def encrypt_command(
     )
 
 
-def _key(source: str | None) -> Keys:
-    key = options.load_key(source)
+def _key(source: str | None, *, is_new: bool = False) -> Keys:
+    key = options.load_key(source, is_new=is_new)
     if key is None:
         raise KeyProblem("a key is needed", hint="pass --key env:NAME, file:PATH or cmd:COMMAND")
     return key

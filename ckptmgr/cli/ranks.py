@@ -90,7 +90,8 @@ def transform_command(
 
     if "/" in prefix:
         raise UsageProblem("--prefix starts a file name", hint="name the directory with -o")
-    key = options.load_key(key_source)
+    # Input that is not authenticated need not open with the key that the output is encrypted with.
+    key = options.load_key(key_source, is_new=allow_unsealed and not plain)
     started = time.perf_counter()
     files = rewrite(
         source,

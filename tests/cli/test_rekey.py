@@ -283,3 +283,47 @@ def test_inspect_tells_everything_that_opens_a_file(runs: Path, tmp_path: Path) 
     assert run("rekey", runs, "--key", key, "--add", source(tmp_path, NEW), "--yes").exit_code == 0
     words = run("inspect", next(runs.glob("*.ckpe"))).stdout.split()
     assert f"opens with key {OLD.key_id}, key {NEW.key_id}" in " ".join(words)
+
+
+class Person:
+    """Somebody who is asked for secrets, and answers in turn."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *answers: str) -> None:
+        self.questions: list[str] = []
+        self._answers = iter(answers)
+        monkeypatch.setattr("getpass.getpass", self._answer)
+
+    def _answer(self, question: str) -> str:
+        self.questions.append(question)
+        return next(self._answers)
+
+
+@pytest.mark.parametrize("command", [("rekey", "--add"), ("reencrypt", "--to")])
+def test_new_passphrase_with_a_slip_changes_nothing(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, str]
+) -> None:
+    before = tree_of(runs)
+    name, option = command
+    person = Person(monkeypatch, "correct horse", "corect horse")
+    key = source(tmp_path, OLD)
+    result = run(name, runs, "--key", key, option, "passphrase:prompt:", "--yes")
+    assert "the two answers differ" in result.stderr
+    assert result.exit_code != 0
+    assert person.questions == [
+        f"Passphrase for {option}: ",
+        f"Passphrase for {option}, once more: ",
+    ]
+    assert tree_of(runs) == before
+
+
+def test_encrypt_asks_twice_and_decrypt_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({"w": np.ones(3, np.float32)}, tmp_path / "net.safetensors")
+    key = ("--key", "passphrase:prompt:")
+    sealed, opened = tmp_path / "net.safetensors.ckpe", tmp_path / "opened.safetensors"
+    person = Person(monkeypatch, "correct horse", "correct horse", "correct horse")
+    assert run("encrypt", tmp_path / "net.safetensors", "-o", sealed, *key).exit_code == 0
+    assert run("decrypt", sealed, "-o", opened, *key).exit_code == 0
+    assert len(person.questions) == 3
+    assert opened.read_bytes() == (tmp_path / "net.safetensors").read_bytes()
