@@ -31,6 +31,7 @@ from ckptmgr.formats.zstd_source import FramesSource, open_frames
 from ckptmgr.glimpses import Glimpses
 from ckptmgr.lower_errors import ALLOW_UNSEALED_HINT
 from ckptmgr.manifest import Manifest
+from ckptmgr.stored_kind import check_kind
 from ckptmgr.units import PIECE_BYTES
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ def plaintext_of(
         kind = detect(plain.glimpses or plain.source)
     if kind not in _READABLE:
         kind = detect(plain.source)  # it is of another kind, or it is damaged
+    check_kind(kind, manifest, path=path)
     if kind is Kind.MINDSPORE_ENCRYPTED:
         return _open_encrypted(raw, plain.source, path=path, options=options)
     if kind is Kind.CKPTMGR_CONTAINER:

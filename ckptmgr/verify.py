@@ -55,6 +55,7 @@ from ckptmgr.observe import EVERYBODY, about
 from ckptmgr.plaintext import refuse_unsigned
 from ckptmgr.repair import healing_hint
 from ckptmgr.store import Store
+from ckptmgr.stored_kind import check_kind, check_mode
 from ckptmgr.tensor_stats import stats_of
 
 _HEAD_BYTES = 16
@@ -289,6 +290,7 @@ class _Check:
                 self._was_read = self._read_in_one_pass(manifest, raw)
                 self._check_against(manifest, raw)
             kind = kind_of(raw, name=path.name)
+            check_kind(kind, manifest, path=self._path)
             if kind is Kind.MINDSPORE_ENCRYPTED:
                 self._check_encrypted(raw, manifest)
             elif kind is Kind.CKPTMGR_CONTAINER:
@@ -344,6 +346,7 @@ class _Check:
 
     def _check_encrypted(self, raw: Source, manifest: Manifest | None) -> None:
         mode = str(sniff_mode(read_bytes(raw, 0, min(_HEAD_BYTES, raw.size))))
+        check_mode(mode, manifest, path=self._path)
         find_records(raw, mode_of(mode))
         self.checked.append("records")
         key = self._options.key
@@ -365,6 +368,7 @@ class _Check:
 
     def _check_container(self, raw: Source, manifest: Manifest | None) -> None:
         mode, key = container_mode(raw), self._options.key
+        check_mode(mode, manifest, path=self._path)
         if key is None:
             self.unchecked.append(f"header and contents: encrypted ({mode}), and no key was given")
             if len({copy.data for copy in find_copies(raw)}) != 1 or len(find_copies(raw)) != 2:
