@@ -36,7 +36,7 @@ from ckptmgr.manifest_keys import BOUND, ManifestKey, manifest_key_of
 from ckptmgr.model import Checkpoint
 from ckptmgr.reencrypt import reencrypt_file
 from ckptmgr.rekey_blocks import plan_blocks
-from ckptmgr.rekey_header import FilePlan, KeyChange, openers_of, plan_header
+from ckptmgr.rekey_header import FilePlan, KeyChange, plan_container, plan_header
 from ckptmgr.store import Store
 
 
@@ -229,20 +229,18 @@ class _Checkpoint:
         kind = self._kind(path)
         if kind not in ENCRYPTED:
             return Rekeying(checkpoint=self._checkpoint, action=Action.PLAIN)
-        labels = self._change.added.labels
         with self._opened(path) as raw:
             if kind is Kind.CKPTMGR_CONTAINER:
-                before, is_new = openers_of(raw, self._change)
+                plan = plan_container(raw, self._change)
             else:
-                blocks = plan_blocks(raw, self._change, path=str(path))
-                before, is_new = blocks.before, not blocks.is_anew
-        is_done = self._is_authentication_done(is_proven=True)
+                plan = plan_blocks(raw, self._change, path=str(path))
+        is_done = self._is_authentication_done(is_proven=plan.is_proven)
         action = Action.REENCRYPT
-        if is_new:
+        if not plan.is_anew:
             action = Action.NOTHING if is_done else Action.HEADER
         if action is not Action.NOTHING:
             self._check_proofs()
-        return Rekeying(checkpoint=self._checkpoint, action=action, before=before, after=labels)
+        return self._told(action, plan)
 
     def change_anew(self) -> Rekeying:
         planned = self.plan_anew()

@@ -111,12 +111,8 @@ def plan_header(raw: Source, change: KeyChange, *, path: str) -> FilePlan:
     identities: Sequence[Identity] = change.everybody.identities
     try:
         unlocked = unlock(raw, identities)
-    except DecryptionError:
-        copies = [copy.header for copy in find_copies(raw)]
-        if not all(_looks_done(copy, change) for copy in copies):
-            raise
-        labels = _labels(copies[0].slots)
-        return FilePlan(before=labels, after=labels, is_proven=False)
+    except DecryptionError as error:
+        return _seemingly_done(raw, change, error)
     header = unlocked.header
     bound = header.fixed.pack()
     removed = [slot for slot in header.slots if change.removes(slot, bound=bound)]
@@ -144,18 +140,30 @@ def plan_header(raw: Source, change: KeyChange, *, path: str) -> FilePlan:
     return FilePlan(before=before, after=after, writes=writes)
 
 
-def openers_of(raw: Source, change: KeyChange) -> tuple[tuple[str, ...], bool]:
-    """Return what opens a container, and whether it is only those who are added, so that it was encrypted anew already.
+def plan_container(raw: Source, change: KeyChange) -> FilePlan:
+    """Return whether a container is to be encrypted anew; one that only those who are added open was already.
 
     Raises:
         CryptoError: It does not open, or is damaged.
     """
     try:
-        unlocked = unlock(raw, change.keys.identities)
-    except DecryptionError:
-        unlocked = unlock(raw, change.added.identities)
-        return _labels(unlocked.header.slots), True
-    return _labels(unlocked.header.slots), False
+        before = _labels(unlock(raw, change.keys.identities).header.slots)
+    except DecryptionError as error:
+        try:
+            before = _labels(unlock(raw, change.added.identities).header.slots)
+        except DecryptionError:
+            return _seemingly_done(raw, change, error)
+        return FilePlan(before=before, after=before)
+    return FilePlan(before=before, after=change.added.labels, is_anew=True)
+
+
+def _seemingly_done(raw: Source, change: KeyChange, error: DecryptionError) -> FilePlan:
+    """Return the plan for a container that opens for others only, as after the change; else raise the error."""
+    copies = [copy.header for copy in find_copies(raw)]
+    if not all(_looks_done(copy, change) for copy in copies):
+        raise error
+    labels = _labels(copies[0].slots)
+    return FilePlan(before=labels, after=labels, is_proven=False)
 
 
 def _looks_done(header: HeaderCopy, change: KeyChange) -> bool:

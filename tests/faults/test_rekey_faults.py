@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from ckptmgr.crypto.key_files import generate_pair
 from ckptmgr.fsio import FileSystem, OutputFile
 from ckptmgr.model import Checkpoint, State
-from ckptmgr.rekey import open_for_rekeying, reencrypt_checkpoint
+from ckptmgr.rekey import Action, Rekeying, open_for_rekeying, reencrypt_checkpoint
 from ckptmgr.rekey_header import KeyChange
 from ckptmgr.store import Store
 from tests.crashmodel import Crash, FailingDisk, ModelDisk, Order, every_crash, every_failure
@@ -124,6 +125,24 @@ def test_reencryption_keeps_its_promises_after_every_power_cut(name: str) -> Non
         run(again)
         assert [opens(only(again), keys, fs=again) for keys in BOTH] == [False, True], crash
         assert not [name for name in again.list(RUNS) if name.endswith(".tmp")]
+
+
+def test_reencryption_to_a_public_key_is_finished_after_every_power_cut() -> None:
+    private, public = generate_pair("x25519")
+    change = KeyChange(keys=ring(OLD), add=(ring(public),), is_only=True)
+
+    def run(disk: ModelDisk) -> Rekeying:
+        store = open_for_rekeying(RUNS, change, fs=disk, processes=ModelProcesses(disk))
+        return reencrypt_checkpoint(store, only(disk), change)
+
+    crashes = every_crash(disk_of("container"), run, order=Order.JOURNALED, tears=1)
+    lefts = {crash.disk.state(): crash.disk for crash in crashes}
+    assert len(lefts) >= 10
+    for disk in lefts.values():
+        again = disk.restart()
+        run(again)
+        assert [opens(only(again), ring(one), fs=again) for one in (OLD, private)] == [False, True]
+        assert run(again).action is Action.NOTHING
 
 
 class _Unsynced:
