@@ -73,12 +73,13 @@ def tensor_data(item: WriteItem) -> TensorWriteData:
     return item.tensor_data
 
 
-def pieces_of(plan: SavePlan, items: Sequence[Tensor]) -> pieces.Index:
+def pieces_of(plan: SavePlan, items: Sequence[Tensor], *, is_compared: bool) -> pieces.Index:
     """Return the index of the file of one rank, as all files of many ranks have one.
 
     Args:
         plan: What it holds.
         items: The same as it is stored, and more that belongs to no item.
+        is_compared: Whether what several ranks have is known to be the same on all of them.
     """
     found = {item.spec.name: pieces.Piece(tensor=item.spec.name) for item in items}
     for planned, stored in zip(plan.items, items, strict=False):
@@ -92,7 +93,7 @@ def pieces_of(plan: SavePlan, items: Sequence[Tensor]) -> pieces.Index:
             shape=(*data.size, *more),
             start=(*data.chunk.offsets, *(0 for _ in more)),
         )
-    return pieces.Index(pieces=found, is_compared=True)
+    return pieces.Index(pieces=found, is_compared=is_compared)
 
 
 def metadata_from(index: Index) -> Metadata:

@@ -18,6 +18,7 @@ from ckptmgr.errors import CkptmgrError, CorruptCheckpoint, UnsupportedState
 from ckptmgr.formats.safetensors_file import build_safetensors_image
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.integrations.dcp_balance import balanced, is_part, rows_of
+from ckptmgr.integrations.dcp_compare import ComparedPlan, has_peers, one_for_all, told, untold
 from ckptmgr.loader import ReadOptions, open_source
 from ckptmgr.stored_state import StoredState, metadata_of
 
@@ -28,17 +29,31 @@ class SavePlanner(DefaultSavePlanner):
     """`DefaultSavePlanner`, with the same options, that never pickles, and gives every rank about as many bytes to write."""
 
     def create_local_plan(self) -> SavePlan:
-        """Return what this rank has."""
-        found = super().create_local_plan()
+        """Return what this rank has, with digests of what others may have, too.
+
+        Raises:
+            UnsupportedState: A tensor cannot be stored.
+        """
+        super().create_local_plan()
         self._own: dict[str, list[WriteItem]] = {}
-        for item in self.plan.items:  # all of it, also where the cache says that it is known
+        # All of it, also where the cache says that it is known: what is the same on all ranks may have changed.
+        for item in self.plan.items:
             self._own.setdefault(item.index.fqn, []).append(item)
-        return found
+        is_alone = self.is_coordinator and not has_peers()
+        return untold(self.plan) if is_alone else told(self.plan, self)
 
     def _dedup_save_plans(self, all_plans: list[SavePlan]) -> list[SavePlan]:
+        if len(all_plans) > 1:
+            all_plans = [
+                told(plan, self)
+                if isinstance(plan, ComparedPlan) and plan.digests is None
+                else plan
+                for plan in all_plans
+            ]
+        plans = one_for_all(all_plans)
         if self.dedup_save_to_lowest_rank:
-            return super()._dedup_save_plans(all_plans)
-        return balanced(all_plans)
+            return super()._dedup_save_plans(plans)
+        return balanced(plans)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """Return what is to be written: a tensor, some rows of one, or bytes."""

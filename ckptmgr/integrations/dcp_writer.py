@@ -3,36 +3,30 @@
 
 from __future__ import annotations
 
-import io
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch.distributed.checkpoint import storage
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from ckptmgr.config import CheckpointConfig
 from ckptmgr.errors import SaveFailed, UnsupportedState
-from ckptmgr.formats.detect import Kind, detect
-from ckptmgr.formats.dtypes import BY_NAME
-from ckptmgr.formats.source import BytesSource
-from ckptmgr.formats.tensor import Tensor, TensorSpec
 from ckptmgr.fsio import FileSystem
 from ckptmgr.handle import SaveStats
-from ckptmgr.integrations.dcp_index import INDEX_NAME, MARK, VERSION, piece_name
-from ckptmgr.integrations.dcp_metadata import index_of, pieces_of, tensor_data
+from ckptmgr.integrations.dcp_compare import is_compared
+from ckptmgr.integrations.dcp_content import bytes_tensor, stored
+from ckptmgr.integrations.dcp_index import INDEX_NAME, MARK, VERSION
+from ckptmgr.integrations.dcp_metadata import index_of, pieces_of
 from ckptmgr.integrations.dcp_place import checked_config, parse_step, place_of
 from ckptmgr.integrations.dcp_run import Lineage, Run, end_run, lineage_of, run_of
-from ckptmgr.leaves import torch_bytes
 from ckptmgr.loop_values import checked_count, checked_epoch, checked_metrics
 from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.model import Checkpoint
@@ -41,11 +35,8 @@ from ckptmgr.parallel.offer import Offer, vote_of, whole
 from ckptmgr.pieces import PIECES
 from ckptmgr.saver import SaveOptions, SaveOrder, save_items
 from ckptmgr.series import SaveFacts
-from ckptmgr.tree_memory import stored_as
-from ckptmgr.tree_torch import dtype_name
 
 DEFAULT_TIMEOUT_S = 3600.0
-_UINT8 = BY_NAME["uint8"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,8 +181,9 @@ class StorageWriter(storage.StorageWriter):
             offer = run.begin(step, world=len(plans), timeout_s=self._timeout_s, watch=watch)
         planned = frozenset(item.index for plan in plans for item in plan.items)
         self._save = _Save(run=run, offer=offer, planned=planned, watch=watch, started=started)
+        compared = is_compared(plans)
         tasks: list[dict[str, object]] = [
-            {"offer": offer.to_json(), "rank": rank, "world": len(plans)}
+            {"offer": offer.to_json(), "rank": rank, "world": len(plans), "compared": compared}
             for rank in range(len(plans))
         ]
         tasks[0]["index"] = index.to_json()
@@ -207,16 +199,17 @@ class StorageWriter(storage.StorageWriter):
         """
         task = plan.storage_data
         offer = Offer.from_json(task["offer"])
-        items = [_stored(item, planner) for item in plan.items]
+        items = [stored(item, planner) for item in plan.items]
         if "index" in task:
-            items.append(_bytes_tensor(INDEX_NAME, task["index"]))
+            items.append(bytes_tensor(INDEX_NAME, task["index"]))
+        pieces = pieces_of(plan, items, is_compared=task["compared"])
         order = SaveOrder(
             name=offer.file_name(task["rank"], world=task["world"]),
             items=items,
             options=self._options,
             series=self._place.series,
             describe=self._describer(offer),
-            metadata={MARK: str(VERSION), PIECES: pieces_of(plan, items).to_text()},
+            metadata={MARK: str(VERSION), PIECES: pieces.to_text()},
         )
         with nullcontext() if self._save is None else self._save.watch:
             self._draft = save_items(self._place.store(), order)
@@ -286,58 +279,3 @@ class StorageWriter(storage.StorageWriter):
         traceback: TracebackType | None,
     ) -> None:
         self.close()
-
-
-def _stored(item: WriteItem, planner: SavePlanner) -> Tensor:
-    """Return an item as a file holds it; tensors are looked up when their turn comes."""
-    if item.type == WriteItemType.BYTE_IO:
-        return _bytes_tensor(piece_name(item.index.fqn, None), _object(item, planner))
-    data = tensor_data(item)
-    dtype = data.properties.dtype
-    spec, _ = stored_as(
-        piece_name(item.index.fqn, data.chunk.offsets),
-        dtype_name(dtype),
-        tuple(data.chunk.sizes),
-        dtype.itemsize,
-    )
-    return Tensor(spec=spec, content=partial(_content, item, planner))
-
-
-def _bytes_tensor(name: str, data: bytes) -> Tensor:
-    spec = TensorSpec(name=name, dtype=_UINT8, shape=(len(data),))
-    return Tensor(spec=spec, content=lambda: memoryview(data))
-
-
-def _object(item: WriteItem, planner: SavePlanner) -> bytes:
-    value = planner.resolve_data(item)
-    data = value.getvalue() if isinstance(value, io.BytesIO) else b""
-    if detect(BytesSource(data)) is not Kind.SAFETENSORS:
-        raise UnsupportedState(
-            f"{type(planner).__name__} has pickled {item.index.fqn!r}",
-            hint="give dcp.save the planner ckptmgr.integrations.dcp.SavePlanner()",
-        )
-    return data
-
-
-def _content(item: WriteItem, planner: SavePlanner) -> memoryview:
-    value, data = planner.resolve_data(item), tensor_data(item)
-    fqn = item.index.fqn
-    if not isinstance(value, torch.Tensor):
-        raise UnsupportedState(f"{fqn!r} is planned as a tensor, but is none")
-    is_wrapper = type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
-    if value.layout is not torch.strided or value.is_quantized or value.is_meta or is_wrapper:
-        raise UnsupportedState(
-            f"{fqn!r} is a {type(value).__qualname__} that is sparse, quantized, or has its content elsewhere",
-            hint="save it as a dense tensor",
-        )
-    found, planned = (
-        (value.dtype, value.shape),
-        (data.properties.dtype, data.chunk.sizes),
-    )
-    if found != planned:
-        raise UnsupportedState(f"{fqn!r} is {_shown(*found)}, but is planned as {_shown(*planned)}")
-    return torch_bytes(value)
-
-
-def _shown(dtype: torch.dtype, shape: torch.Size) -> str:
-    return f"{dtype_name(dtype)}{list(shape)}"

@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -53,6 +54,8 @@ from ckptmgr.integrations.dcp_balance import LEAST_CHUNK_BYTES  # noqa: E402
 from ckptmgr.integrations.dcp_planners import decode_object, encode_object  # noqa: E402
 from ckptmgr.manager import CheckpointManager  # noqa: E402
 from ckptmgr.model import State  # noqa: E402
+from ckptmgr.pieces import PIECES, read_index  # noqa: E402
+from ckptmgr.serialization import load_checkpoint  # noqa: E402
 from ckptmgr.store import Store  # noqa: E402
 from ckptmgr.tree_nodes import StateMismatch  # noqa: E402
 from tests.cli.running import run, run_json  # noqa: E402
@@ -860,3 +863,64 @@ def test_large_table_among_small_tensors_is_written_by_all_ranks(tmp_path: Path)
     found = {name: torch.zeros_like(one) for name, one in state.items()}
     load([StorageReader(tmp_path / "rows")], [found])
     assert all(torch.equal(found[name], one) for name, one in state.items())
+
+
+def test_tensor_that_ranks_have_differently_is_that_of_the_lowest_rank_as_a_whole(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    states = [
+        {
+            "stats": torch.full((1 << 20,), float(rank)),
+            "shape": torch.zeros(4) if rank == 0 else torch.zeros(2, 2),
+            "type": torch.zeros(2, dtype=torch.int32 if rank else torch.int64),
+            "kind": torch.ones(1) if rank == 0 else "none",
+            "late": torch.full((1 << 20,), float(rank)),
+            "same": torch.arange(1 << 20),
+        }
+        for rank in range(4)
+    ]
+    del states[0]["late"]
+    save([StorageWriter(tmp_path, step=1) for _ in range(4)], states)
+    assert "different tensors under 'kind', 'late', 'shape', 'stats', 'type'" in caplog.text
+    found = load_checkpoint(tmp_path / "ckpt-1.shards")
+    assert set(found["stats"]) == {0}
+    assert set(found["late"]) == {1}
+    assert (found["shape"].shape, found["type"].dtype) == ((4,), np.int64)
+    assert (found["same"] == np.arange(1 << 20)).all()
+
+
+@pytest.mark.parametrize("planner", [SavePlanner, DefaultSavePlanner])
+def test_index_says_compared_only_when_the_ranks_have_the_same(
+    tmp_path: Path, planner: Callable[[], Any]
+) -> None:
+    def is_compared(step: int, *states: dict[str, Any]) -> bool:
+        save(
+            [StorageWriter(tmp_path, step=step) for _ in states],
+            states,
+            [planner() for _ in states],
+        )
+        path = tmp_path / next(name for name in names(tmp_path) if name.startswith(f"ckpt-{step}."))
+        data = path.read_bytes()
+        header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+        return read_index(header["__metadata__"][PIECES], path="").is_compared
+
+    compares = planner is SavePlanner
+    assert is_compared(1, {"w": torch.ones(2)}, {"w": torch.ones(2)}) == compares
+    assert not is_compared(2, {"w": torch.ones(2)}, {"w": torch.zeros(2)})
+    whole = [
+        {"w": cut(torch.ones(4), 0, 1)} for _ in range(2)
+    ]  # it says itself that it is the same
+    assert not is_compared(3, *whole)
+    assert (
+        is_compared(4, {"w": cut(torch.ones(4), 0, 2)}, {"w": cut(torch.ones(4), 1, 2)}) == compares
+    )
+
+
+def test_ranks_that_begin_to_differ_are_noticed_with_cached_plans(tmp_path: Path) -> None:
+    for step, values in ((1, (1.0, 1.0)), (2, (2.0, 3.0))):
+        states = [{"w": torch.full((1 << 20,), value)} for value in values]
+        planners = [SavePlanner(enable_plan_caching=True) for _ in states]
+        for rank, planner in enumerate(planners):
+            planner._cached_plans_key = f"rank {rank}"
+        save([StorageWriter(tmp_path, step=step) for _ in states], states, planners)
+        assert set(load_checkpoint(tmp_path / f"ckpt-{step}.shards")["w"]) == {values[0]}
