@@ -42,6 +42,7 @@ class FileStatus:
         is_file: Whether it is a regular file (not a link, directory, FIFO or device).
         is_directory: Whether it is a directory.
         identity: Device and inode: two names with the same identity are the same file.
+        mode: Permission bits.
     """
 
     size_bytes: int
@@ -49,6 +50,7 @@ class FileStatus:
     is_file: bool
     is_directory: bool
     identity: tuple[int, int]
+    mode: int = 0o400
 
 
 class OutputFile(Protocol):
@@ -458,4 +460,5 @@ def _status(figures: os.stat_result) -> FileStatus:
         is_file=stat.S_ISREG(figures.st_mode),
         is_directory=stat.S_ISDIR(figures.st_mode),
         identity=(figures.st_dev, figures.st_ino),
+        mode=stat.S_IMODE(figures.st_mode),
     )

@@ -107,6 +107,7 @@ class Manifest:
         signed_by: Id of the trusted key whose signature was checked when it was read, or None.
         auth: What authenticated it when it was read, and will when it is written again; or None.
         opened_by: What the authentication is for, as it says; for people.
+        kept: In what is replaced: the manifest file as it was, to be put back with its own proofs if the swap fails; or None.
     """
 
     file: FileEntry
@@ -129,6 +130,7 @@ class Manifest:
     signed_by: str | None = field(default=None, compare=False)
     auth: ManifestKey | None = field(default=None, compare=False, repr=False)
     opened_by: tuple[str, ...] = field(default=(), compare=False)
+    kept: str | None = field(default=None, compare=False, repr=False)
 
     @property
     def id(self) -> str:
@@ -378,7 +380,9 @@ def _to_document(manifest: Manifest) -> dict[str, Any]:
     if manifest.previous is not None:
         document["previous"] = link_to_document(manifest.previous)
     if manifest.replaces is not None:
-        document["replaces"] = _to_document(manifest.replaces.without_replaced())
+        replaced = _to_document(manifest.replaces.without_replaced())
+        kept = manifest.replaces.kept
+        document["replaces"] = replaced if kept is None else {**replaced, "kept": kept}
     return document
 
 
@@ -426,9 +430,14 @@ def _from_document(document: Mapping[str, Any]) -> Manifest:
         ),
         world_size=count(document["world"], "size"),
         stats={name: number_from_json(value) for name, value in document["stats"].items()},
-        replaces=None if replaces is None else _from_document({**replaces, "replaces": None}),
+        replaces=None if replaces is None else _replaced_from_document(replaces),
         previous=link_from_document(document.get("previous")),
     )
+
+
+def _replaced_from_document(document: Mapping[str, Any]) -> Manifest:
+    old = _from_document({**document, "replaces": None})
+    return replace(old, kept=optional_text(document.get("kept")))
 
 
 def _check_names(files: tuple[FileEntry, ...], *, is_sharded: bool) -> None:

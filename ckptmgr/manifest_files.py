@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptmgr import manifest as manifests
@@ -19,6 +19,32 @@ from ckptmgr.lease import Processes
 from ckptmgr.manifest import Manifest, manifest_name
 from ckptmgr.manifest_keys import ManifestKey
 from ckptmgr.temp_names import temp_name
+
+# Escaped twice, it must still fit into a manifest.
+_MAX_KEPT_BYTES = manifests.MAX_MANIFEST_BYTES // 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManifestContent:
+    """A manifest file as it is: what is put back when an overwrite fails.
+
+    Attributes:
+        data: Its bytes.
+        mode: Its permission bits.
+    """
+
+    data: bytes
+    mode: int
+
+    @property
+    def text(self) -> str | None:
+        """What another manifest can keep of it; None where it is no text, or too much."""
+        if len(self.data) > _MAX_KEPT_BYTES:
+            return None
+        try:
+            return self.data.decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError:
+            return None
 
 
 class ManifestFiles:
@@ -53,6 +79,8 @@ class ManifestFiles:
         self._must_authenticate = must_authenticate
         self._signing_key = signing_key
         self._trusted_keys = tuple(trusted_keys)
+        own = () if signing_key is None else (signing_key.public_key,)
+        self._trusted_when_required = (*own, *self._trusted_keys)
 
     def read(self, data_name: str) -> Manifest | None:
         """Return the manifest of a data file, or None when it has none.
@@ -73,6 +101,22 @@ class ManifestFiles:
             )
         return half
 
+    def read_proven(self, data_name: str) -> Manifest | None:
+        """As `read`, but refuse what this writer's own keys do not prove: it is about to be written again under them.
+
+        What was made up already stays so.
+        """
+        manifest = self.load(manifest_name(data_name), must_authenticate=True)
+        return None if manifest is None else self.half_that_matches(manifest)
+
+    def content(self, data_name: str) -> ManifestContent | None:
+        """Return the manifest file of a data file that is there as it is, or None when there is none."""
+        path = self.directory / manifest_name(data_name)
+        status = self.fs.status(path)
+        if status is None or self.fs.status(self.directory / data_name) is None:
+            return None
+        return ManifestContent(data=self._content(path), mode=status.mode)
+
     def load(
         self, name: str, *, with_key: bool = True, must_authenticate: bool | None = None
     ) -> Manifest | None:
@@ -81,7 +125,7 @@ class ManifestFiles:
         Args:
             name: Of the manifest file.
             with_key: Whether to check its authentication.
-            must_authenticate: As for the class, for this call.
+            must_authenticate: As for the class, for this call; if so, a writer that signs trusts its own signatures.
 
         Raises:
             CorruptCheckpoint, TamperedCheckpoint, KeyProblem: It is damaged, changed, or under another key.
@@ -91,6 +135,7 @@ class ManifestFiles:
             data = self._content(path)
         except FileNotFoundError:
             return None
+        trusted_keys = self._trusted_when_required if must_authenticate else self._trusted_keys
         if must_authenticate is None:
             must_authenticate = self._must_authenticate
         if not with_key:
@@ -99,7 +144,7 @@ class ManifestFiles:
             data,
             path=path,
             key=self._key,
-            trusted_keys=self._trusted_keys,
+            trusted_keys=trusted_keys,
             must_authenticate=must_authenticate,
         )
 
@@ -174,14 +219,24 @@ class ManifestFiles:
         one, other = self.fs.status(temp), self.fs.status(target)
         return one is not None and other is not None and one.identity == other.identity
 
-    def undo(self, name: str, old: Manifest | None, *, series: str, mode: int) -> None:
-        """Put back the manifest that data called `name` had before; None for none."""
+    def undo(self, name: str, before: ManifestContent | None, *, series: str) -> None:
+        """Put back the manifest file that data called `name` had before, byte for byte; None for none."""
+        path = self.directory / manifest_name(name)
         # Best effort: an orphan manifest is a leftover, and one that still `replaces` the old data verifies as it.
         with contextlib.suppress(OSError):
-            if old is not None:
-                self.put(old, series=series, mode=mode)
-            elif self.fs.status(self.directory / name) is None:
-                self.fs.unlink(self.directory / manifest_name(name))
+            if before is None:
+                self.fs.unlink(path)
+            else:
+                self.write(path, before.data, series=series, mode=before.mode, is_durable=True)
+
+    def put_back(self, old: Manifest, *, series: str, mode: int) -> None:
+        """Replace the manifest of data that was not overwritten in the end by its old one, with the proofs of that."""
+        if old.kept is None:
+            self.put(old, series=series, mode=mode)
+            return
+        path = self.directory / manifest_name(old.name)
+        data = old.kept.encode("utf-8", "surrogatepass")
+        self.write(path, data, series=series, mode=mode, is_durable=True)
 
     def write(self, path: Path, data: bytes, *, series: str, mode: int, is_durable: bool) -> None:
         """Replace a small file atomically; durable ones are synced before they get their name."""

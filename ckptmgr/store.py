@@ -49,7 +49,7 @@ from ckptmgr.fsio import (
 )
 from ckptmgr.lease import Processes, ProcProcesses, hold_lease
 from ckptmgr.manifest import FileEntry, Manifest, files_of, manifest_name
-from ckptmgr.manifest_files import ManifestFiles
+from ckptmgr.manifest_files import ManifestContent, ManifestFiles
 from ckptmgr.manifest_keys import ManifestKey
 from ckptmgr.model import Checkpoint, Pin, State
 from ckptmgr.naming import DATA_SUFFIXES, parse_name
@@ -236,11 +236,12 @@ class Store:
         try:
             self.fs.make_directory(self.directory, mode=0o700)
             self.check_space(size_bytes)
-            old = self._manifest_of_current(name)
+            before = self._manifests.content(name)
+            old = self._manifest_of_current(name, before)
             manifest = self._write_temp(
                 temp, size_bytes, write, describe, mode=mode, read_back=read_back
             )
-            self._commit(name, temp, manifest, old, series=series, mode=mode)
+            self._commit(name, temp, manifest, old, before, series=series, mode=mode)
         except OSError as error:
             raise explained(error, self.directory / name, size_bytes, self.fs) from error
         return manifest
@@ -277,6 +278,7 @@ class Store:
         temp: Path,
         manifest: Manifest,
         old: Manifest | None,
+        before: ManifestContent | None,
         *,
         series: str,
         mode: int,
@@ -290,7 +292,7 @@ class Store:
             # that describes old and new must then stay: it is the only one that is true.
             if self._is_there(temp):
                 discard(self.fs, temp)
-                self._manifests.undo(name, old, series=series, mode=mode)
+                self._manifests.undo(name, before, series=series)
             raise
         # From here on the checkpoint exists. If this sync fails the caller must hear of it, but the published file stays:
         # removing it could remove the only good one.
@@ -355,18 +357,26 @@ class Store:
                 hint=f"pass the key (CLI: {option})",
             )
 
-    def _manifest_of_current(self, name: str) -> Manifest | None:
-        """Return a manifest for what has this name now, making one for a bare file; None when the name is free."""
+    def _manifest_of_current(self, name: str, before: ManifestContent | None) -> Manifest | None:
+        """Return a manifest for what has this name now; None when the name is free.
+
+        It gets the proofs of this writer. So one is made up for a bare file, and where the manifest is not proven to this
+        writer; the manifest itself is kept in it.
+        """
         status = self.fs.status(self.directory / name)
         if status is None:
             return None
         self.fs.sync_directory(self.directory)
         try:
-            manifest = self.read_manifest(name)
+            manifest = self._manifests.read_proven(name)
         except CkptmgrError:
             manifest = None
-        if manifest is not None:
-            return manifest
+        manifest = manifest or self._made_up(name, status)
+        if manifest.kept is None and before is not None:
+            return replace(manifest, kept=before.text)
+        return manifest
+
+    def _made_up(self, name: str, status: FileStatus) -> Manifest:
         bare = bare_file(self.directory / name, status)
         with contextlib.closing(self.fs.open(self.directory / name)) as file:
             digest = digest_of(file)

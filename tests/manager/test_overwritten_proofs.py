@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Overwriting a file: the old manifest neither gets the proofs of the writer nor loses its own, whenever the save ends."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckptmgr import load_checkpoint, save_checkpoint
+from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.signing import SigningKey
+from ckptmgr.errors import KeyProblem, UnsealedCheckpoint
+from ckptmgr.fsio import OsFileSystem
+from ckptmgr.manifest import MAX_MANIFEST_BYTES, manifest_name
+from ckptmgr.manifest_files import ManifestContent
+from ckptmgr.saver import SaveOptions
+from ckptmgr.series import SaveFacts, SeriesWriter
+from ckptmgr.store import Store
+from tests.manager.rekeying import NEW, OLD
+from tests.manager.saved import items, overwrite
+
+NAME = "net-1_1.ckpt"
+SIGNER = SigningKey(bytes(range(32)))
+WRITERS: dict[str, tuple[Key | None, SigningKey | None]] = {
+    "plain": (None, None),
+    "old key": (OLD, None),
+    "new key": (NEW, None),
+    "signed": (None, SIGNER),
+    "old key, signed": (OLD, SIGNER),
+}
+OVERWRITES = [
+    (old, new) for old in WRITERS for new in WRITERS if old != new or old in ("signed", "old key")
+]
+
+
+class FailingRename(OsFileSystem):
+    """Does not rename the data; with a power cut, nothing that follows is done either."""
+
+    def __init__(self, *, is_power_cut: bool) -> None:
+        self._is_power_cut, self._is_off = is_power_cut, False
+
+    def replace(self, source: Path, target: Path) -> None:
+        """Rename what is no data."""
+        if self._is_off or target.name == NAME:
+            self._is_off = self._is_power_cut
+            raise OSError(errno.EIO, "the disk is gone")
+        super().replace(source, target)
+
+    def status(self, path: Path) -> object:  # type: ignore[override]
+        """Tell nothing once the power is off."""
+        if self._is_off:
+            raise OSError(errno.EIO, "the disk is gone")
+        return super().status(path)
+
+
+def store_of(directory: Path, writer: str, fs: OsFileSystem | None = None) -> Store:
+    key, signing_key = WRITERS[writer]
+    return Store(directory, fs=fs, key=key, signing_key=signing_key)
+
+
+def save(directory: Path, writer: str, seed: float, fs: OsFileSystem | None = None) -> None:
+    options = SaveOptions(key=WRITERS[writer][0])
+    series = SeriesWriter(store_of(directory, writer, fs), "net", options=options, clock=lambda: 0)
+    try:
+        series.save(NAME, items(seed), SaveFacts(step=1, epoch=1))
+    finally:
+        series.close()
+
+
+def fail(directory: Path, writer: str, *, is_power_cut: bool) -> None:
+    with pytest.raises(OSError, match="the disk is gone"):
+        save(directory, writer, 2, FailingRename(is_power_cut=is_power_cut))
+
+
+@pytest.mark.parametrize(("old", "new"), OVERWRITES)
+def test_failed_overwrite_leaves_the_manifest_as_it_was(tmp_path: Path, old: str, new: str) -> None:
+    save(tmp_path, old, 1)
+    path = tmp_path / manifest_name(NAME)
+    path.chmod(0o440)
+    before = (path.read_bytes(), path.stat().st_mode)
+    fail(tmp_path, new, is_power_cut=False)
+    assert (path.read_bytes(), path.stat().st_mode) == before
+
+
+def test_failed_overwrite_of_a_bare_file_leaves_no_manifest(tmp_path: Path) -> None:
+    save(tmp_path, "old key", 1)
+    (tmp_path / manifest_name(NAME)).unlink()
+    fail(tmp_path, "new key", is_power_cut=False)
+    assert [one.name for one in tmp_path.glob("net*")] == [NAME]
+
+
+@pytest.mark.parametrize(("old", "new"), OVERWRITES)
+def test_overwrite_that_the_power_cut_ended_is_undone_with_the_old_proofs(
+    tmp_path: Path, old: str, new: str
+) -> None:
+    save(tmp_path, old, 1)
+    path = tmp_path / manifest_name(NAME)
+    before = path.read_bytes()
+    fail(tmp_path, new, is_power_cut=True)
+    fail(tmp_path, new, is_power_cut=True)
+    assert path.read_bytes() != before
+    assert any("finished" in one for one in store_of(tmp_path, new).recover("net"))
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("plain", "signed"), ("plain", "old key"), ("signed", "old key, signed")]
+)
+def test_what_was_not_proven_is_not_while_it_is_replaced(
+    tmp_path: Path, old: str, new: str
+) -> None:
+    save(tmp_path, old, 1)
+    fail(tmp_path, new, is_power_cut=True)
+    key, signing_key = WRITERS[new]
+    trusted = () if signing_key is None else (signing_key.public_key,)
+    strict = Store(tmp_path, key=key, trusted_keys=trusted, must_authenticate=True)
+    with pytest.raises(UnsealedCheckpoint):
+        strict.read_manifest(NAME)
+
+
+def test_what_was_proven_stays_so_while_it_is_replaced(tmp_path: Path) -> None:
+    save(tmp_path, "signed", 1)
+    fail(tmp_path, "signed", is_power_cut=True)
+    strict = Store(tmp_path, trusted_keys=(SIGNER.public_key,), must_authenticate=True)
+    found = strict.read_manifest(NAME)
+    assert found is not None
+    assert (found.step, found.signed_by) == (1, SIGNER.public_key.key_id)
+
+
+def test_recovery_does_not_sign_what_nobody_signed(tmp_path: Path) -> None:
+    save(tmp_path, "plain", 1)
+    fail(tmp_path, "plain", is_power_cut=True)
+    before = (tmp_path / manifest_name(NAME)).read_bytes()
+    store_of(tmp_path, "signed").recover("net")
+    assert (tmp_path / manifest_name(NAME)).read_bytes() == before
+
+
+def test_single_file_that_a_signed_save_was_to_replace_is_not_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / NAME
+    save_checkpoint({"w": np.full(3, 666.0)}, path)
+    disk = FailingRename(is_power_cut=True)
+    with monkeypatch.context() as patch:
+        patch.setattr("ckptmgr.store.OsFileSystem", lambda: disk)
+        with pytest.raises(OSError, match="the disk is gone"):
+            save_checkpoint({"w": np.ones(3)}, path, signing_key=SIGNER)
+    store = Store(tmp_path, trusted_keys=(SIGNER.public_key,), must_authenticate=True)
+    with pytest.raises(KeyProblem):
+        store.read_manifest(NAME)
+    save_checkpoint({"w": np.ones(3)}, path, signing_key=SIGNER)
+    assert load_checkpoint(path, trusted_keys=(SIGNER.public_key,))["w"].sum() == 3
+
+
+@pytest.mark.parametrize("data", [b"\xff", b"x" * (MAX_MANIFEST_BYTES // 8 + 1)])
+def test_manifest_that_is_no_text_or_too_large_is_not_kept_in_another(data: bytes) -> None:
+    assert ManifestContent(data=data, mode=0o400).text is None
+
+
+def test_damaged_manifest_is_put_back_as_it_was(tmp_path: Path) -> None:
+    save(tmp_path, "plain", 1)
+    path = tmp_path / manifest_name(NAME)
+    overwrite(path, b"\xff damaged")
+    fail(tmp_path, "signed", is_power_cut=False)
+    assert path.read_bytes() == b"\xff damaged"
