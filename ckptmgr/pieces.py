@@ -5,7 +5,7 @@ It is one JSON string among the metadata of the file, under `ckptmgr.pieces`, so
 it, and it is read without the files of the others:
 
 ```
-{"version": 1, "compared": true, "pieces": {
+{"version": 1, "compared": true, "total": 2, "pieces": {
   "w[0:4,0:8]": {"tensor": "w", "shape": [8, 8], "start": [0, 0]},
   "rng":        {"ranks": [1]}}}
 ```
@@ -65,16 +65,20 @@ class Index:
     Attributes:
         pieces: Name in the file to what it is. A tensor that is not listed is one that this rank alone answers for.
         is_compared: Whether the ranks have compared all their tensors, so that what is one for all is the same on all.
+        total: How many tensors all files hold together, where ranks differ each of a name by itself; None when nobody counted.
     """
 
     pieces: Mapping[str, Piece]
     is_compared: bool = False
+    total: int | None = None
 
     def to_text(self) -> str:
         """Return it as it is stored."""
         pieces = {name: _to_json(name, piece) for name, piece in self.pieces.items()}
-        body = {"version": VERSION, "compared": self.is_compared, "pieces": pieces}
-        return json.dumps(body, separators=(",", ":"))
+        body: dict[str, Any] = {"version": VERSION, "compared": self.is_compared}
+        if self.total is not None:
+            body["total"] = self.total
+        return json.dumps({**body, "pieces": pieces}, separators=(",", ":"))
 
 
 def read_index(text: str | None, *, path: str) -> Index:
@@ -98,7 +102,10 @@ def read_index(text: str | None, *, path: str) -> Index:
         if version != VERSION or type(body["compared"]) is not bool:
             raise ValueError(f"version {version!r}, compared {body['compared']!r}")
         pieces = {name: _from_json(name, one) for name, one in body["pieces"].items()}
-        return Index(pieces=pieces, is_compared=body["compared"])
+        total = body.get("total")
+        if total is not None and type(total) is not int:
+            raise ValueError(f"total {total!r}")
+        return Index(pieces=pieces, is_compared=body["compared"], total=total)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         if isinstance(error, UnsupportedCheckpoint):
             raise

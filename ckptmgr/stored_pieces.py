@@ -43,6 +43,7 @@ class KnownFile:
 
     metadata: Mapping[str, str]
     is_compared: bool
+    total: int | None
     pieces: Mapping[str, tuple[StoredPiece, ...]]
 
 
@@ -70,6 +71,7 @@ def known_file(opened: OpenCheckpoint, rank: int) -> KnownFile:
     return KnownFile(
         metadata=opened.metadata,
         is_compared=index.is_compared,
+        total=index.total,
         pieces={name: tuple(found) for name, found in pieces.items()},
     )
 

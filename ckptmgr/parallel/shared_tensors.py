@@ -38,6 +38,11 @@ class Shared:
     holders: tuple[int, ...]
     is_for_all: bool
 
+    @property
+    def ranks(self) -> tuple[int, ...] | None:
+        """The ranks whose tensor it is, where ranks differ; None when all have the same one."""
+        return None if self.is_for_all else self.holders
+
 
 def held(told: Sequence[Sequence[Note]]) -> dict[Note, list[int]]:
     """Return who says to have the same, in the same order on all ranks."""
@@ -104,6 +109,7 @@ def agreed(parts: Parts, *, world: int) -> Iterator[Shared]:
         if not any(declared):
             is_for_all = len(groups) == 1 and len(groups[0][1]) == world
         else:
+            _check_alike(name, [note for note, _ in groups])
             groups = _with_elements(groups)
             _check_grid(name, [note for note, _ in groups])
             is_for_all = len({note.region for note, _ in groups}) == len(groups)
@@ -120,6 +126,12 @@ def _with_elements(
     return [one for one in groups if prod(one[0].lengths)] or groups[:1]
 
 
+def _check_alike(name: str, notes: Sequence[Note]) -> None:
+    first = notes[0]
+    if any((note.shape, note.dtype) != (first.shape, first.dtype) for note in notes):
+        raise LayoutError(f"the ranks say different shapes or types of {name!r}")
+
+
 def _check_grid(name: str, notes: Sequence[Note]) -> None:
     """Check that the parts of a tensor are those of a grid over all of it.
 
@@ -127,8 +139,8 @@ def _check_grid(name: str, notes: Sequence[Note]) -> None:
         LayoutError: They are not; rows would be lost, or nobody could tell whose count.
     """
     first = notes[0]
-    if any((note.shape, note.dtype) != (first.shape, first.dtype) for note in notes):
-        raise LayoutError(f"the ranks say different shapes or types of {name!r}")
+    if not prod(first.shape):
+        return
     regions = {note.region for note in notes}
     cells = 1
     for dimension, length in enumerate(first.shape):

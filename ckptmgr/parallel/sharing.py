@@ -104,7 +104,11 @@ class Sharing:
             agreed(same, world=coordinator.world),
             key=lambda one: (one.note.name, one.note.start, one.holders),
         )
-        return _pieces(parts, self._shares(parts, coordinator.rank), own, metadata)
+        total = len({(part.note.name, part.ranks) for part in parts})
+        shares = self._shares(parts, coordinator.rank)
+        wrote, pieces = _pieces(shares, own)
+        index = Index(pieces=pieces, is_compared=True, total=total)
+        return wrote, {**metadata, PIECES: index.to_text()}
 
     def _shares(self, parts: Sequence[Shared], rank: int) -> list[tuple[Shared, Share]]:
         """Return what a rank writes: which rows of which parts."""
@@ -166,12 +170,9 @@ def _all_rows(note: Note) -> Share:
 
 
 def _pieces(
-    parts: Sequence[Shared],
-    shares: Sequence[tuple[Shared, Share]],
-    own: Mapping[str, Tensor],
-    metadata: Mapping[str, str],
-) -> tuple[list[Item], dict[str, str]]:
-    """Return the tensors of the file, in the order of the state, and its metadata."""
+    shares: Sequence[tuple[Shared, Share]], own: Mapping[str, Tensor]
+) -> tuple[list[Item], dict[str, Piece]]:
+    """Return the tensors of the file, in the order of the state, and what they are parts of."""
     order = {name: number for number, name in enumerate(own)}
     tensors: dict[str, Tensor] = {}
     pieces: dict[str, Piece] = {}
@@ -189,10 +190,9 @@ def _pieces(
             tensor=part.note.name,
             shape=part.note.shape if is_part else None,
             start=tuple(one.start for one in region) if is_part else None,
-            ranks=None if part.is_for_all else part.holders,
+            ranks=part.ranks,
         )
-    index = Index(pieces=pieces, is_compared=True)
-    return [*tensors.values()], {**metadata, PIECES: index.to_text()}
+    return [*tensors.values()], pieces
 
 
 def _region(note: Note, share: Share) -> Region:

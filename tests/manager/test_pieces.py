@@ -33,9 +33,15 @@ def pieces(draw: st.DrawFn) -> Piece:
     )
 
 
-@given(st.dictionaries(st.text(max_size=5), pieces(), max_size=4), st.booleans())
-def test_index_comes_back_as_it_was(found: dict[str, Piece], is_compared: bool) -> None:
-    index = Index(pieces=found, is_compared=is_compared)
+@given(
+    st.dictionaries(st.text(max_size=5), pieces(), max_size=4),
+    st.booleans(),
+    st.none() | st.integers(0, 2**40),
+)
+def test_index_comes_back_as_it_was(
+    found: dict[str, Piece], is_compared: bool, total: int | None
+) -> None:
+    index = Index(pieces=found, is_compared=is_compared, total=total)
     assert read_index(index.to_text(), path=PATH) == index
 
 
@@ -53,6 +59,8 @@ def test_file_without_index_lists_nothing() -> None:
         {"version": 0, "compared": True, "pieces": {}},
         {"version": "1", "compared": True, "pieces": {}},
         {"version": 1, "compared": True, "pieces": []},
+        {"version": 1, "compared": True, "total": "2", "pieces": {}},
+        {"version": 1, "compared": True, "total": True, "pieces": {}},
         {"version": 1, "compared": True, "pieces": {"w": []}},
         {"version": 1, "compared": True, "pieces": {"w": {"tensor": 3}}},
         {"version": 1, "compared": True, "pieces": {"w": {"more": 3}}},

@@ -95,6 +95,25 @@ def test_boxes_that_are_no_grid_are_an_error() -> None:
     assert all("do not make up its shape [4, 4]" in str(error) for error in errors)
 
 
+def test_shapes_without_elements_that_contradict_each_other_are_an_error() -> None:
+    errors = failure(
+        lambda rank: (
+            [tensor("w", np.zeros((4, 0)))],
+            {"w": Piece(tensor="w", shape=(8 + 8 * rank, 0), start=(4 * rank, 0))},
+        )
+    )
+    assert len(errors) == 2
+    assert all("different shapes or types of 'w'" in str(error) for error in errors)
+
+
+def test_index_counts_the_tensors_of_all_ranks() -> None:
+    found = all_ranks(
+        lambda rank: ([tensor("w", np.ones(2)), tensor("r", np.full(2, rank))], {}), world=3
+    )
+    totals = [read_index(outcome.must()[1][PIECES], path="").total for outcome in found]
+    assert totals == [4, 4, 4]
+
+
 def test_tensor_that_only_some_ranks_have_is_theirs() -> None:
     found = all_ranks(lambda rank: ([tensor("w", np.ones(2))] if rank else [], {}), world=3)
     indices = [read_index(outcome.must()[1][PIECES], path="").pieces for outcome in found]
