@@ -6,6 +6,7 @@ When a process dies, most MPI runtimes end the whole job. What a save in flight 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -55,15 +56,17 @@ class _Messages:
         self._pause = pause
         self._heard: dict[str, bytes] = {}
         self._sending: list[MPI.Request] = []  # each holds on to what it sends
+        self._lock = threading.Lock()
 
     def put(self, key: str, value: bytes) -> None:
         self._heard[key] = value
-        self._sending = [one for one in self._sending if not one.Test()]
         message = key.encode() + b"\0" + value
         own = self._communicator.Get_rank()
-        for rank in range(self._communicator.Get_size()):
-            if rank != own:
-                self._sending.append(self._communicator.Isend([message, MPI.BYTE], dest=rank))
+        with self._lock:
+            self._sending = [one for one in self._sending if not one.Test()]
+            for rank in range(self._communicator.Get_size()):
+                if rank != own:
+                    self._sending.append(self._communicator.Isend([message, MPI.BYTE], dest=rank))
 
     def get(self, key: str, *, timeout_s: float) -> bytes | None:
         stop = self._monotonic() + timeout_s

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
@@ -37,11 +38,12 @@ def store_coordinator(store: Store, *, rank: int, world: int) -> KeyValueCoordin
         rank: Number of this rank.
         world: Number of ranks.
     """
-    return KeyValueCoordinator(_Table(_own_connection(store)), rank=rank, world=world)
+    return KeyValueCoordinator(_Table(store), rank=rank, world=world)
 
 
 def _own_connection(store: Store) -> Store:
-    # A client waits with its lock held: a save in the background would hold up the collectives that use the same one.
+    # A client waits with its lock held: a save in the background would hold up whoever uses the same one, collectives or the
+    # saves of another series, for which the other ranks may wait.
     try:
         own: Store = store.clone()  # type: ignore[attr-defined]
     except (
@@ -118,7 +120,17 @@ class _Table:
     """A store as a table. One that cannot be reached is like ranks that do not come: the storage decides then."""
 
     def __init__(self, store: Store) -> None:
-        self._store = store
+        self._shared = store
+        self._of_thread = threading.local()
+        self._of_thread.store = _own_connection(store)
+
+    @property
+    def _store(self) -> Store:
+        """The store, over a connection of this thread."""
+        if not hasattr(self._of_thread, "store"):
+            self._of_thread.store = _own_connection(self._shared)
+        store: Store = self._of_thread.store
+        return store
 
     def put(self, key: str, value: bytes) -> None:
         with contextlib.suppress(DistError):

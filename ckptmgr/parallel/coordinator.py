@@ -49,7 +49,7 @@ class RanksOutOfStep(CkptmgrError):
 
 
 class Coordinator(Protocol):
-    """The ranks of a job, as one of them sees them. May be used from a background thread, by one thread at a time."""
+    """The ranks of a job, as one of them sees them. Background threads may use it, each with a first part of tags."""
 
     @property
     def rank(self) -> int:
@@ -65,7 +65,8 @@ class Coordinator(Protocol):
         """Return the values of all ranks, by rank.
 
         Args:
-            tag: What it is about; the same on all ranks, and never the same twice in a job.
+            tag: What it is about; the same on all ranks, and never the same twice in a job. Tags whose first part, until `/`,
+                is the same come one after the other, in the same order on all ranks; others may come at the same time.
             value: What this rank says; a few KiB.
             timeout_s: How long to wait for the others.
 
@@ -141,13 +142,14 @@ class KeyValueCoordinator:
         self.rank, self.world = checked_rank(rank, world)
         self._table = table
         self._monotonic = monotonic
-        self._said: list[str] = []
+        self._said: dict[str, list[str]] = {}
 
     def all_gather(self, tag: str, value: Json, *, timeout_s: float) -> list[Json]:
         """Return the values of all ranks, by rank; see `Coordinator`."""
         own = _key(tag, self.rank)
         self._table.put(own, to_json(value))
-        self._said.append(own)
+        said = self._said.setdefault(_speaker(tag), [])
+        said.append(own)
         stop = self._monotonic() + timeout_s
         values = values_of(
             self._table,
@@ -162,12 +164,13 @@ class KeyValueCoordinator:
         missing = [rank for rank in range(self.world) if rank not in found]
         if missing:
             raise RanksMissing(tag, ranks=missing, found=found, timeout_s=timeout_s)
-        self._forget_earlier()
+        self._forget(said)
         return [found[rank] for rank in range(self.world)]
 
-    def _forget_earlier(self) -> None:
-        # Everybody came here, so nobody waits for what was said before.
-        earlier, self._said = self._said[:-1], self._said[-1:]
+    def _forget(self, said: list[str]) -> None:
+        # Everybody came here, so nobody waits for what this speaker said before.
+        earlier = said[:-1]
+        del said[:-1]
         for key in earlier:
             self._table.drop(key)
 
@@ -206,6 +209,12 @@ def shown_ranks(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:_SHOWN_RANKS]))
     more = f" and {len(ranks) - _SHOWN_RANKS} more" if len(ranks) > _SHOWN_RANKS else ""
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}{more}"
+
+
+def _speaker(tag: str) -> str:
+    """Return the first part of a tag: whose rounds it belongs to, which come one after the other."""
+    first, slash, _ = tag.partition("/")
+    return first if slash else ""
 
 
 def _key(tag: str, rank: int) -> str:

@@ -163,6 +163,14 @@ def test_what_was_said_in_vain_is_forgotten_once_the_ranks_meet_again() -> None:
     assert set(table.values) == {"b/0", "b/1"}
 
 
+def test_what_one_speaker_said_is_not_forgotten_because_of_another() -> None:
+    table = Table()
+    ranks = KeyValueCoordinator(table, rank=0, world=1, monotonic=Time())
+    for tag in ("net/1", "other/1", "other/2"):
+        ranks.all_gather(tag, 0, timeout_s=1)
+    assert set(table.values) == {"net/1/0", "other/2/0"}
+
+
 def test_ranks_that_meet_in_a_directory_twice_tell_the_meetings_apart(tmp_path: Path) -> None:
     def start(rank: int) -> list[Json]:
         meetings = [SharedDirectory(tmp_path, rank=rank, world=2) for _ in range(5)]

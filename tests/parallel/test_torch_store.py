@@ -69,6 +69,22 @@ def test_waiting_does_not_hold_up_others_who_use_the_store() -> None:
     assert heard == [[0, 1]] * 2
 
 
+def test_two_threads_of_a_rank_meet_the_others_in_any_order() -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    clients = [TCPStore("127.0.0.1", server.port, is_master=False) for _ in range(2)]
+    one, two = (store_coordinator(client, rank=n, world=2) for n, client in enumerate(clients))
+
+    def other() -> list[Json]:
+        server.wait(["a/1/0"], timedelta(seconds=20))  # one thread of rank 0 waits
+        return one.all_gather("b/1", 0, timeout_s=20)
+
+    def both() -> list[Json]:
+        return two.all_gather("b/1", 1, timeout_s=10) + two.all_gather("a/1", 1, timeout_s=10)
+
+    heard = together(lambda: one.all_gather("a/1", 0, timeout_s=20), other, both)
+    assert heard == [[0, 1], [0, 1], [0, 1, 0, 1]]
+
+
 def test_process_of_torchrun_reaches_the_store_of_its_agent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
