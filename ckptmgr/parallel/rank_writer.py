@@ -294,6 +294,7 @@ class RankWriter(SeriesWriter):
 
 
 _writers: Counter[int] = Counter()
+_kept: list[Coordinator] = []
 
 
 def _writers_before(coordinator: Coordinator) -> int:
@@ -303,6 +304,9 @@ def _writers_before(coordinator: Coordinator) -> int:
     """
     key = id(coordinator)
     if key not in _writers:
-        weakref.finalize(coordinator, _writers.pop, key, None)
+        try:
+            weakref.finalize(coordinator, _writers.pop, key, None)
+        except TypeError:  # it has __slots__: it stays, so that no other coordinator gets its id
+            _kept.append(coordinator)
     _writers[key] += 1
     return _writers[key] - 1

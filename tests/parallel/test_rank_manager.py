@@ -420,3 +420,28 @@ def test_two_managers_of_a_series_over_one_coordinator_never_say_the_same_tag() 
             ours.resume()
     assert Listening.said
     assert len(Listening.said) == len(set(Listening.said))
+
+
+def test_coordinator_with_slots_is_kept_and_its_managers_told_apart() -> None:
+    class Slotted:
+        __slots__ = ("rank", "tags", "world")
+
+        def __init__(self) -> None:
+            self.rank, self.world = 0, 1
+            self.tags: list[str] = []
+
+        def all_gather(self, tag: str, value: Json, *, timeout_s: float) -> list[Json]:
+            self.tags.append(tag)
+            return [value]
+
+    coordinator, disk = Slotted(), ModelDisk()
+    for directory in (RUNS, RUNS / "other"):
+        with CheckpointManager(
+            directory,
+            prefix=SERIES,
+            fs=disk,
+            processes=ModelProcesses(disk),
+            coordinator=coordinator,
+        ) as ours:
+            ours.resume()
+    assert len(coordinator.tags) == len(set(coordinator.tags)) > 0
