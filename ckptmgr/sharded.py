@@ -20,7 +20,12 @@ from typing import Self
 import numpy as np
 
 from ckptmgr.boxes import Region, byte_runs, common, lengths_of, whole_region, without
-from ckptmgr.errors import ChecksumMismatch, CorruptCheckpoint
+from ckptmgr.errors import (
+    ChecksumMismatch,
+    CkptmgrError,
+    CorruptCheckpoint,
+    UnsupportedCheckpoint,
+)
 from ckptmgr.formats.index import TensorEntry, check_content
 from ckptmgr.formats.tensor import TensorSpec
 from ckptmgr.formats.zstd_source import FramesSource
@@ -28,6 +33,7 @@ from ckptmgr.frame_reader import read_frames
 from ckptmgr.loader import OpenCheckpoint, ReadOptions, bytes_of, confirm_index, open_source
 from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import Manifest
+from ckptmgr.pieces import Piece
 from ckptmgr.scatter import Placement, read_scattered
 from ckptmgr.store import Store
 from ckptmgr.stored_pieces import KnownFile, StoredPiece, known_file, placed
@@ -94,7 +100,13 @@ class ShardedCheckpoint:
     @property
     def is_compared(self) -> bool:
         """Whether the ranks have compared what they saved; see `Index`."""
-        return all(self.file(rank).is_compared for rank in range(self.world))
+        return all(self._says_compared(number) for number in range(self.world))
+
+    def _says_compared(self, number: int) -> bool:
+        found = self._found(number)
+        if found is not None and not found.is_compared:
+            found = self._found(number, is_checked=True)  # a flipped bit may have said so
+        return found is None or found.is_compared
 
     def leave_out(self, rank: int) -> None:
         """Take nothing from the file of a rank."""
@@ -122,14 +134,31 @@ class ShardedCheckpoint:
         return self._known[rank]
 
     def names(self, rank: int) -> list[str]:
-        """Return the tensors that a rank has, in the order of the files."""
-        found = (
-            (name, stored)
-            for number in range(self.world)
-            for name, pieces in self.file(number).pieces.items()
-            for stored in pieces
-        )
-        return list(dict.fromkeys(name for name, one in found if one.piece.is_for(rank)))
+        """Return the tensors that a rank has, in the order of the files.
+
+        Raises:
+            CorruptCheckpoint, FileNotFoundError: A file is damaged, and it may have held what the others do not.
+        """
+        return list(dict.fromkeys(one.tensor for one in self._all_pieces() if one.is_for(rank)))
+
+    def first_ranks(self) -> dict[str, int]:
+        """Return the tensors of all ranks, each with the first rank that has it; raises as `names`."""
+        found: dict[str, int] = {}
+        for piece in self._all_pieces():
+            rank = min(piece.ranks or (0,))
+            found[piece.tensor] = min(rank, found.get(piece.tensor, rank))
+        return found
+
+    def _all_pieces(self) -> list[Piece]:
+        found = (self._found(number, is_checked=True) for number in range(self.world))
+        files = [file for file in found if file is not None]
+        all_pieces = [
+            one.piece for file in files for pieces in file.pieces.values() for one in pieces
+        ]
+        tensors = {(piece.tensor, piece.ranks) for piece in all_pieces}
+        if len(files) < self.world and len(tensors) not in {file.total for file in files}:
+            raise next(iter(self._damaged.values()))
+        return all_pieces
 
     def tensors(self) -> list[tuple[TensorSpec, tuple[int, ...] | None]]:
         """Return all tensors, whole, in the order of the files, with the ranks whose they are where ranks differ."""
@@ -157,14 +186,21 @@ class ShardedCheckpoint:
         """Yield the pieces of a tensor that a rank has, those in its own file first; None for those of all ranks."""
         own = [] if rank is None or rank >= self.world else [rank]
         for number in (*own, *(n for n in range(self.world) if n not in own)):
-            if number in self._damaged:
-                continue
-            try:
-                found = self.file(number).pieces.get(name, ())
-            except (CorruptCheckpoint, FileNotFoundError) as error:
-                self._note_damage(number, error)
-                continue
+            file = self._found(number)
+            found = () if file is None else file.pieces.get(name, ())
             yield from (one for one in found if rank is None or one.piece.is_for(rank))
+
+    def _found(self, number: int, *, is_checked: bool = False) -> KnownFile | None:
+        """Return what the file of a rank holds, checked or not; None where it is damaged, which is noted."""
+        if number in self._damaged:
+            return None
+        try:
+            if is_checked:
+                self.metadata(number)
+            return self.file(number)
+        except (CorruptCheckpoint, FileNotFoundError) as error:
+            self._note_damage(number, error)
+            return None
 
     def read(self, wanted: Wanted, *, rank: int | None) -> dict[str, np.ndarray]:
         """Return tensors, or parts of them, as a rank has them.
@@ -210,6 +246,20 @@ class ShardedCheckpoint:
         self, name: str, region: Region | None, rank: int | None
     ) -> tuple[TensorSpec, Region, list[_Task]]:
         """Return how a tensor is stored, what is wanted of it, and pieces that make it up."""
+        damaged = len(self._damaged)
+        try:
+            return self._joined(name, region, rank)
+        except (CorruptCheckpoint, UnsupportedCheckpoint):
+            # What a head says is not checked before bytes of its file are used.
+            for number in range(self.world):
+                self._found(number, is_checked=True)
+            if len(self._damaged) == damaged:
+                raise
+        return self._cover(name, region, rank)
+
+    def _joined(
+        self, name: str, region: Region | None, rank: int | None
+    ) -> tuple[TensorSpec, Region, list[_Task]]:
         first: StoredPiece | None = None
         missing: list[Region] = []
         chosen: list[tuple[StoredPiece, Region]] = []
@@ -230,8 +280,11 @@ class ShardedCheckpoint:
             missing = left
             if not missing:
                 break
+        if first is None and region is not None and not prod(lengths_of(region)):
+            # Nobody wrote a part without elements; any other says what it is a part of.
+            first = next(self.pieces(name, rank=None), None)
         if first is None or region is None or any(prod(lengths_of(one)) for one in missing):
-            raise self._missing(name, missing)
+            raise self._missing(name, region, rank, missing)
         return first.spec, region, [_Task(stored, both, name, region) for stored, both in chosen]
 
     def _check_alike(self, one: StoredPiece, other: StoredPiece, *, wanted: Region | None) -> None:
@@ -248,12 +301,26 @@ class ShardedCheckpoint:
                 tensor=one.piece.tensor,
             )
 
-    def _missing(self, name: str, missing: list[Region]) -> Exception:
+    def _missing(
+        self, name: str, region: Region | None, rank: int | None, missing: list[Region]
+    ) -> Exception:
         for error in self._damaged.values():
             return error
+        if rank is not None:
+            with contextlib.suppress(CorruptCheckpoint):
+                self._joined(name, region, None)
+                return self._only_apart(name, rank)
         where = f" at {[one.start for one in missing[0]]}" if missing else ""
         return CorruptCheckpoint(
             f"a part of the tensor{where} is in none of the files", path=self.path, tensor=name
+        )
+
+    def _only_apart(self, name: str, rank: int) -> UnsupportedCheckpoint:
+        return UnsupportedCheckpoint(
+            f"{name!r} differs between the ranks that saved copies of it, and rank {rank} had only a part",
+            path=self.path,
+            hint=f"load it with {self.world} ranks and the layout it was saved with, or read the files one by one: "
+            "each is an ordinary checkpoint",
         )
 
     def _fill(self, number: int, tasks: list[_Task], arrays: Mapping[str, np.ndarray]) -> None:
@@ -288,11 +355,20 @@ class ShardedCheckpoint:
                 raw, path=str(path), options=self._options, manifest=manifest, is_for_loading=True
             )
             self._confirmed.discard(rank)
-            self._known[rank] = known_file(opened, rank)
+            self._known[rank] = _known(opened, rank)
             self._open[rank] = opened, stack.pop_all()
         while len(self._open) > _OPEN_FILES:
             self._open.popitem(last=False)[1][1].close()
         return self._open[rank][0]
+
+
+def _known(opened: OpenCheckpoint, rank: int) -> KnownFile:
+    try:
+        return known_file(opened, rank)
+    except CkptmgrError:
+        with translated_errors(opened.path):
+            confirm_index(opened)  # damage explains why it makes no sense
+        raise
 
 
 def _read(opened: OpenCheckpoint, placements: list[Placement], *, is_confirmed: bool) -> None:
@@ -319,16 +395,16 @@ def first_difference(files: ShardedCheckpoint, name: str, region: Region | None)
     Raises:
         CkptmgrError: About the files.
     """
-    own = files.read({name: region}, rank=0)[name]
-    for rank in range(1, files.world):
-        try:
-            other = files.read({name: region}, rank=rank)[name]
-        except CorruptCheckpoint:
-            if any(files.pieces(name, rank=rank)):
-                raise
-            return rank
-        if (own.dtype, own.shape) != (other.dtype, other.shape):
-            return rank
-        if bytes_of(own) != bytes_of(other):
-            return rank
-    return None
+    own = _content(files, name, region, 0)
+    others = range(1, files.world)
+    return next((rank for rank in others if _content(files, name, region, rank) != own), None)
+
+
+def _content(
+    files: ShardedCheckpoint, name: str, region: Region | None, rank: int
+) -> tuple[np.dtype, tuple[int, ...], memoryview] | None:
+    if not any(files.pieces(name, rank=rank)):
+        files.metadata(rank)  # a damaged file may have had it
+        return None
+    array = files.read({name: region}, rank=rank)[name]
+    return array.dtype, array.shape, bytes_of(array)

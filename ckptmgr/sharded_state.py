@@ -70,7 +70,7 @@ def read_sharded(
 def load_sharded(
     path: Path, *, options: ReadOptions, choose: Callable[[str], bool]
 ) -> dict[str, np.ndarray]:
-    """Return the chosen tensors of a checkpoint of many ranks, whole; of those that differ the ones of rank 0.
+    """Return the chosen tensors of a checkpoint of many ranks, whole; of those that differ the ones of the first rank.
 
     Args:
         path: Its name, which ends in `.shards`, in its directory.
@@ -94,8 +94,8 @@ def load_sharded(
     if manifest is None:
         raise CheckpointNotFound("no such checkpoint", path=path)
     with ShardedCheckpoint(store, manifest, options=options) as files:
-        names = [name for name in files.names(0) if choose(name)]
-        return _Reading(files, options, None, None).tensors(dict.fromkeys(names))
+        chosen = {name: rank for name, rank in files.first_ranks().items() if choose(name)}
+        return _Reading(files, options, None, None).whole(chosen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +157,16 @@ class _Reading:
         )
         self._check_same(regions)
         return arrays
+
+    def whole(self, names: Mapping[str, int]) -> dict[str, np.ndarray]:
+        """Return tensors, each as the given rank has it."""
+        if self._is_one_for_all:
+            return self.tensors(dict.fromkeys(names))
+        arrays: dict[str, np.ndarray] = {}
+        for rank in sorted({*names.values()}):
+            own = [name for name, first in names.items() if first == rank]
+            arrays |= self._files.read(dict.fromkeys(own), rank=rank)
+        return {name: arrays[name] for name in names}
 
     def _skeleton(self) -> tuple[str | None, tuple[str, ...]]:
         first = self._files.metadata(self._home).get(SKELETON)
