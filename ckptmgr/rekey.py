@@ -36,7 +36,7 @@ from ckptmgr.manifest_keys import BOUND, ManifestKey, manifest_key_of
 from ckptmgr.model import Checkpoint
 from ckptmgr.reencrypt import reencrypt_file
 from ckptmgr.rekey_blocks import plan_blocks
-from ckptmgr.rekey_header import FilePlan, KeyChange, plan_container, plan_header
+from ckptmgr.rekey_header import FilePlan, KeyChange, Removal, plan_container, plan_header
 from ckptmgr.store import Store
 
 
@@ -62,12 +62,14 @@ class Rekeying:
         action: What.
         before: What opens it before, for people.
         after: What opens it afterwards.
+        removals: Who of those that are to be removed has a slot in it.
     """
 
     checkpoint: Checkpoint
     action: Action
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
+    removals: frozenset[Removal] = frozenset()
 
     @property
     def is_pending(self) -> bool:
@@ -183,7 +185,7 @@ class _Checkpoint:
             is_done = self._is_authentication_done(is_proven=is_proven) and is_done
             if not is_done:
                 self._check_digests()
-            return self._told(Action.NOTHING if is_done else Action.HEADER, plans[0])
+            return self._told(Action.NOTHING if is_done else Action.HEADER, *plans)
         if kinds == {Kind.MINDSPORE_ENCRYPTED} and not self._checkpoint.shards:
             (path,) = self._paths
             with self._opened(path) as raw:
@@ -286,9 +288,17 @@ class _Checkpoint:
         if self._manifest is not None:
             self._store.update_manifest(self._manifest)
 
-    def _told(self, action: Action, plan: FilePlan) -> Rekeying:
+    def _told(self, action: Action, plan: FilePlan, *others: FilePlan) -> Rekeying:
+        removals = plan.removals.union(*(other.removals for other in others))
+        auth = None if self._manifest is None else self._manifest.auth
+        if auth is not None:
+            removals |= self._change.found_among(auth.slots or auth.own_slots, bound=BOUND)
         return Rekeying(
-            checkpoint=self._checkpoint, action=action, before=plan.before, after=plan.after
+            checkpoint=self._checkpoint,
+            action=action,
+            before=plan.before,
+            after=plan.after,
+            removals=removals,
         )
 
     def _kind(self, path: Path) -> Kind:

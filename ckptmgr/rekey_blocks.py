@@ -10,7 +10,7 @@ from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.mindspore_blocks import open_blocks, sniff_mode
 from ckptmgr.errors import UnsafeWrite
 from ckptmgr.formats.source import Source, read_bytes
-from ckptmgr.rekey_header import FilePlan, KeyChange
+from ckptmgr.rekey_header import FilePlan, KeyChange, Removal
 
 _HEAD_BYTES = 16
 
@@ -26,13 +26,12 @@ def plan_blocks(raw: Source, change: KeyChange, *, path: str) -> FilePlan:
     added = [key for ring in change.add for key in ring.raw_keys]
     key, is_new = _opener(raw, mode, added=added, old=change.keys.raw_keys)
     before = (f"key {key.key_id}",)
+    rings = (ring for ring in change.remove if key.key_id in ring.key_ids)
+    ids = (one for one in change.remove_ids if one == key.key_id)
+    removals: frozenset[Removal] = frozenset((*rings, *ids))
     if is_new or change.is_repair:
         return FilePlan(before=before, after=before)
-    is_removed = (
-        change.is_only
-        or key.key_id in change.remove_ids
-        or any(key.key_id in ring.key_ids for ring in change.remove)
-    )
+    is_removed = change.is_only or bool(removals)
     if not is_removed and not change.add:
         return FilePlan(before=before, after=before)
     if not is_removed or len(change.add) != 1 or len(added) != 1:
@@ -41,7 +40,8 @@ def plan_blocks(raw: Source, change: KeyChange, *, path: str) -> FilePlan:
             path=path,
             hint=f"add one key and remove the present one: --add SOURCE --remove {key.key_id}",
         )
-    return FilePlan(before=before, after=(f"key {added[0].key_id}",), is_anew=True)
+    after = (f"key {added[0].key_id}",)
+    return FilePlan(before=before, after=after, is_anew=True, removals=removals)
 
 
 def _opener(

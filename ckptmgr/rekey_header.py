@@ -16,6 +16,9 @@ from ckptmgr.errors import UnsafeWrite
 from ckptmgr.formats.source import Source
 from ckptmgr.manifest_keys import is_for
 
+Removal = KeyRing | str
+"""Who is to be removed: by the thing itself, or by the id of a key."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyChange:
@@ -59,6 +62,24 @@ class KeyChange:
         """Whether nothing changes but what is damaged."""
         return not (self.add or self.remove or self.remove_ids)
 
+    @property
+    def removals(self) -> tuple[Removal, ...]:
+        """All who are to be removed."""
+        return (*self.remove, *self.remove_ids)
+
+    @property
+    def shuts_out_keys(self) -> bool:
+        """Whether the keys that open files now are to be removed, every one of them."""
+        ids = {*self.remove_ids, *(key_id for ring in self.remove for key_id in ring.key_ids)}
+        secrets = {one for ring in self.remove for one in ring.own}
+        return all(one in secrets or KeyRing([one]).key_id in ids for one in self.keys.own)
+
+    def found_among(self, slots: Sequence[Slot], *, bound: bytes) -> frozenset[Removal]:
+        """Return those who are to be removed and have a slot among these."""
+        rings = {ring for ring in self.remove if any(ring.opens(s, bound=bound) for s in slots)}
+        ids = {one for one in self.remove_ids if any(is_for(slot, (one,)) for slot in slots)}
+        return frozenset((*rings, *ids))
+
     def removes(self, slot: Slot, *, bound: bytes) -> bool:
         """Return whether a slot is for somebody who shall no longer open."""
         if self.is_only:
@@ -87,6 +108,7 @@ class FilePlan:
         writes: The new header copies of a container, in order; none when it is done.
         is_anew: Whether it is encrypted anew instead.
         is_proven: Whether it was opened. One that was changed already may open only for others.
+        removals: Who of those that are to be removed has a slot in it, in its older header copy, too.
     """
 
     before: tuple[str, ...]
@@ -94,6 +116,7 @@ class FilePlan:
     writes: tuple[HeaderWrite, ...] = field(default=(), repr=False)
     is_anew: bool = False
     is_proven: bool = True
+    removals: frozenset[Removal] = frozenset()
 
 
 def plan_header(raw: Source, change: KeyChange, *, path: str) -> FilePlan:
@@ -120,8 +143,9 @@ def plan_header(raw: Source, change: KeyChange, *, path: str) -> FilePlan:
     added = change.missing(kept, bound=bound)
     before = _labels(header.slots)
     is_whole = all(state is CopyState.CURRENT for state in unlocked.states)
+    removals = _removals_in(raw, change)
     if is_whole and not added and not removed:
-        return FilePlan(before=before, after=before)
+        return FilePlan(before=before, after=before, removals=removals)
     if (added or removed) and not _opens(change.keys, header.slots, bound=bound):
         # Those who are added may finish what was begun, and begin nothing.
         raise DecryptionError(
@@ -137,7 +161,7 @@ def plan_header(raw: Source, change: KeyChange, *, path: str) -> FilePlan:
         ) from error
     new = tuple(label for ring in change.add for label in ring.labels if label not in before)
     after = tuple(slot.label for slot in kept) + (new if added else ())
-    return FilePlan(before=before, after=after, writes=writes)
+    return FilePlan(before=before, after=after, writes=writes, removals=removals)
 
 
 def plan_container(raw: Source, change: KeyChange) -> FilePlan:
@@ -166,10 +190,18 @@ def _seemingly_done(raw: Source, change: KeyChange, error: DecryptionError) -> F
     return FilePlan(before=labels, after=labels, is_proven=False)
 
 
+def _removals_in(raw: Source, change: KeyChange) -> frozenset[Removal]:
+    """Return who of those that are to be removed has a slot in any header copy: one may have been rewritten before."""
+    found: frozenset[Removal] = frozenset()
+    for copy in find_copies(raw):
+        found |= change.found_among(copy.header.slots, bound=copy.header.fixed.pack())
+    return found
+
+
 def _looks_done(header: HeaderCopy, change: KeyChange) -> bool:
     """Return whether a header that does not open says that it was changed already; nothing is proven."""
-    if change.is_repair:
-        return False
+    if not change.add and not change.shuts_out_keys:
+        return False  # these keys would open it still
     bound = header.fixed.pack()
     is_free = not any(change.removes(slot, bound=bound) for slot in header.slots)
     return is_free and not change.missing(header.slots, bound=bound)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckptmgr.cli import options, render
-from ckptmgr.cli.exits import Exit, code_of, note, report
+from ckptmgr.cli.exits import Exit, UsageProblem, code_of, note, report
 from ckptmgr.cli.render import Cell, Json, Output
 from ckptmgr.errors import CkptmgrError, KeyProblem, UnsafeWrite
 
@@ -85,8 +85,9 @@ def rekey_command(
 
     Of containers (.ckpe) a few KiB are rewritten; an encrypted .ckpt, which has one key, is encrypted anew as a stream.
     Nothing is touched unless --key opens all of them. What is done already stays, so an interrupted run is finished by doing
-    the same again; meanwhile each checkpoint opens with the old or the new key. Without --add and --remove, damaged header
-    copies are mended. Whoever opened a file before may have kept its data key: reencrypt gives it a new one.
+    the same again; meanwhile each checkpoint opens with the old or the new key. Who is to be removed and opens none of them is
+    named. Without --add and --remove, damaged header copies are mended. Whoever opened a file before may have kept its data
+    key: reencrypt gives it a new one.
     """
     from ckptmgr.rekey import plan_rekeying, rekey_checkpoint
     from ckptmgr.rekey_header import KeyChange
@@ -240,6 +241,8 @@ class _Run:
         selected = select(selectors, self._directory, self._opener, series=series)
         planned = [found for one in selected if (found := self._planned(one, plan)) is not None]
         pending = [found for found in planned if found.plan.is_pending]
+        if planned:
+            self._check_removals(planned, is_done=not pending)
         if self._output.is_text:
             self._print(planned)
         if not pending or is_dry:
@@ -261,6 +264,26 @@ class _Run:
         except (CkptmgrError, OSError) as error:
             self._failed(error)
             return None
+
+    def _check_removals(self, planned: Sequence[_Planned], *, is_done: bool) -> None:
+        """Say who is to be removed and was nowhere; a passphrase may have been mistyped.
+
+        Raises:
+            UsageProblem: It opens nothing, and nothing says that it was removed before.
+        """
+        found = {removal for one in planned for removal in one.plan.removals}
+        for removal in self._change.removals:
+            if removal in found:
+                continue
+            if isinstance(removal, str):
+                note(f"--remove {removal}: none of them opens with this key")
+            elif removal.key_ids or (is_done and self._change.add):
+                note(f"--remove ({', '.join(removal.labels)}): opens none of them")
+            else:
+                raise UsageProblem(
+                    "the passphrase of --remove opens none of them; nothing was changed",
+                    hint="try again; if it was removed before, nothing is left to do",
+                )
 
     def _acted(self, found: _Planned, act: _Step) -> bool:
         one = found.one

@@ -327,3 +327,63 @@ def test_encrypt_asks_twice_and_decrypt_once(
     assert run("decrypt", sealed, "-o", opened, *key).exit_code == 0
     assert len(person.questions) == 3
     assert opened.read_bytes() == (tmp_path / "net.safetensors").read_bytes()
+
+
+def test_removal_of_a_passphrase_that_opens_nothing_is_refused(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = source(tmp_path, OLD)
+    phrase = f"passphrase:{text(tmp_path, 'phrase', b'horse')}"
+    assert run("rekey", runs, "--key", key, "--add", phrase, "--yes").exit_code == 0
+    before = tree_of(runs)
+    person = Person(monkeypatch, "hrose")
+    result = run("rekey", runs, "--key", key, "--remove", "passphrase:prompt:", "--yes", "-q")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "the passphrase of --remove opens none of them; nothing was changed" in result.stderr
+    assert person.questions == ["Passphrase for --remove: "]
+    assert tree_of(runs) == before
+
+
+def test_passphrase_that_was_replaced_before_is_not_refused(runs: Path, tmp_path: Path) -> None:
+    phrase = f"passphrase:{text(tmp_path, 'phrase', b'horse')}"
+    change = ("--add", source(tmp_path, NEW), "--remove", phrase, "--yes")
+    start = ("--key", source(tmp_path, OLD), "--add", phrase, "--remove", OLD.key_id, "--yes")
+    assert run("rekey", runs, *start).exit_code == 0
+    assert run("rekey", runs, "--key", phrase, *change).exit_code == 0
+    again = run("rekey", runs, "--key", phrase, *change)
+    assert again.exit_code == 0
+    assert "--remove (passphrase (argon2id, of a run)): opens none of them" in again.stderr
+
+
+@pytest.mark.parametrize("form", ["safetensors", "ckpt"])
+def test_removal_of_a_key_that_opens_nothing_is_said(tmp_path: Path, form: str) -> None:
+    runs = tmp_path / "runs"
+    save_run(directory=runs, form=form)
+    removed = ("--remove", "00112233445566aa", "--remove", source(tmp_path, OTHER))
+    result = run("rekey", runs, "--key", source(tmp_path, OLD), *removed, "--yes", "-q")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert "--remove 00112233445566aa: none of them opens with this key" in result.stderr
+    assert f"--remove (key {OTHER.key_id}): opens none of them" in result.stderr
+
+
+@pytest.mark.parametrize("form", ["safetensors", "ckpt"])
+def test_removal_with_a_key_that_opens_nothing_is_refused(tmp_path: Path, form: str) -> None:
+    runs = tmp_path / "runs"
+    save_run(directory=runs, form=form)
+    key = source(tmp_path, OTHER)
+    result = run("rekey", runs, "--key", key, "--remove", "00112233445566aa", "--yes")
+    assert result.exit_code == 12, result.stderr
+
+
+@pytest.mark.parametrize("by_id", [True, False])
+def test_key_that_removed_itself_is_not_refused_when_that_is_done_again(
+    runs: Path, tmp_path: Path, by_id: bool
+) -> None:
+    old, new = source(tmp_path, OLD), source(tmp_path, NEW)
+    assert run("rekey", runs, "--key", old, "--add", new, "--yes").exit_code == 0
+    first = sorted(runs.glob("*.ckpe"))[0]
+    change = ("--key", old, "--remove", OLD.key_id if by_id else old, "--yes")
+    assert run("rekey", first, *change).exit_code == 0
+    again = run("rekey", runs, *change)
+    assert (again.exit_code, "opens" in again.stderr) == (0, False)
+    assert who_opens(runs) == [[1], [1]]
