@@ -175,14 +175,25 @@ class ManifestFiles:
             return manifest.without_replaced()
         return replace(old, auth=manifest.auth, opened_by=manifest.opened_by)
 
-    def put(self, manifest: Manifest, *, series: str, mode: int) -> None:
-        """Replace a manifest atomically; its content is durable, its name not before the directory is synced."""
+    def put(self, manifest: Manifest, *, series: str, mode: int | None) -> None:
+        """Replace a manifest atomically; its content is durable, its name not before the directory is synced.
+
+        Args:
+            manifest: The new one.
+            series: The series it belongs to, for reaping leftovers.
+            mode: Permission bits; None for those it has.
+        """
         data = manifests.encode(manifest, key=self._key, signing_key=self._signing_key)
         target = self.directory / manifest_name(manifest.name)
+        mode = self._mode_of(target) if mode is None else mode
         self.write(target, data, series=series, mode=mode, is_durable=True)
 
+    def _mode_of(self, path: Path) -> int:
+        status = self.fs.status(path)
+        return 0o400 if status is None else status.mode
+
     def reauthenticate(
-        self, data_name: str, change: Callable[[ManifestKey], ManifestKey], *, mode: int
+        self, data_name: str, change: Callable[[ManifestKey], ManifestKey], *, mode: int | None
     ) -> None:
         """Give a manifest another authentication; its content is durable, its name not before the directory is synced.
 
@@ -194,6 +205,7 @@ class ManifestFiles:
         path = self.directory / manifest_name(data_name)
         old = self._content(path)
         manifest, new = manifests.reauthenticated(old, path=path, key=self._key, change=change)
+        mode = self._mode_of(path) if mode is None else mode
         self.write(path, new, series=manifest.series, mode=mode, is_durable=True)
 
     def create(self, manifest: Manifest, *, series: str, mode: int) -> None:

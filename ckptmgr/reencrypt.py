@@ -26,7 +26,7 @@ from ckptmgr.formats.source import Source
 from ckptmgr.fsio import OutputFile
 from ckptmgr.loader import ReadOptions, open_source
 from ckptmgr.lower_errors import translated_errors
-from ckptmgr.manifest import FileEntry, Manifest
+from ckptmgr.manifest import FileEntry, Manifest, manifest_name
 from ckptmgr.manifest_keys import ManifestKey
 from ckptmgr.model import Checkpoint
 from ckptmgr.pipeline import write_image
@@ -90,7 +90,14 @@ def reencrypt_file(
             size_bytes=sealing.sealer.sealed_size,
             write=write,
             describe=describe,
+            mode=_mode_of(store, path.name) or 0o400,
+            manifest_mode=_mode_of(store, manifest_name(path.name)),
         )
+
+
+def _mode_of(store: Store, name: str) -> int | None:
+    status = store.fs.status(store.directory / name)
+    return None if status is None else status.mode
 
 
 def _sealing(

@@ -214,6 +214,7 @@ class Store:
         write: Callable[[OutputFile], FileDigest],
         describe: Callable[[FileDigest], Manifest],
         mode: int = 0o400,
+        manifest_mode: int | None = None,
         read_back: Callable[[InputFile, FileDigest], None] | None = None,
     ) -> Manifest:
         """Make a new checkpoint durable under `name`, replacing what has that name.
@@ -225,6 +226,7 @@ class Store:
             write: Writes the content into the new file and returns its digests.
             describe: Makes the manifest from the digests.
             mode: Permission bits of data and manifest.
+            manifest_mode: Those of the manifest, where they differ.
             read_back: Compares what the disk holds with the digests, after the sync and before anything is published.
 
         Raises:
@@ -241,7 +243,9 @@ class Store:
             manifest = self._write_temp(
                 temp, size_bytes, write, describe, mode=mode, read_back=read_back
             )
-            self._commit(name, temp, manifest, old, before, series=series, mode=mode)
+            if manifest_mode is None:
+                manifest_mode = mode
+            self._commit(name, temp, manifest, old, before, series=series, mode=manifest_mode)
         except OSError as error:
             raise explained(error, self.directory / name, size_bytes, self.fs) from error
         return manifest
@@ -301,8 +305,8 @@ class Store:
             self._manifests.put(manifest, series=series, mode=mode)
             self.fs.sync_directory(self.directory)
 
-    def update_manifest(self, manifest: Manifest, *, mode: int = 0o400) -> None:
-        """Replace the manifest of a committed checkpoint (pins, late metrics), durably."""
+    def update_manifest(self, manifest: Manifest, *, mode: int | None = None) -> None:
+        """Replace the manifest of a committed checkpoint (pins, late metrics), durably; None keeps its mode."""
         self.fs.sync_directory(self.directory)
         self._manifests.put(manifest, series=manifest.series, mode=mode)
         self.fs.sync_directory(self.directory)
@@ -312,9 +316,11 @@ class Store:
         return self._manifests.lost_by_rewriting(name)
 
     def reauthenticate(
-        self, name: str, change: Callable[[ManifestKey], ManifestKey], *, mode: int = 0o400
+        self, name: str, change: Callable[[ManifestKey], ManifestKey], *, mode: int | None = None
     ) -> None:
         """Give the manifest of a committed checkpoint another authentication, durably; the lease must be held.
+
+        It keeps its mode where none is given.
 
         Raises:
             CkptmgrError: It cannot be read, or is not authenticated.

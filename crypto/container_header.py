@@ -49,6 +49,7 @@ _FIXED = struct.Struct(f"<8sBBHI{FILE_ID_BYTES}sQHHI16s")
 _MUTABLE = struct.Struct("<QHHI")
 _SLOTS_OFFSET = FIXED_BYTES + _MUTABLE.size
 _MAX_PLAINTEXT_BYTES = 2**63 - 1
+_MAX_GENERATION = 2**64 - 1
 
 
 class Content(enum.IntEnum):
@@ -206,8 +207,10 @@ class HeaderCopy:
         """Return the bytes of a copy.
 
         Raises:
-            ValueError: The slots are too many, too long together, or none.
+            ValueError: The slots are too many, too long together, or none; or the generation is beyond the last.
         """
+        if self.generation > _MAX_GENERATION:
+            raise ValueError("its header says that it was rewritten as often as can be")
         slots = pack_slots(self.slots)
         room = self.fixed.copy_bytes - _SLOTS_OFFSET - _MAC_BYTES
         if len(slots) > room:

@@ -45,7 +45,7 @@ def rewrite_header(
         The writes, in order: sync the file after each.
 
     Raises:
-        ValueError: No slot would be left, or they do not fit into the header.
+        ValueError: No slot would be left, or they do not fit into the header, or there is no next generation.
     """
     header = unlocked.header
     bound = header.fixed.pack()
