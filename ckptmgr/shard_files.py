@@ -30,9 +30,10 @@ class ShardFiles(Store):
         write: Callable[[OutputFile], FileDigest],
         describe: Callable[[FileDigest], Manifest],
         mode: int = 0o400,
+        manifest_mode: int | None = None,
         read_back: Callable[[InputFile, FileDigest], None] | None = None,
     ) -> Manifest:
-        """Make the file of one rank durable, without a manifest beside it; see `Store.publish`."""
+        """Make the file of one rank durable, without a manifest beside it, whatever its mode; see `Store.publish`."""
         temp = self._manifests.temp_path(name, series)
         try:
             self.fs.make_directory(self.directory, mode=0o700)
