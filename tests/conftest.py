@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Callable
 
@@ -22,6 +23,11 @@ settings.register_profile(
 # The wheel is searched for what the package left out, not for what CI found in the sources before.
 settings.register_profile("wheel", settings.get_profile("ci"), max_examples=10)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+
+
+# Shells start background jobs with Ctrl-C ignored, and what tests start inherits that: programs that wait for it would hang.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _interop_obstacle(_: pytest.Config) -> str | None:
