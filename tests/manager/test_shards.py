@@ -212,10 +212,10 @@ def test_unreadable_manifest_of_shards_is_in_the_series_that_its_name_says() -> 
     assert found == names
 
 
-def test_contents_of_shards_are_looked_at_one_by_one() -> None:
+def test_figures_of_shards_are_looked_at_one_by_one() -> None:
     store = store_on(disk_with_shards())
     with pytest.raises(UnsupportedCheckpoint, match=r"saved by 2 ranks(.|\n)*net-1\.0-of-2"):
-        read_contents(store, only(store), options=ReadOptions())
+        read_contents(store, only(store), options=ReadOptions(), has_stats=True)
 
 
 def test_recovery_leaves_sharded_checkpoints_alone() -> None:

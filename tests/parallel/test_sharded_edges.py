@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import sharded
+from ckptmgr import open_shards
 from ckptmgr.boxes import Interval
 from ckptmgr.errors import CkptmgrError, CorruptCheckpoint, UnsupportedCheckpoint
 from ckptmgr.formats.tensor import Item, Text, tensor_from_array
@@ -141,7 +141,7 @@ def replaced(stored: StoredPiece, shape: tuple[int, ...]) -> StoredPiece:
 
 
 def test_many_files_are_not_all_open_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded, "_OPEN_FILES", 1)
+    monkeypatch.setattr(open_shards, "_OPEN_FILES", 1)
     disk = ModelDisk()
     state = {"w": np.arange(1000)}
     job(disk, 4, lambda ours, rank: ours.save(1, state))
