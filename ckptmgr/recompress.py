@@ -16,6 +16,7 @@ import stat
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 
 from ckptmgr.convert_target import only_writer, unproven_name
@@ -201,10 +202,9 @@ class _Change:
         if self._store.fs.status(path) is None:
             self._publish()
         else:
-            self._check_same(path)
+            self._finish(path)
             outcome = Outcome.FINISHED
-        for error in self._store.remove([self._checkpoint]):
-            raise error
+        self._store.remove_copied(self._checkpoint)
         return outcome
 
     def _check_recipients(self) -> None:
@@ -217,16 +217,29 @@ class _Change:
                 hint="give all of them; otherwise the others could not open it any more",
             )
 
-    def _check_same(self, path: Path) -> None:
-        """Raise unless a file that has the name already holds the same."""
+    def _finish(self, path: Path) -> None:
+        """Let a file that has the name already stay, with the pins of both; raise unless it holds the same."""
         with _opened(self._store, path.name, self._options) as other:
-            if digest_of(other.opened.source) == digest_of(self._found.opened.source):
-                return
-        raise UnsafeWrite(
-            "exists, and holds something else",
-            path=path,
-            hint="move one of the two away",
-        )
+            there, mine = other.manifest, self._found.manifest
+            is_same = digest_of(other.opened.source) == digest_of(self._found.opened.source)
+        if there is not None and mine is not None:
+            is_same = is_same and _save_of(there) == _save_of(mine)
+        if not is_same:
+            raise UnsafeWrite(
+                "exists, and holds something else",
+                path=path,
+                hint="move one of the two away",
+            )
+        if mine is None:
+            return
+        if there is None:
+            self._publish()  # step, metrics and pins are in the manifest only
+            return
+        names = {pin.name for pin in there.pins}
+        lost = tuple(pin for pin in mine.pins if pin.name not in names)
+        if lost:
+            checkpoint = there.to_checkpoint(self._store.directory)
+            self._store.change_pins(checkpoint, lambda pins: (*pins, *lost))
 
     def _publish(self) -> None:
         index, source = self._found.index, self._found.opened.source
@@ -299,3 +312,8 @@ class _Change:
         if self._options.key is None:
             raise KeyProblem("a key is needed", path=self._checkpoint.path)
         return self._options.key
+
+
+def _save_of(manifest: Manifest) -> tuple[str, int, datetime, str]:
+    """Return what tells one save from another, and stays when its file is converted."""
+    return manifest.run_id, manifest.sequence, manifest.saved_at, manifest.why

@@ -408,6 +408,18 @@ class Store:
             UnsafePrune: It would remove the last countable checkpoint of the directory.
         """
         self.check_not_all(checkpoints)
+        return self._remove(checkpoints)
+
+    def remove_copied(self, checkpoint: Checkpoint) -> None:
+        """Remove durably a checkpoint of which another one of the directory was proven to be a copy.
+
+        Raises:
+            OSError: From the disk.
+        """
+        for error in self._remove([checkpoint]):
+            raise error
+
+    def _remove(self, checkpoints: Sequence[Checkpoint]) -> list[OSError]:
         failures = []
         removed: list[Path] = []
         if checkpoints:

@@ -26,7 +26,7 @@ from ckptmgr.fsio import InputFile, OsFileSystem
 from ckptmgr.loader import ReadOptions
 from ckptmgr.manager import CheckpointManager
 from ckptmgr.manifest import manifest_name
-from ckptmgr.model import Checkpoint, State
+from ckptmgr.model import Checkpoint, Pin, State
 from ckptmgr.recompress import Outcome, Recompressed, recompress
 from ckptmgr.saver import SaveOptions
 from ckptmgr.serialization import load_checkpoint, save_checkpoint
@@ -181,6 +181,66 @@ def test_interrupted_conversion_is_finished(tmp_path: Path) -> None:
     done = recompress(store, source, level=1, options=ReadOptions())
     assert done.outcome is Outcome.FINISHED
     assert not source.path.exists()
+    assert_whole(tmp_path)
+
+
+@pytest.fixture
+def interrupted(tmp_path: Path) -> Path:
+    """A directory in which a conversion of step 1 was interrupted before the old file went."""
+    save_two(tmp_path)
+    kept = {path: path.read_bytes() for path in tmp_path.glob("net-1.safetensors*")}
+    change(tmp_path, 1)
+    for path, content in kept.items():
+        path.write_bytes(content)
+    return tmp_path
+
+
+def named(store: Store, name: str) -> Checkpoint:
+    (found,) = (c for c in store.scan() if c.name == name)
+    return found
+
+
+def test_pins_that_were_set_after_an_interruption_stay(interrupted: Path) -> None:
+    store = Store(interrupted)
+    source = named(store, "net-1.safetensors")
+    store.change_pins(source, lambda pins: (*pins, Pin(name="later", reason="figure 3")))
+    target = named(store, "net-1.safetensors.ckpz")
+    store.change_pins(target, lambda pins: (*pins, Pin(name="other", reason="")))
+    done = recompress(store, source, level=1, options=ReadOptions())
+    assert done.outcome is Outcome.FINISHED
+    assert [pin.name for pin in done.target.pins] == ["paper", "other", "later"]
+    assert_whole(interrupted)
+
+
+def test_copy_without_a_manifest_gets_the_one_of_the_old_file(interrupted: Path) -> None:
+    store = Store(interrupted)
+    (interrupted / manifest_name("net-1.safetensors.ckpz")).unlink()
+    done = recompress(store, named(store, "net-1.safetensors"), level=1, options=ReadOptions())
+    assert (done.target.metrics, done.target.pins[0].name) == ({"loss": 0.5}, "paper")
+    assert_whole(interrupted)
+
+
+def test_another_save_of_the_same_content_is_not_taken_for_the_copy(interrupted: Path) -> None:
+    store = Store(interrupted)
+    copy = store.read_manifest("net-1.safetensors.ckpz")
+    assert copy is not None
+    store.update_manifest(replace(copy, why="exception: KeyboardInterrupt"))
+    source = named(store, "net-1.safetensors")
+    with pytest.raises(UnsafeWrite, match="something else"):
+        recompress(store, source, level=1, options=ReadOptions())
+    assert source.path.exists()
+
+
+def test_emergency_save_that_is_alone_is_converted(tmp_path: Path) -> None:
+    save_checkpoint(VALUES, tmp_path / "net-1", format="safetensors")
+    store = Store(tmp_path)
+    manifest = store.read_manifest("net-1.safetensors")
+    assert manifest is not None
+    store.update_manifest(replace(manifest, why="exception: KeyboardInterrupt"))
+    (source,) = store.scan()
+    assert not source.is_countable
+    assert recompress(store, source, level=1, options=ReadOptions()).outcome is Outcome.COMPRESSED
+    assert [c.path.suffix for c in store.scan()] == [".ckpz"]
     assert_whole(tmp_path)
 
 
