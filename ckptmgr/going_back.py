@@ -16,7 +16,7 @@ from ckptmgr.resume import Skipped, newest_first
 from ckptmgr.resumption import Resumption
 from ckptmgr.series import SeriesWriter
 from ckptmgr.series_reader import SeriesReader
-from ckptmgr.stored_state import put_back
+from ckptmgr.stored_state import compared
 
 _LOG = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ def go_back(
     Raises:
         CheckpointNotFound: Neither has a state that old. Nothing was changed.
         StateMismatch: It does not fit `state`. Nothing was changed.
+        ResumeFailed: What another rank has does not fit its state. Nothing was changed.
         RanksMissing, RanksOutOfStep: Other ranks did not come, or go back elsewhere. Nothing was changed.
     """
     held = recent.newest_of(writer.held_by_all(target, recent.steps))
@@ -63,21 +64,22 @@ def go_back(
         )
     else:
         if checkpoint is not None and loaded is not None:
-            restored = loaded.put_back(state)
+            restored = writer.agreed(lambda: loaded.compared(state))()
             return Resumption.at(checkpoint, restored, skipped=skipped, kept=loaded.kept)
     if held is None:
         raise CheckpointNotFound(
             f"no state of step {target} or before: in memory are {recent.steps}, on disk nothing that loads",
             path=reader.directory,
         )
-    return _from_memory(held, state, skipped)
+    restored = writer.agreed(lambda: compared(state, held.skeleton, held.read))()
+    return _from_memory(held, restored, skipped)
 
 
-def _from_memory(held: RecentState, state: object, skipped: list[Skipped]) -> Resumption:
+def _from_memory(held: RecentState, restored: object, skipped: list[Skipped]) -> Resumption:
     return Resumption(
         step=held.step,
         epoch=held.epoch,
-        state=put_back(state, held.skeleton, held.read),
+        state=restored,
         metrics=held.metrics,
         skipped=tuple(skipped),
     )

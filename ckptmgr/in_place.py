@@ -9,7 +9,7 @@ second copy of the state.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -52,6 +52,10 @@ class InPlaceState:
     def close_with(self, file: contextlib.ExitStack) -> None:
         """Take over the open file; it is closed when the state is put back."""
         self._file = file
+
+    def compared(self, state: object) -> Callable[[], object]:
+        """Return what fills the state that it was compared with."""
+        return lambda: self.put_back(state)
 
     def put_back(self, state: object) -> object:
         """Fill the state that it was compared with, and return it.

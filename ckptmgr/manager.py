@@ -213,6 +213,8 @@ class CheckpointManager:
 
         Raises:
             StateMismatch: A whole checkpoint does not fit `state`; names every difference. Nothing was changed.
+            ResumeFailed: Another rank cannot resume; names it and its error. Nothing was changed.
+            RanksMissing: Other ranks did not come in time. Nothing was changed.
             CorruptCheckpoint, OSError: The file changed, or could no longer be read, after it was verified. `state` is then
                 partly overwritten.
             KeyProblem: There are checkpoints, but none opens with this key.
@@ -248,7 +250,7 @@ class CheckpointManager:
         doubt = contradiction(checkpoint, present)
         if doubt is not None:
             _LOG.warning("%s may be an older file under this name: %s", checkpoint.path, doubt)
-        restored = loaded.put_back(state)
+        restored = self._writer.agreed(lambda: loaded.compared(state))()
         self._writer.continue_from(checkpoint, loaded.manifest)
         self._start_at(checkpoint.step, checkpoint.run_id)
         if checkpoint.path in self._given_up:  # its past is ours again

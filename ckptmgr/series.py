@@ -113,6 +113,14 @@ class SeriesWriter:
         """Return the checkpoint to go on from, of those that `scan` finds; see `resume.first_that_loads`."""
         return first_that_loads(scan(), load)
 
+    def agreed(self, prepare: Callable[[], _Loaded]) -> _Loaded:
+        """Return what is prepared, once every process of the run has prepared its own.
+
+        Raises:
+            Exception: What prevents it.
+        """
+        return prepare()
+
     def held_by_all(self, target: int, steps: Sequence[int]) -> list[int]:
         """Return the steps until `target` of which every process of the run has a copy in memory.
 

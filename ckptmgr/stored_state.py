@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -76,17 +76,21 @@ class StoredState:
         return cls(path=path, skeleton=skeleton, arrays=arrays, manifest=manifest)
 
     def put_back(self, state: object) -> object:
-        """Restore into `state`, or return new objects when it is None.
+        """Restore into `state`, or return new objects when it is None; raises as `compared`, and nothing was changed then."""
+        return self.compared(state)()
+
+    def compared(self, state: object) -> Callable[[], object]:
+        """Return what restores into `state`, or returns new objects when it is None.
 
         Raises:
-            StateMismatch: It does not fit; nothing was changed.
+            StateMismatch: It does not fit.
             CorruptCheckpoint: A tensor is missing.
             UnsupportedCheckpoint: The file has no state tree, and there is a state to restore into.
         """
         if self.skeleton is not None:
-            return put_back(state, self.skeleton, self._array)
+            return compared(state, self.skeleton, self._array)
         if state is None:
-            return dict(self.arrays)
+            return lambda: dict(self.arrays)
         raise UnsupportedCheckpoint(
             "this file holds named tensors without a state tree (it was not saved by a CheckpointManager)",
             path=self.path,
@@ -100,6 +104,9 @@ class StoredState:
             raise CorruptCheckpoint("a tensor is missing", path=self.path, tensor=name) from None
 
 
-def put_back(state: object, skeleton: str, read: tree.Read) -> object:
-    """Restore a state tree into `state`, or return new objects when it is None."""
-    return tree.unflatten(skeleton, read) if state is None else tree.restore(state, skeleton, read)
+def compared(state: object, skeleton: str, read: tree.Read) -> Callable[[], object]:
+    """Return what restores a state tree into `state`, which it fits, or returns new objects when that is None."""
+    if state is not None:
+        return tree.compared(state, skeleton, read)
+    restored = tree.unflatten(skeleton, read)
+    return lambda: restored

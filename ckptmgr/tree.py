@@ -42,6 +42,7 @@ __all__ = [
     "Restoration",
     "StateMismatch",
     "TreeError",
+    "compared",
     "flatten",
     "restore",
     "unflatten",
@@ -120,9 +121,18 @@ def restore(target: object, skeleton: str, read: Read) -> object:
         StateMismatch: Missing or extra keys, other shapes or types; names every path. Nothing was changed.
         TreeError: The skeleton is damaged or does not fit the tensors. Nothing was changed.
     """
+    return compared(target, skeleton, read)()
+
+
+def compared(target: object, skeleton: str, read: Read) -> Callable[[], object]:
+    """Return what carries `restore` out, once everything is read and compared with the target, and fits.
+
+    Raises:
+        StateMismatch, TreeError: As `restore`.
+    """
     restorer = Restorer()
     restorer.plan(target, unflatten(skeleton, read))
-    return restorer.carry_out()
+    return restorer.carry_out
 
 
 class Restoration:

@@ -88,6 +88,39 @@ def first_that_all_load(
     return None, None, skipped
 
 
+def all_prepared(rounds: Rounds, prepare: Callable[[], _Loaded], *, stop: float) -> _Loaded:
+    """Return what this rank has prepared, once all ranks have.
+
+    Args:
+        rounds: Of what is prepared.
+        prepare: Does it, and changes nothing yet.
+        stop: Until when to wait for the others.
+
+    Raises:
+        Exception: What prevents it on this rank.
+        ResumeFailed: It is prevented on another rank.
+        RanksMissing: Some ranks did not come in time.
+    """
+    prepared: list[_Loaded] = []
+    errors: list[Exception] = []
+
+    def attempt() -> Json:
+        try:
+            prepared.append(prepare())
+        except Exception as error:
+            errors.append(error)
+            raise
+        return None
+
+    answers = rounds.compared("prepare", attempt, stop=stop)
+    if errors:
+        raise errors[0]
+    failures = [answer for answer in answers if isinstance(answer, Failure)]
+    if failures:
+        raise ResumeFailed(str(failures[0]), hint="nothing was changed on any rank")
+    return prepared[0]
+
+
 def steps_of_all(answers: Sequence[Json]) -> list[int]:
     """Return the steps that all ranks have in memory.
 

@@ -16,7 +16,7 @@ from ckptmgr.formats.tensor import Item
 from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.model import Checkpoint, Plan
 from ckptmgr.observe import EVERYBODY, Observers
-from ckptmgr.parallel.agreement import first_that_all_load, steps_of_all
+from ckptmgr.parallel.agreement import all_prepared, first_that_all_load, steps_of_all
 from ckptmgr.parallel.commit import Deadline, TwoPhaseSave
 from ckptmgr.parallel.coordinator import Coordinator, Json, RanksMissing
 from ckptmgr.parallel.offer import Offer
@@ -119,6 +119,11 @@ class RankWriter(SeriesWriter):
             prepare=self.open,
             stop=lambda: self._monotonic() + self.timeout_s,
         )
+
+    def agreed(self, prepare: Callable[[], _Loaded]) -> _Loaded:
+        """Return what is prepared, once every rank has prepared its own; see `all_prepared`."""
+        rounds = self.rounds("restore", what="not restored")
+        return all_prepared(rounds, prepare, stop=self._monotonic() + self.timeout_s)
 
     def rounds(self, about: str, *, what: str) -> Rounds:
         """Return the rounds of something that all ranks begin now.

@@ -20,10 +20,11 @@ from ckptmgr.memory_config import MemoryConfig
 from ckptmgr.model import State
 from ckptmgr.observe import Event, Observer
 from ckptmgr.parallel.coordinator import Json, RanksMissing, RanksOutOfStep
-from ckptmgr.parallel.rank_errors import RankFailed
+from ckptmgr.parallel.rank_errors import RankFailed, ResumeFailed
 from ckptmgr.save_policy import AnyOf, EverySteps, Overhead
 from ckptmgr.store import Store
 from ckptmgr.temp_names import temp_name
+from ckptmgr.tree_nodes import StateMismatch
 from tests.crashmodel import FailingDisk, ModelDisk
 from tests.faults.training import KEY, KEYS, RUNS, SERIES, ModelProcesses
 from tests.manager.damage import flip_bit
@@ -420,6 +421,34 @@ def test_two_managers_of_a_series_over_one_coordinator_never_say_the_same_tag() 
             ours.resume()
     assert Listening.said
     assert len(Listening.said) == len(set(Listening.said))
+
+
+@pytest.mark.parametrize("way", ["resume", "rollback to disk", "rollback to memory"])
+def test_state_of_one_rank_that_does_not_fit_changes_nothing_on_any(way: str) -> None:
+    disk = ModelDisk()
+
+    def save(ours: CheckpointManager, rank: int) -> None:
+        ours.save(1, {"w": np.arange(4.0) + 1})
+
+    def work(ours: CheckpointManager, rank: int) -> tuple[str, list[float]]:
+        if way == "rollback to memory":
+            assert ours.snapshot(1, {"w": np.arange(4.0) + 1})
+        if way != "resume":
+            ours.snapshot(2, {"w": np.ones(4)})
+        wrong = {"w": np.zeros(5 if rank == 1 else 4)}
+        with pytest.raises((StateMismatch, ResumeFailed)) as raised:
+            ours.resume(wrong) if way == "resume" else ours.rollback(wrong)
+        right = {"w": np.zeros(4)}
+        found = ours.resume(right) if way == "resume" else ours.rollback(right)
+        assert (found.step, right["w"].tolist()) == (1, [1, 2, 3, 4])
+        return str(raised.value.message), wrong["w"].tolist()
+
+    run(disk, save)
+    told, left = zip(*(one.must() for one in run(disk.restart(), work)), strict=True)
+    assert left == ([0] * 4, [0] * 5, [0] * 4)
+    assert all("does not fit this state" in one for one in told)
+    assert told[0] == told[2]
+    assert told[0].startswith("rank 1: StateMismatch: ")
 
 
 def test_coordinator_with_slots_is_kept_and_its_managers_told_apart() -> None:
