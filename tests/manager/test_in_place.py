@@ -68,7 +68,7 @@ def draws(state: dict[str, Any]) -> list[object]:
 
 def read(directory: Path, state: object, config: CheckpointConfig) -> object:
     """Return what the manager reads before it puts it back."""
-    key = None if config.enc_key is None else Key(config.enc_key)
+    key = Key(config.enc_key) if isinstance(config.enc_key, bytes) else None
     reader = SeriesReader(Store(directory, key=key), "ckpt", options=ReadOptions(key=key))
     return reader.read(reader.find(1), state)
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from ckptmgr.errors import UnsupportedCheckpoint
@@ -15,7 +17,7 @@ from tests.parallel.test_sharded_state import fresh, job, saved, state_of, value
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_state_comes_back_to_any_number_of_ranks(key: bytes | None, is_whole: bool) -> None:
-    config = {
+    config: dict[str, Any] = {
         "format": "safetensors",
         "compression": "zstd",
         "enc_key": key,
