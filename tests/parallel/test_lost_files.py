@@ -155,6 +155,26 @@ def test_whole_tensors_are_loaded_from_the_copies_of_a_lost_file(damage: Damage)
         assert files.read({"own": None}, rank=2)["own"].tolist() == [1, 1]
 
 
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_copies_are_taken_where_the_own_file_of_a_rank_is_lost(damage: Damage) -> None:
+    disk = ModelDisk()
+    job(
+        disk,
+        WORLD,
+        lambda ours, rank: ours.save(1, {"w": np.arange(4000)}),
+        format="safetensors",
+        options={"keep_redundancy": 2},
+    )
+    store = Store(RUNS, fs=disk)
+    [found] = store.scan()
+    damage(disk, found.shards[0])
+    manifest = store.read_manifest(found.name)
+    assert manifest is not None
+    with ShardedCheckpoint(store, manifest, options=WHOLE) as files:
+        assert files.read({"w": None}, rank=0)["w"].tolist() == list(range(4000))
+        assert 0 not in files.used
+
+
 def test_tensor_that_only_a_lost_file_could_name_is_not_left_out(tmp_path: Path) -> None:
     def state(rank: int) -> dict[str, Any]:
         return {"common": np.ones(2)} | ({"last": np.ones(3)} if rank == 3 else {})
