@@ -241,14 +241,14 @@ class ManifestFiles:
             else:
                 self.write(path, before.data, series=series, mode=before.mode, is_durable=True)
 
-    def put_back(self, old: Manifest, *, series: str, mode: int) -> None:
+    def put_back(self, old: Manifest, *, series: str) -> None:
         """Replace the manifest of data that was not overwritten in the end by its old one, with the proofs of that."""
         if old.kept is None:
-            self.put(old, series=series, mode=mode)
+            self.put(old, series=series, mode=None)
             return
         path = self.directory / manifest_name(old.name)
         data = old.kept.encode("utf-8", "surrogatepass")
-        self.write(path, data, series=series, mode=mode, is_durable=True)
+        self.write(path, data, series=series, mode=self._mode_of(path), is_durable=True)
 
     def write(self, path: Path, data: bytes, *, series: str, mode: int, is_durable: bool) -> None:
         """Replace a small file atomically; durable ones are synced before they get their name."""

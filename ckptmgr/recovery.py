@@ -85,7 +85,7 @@ class _Recovery:
 
     def _finish_swap(self, manifest: manifests.Manifest) -> None:
         true_half = self._files.half_that_matches(manifest)
-        self._files.put_back(true_half, series=self._series, mode=0o400)
+        self._files.put_back(true_half, series=self._series)
 
     def _is_dead_temp(self, name: str) -> bool:
         parts = parse_temp(name)

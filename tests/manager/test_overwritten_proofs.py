@@ -102,8 +102,9 @@ def test_overwrite_that_the_power_cut_ended_is_undone_with_the_old_proofs(
     fail(tmp_path, new, is_power_cut=True)
     fail(tmp_path, new, is_power_cut=True)
     assert path.read_bytes() != before
+    path.chmod(0o440)
     assert any("finished" in one for one in store_of(tmp_path, new).recover("net"))
-    assert path.read_bytes() == before
+    assert (path.read_bytes(), path.stat().st_mode & 0o777) == (before, 0o440)
 
 
 @pytest.mark.parametrize(
