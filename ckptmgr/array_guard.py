@@ -5,7 +5,7 @@
 |---|---|---|
 | of at most 64 KiB | no | |
 | JAX array | yes: nobody can change it | |
-| NumPy array, C-contiguous, read-only down to its buffer | yes | samples |
+| NumPy array, C-contiguous, over `bytes` | yes: nobody can change it | |
 | NumPy array, C-contiguous | yes | samples |
 | torch tensor on the CPU | yes | its version counter; samples, where it is contiguous |
 | anything else | no | |
@@ -15,12 +15,12 @@
 * Samples are about 128 words of 8 bytes, evenly spread, and the first and the last word of each piece of 16 MiB, as it is
   copied. An update of the whole array is noticed, before the copy and in the middle of it, wherever the one overtakes the
   other; an update of a few elements is noticed only if it hits a sample.
+* Read-only is no promise: its owner can make a NumPy array writable again, and views made earlier are still writable.
 * What may not wait is copied at once: that costs time, and is always right.
 """
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Callable, Container
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -97,9 +97,10 @@ def _guard_numpy(tensor: Tensor, array: np.ndarray, changing: Container[int]) ->
     if not array.flags.c_contiguous or isinstance(_buffer_of(array), bytearray):
         return None  # a bytearray cannot grow while somebody looks at it
     view = array_bytes(array)
-    return Guarded(
-        tensor=_pinned(tensor, view), is_immutable=_is_read_only(array), sample=sample_of(view)
-    )
+    pinned = _pinned(tensor, view)
+    if isinstance(_buffer_of(array), bytes):
+        return Guarded(tensor=pinned, is_immutable=True)
+    return Guarded(tensor=pinned, sample=sample_of(view))
 
 
 def _guard_torch(tensor: Tensor, value: torch.Tensor, changing: Container[int]) -> Guarded | None:
@@ -137,18 +138,6 @@ _GUARDS: dict[Callable[..., object], Callable[[Tensor, Any, Container[int]], Gua
 
 def _pinned(tensor: Tensor, view: memoryview) -> Tensor:
     return Tensor(spec=tensor.spec, content=lambda: view)
-
-
-def _is_read_only(array: np.ndarray) -> bool:
-    """Return whether no array on the way to the memory, nor its owner, lets itself be written to."""
-    base: object = array
-    while isinstance(base, np.ndarray):
-        if base.flags.writeable:
-            return False
-        base = base.base
-    if isinstance(base, bytes | memoryview | mmap.mmap):
-        return memoryview(base).readonly
-    return base is None
 
 
 def _buffer_of(array: np.ndarray) -> object:

@@ -261,23 +261,16 @@ class SaveEngine:
             if not self._has_peers:
                 raise
             return save((), Refusal(error))
-        publish = self._publisher(deferred.staged, stats, watch, check=deferred.check)
+        publish = self._publisher(deferred.staged, stats, watch)
         return save(deferred.items, publish)
 
-    def _publisher(
-        self,
-        staged: StagedState,
-        stats: SaveStats,
-        watch: SaveWatch,
-        *,
-        check: Callable[[], object] | None = None,
-    ) -> Publish:
+    def _publisher(self, staged: StagedState, stats: SaveStats, watch: SaveWatch) -> Publish:
         publish: Publish = save_items
         if self.mode == "process":
             publish = self._worker.publisher(staged)
         stats.staging_bytes = self._staging_pool().ledger.host_bytes
         watch.costs(stats)
-        return _measured(publish, stats, check=check)
+        return _measured(publish, stats)
 
     def _staging_pool(self) -> StagingPool:
         if self._pool is None:
@@ -359,21 +352,16 @@ def _forget_parent() -> None:
 os.register_at_fork(after_in_child=_forget_parent)
 
 
-def _measured(
-    publish: Publish, stats: SaveStats, *, check: Callable[[], object] | None = None
-) -> Publish:
+def _measured(publish: Publish, stats: SaveStats) -> Publish:
     """Return `publish`, noting what it costs.
 
     Args:
         publish: Saves items.
         stats: Where the cost is noted.
-        check: Raises when what was written must not be committed.
     """
 
     def measured(store: Store, order: SaveOrder) -> Manifest:
         def describe_cost(entry: FileEntry, figures: Mapping[str, float]) -> Manifest:
-            if check is not None:
-                check()
             return order.describe(entry, {**_known_early(stats), **figures})
 
         started = time.perf_counter()

@@ -88,7 +88,6 @@ class DeferredState:
             self._sources[index] = self._unless_released(self._sources[index])
         self._at_once = plan.at_once
         self._late = plan.late
-        self._direct = list(plan.direct.values())
         self._lock = threading.Lock()
         self._is_begun = False
         self._is_released = False
@@ -146,15 +145,6 @@ class DeferredState:
         self.copy()
         self.handle.staged.result()
 
-    def check(self) -> None:
-        """Raise if what was read from where it is was changed all the same; called when it is written, and not committed.
-
-        Raises:
-            SaveFailed: Names the array.
-        """
-        for guarded in self._direct:
-            _refuse(guarded, is_changed=guarded.differs_from(guarded.tensor.content))
-
     def release(self) -> None:
         """Give the memory back and let go of the arrays, as soon as nothing is being copied. Calling it again is fine."""
         with self._lock:
@@ -163,7 +153,7 @@ class DeferredState:
         if not is_begun:
             self._finish_copy()
         self.handle.staged.result()
-        self._direct, self.items = [], []
+        self.items = []
         self.staged.release()
 
     def _copy_late(self) -> None:
