@@ -20,7 +20,7 @@ import numpy as np
 
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.mindspore_entries import CkptEntry
-from ckptmgr.leaves import framework_of
+from ckptmgr.leaves import flat_bytes, framework_of
 from ckptmgr.tree_memory import is_owner
 from ckptmgr.tree_nodes import StateMismatch
 
@@ -131,7 +131,7 @@ def memory_of(value: Any) -> np.ndarray | None:
         return None
     if value.is_conj() or value.is_neg():  # the bytes mean something else
         return None
-    memory: np.ndarray = value.detach().reshape(-1).view(torch.uint8).numpy()
+    memory: np.ndarray = flat_bytes(value.detach()).numpy()
     return memory
 
 

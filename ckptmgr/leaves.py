@@ -121,7 +121,15 @@ def torch_bytes(value: torch.Tensor) -> memoryview:
     if value.is_cpu and has_its_bytes and value.dtype in numpy_types():
         return flat_memory(value.detach().numpy())
     host = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return host.reshape(-1).view(torch.uint8).numpy().data
+    return flat_bytes(host).numpy().data
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor on the CPU, over the same memory."""
+    import torch
+
+    # Not reshape: torch calls a tensor of one element contiguous whatever its strides are, and keeps them.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 @cache

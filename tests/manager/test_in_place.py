@@ -245,3 +245,24 @@ def test_file_that_changes_after_it_was_verified_is_an_error_that_says_so(tmp_pa
             manager.resume({"w": np.zeros(1 << 20)})
         disk.stable_bytes = 1 << 60
     assert "partly overwritten" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("is_sliced", [True, False], ids=["sliced", "expanded"])
+def test_torch_tensor_of_one_element_may_have_any_stride(tmp_path: Path, is_sliced: bool) -> None:
+    torch: Any = pytest.importorskip("torch")
+
+    def state(value: float) -> dict[str, Any]:
+        one = torch.full((1, 8), value)[:, 0] if is_sliced else torch.tensor(value).expand(1)
+        half = torch.full((1, 8), value, dtype=torch.bfloat16)[:, 0]
+        return {"one": one, "half": half, "turned": torch.full((1, 4), 1j * value)[:, 0].conj()}
+
+    with CheckpointManager(tmp_path) as manager:
+        manager.save(1, state(3.0))
+        given = state(0.0)
+        found = manager.resume(given)
+    assert found.step == 1
+    assert {name: one.tolist() for name, one in given.items()} == {
+        "one": [3.0],
+        "half": [3.0],
+        "turned": [-3j],
+    }
