@@ -75,7 +75,8 @@ coverage: ## run the tests and enforce the branch coverage we promise
 
 .PHONY: coverage-report
 coverage-report: $(VENV)/.stamp-test
-	@$(PY) -m coverage combine --quiet 2> .coverage-killed || { cat .coverage-killed; exit 1; } # half-written by the killed
+	@$(PY) -m coverage combine --quiet 2> .coverage-killed || { cat .coverage-killed; exit 1; }
+	rm -f .coverage.* # what killed processes left half-written, and `report` would look at again
 	$(PY) -m coverage json --quiet -o .coverage.json
 	$(PY) -m coverage report || true
 	$(PY) tools/check_coverage.py .coverage.json

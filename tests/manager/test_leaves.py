@@ -363,7 +363,8 @@ def jax_array(monkeypatch: pytest.MonkeyPatch) -> Any:
         array: np.ndarray = self.array
         return array
 
-    kind = foreign("jaxlib", "ArrayImpl", Stored, __array__=convert)
+    alone = SimpleNamespace(device_set={"cpu"})
+    kind = foreign("jaxlib", "ArrayImpl", Stored, __array__=convert, sharding=alone)
 
     def asarray(array: np.ndarray) -> Any:
         return kind(array, dtype=array.dtype.name)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptmgr import tree_unflatten
 from ckptmgr.errors import CorruptCheckpoint
 from ckptmgr.tree import TreeError, flatten, unflatten
 
@@ -149,6 +150,7 @@ def test_unflatten_of_bad_node_names_what_is_wrong(nodes: list[object], message:
 
 
 def test_unflatten_without_torch_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree_unflatten._torch.cache_clear()
     monkeypatch.delattr("ckptmgr.tree_torch", raising=False)
     monkeypatch.setitem(sys.modules, "ckptmgr.tree_torch", None)
 
