@@ -441,15 +441,20 @@ def _replaced_from_document(document: Mapping[str, Any]) -> Manifest:
 
 
 def _check_names(files: tuple[FileEntry, ...], *, is_sharded: bool) -> None:
-    """Check that there is one file, or all those of one attempt in the order of their ranks."""
+    """Check that there is one file, or those of all ranks in their order; one that was healed has an attempt of its own."""
     if not is_sharded:
         if len(files) != 1 or is_set_name(files[0].name):
             raise ValueError(f"{[entry.name for entry in files[:2]]} is not one data file")
         return
     first = parse_shard_name(files[0].name)
     for rank, entry in enumerate(files):
-        expected = None if first is None else first._replace(rank=rank, world=len(files))
-        if expected is None or parse_shard_name(entry.name) != expected:
+        shard = parse_shard_name(entry.name)
+        is_right = (
+            first is not None
+            and shard is not None
+            and (shard.stem, shard.rank, shard.world) == (first.stem, rank, len(files))
+        )
+        if not is_right:
             raise ValueError(f"{entry.name!r} is not the file of rank {rank} of {len(files)}")
 
 

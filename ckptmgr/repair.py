@@ -6,14 +6,14 @@ their place are exactly the bytes that were saved, so the manifest stays as it i
 again.
 
 What only the damaged file held stays lost: a tensor without a copy, the description of its tensors, a file that is gone.
-Encrypted files cannot be healed, as the same tensors are other bytes in every file.
+Encrypted and compressed files are other bytes whenever they are made; they are written anew (`repair_sealed`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
 
@@ -28,33 +28,17 @@ from ckptmgr.errors import (
     UnsupportedCheckpoint,
 )
 from ckptmgr.formats.index import TensorEntry
-from ckptmgr.formats.source import Source
 from ckptmgr.fsio import OutputFile, discard
+from ckptmgr.healing import Healing, PaddedSource
 from ckptmgr.loader import OpenCheckpoint, ReadOptions, bytes_of, open_source
 from ckptmgr.manifest import Manifest
 from ckptmgr.model import Checkpoint
 from ckptmgr.naming import COMPRESSED_SUFFIX
 from ckptmgr.pieces import PIECES, Piece, read_index
+from ckptmgr.repair_sealed import SealedRepair
 from ckptmgr.shard_files import ShardFiles
 from ckptmgr.sharded import ShardedCheckpoint
 from ckptmgr.store import Store
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Healing:
-    """What can be done, or was done, for a damaged file.
-
-    Attributes:
-        name: Of the file.
-        bad_bytes: Length of the ranges that differ from their digests.
-        sources: The files that hold copies of what is damaged.
-        problem: Why it cannot be healed, or None.
-    """
-
-    name: str
-    bad_bytes: int
-    sources: tuple[str, ...] = ()
-    problem: str | None = None
 
 
 def healings(store: Store, manifest: Manifest) -> list[Healing]:
@@ -66,16 +50,25 @@ def healings(store: Store, manifest: Manifest) -> list[Healing]:
     ]
 
 
-def repair_checkpoint(store: Store, checkpoint: Checkpoint) -> list[Healing]:
+def repair_checkpoint(
+    store: Store,
+    checkpoint: Checkpoint,
+    *,
+    options: ReadOptions | None = None,
+    clock: Callable[[], float] = time.time,
+) -> list[Healing]:
     """Heal what can be healed; return what was done for every file that was damaged.
 
     Args:
         store: The directory.
         checkpoint: As listed by the store.
+        options: The key of encrypted files.
+        clock: Seconds since 1970; names files that are written anew.
 
     Raises:
         CheckpointNotFound: It has no manifest.
-        UnsupportedCheckpoint: It is a single file, or encrypted.
+        KeyProblem: The files are encrypted, or the manifest must be signed anew, and a key for that is missing.
+        UnsupportedCheckpoint: It is a single file, or compressed and named by a later checkpoint.
         StoreLocked: A live process writes this series.
         OSError: From the disk. Files that were healed before stay so.
     """
@@ -84,6 +77,9 @@ def repair_checkpoint(store: Store, checkpoint: Checkpoint) -> list[Healing]:
         if manifest is None:
             raise CheckpointNotFound("there is no manifest", path=checkpoint.path)
         _check_kind(manifest, checkpoint)
+        if _is_made_anew(manifest):
+            sealed = SealedRepair(store, manifest, options=options or ReadOptions(), clock=clock)
+            return sealed.run()
         done: dict[str, Healing] = {}
         # A file that could not be healed may be after another one was.
         while True:
@@ -104,7 +100,7 @@ def repair_checkpoint(store: Store, checkpoint: Checkpoint) -> list[Healing]:
 def healing_hint(store: Store, manifest: Manifest) -> str | None:
     """Return how the damage of a checkpoint can be healed, or None where it cannot, or nobody can tell."""
     curable: list[Healing] = []
-    if manifest.file.cipher is None and not manifest.file.name.endswith(COMPRESSED_SUFFIX):
+    if not _is_made_anew(manifest):
         with contextlib.suppress(OSError):
             curable = [one for one in healings(store, manifest) if one.problem is None]
     if not curable:
@@ -118,18 +114,13 @@ def _check_kind(manifest: Manifest, checkpoint: Checkpoint) -> None:
         raise UnsupportedCheckpoint(
             "is a single file, which no other one has copies of", path=checkpoint.path
         )
-    if manifest.file.name.endswith(COMPRESSED_SUFFIX):
-        raise UnsupportedCheckpoint(
-            "its files are compressed: none can be made again byte for byte from another",
-            path=checkpoint.path,
-            hint="load it, which takes the copies where they are whole, and save it again",
-        )
-    if manifest.file.cipher is not None or manifest.file.digest.blank_bytes:
-        raise UnsupportedCheckpoint(
-            "its files are encrypted: the same tensors are other bytes in each, so none can be made again from another",
-            path=checkpoint.path,
-            hint="load it, which takes the copies where they are whole, and save it again",
-        )
+
+
+def _is_made_anew(manifest: Manifest) -> bool:
+    """Return whether files cannot be made again byte for byte."""
+    is_compressed = manifest.file.name.endswith(COMPRESSED_SUFFIX)
+    is_encrypted = manifest.file.cipher is not None or manifest.file.digest.blank_bytes > 0
+    return is_compressed or is_encrypted
 
 
 def _heal(store: Store, manifest: Manifest, name: str) -> None:
@@ -163,21 +154,6 @@ class _Healer(ShardFiles):
         self.fs.sync_directory(self.directory)
 
 
-class _Padded:
-    """A file at its right size: what is too much is cut off, and zeros stand for what is missing."""
-
-    def __init__(self, raw: Source, size: int) -> None:
-        self._raw = raw
-        self.size = size
-
-    def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer`."""
-        there = min(max(0, self._raw.size - offset), buffer.nbytes)
-        if there:
-            self._raw.read_into(offset, buffer[:there])
-        buffer[there:] = bytes(buffer.nbytes - there)
-
-
 class _Patient:
     """A file of a rank that may be damaged."""
 
@@ -198,7 +174,6 @@ class _Patient:
                 bad = differing_ranges(source, self.digest)
                 if not bad and self._has_size():
                     return None
-                _check_kind(self._manifest, self._manifest.to_checkpoint(self._store.directory))
                 for start, stop in bad:
                     self._healed(source, start, stop)
         except (CkptmgrError, FileNotFoundError) as error:
@@ -222,9 +197,9 @@ class _Patient:
                 yield start, memoryview(content)
 
     @contextlib.contextmanager
-    def _opened(self) -> Iterator[_Padded]:
+    def _opened(self) -> Iterator[PaddedSource]:
         with contextlib.closing(self._store.fs.open(self._path)) as raw:
-            yield _Padded(raw, self.digest.size_bytes)
+            yield PaddedSource(raw, self.digest.size_bytes)
 
     def _has_size(self) -> bool:
         status = self._store.fs.status(self._path)
@@ -242,7 +217,7 @@ class _Patient:
         digest: bytes = blake3(content).digest()
         return digest == self.digest.ranges[start // self.digest.range_bytes]
 
-    def _healed(self, source: _Padded, start: int, stop: int) -> bytearray:
+    def _healed(self, source: PaddedSource, start: int, stop: int) -> bytearray:
         """Return a range of the file as it was saved.
 
         Raises:

@@ -15,8 +15,8 @@ from ckptmgr.cli.exits import Exit
 from ckptmgr.cli.render import Json, Output
 
 if TYPE_CHECKING:
+    from ckptmgr.healing import Healing
     from ckptmgr.model import Checkpoint
-    from ckptmgr.repair import Healing
 
 
 @options.command("repair", examples=("repair runs/net-40.shards", "repair 40 --dir runs"))
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 @options.dir_option
 @options.series_option
 @options.key_option
+@options.signing_key_option
 @options.output_options
 @click.pass_context
 def repair_command(
@@ -32,21 +33,27 @@ def repair_command(
     directory: Path,
     series: str | None,
     key_source: str | None,
+    signing_source: str | None,
     as_json: bool,
     quiet: bool,
 ) -> int:
     """Heal damaged files of many ranks from the copies in the others.
 
-    CHECKPOINT is a path, a step, latest, best:METRIC:min, best:METRIC:max or @pinned. A file is replaced only by exactly
-    what was saved. Copies are there if the run kept them (keep_redundancy). Not for encrypted files, and not while a run
+    CHECKPOINT is a path, a step, latest, best:METRIC:min, best:METRIC:max or @pinned. Plain files become exactly the
+    bytes that were saved. Encrypted and compressed ones are written anew, and the manifest names the new file: that needs
+    the key, and of a signed one the signing key. Copies are there if the run kept them (keep_redundancy). Not while a run
     writes the series. -q prints the paths that stay damaged.
     """
     from ckptmgr.cli.select import select_one
+    from ckptmgr.loader import ReadOptions
     from ckptmgr.repair import repair_checkpoint
 
-    opener = partial(options.open_store, key=options.load_key(key_source))
+    key = options.load_key(key_source)
+    opener = partial(
+        options.open_store, key=key, signing_key=options.load_signing_key(signing_source)
+    )
     selected = select_one(checkpoint, directory, opener, series=series)
-    done = repair_checkpoint(selected.store, selected.checkpoint)
+    done = repair_checkpoint(selected.store, selected.checkpoint, options=ReadOptions(key=key))
     root = selected.store.directory
     output = render.make_output(ctx, root, as_json=as_json, quiet=quiet)
     return _show(output, selected.checkpoint, done, root)

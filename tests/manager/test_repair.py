@@ -21,7 +21,6 @@ from ckptmgr.store import Store
 from ckptmgr.verify import Level, Status, verify_checkpoint
 from tests.cli.running import run
 from tests.crashmodel import FailingDisk
-from tests.faults.training import KEY
 from tests.parallel.ranks import Meeting, Seat, run_ranks
 
 WEIGHTS = np.arange(30_000, dtype=np.float32).reshape(300, 100)
@@ -151,12 +150,6 @@ def test_file_that_is_gone_is_named(tmp_path: Path) -> None:
     (tmp_path / found.shards[0]).unlink()
     (done,) = repair_checkpoint(Store(tmp_path), found)
     assert (done.name, done.problem) == (found.shards[0], "it is gone")
-
-
-def test_encrypted_files_are_not_healed(tmp_path: Path) -> None:
-    found = saved(tmp_path, enc_key=KEY)
-    with pytest.raises(UnsupportedCheckpoint, match="its files are encrypted"):
-        repair_checkpoint(Store(tmp_path), found)
 
 
 def test_single_files_and_missing_manifests_are_refused(tmp_path: Path) -> None:

@@ -112,8 +112,8 @@ def swap(document: dict[str, Any]) -> None:
     document["files"].reverse()
 
 
-def other_attempt(document: dict[str, Any]) -> None:
-    document["files"][1]["name"] = shard(1, attempt_id="0" * 16)
+def other_step(document: dict[str, Any]) -> None:
+    document["files"][1]["name"] = shard(1, stem="net-2")
 
 
 def no_shard(document: dict[str, Any]) -> None:
@@ -124,9 +124,7 @@ def first_version(document: dict[str, Any]) -> None:
     document["schema"] = "ckptmgr.manifest/1"
 
 
-@pytest.mark.parametrize(
-    "change", [drop_last, drop_all, swap, other_attempt, no_shard, first_version]
-)
+@pytest.mark.parametrize("change", [drop_last, drop_all, swap, other_step, no_shard, first_version])
 def test_manifest_that_does_not_name_every_rank_once_is_refused(
     change: Callable[[dict[str, Any]], None],
 ) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of many ranks whose files are compressed: loaded by as many and by fewer ranks, and not repaired."""
+"""Checkpoints of many ranks whose files are compressed: loaded by as many and by fewer ranks."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ from typing import Any
 
 import pytest
 
-from ckptmgr.errors import UnsupportedCheckpoint
-from ckptmgr.repair import healing_hint, repair_checkpoint
-from ckptmgr.store import Store
-from tests.faults.training import KEY, RUNS
+from tests.faults.training import KEY
 from tests.parallel.test_sharded_state import fresh, job, saved, state_of, values_of
 
 
@@ -27,13 +24,3 @@ def test_state_comes_back_to_any_number_of_ranks(key: bytes | None, is_whole: bo
     for world in (3,) if is_whole else (3, 2, 1):
         found = job(disk, world, lambda ours, rank: values_of(ours.resume(fresh()).state), **config)
         assert found == [values_of(state_of(rank)) for rank in range(world)]
-
-
-def test_compressed_files_of_ranks_are_not_repaired() -> None:
-    store = Store(RUNS, fs=saved(2, format="safetensors", compression="zstd"))
-    (checkpoint,) = store.scan()
-    manifest = store.read_manifest(checkpoint.name)
-    assert manifest is not None
-    assert healing_hint(store, manifest) is None
-    with pytest.raises(UnsupportedCheckpoint, match="are compressed"):
-        repair_checkpoint(store, checkpoint)

@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encrypted and compressed files of many ranks that are damaged: written anew from what the manifest proves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckptmgr.config import CheckpointConfig
+from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.key_files import generate_pair
+from ckptmgr.crypto.signing import SigningKey
+from ckptmgr.errors import KeyProblem, UnsupportedCheckpoint
+from ckptmgr.healing import Healing
+from ckptmgr.loader import ReadOptions
+from ckptmgr.manager import CheckpointManager
+from ckptmgr.model import Checkpoint, State
+from ckptmgr.parallel.shard_store import ShardStore
+from ckptmgr.repair import repair_checkpoint
+from ckptmgr.sharded import ShardedCheckpoint
+from ckptmgr.store import Store
+from ckptmgr.verify import Status, verify_checkpoint
+from tests.crashmodel import ModelDisk, Order, every_crash
+from tests.faults.training import KEY, RUNS, SERIES, ModelProcesses
+from tests.manager.damage import put
+from tests.parallel.ranks import START, Clock
+from tests.parallel.test_sharded_state import job
+
+SIGNER = SigningKey(bytes(range(32)))
+OPTIONS = ReadOptions(key=Key(KEY))
+WEIGHTS = np.random.default_rng(7).standard_normal((30_000, 100)).astype(np.float32)
+SAFETENSORS: dict[str, Any] = {"format": "safetensors"}
+ZSTD: dict[str, Any] = {"format": "safetensors", "compression": "zstd"}
+
+
+def saved(
+    *, keep_redundancy: int = 2, steps: int = 1, own_count: int = 0, **config: Any
+) -> ModelDisk:
+    """Save with two ranks; each has a file of three segments."""
+    disk = ModelDisk()
+    disk.make_directory(RUNS, mode=0o700)
+
+    def save(ours: CheckpointManager, rank: int) -> None:
+        for step in range(1, steps + 1):
+            own = {"own": np.full(own_count, rank * step, np.float64)} if own_count else {}
+            ours.save(step, {"w": WEIGHTS * step, "scale": np.float32(2.5), **own})
+
+    job(disk, 2, save, options={"keep_redundancy": keep_redundancy}, **config)
+    disk.settle()
+    return disk
+
+
+def store_on(disk: ModelDisk, key: bytes | None = KEY) -> Store:
+    return Store(
+        RUNS,
+        fs=disk,
+        key=None if key is None else Key(key),
+        must_authenticate=key is not None,
+        processes=ModelProcesses(disk),
+    )
+
+
+def first_of(store: Store) -> Checkpoint:
+    return min(store.scan(), key=lambda found: found.step)
+
+
+def damage(disk: ModelDisk, name: str, at: float) -> None:
+    content = bytearray(disk.read_bytes(RUNS / name))
+    content[int(len(content) * at)] ^= 0xFF
+    put(disk, RUNS / name, bytes(content))
+
+
+def repaired(disk: ModelDisk, key: bytes | None = KEY) -> list[Healing]:
+    store = store_on(disk, key)
+    options = OPTIONS if key is not None else ReadOptions()
+    return repair_checkpoint(store, first_of(store), options=options, clock=lambda: START + 1e6)
+
+
+def tensor(disk: ModelDisk, name: str, key: bytes | None = KEY, *, rank: int = 0) -> np.ndarray:
+    store = store_on(disk, key)
+    manifest = store.read_manifest(first_of(store).name)
+    assert manifest is not None
+    options = OPTIONS if key is not None else ReadOptions()
+    with ShardedCheckpoint(store, manifest, options=options) as files:
+        return files.read({name: None}, rank=rank)[name]
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [({"crc_check": True}, KEY), (SAFETENSORS, KEY), (ZSTD, KEY), (ZSTD, None)],
+    ids=["ckpt", "container", "compressed container", "compressed"],
+)
+def test_damaged_file_is_written_anew(config: dict[str, Any], key: bytes | None) -> None:
+    disk = saved(enc_key=key, **config)
+    before = first_of(store_on(disk, key))
+    damage(disk, before.shards[1], 0.5)
+    (done,) = repaired(disk, key)
+    assert (done.name, done.problem) == (before.shards[1], None)
+    assert done.sources
+    store = store_on(disk, key)
+    (after,) = store.scan()
+    assert after.state is State.OK
+    assert after.shards[0] == before.shards[0]
+    assert after.shards[1] != before.shards[1]
+    assert not any(name == before.shards[1] for name in disk.list(RUNS))
+    options = OPTIONS if key is not None else ReadOptions()
+    assert verify_checkpoint(store, after, options=options).status is Status.OK
+    np.testing.assert_array_equal(tensor(disk, "w", key), WEIGHTS)
+    assert repaired(disk, key) == []
+
+
+def test_own_values_are_taken_from_ranges_that_match_their_digests() -> None:
+    disk = saved(enc_key=KEY, own_count=1 << 20, **SAFETENSORS)
+    damage(disk, first_of(store_on(disk)).shards[1], 0.95)
+    (done,) = repaired(disk)
+    assert done.problem is None
+    np.testing.assert_array_equal(tensor(disk, "w"), WEIGHTS)
+    np.testing.assert_array_equal(tensor(disk, "own", rank=1), np.ones(1 << 20))
+
+
+@pytest.mark.parametrize("order", Order)
+def test_power_cut_leaves_the_old_set_or_the_healed_one(order: Order) -> None:
+    disk = saved(enc_key=KEY, **SAFETENSORS)
+    before = first_of(store_on(disk))
+    damage(disk, before.shards[1], 0.5)
+    disk.settle()
+    for crash in every_crash(disk, repaired, order=order, tears=1):
+        later = ShardStore(
+            RUNS,
+            clock=lambda: START + 2e6,
+            fs=crash.disk,
+            key=Key(KEY),
+            processes=ModelProcesses(crash.disk),
+        )
+        with later.lease(SERIES):
+            later.recover(SERIES)
+        (found,) = later.scan()
+        assert found.state is State.OK, crash
+        assert {n for n in crash.disk.list(RUNS) if "-of-" in n} == set(found.shards), crash
+        is_healed = found.shards != before.shards
+        status = verify_checkpoint(store_on(crash.disk), found, options=OPTIONS).status
+        assert status is (Status.OK if is_healed else Status.DAMAGED), crash
+        assert is_healed or not crash.is_finished, crash
+
+
+def test_file_of_another_step_put_in_its_place_lends_it_nothing() -> None:
+    disk = saved(enc_key=KEY, steps=2, **SAFETENSORS)
+    first, second = sorted(store_on(disk).scan(), key=lambda found: found.step)
+    put(disk, RUNS / first.shards[1], disk.read_bytes(RUNS / second.shards[1]))
+    (done,) = repaired(disk)
+    assert done.problem is None
+    np.testing.assert_array_equal(tensor(disk, "w"), WEIGHTS)
+
+
+def test_own_values_of_a_file_put_in_its_place_are_not_believed() -> None:
+    disk = saved(enc_key=KEY, steps=2, own_count=100, **SAFETENSORS)
+    first, second = sorted(store_on(disk).scan(), key=lambda found: found.step)
+    put(disk, RUNS / first.shards[1], disk.read_bytes(RUNS / second.shards[1]))
+    (done,) = repaired(disk)
+    assert done.problem is not None
+    assert first_of(store_on(disk)).shards == first.shards
+
+
+def test_set_for_more_keys_than_are_given_keeps_its_files(tmp_path: Path) -> None:
+    public = tmp_path / "alice.pem.pub"
+    public.write_bytes(generate_pair("x25519")[1])
+    public.chmod(0o644)
+    disk = saved(enc_key=KEY, enc_recipients=[f"file:{public}"], **SAFETENSORS)
+    before = first_of(store_on(disk))
+    damage(disk, before.shards[1], 0.5)
+    (done,) = repaired(disk)
+    assert done.problem == "it is encrypted for 2 keys; given: 1"
+    assert first_of(store_on(disk)).shards == before.shards
+
+
+def test_signed_set_needs_the_signing_key() -> None:
+    disk = saved(enc_key=KEY, signing_key=SIGNER, **SAFETENSORS)
+    damage(disk, first_of(store_on(disk)).shards[1], 0.5)
+    with pytest.raises(KeyProblem, match="signed") as caught:
+        repaired(disk)
+    assert "--signing-key" in str(caught.value.hint)
+    with_signer = Store(RUNS, fs=disk, key=Key(KEY), must_authenticate=True, signing_key=SIGNER)
+    (done,) = repair_checkpoint(with_signer, first_of(with_signer), options=OPTIONS)
+    assert done.problem is None
+    trusting = Store(RUNS, fs=disk, key=Key(KEY), trusted_keys=[SIGNER.public_key])
+    manifest = trusting.read_manifest(first_of(trusting).name)
+    assert manifest is not None
+    assert manifest.signed_by is not None
+
+
+def test_tensor_without_a_copy_stays_lost() -> None:
+    disk = saved(enc_key=KEY, keep_redundancy=1, **SAFETENSORS)
+    before = first_of(store_on(disk))
+    damage(disk, before.shards[1], 0.5)
+    (done,) = repaired(disk)
+    assert done.problem is not None
+    assert first_of(store_on(disk)).shards == before.shards
+
+
+@pytest.mark.parametrize("config", [{}, SAFETENSORS], ids=["ckpt", "container"])
+def test_description_that_is_damaged_stays_lost(config: dict[str, Any]) -> None:
+    disk = saved(enc_key=KEY, **config)
+    before = first_of(store_on(disk))
+    damage(disk, before.shards[1], 0.01)
+    (done,) = repaired(disk)
+    assert done.problem is not None
+    assert first_of(store_on(disk)).shards == before.shards
+
+
+def test_file_that_is_gone_stays_lost() -> None:
+    disk = saved(enc_key=KEY)
+    before = first_of(store_on(disk))
+    disk.unlink(RUNS / before.shards[1])
+    assert [(one.name, one.problem) for one in repaired(disk)] == [(before.shards[1], "it is gone")]
+
+
+def test_encrypted_files_without_the_key_are_refused() -> None:
+    disk = saved(enc_key=KEY)
+    store = store_on(disk, None)
+    damage(disk, first_of(store).shards[1], 0.5)
+    with pytest.raises(KeyProblem, match="are encrypted"):
+        repair_checkpoint(store, first_of(store))
+
+
+@pytest.mark.parametrize("key", [KEY, None], ids=["encrypted", "plain"])
+def test_set_that_a_later_one_names_is_healed_with_a_key_only(key: bytes | None) -> None:
+    disk = saved(enc_key=key, steps=2, **ZSTD)
+    assert repaired(disk, key) == []
+    damage(disk, first_of(store_on(disk, key)).shards[1], 0.5)
+    if key is None:
+        with pytest.raises(UnsupportedCheckpoint, match="a later checkpoint names it"):
+            repaired(disk, key)
+        return
+    (done,) = repaired(disk, key)
+    assert done.problem is None
+    with CheckpointManager(
+        RUNS,
+        CheckpointConfig(enc_key=KEY, keep="all", **ZSTD),
+        prefix=SERIES,
+        fs=disk,
+        processes=ModelProcesses(disk),
+        clock=Clock(),
+    ) as ours:
+        assert ours.resume().checkpoint is not None
