@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import contextlib
 import stat
+import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ckptmgr.chain import contradiction
@@ -185,6 +186,7 @@ class _Patient:
         files: Those of the others.
         options: The key.
         slot_count: For how many keys it is encrypted.
+        lock: Held while files are read: several threads ask for the tensors of the new one.
     """
 
     opened: OpenCheckpoint
@@ -193,6 +195,7 @@ class _Patient:
     files: ShardedCheckpoint
     options: ReadOptions
     slot_count: int
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def entries(self) -> list[TensorEntry]:
@@ -208,6 +211,8 @@ class _Patient:
         kept = 0 if self.options.key is None else len(ring_of(self.options.key).recipients)
         if self.slot_count > kept:
             raise UnsafeWrite(f"it is encrypted for {self.slot_count} keys; given: {kept}")
+        if len(self.entries) < len(self.opened.index.entries):
+            raise UnsupportedCheckpoint("it holds more than tensors")
         if not self.is_proven:
             self._check_described_by_others()
         for entry in self.entries:
@@ -219,6 +224,10 @@ class _Patient:
         Raises:
             CorruptCheckpoint: No file has them.
         """
+        with self.lock:
+            return self._content(entry)
+
+    def _content(self, entry: TensorEntry) -> memoryview:
         piece = self._pieces().get(entry.name)
         if piece is not None:
             with contextlib.suppress(CorruptCheckpoint, UnsupportedCheckpoint, FileNotFoundError):
@@ -293,6 +302,9 @@ def _opened_patient(
     except CorruptCheckpoint:
         lenient = replace(options, trusted_keys=())
         opened, is_proven = open_source(source, path=path, options=lenient), False
+    entry = manifest.shards[rank]
+    if (opened.format, opened.cipher) != (entry.format, entry.cipher):
+        raise CorruptCheckpoint("another kind of file is in its place", path=path)
     is_container = opened.cipher is not None and opened.format == "safetensors"
     slot_count = 0
     if is_container:

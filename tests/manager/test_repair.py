@@ -21,6 +21,7 @@ from ckptmgr.store import Store
 from ckptmgr.verify import Level, Status, verify_checkpoint
 from tests.cli.running import run
 from tests.crashmodel import FailingDisk
+from tests.faults.training import KEY
 from tests.parallel.ranks import Meeting, Seat, run_ranks
 
 WEIGHTS = np.arange(30_000, dtype=np.float32).reshape(300, 100)
@@ -193,3 +194,18 @@ def test_command_heals_and_says_what_is_left(tmp_path: Path) -> None:
     document = json.loads(result.stdout)
     assert [(one["name"], one["healed"]) for one in document["items"]] == [(found.shards[1], False)]
     assert run("repair", found.path, "-q").stdout == f"{tmp_path / found.shards[1]}\n"
+
+
+def test_command_heals_encrypted_files_with_their_key(tmp_path: Path) -> None:
+    key = tmp_path / "key"
+    key.write_text(KEY.hex())
+    key.chmod(0o600)
+    found = saved(tmp_path / "runs", enc_key=KEY)
+    path = tmp_path / "runs" / found.shards[2]
+    path.chmod(0o600)
+    path.write_bytes(path.read_bytes() + b"more")
+    assert run("repair", found.path).exit_code != 0
+    result = run("repair", found.path, "--key", f"file:{key}")
+    assert (result.exit_code, f"healed {path.name} from " in result.stdout) == (0, True)
+    assert not path.exists()
+    assert run("verify", found.path, "--key", f"file:{key}").exit_code == 0

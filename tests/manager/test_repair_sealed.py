@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,17 @@ def test_own_values_of_a_file_put_in_its_place_are_not_believed() -> None:
     (done,) = repaired(disk)
     assert done.problem is not None
     assert first_of(store_on(disk)).shards == first.shards
+
+
+def test_plain_file_put_in_its_place_is_not_healed_into_a_plain_one() -> None:
+    disk, other = saved(enc_key=KEY, **SAFETENSORS), saved(**SAFETENSORS)
+    before = first_of(store_on(disk))
+    (plain,) = store_on(other, None).scan()
+    put(disk, RUNS / before.shards[1], other.read_bytes(RUNS / plain.shards[1]))
+    store, options = store_on(disk), replace(OPTIONS, allow_unsealed=True)
+    (done,) = repair_checkpoint(store, before, options=options)
+    assert done.problem is not None
+    assert first_of(store).shards == before.shards
 
 
 def test_set_for_more_keys_than_are_given_keeps_its_files(tmp_path: Path) -> None:
