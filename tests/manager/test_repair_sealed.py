@@ -169,10 +169,18 @@ def test_plain_file_put_in_its_place_is_not_healed_into_a_plain_one() -> None:
     disk, other = saved(enc_key=KEY, **SAFETENSORS), saved(**SAFETENSORS)
     before = first_of(store_on(disk))
     (plain,) = store_on(other, None).scan()
-    put(disk, RUNS / before.shards[1], other.read_bytes(RUNS / plain.shards[1]))
+    content = other.read_bytes(RUNS / plain.shards[1])
+    room = len(disk.read_bytes(RUNS / before.shards[1])) - len(content)
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = content[8:end] + b" " * room
+    put(
+        disk,
+        RUNS / before.shards[1],
+        (end - 8 + room).to_bytes(8, "little") + header + content[end:],
+    )
     store, options = store_on(disk), replace(OPTIONS, allow_unsealed=True)
     (done,) = repair_checkpoint(store, before, options=options)
-    assert done.problem is not None
+    assert done.problem == "another kind of file is in its place"
     assert first_of(store).shards == before.shards
 
 
