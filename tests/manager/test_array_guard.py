@@ -70,7 +70,7 @@ def test_guard_of_overlapping_views_is_none() -> None:
 IMMUTABLE: dict[str, tuple[Callable[[], object], bool]] = {
     "owner": (lambda: read_only(np.zeros(SIZE)), False),
     "read-only buffer of writable": (
-        lambda: np.frombuffer(memoryview(np.zeros(SIZE)).toreadonly()),
+        lambda: np.frombuffer(np.zeros(SIZE).data.toreadonly()),
         False,
     ),
     "read-only view of writable": (lambda: read_only(np.zeros(SIZE)[:]), False),
