@@ -125,7 +125,6 @@ def memory_of(value: Any) -> np.ndarray | None:
     if isinstance(value, np.ndarray):
         is_direct = value.flags.c_contiguous and value.flags.writeable
         return np.asarray(value) if is_direct else None
-    import torch
 
     if not _is_plain(value) or value.device.type != "cpu" or not value.is_contiguous():
         return None

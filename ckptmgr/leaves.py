@@ -115,8 +115,6 @@ def _dispatch_of(kind: type[Any]) -> object:
 
 def torch_bytes(value: torch.Tensor) -> memoryview:
     """Return a strided tensor in C order; a view of its memory when it is contiguous and on the CPU."""
-    import torch
-
     has_its_bytes = value.is_contiguous() and not value.is_conj() and not value.is_neg()
     if value.is_cpu and has_its_bytes and value.dtype in numpy_types():
         return flat_memory(value.detach().numpy())

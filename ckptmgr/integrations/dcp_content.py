@@ -59,12 +59,16 @@ def _object(item: WriteItem, planner: SavePlanner) -> bytes:
     return data
 
 
+def _dispatch_of(kind: type[torch.Tensor]) -> object:
+    return getattr(kind, "__torch_dispatch__", None)
+
+
 def _content(item: WriteItem, planner: SavePlanner) -> memoryview:
     value, data = planner.resolve_data(item), tensor_data(item)
     fqn = item.index.fqn
     if not isinstance(value, torch.Tensor):
         raise UnsupportedState(f"{fqn!r} is planned as a tensor, but is none")
-    is_wrapper = type(value).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__
+    is_wrapper = _dispatch_of(type(value)) is not _dispatch_of(torch.Tensor)
     if value.layout is not torch.strided or value.is_quantized or value.is_meta or is_wrapper:
         raise UnsupportedState(
             f"{fqn!r} is a {type(value).__qualname__} that is sparse, quantized, or has its content elsewhere",

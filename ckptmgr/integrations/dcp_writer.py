@@ -261,7 +261,7 @@ class StorageWriter(storage.StorageWriter):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         lineage: Lineage | None = state.pop("_lineage")
-        self.__dict__.update(state)
+        vars(self).update(state)
         if lineage is not None:
             run_of(self._place, options=self._options, lineage=lineage)
 

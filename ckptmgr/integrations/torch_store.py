@@ -17,10 +17,10 @@ from datetime import timedelta
 from torch import distributed
 from torch.distributed import (  # type: ignore[attr-defined]
     DistError,
-    PrefixStore,
+    PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
     ProcessGroup,
-    Store,
-    TCPStore,
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+    TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 
 from ckptmgr.parallel.coordinator import KeyValueCoordinator

@@ -225,7 +225,7 @@ def test_tensors_and_metadata_may_be_called_like_the_fields_of_a_tensor() -> Non
     tensors = [named_tensor(name, "uint8", (1,)) for name in names]
     data = image_bytes(build_safetensors_image(tensors))
     assert [one.name for one in read_safetensors_index(BytesSource(data)).entries] == list(names)
-    strings = dict.fromkeys(names, "x")
+    strings: dict[str, str] = dict.fromkeys(names, "x")
     tensor = [named_tensor("w", "uint8", (1,))]
     data = image_bytes(build_safetensors_image(tensor, metadata=strings))
     assert read_safetensors_index(BytesSource(data)).metadata == {"format": "ms", **strings}

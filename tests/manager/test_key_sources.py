@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -212,7 +213,7 @@ def test_passphrase_that_a_person_mistypes_saves_nothing(
     answers = iter(["correct horse", "corect horse"])
     monkeypatch.setattr("getpass.getpass", lambda _: next(answers))
     source = "passphrase:prompt:"
-    given = {"enc_key": source} if name == "enc_key" else {"enc_key": KEY.raw}
+    given: dict[str, Any] = {"enc_key": source} if name == "enc_key" else {"enc_key": KEY.raw}
     others = [source] if name == "enc_recipients" else []
     with pytest.raises(KeyProblem, match="two answers differ"):
         CheckpointConfig(format=FORMAT, enc_recipients=others, **given)

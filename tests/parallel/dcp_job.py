@@ -174,7 +174,8 @@ def wholes(state: Any, path: str = "") -> dict[str, Any]:
         return {k: v for key, one in state.items() for k, v in wholes(one, f"{path}.{key}").items()}
     if not isinstance(state, torch.Tensor):
         return {}
-    return {path: state.full_tensor() if hasattr(state, "full_tensor") else state.clone()}
+    gather = getattr(state, "full_tensor", state.clone)
+    return {path: gather()}
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def main(directory: Path, action: str, rank: int, world: int, port: str) -> None
 
     jax.config.update("jax_platforms", "cpu")
     jax.distributed.initialize(f"127.0.0.1:{port}", world, rank, initialization_timeout=60)
-    state = {**arrays(action), "own": rank}
+    state: Any = {**arrays(action), "own": rank}
     config = CheckpointConfig(remove_redundancy=True, format="safetensors")
     with CheckpointManager(
         directory, config, prefix="jax", coordinator=jax_coordinator(), rank_timeout_s=60
@@ -52,7 +52,7 @@ def main(directory: Path, action: str, rank: int, world: int, port: str) -> None
         if action == "save":
             manager.save(1, state)
         else:
-            state = manager.resume(state).state  # type: ignore[assignment]
+            state = manager.resume(state).state
     held = {
         name: all(
             np.array_equal(np.asarray(shard.data), WHOLE[shard.index])

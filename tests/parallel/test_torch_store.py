@@ -8,6 +8,7 @@ import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -109,7 +110,7 @@ def test_ranks_of_a_process_group_meet_over_its_store() -> None:
         group_coordinator()
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
-        groups = (None, dist.new_group([0]))
+        groups: tuple[Any, ...] = (None, dist.new_group([0]))
         assert [group_coordinator(g).all_gather("a", 1, timeout_s=20) for g in groups] == [[1], [1]]
     finally:
         dist.destroy_process_group()
