@@ -24,6 +24,7 @@ CLEAN = {
         "CKPTMGR_KEY",
         "CKPTMGR_KEY_FILE",
         "CKPTMGR_KEY_SERVICE",
+        "CKPTMGR_KEY_CONTEXT",
         "NO_COLOR",
         "FORCE_COLOR",
         "TERM",
