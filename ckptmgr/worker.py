@@ -33,6 +33,9 @@ from ckptmgr.staging_items import items_from
 from ckptmgr.store import Store
 from ckptmgr.worker_protocol import IGNORED_SIGNALS, describe_error, receive, send
 
+# A save can wait, the training cannot: where both want the same core, the save gets a tenth of it.
+NICENESS = 10
+
 _Order = tuple[dict[str, Any], list[int]]
 
 
@@ -164,6 +167,7 @@ def main() -> None:
     for ignored in IGNORED_SIGNALS:
         signal.signal(ignored, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
+    os.nice(NICENESS)
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     watch = _watch(parent)
     if os.getppid() == parent:

@@ -22,7 +22,7 @@ from ckptmgr.config import CheckpointConfig
 from ckptmgr.errors import SaveFailed, StoreFull
 from ckptmgr.manager import CheckpointManager
 from ckptmgr.memory_config import MIB
-from ckptmgr.worker import Worker, _watch
+from ckptmgr.worker import NICENESS, Worker, _watch
 from ckptmgr.worker_client import WorkerClient
 from tests.manager.held import (
     KEY,
@@ -83,6 +83,13 @@ def test_worker_is_started_by_the_first_save_and_ended_by_close(runs: Path) -> N
         assert pid_of(manager) == pid
     assert manager._engine._worker.pid is None
     assert not Path(f"/proc/{pid}").exists()
+
+
+def test_worker_gives_way_to_the_training(runs: Path) -> None:
+    with manager_of(runs) as manager:
+        save(manager, 1)
+        mine = os.getpriority(os.PRIO_PROCESS, 0)
+        assert os.getpriority(os.PRIO_PROCESS, pid_of(manager)) == min(mine + NICENESS, 19)
 
 
 def test_worker_inherits_no_key_and_no_descriptor_but_its_own(runs: Path, tmp_path: Path) -> None:
