@@ -273,9 +273,7 @@ class CheckpointReader:
         if is_large and opened.unit_bytes:
             read_scattered(opened.source, placements, unit_bytes=opened.unit_bytes)
             return
-        for (
-            one
-        ) in placements:  # the source keeps the range or block at hand for the next small tensor
+        for one in placements:  # the source keeps the range or block at hand for the next tensor
             opened.source.read_into(one.offset, one.target)
 
     def _confirm(self, entry: CkptEntry) -> None:

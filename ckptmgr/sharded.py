@@ -23,13 +23,12 @@ from ckptmgr.errors import (
 )
 from ckptmgr.formats.index import TensorEntry, check_content
 from ckptmgr.formats.tensor import TensorSpec
-from ckptmgr.formats.zstd_source import FramesSource
-from ckptmgr.frame_reader import read_frames
-from ckptmgr.loader import OpenCheckpoint, ReadOptions, bytes_of
+from ckptmgr.loader import ReadOptions, bytes_of
 from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import Manifest
 from ckptmgr.open_shards import OpenShards
-from ckptmgr.scatter import Placement, read_scattered
+from ckptmgr.read_parts import read_parts
+from ckptmgr.scatter import Placement
 from ckptmgr.store import Store
 from ckptmgr.stored_pieces import StoredPiece, placed
 
@@ -187,27 +186,9 @@ class ShardedCheckpoint(OpenShards):
                 placements += placed(entry, run.source_offset, view)
         placements.sort(key=lambda one: one.offset)
         with translated_errors(opened.path):
-            _read(opened, placements, is_confirmed=number in self._confirmed)
+            read_parts(opened, placements, is_confirmed=number in self._confirmed)
         self._confirmed.add(number)
         self.used.add(number)
-
-
-def _read(opened: OpenCheckpoint, placements: list[Placement], *, is_confirmed: bool) -> None:
-    if isinstance(opened.source, FramesSource):
-        read_frames(opened.source, placements)
-        return
-    if not opened.unit_bytes:
-        for one in placements:
-            opened.source.read_into(one.offset, one.target)
-        return
-    glimpses = None if is_confirmed else opened.glimpses
-    read_scattered(
-        opened.source,
-        placements,
-        unit_bytes=opened.unit_bytes,
-        glimpses=glimpses,
-        also_units=() if glimpses is None else glimpses.units(opened.unit_bytes),
-    )
 
 
 def first_difference(files: ShardedCheckpoint, name: str, region: Region | None) -> int | None:

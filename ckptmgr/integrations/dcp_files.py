@@ -14,13 +14,12 @@ import numpy as np
 from ckptmgr.boxes import Region, byte_runs, lengths_of
 from ckptmgr.errors import CorruptCheckpoint, UnsupportedCheckpoint
 from ckptmgr.formats.index import TensorEntry, check_content
-from ckptmgr.formats.zstd_source import FramesSource
-from ckptmgr.frame_reader import read_frames
 from ckptmgr.integrations.dcp_index import INDEX_NAME, MARK, VERSION, Index, parse_index
 from ckptmgr.loader import OpenCheckpoint, ReadOptions, confirm_index, open_source, read_values
 from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import Manifest
-from ckptmgr.scatter import Placement, read_scattered
+from ckptmgr.read_parts import read_parts
+from ckptmgr.scatter import Placement
 from ckptmgr.store import Store
 
 
@@ -89,23 +88,7 @@ class ShardFile:
             yield Placement(start + run.source_offset, target)
 
     def _fill(self, placements: Sequence[Placement]) -> None:
-        opened = self._opened
-        if isinstance(opened.source, FramesSource):
-            read_frames(opened.source, placements)
-            return
-        if not opened.unit_bytes:
-            for one in placements:
-                opened.source.read_into(one.offset, one.target)
-            return
-        glimpses = None if self._is_confirmed else opened.glimpses
-        seen = set() if glimpses is None else glimpses.units(opened.unit_bytes)
-        read_scattered(
-            opened.source,
-            placements,
-            unit_bytes=opened.unit_bytes,
-            glimpses=glimpses,
-            also_units=seen,
-        )
+        read_parts(self._opened, placements, is_confirmed=self._is_confirmed)
         self._is_confirmed = True
 
     def _entry(self, name: str) -> TensorEntry:
