@@ -167,23 +167,8 @@ def encrypt_file(
         _check_name(target, is_container=opened.format == "safetensors")
         if opened.format == "safetensors":
             content = container_content(opened, key=key, mode=mode)
-            return publish(
-                source,
-                target,
-                content,
-                options=ReadOptions(),
-                manifest=manifest,
-                force=force,
-                clock=clock,
-            )
-        sealer = CheckingSealer(opened, key, mode)
-        image = SourceImage(
-            opened.source,
-            sealer.body_bytes,
-            has_crc_trailer=sealer.has_crc,
-            glimpses=opened.glimpses,
-        )
-        content = Content(image=image, format="ckpt", mode=mode, key=key, sealer=sealer)
+        else:
+            content = _sealed_content(opened, key=key, mode=mode)
         return publish(
             source,
             target,
@@ -193,6 +178,17 @@ def encrypt_file(
             force=force,
             clock=clock,
         )
+
+
+def _sealed_content(opened: OpenCheckpoint, *, key: Keys, mode: str) -> Content:
+    sealer = CheckingSealer(opened, key, mode)
+    image = SourceImage(
+        opened.source,
+        sealer.body_bytes,
+        has_crc_trailer=sealer.has_crc,
+        glimpses=opened.glimpses,
+    )
+    return Content(image=image, format="ckpt", mode=mode, key=key, sealer=sealer)
 
 
 def encrypted_chunks(source: Path, *, key: Keys, mode: str = "AES-GCM") -> Iterator[memoryview]:

@@ -57,12 +57,7 @@ def pin_command(
         others = tuple(pin for pin in pins if pin.name != name)
         return (*others, Pin(name=name, reason=reason))
 
-    opener = partial(
-        options.open_store,
-        key=options.load_key(key_source),
-        allow_unsealed=allow_unsealed,
-        signing_key=options.load_signing_key(signing_source),
-    )
+    opener = _opener(key_source, signing_source, allow_unsealed=allow_unsealed)
     selected = _selected(checkpoint, directory, series, opener)
     return _show(ctx, selected, _change(selected, change), as_json=as_json, quiet=quiet)
 
@@ -96,14 +91,20 @@ def unpin_command(
     def change(pins: tuple[Pin, ...]) -> tuple[Pin, ...]:
         return () if name is None else tuple(pin for pin in pins if pin.name != name)
 
-    opener = partial(
+    opener = _opener(key_source, signing_source, allow_unsealed=allow_unsealed)
+    selected = _selected(checkpoint, directory, series, opener)
+    return _show(ctx, selected, _change(selected, change), as_json=as_json, quiet=quiet)
+
+
+def _opener(
+    key_source: str | None, signing_source: str | None, *, allow_unsealed: bool
+) -> OpenStore:
+    return partial(
         options.open_store,
         key=options.load_key(key_source),
         allow_unsealed=allow_unsealed,
         signing_key=options.load_signing_key(signing_source),
     )
-    selected = _selected(checkpoint, directory, series, opener)
-    return _show(ctx, selected, _change(selected, change), as_json=as_json, quiet=quiet)
 
 
 def _selected(text: str, directory: Path, series: str | None, opener: OpenStore) -> Selected:
