@@ -55,9 +55,8 @@ class _Crew:
         if self._must_take_over:
             for member in self._members:
                 member()
-        while (
-            self._working
-        ):  # Ctrl-C may come after the gate was passed, and then it is closed again
+        # Ctrl-C may come after the gate was passed, and then it is closed again
+        while self._working:
             self._gate.acquire()
         for thread in self._threads:  # nobody works any more; this only tidies up
             if thread.ident is not None:
