@@ -12,7 +12,7 @@ from ckptmgr import manifest as manifests
 from ckptmgr.crypto.keyring import Keys, ring_of
 from ckptmgr.crypto.signing import PublicKey, SigningKey
 from ckptmgr.digest import digest_of
-from ckptmgr.errors import KeyProblem, UnsealedCheckpoint
+from ckptmgr.errors import CkptmgrError, KeyProblem, UnsealedCheckpoint
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.fsio import FileSystem, discard
 from ckptmgr.lease import Processes
@@ -240,6 +240,20 @@ class ManifestFiles:
                 self.fs.unlink(path)
             else:
                 self.write(path, before.data, series=series, mode=before.mode, is_durable=True)
+
+    def settle(self, data_name: str, *, series: str) -> bool:
+        """Make the manifest of one name that of its data alone, where an overwrite was interrupted; return whether one was.
+
+        What is not proven by this writer's keys, or could not be written again as trustworthy, stays as it is.
+        """
+        try:
+            manifest = self.load(manifest_name(data_name), must_authenticate=True)
+            if manifest is None or manifest.replaces is None or self.lost_by_rewriting(data_name):
+                return False
+        except CkptmgrError:
+            return False  # whoever reads it next says why
+        self.put_back(self.half_that_matches(manifest), series=series)
+        return True
 
     def put_back(self, old: Manifest, *, series: str) -> None:
         """Replace the manifest of data that was not overwritten in the end by its old one, with the proofs of that."""

@@ -139,6 +139,7 @@ def rekey_checkpoint(store: Store, checkpoint: Checkpoint, change: KeyChange) ->
         OSError: From the disk. The checkpoint opens with the old or the new keys; doing the same again finishes it.
     """
     with only_writer(store, checkpoint.name, checkpoint.series):
+        store.settle(checkpoint)
         return _Checkpoint(store, checkpoint, change).change()
 
 
@@ -162,6 +163,7 @@ def reencrypt_checkpoint(store: Store, checkpoint: Checkpoint, change: KeyChange
         OSError: From the disk. The checkpoint opens with the old or the new keys; doing the same again finishes it.
     """
     with only_writer(store, checkpoint.name, checkpoint.series):
+        store.settle(checkpoint)
         return _Checkpoint(store, checkpoint, change).change_anew()
 
 

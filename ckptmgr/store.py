@@ -329,6 +329,18 @@ class Store:
         self._manifests.reauthenticate(name, change, mode=mode)
         self.fs.sync_directory(self.directory)
 
+    def settle(self, checkpoint: Checkpoint) -> None:
+        """Finish with an overwrite of a checkpoint that was interrupted; the lease must be held.
+
+        Before a manifest is changed: the proofs that it keeps for the data that was to be replaced would not change with it.
+
+        Raises:
+            OSError: From the disk.
+        """
+        self.fs.sync_directory(self.directory)
+        if self._manifests.settle(checkpoint.path.name, series=checkpoint.series):
+            self.fs.sync_directory(self.directory)
+
     def change_pins(
         self, checkpoint: Checkpoint, change: Callable[[tuple[Pin, ...]], tuple[Pin, ...]]
     ) -> Manifest:
@@ -338,6 +350,7 @@ class Store:
             UnsupportedCheckpoint: It has no manifest to note pins in.
             KeyProblem: The manifest is authenticated or signed, and without the key for that it cannot be written again.
         """
+        self.settle(checkpoint)
         manifest = self.read_manifest(checkpoint.name)
         if manifest is None:
             raise UnsupportedCheckpoint(

@@ -242,7 +242,7 @@ class _Run:
         planned = [found for one in selected if (found := self._planned(one, plan)) is not None]
         pending = [found for found in planned if found.plan.is_pending]
         if planned:
-            self._check_removals(planned, is_done=not pending)
+            self._check_removals(planned, is_begun=len(pending) < len(planned))
         if self._output.is_text:
             self._print(planned)
         if not pending or is_dry:
@@ -265,7 +265,7 @@ class _Run:
             self._failed(error)
             return None
 
-    def _check_removals(self, planned: Sequence[_Planned], *, is_done: bool) -> None:
+    def _check_removals(self, planned: Sequence[_Planned], *, is_begun: bool) -> None:
         """Say who is to be removed and was nowhere; a passphrase may have been mistyped.
 
         Raises:
@@ -277,7 +277,7 @@ class _Run:
                 continue
             if isinstance(removal, str):
                 note(f"--remove {removal}: none of them opens with this key")
-            elif removal.key_ids or (is_done and self._change.add):
+            elif removal.key_ids or (is_begun and self._change.add):
                 note(f"--remove ({', '.join(removal.labels)}): opens none of them")
             else:
                 raise UsageProblem(

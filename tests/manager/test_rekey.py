@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,9 +23,12 @@ from ckptmgr.errors import (
     UnsealedCheckpoint,
 )
 from ckptmgr.formats.source import BytesSource
+from ckptmgr.fsio import OsFileSystem
+from ckptmgr.loader import ReadOptions
 from ckptmgr.manager import CheckpointManager
 from ckptmgr.manifest import manifest_name
 from ckptmgr.model import State
+from ckptmgr.recompress import recompress
 from ckptmgr.rekey import (
     Action,
     open_for_rekeying,
@@ -443,3 +447,38 @@ def test_encrypting_anew_makes_a_new_key_for_the_manifest_too(tmp_path: Path) ->
     assert after.auth is not None
     assert before.auth.key != after.auth.key
     assert openers(checkpoint, [ring(OLD), ring(private), ring(NEW)]) == [1, 2]
+
+
+class _Dying(OsFileSystem):
+    """A disk of a process that dies when it gives the new data its name."""
+
+    is_dead = False
+
+    def replace(self, source: Path, target: Path) -> None:
+        self.is_dead = self.is_dead or not target.name.endswith(".json")
+        self._live()
+        super().replace(source, target)
+
+    def unlink(self, path: Path) -> None:
+        self._live()
+        super().unlink(path)
+
+    def _live(self) -> None:
+        if self.is_dead:
+            raise OSError(errno.EIO, "dead")
+
+
+def test_rotation_after_an_interrupted_overwrite_holds_when_the_next_run_cleans_up(
+    tmp_path: Path,
+) -> None:
+    save_run(directory=tmp_path, steps=1)
+    dying = Store(tmp_path, fs=_Dying(), key=ring(OLD), must_authenticate=True)
+    (checkpoint,) = dying.scan()
+    with pytest.raises(OSError, match="dead"):
+        recompress(dying, checkpoint, level=3, options=ReadOptions(key=ring(OLD)))
+    assert b'"replaces"' in (tmp_path / manifest_name(checkpoint.name)).read_bytes()
+
+    rekey(ROTATION, directory=tmp_path)
+    config = CheckpointConfig(keep="all", enc_key=NEW.raw, format="safetensors")
+    with CheckpointManager(tmp_path, config, prefix=checkpoint.series) as manager:
+        assert manager.resume().step == checkpoint.step
