@@ -103,8 +103,11 @@ class Patient:
         return read_index(self.opened.metadata.get(PIECES), path=self.opened.path).pieces
 
     def _check_described_by_others(self) -> None:
-        """Raise unless the other files show that the description is right: the same texts, and no tensor is missing."""
-        self.files.names(self.rank)
+        """Raise unless the other files show that the description is right: the same texts, and nothing is missing.
+
+        Then it held copies only. A file of another rank put in its place says what all say, too, but lacks what was its own.
+        """
+        self.files.check_complete()
         mine = _description(self.opened.metadata, self.opened.path)
         others = (rank for rank in range(self.files.world) if rank != self.rank)
         if not any(

@@ -12,6 +12,7 @@ Encrypted and compressed files are other bytes whenever they are made; they are 
 from __future__ import annotations
 
 import contextlib
+import stat
 import time
 from collections.abc import Callable, Iterator
 from math import prod
@@ -139,7 +140,13 @@ def _heal(store: Store, manifest: Manifest, name: str) -> None:
         size_bytes=patient.digest.size_bytes,
         write=write,
         describe=lambda _: manifest,
+        mode=_mode_of(store, name),
     )
+
+
+def _mode_of(store: Store, name: str) -> int:
+    status = store.fs.status(store.directory / name)
+    return 0o400 if status is None else stat.S_IMODE(status.mode)
 
 
 class _Healer(ShardFiles):

@@ -26,10 +26,12 @@ from ckptmgr.errors import (
     KeyProblem,
     UnsupportedCheckpoint,
 )
+from ckptmgr.formats.detect import detect
+from ckptmgr.formats.source import Source
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.fsio import remove_name
 from ckptmgr.healing import Healing, PaddedSource
-from ckptmgr.loader import ReadOptions
+from ckptmgr.loader import ReadOptions, open_source
 from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.patient import Patient, open_patient
 from ckptmgr.saver import SaveOrder, save_items
@@ -37,6 +39,7 @@ from ckptmgr.shard_files import ShardFiles
 from ckptmgr.shard_names import new_attempt_id, parse_shard_name, shard_name
 from ckptmgr.sharded import ShardedCheckpoint
 from ckptmgr.store import Store
+from ckptmgr.stored_kind import check_kind
 
 
 class SealedRepair:
@@ -85,6 +88,7 @@ class SealedRepair:
                 hint="pass the key (CLI: --key)",
             )
         store.check_rewritable(checkpoint)
+        store.check_proven(checkpoint)
         changed = replace(manifest, shards=(self._renamed(0), *manifest.shards[1:]))
         if contradiction(changed.to_checkpoint(store.directory), store.scan()) is not None:
             raise UnsupportedCheckpoint(
@@ -105,7 +109,7 @@ class SealedRepair:
             source = PaddedSource(raw, entry.digest.size_bytes)
             bad = differing_ranges(source, entry.digest)
             if not bad and raw.size == source.size:
-                return None
+                return self._unopenable(rank, source)
             self._check_changeable()
             found = Healing(name=entry.name, bad_bytes=sum(stop - start for start, stop in bad))
             files = stack.enter_context(
@@ -120,6 +124,22 @@ class SealedRepair:
             self._replace(rank, patient)
             sources = tuple(self._manifest.shards[other].name for other in sorted(files.used))
         return replace(found, sources=sources)
+
+    def _unopenable(self, rank: int, source: Source) -> Healing | None:
+        """Return what is wrong with the header of a file, which its digest leaves out, or None."""
+        entry = self._manifest.shards[rank]
+        if not entry.digest.blank_bytes:
+            return None
+        path = str(self._store.directory / entry.name)
+        try:
+            check_kind(detect(source), self._manifest, path=path)
+            if self._options.key is not None:
+                open_source(source, path=path, options=self._options, is_for_loading=True)
+        except KeyProblem:
+            raise
+        except CkptmgrError as error:
+            return Healing(name=entry.name, bad_bytes=0, problem=error.message)
+        return None
 
     def _replace(self, rank: int, patient: Patient) -> None:
         """Write the file anew, commit it, and remove the old one."""
@@ -139,11 +159,23 @@ class SealedRepair:
             describe=partial(self._described, rank),
             metadata=patient.plain_metadata(),
         )
-        changed = save_items(ShardFiles(store.directory, fs=store.fs), order)
-        store.update_manifest(changed)
+        files = ShardFiles(store.directory, fs=store.fs)
+        changed = save_items(files, order)
+        try:
+            store.update_manifest(changed)
+        except BaseException:
+            self._withdraw(files, order.name)
+            raise
         self._manifest = changed
         remove_name(store.fs, store.directory / old.name)
         store.fs.sync_directory(store.directory)
+
+    def _withdraw(self, files: ShardFiles, name: str) -> None:
+        """Remove a new file that the manifest does not name; where that cannot be told, it stays."""
+        with contextlib.suppress(CkptmgrError, OSError):
+            present = self._store.read_manifest(self._manifest.name)
+            if present is not None and all(one.name != name for one in present.shards):
+                files.withdraw(name)
 
     def _described(self, rank: int, entry: FileEntry, _: Mapping[str, float]) -> Manifest:
         shards = list(self._manifest.shards)

@@ -93,6 +93,16 @@ class ShardedCheckpoint(OpenShards):
             return False
         return True
 
+    def check_complete(self) -> None:
+        """Raise unless the files that are there hold every tensor that they name as a whole, for each rank that has it.
+
+        Raises:
+            CorruptCheckpoint, UnsupportedCheckpoint: A part is in none of them.
+        """
+        held = {(one.tensor, rank) for one in self._all_pieces() for rank in one.ranks or (0,)}
+        for name, rank in sorted(held):
+            self._cover(name, None, rank)
+
     def _cover(
         self, name: str, region: Region | None, rank: int | None
     ) -> tuple[TensorSpec, Region, list[_Task]]:

@@ -329,6 +329,14 @@ class Store:
         self._manifests.reauthenticate(name, change, mode=mode)
         self.fs.sync_directory(self.directory)
 
+    def check_proven(self, checkpoint: Checkpoint) -> None:
+        """Raise unless this writer's own keys prove the manifest of a checkpoint: it is about to be written under them.
+
+        Raises:
+            CkptmgrError: They do not.
+        """
+        self._manifests.read_proven(checkpoint.name)
+
     def settle(self, checkpoint: Checkpoint) -> None:
         """Finish with an overwrite of a checkpoint that was interrupted; the lease must be held.
 

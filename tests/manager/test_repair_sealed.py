@@ -24,7 +24,7 @@ from ckptmgr.repair import repair_checkpoint
 from ckptmgr.sharded import ShardedCheckpoint
 from ckptmgr.store import Store
 from ckptmgr.verify import Status, verify_checkpoint
-from tests.crashmodel import ModelDisk, Order, every_crash
+from tests.crashmodel import FailingDisk, ModelDisk, Order, every_crash
 from tests.faults.training import KEY, RUNS, SERIES, ModelProcesses
 from tests.manager.damage import put
 from tests.parallel.ranks import START, Clock
@@ -265,3 +265,45 @@ def test_set_that_a_later_one_names_is_healed_with_a_key_only(key: bytes | None)
         clock=Clock(),
     ) as ours:
         assert ours.resume().checkpoint is not None
+
+
+def padded(content: bytes, size_bytes: int) -> bytes:
+    return content[:size_bytes].ljust(size_bytes, b"\0")
+
+
+@pytest.mark.parametrize(
+    ("config", "key"), [(SAFETENSORS, KEY), (ZSTD, None)], ids=["sealed", "zstd"]
+)
+def test_file_of_another_rank_put_in_its_place_is_not_taken_for_it(
+    config: dict[str, Any], key: bytes | None
+) -> None:
+    disk = saved(keep_redundancy=1, enc_key=key, **config)
+    shards = first_of(store_on(disk, key)).shards
+    put(disk, RUNS / shards[1], disk.read_bytes(RUNS / shards[0]))
+    (done,) = repaired(disk, key)
+    assert done.problem is not None
+    assert first_of(store_on(disk, key)).shards == shards
+
+
+def test_file_whose_header_is_gone_is_not_called_whole() -> None:
+    disk = saved(enc_key=KEY, **SAFETENSORS)
+    name = first_of(store_on(disk)).shards[1]
+    put(disk, RUNS / name, bytes(8192) + disk.read_bytes(RUNS / name)[8192:])
+    (done,) = repaired(disk)
+    assert done.name == name
+    assert done.problem is not None
+    assert "begins like a file of the kind 'unknown'" in done.problem
+
+
+def test_full_disk_at_the_manifest_leaves_no_new_file() -> None:
+    disk = saved(enc_key=KEY, **SAFETENSORS)
+    before = first_of(store_on(disk)).shards
+    damage(disk, before[1], 0.5)
+    failing = FailingDisk(disk, operation="create", call=2)
+    store = Store(
+        RUNS, fs=failing, key=Key(KEY), must_authenticate=True, processes=ModelProcesses(disk)
+    )
+    with pytest.raises(OSError, match="injected|No space|error"):
+        repair_checkpoint(store, first_of(store), options=OPTIONS, clock=lambda: START + 1e6)
+    assert first_of(store_on(disk)).shards == before
+    assert {name for name in disk.list(RUNS) if "-of-" in name} == set(before)
