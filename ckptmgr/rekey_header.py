@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ckptmgr.crypto.container_header import HeaderCopy
 from ckptmgr.crypto.container_rekey import HeaderWrite, rewrite_header
@@ -165,19 +165,20 @@ def plan_header(raw: Source, change: KeyChange, *, path: str) -> FilePlan:
 
 
 def plan_container(raw: Source, change: KeyChange) -> FilePlan:
-    """Return whether a container is to be encrypted anew; one that only those who are added open was already.
+    """Return whether a container is to be encrypted anew; one that was made for those who are added alone was already.
 
     Raises:
-        CryptoError: It does not open, or is damaged.
+        CryptoError: It does not open, or is damaged, or nothing but its keys was changed before.
     """
     try:
         before = _labels(unlock(raw, change.keys.identities).header.slots)
     except DecryptionError as error:
+        done = _seemingly_done(raw, change, error)
         try:
-            before = _labels(unlock(raw, change.added.identities).header.slots)
+            unlock(raw, change.added.identities)
         except DecryptionError:
-            return _seemingly_done(raw, change, error)
-        return FilePlan(before=before, after=before)
+            return done
+        return replace(done, is_proven=True)
     return FilePlan(before=before, after=change.added.labels, is_anew=True)
 
 
@@ -185,9 +186,22 @@ def _seemingly_done(raw: Source, change: KeyChange, error: DecryptionError) -> F
     """Return the plan for a container that opens for others only, as after the change; else raise the error."""
     copies = [copy.header for copy in find_copies(raw)]
     if not all(_looks_done(copy, change) for copy in copies):
-        raise error
+        raise _explained(copies[0], change, error)
     labels = _labels(copies[0].slots)
     return FilePlan(before=labels, after=labels, is_proven=False)
+
+
+def _explained(header: HeaderCopy, change: KeyChange, error: DecryptionError) -> DecryptionError:
+    """Return the error of a file that may have been rekeyed to those it is to be encrypted anew for."""
+    bound = header.fixed.pack()
+    if not change.is_only or all(change.removes(slot, bound=bound) for slot in header.slots):
+        return error
+    opens = ", ".join(_labels(header.slots))
+    return DecryptionError(
+        error.message,
+        offset=error.offset,
+        hint=f"it opens with: {opens}; where only its keys were changed, give one of these as the old key (CLI: --key)",
+    )
 
 
 def _removals_in(raw: Source, change: KeyChange) -> frozenset[Removal]:
@@ -202,6 +216,8 @@ def _looks_done(header: HeaderCopy, change: KeyChange) -> bool:
     """Return whether a header that does not open says that it was changed already; nothing is proven."""
     if not change.add and not change.shuts_out_keys:
         return False  # these keys would open it still
+    if change.is_only and header.generation > 1:
+        return False  # its keys were changed, and the data key is the one that was there before
     bound = header.fixed.pack()
     is_free = not any(change.removes(slot, bound=bound) for slot in header.slots)
     return is_free and not change.missing(header.slots, bound=bound)
