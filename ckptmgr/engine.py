@@ -34,6 +34,7 @@ from ckptmgr.observe import EVERYBODY, SaveWatch
 from ckptmgr.save_failure import BackPressure, OnError
 from ckptmgr.saver import Publish, Refusal, SaveOrder, save_items
 from ckptmgr.staging import StagingPool
+from ckptmgr.staging_device import accelerators, settle
 from ckptmgr.staging_state import StagedState
 from ckptmgr.store import Store
 from ckptmgr.worker_client import WorkerClient
@@ -220,6 +221,7 @@ class SaveEngine:
         watch.costs(stats, note=note_blocked)
         if not isinstance(publish, Refusal):
             publish = _measured(publish, stats)
+        settle(items, accelerators())
         checkpoint = save(items, publish)
         note_blocked()
         handle.staged.set_result(None)

@@ -36,6 +36,7 @@ from ckptmgr.fsio import InputFile, OutputFile
 from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.naming import extension_of
 from ckptmgr.pipeline import Written, container_for, sealer_for, write_image
+from ckptmgr.staging_device import accelerators, settle
 from ckptmgr.store import Store
 
 
@@ -133,6 +134,7 @@ def save_items(store: Store, order: SaveOrder) -> Manifest:
         SaveFailed: With `verify_after_write`: the disk does not hold what was written; nothing was changed.
         OSError: From the disk.
     """
+    settle(order.items, accelerators())
     options, path = order.options, str(store.directory / order.name)
     with _refusals(path):
         image = build_image(order.items, options=options, metadata=order.metadata)

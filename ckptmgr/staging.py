@@ -27,7 +27,7 @@ from types import TracebackType
 from ckptmgr.errors import StagingExhausted
 from ckptmgr.formats.tensor import Item, Tensor
 from ckptmgr.memory_config import MemoryConfig
-from ckptmgr.staging_device import DeviceMemory, copy_on_device
+from ckptmgr.staging_device import DeviceMemory, accelerators, copy_on_device
 from ckptmgr.staging_items import Content, items_from, tensors_of
 from ckptmgr.staging_ledger import Ledger
 from ckptmgr.staging_plan import Layout, lay_out
@@ -46,7 +46,8 @@ class StagingPool:
         is_shared: Whether another process can map the copies.
         ledger: Shared with others that live on the same budget; a new one by default.
         most_states: States that may be staged at the same time when there is no host budget; None for any number.
-        device: Accelerators on which `device_copy_share` may be used; a shared pool has no use for it.
+        device: Accelerators that tensors may lie on; None for those that PyTorch uses. A shared pool makes no copies there,
+            whatever `device_copy_share` says.
     """
 
     def __init__(
@@ -60,11 +61,14 @@ class StagingPool:
     ) -> None:
         self._config = MemoryConfig() if config is None else config
         self.ledger = Ledger(self._config) if ledger is None else ledger
-        self._slabs = SlabPool(self._config, ledger=self.ledger, is_shared=is_shared)
+        self._device = device
+        self._is_shared = is_shared
+        self._slabs = SlabPool(
+            self._config, ledger=self.ledger, is_shared=is_shared, device=self._accelerators
+        )
         self._most_states = most_states if self._config.host_budget_bytes is None else None
         if self._config.allocation in ("arena", "arena_and_slabs"):
             self._most_states = 1
-        self._device = None if is_shared else device
         self._lock = threading.Lock()
         self._states = 0
         self._is_closed = False
@@ -113,8 +117,10 @@ class StagingPool:
         tensors = [tensor for item in items for tensor in tensors_of(item)]
         self._admit()
         try:
-            copies = copy_on_device(tensors, self._device, share=self._config.device_copy_share)
-            lot = self._allocate(tensors, copies)
+            device = self._accelerators()
+            share = 0.0 if self._is_shared else self._config.device_copy_share
+            copies = copy_on_device(tensors, device, share=share)
+            lot = self._allocate(tensors, copies, device)
         except BaseException:
             self._leave()
             raise
@@ -134,7 +140,15 @@ class StagingPool:
         self._is_closed = True
         self._slabs.forget_parent()
 
-    def _allocate(self, tensors: Sequence[Tensor], copies: Mapping[int, Content]) -> Lot:
+    def _accelerators(self) -> DeviceMemory | None:
+        return accelerators() if self._device is None else self._device
+
+    def _allocate(
+        self,
+        tensors: Sequence[Tensor],
+        copies: Mapping[int, Content],
+        device: DeviceMemory | None,
+    ) -> Lot:
         sizes = [
             0 if index in copies else tensor.spec.size_bytes for index, tensor in enumerate(tensors)
         ]
@@ -146,7 +160,14 @@ class StagingPool:
             except BaseException:
                 self._drop_spill(spill, layout)
                 raise
-        return Lot(layout=layout, slabs=slabs, spill=spill, sizes=sizes, copies=dict(copies))
+        return Lot(
+            layout=layout,
+            slabs=slabs,
+            spill=spill,
+            sizes=sizes,
+            copies=dict(copies),
+            device=device,
+        )
 
     def _give_back(self, lot: Lot) -> None:
         self._slabs.give_back(lot.slabs)

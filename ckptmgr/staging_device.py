@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies on the device: the shortest wait for training is a copy that does not leave the accelerator.
+"""The memory of accelerators: where it lies, how it comes to the host, and copies that do not leave it.
 
-Such a copy takes the place of staging in host memory; its bytes come to the host when the writer asks for them.
+The shortest wait for training is a copy on the device. It takes the place of staging in host memory; its bytes come to the
+host when the writer asks for them. What is not copied there goes straight into the staging memory, without a tensor on the
+host in between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Protocol
 
-from ckptmgr.formats.tensor import Tensor
-from ckptmgr.staging_items import Content
+from ckptmgr.formats.tensor import Item, Tensor
+from ckptmgr.staging_items import Content, tensors_of
 
 
 class DeviceMemory(Protocol):
@@ -30,6 +33,41 @@ class DeviceMemory(Protocol):
         When this returns, the originals may change.
         """
         ...
+
+    def bring(self, tensors: Sequence[Tensor], targets: Sequence[memoryview]) -> None:
+        """Copy tensors of devices into host memory, one target of its size for each.
+
+        When this returns, the originals may change.
+        """
+        ...
+
+    def settle(self, tensors: Iterable[Tensor]) -> None:
+        """Wait until what the calling thread has asked of the devices of these tensors is done.
+
+        Other threads have other streams: what they read is only then what the caller computed.
+        """
+        ...
+
+    def lock(self, memory: memoryview) -> Callable[[], object] | None:
+        """Lock host memory for copies from devices; return what unlocks it, or None where that cannot be done."""
+        ...
+
+
+def accelerators() -> DeviceMemory | None:
+    """Return the CUDA devices that PyTorch uses in this process, or None; other accelerators copy as PyTorch does."""
+    torch = sys.modules.get("torch")
+    cuda = getattr(torch, "cuda", None)
+    if cuda is None or not cuda.is_initialized():
+        return None
+    from ckptmgr.integrations.torch_device import CudaMemory  # pragma: no cover - needs CUDA
+
+    return CudaMemory()  # pragma: no cover - needs CUDA
+
+
+def settle(items: Iterable[Item], memory: DeviceMemory | None) -> None:
+    """Make sure that any thread may read tensors of accelerators; at once where there are none."""
+    if memory is not None:
+        memory.settle(tensor for item in items for tensor in tensors_of(item))
 
 
 def copy_on_device(

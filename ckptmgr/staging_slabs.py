@@ -13,12 +13,14 @@ import mmap
 import os
 import resource
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from ckptmgr.errors import StagingExhausted
 from ckptmgr.memory_config import MemoryConfig
+from ckptmgr.staging_device import DeviceMemory, accelerators
 from ckptmgr.staging_ledger import Ledger, next_region_id
 
 _HUGE_PAGE_BYTES = 2 << 20
@@ -35,6 +37,7 @@ class Slab:
         size_bytes: Its size, at least 1.
         config: Says whether it is locked and which pages it wants.
         is_shared: Whether another process can map it.
+        device: The accelerators that a locked one is locked for, too, or None.
 
     Attributes:
         id: Never used again for another region of this process.
@@ -42,10 +45,18 @@ class Slab:
         view: All of it.
     """
 
-    def __init__(self, size_bytes: int, *, config: MemoryConfig, is_shared: bool) -> None:
+    def __init__(
+        self,
+        size_bytes: int,
+        *,
+        config: MemoryConfig,
+        is_shared: bool,
+        device: DeviceMemory | None = None,
+    ) -> None:
         self.id = next_region_id()
         self.size_bytes = size_bytes
         self._file: int | None = None
+        self._unlock: Callable[[], object] | None = None
         self._memory = self._map(config, is_shared=is_shared)
         self.view = memoryview(self._memory)[:size_bytes]
         try:
@@ -55,7 +66,7 @@ class Slab:
                 if not is_shared:
                     self._memory.madvise(mmap.MADV_HUGEPAGE)
             if config.is_page_locked:
-                self._lock()
+                self._lock(device)
         except BaseException:
             self.close()
             raise
@@ -74,9 +85,17 @@ class Slab:
     def close(self) -> None:
         """Give the memory back; where somebody still holds a view, as soon as they let go of it."""
         self.close_descriptor()
+        unlock, self._unlock = self._unlock, None
+        if unlock is not None:
+            unlock()
         self.view.release()
         with contextlib.suppress(BufferError):
             self._memory.close()
+
+    def forget_parent(self) -> None:
+        """Close the memfd, if any; the memory stays, locked for the parent only. For a forked child."""
+        self._unlock = None
+        self.close_descriptor()
 
     def close_descriptor(self) -> None:
         """Close the memfd, if any; the memory stays."""
@@ -122,7 +141,11 @@ class Slab:
         self._file = descriptor
         return memory
 
-    def _lock(self) -> None:
+    def _lock(self, device: DeviceMemory | None) -> None:
+        if device is not None:
+            self._unlock = device.lock(self.view)
+            if self._unlock is not None:
+                return  # that memory cannot reach the swap either
         address = np.frombuffer(self.view, np.uint8).ctypes.data
         if _LIBC.mlock(address, self.size_bytes) != 0:
             limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -154,12 +177,21 @@ class SlabPool:
         config: Kind of memory, and whether slabs are kept.
         ledger: The budget.
         is_shared: Whether slabs are memfds.
+        device: Returns the accelerators there are now, which locked slabs are locked for.
     """
 
-    def __init__(self, config: MemoryConfig, *, ledger: Ledger, is_shared: bool) -> None:
+    def __init__(
+        self,
+        config: MemoryConfig,
+        *,
+        ledger: Ledger,
+        is_shared: bool,
+        device: Callable[[], DeviceMemory | None] = accelerators,
+    ) -> None:
         self._config = config
         self._ledger = ledger
         self._is_shared = is_shared
+        self._device = device
         self._lock = threading.Lock()
         self._all: list[Slab] = []
         self._kept: list[Slab] = []
@@ -212,7 +244,7 @@ class SlabPool:
         """Let go of the parent's memory, what is in use when it is given back; for a forked child."""
         self._lock = threading.Lock()  # whoever held it is not here to release it
         for slab in self._all:
-            slab.close_descriptor()
+            slab.forget_parent()
         for slab in self._kept:
             slab.close()
         self._all = [slab for slab in self._all if slab not in self._kept]
@@ -251,7 +283,9 @@ class SlabPool:
                 hint="raise host_budget_bytes (offload_cpu_size)",
             )
         try:
-            slab = Slab(size_bytes, config=self._config, is_shared=self._is_shared)
+            slab = Slab(
+                size_bytes, config=self._config, is_shared=self._is_shared, device=self._device()
+            )
         except BaseException:
             self._ledger.add_host(-size_bytes)
             raise

@@ -12,6 +12,7 @@ from functools import partial
 from ckptmgr.aligned import copy_into
 from ckptmgr.formats.tensor import Item, Tensor, checked_content, content_of
 from ckptmgr.memory_config import MIB, Wipe
+from ckptmgr.staging_device import DeviceMemory
 from ckptmgr.staging_items import (
     Content,
     Part,
@@ -40,6 +41,7 @@ class Lot:
         spill: The spill file, if there is one.
         sizes: Bytes of each tensor there; 0 for one that is copied on its device.
         copies: Contents of those, by index.
+        device: The accelerators that others may lie on, if there are any.
     """
 
     layout: Layout
@@ -47,6 +49,7 @@ class Lot:
     spill: SpillFile | None
     sizes: list[int]
     copies: dict[int, Content]
+    device: DeviceMemory | None = None
 
 
 class StagedState:
@@ -154,6 +157,8 @@ class StagedState:
         """
         large = []
         spilled = []
+        brought = []
+        device = self._lot.device
         for index in range(len(self._places)) if only is None else only:
             slab, offset = self._places[index]
             size = self._sizes[index]
@@ -162,10 +167,15 @@ class StagedState:
                     content_of(tensors[index])
             elif slab == SPILLED:
                 spilled.append(index)
+            elif device is not None and device.device_of(tensors[index]) is not None:
+                brought.append(index)
             elif size >= _LARGE_BYTES:
                 large.append(index)
             else:
                 self._regions[slab][offset : offset + size] = content_of(tensors[index])
+        if device is not None and brought:
+            targets = [self._region(index) for index in brought]
+            device.bring([tensors[index] for index in brought], targets)
         if large:
             drain(self._pieces(large, tensors), _copy, threads=_COPIERS)
         if self._lot.spill is not None:
@@ -181,11 +191,14 @@ class StagedState:
     ) -> Iterator[tuple[memoryview, memoryview]]:
         for index in large:
             source = content_of(tensors[index])
-            slab, start = self._places[index]
-            target = self._regions[slab][start : start + source.nbytes]
+            target = self._region(index)
             for offset in range(0, source.nbytes, PIECE_BYTES):
                 piece = slice(offset, offset + PIECE_BYTES)
                 yield target[piece], source[piece]
+
+    def _region(self, index: int) -> memoryview:
+        slab, start = self._places[index]
+        return self._regions[slab][start : start + self._sizes[index]]
 
     def _content(self, index: int) -> memoryview:
         if self._is_released or index in self._discarded:

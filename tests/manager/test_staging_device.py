@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import sys
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import pytest
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.memory_config import MemoryConfig
 from ckptmgr.staging import StagingPool
-from ckptmgr.staging_device import copy_on_device
+from ckptmgr.staging_device import accelerators, copy_on_device, settle
 from ckptmgr.staging_items import Content
 from tests.manager.staging_memory import filled, values
 
@@ -22,6 +24,9 @@ class DictDevice:
     def __init__(self, free: dict[str, int]) -> None:
         self.free = free
         self.copied: list[str] = []
+        self.brought: list[str] = []
+        self.settled: list[str] = []
+        self.locked_bytes: list[int] = []
 
     def device_of(self, tensor: Tensor) -> Hashable | None:
         name = tensor.spec.name.split(".")[0]
@@ -34,6 +39,24 @@ class DictDevice:
         self.copied += [tensor.spec.name for tensor in tensors]
         copies = [np.frombuffer(bytes(tensor.content()), np.uint8) for tensor in tensors]
         return [lambda copy=copy: copy.data for copy in copies]  # type: ignore[misc]
+
+    def bring(self, tensors: Sequence[Tensor], targets: Sequence[memoryview]) -> None:
+        for tensor, target in zip(tensors, targets, strict=True):
+            self.brought.append(tensor.spec.name)
+            target[:] = bytes(tensor.content())
+
+    def settle(self, tensors: Iterable[Tensor]) -> None:
+        self.settled += [tensor.spec.name for tensor in tensors]
+
+    def lock(self, memory: memoryview) -> Callable[[], object] | None:
+        size = memory.nbytes
+        self.locked_bytes.append(size)
+        return lambda: self.locked_bytes.remove(size)
+
+
+class LocklessDevice(DictDevice):
+    def lock(self, memory: memoryview) -> Callable[[], object] | None:
+        return None
 
 
 def test_hbm_ratio_is_the_share_of_free_device_memory_that_copies_take() -> None:
@@ -94,3 +117,63 @@ def test_failing_device_copy_leaves_the_pool_usable() -> None:
         with pytest.raises(RuntimeError, match="device lost"):
             pool.stage([filled("gpu.a", 30)])
         pool.stage([filled("host.a", 30)]).release()
+
+
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_tensors_of_a_device_go_straight_into_staging_memory(is_shared: bool) -> None:
+    device = DictDevice({"gpu": 0})
+    state = [filled("gpu.small", 30), filled("host.a", 30), filled("gpu.large", 3 << 20)]
+    with StagingPool(MemoryConfig(), is_shared=is_shared, device=device) as pool:
+        staged = pool.stage(state)
+        assert device.brought == ["gpu.small", "gpu.large"]
+        assert values(staged.items) == values(state)
+        staged.release()
+
+
+def test_locked_staging_memory_is_locked_for_the_device_until_the_pool_is_closed() -> None:
+    device = DictDevice({"gpu": 0})
+    with StagingPool(MemoryConfig(is_page_locked=True), device=device) as pool:
+        pool.stage([filled("gpu.a", 30)]).release()
+        assert len(device.locked_bytes) == 1
+    assert device.locked_bytes == []
+
+
+def test_locked_staging_memory_is_locked_by_the_system_where_the_device_refuses() -> None:
+    device = LocklessDevice({"gpu": 0})
+    before = locked_kib()
+    config = MemoryConfig(is_page_locked=True, allocation="exact")
+    with StagingPool(config, device=device) as pool:
+        staged = pool.stage([filled("gpu.a", 30)])
+        assert locked_kib() > before
+        staged.release()
+    assert locked_kib() == before
+
+
+def test_forked_child_leaves_the_device_lock_to_its_parent() -> None:
+    device = DictDevice({"gpu": 0})
+    pool = StagingPool(MemoryConfig(is_page_locked=True), device=device)
+    pool.stage([filled("gpu.a", 30)]).release()
+    pool.forget_parent()
+    assert len(device.locked_bytes) == 1
+
+
+def test_settle_names_all_tensors_of_all_items() -> None:
+    device = DictDevice({})
+    settle([filled("a", 1), filled("b", 1)], device)
+    assert device.settled == ["a", "b"]
+
+
+def test_accelerators_are_none_while_torch_has_not_used_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert accelerators() is None
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace())  # still being imported
+    assert accelerators() is None
+    monkeypatch.delitem(sys.modules, "torch")
+    assert accelerators() is None
+
+
+def locked_kib() -> int:
+    with open("/proc/self/status") as status:
+        (line,) = (line for line in status if line.startswith("VmLck"))
+    return int(line.split()[1])

@@ -14,11 +14,19 @@ import pytest
 
 torch: Any = pytest.importorskip("torch")
 
-from ckptmgr.errors import StagingExhausted  # noqa: E402 - torch may be absent
+from ckptmgr import (  # noqa: E402 - torch may be absent
+    CheckpointConfig,
+    CheckpointManager,
+    load_checkpoint,
+    save_checkpoint,
+)
+from ckptmgr.errors import StagingExhausted  # noqa: E402
+from ckptmgr.formats.tensor import Tensor  # noqa: E402
 from ckptmgr.integrations.torch_device import CudaMemory  # noqa: E402
 from ckptmgr.integrations.torch_offload import SavedTensorOffload  # noqa: E402
 from ckptmgr.leaves import to_tensor  # noqa: E402
 from ckptmgr.memory_config import MemoryConfig  # noqa: E402
+from ckptmgr.staging_items import Part  # noqa: E402
 from ckptmgr.staging_ledger import Ledger  # noqa: E402
 from tests.manager.staging_memory import filled, open_descriptors  # noqa: E402
 
@@ -226,6 +234,72 @@ def test_cuda_memory_copy_is_independent_of_the_original() -> None:
     (content,) = CudaMemory().copy([to_tensor("w", value)])
     value += 1
     assert bytes(content()) == b"\0\1\2"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.arange(6, dtype=torch.bfloat16).reshape(2, 3).t(),
+        torch.tensor([True, False]),
+        torch.tensor(7),
+        torch.ones(2, dtype=torch.float8_e5m2),
+        torch.tensor([1 + 2j]).conj(),
+    ],
+    ids=["strided", "bool", "scalar", "float8", "conj"],
+)
+def test_cuda_memory_brings_the_bytes_that_a_file_holds(value: Any) -> None:
+    tensor = to_tensor("w", value)
+    target = bytearray(tensor.spec.size_bytes)
+    CudaMemory().bring([tensor], [memoryview(target)])
+    assert target == tensor.content()
+
+
+def test_cuda_memory_brings_no_arrays_of_others() -> None:
+    with pytest.raises(TypeError, match="'w' is no torch tensor"):
+        CudaMemory().bring([filled("w", 3)], [memoryview(bytearray(3))])
+
+
+def test_cuda_memory_settles_tensors_of_the_host_at_once() -> None:
+    whole = to_tensor("w", torch.ones(3))
+    part = Tensor(spec=whole.spec, content=Part(whole=whole, start=0, stop=4))
+    CudaMemory().settle([whole, part, filled("a", 3)])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_cuda_memory_locks_nothing_without_cuda() -> None:
+    assert CudaMemory().lock(memoryview(bytearray(4096))) is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("mode", ["thread", "process"])
+@pytest.mark.parametrize("is_page_locked", [False, True])
+def test_tensors_on_a_device_come_back_as_they_were_when_they_were_saved(
+    tmp_path: Path, mode: Any, is_page_locked: bool
+) -> None:
+    value = torch.arange(1 << 20, dtype=torch.float32, device="cuda")
+    memory = MemoryConfig(is_page_locked=is_page_locked)
+    config = CheckpointConfig(async_save=mode, memory=memory)
+    with CheckpointManager(tmp_path, config) as manager:
+        manager.save(1, {"w": value})
+        value += 1
+    state = {"w": torch.zeros_like(value)}
+    with CheckpointManager(tmp_path, config) as manager:
+        assert manager.resume(state).step == 1
+    assert torch.equal(state["w"] + 1, value)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_save_of_what_another_stream_computes_has_the_result(tmp_path: Path) -> None:
+    matrix = torch.randn(4096, 4096, device="cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        product = matrix
+        for _ in range(20):
+            product = product @ matrix / 64
+        save_checkpoint({"w": product}, str(tmp_path / "w.ckpt"))
+    loaded = load_checkpoint(str(tmp_path / "w.ckpt"))["w"]
+    assert torch.equal(torch.from_numpy(loaded).cuda(), product)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
