@@ -14,6 +14,7 @@ from functools import partial
 from typing import Protocol
 
 from ckptmgr.aligned import buffer_bytes
+from ckptmgr.collector import collector_paused
 from ckptmgr.crypto.container import ContainerSealer
 from ckptmgr.crypto.errors import CryptoError
 from ckptmgr.crypto.keyring import Keys
@@ -120,9 +121,12 @@ def build_image(
     Raises:
         FormatError: The items cannot be stored in this format; names the tensor.
     """
-    if options.format == "safetensors":
-        return build_safetensors_image(items, metadata=metadata, crc=options.has_crc)
-    return build_ckpt_image(items, metadata=metadata, crc=options.has_crc)
+    if options.format == "safetensors" and options.has_crc:  # reads all contents
+        return build_safetensors_image(items, metadata=metadata, crc=True)
+    with collector_paused():
+        if options.format == "safetensors":
+            return build_safetensors_image(items, metadata=metadata)
+        return build_ckpt_image(items, metadata=metadata, crc=options.has_crc)
 
 
 def save_items(store: Store, order: SaveOrder) -> Manifest:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptmgr.cold_files import load_once
+from ckptmgr.collector import collector_paused
 from ckptmgr.config_checks import (
     check_async_save,
     check_bool,
@@ -140,7 +141,8 @@ def save_checkpoint(
     _check_safetensors_options(format, enc_key, enc_mode, kwargs.get("incremental", False))
     key = chosen_keys("enc_key", enc_key, mode=enc_mode, format=format)
     level = check_compression(compression, compression_level, format=format)
-    items = join_items(named_tensors(save_obj), named_tensors(dict(append_dict or {})))
+    with collector_paused():
+        items = join_items(named_tensors(save_obj), named_tensors(dict(append_dict or {})))
     if choice_func is not None:
         items = [item for item in items if choice_func(name_of(item))]
     metadata = None

@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from ckptmgr.collector import collector_paused
 from ckptmgr.destinations import apart, memory_of
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.tree_flatten import Flattener
@@ -83,7 +84,8 @@ def flatten(state: object, slicer: Slicer | None = None) -> FlatState:
         UnsupportedState: A value of another type, a cycle, or more than 500 levels; names the path and the way out.
     """
     flattener = Flattener(slicer)
-    tensors, skeleton, aliases = flattener.run(state)
+    with collector_paused():
+        tensors, skeleton, aliases = flattener.run(state)
     return FlatState(tensors=tensors, skeleton=skeleton, aliases=aliases, slices=flattener.slices)
 
 
