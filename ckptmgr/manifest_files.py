@@ -11,17 +11,20 @@ from pathlib import Path
 from ckptmgr import manifest as manifests
 from ckptmgr.crypto.keyring import Keys, ring_of
 from ckptmgr.crypto.signing import PublicKey, SigningKey
-from ckptmgr.digest import digest_of
+from ckptmgr.digest import differing_ranges
 from ckptmgr.errors import CkptmgrError, KeyProblem, UnsealedCheckpoint
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.fsio import FileSystem, discard
 from ckptmgr.lease import Processes
-from ckptmgr.manifest import Manifest, manifest_name
+from ckptmgr.manifest import FileEntry, Manifest, manifest_name
 from ckptmgr.manifest_keys import ManifestKey
 from ckptmgr.temp_names import temp_name
 
 # Escaped twice, it must still fit into a manifest.
 _MAX_KEPT_BYTES = manifests.MAX_MANIFEST_BYTES // 8
+_MAX_KEPT_DEPTH = (
+    4  # so many writers in a row, each with other keys, may lose power in an overwrite
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,16 +88,14 @@ class ManifestFiles:
     def read(self, data_name: str) -> Manifest | None:
         """Return the manifest of a data file, or None when it has none.
 
-        Where a swap was interrupted, returns the half that describes the data that is there.
+        Where a swap was interrupted, returns the half that describes the data that is there. Where others began it, their
+        keys are not needed for the old half: the manifest of that is kept, and counts as it did before they came.
 
         Raises:
             CorruptCheckpoint, TamperedCheckpoint, KeyProblem: It is damaged, changed, or under another key.
         """
-        manifest = self.load(manifest_name(data_name))
-        if manifest is None:
-            return None
-        half = self.half_that_matches(manifest)
-        if half.is_made_up and self._must_authenticate:
+        half = self._read(data_name, None)
+        if half is not None and half.is_made_up and self._must_authenticate:
             raise UnsealedCheckpoint(
                 "nothing proves who wrote this file: it was here when a save that was to replace it failed",
                 path=self.directory / data_name,
@@ -106,8 +107,56 @@ class ManifestFiles:
 
         What was made up already stays so.
         """
-        manifest = self.load(manifest_name(data_name), must_authenticate=True)
+        return self._read(data_name, True)
+
+    def read_unproven(self, data_name: str) -> Manifest | None:
+        """As `read`, but check no proofs; for people."""
+        manifest = self.load(manifest_name(data_name), with_key=False)
         return None if manifest is None else self.half_that_matches(manifest)
+
+    def _read(self, data_name: str, must_authenticate: bool | None) -> Manifest | None:
+        path = self.directory / manifest_name(data_name)
+        try:
+            data = self._content(path)
+        except FileNotFoundError:
+            return None
+        return self._half_in(data, path, must_authenticate, _MAX_KEPT_DEPTH)
+
+    def _half_in(
+        self, data: bytes, path: Path, must_authenticate: bool | None, depth: int
+    ) -> Manifest:
+        """Return the half of a manifest file that describes the data, or that of one kept in it that these keys prove."""
+        try:
+            half = self.half_that_matches(self._decoded(data, path, must_authenticate))
+        except KeyProblem:
+            kept = self._kept_in(data, path, must_authenticate, depth)
+            if kept is None:
+                raise
+            return kept
+        if half.is_made_up:
+            return self._kept_in(data, path, must_authenticate, depth) or half
+        return half
+
+    def _kept_in(
+        self, data: bytes, path: Path, must_authenticate: bool | None, depth: int
+    ) -> Manifest | None:
+        """Return what is kept in a manifest of others, where it describes the data and would be accepted in its place.
+
+        Nothing that the others say counts, so nobody gains more by this than by putting the kept manifest into the directory.
+        """
+        old = manifests.decode(data, path=path).replaces
+        if old is None or old.kept is None or depth == 0:
+            return None
+        kept = old.kept.encode("utf-8", "surrogatepass")
+        if len(kept) > _MAX_KEPT_BYTES:
+            return None
+        try:
+            half = self._half_in(kept, path, must_authenticate, depth - 1)
+        except CkptmgrError:
+            return None
+        if half.shards or not self._describes_data(half.file):
+            return None
+        return half if half.kept is not None else replace(half, kept=old.kept)
 
     def content(self, data_name: str) -> ManifestContent | None:
         """Return the manifest file of a data file that is there as it is, or None when there is none."""
@@ -135,11 +184,14 @@ class ManifestFiles:
             data = self._content(path)
         except FileNotFoundError:
             return None
+        if not with_key:
+            return manifests.decode(data, path=path)
+        return self._decoded(data, path, must_authenticate)
+
+    def _decoded(self, data: bytes, path: Path, must_authenticate: bool | None) -> Manifest:
         trusted_keys = self._trusted_when_required if must_authenticate else self._trusted_keys
         if must_authenticate is None:
             must_authenticate = self._must_authenticate
-        if not with_key:
-            return manifests.decode(data, path=path)
         return manifests.decode(
             data,
             path=path,
@@ -168,12 +220,14 @@ class ManifestFiles:
         old = manifest.replaces
         if old is None:
             return manifest
-        expected = old.file.digest
-        with contextlib.closing(self.fs.open(self.directory / manifest.file.name)) as file:
-            digest = digest_of(file, blank_bytes=expected.blank_bytes)
-        if digest.total != expected.total:
+        if not self._describes_data(old.file):
             return manifest.without_replaced()
         return replace(old, auth=manifest.auth, opened_by=manifest.opened_by)
+
+    def _describes_data(self, entry: FileEntry) -> bool:
+        with contextlib.closing(self.fs.open(self.directory / entry.name)) as file:
+            is_right_size = file.size == entry.digest.size_bytes
+            return is_right_size and not differing_ranges(file, entry.digest)
 
     def put(self, manifest: Manifest, *, series: str, mode: int | None) -> None:
         """Replace a manifest atomically; its content is durable, its name not before the directory is synced.
@@ -245,14 +299,20 @@ class ManifestFiles:
         """Make the manifest of one name that of its data alone, where an overwrite was interrupted; return whether one was.
 
         What is not proven by this writer's keys, or could not be written again as trustworthy, stays as it is.
+
+        Raises:
+            OSError: From the disk.
         """
         try:
-            manifest = self.load(manifest_name(data_name), must_authenticate=True)
-            if manifest is None or manifest.replaces is None or self.lost_by_rewriting(data_name):
+            claimed = self.load(manifest_name(data_name), with_key=False)
+            if claimed is None or claimed.replaces is None or claimed.shards:
+                return False
+            half = self.read_proven(data_name)
+            if half is None or (half.kept is None and self.lost_by_rewriting(data_name)):
                 return False
         except CkptmgrError:
             return False  # whoever reads it next says why
-        self.put_back(self.half_that_matches(manifest), series=series)
+        self.put_back(half, series=series)
         return True
 
     def put_back(self, old: Manifest, *, series: str) -> None:

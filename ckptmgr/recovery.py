@@ -14,7 +14,8 @@ from ckptmgr.manifest_files import ManifestFiles
 from ckptmgr.temp_names import parse_temp
 from ckptmgr.trash_folder import may_be_in_trash
 
-Repair = tuple[Callable[[], None], str]
+Repair = Callable[[], str | None]
+"""Does what is to be done, and says so; None where there was nothing to do."""
 
 
 def recover(files: ManifestFiles, processes: Processes, series: str) -> list[str]:
@@ -53,39 +54,39 @@ class _Recovery:
         if not repairs:
             return []
         self._fs.sync_directory(self._directory)
-        done = [_attempted(repair, sentence) for repair, sentence in repairs]
+        done = [_attempted(repair) for repair in repairs]
         self._fs.sync_directory(self._directory)
-        return done
+        return [sentence for sentence in done if sentence is not None]
 
     def _repairs(self, name: str, entries: dict[str, FileStatus]) -> Iterator[Repair]:
-        """Yield what to do about one name, and what to say afterwards."""
-        path = self._directory / name
+        """Yield what to do about one name."""
         if self._is_dead_temp(name):
-            yield (
-                lambda: remove_name(self._fs, path),
-                f"removed {name}, left by an interrupted save",
-            )
+            yield lambda: self._remove(name, "left by an interrupted save")
         if not name.endswith(manifests.SUFFIX) or name.startswith("."):
             return
+        data_name = name.removesuffix(manifests.SUFFIX)
         try:
-            # A manifest that is not authenticated must not become so by being written again.
-            manifest = self._files.load(name, must_authenticate=True)
+            # What is only claimed decides nothing here but whether to look closer.
+            claimed = self._files.load(name, with_key=False)
+            if claimed is None or claimed.series != self._series or claimed.shards:
+                return  # a sharded checkpoint has no half that could be finished
+            if data_name not in entries:
+                self._files.load(name, must_authenticate=True)
         except (CkptmgrError, OSError):
             return  # unreadable: shown by scan, removed only by a person
-        if manifest is None or manifest.series != self._series or manifest.shards:
-            return  # a sharded checkpoint has no half that could be finished
-        data_name = manifest.file.name
         if data_name not in entries:
-            if may_be_in_trash(self._fs, self._directory, data_name):
-                return
-            yield lambda: remove_name(self._fs, path), f"removed {name}, whose data file is gone"
-        elif manifest.replaces is not None and self._files.lost_by_rewriting(data_name) is None:
-            sentence = f"finished the interrupted overwrite of {data_name}"
-            yield lambda: self._finish_swap(manifest), sentence
+            if not may_be_in_trash(self._fs, self._directory, data_name):
+                yield lambda: self._remove(name, "whose data file is gone")
+        elif claimed.replaces is not None:
+            yield lambda: self._settle(data_name)
 
-    def _finish_swap(self, manifest: manifests.Manifest) -> None:
-        true_half = self._files.half_that_matches(manifest)
-        self._files.put_back(true_half, series=self._series)
+    def _remove(self, name: str, why: str) -> str:
+        remove_name(self._fs, self._directory / name)
+        return f"removed {name}, {why}"
+
+    def _settle(self, data_name: str) -> str | None:
+        is_settled = self._files.settle(data_name, series=self._series)
+        return f"finished the interrupted overwrite of {data_name}" if is_settled else None
 
     def _is_dead_temp(self, name: str) -> bool:
         parts = parse_temp(name)
@@ -97,9 +98,8 @@ class _Recovery:
         return is_dead is True or (is_dead is None and tag == series_tag(self._series))
 
 
-def _attempted(repair: Callable[[], None], sentence: str) -> str:
+def _attempted(repair: Repair) -> str | None:
     try:
-        repair()
+        return repair()
     except OSError as error:
         return f"could not clean up: {error}"
-    return sentence

@@ -153,7 +153,7 @@ class Store:
                 manifest = self.read_manifest(data_name)
             except KeyProblem as error:
                 key_problem = error.message
-                manifest = self._manifests.load(name, with_key=False)
+                manifest = self._manifests.read_unproven(data_name)
         except (CkptmgrError, OSError) as error:
             problem = error.message if isinstance(error, CkptmgrError) else str(error)
             # Damage is final; of anything else whoever wants this checkpoint must hear.

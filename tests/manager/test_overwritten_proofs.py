@@ -3,76 +3,27 @@
 
 from __future__ import annotations
 
-import errno
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ckptmgr import load_checkpoint, save_checkpoint
-from ckptmgr.crypto.key import Key
-from ckptmgr.crypto.signing import SigningKey
 from ckptmgr.errors import KeyProblem, UnsealedCheckpoint
-from ckptmgr.fsio import OsFileSystem
 from ckptmgr.manifest import MAX_MANIFEST_BYTES, manifest_name
 from ckptmgr.manifest_files import ManifestContent
-from ckptmgr.saver import SaveOptions
-from ckptmgr.series import SaveFacts, SeriesWriter
 from ckptmgr.store import Store
-from tests.manager.rekeying import NEW, OLD
-from tests.manager.saved import items, overwrite
-
-NAME = "net-1_1.ckpt"
-SIGNER = SigningKey(bytes(range(32)))
-WRITERS: dict[str, tuple[Key | None, SigningKey | None]] = {
-    "plain": (None, None),
-    "old key": (OLD, None),
-    "new key": (NEW, None),
-    "signed": (None, SIGNER),
-    "old key, signed": (OLD, SIGNER),
-}
-OVERWRITES = [
-    (old, new) for old in WRITERS for new in WRITERS if old != new or old in ("signed", "old key")
-]
-
-
-class FailingRename(OsFileSystem):
-    """Does not rename the data; with a power cut, nothing that follows is done either."""
-
-    def __init__(self, *, is_power_cut: bool) -> None:
-        self._is_power_cut, self._is_off = is_power_cut, False
-
-    def replace(self, source: Path, target: Path) -> None:
-        """Rename what is no data."""
-        if self._is_off or target.name == NAME:
-            self._is_off = self._is_power_cut
-            raise OSError(errno.EIO, "the disk is gone")
-        super().replace(source, target)
-
-    def status(self, path: Path) -> object:  # type: ignore[override]
-        """Tell nothing once the power is off."""
-        if self._is_off:
-            raise OSError(errno.EIO, "the disk is gone")
-        return super().status(path)
-
-
-def store_of(directory: Path, writer: str, fs: OsFileSystem | None = None) -> Store:
-    key, signing_key = WRITERS[writer]
-    return Store(directory, fs=fs, key=key, signing_key=signing_key)
-
-
-def save(directory: Path, writer: str, seed: float, fs: OsFileSystem | None = None) -> None:
-    options = SaveOptions(key=WRITERS[writer][0])
-    series = SeriesWriter(store_of(directory, writer, fs), "net", options=options, clock=lambda: 0)
-    try:
-        series.save(NAME, items(seed), SaveFacts(step=1, epoch=1))
-    finally:
-        series.close()
-
-
-def fail(directory: Path, writer: str, *, is_power_cut: bool) -> None:
-    with pytest.raises(OSError, match="the disk is gone"):
-        save(directory, writer, 2, FailingRename(is_power_cut=is_power_cut))
+from tests.manager.cut_overwrites import (
+    NAME,
+    OVERWRITES,
+    SIGNER,
+    FailingRename,
+    fail,
+    save,
+    store_of,
+    strict_store_of,
+)
+from tests.manager.saved import overwrite
 
 
 @pytest.mark.parametrize(("old", "new"), OVERWRITES)
@@ -115,11 +66,8 @@ def test_what_was_not_proven_is_not_while_it_is_replaced(
 ) -> None:
     save(tmp_path, old, 1)
     fail(tmp_path, new, is_power_cut=True)
-    key, signing_key = WRITERS[new]
-    trusted = () if signing_key is None else (signing_key.public_key,)
-    strict = Store(tmp_path, key=key, trusted_keys=trusted, must_authenticate=True)
     with pytest.raises(UnsealedCheckpoint):
-        strict.read_manifest(NAME)
+        strict_store_of(tmp_path, new).read_manifest(NAME)
 
 
 def test_what_was_proven_stays_so_while_it_is_replaced(tmp_path: Path) -> None:
