@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from ckptmgr.errors import CheckpointNotFound
 from ckptmgr.model import Checkpoint
-from ckptmgr.parallel.coordinator import Coordinator, Json, RanksOutOfStep
+from ckptmgr.parallel.coordinator import Coordinator, Json, RanksMissing, RanksOutOfStep
 from ckptmgr.parallel.rank_errors import Failure, ResumeFailed
 from ckptmgr.parallel.rounds import Rounds
 from ckptmgr.resume import Skipped
@@ -99,7 +99,7 @@ def all_prepared(rounds: Rounds, prepare: Callable[[], _Loaded], *, stop: float)
     Raises:
         Exception: What prevents it on this rank.
         ResumeFailed: It is prevented on another rank.
-        RanksMissing: Some ranks did not come in time.
+        RanksMissing: Some ranks did not come in time, and this one is ready.
     """
     prepared: list[_Loaded] = []
     errors: list[Exception] = []
@@ -112,7 +112,12 @@ def all_prepared(rounds: Rounds, prepare: Callable[[], _Loaded], *, stop: float)
             raise
         return None
 
-    answers = rounds.compared("prepare", attempt, stop=stop)
+    try:
+        answers = rounds.compared("prepare", attempt, stop=stop)
+    except RanksMissing as lateness:
+        if errors:
+            raise errors[0] from lateness
+        raise
     if errors:
         raise errors[0]
     failures = [answer for answer in answers if isinstance(answer, Failure)]

@@ -11,8 +11,8 @@ from ckptmgr.errors import ChecksumMismatch, KeyProblem, UnsupportedCheckpoint
 from ckptmgr.loader import ReadOptions
 from ckptmgr.manifest import manifest_name
 from ckptmgr.model import Checkpoint
-from ckptmgr.parallel.agreement import first_that_all_load
-from ckptmgr.parallel.coordinator import RanksOutOfStep
+from ckptmgr.parallel.agreement import all_prepared, first_that_all_load
+from ckptmgr.parallel.coordinator import RanksMissing, RanksOutOfStep
 from ckptmgr.parallel.rank_errors import ResumeFailed
 from ckptmgr.parallel.rounds import Rounds
 from ckptmgr.resume import newest_first, open_checkpoint
@@ -216,3 +216,24 @@ def test_verify_checks_the_files_of_all_ranks() -> None:
     flip_bit(job.disk, checkpoint.shards[2])
     damaged = verify_checkpoint(store, checkpoint)
     assert damaged.status is Status.DAMAGED
+
+
+def test_rank_that_fails_while_another_is_missing_raises_its_own_error() -> None:
+    meeting = Meeting()
+
+    def agree(rank: int) -> int:
+        if rank == 2:
+            return rank
+
+        def prepare() -> int:
+            if rank == 0:
+                raise ZeroDivisionError
+            return rank
+
+        rounds = Rounds(Seat(meeting, rank), "resume", what="not resumed")
+        return all_prepared(rounds, prepare, stop=0.0)
+
+    failed, waiting = (outcome.raised for outcome in run_ranks(meeting, agree)[:2])
+    assert isinstance(failed, ZeroDivisionError)
+    assert isinstance(failed.__cause__, RanksMissing)
+    assert isinstance(waiting, RanksMissing)
