@@ -312,17 +312,14 @@ class ManifestFiles:
                 return False
         except CkptmgrError:
             return False  # whoever reads it next says why
-        self.put_back(half, series=series)
+        if half.kept is None:
+            self.put(half, series=series, mode=self._mode_of(self.directory / data_name))
+        else:
+            path = self.directory / manifest_name(data_name)
+            # With the proofs and the mode that it had: while a name is overwritten, its manifest keeps the mode.
+            data = half.kept.encode("utf-8", "surrogatepass")
+            self.write(path, data, series=series, mode=self._mode_of(path), is_durable=True)
         return True
-
-    def put_back(self, old: Manifest, *, series: str) -> None:
-        """Replace the manifest of data that was not overwritten in the end by its old one, with the proofs of that."""
-        if old.kept is None:
-            self.put(old, series=series, mode=None)
-            return
-        path = self.directory / manifest_name(old.name)
-        data = old.kept.encode("utf-8", "surrogatepass")
-        self.write(path, data, series=series, mode=self._mode_of(path), is_durable=True)
 
     def write(self, path: Path, data: bytes, *, series: str, mode: int, is_durable: bool) -> None:
         """Replace a small file atomically; durable ones are synced before they get their name."""

@@ -287,8 +287,10 @@ class Store:
         series: str,
         mode: int,
     ) -> None:
+        # Whoever could read the manifest can do so until the swap, and afterwards if that is undone.
+        during = mode if before is None else before.mode
         try:
-            self._manifests.put(replace(manifest, replaces=old), series=series, mode=mode)
+            self._manifests.put(replace(manifest, replaces=old), series=series, mode=during)
             self.fs.sync_directory(self.directory)
             self.fs.replace(temp, self.directory / name)
         except BaseException:

@@ -36,6 +36,19 @@ def test_failed_overwrite_leaves_the_manifest_as_it_was(tmp_path: Path, old: str
     assert (path.read_bytes(), path.stat().st_mode) == before
 
 
+@pytest.mark.parametrize("mode", [0o400, 0o444])
+def test_overwrite_that_is_finished_later_leaves_the_modes_of_any_save(
+    tmp_path: Path, mode: int
+) -> None:
+    save(tmp_path, "plain", 1)
+    path = tmp_path / manifest_name(NAME)
+    path.chmod(mode)
+    fail(tmp_path, "plain", is_power_cut=True, is_late=True)
+    assert path.stat().st_mode & 0o777 == mode
+    store_of(tmp_path, "plain").recover("net")
+    assert path.stat().st_mode & 0o777 == (tmp_path / NAME).stat().st_mode & 0o777 == 0o400
+
+
 def test_failed_overwrite_of_a_bare_file_leaves_no_manifest(tmp_path: Path) -> None:
     save(tmp_path, "old key", 1)
     (tmp_path / manifest_name(NAME)).unlink()
@@ -49,11 +62,11 @@ def test_overwrite_that_the_power_cut_ended_is_undone_with_the_old_proofs(
 ) -> None:
     save(tmp_path, old, 1)
     path = tmp_path / manifest_name(NAME)
+    path.chmod(0o440)
     before = path.read_bytes()
     fail(tmp_path, new, is_power_cut=True)
     fail(tmp_path, new, is_power_cut=True)
     assert path.read_bytes() != before
-    path.chmod(0o440)
     assert any("finished" in one for one in store_of(tmp_path, new).recover("net"))
     assert (path.read_bytes(), path.stat().st_mode & 0o777) == (before, 0o440)
 
