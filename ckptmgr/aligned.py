@@ -7,13 +7,14 @@ shared by all saves and loads of the process.
 
 from __future__ import annotations
 
-import mmap
 import os
 import queue
 import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+from ckptmgr.crypto.pages import new_pages
 
 GIL_FREE_COPY_BYTES = 1 << 16
 
@@ -51,8 +52,7 @@ class Buffers:
         with self._lock:
             must_make, self._unmade = self._unmade > 0, max(0, self._unmade - 1)
         if must_make:
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            return memoryview(mmap.mmap(-1, self._size_bytes, flags=flags))
+            return new_pages(self._size_bytes)
         return self._free.get()
 
     def take_many(self, count: int) -> list[memoryview]:

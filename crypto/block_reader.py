@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import threading
 import weakref
@@ -21,6 +20,7 @@ from .cbc_batches import (
 from .ciphers import CipherMode
 from .errors import DecryptionError, TamperedError
 from .key import Key
+from .pages import new_pages
 from .records import RecordHead, head_size, parse_head
 from .seal import block_digest
 from .sm4_lanes import Sm4Lanes
@@ -173,10 +173,7 @@ class Buffers:
         with self._lock:
             if self._spare:
                 return self._spare.pop()
-        # Page aligned, so that a file can be read past the page cache. Private: by default a mapping is shared with the
-        # children that are forked, and two processes would decrypt into the same memory.
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        return memoryview(mmap.mmap(-1, max(1, self._size), flags=flags))
+        return new_pages(self._size)
 
     def give(self, buffer: memoryview) -> None:
         """Keep a buffer for the next one who asks, unless there are plenty."""
