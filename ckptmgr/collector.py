@@ -42,7 +42,7 @@ class _Pauses:
         with self._lock:
             if self._count == 1 and self._was_enabled:
                 gc.enable()
-            self._count = max(0, self._count - 1)  # in a child that was forked in a pause, it is over
+            self._count = max(0, self._count - 1)  # a fork ends all pauses in the child
 
     def forget_parent(self) -> None:
         """End the pauses of the parent's threads, which do not run in a forked child."""

@@ -12,7 +12,7 @@ from collections.abc import Container
 from typing import NamedTuple
 
 from .dtypes import DType
-from .index import Piece, TensorEntry
+from .index import TensorEntry, entries_of
 from .mindspore import (
     CHECKPOINT_VALUE,
     MAX_DIM,
@@ -24,10 +24,11 @@ from .mindspore import (
     VALUE_TENSOR,
 )
 from .mindspore_entries import kind_of
-from .tensor import TensorSpec
 from .wire import AHEAD_BYTES, LENGTH_DELIMITED, VARINT, WireReader
 
-_MAX_HEADS = 4096
+_MAX_LAYOUTS = 4096
+# Of a message below 16 KiB all that comes before the name: two keys and two lengths.
+_PREFIX_BYTES = 5
 _VALUE_KEY = CHECKPOINT_VALUE << 3 | LENGTH_DELIMITED
 _TAG_KEY = VALUE_TAG << 3 | LENGTH_DELIMITED
 _TENSOR_KEY = VALUE_TENSOR << 3 | LENGTH_DELIMITED
@@ -36,22 +37,16 @@ _TYPE_KEY = TENSOR_TYPE << 3 | LENGTH_DELIMITED
 _CONTENT_KEY = TENSOR_CONTENT << 3 | LENGTH_DELIMITED
 
 
-class _Head(NamedTuple):
-    """What stands between the name and the content of a tensor, and what it says."""
+class _Layout(NamedTuple):
+    """A message that was read, and all that is like it but for the name and the content. Offsets count from its start."""
 
+    name: int
+    head: int
+    content: int
+    stop: int
     encoded: bytes
     dtype: DType
     shape: tuple[int, ...]
-    content_bytes: int
-
-
-class _Message(NamedTuple):
-    """A plain tensor; offsets are positions in the window."""
-
-    name: str
-    head: _Head
-    content: int
-    stop: int
 
 
 class PlainTensors:
@@ -63,55 +58,92 @@ class PlainTensors:
 
     def __init__(self, wire: WireReader) -> None:
         self._wire = wire
-        # By the bytes from head to end of the message.
-        self._heads: dict[int, _Head] = {}
+        # By the first bytes of the message, which say where the name and the message end.
+        self._layouts: dict[bytes, _Layout] = {}
 
-    def take(self, offset: int, taken: Container[str]) -> tuple[list[TensorEntry], int]:
-        """Return the plain tensors from the message at `offset` on, and where they end.
+    def take(self, offset: int, taken: set[str]) -> tuple[list[TensorEntry], int]:
+        """Return the plain tensors from the message at `offset` on, and where they end; their names are added to `taken`.
 
         A tensor whose name is in `taken`, or used by one before it, is not plain. Nor is one before something that is not:
         both may be slices of one tensor.
         """
-        found: dict[str, TensorEntry] = {}
-        before = offset
-        data, at = self._wire.around(offset)
-        start = offset - at
-        while start + at < self._wire.size:
-            if at + AHEAD_BYTES > len(data):
-                offset = start + at
-                data, at = self._wire.around(offset)
-                start = offset - at
-            message = self._message(data, at)
-            if message is None or message.name in taken or message.name in found:
-                return list(found.values())[:-1], before
-            name, head, content, stop = message
-            if start + stop > self._wire.size:
-                return list(found.values())[:-1], before
-            spec = TensorSpec(name=name, dtype=head.dtype, shape=head.shape)
-            found[name] = TensorEntry(spec, (Piece(start + content, head.content_bytes),))
-            before, at = start + at, stop
-        return list(found.values()), start + at
+        found: dict[str, _Layout] = {}
+        contents: list[int] = []
+        while offset < self._wire.size:
+            data, at = self._wire.around(offset)
+            start = offset - at
+            at = self._take_from(data, at, start, found=found, contents=contents, taken=taken)
+            if start + at == offset:
+                if found:
+                    offset = contents.pop() - found.popitem()[1].content
+                break
+            offset = start + at
+        taken.update(found)
+        layouts = found.values()
+        entries = entries_of(
+            found,
+            [layout.dtype for layout in layouts],
+            [layout.shape for layout in layouts],
+            contents,
+            [layout.stop - layout.content for layout in layouts],
+        )
+        return entries, offset
 
-    def _message(self, data: bytes, at: int) -> _Message | None:
+    def _take_from(
+        self,
+        data: bytes,
+        at: int,
+        start: int,
+        *,
+        found: dict[str, _Layout],
+        contents: list[int],
+        taken: Container[str],
+    ) -> int:
+        """Take plain tensors from a window that starts at `start`; return the position where that ends."""
+        last = self._wire.size - start
+        limit = last if len(data) == last else max(at + 1, len(data) - AHEAD_BYTES)
+        layouts = self._layouts
+        while at < limit:
+            layout = layouts.get(data[at : at + _PREFIX_BYTES])
+            if layout is None or not data.startswith(layout.encoded, at + layout.head):
+                layout = self._read_layout(data, at)
+                if layout is None:
+                    return at
+            try:
+                name = data[at + layout.name : at + layout.head].decode()
+            except UnicodeDecodeError:
+                return at
+            stop = at + layout.stop
+            if stop > last or name in found or name in taken:
+                return at
+            found[name] = layout
+            contents.append(start + at + layout.content)
+            at = stop
+        return at
+
+    def _read_layout(self, data: bytes, at: int) -> _Layout | None:
+        """Return the layout of the message at `at`, or None for everything unusual."""
         try:
             stop, tag = _length(data, at, _VALUE_KEY)
-            end, first = _length(data, tag, _TAG_KEY)
-            name = data[first:end].decode()
-            head = self._heads.get(stop - end)
-            if head is None or not data.startswith(head.encoded, end):
-                head = _read_head(data, end, stop)
-                if head is None:
-                    return None
-                if len(self._heads) < _MAX_HEADS:
-                    self._heads[stop - end] = head
+            head, name = _length(data, tag, _TAG_KEY)
+            read = _read_head(data, head, stop)
         except (IndexError, UnicodeDecodeError):
             return None
-        return _Message(name, head, end + len(head.encoded), stop)
+        if read is None:
+            return None
+        content, dtype, shape = read
+        encoded = data[head:content]
+        layout = _Layout(name - at, head - at, content - at, stop - at, encoded, dtype, shape)
+        if layout.name <= _PREFIX_BYTES and len(self._layouts) < _MAX_LAYOUTS:
+            self._layouts[data[at : at + _PREFIX_BYTES]] = layout
+        return layout
 
 
-def _read_head(data: bytes, at: int, stop: int) -> _Head | None:
-    """Return the head at `at` of a tensor whose content ends at `stop`; IndexError or None for everything unusual."""
-    first = at
+def _read_head(data: bytes, at: int, stop: int) -> tuple[int, DType, tuple[int, ...]] | None:
+    """Return where the content of a tensor starts that ends at `stop`, its type and its shape.
+
+    It returns None, or raises IndexError, for everything unusual.
+    """
     end, at = _length(data, at, _TENSOR_KEY)
     dims = []
     while data[at] == _DIM_KEY:
@@ -123,7 +155,7 @@ def _read_head(data: bytes, at: int, stop: int) -> _Head | None:
     if not stop == end == content_stop or len(dims) > MAX_RANK or max(dims, default=0) > MAX_DIM:
         return None
     kind = kind_of(type_name.decode(), tuple(dims), stop - at)
-    return None if kind is None else _Head(data[first:at], *kind, stop - at)
+    return None if kind is None else (at, *kind)
 
 
 def _length(data: bytes, at: int, key: int) -> tuple[int, int]:

@@ -154,7 +154,6 @@ class _IndexReader:
             if found:
                 self._end_run()
                 self.entries.extend(found)
-                self._names.update(entry.name for entry in found)
             if self.body_bytes < self._wire.size:
                 self._read_field()
         self._end_run()

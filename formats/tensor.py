@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .dtypes import DType, dtype_of
 from .errors import FormatError
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 _NUMBERS = "biufc"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSpec:
+class TensorSpec(NamedTuple):
     """Name, element type and shape of one tensor."""
 
     name: str

@@ -238,7 +238,7 @@ class _Unified:
             if layout is None or (layout.device_matrix and stage not in layout.stages):
                 continue
             tensor = resharder.tensor(stored, layout, device=device if layout.device_matrix else 0)
-            found.append(replace(tensor, spec=replace(tensor.spec, name=name)))
+            found.append(replace(tensor, spec=tensor.spec._replace(name=name)))
         return found
 
 

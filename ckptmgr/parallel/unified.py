@@ -165,7 +165,7 @@ def _chosen(resharder: Resharder, names: Sequence[str], choice_func: Choose | No
         if stored in chosen:
             raise ValueError(f"choice_func gives two parameters the name {stored!r}")
         tensor = resharder.tensor(name, whole())
-        chosen[stored] = replace(tensor, spec=replace(tensor.spec, name=stored))
+        chosen[stored] = replace(tensor, spec=tensor.spec._replace(name=stored))
     return list(chosen.values())
 
 

@@ -118,8 +118,8 @@ def test_tensor_in_two_slices_is_not_plain(monkeypatch: pytest.MonkeyPatch) -> N
     assert found == index_of(data, monkeypatch, is_strict=True)
 
 
-def test_no_more_heads_are_kept_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mindspore_plain, "_MAX_HEADS", 1)
+def test_no_more_layouts_are_kept_than_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mindspore_plain, "_MAX_LAYOUTS", 1)
     data = message(b"a", (2,), b"Int8", b"xy") + message(b"b", (3,), b"Int8", b"xyz")
     found, stop = PlainTensors(WireReader(BytesSource(data))).take(0, set())
     assert ([entry.name for entry in found], stop) == (["a", "b"], len(data))
