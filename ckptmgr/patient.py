@@ -8,15 +8,17 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from ckptmgr.crypto.container_header import HeaderCopy
 from ckptmgr.crypto.container_unlock import find_copies
-from ckptmgr.crypto.keyring import ring_of
-from ckptmgr.errors import CorruptCheckpoint, UnsafeWrite, UnsupportedCheckpoint
+from ckptmgr.crypto.keyring import block_key
+from ckptmgr.errors import CorruptCheckpoint, UnsupportedCheckpoint
 from ckptmgr.formats.index import TensorEntry, read_tensor_into
 from ckptmgr.formats.source import Source
 from ckptmgr.loader import OpenCheckpoint, ReadOptions, bytes_of, open_source
 from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import Manifest
 from ckptmgr.pieces import PIECES, Piece, read_index
+from ckptmgr.same_recipients import check_recipients
 from ckptmgr.saver import SaveOptions
 from ckptmgr.sharded import ShardedCheckpoint
 
@@ -33,7 +35,7 @@ class Patient:
         rank: Whose it is.
         files: Those of the others.
         options: The key.
-        slot_count: For how many keys it is encrypted.
+        header: Of a container, which says for whom it is encrypted; else None.
         lock: Held while files are read: several threads ask for the tensors of the new one.
     """
 
@@ -42,7 +44,7 @@ class Patient:
     rank: int
     files: ShardedCheckpoint
     options: ReadOptions
-    slot_count: int
+    header: HeaderCopy | None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -56,9 +58,12 @@ class Patient:
         Raises:
             CkptmgrError: It cannot; says why.
         """
-        kept = 0 if self.options.key is None else len(ring_of(self.options.key).recipients)
-        if self.slot_count > kept:
-            raise UnsafeWrite(f"it is encrypted for {self.slot_count} keys; given: {kept}")
+        key = self.options.key
+        if key is not None and self.header is not None:
+            check_recipients(self.header, key, path=self.opened.path)
+        elif key is not None and self.opened.cipher is not None:
+            with translated_errors(self.opened.path):
+                block_key(key)
         if len(self.entries) < len(self.opened.index.entries):
             raise UnsupportedCheckpoint("it holds more than tensors")
         if not self.is_proven:
@@ -169,15 +174,15 @@ def open_patient(
     if (opened.format, opened.cipher) != (entry.format, entry.cipher):
         raise CorruptCheckpoint("another kind of file is in its place", path=path)
     is_container = opened.cipher is not None and opened.format == "safetensors"
-    slot_count = 0
+    header = None
     if is_container:
         with translated_errors(path):
-            slot_count = len(find_copies(source)[0].header.slots)
+            header = find_copies(source)[0].header
     return Patient(
         opened=opened,
         is_proven=is_proven,
         rank=rank,
         files=files,
         options=options,
-        slot_count=slot_count,
+        header=header,
     )

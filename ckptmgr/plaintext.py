@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptmgr.container_reader import kind_of, open_container_file
+from ckptmgr.crypto.block_keys import open_blocks_with
 from ckptmgr.crypto.container_header import Content
 from ckptmgr.crypto.container_source import ContainerSource
 from ckptmgr.crypto.errors import CryptoError
-from ckptmgr.crypto.keyring import block_key
-from ckptmgr.crypto.mindspore_blocks import open_blocks, sniff_mode
+from ckptmgr.crypto.mindspore_blocks import sniff_mode
 from ckptmgr.digest import RANGE_BYTES, VerifyingSource
 from ckptmgr.errors import (
     ChecksumMismatch,
@@ -154,14 +154,13 @@ def _open_encrypted(raw: Source, checked: Source, *, path: str, options: ReadOpt
         )
     wanted = options.mode or str(mode)
     try:
-        key = block_key(options.key)
-        blocks = open_blocks(raw, key, wanted, allow_unsealed=options.allow_unsealed)
+        blocks = open_blocks_with(raw, options.key, wanted, allow_unsealed=options.allow_unsealed)
     except CryptoError:
         read_bytes(checked, 0, min(_HEAD_BYTES, raw.size))  # is the mode the one that was saved?
         raise
     if blocks.block_bytes is None:
         # Without a seal the digests are all there is; they are checked below the decryption.
-        blocks = open_blocks(checked, key, wanted, allow_unsealed=True)
+        blocks = open_blocks_with(checked, options.key, wanted, allow_unsealed=True)
         return Plaintext(source=blocks, cipher=mode, unit_bytes=0)
     # The seal authenticates every block. The manifest must still be the one of this very save: its digests of the end of
     # the file must be those of the seal that is in use. Another read could give other bytes than the one it came from.

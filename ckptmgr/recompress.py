@@ -20,8 +20,9 @@ from datetime import datetime
 from pathlib import Path
 
 from ckptmgr.convert_target import only_writer, unproven_name
+from ckptmgr.crypto.container_header import HeaderCopy
 from ckptmgr.crypto.container_unlock import find_copies
-from ckptmgr.crypto.keyring import Keys, ring_of
+from ckptmgr.crypto.keyring import Keys
 from ckptmgr.digest import FileDigest, digest_of
 from ckptmgr.errors import (
     CheckpointNotFound,
@@ -42,6 +43,7 @@ from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.model import Checkpoint
 from ckptmgr.naming import extension_of, without_envelope
 from ckptmgr.pipeline import container_for, write_image
+from ckptmgr.same_recipients import check_recipients
 from ckptmgr.saver import check_written
 from ckptmgr.source_image import SourceImage
 from ckptmgr.store import Store
@@ -101,7 +103,7 @@ def recompress(
         UnsupportedCheckpoint: It is not a safetensors file, or that of many ranks.
         StoreLocked: Somebody is writing its series.
         KeyProblem: A key is missing: its own, or the one that signed its manifest; or it would get a manifest that is proven.
-        UnsafeWrite: Another file has the name it would get, or not everybody who can open it could do so afterwards.
+        UnsafeWrite: Another file has the name it would get, or others could open it afterwards than now.
         CorruptCheckpoint: It is damaged; nothing was changed.
         SaveFailed: The disk does not hold what was written; nothing was changed.
         OSError: From the disk.
@@ -133,12 +135,12 @@ def recompress(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """A file that was opened, what describes it, and for how many keys it is encrypted."""
+    """A file that was opened, what describes it, and the header that says for whom it is encrypted."""
 
     opened: OpenCheckpoint
     index: SafetensorsIndex
     manifest: Manifest | None
-    slot_count: int
+    header: HeaderCopy | None
 
 
 @contextlib.contextmanager
@@ -153,8 +155,8 @@ def _opened(store: Store, name: str, options: ReadOptions) -> Iterator[_Found]:
                 path=path,
                 hint="save checkpoints with format='safetensors' to have them compressed",
             )
-        slots = 0 if opened.cipher is None else len(find_copies(raw)[0].header.slots)
-        yield _Found(opened=opened, index=opened.index, manifest=manifest, slot_count=slots)
+        header = None if opened.cipher is None else find_copies(raw)[0].header
+        yield _Found(opened=opened, index=opened.index, manifest=manifest, header=header)
 
 
 class _Change:
@@ -192,8 +194,8 @@ class _Change:
             self._store.check_rewritable(self._checkpoint)
         elif self._options.is_strict:
             raise unproven_name(self._checkpoint)
-        if self._cipher is not None:
-            self._check_recipients()
+        if self._found.header is not None:
+            check_recipients(self._found.header, self._keys, path=self._checkpoint.path)
         outcome = Outcome.EXPANDED if self._level is None else Outcome.COMPRESSED
         if self.target == self._checkpoint.name:
             self._publish()
@@ -206,16 +208,6 @@ class _Change:
             outcome = Outcome.FINISHED
         self._store.remove_copied(self._checkpoint)
         return outcome
-
-    def _check_recipients(self) -> None:
-        """Raise unless everybody who opens the file now is among the keys that were given."""
-        kept = len(ring_of(self._keys).recipients)
-        if self._found.slot_count > kept:
-            raise UnsafeWrite(
-                f"is encrypted for {self._found.slot_count} keys; given: {kept}",
-                path=self._checkpoint.path,
-                hint="give all of them; otherwise the others could not open it any more",
-            )
 
     def _finish(self, path: Path) -> None:
         """Let a file that has the name already stay, with the pins of both; raise unless it holds the same."""

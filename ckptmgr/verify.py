@@ -24,11 +24,11 @@ from ckptmgr.chain import contradiction
 from ckptmgr.cold_files import read_once
 from ckptmgr.container_reader import container_mode, kind_of, open_container_file
 from ckptmgr.contents import tensors_of
+from ckptmgr.crypto.block_keys import open_blocks_with
 from ckptmgr.crypto.ciphers import mode_of
 from ckptmgr.crypto.container_unlock import CopyState, find_copies
 from ckptmgr.crypto.errors import CryptoError
-from ckptmgr.crypto.keyring import block_key
-from ckptmgr.crypto.mindspore_blocks import open_blocks, sniff_mode
+from ckptmgr.crypto.mindspore_blocks import sniff_mode
 from ckptmgr.crypto.records import find_records
 from ckptmgr.digest import FileDigest, check_size, differing_ranges
 from ckptmgr.digested import checked_at_once
@@ -355,8 +355,8 @@ class _Check:
             if self._level is not Level.QUICK and not _is_signed(manifest):
                 self.status = Status.PARTIAL
             return
-        is_sealed = open_blocks(
-            raw, block_key(key), mode, allow_unsealed=self._options.allow_unsealed
+        is_sealed = open_blocks_with(
+            raw, key, mode, allow_unsealed=self._options.allow_unsealed
         ).is_sealed
         if is_sealed:
             self.checked.append("seal")

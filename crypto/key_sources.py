@@ -86,7 +86,7 @@ def load_keys(
     """Return what opens, and for whom to encrypt; a single key as such.
 
     Args:
-        sources: Of those who encrypt, and open as far as they can.
+        sources: Of those who encrypt, and open as far as they can; who is named twice counts once.
         also_for: Of those who open besides, usually files of public keys.
         asked_for: As for `load_material`.
         is_new: As for `load_material`, of the sources.
@@ -103,7 +103,7 @@ def load_keys(
         load_material(source, asked_for=asked_for, is_new=True, prompt=prompt)
         for source in also_for
     ]
-    ring = KeyRing(own, others)
+    ring = KeyRing(list(dict.fromkeys(own)), others)
     return ring if ring.sole_key is None else ring.sole_key
 
 

@@ -145,6 +145,13 @@ class KeyRing:
             )
         return unwrapped(slot, self.identities, bound=bound) is not None
 
+    def is_exactly_for(self, slots: Sequence[Slot], *, bound: bytes) -> bool:
+        """Return whether slots are for everybody here, and for nobody else."""
+        parties = zip(self.recipients, self._slots(), strict=True)
+        return all(self.opens(slot, bound=bound) for slot in slots) and all(
+            any(_is_of(slot, *party, bound=bound) for slot in slots) for party in parties
+        )
+
     def _slots(self) -> tuple[Slot, ...]:
         """Return slots that hold nothing, for what stands at their heads."""
         with self._lock:
@@ -159,6 +166,12 @@ def _empty_slot(recipient: Recipient) -> Slot:
     return recipient.wrap(Key(bytes(DATA_KEY_BYTES)), bound=b"")
 
 
+def _is_of(slot: Slot, recipient: Recipient, empty: Slot, *, bound: bytes) -> bool:
+    if isinstance(recipient, RunPassphrase):
+        return unwrapped(slot, [recipient], bound=bound) is not None
+    return (slot.type, slot.key_id) == (empty.type, empty.key_id)
+
+
 Keys = Key | KeyRing
 
 
@@ -168,18 +181,28 @@ def ring_of(keys: Keys) -> KeyRing:
 
 
 def block_key(keys: Keys) -> Key:
-    """Return the key for a file that takes one key and nothing else, as MindSpore's do.
+    """Return the key to encrypt a file with that takes one key and nothing else, as MindSpore's do.
 
     Raises:
-        KeySourceError: There is none.
+        KeySourceError: There is none, or more than that.
     """
-    found = ring_of(keys).raw_keys
-    if not found:
-        raise KeySourceError(
-            "this kind of file takes a key, no passphrase and no public or private key",
-            hint="give its key; format='safetensors' makes files that take all of them",
+    ring = ring_of(keys)
+    if ring.sole_key is None:
+        raise takes_one_key(len(ring.raw_keys))
+    return ring.sole_key
+
+
+def takes_one_key(given: int) -> KeySourceError:
+    """Return the error of so many keys for a file that takes one."""
+    if given:
+        return KeySourceError(
+            "this kind of file takes one key and nothing else, and more is given",
+            hint="give one key; format='safetensors' makes files that take several",
         )
-    return found[0]
+    return KeySourceError(
+        "this kind of file takes a key, no passphrase and no public or private key",
+        hint="give its key; format='safetensors' makes files that take all of them",
+    )
 
 
 def unwrapped(slot: Slot, identities: Sequence[Identity], *, bound: bytes) -> bytes | None:

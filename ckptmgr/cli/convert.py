@@ -59,7 +59,7 @@ def convert_command(
     level: int,
     directory: Path,
     series: str | None,
-    key_source: str | None,
+    key_sources: tuple[str, ...],
     allow_unsealed: bool,
     signing_source: str | None,
     as_json: bool,
@@ -68,13 +68,13 @@ def convert_command(
     """Compress safetensors checkpoints in place, or expand them.
 
     What is inside stays the same byte for byte, and so do step, metrics, pins, key and cipher; a compressed plain file is
-    called .ckpz. Each new file is read back, expanded and compared before the old one goes. What is as it shall be already
-    stays, so an interrupted run is finished by doing the same again. -q prints the paths that are there now.
+    called .ckpz. A file that several keys open needs them all (--key for each; a public key will do). Each new file is
+    read back, expanded and compared before the old one goes. What is as it shall be already stays, so an interrupted run is finished by doing the same again. -q prints the paths that are there now.
     """
     from ckptmgr.cli.select import select
     from ckptmgr.loader import ReadOptions
 
-    key, signing_key = options.load_key(key_source), options.load_signing_key(signing_source)
+    key, signing_key = options.load_key(key_sources), options.load_signing_key(signing_source)
     # What is signed anew must have been signed before, by the same key.
     trusted = () if signing_key is None else (signing_key.public_key,)
     opener = partial(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,7 +53,7 @@ def decrypt_command(
     source: Path,
     target: str,
     force: bool,
-    key_source: str | None,
+    key_sources: tuple[str, ...],
     allow_unsealed: bool,
     as_json: bool,
     quiet: bool,
@@ -66,7 +66,7 @@ def decrypt_command(
     from ckptmgr import convert
     from ckptmgr.loader import ReadOptions
 
-    reading = ReadOptions(key=_key(key_source), allow_unsealed=allow_unsealed)
+    reading = ReadOptions(key=_key(key_sources), allow_unsealed=allow_unsealed)
     if target == _PIPE:
         _refuse_terminal()
         _check_input(source)
@@ -110,7 +110,7 @@ def encrypt_command(
     target: str,
     force: bool,
     mode: str,
-    key_source: str | None,
+    key_sources: tuple[str, ...],
     as_json: bool,
     quiet: bool,
 ) -> int:
@@ -122,7 +122,7 @@ def encrypt_command(
     """
     from ckptmgr import convert
 
-    key = _key(key_source, is_new=True)
+    key = _key(key_sources, is_new=True)
     if target == _PIPE:
         _refuse_terminal()
         _check_input(source)
@@ -140,8 +140,8 @@ def encrypt_command(
     )
 
 
-def _key(source: str | None, *, is_new: bool = False) -> Keys:
-    key = options.load_key(source, is_new=is_new)
+def _key(sources: Sequence[str], *, is_new: bool = False) -> Keys:
+    key = options.load_key(sources, is_new=is_new)
     if key is None:
         raise KeyProblem("a key is needed", hint="pass --key env:NAME, file:PATH or cmd:COMMAND")
     return key

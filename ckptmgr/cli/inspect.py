@@ -44,7 +44,7 @@ def inspect_command(
     series: str | None,
     pattern: str,
     has_stats: bool,
-    key_source: str | None,
+    key_sources: tuple[str, ...],
     allow_unsealed: bool,
     as_json: bool,
     quiet: bool,
@@ -58,7 +58,7 @@ def inspect_command(
     from ckptmgr.contents import read_contents
     from ckptmgr.loader import ReadOptions
 
-    key = options.load_key(key_source)
+    key = options.load_key(key_sources)
     opener = partial(options.open_store, key=key, allow_unsealed=allow_unsealed)
     selected = select_one(checkpoint, directory, opener, series=series)
     contents = read_contents(

@@ -37,7 +37,7 @@ def ls_command(
     directory: Path,
     show_all: bool,
     series: str | None,
-    key_source: str | None,
+    key_sources: tuple[str, ...],
     allow_unsealed: bool,
     as_json: bool,
     quiet: bool,
@@ -49,7 +49,7 @@ def ls_command(
     """
     from ckptmgr.cli.select import listed
 
-    key = options.load_key(key_source)
+    key = options.load_key(key_sources)
     store = options.open_store(directory, key=key, allow_unsealed=allow_unsealed)
     found = [_sniffed(store, c) for c in listed(store, series=series, with_leftovers=show_all)]
     output = render.make_output(ctx, store.directory, as_json=as_json, quiet=quiet)

@@ -96,9 +96,10 @@ def key_option(function: Command) -> Command:
     """Add `--key`."""
     return click.option(
         "--key",
-        "key_source",
+        "key_sources",
         metavar="SOURCE",
-        help=f"{_SOURCES}; a file of a private key opens, too.  "
+        multiple=True,
+        help=f"{_SOURCES}; a file of a private key opens, too. May be repeated: what is written is for all of them.  "
         "[default: the file $CKPTMGR_KEY_FILE, then the variable CKPTMGR_KEY]",
     )(function)
 
@@ -124,12 +125,21 @@ def public_key_option(function: Command) -> Command:
     )(function)
 
 
+def only_one(_: click.Context, param: click.Parameter, values: tuple[str, ...]) -> str | None:
+    """Return the value of an option that is given once: the last of several would drop the others silently."""
+    if len(values) > 1:
+        raise UsageProblem(f"{param.opts[0]} is given {len(values)} times", hint="give it once")
+    return next(iter(values), None)
+
+
 def signing_key_option(function: Command) -> Command:
     """Add `--signing-key`."""
     return click.option(
         "--signing-key",
         "signing_source",
         metavar="SOURCE",
+        multiple=True,
+        callback=only_one,
         help="Source of the private key that signs what is changed: file:PATH, env:NAME, cmd:COMMAND or fd:N.",
     )(function)
 
@@ -153,39 +163,36 @@ def series_option(function: Command) -> Command:
 
 
 def load_key(
-    source: str | None, environment: Mapping[str, str] = os.environ, *, is_new: bool = False
+    sources: Sequence[str], environment: Mapping[str, str] = os.environ, *, is_new: bool = False
 ) -> Keys | None:
     """Return what `--key` or the environment names, or None.
 
     Args:
-        source: What the option names.
+        sources: What the option names, each time it is given.
         environment: Of the process.
         is_new: Whether it is to encrypt what nobody has opened with it yet; a person is then asked twice.
 
     Raises:
         UsageProblem: A literal key, or no known kind of source. It is not shown.
-        KeyProblem: The source gives no key.
+        KeyProblem: A source gives no key.
     """
-    if source is None:
-        source = _from_environment(environment)
-    if source is None:
-        return None
-    return load_keys("--key", source, is_new=is_new)
+    sources = sources or _from_environment(environment)
+    return load_keys("--key", sources, is_new=is_new) if sources else None
 
 
-def load_keys(option: str, source: str, *, is_new: bool = False) -> Keys:
-    """Return the key, passphrase, private or public key that an option names.
+def load_keys(option: str, sources: Sequence[str], *, is_new: bool = False) -> Keys:
+    """Return the keys, passphrases, private and public keys that an option names.
 
     Args:
         option: Which; a person is asked about it by name.
-        source: What it names.
+        sources: What it names.
         is_new: As for `load_key`.
 
     Raises:
         UsageProblem: A literal key, or no known kind of source. It is not shown.
-        KeyProblem: The source gives none.
+        KeyProblem: A source gives none.
     """
-    if not source.startswith(_SCHEMES):
+    if not all(source.startswith(_SCHEMES) for source in sources):
         raise UsageProblem(
             f"{option} takes the source of a key, never the key itself (not shown)",
             hint=f"use {_SOURCES}; every user of the machine can read a command line",
@@ -193,7 +200,7 @@ def load_keys(option: str, source: str, *, is_new: bool = False) -> Keys:
     from ckptmgr.crypto import errors, key_sources
 
     try:
-        return key_sources.load_keys([source], asked_for=option, is_new=is_new)
+        return key_sources.load_keys(sources, asked_for=option, is_new=is_new)
     except errors.CryptoError as error:
         raise KeyProblem(error.message, hint=error.hint) from error
 
@@ -235,10 +242,10 @@ def load_public_keys(files: Sequence[str]) -> tuple[PublicKey, ...]:
     return check_trusted_keys(files)
 
 
-def _from_environment(environment: Mapping[str, str]) -> str | None:
+def _from_environment(environment: Mapping[str, str]) -> Sequence[str]:
     if environment.get("CKPTMGR_KEY_FILE"):
-        return f"file:{environment['CKPTMGR_KEY_FILE']}"
-    return "env:CKPTMGR_KEY" if environment.get("CKPTMGR_KEY") else None
+        return [f"file:{environment['CKPTMGR_KEY_FILE']}"]
+    return ["env:CKPTMGR_KEY"] if environment.get("CKPTMGR_KEY") else []
 
 
 def open_store(

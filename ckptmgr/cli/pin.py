@@ -41,7 +41,7 @@ def pin_command(
     reason: str,
     directory: Path,
     series: str | None,
-    key_source: str | None,
+    key_sources: tuple[str, ...],
     allow_unsealed: bool,
     signing_source: str | None,
     as_json: bool,
@@ -57,7 +57,7 @@ def pin_command(
         others = tuple(pin for pin in pins if pin.name != name)
         return (*others, Pin(name=name, reason=reason))
 
-    opener = _opener(key_source, signing_source, allow_unsealed=allow_unsealed)
+    opener = _opener(key_sources, signing_source, allow_unsealed=allow_unsealed)
     selected = _selected(checkpoint, directory, series, opener)
     return _show(ctx, selected, _change(selected, change), as_json=as_json, quiet=quiet)
 
@@ -77,7 +77,7 @@ def unpin_command(
     name: str | None,
     directory: Path,
     series: str | None,
-    key_source: str | None,
+    key_sources: tuple[str, ...],
     allow_unsealed: bool,
     signing_source: str | None,
     as_json: bool,
@@ -91,17 +91,17 @@ def unpin_command(
     def change(pins: tuple[Pin, ...]) -> tuple[Pin, ...]:
         return () if name is None else tuple(pin for pin in pins if pin.name != name)
 
-    opener = _opener(key_source, signing_source, allow_unsealed=allow_unsealed)
+    opener = _opener(key_sources, signing_source, allow_unsealed=allow_unsealed)
     selected = _selected(checkpoint, directory, series, opener)
     return _show(ctx, selected, _change(selected, change), as_json=as_json, quiet=quiet)
 
 
 def _opener(
-    key_source: str | None, signing_source: str | None, *, allow_unsealed: bool
+    key_sources: tuple[str, ...], signing_source: str | None, *, allow_unsealed: bool
 ) -> OpenStore:
     return partial(
         options.open_store,
-        key=options.load_key(key_source),
+        key=options.load_key(key_sources),
         allow_unsealed=allow_unsealed,
         signing_key=options.load_signing_key(signing_source),
     )

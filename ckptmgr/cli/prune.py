@@ -55,7 +55,7 @@ def prune_command(
     grace: str,
     undo: bool,
     verbose: bool,
-    key_source: str | None,
+    key_sources: tuple[str, ...],
     allow_unsealed: bool,
     as_json: bool,
     quiet: bool,
@@ -68,7 +68,7 @@ def prune_command(
     """
     from ckptmgr.cli.prune_plan import Shown
 
-    key = options.load_key(key_source)
+    key = options.load_key(key_sources)
     store = options.open_store(directory, key=key, allow_unsealed=allow_unsealed)
     if not store.directory.is_dir():
         raise CheckpointNotFound("no such directory", path=directory)

@@ -73,7 +73,7 @@ def transform_command(
     prefix: str,
     output_format: str,
     plain: bool,
-    key_source: str | None,
+    key_sources: tuple[str, ...],
     allow_unsealed: bool,
     as_json: bool,
     quiet: bool,
@@ -91,7 +91,7 @@ def transform_command(
     if "/" in prefix:
         raise UsageProblem("--prefix starts a file name", hint="name the directory with -o")
     # Input that is not authenticated need not open with the key that the output is encrypted with.
-    key = options.load_key(key_source, is_new=allow_unsealed and not plain)
+    key = options.load_key(key_sources, is_new=allow_unsealed and not plain)
     started = time.perf_counter()
     files = rewrite(
         source,
@@ -122,7 +122,7 @@ def unify_command(
     target: Path,
     source_strategy: Path | None,
     plain: bool,
-    key_source: str | None,
+    key_sources: tuple[str, ...],
     allow_unsealed: bool,
     as_json: bool,
     quiet: bool,
@@ -135,7 +135,7 @@ def unify_command(
     from ckptmgr.loader import ReadOptions
     from ckptmgr.parallel.unified import unify
 
-    key = options.load_key(key_source)
+    key = options.load_key(key_sources)
     if key is not None and not plain:
         raise UsageProblem(
             "unified files are plain, but a key was given",

@@ -71,7 +71,7 @@ def rekey_command(
     selectors: tuple[str, ...],
     directory: Path,
     series: str | None,
-    key_source: str | None,
+    key_sources: tuple[str, ...],
     allow_unsealed: bool,
     signing_source: str | None,
     dry_run: bool,
@@ -94,7 +94,7 @@ def rekey_command(
 
     by_id = tuple(text for text in remove if _KEY_ID.fullmatch(text))
     change = KeyChange(
-        keys=_old_keys(key_source),
+        keys=_old_keys(key_sources),
         add=_rings("--add", add, is_new=True),
         remove=_rings("--remove", [text for text in remove if text not in by_id]),
         remove_ids=by_id,
@@ -133,7 +133,7 @@ def reencrypt_command(
     selectors: tuple[str, ...],
     directory: Path,
     series: str | None,
-    key_source: str | None,
+    key_sources: tuple[str, ...],
     allow_unsealed: bool,
     signing_source: str | None,
     dry_run: bool,
@@ -151,7 +151,7 @@ def reencrypt_command(
     from ckptmgr.rekey_header import KeyChange
 
     change = KeyChange(
-        keys=_old_keys(key_source), add=_rings("--to", to, is_new=True), is_only=True
+        keys=_old_keys(key_sources), add=_rings("--to", to, is_new=True), is_only=True
     )
     opener = _opener(change, signing_source, allow_unsealed=allow_unsealed)
     run = _Run(ctx, change, directory, opener, as_json=as_json, quiet=quiet)
@@ -165,10 +165,10 @@ def reencrypt_command(
     )
 
 
-def _old_keys(source: str | None) -> KeyRing:
+def _old_keys(sources: Sequence[str]) -> KeyRing:
     from ckptmgr.crypto.keyring import ring_of
 
-    keys = options.load_key(source)
+    keys = options.load_key(sources)
     if keys is None:
         raise KeyProblem("a key is needed", hint="pass --key env:NAME, file:PATH or cmd:COMMAND")
     ring = ring_of(keys)
@@ -182,7 +182,7 @@ def _old_keys(source: str | None) -> KeyRing:
 def _rings(option: str, sources: Sequence[str], *, is_new: bool = False) -> tuple[KeyRing, ...]:
     from ckptmgr.crypto.keyring import ring_of
 
-    return tuple(ring_of(options.load_keys(option, source, is_new=is_new)) for source in sources)
+    return tuple(ring_of(options.load_keys(option, [source], is_new=is_new)) for source in sources)
 
 
 def _opener(change: KeyChange, signing_source: str | None, *, allow_unsealed: bool) -> OpenStore:

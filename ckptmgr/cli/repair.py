@@ -32,7 +32,7 @@ def repair_command(
     checkpoint: str,
     directory: Path,
     series: str | None,
-    key_source: str | None,
+    key_sources: tuple[str, ...],
     signing_source: str | None,
     as_json: bool,
     quiet: bool,
@@ -41,14 +41,14 @@ def repair_command(
 
     CHECKPOINT is a path, a step, latest, best:METRIC:min, best:METRIC:max or @pinned. Plain files become exactly the
     bytes that were saved. Encrypted and compressed ones are written anew, and the manifest names the new file: that needs
-    the key, and of a signed one the signing key. Copies are there if the run kept them (keep_redundancy). Not while a run
+    the key (all of them, where several open it; a public key will do), and of a signed one the signing key. Copies are there if the run kept them (keep_redundancy). Not while a run
     writes the series. -q prints the paths that stay damaged.
     """
     from ckptmgr.cli.select import select_one
     from ckptmgr.loader import ReadOptions
     from ckptmgr.repair import repair_checkpoint
 
-    key = options.load_key(key_source)
+    key = options.load_key(key_sources)
     opener = partial(
         options.open_store, key=key, signing_key=options.load_signing_key(signing_source)
     )

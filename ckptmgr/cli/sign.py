@@ -35,6 +35,8 @@ _GOOD = ("ok", "unverified", "partial")
     "source",
     metavar="SOURCE",
     required=True,
+    multiple=True,
+    callback=options.only_one,
     help="Source of a private key on a NIST curve, in PEM: file:PATH, env:NAME, cmd:COMMAND or fd:N.",
 )
 @click.option("--force", is_flag=True, help="Replace a bundle that is there.")
@@ -50,7 +52,7 @@ def sign_command(
     force: bool,
     directory: Path,
     series: str | None,
-    key_source: str | None,
+    key_sources: tuple[str, ...],
     allow_unsealed: bool,
     as_json: bool,
     quiet: bool,
@@ -67,7 +69,7 @@ def sign_command(
     from ckptmgr.parallel.outputs import write_small_file
 
     options.check_source("--private-key", source)
-    key = options.load_key(key_source)
+    key = options.load_key(key_sources)
     opener = partial(options.open_store, key=key, allow_unsealed=allow_unsealed)
     selected = select([checkpoint], directory, opener, series=series)
     path = _path(checkpoint, selected)

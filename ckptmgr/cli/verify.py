@@ -68,7 +68,7 @@ def verify_command(
     expect_step: int | None,
     expect_id: str | None,
     public_keys: tuple[str, ...],
-    key_source: str | None,
+    key_sources: tuple[str, ...],
     allow_unsealed: bool,
     as_json: bool,
     quiet: bool,
@@ -88,7 +88,7 @@ def verify_command(
     from ckptmgr.loader import ReadOptions
     from ckptmgr.verify import Level, verify_checkpoint
 
-    key, trusted = options.load_key(key_source), options.load_public_keys(public_keys)
+    key, trusted = options.load_key(key_sources), options.load_public_keys(public_keys)
     opener = partial(
         options.open_store, key=key, allow_unsealed=allow_unsealed, public_keys=trusted
     )

@@ -105,8 +105,8 @@ def test_unknown_stdout_encoding_counts_as_ascii(monkeypatch: pytest.MonkeyPatch
 
 
 def test_environment_names_the_key_only_when_it_says_something() -> None:
-    assert load_key(None, {}) is None
-    assert load_key(None, {"CKPTMGR_KEY": "", "CKPTMGR_KEY_FILE": ""}) is None
+    assert load_key((), {}) is None
+    assert load_key((), {"CKPTMGR_KEY": "", "CKPTMGR_KEY_FILE": ""}) is None
 
 
 def test_terminal_gets_colour_and_a_pipe_does_not(tmp_path: Path) -> None:

@@ -195,8 +195,10 @@ def test_single_key_is_loaded_as_a_key_and_several_as_a_ring(tmp_path: Path) -> 
     ring = load_keys([source], also_for=[put(tmp_path / "a.pub", public, mode=0o644)])
     assert isinstance(ring, KeyRing)
     assert (len(ring.recipients), len(ring.identities)) == (2, 1)
-    assert block_key(ring) == Key(bytes(range(32)))
     assert ring.sole_key is None
+    with pytest.raises(KeySourceError, match="one key and nothing else"):
+        block_key(ring)
+    assert load_keys([source, source]) == Key(bytes(range(32)))
 
 
 def test_private_key_of_a_recipient_is_not_used_for_opening(tmp_path: Path) -> None:
@@ -344,6 +346,22 @@ def test_ring_knows_its_slots() -> None:
     assert not ring.opens(slot, bound=BOUND)
     assert unwrapped(slot, [phrase("wrong"), phrase()], bound=BOUND) == DATA_KEY.raw
     assert (ring.key_ids, ring.key_id) == ((ME.key.key_id,), ME.key.key_id)
+
+
+def test_ring_tells_whether_slots_are_for_it_and_for_nobody_else() -> None:
+    private, public = generate_pair("x25519")
+    pair, horse = KeyMaterial(Kind.PEM, private), KeyMaterial(Kind.PHRASE, b"horse")
+    ring = KeyRing([KeyMaterial.of_key(ME.key), pair, horse])
+    slots = [one.wrap(DATA_KEY, bound=BOUND) for one in ring.recipients]
+    assert ring.is_exactly_for(slots, bound=BOUND)
+    assert KeyRing([*ring.own[::2], KeyMaterial(Kind.PEM, public)]).is_exactly_for(
+        slots, bound=BOUND
+    )
+    for left in range(3):
+        fewer = [one for number, one in enumerate(ring.own) if number != left]
+        assert not KeyRing(fewer).is_exactly_for(slots, bound=BOUND)
+        rest = [one for number, one in enumerate(slots) if number != left]
+        assert not ring.is_exactly_for(rest, bound=BOUND)
 
 
 def test_secrets_are_never_shown() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from ckptmgr.config import CheckpointConfig
 from ckptmgr.crypto.key import Key
-from ckptmgr.crypto.keyring import KeyMaterial, KeyRing
+from ckptmgr.crypto.keyring import KeyMaterial, KeyRing, Kind
 from ckptmgr.errors import (
     CorruptCheckpoint,
     KeyProblem,
@@ -282,8 +282,10 @@ def test_file_for_several_keys_needs_them_all(tmp_path: Path) -> None:
     (path,) = save_run(
         tmp_path, [1], options=SaveOptions(format="safetensors", key=ring), content=content
     )
-    with pytest.raises(UnsafeWrite, match="encrypted for 2 keys; given: 1"):
-        change(tmp_path, 1, key=KEY)
+    stranger = KeyRing([*ring.own, *ring.also_for, KeyMaterial(Kind.PHRASE, b"horse")])
+    for keys in (KEY, stranger):
+        with pytest.raises(UnsafeWrite, match=f"for key {KEY.key_id}, key .*; given: key"):
+            change(tmp_path, 1, key=keys)
     assert path.exists()
     done = change(tmp_path, 1, key=ring)
     assert done.target.name == "net-1_1.safetensors.ckpe"
