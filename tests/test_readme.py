@@ -57,5 +57,37 @@ def test_example_of_parts_reads_rows_and_fills_an_array(
     names: dict[str, Any] = {}
     (example,) = [block for block in blocks() if "open_checkpoint" in block]
     exec(example, names)  # noqa: S102 - our own README
-    assert names["head"].shape == (10, 8)
+    head = names["head"]
+    assert head.shape == (10, 8)
+    assert (head.flags.owndata, head.flags.writeable) == (False, False)
     assert not names["bias"].any()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+def test_example_of_dcp_saves_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch: Any = pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Linear(3, 2)
+    names: dict[str, Any] = {"model": model, "loss": 0.5}
+    (example,) = [block for block in blocks() if "StorageWriter" in block]
+    saving, resuming = example.split("# to resume")
+    exec(saving, names)  # noqa: S102 - our own README
+    saved = model.weight.detach().clone()
+    with torch.no_grad():
+        model.weight.zero_()
+    names["state"]["step"] = 0
+    exec(f"# {resuming}", names)  # noqa: S102 - our own README
+    assert torch.equal(model.weight, saved)
+    assert names["state"]["step"] == 500
+
+
+def test_example_of_observers_hears_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    (example,) = [block for block in blocks() if "LogObserver" in block]
+    exec(example, names)  # noqa: S102 - our own README
+    with names["manager"] as manager:
+        manager.save(1, {"n": 1})
+    assert capsys.readouterr().out.split() == ["save.started", "save.durable"]
