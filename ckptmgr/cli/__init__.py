@@ -62,7 +62,7 @@ class Commands(click.Group):
         if self.get_command(ctx, name) is None:
             close = difflib.get_close_matches(name, self.list_commands(ctx), n=1)
             hint = f"did you mean {close[0]}?" if close else "see ckptmgr --help"
-            raise UsageProblem(f"no such command: {name[:40]!r}", hint=hint)
+            raise UsageProblem("no such command (not shown: it may be a key)", hint=hint)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

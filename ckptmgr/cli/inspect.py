@@ -34,6 +34,7 @@ _FIGURES = ("MIN", "MAX", "MEAN", "NAN", "INF")
     "--tensors", "pattern", metavar="PATTERN", default="*", help="Only these, e.g. 'fc*'."
 )
 @click.option("--stats", "has_stats", is_flag=True, help="Minimum, maximum, mean, NaN count.")
+@options.public_key_option
 @options.key_options
 @options.output_options
 @click.pass_context
@@ -44,6 +45,7 @@ def inspect_command(
     series: str | None,
     pattern: str,
     has_stats: bool,
+    public_keys: tuple[str, ...],
     key_sources: tuple[str, ...],
     allow_unsealed: bool,
     as_json: bool,
@@ -52,19 +54,22 @@ def inspect_command(
     """Show what a checkpoint holds.
 
     CHECKPOINT is a path, a step, latest, best:METRIC:min, best:METRIC:max or @pinned. The envelope of an encrypted
-    file is shown without a key; its tensors need one. -q prints the names of the tensors.
+    file is shown without a key; its tensors need one. Only with a key or --public-key is it known who wrote what is
+    shown. -q prints the names of the tensors.
     """
     from ckptmgr.cli.select import select_one
     from ckptmgr.contents import read_contents
     from ckptmgr.loader import ReadOptions
 
-    key = options.load_key(key_sources)
-    opener = partial(options.open_store, key=key, allow_unsealed=allow_unsealed)
+    key, trusted = options.load_key(key_sources), options.load_public_keys(public_keys)
+    opener = partial(
+        options.open_store, key=key, allow_unsealed=allow_unsealed, public_keys=trusted
+    )
     selected = select_one(checkpoint, directory, opener, series=series)
     contents = read_contents(
         selected.store,
         selected.checkpoint,
-        options=ReadOptions(key=key, allow_unsealed=allow_unsealed),
+        options=ReadOptions(key=key, allow_unsealed=allow_unsealed, trusted_keys=trusted),
         choose=lambda name: fnmatch.fnmatchcase(name, pattern),
         has_stats=has_stats,
     )
@@ -98,6 +103,7 @@ def _summary(contents: Contents) -> dict[str, Json]:
         "digest": None
         if manifest is None or manifest.shards
         else f"blake3:{manifest.file.digest.total.hex()}",
+        "signed_by": None if manifest is None else manifest.signed_by,
         "parents": [] if manifest is None else list(manifest.parent_run_ids),
         "stats": {} if manifest is None else dict(manifest.stats),
         "is_content_shown": plain is not None,
@@ -201,6 +207,8 @@ def _facts(contents: Contents) -> Iterator[tuple[str, str]]:
             yield "ranks", f"{len(manifest.shards)}, from {manifest.shards[0].name} on"
         else:
             yield "digest", f"blake3:{manifest.file.digest.total.hex()}"
+        if manifest.signed_by is not None:
+            yield "signed", f"by {manifest.signed_by}"
         yield "run", manifest.run_id or "-"
         if manifest.stats.get("write_s"):
             yield "cost", ", ".join(_costs(manifest.stats, contents.stored_bytes))

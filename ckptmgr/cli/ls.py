@@ -29,6 +29,7 @@ _SHOWN_METRICS = 2
 @click.argument("directory", type=click.Path(path_type=Path), default=Path())
 @click.option("--all", "show_all", is_flag=True, help="Also what interrupted saves left.")
 @options.series_option
+@options.public_key_option
 @options.key_options
 @options.output_options
 @click.pass_context
@@ -37,6 +38,7 @@ def ls_command(
     directory: Path,
     show_all: bool,
     series: str | None,
+    public_keys: tuple[str, ...],
     key_sources: tuple[str, ...],
     allow_unsealed: bool,
     as_json: bool,
@@ -44,13 +46,16 @@ def ls_command(
 ) -> int:
     """List the checkpoints of a directory, newest last.
 
-    Reads manifests only. With a key they are authenticated. STATE is ok, unverified (nothing vouches for the file),
-    corrupt, leftover or writing.
+    Reads manifests only. With a key they are authenticated, with --public-key their signatures are checked; without
+    either nothing says who wrote them. STATE is ok, unverified (nothing vouches for the file), corrupt, leftover or
+    writing.
     """
     from ckptmgr.cli.select import listed
 
-    key = options.load_key(key_sources)
-    store = options.open_store(directory, key=key, allow_unsealed=allow_unsealed)
+    key, trusted = options.load_key(key_sources), options.load_public_keys(public_keys)
+    store = options.open_store(
+        directory, key=key, allow_unsealed=allow_unsealed, public_keys=trusted
+    )
     found = [_sniffed(store, c) for c in listed(store, series=series, with_leftovers=show_all)]
     output = render.make_output(ctx, store.directory, as_json=as_json, quiet=quiet)
     if output.is_json:
