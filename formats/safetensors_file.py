@@ -27,6 +27,7 @@ from .errors import FormatError, TruncatedError, UnsupportedError
 from .image import Image
 from .index import READ_BYTES, Piece, TensorEntry, check_buffer, check_content
 from .safetensors_crc import fold_crc
+from .safetensors_plain import read_plain_header
 from .segments import Segments
 from .source import Source, read_bytes
 from .strict_json import encode_object, is_encodable, parse_object, parse_strings, quoted
@@ -168,13 +169,34 @@ def read_safetensors_index(source: Source) -> SafetensorsIndex:
         TruncatedError: The file is shorter than it says.
         UnsupportedError: An element type this version does not know.
     """
-    header, data_start = _read_header(source)
+    encoded = _read_header(source)
+    metadata, entries = _read_plain(encoded, source.size) or _read_strictly(encoded, source.size)
+    return SafetensorsIndex(entries=tuple(entries), metadata=metadata, crc=_stored_crc(metadata))
+
+
+_Described = tuple[dict[str, str], list[TensorEntry]]
+
+
+def _read_plain(encoded: bytes, size: int) -> _Described | None:
+    """Return what a plain header describes, as `_read_strictly` does; None of any other."""
+    data_start = LENGTH_BYTES + len(encoded)
+    plain = read_plain_header(encoded, data_start=data_start, data_bytes=size - data_start)
+    if plain is None:
+        return None
+    metadata = parse_strings(plain.metadata, what=_METADATA, offset=LENGTH_BYTES)
+    return None if _INT4_MARK in metadata.values() else (metadata, plain.entries)
+
+
+def _read_strictly(encoded: bytes, size: int) -> _Described:
+    """Return the metadata and the tensors that a header describes, of a file of so many bytes."""
+    header = parse_object(encoded, what="header", offset=LENGTH_BYTES, shorten=_fields)
     metadata = parse_strings(header.pop(_METADATA, {}), what=_METADATA, offset=LENGTH_BYTES)
-    # Taken out one by one: while objects grow in number, the collector looks at all of them again and again.
+    data_start = LENGTH_BYTES + len(encoded)
+    # Taken out one by one, so that not all is there twice.
     entries = [_read_entry(name, header.pop(name), metadata, data_start) for name in list(header)]
     entries.sort(key=lambda entry: entry.pieces[0])
-    _check_layout(entries, data_start, source.size)
-    return SafetensorsIndex(entries=tuple(entries), metadata=metadata, crc=_stored_crc(metadata))
+    _check_layout(entries, data_start, size)
+    return metadata, entries
 
 
 def crc_of(source: Source, index: SafetensorsIndex) -> int:
@@ -220,7 +242,7 @@ def _stream(source: Source, entry: TensorEntry, wanted: memoryview | None) -> It
         yield view
 
 
-def _read_header(source: Source) -> tuple[dict[str, object], int]:
+def _read_header(source: Source) -> bytes:
     if source.size < LENGTH_BYTES:
         raise TruncatedError(f"the file has only {source.size} bytes", offset=source.size)
     header_bytes = int.from_bytes(read_bytes(source, 0, LENGTH_BYTES), "little")
@@ -228,9 +250,7 @@ def _read_header(source: Source) -> tuple[dict[str, object], int]:
         raise FormatError(
             f"the header claims {header_bytes} bytes; at most {MAX_HEADER_BYTES}", offset=0
         )
-    encoded = read_bytes(source, LENGTH_BYTES, header_bytes)
-    header = parse_object(encoded, what="header", offset=LENGTH_BYTES, shorten=_fields)
-    return header, LENGTH_BYTES + header_bytes
+    return read_bytes(source, LENGTH_BYTES, header_bytes)
 
 
 def _fields(value: dict[str, object]) -> object:

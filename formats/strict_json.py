@@ -47,14 +47,9 @@ def parse_object(
         raise FormatError(f"the {what} does not start with '{{'", offset=offset)
     # A call for each number would take most of the time; only where one may be too long is it worth it.
     may_be_long = _MANY_DIGITS in data.translate(_DIGITS_AS_ZEROS)
+    decoder = _decoder(_parse_int if may_be_long else int, shorten)
     try:
-        value: object = json.loads(
-            data.decode(),
-            object_pairs_hook=lambda pairs: shorten(_unique(pairs)),
-            parse_int=_parse_int if may_be_long else int,
-            parse_float=_refuse_number,
-            parse_constant=_refuse_number,
-        )
+        value: object = decoder.decode(data.decode())
     except UnicodeDecodeError as error:
         raise FormatError(f"the {what} is not UTF-8", offset=offset + error.start) from None
     except json.JSONDecodeError as error:
@@ -66,6 +61,25 @@ def parse_object(
     if not isinstance(value, dict):
         raise FormatError(f"the {what} is no table of names", offset=offset)
     return value
+
+
+def parse_value(text: str, start: int) -> tuple[object, int] | None:
+    """Parse the JSON value at a place in a text, as strictly; return it and where it ends, or None where there is none."""
+    try:
+        return _decoder(_parse_int, _as_it_is).raw_decode(text, start)
+    except (ValueError, RecursionError, _RefusedError):
+        return None
+
+
+def _decoder(
+    parse_int: Callable[[str], int], shorten: Callable[[dict[str, object]], object]
+) -> json.JSONDecoder:
+    return json.JSONDecoder(
+        object_pairs_hook=lambda pairs: shorten(_unique(pairs)),
+        parse_int=parse_int,
+        parse_float=_refuse_number,
+        parse_constant=_refuse_number,
+    )
 
 
 def parse_strings(value: object, *, what: str, offset: int) -> dict[str, str]:
