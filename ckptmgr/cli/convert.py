@@ -69,7 +69,8 @@ def convert_command(
 
     What is inside stays the same byte for byte, and so do step, metrics, pins, key and cipher; a compressed plain file is
     called .ckpz. A file that several keys open needs them all (--key for each; a public key will do). Each new file is
-    read back, expanded and compared before the old one goes. What is as it shall be already stays, so an interrupted run is finished by doing the same again. -q prints the paths that are there now.
+    read back, expanded and compared before the old one goes. What is as it shall be already stays, so an interrupted run
+    is finished by doing the same again. -q prints the paths that are there now.
     """
     from ckptmgr.cli.select import select
     from ckptmgr.loader import ReadOptions

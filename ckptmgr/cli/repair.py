@@ -41,8 +41,9 @@ def repair_command(
 
     CHECKPOINT is a path, a step, latest, best:METRIC:min, best:METRIC:max or @pinned. Plain files become exactly the
     bytes that were saved. Encrypted and compressed ones are written anew, and the manifest names the new file: that needs
-    the key (all of them, where several open it; a public key will do), and of a signed one the signing key. Copies are there if the run kept them (keep_redundancy). Not while a run
-    writes the series. -q prints the paths that stay damaged.
+    the key (all of them, where several open it; a public key will do), and of a signed one the signing key. Copies are
+    there if the run kept them (keep_redundancy). Not while a run writes the series. -q prints the paths that stay
+    damaged.
     """
     from ckptmgr.cli.select import select_one
     from ckptmgr.loader import ReadOptions
