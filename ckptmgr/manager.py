@@ -25,11 +25,9 @@ from types import TracebackType
 from typing import Self
 
 from ckptmgr import tree
-from ckptmgr.chain import contradiction
 from ckptmgr.config import CheckpointConfig, check_config
 from ckptmgr.config_checks import check_trusted_keys
 from ckptmgr.crypto.signing import PublicKey
-from ckptmgr.engine import engine_for
 from ckptmgr.errors import CheckpointNotFound
 from ckptmgr.forecast import Forecast
 from ckptmgr.forecaster import Forecaster
@@ -38,7 +36,6 @@ from ckptmgr.fsio import FileSystem
 from ckptmgr.going_back import go_back
 from ckptmgr.handle import SaveHandle
 from ckptmgr.lease import Processes
-from ckptmgr.loader import ReadOptions
 from ckptmgr.loop_values import (
     checked_count,
     checked_epoch,
@@ -53,21 +50,16 @@ from ckptmgr.observe import Observer, Observers, SaveWatch, about
 from ckptmgr.parallel.coordinator import Coordinator
 from ckptmgr.parallel.layout import ParallelLayout
 from ckptmgr.parallel.sharing import Balance
-from ckptmgr.parallel.team import (
-    check_ranks_agree,
-    sharing_for,
-    slicer_for,
-    store_maker,
-    writer_for,
-)
+from ckptmgr.parallel.team import team_for
 from ckptmgr.progress import Progress
 from ckptmgr.recent_states import RecentStates
-from ckptmgr.resume import newest_first, notes_of, without_manifest
+from ckptmgr.resume import notes_of, without_manifest
+from ckptmgr.resuming import find_newest
 from ckptmgr.resumption import Resumption
+from ckptmgr.run_parts import RunParts
 from ckptmgr.save_policy import LastSave, SavePolicy, decide_at_end, decide_at_step
-from ckptmgr.saver import Publish, SaveOptions
+from ckptmgr.saver import Publish
 from ckptmgr.series import SaveFacts
-from ckptmgr.series_reader import SeriesReader
 from ckptmgr.start_count import count_start
 from ckptmgr.stored_state import as_held_here, metadata_of
 
@@ -134,55 +126,32 @@ class CheckpointManager:
         self._config = check_config(config)
         self._policy = save_policy if save_policy is not None else self._config.save_policy()
         self._clock = clock
-        self._coordinator = coordinator
-        if coordinator is not None:
-            check_ranks_agree(self._config, self._policy)
-        key = self._config.keys
-        signing_key = self._config.signing_key
-        trusted = check_trusted_keys(trusted_keys)
-        if signing_key is not None:
-            trusted = (signing_key.public_key, *trusted)
-        self._store = store_maker(coordinator, clock)(
-            self.directory,
-            fs=fs,
-            key=key,
-            processes=processes,
-            must_authenticate=(key is not None or bool(trusted)) and not allow_unsealed,
-            signing_key=signing_key,
-            trusted_keys=trusted,
-        )
-        options = SaveOptions(
-            format=self._config.format,
-            key=key,
-            mode=self._config.enc_mode,
-            has_crc=self._config.crc_check,
-            compression_level=self._config.compression_level,
-            verify_after_write=self._config.verify_after_write,
-        )
         self._observers = Observers(observe)
-        self._writer = writer_for(
-            self._store,
-            prefix,
+        self._team = team_for(
+            self._config,
+            self._policy,
             coordinator=coordinator,
             timeout_s=rank_timeout_s,
-            options=options,
+            layout=layout,
+            keep_redundancy=keep_redundancy,
+            balance=balance,
+        )
+        parts = RunParts(
+            config=self._config,
+            team=self._team,
             clock=clock,
             observers=self._observers,
-            sharing=sharing_for(self._config, keep_redundancy=keep_redundancy, balance=balance),
-        )
-        self._slicer = slicer_for(coordinator, layout)
-        read_options = ReadOptions(
-            key=key,
+            fs=fs,
+            processes=processes,
             allow_unsealed=allow_unsealed,
-            trusted_keys=trusted,
-            rank=None if coordinator is None else coordinator.rank,
-            world=1 if coordinator is None else coordinator.world,
+            trusted_keys=check_trusted_keys(trusted_keys),
         )
-        self._reader = SeriesReader(self._store, prefix, options=read_options, slicer=self._slicer)
+        self._writer = parts.writer(self.directory, prefix)
+        self._store = self._writer.store
+        self._slicer = self._team.slicer
+        self._reader = parts.reader(self._writer)
         self._progress = Progress(LastSave(step=0, at=clock()))
-        self._engine = engine_for(
-            self._config, has_before_update=True, has_peers=coordinator is not None
-        )
+        self._engine = parts.engine(has_before_update=True)
         self._forecaster = Forecaster(self._config, self._observers)
         self._seen_step = 0
         self._snapshot_steps = (
@@ -232,24 +201,16 @@ class CheckpointManager:
     def _resume(self, state: object) -> Resumption:
         self._engine.wait_until_idle()  # going back: what is in flight would be newer
         self._writer.prepare()
-        present: list[Checkpoint] = []
-
-        def scan() -> list[Checkpoint]:
-            present[:] = self._store.scan()
-            return newest_first([c for c in present if c.series == self.prefix])
-
-        checkpoint, loaded, skipped = self._writer.first_that_loads(
-            scan, lambda found: self._reader.read(found, state)
+        found = find_newest(
+            self._writer,
+            lambda one: one.series == self.prefix,
+            lambda one: self._reader.read(one, state),
+            passed_over=lambda present: without_manifest(present, self.prefix),
         )
-        skipped += without_manifest(present, self.prefix)
-        for one in skipped:
-            _LOG.warning("skipped %s: %s", one.checkpoint.path, one.reason)
-        if checkpoint is None or loaded is None:
+        if found.newest is None:
             self._start_at(0, None)
-            return Resumption(step=0, state=state, metrics={}, skipped=tuple(skipped))
-        doubt = contradiction(checkpoint, present)
-        if doubt is not None:
-            _LOG.warning("%s may be an older file under this name: %s", checkpoint.path, doubt)
+            return Resumption(step=0, state=state, metrics={}, skipped=found.skipped)
+        checkpoint, loaded = found.newest
         restored = self._writer.agreed(lambda: loaded.compared(state))()
         self._writer.continue_from(checkpoint, loaded.manifest)
         self._start_at(checkpoint.step, checkpoint.run_id)
@@ -264,7 +225,12 @@ class CheckpointManager:
                 checkpoint.path,
             )
         return Resumption.at(
-            checkpoint, restored, skipped=skipped, starts=starts, doubt=doubt, kept=loaded.kept
+            checkpoint,
+            restored,
+            skipped=found.skipped,
+            starts=starts,
+            doubt=found.doubt,
+            kept=loaded.kept,
         )
 
     def _start_at(self, step: int, run_id: str | None) -> None:
@@ -387,9 +353,10 @@ class CheckpointManager:
             given = given_state(state)
             flat = tree.flatten(given, self._slicer)
             if self._slicer is not None:
-                self._slicer.check_used(flat)
+                names = {tensor.spec.name for tensor in flat.tensors}
+                self._slicer.check_used(names | flat.aliases.keys() | flat.slices.keys())
         except Exception as error:
-            if self._coordinator is None:
+            if not self._team.is_many:
                 raise
             return given, error
         return given, flat

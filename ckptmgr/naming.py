@@ -11,7 +11,8 @@ A run that finds files of its prefix in the directory continues under `{prefix}_
 overwrites nothing. Names, numbers and messages are MindSpore's (`mindspore/train/callback/_checkpoint.py`, 2.10.0).
 
 A `CheckpointManager` counts no epochs; it writes `{prefix}-{step}.{format}`, and `{prefix}-{step}-r1.{format}` for the
-next save of that step after a rollback.
+next save of that step after a rollback. So do many ranks that save `{prefix}-{epoch}_{step in epoch}.shards`, which is never
+overwritten.
 
 >>> checkpoint_name("net", 3, step_in_epoch=step_in_epoch(41, batch_num=20), format="ckpt")
 'net-3_1.ckpt'
@@ -55,6 +56,10 @@ _STEP_NAME = re.compile(
     r"(?P<prefix>[^/\0]*)-(?P<step>0|[1-9][0-9]{0,17})(?:-r(?P<attempt>[1-9][0-9]{0,8}))?"
     r"\.(?:ckpt|safetensors)(?:\.ckp[ez])?"
 )
+
+_RESTART = re.compile(r"_\d+")
+ATTEMPT = re.compile(r"-r[1-9][0-9]{0,8}$")
+"""How a name ends whose step was saved before."""
 
 
 class ParsedName(NamedTuple):
@@ -113,9 +118,11 @@ def stem_of(name: str) -> str:
     return Path(without_envelope(name)).stem
 
 
-def checkpoint_name(prefix: str, epoch: int, *, step_in_epoch: int, format: str) -> str:
-    """Return the file name of an ordinary checkpoint; `format` may be any `extension_of`."""
-    return f"{prefix}-{epoch}_{step_in_epoch}.{format}"
+def checkpoint_name(
+    prefix: str, epoch: int, *, step_in_epoch: int, format: str, attempt: int = 0
+) -> str:
+    """Return the file name of an ordinary checkpoint; `format` may be any `extension_of`, or that of many ranks."""
+    return f"{prefix}-{epoch}_{step_in_epoch}{_attempt_suffix(attempt)}.{format}"
 
 
 def breakpoint_name(prefix: str, epoch: int, *, step_in_epoch: int) -> str:
@@ -154,8 +161,11 @@ class ParsedStepName(NamedTuple):
 
 def step_name(prefix: str, step: int, *, attempt: int, format: str) -> str:
     """Return the name of the file in which a `CheckpointManager` saves a step; `format` may be any `extension_of`."""
-    suffix = f"-r{attempt}" if attempt else ""
-    return f"{prefix}-{step}{suffix}.{format}"
+    return f"{prefix}-{step}{_attempt_suffix(attempt)}.{format}"
+
+
+def _attempt_suffix(attempt: int) -> str:
+    return f"-r{attempt}" if attempt else ""
 
 
 def parse_step_name(file_name: str) -> ParsedStepName | None:
@@ -164,6 +174,16 @@ def parse_step_name(file_name: str) -> ParsedStepName | None:
     if match is None:
         return None
     return ParsedStepName(match["prefix"], int(match["step"]), int(match["attempt"] or 0))
+
+
+def is_of_prefix(series: str, prefix: str) -> bool:
+    """Return whether a series is that of a prefix, or of a run that continued under it.
+
+    >>> [is_of_prefix(series, "net") for series in ("net", "net_2", "net-2", "network")]
+    [True, True, False, False]
+    """
+    number = series.removeprefix(prefix)
+    return series.startswith(prefix) and (not number or _RESTART.fullmatch(number) is not None)
 
 
 def restart_prefix(prefix: str, names: Iterable[str], *, is_breakpoint: bool = False) -> str:

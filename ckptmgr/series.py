@@ -103,6 +103,10 @@ class SeriesWriter:
         """Whether this process does what only one may do: remove, pin, count starts."""
         return True
 
+    def take_series(self, choose: Callable[[], str]) -> None:
+        """Write another series from now on, before the first save: the one that `choose` finds to be free."""
+        self.series = choose()
+
     def prepare(self) -> None:
         """Do what comes before a save or a resumption; many ranks do it together, once they have met."""
         self.open()
@@ -140,7 +144,7 @@ class SeriesWriter:
             return
         self._lease.enter_context(self.store.lease(self.series))
         self._holder = os.getpid()
-        sentences = self.store.recover(self.series)
+        sentences = self.clean_up()
         for sentence in sentences:
             _LOG.warning("%s: %s", self.store.directory, sentence)
         if sentences:
@@ -150,6 +154,10 @@ class SeriesWriter:
                 series=self.series,
                 notes=tuple(sentences),
             )
+
+    def clean_up(self) -> list[str]:
+        """Remove what dead writers left; the lease must be held. Return what was done, one sentence each."""
+        return self.store.recover(self.series)
 
     def close(self) -> None:
         """Give the lease back."""
@@ -191,17 +199,17 @@ class SeriesWriter:
 
     def save_next(
         self,
-        free_name: Callable[[str], tuple[str, int]],
+        free_name: Callable[[str], tuple[str, int | None]],
         items: Sequence[Item],
         facts: SaveFacts,
         *,
         metadata: Mapping[str, str] | None = None,
         publish: Publish = save_items,
     ) -> Checkpoint:
-        """Save under a name that nobody uses; see `save`.
+        """Save under a name that is found when the save begins; see `save`.
 
         Args:
-            free_name: Finds the name, given what names of data files end in, and which save of the step it makes.
+            free_name: Finds the name, given what it ends in, and which save of the step it makes; None for the next one.
             items: What to save.
             facts: About the save.
             metadata: Strings kept in the file.

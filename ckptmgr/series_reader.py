@@ -6,13 +6,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from ckptmgr import tree
 from ckptmgr.errors import CheckpointNotFound, UnsupportedState
 from ckptmgr.in_place import InPlaceState, in_place
-from ckptmgr.loader import ReadOptions
+from ckptmgr.loader import ReadOptions, Value, read_values
 from ckptmgr.manifest import Manifest
 from ckptmgr.model import Checkpoint, State
 from ckptmgr.naming import step_name
@@ -115,6 +116,15 @@ class SeriesReader:
                     return found
             return StoredState.read(opened, path=checkpoint.path, manifest=manifest)
 
+    def values(self, checkpoint: Checkpoint) -> dict[str, Value]:
+        """Return what a checkpoint holds by name, verified; of what many ranks saved, what this process gets."""
+        sharded = self._sharded(checkpoint, None)
+        if sharded is not None:
+            found = read_sharded(self._store, sharded, options=self._options, slicer=self._slicer)
+            return dict(found.arrays)
+        with open_checkpoint(self._store, checkpoint, options=self._options) as (opened, _):
+            return read_values(opened)
+
     def _sharded(self, checkpoint: Checkpoint, state: object) -> Manifest | None:
         """Return the manifest of a checkpoint that more, or less, than one whole file is needed of, or None."""
         if not checkpoint.shards:
@@ -143,11 +153,30 @@ class SeriesReader:
 
     def free_name(self, step: int, *, format: str) -> tuple[str, int]:
         """Return a name that nobody uses, and which save of the step that makes it."""
-        present = self._store.scan()
-        taken = {checkpoint.name for checkpoint in present}
-        first = next_attempt([c for c in present if c.series == self._series], step)
-        for attempt in itertools.count(first):
-            name = step_name(self._series, step, attempt=attempt, format=format)
-            if name not in taken:
-                return name, attempt
-        raise AssertionError
+        return free_name(
+            self._store,
+            self._series,
+            step,
+            name_of=lambda attempt: step_name(self._series, step, attempt=attempt, format=format),
+        )
+
+
+def free_name(
+    store: Store, series: str, step: int, *, name_of: Callable[[int], str]
+) -> tuple[str, int]:
+    """Return the name of the next save of a step that nobody uses, and which save of the step it is.
+
+    Args:
+        store: The directory.
+        series: Of the save.
+        step: The step.
+        name_of: Returns the name of such a save of the step, counted from 0.
+    """
+    present = store.scan()
+    taken = {checkpoint.name for checkpoint in present}
+    first = next_attempt([c for c in present if c.series == series], step)
+    return next(
+        (name, attempt)
+        for attempt in itertools.count(first)
+        if (name := name_of(attempt)) not in taken
+    )

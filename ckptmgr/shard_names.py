@@ -23,7 +23,7 @@ import re
 import secrets
 from typing import NamedTuple
 
-from ckptmgr.naming import parse_name, parse_step_name
+from ckptmgr.naming import ATTEMPT, parse_name, parse_step_name
 
 SET_FORMAT = "shards"
 _SET_SUFFIX = f".{SET_FORMAT}"
@@ -58,7 +58,8 @@ class ShardName(NamedTuple):
     @property
     def series(self) -> str:
         """Name of the series."""
-        parsed = parse_name(f"{self.stem}.ckpt") or parse_step_name(f"{self.stem}.ckpt")
+        first = ATTEMPT.sub("", self.stem)
+        parsed = parse_name(f"{first}.ckpt") or parse_step_name(f"{first}.ckpt")
         return self.stem if parsed is None else parsed.prefix
 
     @property

@@ -129,8 +129,7 @@ class _Reading:
     def run(self) -> StoredState:
         skeleton, kept = self._skeleton()
         if skeleton is None:
-            names = self._files.names(self._home)
-            shapes: dict[str, tuple[int, ...]] = dict.fromkeys(names, ())
+            shapes, kept = self._named()
         else:
             shapes = leaf_shapes(skeleton)
         stored = {name: shape for name, shape in shapes.items() if not name.startswith(KEPT)}
@@ -148,6 +147,20 @@ class _Reading:
             manifest=self._files.manifest,
             kept=kept,
         )
+
+    def _named(self) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:
+        """Return the shapes of the named tensors of this rank, and what no rank has saved for it."""
+        rank = None if self._is_one_for_all else self._rank
+        names = self._files.names(self._home if rank is None else rank)
+        shapes = {name: self._whole_shape(name, rank) for name in names}
+        is_new = self._rank >= self._files.world
+        return shapes, tuple(
+            name for name in self._files.first_ranks() if is_new and name not in shapes
+        )
+
+    def _whole_shape(self, name: str, rank: int | None) -> tuple[int, ...]:
+        stored = next(self._files.pieces(name, rank=rank), None)
+        return () if stored is None else stored.whole
 
     def tensors(self, regions: Mapping[str, Region | None]) -> dict[str, np.ndarray]:
         """Return tensors, or parts of them."""

@@ -5,20 +5,22 @@ from __future__ import annotations
 
 import logging
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
-from ckptmgr.errors import SaveFailed
+from ckptmgr.errors import SaveFailed, StoreLocked
 from ckptmgr.formats.tensor import Item
 from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.model import Checkpoint, Plan
+from ckptmgr.naming import is_of_prefix
 from ckptmgr.observe import EVERYBODY, Observers
 from ckptmgr.parallel.agreement import all_prepared, first_that_all_load, steps_of_all
 from ckptmgr.parallel.commit import Deadline, TwoPhaseSave
-from ckptmgr.parallel.coordinator import Coordinator, Json, RanksMissing
+from ckptmgr.parallel.coordinator import Coordinator, Json, RanksMissing, RanksOutOfStep
+from ckptmgr.parallel.numbering import writers_before
 from ckptmgr.parallel.offer import Offer
 from ckptmgr.parallel.rounds import Rounds
 from ckptmgr.parallel.shard_store import ShardStore
@@ -74,8 +76,9 @@ class RankWriter(SeriesWriter):
         self._now = clock
         self._monotonic = monotonic
         self._begun: Counter[str] = Counter()
-        number = _writers_before(coordinator)
+        number = writers_before(coordinator)
         self._about = f"{series}.{number}" if number else series
+        self._prefix: str | None = None
 
     @property
     def is_first(self) -> bool:
@@ -90,6 +93,28 @@ class RankWriter(SeriesWriter):
         """
         if self.is_first:
             super().open()
+
+    def clean_up(self) -> list[str]:
+        """Remove what dead writers left; see `SeriesWriter.clean_up`."""
+        return super().clean_up() + self._collect_earlier()
+
+    def take_series(self, choose: Callable[[], str]) -> None:
+        """Write the series that `choose` finds on rank 0; the same on all ranks.
+
+        Raises:
+            RankFailed: Rank 0 could not find one.
+            RanksMissing: Some ranks did not come in time.
+        """
+
+        def chosen() -> Json:
+            return choose() if self.is_first else None
+
+        answers = self.rounds("series", what="no series was chosen").together(
+            "choose", chosen, stop=self._monotonic() + self.timeout_s
+        )
+        if not isinstance(answers[0], str):
+            raise RanksOutOfStep(f"rank 0 names no series: {answers[0]!r}")
+        self._prefix, self.series = self.series, answers[0]
 
     def prepare(self) -> None:
         """Do nothing yet: what rank 0 finds must reach all ranks, so it is done in the first round."""
@@ -172,7 +197,7 @@ class RankWriter(SeriesWriter):
 
     def save_next(
         self,
-        free_name: Callable[[str], tuple[str, int]],
+        free_name: Callable[[str], tuple[str, int | None]],
         items: Sequence[Item],
         facts: SaveFacts,
         *,
@@ -291,27 +316,19 @@ class RankWriter(SeriesWriter):
             return None
         decided = super().retain(policy)
         try:
-            for sentence in self._shards.collect(self.series):
+            for sentence in self._shards.collect(self.series) + self._collect_earlier():
                 _LOG.warning("%s: %s", self.store.directory, sentence)
         except OSError as error:
             _LOG.warning("retention: %s", error)
         return decided
 
-
-_writers: Counter[int] = Counter()
-_kept: list[Coordinator] = []
-
-
-def _writers_before(coordinator: Coordinator) -> int:
-    """Return how many writers this coordinator has: the same on all ranks, which run the same program.
-
-    Two writers of a series, in two directories or one after the other, must not take the values of one for the other's.
-    """
-    key = id(coordinator)
-    if key not in _writers:
-        try:
-            weakref.finalize(coordinator, _writers.pop, key, None)
-        except TypeError:  # it has __slots__: it stays, so that no other coordinator gets its id
-            _kept.append(coordinator)
-    _writers[key] += 1
-    return _writers[key] - 1
+    def _collect_earlier(self) -> list[str]:
+        """Remove files that earlier runs of the same prefix never committed; a live one removes its own."""
+        if self._prefix is None:
+            return []
+        sentences = []
+        for series in self._shards.garbage():
+            if series != self.series and is_of_prefix(series, self._prefix):
+                with suppress(StoreLocked), self.store.lease(series):
+                    sentences += self._shards.collect(series)
+        return sentences

@@ -118,25 +118,26 @@ class ShardStore(ShardFiles):
         Returns:
             What was done, one sentence each.
         """
-        if not self._garbage(series):
+        if series not in self.garbage():
             return []
         self.fs.sync_directory(self.directory)
         # Only now is it sure that no manifest comes back that was seen to be gone.
-        sentences = [self._collected(name) for name in self._garbage(series)]
+        sentences = [self._collected(name) for name in self.garbage().get(series, ())]
         self.fs.sync_directory(self.directory)
         return sentences
 
-    def _garbage(self, series: str) -> list[str]:
-        names = []
+    def garbage(self) -> dict[str, list[str]]:
+        """Return the names of the files of ranks that will never be part of a checkpoint, by their series."""
+        names: dict[str, list[str]] = {}
         now = self._clock()
         for found in self.scan():
             shard = parse_shard_name(found.name)
-            if shard is None or found.state is not State.LEFTOVER or shard.series != series:
+            if shard is None or found.state is not State.LEFTOVER:
                 continue
             has_expired = shard.expires_at + CLOCK_SKEW_S < now
             if has_expired and not self._is_half_in_trash(shard.set_name):
-                names.append(found.name)
-        return sorted(names)
+                names.setdefault(shard.series, []).append(found.name)
+        return {series: sorted(names[series]) for series in sorted(names)}
 
     def _is_half_in_trash(self, set_name: str) -> bool:
         return may_be_in_trash(self.fs, self.directory, manifest_name(set_name))

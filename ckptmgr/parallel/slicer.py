@@ -4,18 +4,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ckptmgr.boxes import Region, lengths_of
 from ckptmgr.errors import UnsupportedState
+from ckptmgr.formats.tensor import Item, Tensor
 from ckptmgr.jax_slices import box_of, held_here, is_spread
 from ckptmgr.parallel.errors import LayoutError
 from ckptmgr.parallel.foreign import from_dtensor
 from ckptmgr.parallel.layout import ParallelLayout, for_shape
 from ckptmgr.parallel.slices import full_shape, region_of
-from ckptmgr.tree import FlatState
+from ckptmgr.pieces import PIECES
+from ckptmgr.stored_state import index_of
 from ckptmgr.tree_slices import Slice
 
 Layouts = Mapping[str, ParallelLayout]
@@ -55,15 +57,36 @@ class LayoutSlicer:
         except LayoutError as error:
             raise UnsupportedState(f"{name!r}: {error.message}", hint=error.hint) from error
 
-    def check_used(self, flat: FlatState) -> None:
-        """Check that every layout of this rank is that of a tensor in a state: a misspelled one would cut nothing.
+    def metadata_of(self, items: Sequence[Item]) -> dict[str, str]:
+        """Return the metadata that says which of some named tensors are slices.
+
+        Raises:
+            UnsupportedState: One is no tensor, or has not the shape of the slice; or a layout names none of them.
+        """
+        specs = {}
+        for item in items:
+            if not isinstance(item, Tensor):
+                raise UnsupportedState(
+                    f"{item.name!r} is no tensor; files of many ranks hold tensors only",
+                    hint="leave it out, or save it as numbers",
+                )
+            specs[item.spec.name] = item.spec
+        self.check_used(specs)
+        found = {name: self.slice_of(name, spec) for name, spec in specs.items()}
+        slices = {name: one for name, one in found.items() if one is not None}
+        return {PIECES: index_of(slices, specs).to_text()} if slices else {}
+
+    def check_used(self, names: Collection[str]) -> None:
+        """Check that every layout of this rank is that of a tensor: a misspelled one would cut nothing.
+
+        Args:
+            names: Of the tensors.
 
         Raises:
             UnsupportedState: There is no such tensor.
         """
-        names = {tensor.spec.name for tensor in flat.tensors} | flat.aliases.keys()
         for name, layout in self._layouts.items():
-            if name not in flat.slices and name not in names and self._rank in _ranks(layout):
+            if name not in names and self._rank in _ranks(layout):
                 some = ", ".join(sorted(names)[:_SHOWN])
                 raise UnsupportedState(
                     f"there is a layout of {name!r}, but no such tensor in the state",

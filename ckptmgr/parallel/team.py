@@ -1,67 +1,82 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a `CheckpointManager` is made of when it is one of many ranks: the directory, the writer, and what it refuses."""
+"""The processes that save a series together, one or many: how they share the work, and what they cannot do together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from ckptmgr.config import CheckpointConfig
-from ckptmgr.observe import Observers
 from ckptmgr.parallel.coordinator import Coordinator
 from ckptmgr.parallel.layout import ParallelLayout
-from ckptmgr.parallel.rank_writer import RankWriter
-from ckptmgr.parallel.shard_store import ShardStore
+from ckptmgr.parallel.rank_writer import DEFAULT_TIMEOUT_S
 from ckptmgr.parallel.sharing import Balance, Sharing
 from ckptmgr.parallel.slicer import LayoutSlicer
 from ckptmgr.save_failure import parse_on_error
 from ckptmgr.save_policy import AnyOf, EverySeconds, Overhead, SavePolicy
-from ckptmgr.saver import SaveOptions
-from ckptmgr.series import SeriesWriter
-from ckptmgr.store import Store
 
 
-def store_maker(
-    coordinator: Coordinator | None, clock: Callable[[], float]
-) -> Callable[..., Store]:
-    """Return what makes the directory of a manager."""
-    return Store if coordinator is None else partial(ShardStore, clock=clock)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Team:
+    """The processes that save together.
+
+    Attributes:
+        coordinator: The ranks; None for one process.
+        timeout_s: How long the ranks wait for each other, and how long a save of all may take.
+        sharing: How they share the writing of what they have alike; None when each writes all that it has.
+        slicer: Tells which leaves of the state of this rank are slices; None for one process.
+    """
+
+    coordinator: Coordinator | None = None
+    timeout_s: float = DEFAULT_TIMEOUT_S
+    sharing: Sharing | None = None
+    slicer: LayoutSlicer | None = None
+
+    @property
+    def is_many(self) -> bool:
+        """Whether there are ranks, if only one."""
+        return self.coordinator is not None
 
 
-def writer_for(
-    store: Store,
-    series: str,
+ALONE = Team()
+"""One process."""
+
+
+def team_for(
+    config: CheckpointConfig,
+    policy: SavePolicy,
     *,
     coordinator: Coordinator | None,
     timeout_s: float,
-    options: SaveOptions,
-    clock: Callable[[], float],
-    observers: Observers,
-    sharing: Sharing | None = None,
-) -> SeriesWriter:
-    """Return the writer of a series: of one process, or of one of many ranks."""
-    if coordinator is None or not isinstance(store, ShardStore):
-        return SeriesWriter(store, series, options=options, clock=clock, observers=observers)
-    return RankWriter(
-        store,
-        series,
+    layout: Mapping[str, ParallelLayout] | None,
+    keep_redundancy: int,
+    balance: Balance,
+) -> Team:
+    """Return who saves together, and how.
+
+    Args:
+        config: What is asked for.
+        policy: When they save.
+        coordinator: The ranks; None for one process.
+        timeout_s: As for `Team`.
+        layout: Name of a tensor to how it is cut over the ranks.
+        keep_redundancy: Copies to keep of what several ranks have.
+        balance: As for `Sharing`.
+
+    Raises:
+        ValueError: The ranks would save at different steps; or it is said how they share, and they do not.
+    """
+    if coordinator is not None:
+        check_ranks_agree(config, policy)
+    return Team(
         coordinator=coordinator,
         timeout_s=timeout_s,
-        options=options,
-        clock=clock,
-        observers=observers,
-        sharing=sharing,
+        sharing=_sharing(config, keep_redundancy=keep_redundancy, balance=balance),
+        slicer=_slicer(coordinator, layout),
     )
 
 
-def sharing_for(
-    config: CheckpointConfig, *, keep_redundancy: int, balance: Balance
-) -> Sharing | None:
-    """Return how the ranks share the writing of what they have alike; None when each writes all that it has.
-
-    Raises:
-        ValueError: They would not share it, but it is said how.
-    """
+def _sharing(config: CheckpointConfig, *, keep_redundancy: int, balance: Balance) -> Sharing | None:
     if config.remove_redundancy:
         return Sharing(keep_redundancy=keep_redundancy, balance=balance)
     if (keep_redundancy, balance) != (1, "bytes"):
@@ -71,14 +86,9 @@ def sharing_for(
     return None
 
 
-def slicer_for(
+def _slicer(
     coordinator: Coordinator | None, layout: Mapping[str, ParallelLayout] | None
 ) -> LayoutSlicer | None:
-    """Return what tells which leaves of the state of this rank are slices; None for one process alone.
-
-    Raises:
-        ValueError: There is a layout, but there are no ranks.
-    """
     if coordinator is None:
         if layout is not None:
             raise ValueError("a layout says what each rank holds; give a coordinator, too")

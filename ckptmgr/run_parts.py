@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run consists of, be it driven by a manager or by a callback, by one process or by many ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from ckptmgr.config import CheckpointConfig
+from ckptmgr.crypto.signing import PublicKey
+from ckptmgr.engine import SaveEngine, engine_for
+from ckptmgr.fsio import FileSystem
+from ckptmgr.lease import Processes
+from ckptmgr.loader import ReadOptions
+from ckptmgr.observe import Observers
+from ckptmgr.parallel.rank_writer import RankWriter
+from ckptmgr.parallel.shard_store import ShardStore
+from ckptmgr.parallel.team import Team
+from ckptmgr.saver import SaveOptions
+from ckptmgr.series import SeriesWriter
+from ckptmgr.series_reader import SeriesReader
+from ckptmgr.store import Store
+
+_Store = TypeVar("_Store", bound=Store)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunParts:
+    """Makes the parts of a run.
+
+    Attributes:
+        config: How to save.
+        team: Who saves together.
+        clock: Seconds since the epoch.
+        observers: Hear what happens.
+        fs: The disk, or None for the real one.
+        processes: Tells dead writers from live ones; None for those of this system.
+        allow_unsealed: With a key or trusted keys, also take files that are not authenticated as a whole.
+        trusted_keys: Whose signatures count, besides that of the configuration.
+    """
+
+    config: CheckpointConfig
+    team: Team
+    clock: Callable[[], float]
+    observers: Observers
+    fs: FileSystem | None = None
+    processes: Processes | None = None
+    allow_unsealed: bool = False
+    trusted_keys: tuple[PublicKey, ...] = ()
+
+    @property
+    def _trusted(self) -> tuple[PublicKey, ...]:
+        own = self.config.signing_key
+        return self.trusted_keys if own is None else (own.public_key, *self.trusted_keys)
+
+    @property
+    def options(self) -> SaveOptions:
+        """How files are written."""
+        return SaveOptions(
+            format=self.config.format,
+            key=self.config.keys,
+            mode=self.config.enc_mode,
+            has_crc=self.config.crc_check,
+            compression_level=self.config.compression_level,
+            verify_after_write=self.config.verify_after_write,
+        )
+
+    def writer(self, directory: Path, series: str) -> SeriesWriter:
+        """Return the writer of a series in a directory; nothing is changed there yet."""
+        ranks, options, clock = self.team.coordinator, self.options, self.clock
+        if ranks is None:
+            store = self._made(Store, directory)
+            return SeriesWriter(
+                store, series, options=options, clock=clock, observers=self.observers
+            )
+        return RankWriter(
+            self._made(partial(ShardStore, clock=clock), directory),
+            series,
+            coordinator=ranks,
+            timeout_s=self.team.timeout_s,
+            options=options,
+            clock=clock,
+            observers=self.observers,
+            sharing=self.team.sharing,
+        )
+
+    def _made(self, make: Callable[..., _Store], directory: Path) -> _Store:
+        has_keys = self.config.keys is not None or bool(self._trusted)
+        return make(
+            directory,
+            fs=self.fs,
+            key=self.config.keys,
+            processes=self.processes,
+            must_authenticate=has_keys and not self.allow_unsealed,
+            signing_key=self.config.signing_key,
+            trusted_keys=self._trusted,
+        )
+
+    def reader(self, writer: SeriesWriter) -> SeriesReader:
+        """Return what looks up and reads the checkpoints of a series."""
+        ranks = self.team.coordinator
+        options = ReadOptions(
+            key=self.config.keys,
+            allow_unsealed=self.allow_unsealed,
+            trusted_keys=self._trusted,
+            rank=None if ranks is None else ranks.rank,
+            world=1 if ranks is None else ranks.world,
+        )
+        return SeriesReader(writer.store, writer.series, options=options, slicer=self.team.slicer)
+
+    def engine(self, *, has_before_update: bool) -> SaveEngine:
+        """Return what runs the saves; raises as `engine_for`."""
+        return engine_for(
+            self.config, has_before_update=has_before_update, has_peers=self.team.is_many
+        )
