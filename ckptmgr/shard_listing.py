@@ -32,7 +32,8 @@ def unnamed_shards(
 ) -> Iterator[Checkpoint]:
     """Yield the data files of ranks that belong to no checkpoint.
 
-    Where a manifest cannot be read, nobody knows which files it names, so all that it may name are left out.
+    Where a manifest cannot be read, nobody knows which files it names, so all that it may name are left out. So they are where
+    what it names is not here, or nobody proves it: it may have been put over the one that names these files.
 
     Args:
         directory: Where they lie.
@@ -40,10 +41,10 @@ def unnamed_shards(
         found: The checkpoints in it.
     """
     named = {name for checkpoint in found for name in checkpoint.shards}
-    unreadable = {checkpoint.name for checkpoint in found if not checkpoint.shards}
+    doubtful = {checkpoint.name for checkpoint in found if checkpoint.state is not State.OK}
     for name, status in entries.items():
         shard = parse_shard_name(name)
-        if shard is None or name in named or shard.set_name in unreadable:
+        if shard is None or name in named or shard.set_name in doubtful:
             continue
         problem = "what one rank saved for a checkpoint that is not there"
         leftover = entry_of(directory / name, status, State.LEFTOVER, problem)

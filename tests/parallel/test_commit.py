@@ -15,6 +15,7 @@ from ckptmgr.retention import Last, RetentionPolicy
 from ckptmgr.shard_names import parse_shard_name
 from tests.crashmodel import FailingDisk, ModelDisk
 from tests.faults.training import KEY, KEYS, RUNS, SERIES, disk_with
+from tests.manager.damage import put
 from tests.parallel.ranks import START, TIMEOUT_S, WORLD, Job, Outcome, run_ranks, save_step
 
 with_and_without_key = pytest.mark.parametrize("key", KEYS, ids=["plain", "encrypted"])
@@ -158,6 +159,25 @@ def test_files_of_a_failed_attempt_stay_until_it_expires() -> None:
     assert store.recover("other") == []
     assert store.recover(SERIES) == removed
     assert set(job.disk.list(RUNS)) == {".net.lease"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "state"),
+    [((None, None), State.CORRUPT), ((KEY, KEY[::-1]), State.UNVERIFIED)],
+    ids=["plain", "another key"],
+)
+def test_files_whose_manifest_another_run_has_overwritten_stay(
+    keys: tuple[bytes | None, bytes | None], state: State
+) -> None:
+    job, other = (Job(ModelDisk(), key=key) for key in keys)
+    saved = job.save_all(7)[0].must()
+    other.save_all(7)
+    path = RUNS / "net-7.shards.manifest.json"
+    put(job.disk, path, other.disk.read_bytes(path))
+    job.clock.now += 1000
+    assert job.store().recover(SERIES) == []
+    assert set(saved.shards) <= set(job.disk.list(RUNS))
+    assert listed(job) == {"net-7.shards": state}
 
 
 def test_file_that_cannot_be_collected_is_said_and_tried_again() -> None:
