@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 
+from ckptmgr.crypto.container_header import Content
 from ckptmgr.crypto.container_source import ContainerSource, open_container
 from ckptmgr.crypto.container_unlock import CopyState, find_copies
 from ckptmgr.crypto.errors import CryptoError
@@ -13,12 +14,20 @@ from ckptmgr.crypto.keyring import Keys, ring_of
 from ckptmgr.errors import ChecksumMismatch, KeyProblem
 from ckptmgr.formats.detect import Kind, detect
 from ckptmgr.formats.source import Source, read_bytes
-from ckptmgr.naming import CONTAINER_SUFFIX
+from ckptmgr.naming import CONTAINER_SUFFIX, OPAQUE
+from ckptmgr.units import PIECE_BYTES
 
 _LOG = logging.getLogger(__name__)
 
 ENCRYPTED = (Kind.MINDSPORE_ENCRYPTED, Kind.CKPTMGR_CONTAINER)
 """The kinds of files that need a key."""
+
+_FORMATS = {
+    Content.SAFETENSORS: "safetensors",
+    Content.MINDSPORE_CKPT: "ckpt",
+    Content.OPAQUE: OPAQUE,
+    Content.FRAMES: "safetensors",
+}
 
 
 def open_container_file(
@@ -86,6 +95,25 @@ def kind_of(raw: Source, *, name: str) -> Kind:
     kind = detect(raw)
     is_named = kind in (Kind.UNKNOWN, Kind.ZIP_PICKLE) and name.endswith(CONTAINER_SUFFIX)
     return Kind.CKPTMGR_CONTAINER if is_named else kind
+
+
+def format_in(container: ContainerSource) -> str:
+    """Return what an opened container holds: `safetensors`, `ckpt`, or `OPAQUE`."""
+    return _FORMATS[container.content]
+
+
+def unit_of(container: ContainerSource) -> int:
+    """Return how many plaintext bytes are best read at once: whole segments, or 0 where one is longer than a piece."""
+    return PIECE_BYTES // container.block_bytes * container.block_bytes
+
+
+def container_format(raw: Source) -> str:
+    """Return what the header of a container says that it holds; needs no key and proves nothing.
+
+    Raises:
+        CryptoError: The header cannot be parsed.
+    """
+    return _FORMATS[find_copies(raw)[0].header.fixed.content]
 
 
 def container_openers(raw: Source) -> tuple[str, ...]:

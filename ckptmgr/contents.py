@@ -10,17 +10,24 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ckptmgr.container_reader import ENCRYPTED, container_openers, kind_of
+from ckptmgr.container_reader import (
+    ENCRYPTED,
+    container_format,
+    container_openers,
+    kind_of,
+)
 from ckptmgr.crypto.sniff import cipher_of
 from ckptmgr.errors import CheckpointNotFound, UnsupportedCheckpoint
 from ckptmgr.formats.detect import Kind
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.mindspore_entries import MapEntry, TextEntry
 from ckptmgr.formats.tensor import TensorSpec
-from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source
+from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_indexed
 from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import Manifest
 from ckptmgr.model import Checkpoint
+from ckptmgr.naming import OPAQUE
+from ckptmgr.plaintext import Plaintext, plaintext_of
 from ckptmgr.sharded import ShardedCheckpoint
 from ckptmgr.store import Store
 from ckptmgr.tensor_stats import TensorStats, stats_of
@@ -46,7 +53,7 @@ class Plain:
     """What is known once the file is decrypted.
 
     Attributes:
-        format: `ckpt` or `safetensors`.
+        format: `ckpt`, `safetensors`, or `OPAQUE`: a file that is no checkpoint.
         size_bytes: Size of the plaintext, expanded where it is compressed.
         compressed_bytes: Size of the plaintext as it is stored where it is compressed, else None.
         is_sealed: Whether an encrypted file is authenticated as a whole.
@@ -120,10 +127,13 @@ def read_contents(
         manifest = store.read_manifest(checkpoint.name)
         plain, kind = None, kind_of(raw, name=path)
         if kind is Kind.CKPTMGR_CONTAINER:
-            checkpoint = replace(checkpoint, opened_by=container_openers(raw))
+            format = container_format(raw) if manifest is None else checkpoint.format
+            checkpoint = replace(checkpoint, opened_by=container_openers(raw), format=format)
         if options.key is not None or kind not in ENCRYPTED:
-            opened = open_source(raw, path=path, options=options, manifest=manifest)
-            plain = _plain(opened, choose, has_stats=has_stats)
+            source = plaintext_of(raw, path=path, options=options, manifest=manifest)
+            plain = _plain(
+                source, path, choose, has_manifest=manifest is not None, has_stats=has_stats
+            )
         return Contents(
             checkpoint=checkpoint,
             manifest=manifest,
@@ -172,7 +182,26 @@ def tensors_of(opened: OpenCheckpoint) -> Iterator[tuple[str, TensorEntry]]:
             yield entry.name, entry
 
 
-def _plain(opened: OpenCheckpoint, choose: Callable[[str], bool], *, has_stats: bool) -> Plain:
+def _plain(
+    plain: Plaintext,
+    path: str,
+    choose: Callable[[str], bool],
+    *,
+    has_manifest: bool,
+    has_stats: bool,
+) -> Plain:
+    if plain.format == OPAQUE:
+        return Plain(
+            format=OPAQUE,
+            size_bytes=plain.source.size,
+            compressed_bytes=None,
+            is_sealed=plain.is_sealed,
+            crc=None,
+            metadata={},
+            tensors=(),
+            texts={},
+        )
+    opened = open_indexed(plain, path=path, has_digests=has_manifest, is_for_loading=False)
     texts = [entry for entry in opened.index.entries if isinstance(entry, TextEntry)]
     return Plain(
         format=opened.format,

@@ -1,55 +1,87 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encrypt a plain safetensors file into a container."""
+"""Encrypt a plain checkpoint, or any other file, into a container."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from ckptmgr.convert_target import Content
-from ckptmgr.crypto.keyring import Keys
+from ckptmgr.crypto import container_header
+from ckptmgr.crypto.keyring import Keys, ring_of
 from ckptmgr.formats import safetensors_file
-from ckptmgr.formats.image import Image
 from ckptmgr.formats.index import check_crc
-from ckptmgr.formats.safetensors_file import SafetensorsIndex
-from ckptmgr.glimpses import Glimpses
-from ckptmgr.loader import OpenCheckpoint
+from ckptmgr.formats.mindspore_reader import CkptIndex
+from ckptmgr.formats.source import Source
+from ckptmgr.loader import OpenCheckpoint, read_through
+from ckptmgr.naming import OPAQUE
 from ckptmgr.pipeline import container_for
 from ckptmgr.source_image import SourceImage
 
+_CONTENTS = {
+    "safetensors": container_header.Content.SAFETENSORS,
+    "ckpt": container_header.Content.MINDSPORE_CKPT,
+    OPAQUE: container_header.Content.OPAQUE,
+}
 
-def container_content(opened: OpenCheckpoint, *, key: Keys, mode: str) -> Content:
-    """Return what goes into the container of an opened safetensors file.
+
+def needs_container(key: Keys, mode: str) -> bool:
+    """Return whether only a container has this mode, or opens with these keys."""
+    return mode == "SM4-GCM" or ring_of(key).sole_key is None
+
+
+def container_content(source: Source | OpenCheckpoint, *, key: Keys, mode: str) -> Content:
+    """Return what goes into the container of a file.
+
+    Args:
+        source: An opened checkpoint, or any bytes.
+        key: Who opens the container.
+        mode: The cipher mode.
 
     Raises:
-        ChecksumError: Its CRC32 is not the one it states: damage is never sealed over.
+        ChecksumError: The CRC32 of the checkpoint is not the one it states: damage is never sealed over.
         UnsupportedSuiteError: There is no such mode.
     """
-    image = _checked_image(opened, opened.glimpses)
-    sealer = container_for(image, key, mode)
-    return Content(image=image, format="safetensors", mode=mode, key=key, sealer=sealer)
+    image, format = _image_of(source)
+    sealer = container_for(image, key, mode, content=_CONTENTS[format])
+    return Content(image=image, format=format, mode=mode, key=key, sealer=sealer)
 
 
-def container_chunks(opened: OpenCheckpoint, *, key: Keys, mode: str) -> Iterator[memoryview]:
-    """Yield the container of an opened safetensors file, in order; each view is valid until the next one.
+def container_chunks(
+    source: Source | OpenCheckpoint, *, key: Keys, mode: str
+) -> Iterator[memoryview]:
+    """Yield the container of a file, in order; each view is valid until the next one.
 
     Raises:
         ChecksumError, UnsupportedSuiteError: As `container_content`.
     """
-    sealer = container_for(_checked_image(opened), key, mode)
+    image, format = _image_of(source)
+    sealer = container_for(image, key, mode, content=_CONTENTS[format])
+    plain = source.source if isinstance(source, OpenCheckpoint) else source
     yield memoryview(sealer.head)
     clear = memoryview(bytearray(sealer.plaintext_range(0)[1]))
     room = memoryview(bytearray(sealer.record_range(0)[1]))
     for index in range(sealer.block_count):
         start, size = sealer.plaintext_range(index)
         segment = room[: sealer.record_range(index)[1]]
-        opened.source.read_into(start, clear[:size])
+        plain.read_into(start, clear[:size])
         sealer.seal_into(index, clear[:size], segment)
         yield segment
     sealer.finish()
 
 
-def _checked_image(opened: OpenCheckpoint, glimpses: Glimpses | None = None) -> Image:
+def _image_of(source: Source | OpenCheckpoint) -> tuple[SourceImage, str]:
+    if not isinstance(source, OpenCheckpoint):
+        return SourceImage(source, source.size), OPAQUE
+    _check_crc(source)
+    image = SourceImage(source.source, source.source.size, glimpses=source.glimpses)
+    return image, source.format
+
+
+def _check_crc(opened: OpenCheckpoint) -> None:
     index = opened.index
-    if isinstance(index, SafetensorsIndex) and index.crc is not None:
+    if index.crc is None:
+        return
+    if isinstance(index, CkptIndex):
+        check_crc(index.crc, read_through(opened, crc_bytes=index.body_bytes))
+    else:
         check_crc(index.crc, safetensors_file.crc_of(opened.source, index))
-    return SourceImage(opened.source, opened.source.size, glimpses=glimpses)

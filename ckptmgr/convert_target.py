@@ -20,10 +20,10 @@ from ckptmgr.formats.image import Image
 from ckptmgr.fsio import OutputFile
 from ckptmgr.lease import lease_path
 from ckptmgr.loader import ReadOptions
-from ckptmgr.manifest import SUFFIX, FileEntry, Manifest
-from ckptmgr.model import Checkpoint
+from ckptmgr.manifest import SUFFIX, FileEntry, Manifest, manifest_name
+from ckptmgr.model import Checkpoint, State
 from ckptmgr.name_lease import lease_of_name
-from ckptmgr.naming import parse_name, stem_of
+from ckptmgr.naming import DATA_SUFFIXES, parse_name, stem_of
 from ckptmgr.pipeline import write_image
 from ckptmgr.store import Store
 
@@ -84,7 +84,7 @@ class Content:
 
     Attributes:
         image: The plaintext.
-        format: `ckpt` or `safetensors`.
+        format: `ckpt`, `safetensors`, or `OPAQUE`.
         mode: Cipher mode, or None for a plain file.
         key: Its key.
         sealer: Made for this image, or None.
@@ -154,6 +154,66 @@ def publish(
     return Converted(
         source=source, target=written.to_checkpoint(directory), source_bytes=real.stat().st_size
     )
+
+
+def publish_other(
+    source: Path,
+    target: Path,
+    content: Content,
+    *,
+    force: bool,
+    clock: Callable[[], float],
+) -> Converted:
+    """Make a target durable that is no checkpoint: whole or not at all, and without a manifest.
+
+    Args:
+        source: The input.
+        target: The output.
+        content: What goes into it.
+        force: Whether an existing target may be replaced.
+        clock: Seconds since the epoch.
+
+    Raises:
+        StoreLocked: A live process writes the target.
+        UnsafeWrite: It has come to exist since it was checked, or is called like a checkpoint.
+        StoreFull, OSError: From the disk; nothing was changed.
+    """
+    real = Path(os.path.realpath(source))
+    path = Path(os.path.realpath(target.parent)) / target.name
+    store = Store(path.parent)
+    size_bytes = content.image.size if content.sealer is None else content.sealer.sealed_size
+    with lease_of_name(store, path.name):
+        check_target(source, target, force=force)
+        _refuse_checkpoint(store, path)
+        store.place(
+            path.name,
+            size_bytes=size_bytes,
+            write=lambda file: write_image(content.image, file, sealer=content.sealer),
+            mode=private_mode(real),
+        )
+    written = Checkpoint(
+        path=path,
+        series=stem_of(path.name),
+        step=0,
+        saved_at=datetime.fromtimestamp(clock(), UTC),
+        size_bytes=size_bytes,
+        state=State.UNVERIFIED,
+        format=content.format,
+        cipher=content.mode,
+        key_id=None if content.key is None else content.key.key_id,
+    )
+    return Converted(source=source, target=written, source_bytes=real.stat().st_size)
+
+
+def _refuse_checkpoint(store: Store, path: Path) -> None:
+    """Raise UnsafeWrite where another file would pass for a checkpoint, or for a damaged one."""
+    has_manifest = store.fs.status(path.parent / manifest_name(path.name)) is not None
+    if has_manifest or path.name.endswith(DATA_SUFFIXES):
+        raise UnsafeWrite(
+            "is the name of a checkpoint, and what would be written is none",
+            path=path,
+            hint="choose another name",
+        )
 
 
 def private_mode(source: Path) -> int:

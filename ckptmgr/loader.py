@@ -18,7 +18,7 @@ from ckptmgr.clusters import Clusters
 from ckptmgr.crypto.keyring import Keys
 from ckptmgr.crypto.signing import PublicKey
 from ckptmgr.destinations import match
-from ckptmgr.errors import ChecksumMismatch
+from ckptmgr.errors import ChecksumMismatch, UnsupportedCheckpoint
 from ckptmgr.formats import mindspore_reader, safetensors_file
 from ckptmgr.formats.detect import Kind, detect
 from ckptmgr.formats.errors import FormatError
@@ -35,7 +35,8 @@ from ckptmgr.frame_reader import check_frames, read_frames
 from ckptmgr.glimpses import Glimpses
 from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import Manifest
-from ckptmgr.plaintext import plaintext_of
+from ckptmgr.naming import OPAQUE
+from ckptmgr.plaintext import Plaintext, plaintext_of
 from ckptmgr.scatter import Placement, read_scattered
 from ckptmgr.tree_nodes import StateMismatch
 from ckptmgr.units import PIECE_BYTES
@@ -143,30 +144,59 @@ def open_source(
     """
     with translated_errors(path):
         plain = plaintext_of(raw, path=path, options=options, manifest=manifest)
+    return open_indexed(
+        plain, path=path, has_digests=manifest is not None, is_for_loading=is_for_loading
+    )
+
+
+def open_indexed(
+    plain: Plaintext, *, path: str, has_digests: bool, is_for_loading: bool
+) -> OpenCheckpoint:
+    """Open the checkpoint that a plaintext is.
+
+    Args:
+        plain: The plaintext.
+        path: For messages.
+        has_digests: Whether a manifest vouches for it.
+        is_for_loading: As for `open_source`.
+
+    Raises:
+        CorruptCheckpoint: It is damaged.
+        UnsupportedCheckpoint: It is no checkpoint.
+    """
+    if plain.format == OPAQUE:
+        raise UnsupportedCheckpoint(
+            "holds a file that is no checkpoint",
+            path=path,
+            hint="ckptmgr decrypt gives that file back",
+        )
+    with translated_errors(path):
         glimpses = plain.glimpses if is_for_loading else None
         index = None
         if glimpses is not None:
             # Where unchecked bytes make no sense, the checked ones say what is wrong.
             with contextlib.suppress(FormatError):
-                index = _index(glimpses, path)
+                index = _index(glimpses, path, plain.format)
         if index is None:
-            index, glimpses = _index(plain.source, path), None
+            index, glimpses = _index(plain.source, path, plain.format), None
         return OpenCheckpoint(
             path=path,
             source=plain.source,
             index=index,
             cipher=plain.cipher,
             is_sealed=plain.is_sealed,
-            has_digests=manifest is not None,
+            has_digests=has_digests,
             unit_bytes=plain.unit_bytes,
             glimpses=glimpses,
         )
 
 
-def _index(source: Source, path: str) -> CkptIndex | SafetensorsIndex:
-    if detect(source) is Kind.SAFETENSORS:
-        return safetensors_file.read_safetensors_index(source)
-    if path.endswith(".safetensors") or isinstance(source, FramesSource):
+def _index(source: Source, path: str, format: str | None) -> CkptIndex | SafetensorsIndex:
+    if format is None:
+        is_named = path.endswith(".safetensors") or isinstance(source, FramesSource)
+        is_safetensors = is_named or detect(source) is Kind.SAFETENSORS
+        format = "safetensors" if is_safetensors else "ckpt"
+    if format == "safetensors":
         return safetensors_file.read_safetensors_index(source)
     return mindspore_reader.read_ckpt_index(source)
 
@@ -270,21 +300,43 @@ def read_through(opened: OpenCheckpoint, *, crc_bytes: int = 0) -> int:
     if isinstance(opened.source, FramesSource):
         check_frames(opened.source)
         return 0
-    if opened.unit_bytes:
+    return read_every_byte(
+        opened.source,
+        unit_bytes=opened.unit_bytes,
+        crc_bytes=crc_bytes,
+        glimpses=opened.glimpses,
+    )
+
+
+def read_every_byte(
+    source: Source, *, unit_bytes: int, crc_bytes: int = 0, glimpses: Glimpses | None = None
+) -> int:
+    """Read a source and keep nothing; return the CRC-32 of its first `crc_bytes` bytes.
+
+    Args:
+        source: Checks what is read.
+        unit_bytes: What it checks at once, for reading in parallel; 0 reads piece after piece.
+        crc_bytes: How many first bytes the CRC-32 is wanted of.
+        glimpses: What was seen of the source before; checked where it is read in parallel.
+
+    Raises:
+        FormatError, CryptoError, CkptmgrError: What the source raises.
+    """
+    if unit_bytes:
         whole = read_scattered(
-            opened.source,
+            source,
             [],
-            unit_bytes=opened.unit_bytes,
+            unit_bytes=unit_bytes,
             crc_bytes=crc_bytes,
-            glimpses=opened.glimpses,
-            also_units=range(-(-opened.source.size // opened.unit_bytes)),
+            glimpses=glimpses,
+            also_units=range(-(-source.size // unit_bytes)),
         )
         return whole or 0
     crc = 0
-    buffer = memoryview(bytearray(min(PIECE_BYTES, opened.source.size)))
-    for start in range(0, opened.source.size, PIECE_BYTES):
-        view = buffer[: opened.source.size - start]
-        opened.source.read_into(start, view)
+    buffer = memoryview(bytearray(min(PIECE_BYTES, source.size)))
+    for start in range(0, source.size, PIECE_BYTES):
+        view = buffer[: source.size - start]
+        source.read_into(start, view)
         crc = crc32(view[: max(0, crc_bytes - start)], crc)
     return crc
 

@@ -31,6 +31,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 FORMATS = ("ckpt", "safetensors")
+OPAQUE = "opaque"
+"""In place of a format, of what a container holds that is no checkpoint: any bytes."""
 CONTAINER_SUFFIX = ".ckpe"
 """Behind the name of what an encrypted container holds. An encrypted `.ckpt` is none: MindSpore reads it as it is."""
 COMPRESSED_SUFFIX = ".ckpz"

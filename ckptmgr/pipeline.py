@@ -62,10 +62,12 @@ def sealer_for(image: Image, key: Keys, mode: str) -> BlockSealer:
     )
 
 
-def container_for(image: Image, key: Keys, mode: str) -> ContainerSealer:
-    """Return the sealer of the image of a safetensors file."""
+def container_for(
+    image: Image, key: Keys, mode: str, *, content: Content = Content.SAFETENSORS
+) -> ContainerSealer:
+    """Return the sealer of an image that goes into a container; `content` says what the image is."""
     return ContainerSealer(
-        ring_of(key).recipients, mode, plaintext_size=image.size, content=Content.SAFETENSORS
+        ring_of(key).recipients, mode, plaintext_size=image.size, content=content
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ckptmgr.container_reader import kind_of, open_container_file
+from ckptmgr.container_reader import format_in, kind_of, open_container_file, unit_of
 from ckptmgr.crypto.block_keys import open_blocks_with
 from ckptmgr.crypto.container_header import Content
 from ckptmgr.crypto.container_source import ContainerSource
@@ -57,6 +57,7 @@ class Plaintext:
         is_sealed: Whether the file as a whole is authenticated.
         unit_bytes: What the source checks at once; 0 where it is read tensor by tensor, or frame by frame.
         glimpses: Reads it unchecked, where checking costs more than the bytes that are wanted.
+        format: What it is, where an authenticated header says so.
     """
 
     source: Source
@@ -64,6 +65,7 @@ class Plaintext:
     is_sealed: bool = False
     unit_bytes: int = PIECE_BYTES
     glimpses: Glimpses | None = None
+    format: str | None = None
 
 
 def refuse_unsigned(manifest: Manifest | None, *, path: str, options: ReadOptions) -> None:
@@ -119,7 +121,8 @@ def plaintext_of(
             source=container,
             cipher=container.mode,
             is_sealed=True,
-            unit_bytes=PIECE_BYTES // container.block_bytes * container.block_bytes,
+            unit_bytes=unit_of(container),
+            format=format_in(container),
         )
     _refuse_unreadable(kind, path)
     if options.key is not None and not options.allow_unsealed:

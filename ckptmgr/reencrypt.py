@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptmgr.container_reader import kind_of, open_container_file
-from ckptmgr.convert import CheckingSealer
+from ckptmgr.container_reader import format_in, kind_of, open_container_file
+from ckptmgr.convert_blocks import CheckingSealer
 from ckptmgr.crypto.container import ContainerSealer
 from ckptmgr.crypto.container_header import Content
 from ckptmgr.crypto.keyring import KeyRing, Keys, block_key
@@ -124,7 +124,7 @@ def _sealing(
         new.recipients, container.mode, plaintext_size=container.size, content=container.content
     )
     image = SourceImage(container, container.size, window_bytes=container.block_bytes)
-    return _Sealing(image=image, sealer=sealer, format="safetensors", mode=container.mode)
+    return _Sealing(image=image, sealer=sealer, format=format_in(container), mode=container.mode)
 
 
 def _draft(

@@ -24,6 +24,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from ckptmgr import manifest as manifests
 from ckptmgr.bare_files import bare_file, entry_of, number_bare_steps
@@ -61,6 +62,9 @@ from ckptmgr.temp_names import final_name, parse_temp
 _LOG = logging.getLogger(__name__)
 # Room for the manifest and the directory blocks beside the data.
 _SPACE_MARGIN_BYTES = 1 << 20
+
+_Written = TypeVar("_Written")
+_Described = TypeVar("_Described")
 
 
 class Store:
@@ -250,16 +254,44 @@ class Store:
             raise explained(error, self.directory / name, size_bytes, self.fs) from error
         return manifest
 
+    def place(
+        self, name: str, *, size_bytes: int, write: Callable[[OutputFile], object], mode: int
+    ) -> None:
+        """Make a file that is no checkpoint durable under `name`, replacing what has that name; it gets no manifest.
+
+        Args:
+            name: Base name; the lease on it must be held.
+            size_bytes: Size the file will have, to check and reserve space.
+            write: Writes the content into the new file.
+            mode: Permission bits.
+
+        Raises:
+            StoreFull: Not enough space; nothing was changed.
+            OSError: From the disk; the old file is intact, or the new one is there.
+        """
+        temp = self._manifests.temp_path(name, name)
+        try:
+            self.check_space(size_bytes)
+            self._write_temp(temp, size_bytes, write, lambda _: None, mode=mode, read_back=None)
+            try:
+                self.fs.replace(temp, self.directory / name)
+            except BaseException:
+                discard(self.fs, temp)
+                raise
+            self.fs.sync_directory(self.directory)
+        except OSError as error:
+            raise explained(error, self.directory / name, size_bytes, self.fs) from error
+
     def _write_temp(
         self,
         temp: Path,
         size_bytes: int,
-        write: Callable[[OutputFile], FileDigest],
-        describe: Callable[[FileDigest], Manifest],
+        write: Callable[[OutputFile], _Written],
+        describe: Callable[[_Written], _Described],
         *,
         mode: int,
-        read_back: Callable[[InputFile, FileDigest], None] | None,
-    ) -> Manifest:
+        read_back: Callable[[InputFile, _Written], None] | None,
+    ) -> _Described:
         file = self.fs.create(temp, mode=mode)
         try:
             try:

@@ -7,17 +7,15 @@ the header of a plain file over the same payload, only the kind tells.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ckptmgr.errors import TamperedCheckpoint
 from ckptmgr.formats.detect import Kind
-from ckptmgr.manifest import Manifest
+from ckptmgr.manifest import FileEntry, Manifest
 
 _PLAIN = {
     "ckpt": (Kind.MINDSPORE_CKPT,),
     "safetensors": (Kind.SAFETENSORS, Kind.COMPRESSED),
-}
-_ENCRYPTED = {
-    "ckpt": (Kind.MINDSPORE_ENCRYPTED,),
-    "safetensors": (Kind.CKPTMGR_CONTAINER,),
 }
 _DAMAGED = (Kind.UNKNOWN, Kind.EMPTY, Kind.ZIP_PICKLE)
 _HINT = "the file was changed or replaced after it was saved; use an older checkpoint"
@@ -37,14 +35,24 @@ def check_kind(kind: Kind, manifest: Manifest | None, *, path: str) -> None:
     is_container = kind is Kind.CKPTMGR_CONTAINER
     # One that was made for a file without manifest knows it by its name only, and digests of all of it.
     is_known = not manifest.is_made_up and kind not in _DAMAGED
-    allowed = (_PLAIN if entry.cipher is None else _ENCRYPTED).get(entry.format, tuple(Kind))
-    if (entry.digest.blank_bytes and not is_container) or (is_known and kind not in allowed):
+    if (entry.digest.blank_bytes and not is_container) or (
+        is_known and kind not in _allowed(entry)
+    ):
         said = entry.format if entry.cipher is None else f"{entry.format}, {entry.cipher}"
         raise TamperedCheckpoint(
             f"begins like a file of the kind {kind.value!r}, but was saved as {said}",
             path=path,
             hint=_HINT,
         )
+
+
+def _allowed(entry: FileEntry) -> Sequence[Kind]:
+    if entry.cipher is None:
+        return _PLAIN.get(entry.format, tuple(Kind))
+    if entry.format not in _PLAIN:
+        return tuple(Kind)
+    is_block_file = entry.format == "ckpt" and not entry.digest.blank_bytes
+    return (Kind.MINDSPORE_ENCRYPTED,) if is_block_file else (Kind.CKPTMGR_CONTAINER,)
 
 
 def check_mode(mode: str, manifest: Manifest | None, *, path: str) -> None:

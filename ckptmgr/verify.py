@@ -22,7 +22,13 @@ from types import MappingProxyType
 
 from ckptmgr.chain import contradiction
 from ckptmgr.cold_files import read_once
-from ckptmgr.container_reader import container_mode, kind_of, open_container_file
+from ckptmgr.container_reader import (
+    container_mode,
+    format_in,
+    kind_of,
+    open_container_file,
+    unit_of,
+)
 from ckptmgr.contents import tensors_of
 from ckptmgr.crypto.block_keys import open_blocks_with
 from ckptmgr.crypto.ciphers import mode_of
@@ -47,10 +53,17 @@ from ckptmgr.formats.index import check_crc
 from ckptmgr.formats.mindspore_reader import CkptIndex
 from ckptmgr.formats.source import Source, read_bytes
 from ckptmgr.formats.trailer import TRAILER_BYTES, decode_trailer
-from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source, read_through
+from ckptmgr.loader import (
+    OpenCheckpoint,
+    ReadOptions,
+    open_source,
+    read_every_byte,
+    read_through,
+)
 from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import Manifest
 from ckptmgr.model import Checkpoint
+from ckptmgr.naming import OPAQUE
 from ckptmgr.observe import EVERYBODY, about
 from ckptmgr.plaintext import refuse_unsigned
 from ckptmgr.repair import healing_hint
@@ -384,7 +397,12 @@ class _Check:
                 self.unchecked.append(
                     f"header copy {name}: {state.value}; the other one opens, ckptmgr rekey mends it"
                 )
-        if self._level is not Level.QUICK:
+        if self._level is Level.QUICK:
+            return
+        if format_in(container) == OPAQUE:
+            read_every_byte(container, unit_bytes=unit_of(container))
+            self.checked.append("cipher blocks")
+        else:
             self._check_sealed_contents(raw)
 
     def _check_plain(self, raw: Source, manifest: Manifest | None) -> None:

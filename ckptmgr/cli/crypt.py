@@ -15,7 +15,7 @@ from ckptmgr.cli import options, render
 from ckptmgr.cli.exits import Exit
 from ckptmgr.cli.options import Command
 from ckptmgr.errors import KeyProblem, UnsafeWrite
-from ckptmgr.naming import CONTAINER_SUFFIX, without_envelope
+from ckptmgr.naming import CONTAINER_SUFFIX
 
 if TYPE_CHECKING:
     from ckptmgr.convert_target import Converted
@@ -42,6 +42,7 @@ def _target_options(function: Command) -> Command:
     examples=(
         "decrypt net-3_40.ckpt -o plain/ --key file:run.key",
         "decrypt net-3_40.ckpt -o - --key env:RUN_KEY | sha256sum",
+        "decrypt tokenizer.json.ckpe -o tokenizer.json --key file:run.key",
     ),
 )
 @_target_options
@@ -58,19 +59,20 @@ def decrypt_command(
     as_json: bool,
     quiet: bool,
 ) -> int:
-    """Write the plaintext of an encrypted checkpoint.
+    """Write the plaintext of an encrypted file.
 
-    The plaintext is an ordinary checkpoint, byte for byte what was sealed. Only checked bytes come out. A file is written
-    whole or not at all, readable by its owner only, with a manifest.
+    The plaintext is the ordinary file, byte for byte what was sealed. Only checked bytes come out. It is written whole or
+    not at all, readable by its owner only, and if it is a checkpoint with a manifest.
     """
     from ckptmgr import convert
+    from ckptmgr.convert_source import open_plaintext
     from ckptmgr.loader import ReadOptions
 
     reading = ReadOptions(key=_key(key_sources), allow_unsealed=allow_unsealed)
     if target == _PIPE:
         _refuse_terminal()
         _check_input(source)
-        with convert.open_plaintext(source, reading) as plaintext:
+        with open_plaintext(source, reading) as plaintext:
             return _write(plaintext.chunks())
     session = ctx.ensure_object(options.Session)
     return _convert(
@@ -91,6 +93,8 @@ def decrypt_command(
         "encrypt net-3_40.ckpt -o sealed/ --key file:run.key",
         "encrypt net-3_40.ckpt -o net.ckpt --mode SM4-CBC --key env:RUN_KEY",
         "encrypt net.safetensors -o net.safetensors.ckpe --key file:run.key",
+        "encrypt net.ckpt -o net.ckpt.ckpe --key file:alice.pem.pub",
+        "encrypt tokenizer.json -o sealed/ --key file:run.key",
     ),
 )
 @_target_options
@@ -99,7 +103,7 @@ def decrypt_command(
     type=click.Choice(["AES-GCM", "AES-CBC", "SM4-CBC", "SM4-GCM"]),
     default="AES-GCM",
     show_default=True,
-    help="Cipher mode; SM4-GCM only for safetensors files.",
+    help="Cipher mode; SM4-GCM only for containers.",
 )
 @options.key_option
 @options.output_options
@@ -114,11 +118,12 @@ def encrypt_command(
     as_json: bool,
     quiet: bool,
 ) -> int:
-    """Encrypt and seal a plain checkpoint.
+    """Encrypt and seal a plain checkpoint, or any other file.
 
-    The result is authenticated as a whole. A .ckpt still loads in MindSpore; a safetensors file goes into a container
-    (.ckpe), expanded if it was compressed (convert does that again). Damaged input is refused, never
-    sealed. The input stays; remove it yourself.
+    The result is authenticated as a whole. A .ckpt still loads in MindSpore, which takes one key; under a name that ends in
+    .ckpe, and for passphrases, public keys and several keys, it goes into a container. So does a safetensors file, expanded
+    if it was compressed (convert does that again), and any other file, such as a tokenizer: decrypt gives it back.
+    Damaged checkpoints are refused, never sealed. The input stays; remove it yourself.
     """
     from ckptmgr import convert
 
@@ -134,7 +139,7 @@ def encrypt_command(
         lambda out: convert.encrypt_file(
             source, out, key=key, mode=mode, force=force, clock=session.clock
         ),
-        _target(target, name=_sealed_name(source)),
+        _target(target, name=convert.encrypted_name(source.name, key=key, mode=mode)),
         as_json=as_json,
         quiet=quiet,
     )
@@ -157,11 +162,6 @@ def _check_input(source: Path) -> None:
 def _target(target: str, *, name: str) -> Path:
     path = Path(target)
     return path / name if path.is_dir() else path
-
-
-def _sealed_name(source: Path) -> str:
-    name = without_envelope(source.name)
-    return name + CONTAINER_SUFFIX if name.endswith(".safetensors") else source.name
 
 
 def _refuse_terminal() -> None:

@@ -14,6 +14,7 @@ import click
 from ckptmgr.cli import options, render
 from ckptmgr.cli.exits import Exit
 from ckptmgr.cli.render import Cell, Json, Output
+from ckptmgr.naming import OPAQUE
 
 if TYPE_CHECKING:
     from ckptmgr.contents import Contents, Plain, StoredTensor
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _SHOWN_CHARACTERS = 60
 _SHOWN_RANKS = 4
 _FACT_WIDTH = 10
+_OTHER = f"{OPAQUE}: no checkpoint, but any bytes; ckptmgr decrypt gives them back"
 _FIGURES = ("MIN", "MAX", "MEAN", "NAN", "INF")
 
 
@@ -89,7 +91,7 @@ def _show(output: Output, contents: Contents, *, has_stats: bool) -> None:
         return
     for name, value in _facts(contents):
         output.line(Cell(name.ljust(_FACT_WIDTH), "bold"), f" {value}")
-    if plain is not None:
+    if plain is not None and plain.format != OPAQUE:
         _print_plain(output, plain, has_stats=has_stats)
 
 
@@ -189,10 +191,13 @@ def _facts(contents: Contents) -> Iterator[tuple[str, str]]:
     problem = "" if checkpoint.problem is None else f" ({checkpoint.problem})"
     epoch = "-" if checkpoint.epoch is None else checkpoint.epoch
     yield "file", str(checkpoint.path)
-    yield "state", f"{checkpoint.state.value}{problem}"
-    yield "step", f"{render.step(checkpoint)} of series {checkpoint.series}, epoch {epoch}"
+    format = checkpoint.format if plain is None else plain.format
+    is_checkpoint = format != OPAQUE
+    if is_checkpoint:
+        yield "state", f"{checkpoint.state.value}{problem}"
+        yield "step", f"{render.step(checkpoint)} of series {checkpoint.series}, epoch {epoch}"
     yield "saved", f"{render.timestamp(checkpoint.saved_at)} ({checkpoint.why})"
-    yield "format", f"{checkpoint.format if plain is None else plain.format}, {_crc(plain)}"
+    yield "format", f"{format}, {_crc(plain)}" if is_checkpoint else _OTHER
     decrypted = (
         "" if plain is None or contents.cipher is None else f", {plain.size_bytes} decrypted"
     )
@@ -200,7 +205,7 @@ def _facts(contents: Contents) -> Iterator[tuple[str, str]]:
     if plain is not None and plain.compressed_bytes is not None:
         yield "compressed", f"zstd, to {plain.compressed_bytes / plain.size_bytes:.1%}"
     yield "cipher", _cipher(contents)
-    if len(checkpoint.opened_by) > 1:
+    if len(checkpoint.opened_by) > 1 or (checkpoint.key_id is None and checkpoint.opened_by):
         yield "opens with", ", ".join(checkpoint.opened_by)
     if manifest is not None:
         if manifest.shards:
@@ -219,7 +224,7 @@ def _facts(contents: Contents) -> Iterator[tuple[str, str]]:
         yield "pinned", f"@{pin.name} {pin.reason}".rstrip()
     for name, value in ({} if plain is None else plain.metadata).items():
         yield "metadata", f"{name} = {_cut(value)!r}"
-    if plain is None:
+    if plain is None and is_checkpoint:
         yield "tensors", "not shown: the file is encrypted and no key was given"
 
 

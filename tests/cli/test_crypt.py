@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptmgr.cli.exits import Exit
 from ckptmgr.manifest import manifest_name
 from ckptmgr.saver import SaveOptions
 from tests.cli.running import key_file, process_env, run, run_json, run_process
@@ -251,3 +252,56 @@ def test_container_is_shown_with_its_cipher(tmp_path: Path, source: str) -> None
     shown = run("inspect", sealed, "--key", source, "--allow-unsealed")
     assert "SM4-GCM" in shown.stdout
     assert "fc.weight" in shown.stdout
+
+
+def test_any_other_file_keeps_its_name_and_comes_back(tmp_path: Path, source: str) -> None:
+    plain = tmp_path / "tokenizer.json"
+    plain.write_bytes(b'{"added_tokens": []}')
+    for name in ("sealed", "out"):
+        (tmp_path / name).mkdir()
+    document = run_json("encrypt", plain, "-o", tmp_path / "sealed", "--key", source)
+    (item,) = document["items"]
+    sealed = tmp_path / "sealed" / "tokenizer.json.ckpe"
+    assert (item["path"], item["format"], item["cipher"]) == (str(sealed), "opaque", "AES-GCM")
+    assert run("decrypt", sealed, "-o", tmp_path / "out", "--key", source).exit_code == 0
+    assert (tmp_path / "out" / plain.name).read_bytes() == plain.read_bytes()
+    piped = run("decrypt", sealed, "-o", "-", "--key", source).stdout_bytes
+    assert piped == plain.read_bytes()
+    assert run("encrypt", plain, "-o", tmp_path / "x.json", "--key", source).exit_code == 13
+
+
+def test_other_file_is_verified_and_inspected(tmp_path: Path, source: str) -> None:
+    plain = tmp_path / "tokenizer.json"
+    plain.write_bytes(b'{"added_tokens": []}')
+    sealed = tmp_path / "tokenizer.json.ckpe"
+    run("encrypt", plain, "-o", sealed, "--key", source)
+    answer = run("verify", sealed, "--key", source)
+    assert answer.exit_code == 0
+    assert "checked header, cipher blocks" in answer.stdout
+    assert run("verify", sealed).exit_code == Exit.PARTLY
+    for key in ((), ("--key", source)):
+        shown = run("inspect", sealed, *key)
+        assert shown.exit_code == 0
+        assert "opaque: no checkpoint" in shown.stdout
+        assert f"opens with key {KEY.key_id}" in " ".join(shown.stdout.split())
+        assert "tensor" not in shown.stdout
+    summary = run_json("inspect", sealed, "--key", source)["summary"]
+    assert (summary["format"], summary["plaintext_bytes"]) == ("opaque", 20)
+    assert run_json("ls", tmp_path)["items"] == []
+
+
+def test_ckpt_goes_into_a_container_for_several_who_open_it(
+    tmp_path: Path, plain: Path, source: str
+) -> None:
+    private = tmp_path / "alice.pem"
+    run("keygen", "--type", "x25519", "--out", private)
+    (tmp_path / "sealed").mkdir()
+    arguments = ("encrypt", plain, "-o", tmp_path / "sealed", "--key", f"file:{private}.pub")
+    assert run(*arguments).exit_code == 0
+    sealed = tmp_path / "sealed" / f"{plain.name}.ckpe"
+    shown = run("inspect", sealed, "--key", f"file:{private}")
+    assert "fc.weight" in shown.stdout
+    assert "format     ckpt, CRC32" in shown.stdout
+    (tmp_path / "out").mkdir()
+    assert run("decrypt", sealed, "-o", tmp_path / "out", "--key", f"file:{private}").exit_code == 0
+    assert (tmp_path / "out" / plain.name).read_bytes() == plain.read_bytes()

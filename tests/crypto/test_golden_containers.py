@@ -70,6 +70,21 @@ def test_golden_container_of_each_mode_opens_for_key_and_passphrase(mode: str) -
     assert opened(file, Passphrase(PASSPHRASE)).mode == mode
 
 
+CONTENTS = {"ckpt": Content.MINDSPORE_CKPT, "safetensors": Content.SAFETENSORS}
+INSIDE = {"ckpt": "ckpt_all_dtypes.ckpt", "safetensors": "st_all_dtypes.safetensors"}
+
+
+@pytest.mark.parametrize("format", CONTENTS)
+def test_golden_container_of_a_checkpoint_is_made_again(format: str) -> None:
+    plaintext = (GOLDEN.parent / "files" / INSIDE[format]).read_bytes()
+    random, content = counted(format), CONTENTS[format]
+    key = RawKey(Key(bytes(range(32))), random)
+    file = seal(plaintext, recipients=[key], content=content, segment_bytes=4096, random=random)
+    golden = (GOLDEN / f"all_dtypes.{format}.ckpe").read_bytes()
+    assert file == golden
+    assert (opened(golden, key).content, unseal(golden, key)) == (content, plaintext)
+
+
 def test_golden_container_for_the_passphrase_of_a_run_is_made_again_and_opens() -> None:
     random = counted("run passphrase")
     cost = Argon2id(memory_kib=64, passes=2, lanes=2)

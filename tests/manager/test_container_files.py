@@ -14,6 +14,7 @@ from ckptmgr import convert
 from ckptmgr.config import CheckpointConfig
 from ckptmgr.container_reader import open_container_file
 from ckptmgr.contents import read_contents
+from ckptmgr.convert_source import open_plaintext
 from ckptmgr.crypto.key import Key
 from ckptmgr.errors import (
     ChecksumMismatch,
@@ -243,11 +244,11 @@ def test_encrypting_and_decrypting_gives_the_same_bytes(
     save_file({"w": np.arange(size, dtype=np.uint8)}, plain)
     done = convert.encrypt_file(plain, sealed, key=Key(KEY), mode=mode)
     assert (done.target.format, done.target.cipher) == ("safetensors", mode)
-    with convert.open_plaintext(sealed, READING) as plaintext:
+    with open_plaintext(sealed, READING) as plaintext:
         assert b"".join(map(bytes, plaintext.chunks())) == plain.read_bytes()
     piped = b"".join(map(bytes, convert.encrypted_chunks(plain, key=Key(KEY), mode=mode)))
     (tmp_path / "piped.safetensors.ckpe").write_bytes(piped)
-    with convert.open_plaintext(tmp_path / "piped.safetensors.ckpe", READING) as plaintext:
+    with open_plaintext(tmp_path / "piped.safetensors.ckpe", READING) as plaintext:
         assert b"".join(map(bytes, plaintext.chunks())) == plain.read_bytes()
 
 

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptmgr import convert
+from ckptmgr.convert_source import open_plaintext
 from ckptmgr.convert_target import private_mode
 from ckptmgr.crypto.key import Key
 from ckptmgr.errors import (
@@ -67,7 +68,7 @@ def test_decrypting_gives_byte_for_byte_what_a_plain_save_writes(
     (tmp_path / "out").mkdir()
     done = convert.decrypt_file(source, tmp_path / "out/x.ckpt", options=ReadOptions(key=key))
     assert done.target.path.read_bytes() == plain.read_bytes()
-    with convert.open_plaintext(source, ReadOptions(key=key)) as plaintext:
+    with open_plaintext(source, ReadOptions(key=key)) as plaintext:
         assert b"".join(map(bytes, plaintext.chunks())) == plain.read_bytes()
         assert plaintext.is_sealed
 
@@ -98,7 +99,7 @@ def test_encrypted_pipe_opens_for_any_size(
     (source,) = save_run(directory, [10], options=SaveOptions(has_crc=has_crc), content=content)
     piped = directory / "piped.ckpt"
     piped.write_bytes(b"".join(map(bytes, convert.encrypted_chunks(source, key=KEY))))
-    with convert.open_plaintext(piped, WITH_KEY) as plaintext:
+    with open_plaintext(piped, WITH_KEY) as plaintext:
         assert b"".join(map(bytes, plaintext.chunks())) == source.read_bytes()
 
 
@@ -109,7 +110,7 @@ def test_encrypted_pipe_takes_sm4_blocks_together(tmp_path: Path, has_crc: bool)
     key, piped = key_for("SM4-CBC"), tmp_path / "piped.ckpt"
     chunks = convert.encrypted_chunks(source, key=key, mode="SM4-CBC")
     piped.write_bytes(b"".join(map(bytes, chunks)))
-    with convert.open_plaintext(piped, ReadOptions(key=key)) as plaintext:
+    with open_plaintext(piped, ReadOptions(key=key)) as plaintext:
         assert b"".join(map(bytes, plaintext.chunks())) == source.read_bytes()
 
 
@@ -260,7 +261,7 @@ def test_tampered_file_gives_no_wrong_byte(
 
 def take_plaintext(source: Path, into: list[bytes]) -> None:
     """Decrypt as a pipe does, and keep what came out before an error."""
-    with convert.open_plaintext(source, WITH_KEY) as plaintext:
+    with open_plaintext(source, WITH_KEY) as plaintext:
         into.extend(bytes(chunk) for chunk in plaintext.chunks())
 
 
