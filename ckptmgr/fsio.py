@@ -27,6 +27,7 @@ from ckptmgr.input_files import DIRECT_IO_ALIGNMENT, CachedFile, UncachedFile
 from ckptmgr.transfers import note
 
 _MAX_OWNER_BYTES = 4096
+_PRIVATE = 0o400
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
@@ -42,7 +43,7 @@ class FileStatus:
         is_file: Whether it is a regular file (not a link, directory, FIFO or device).
         is_directory: Whether it is a directory.
         identity: Device and inode: two names with the same identity are the same file.
-        mode: Permission bits.
+        mode: Permission bits; of a link, or anything else that is no file, those that a file in its place should have.
     """
 
     size_bytes: int
@@ -50,7 +51,7 @@ class FileStatus:
     is_file: bool
     is_directory: bool
     identity: tuple[int, int]
-    mode: int = 0o400
+    mode: int = _PRIVATE
 
 
 class OutputFile(Protocol):
@@ -454,11 +455,12 @@ def _reopened(descriptor: int, mode: int) -> int:
 
 
 def _status(figures: os.stat_result) -> FileStatus:
+    is_file = stat.S_ISREG(figures.st_mode)
     return FileStatus(
         size_bytes=figures.st_size,
         modified_at=figures.st_mtime,
-        is_file=stat.S_ISREG(figures.st_mode),
+        is_file=is_file,
         is_directory=stat.S_ISDIR(figures.st_mode),
         identity=(figures.st_dev, figures.st_ino),
-        mode=stat.S_IMODE(figures.st_mode),
+        mode=stat.S_IMODE(figures.st_mode) if is_file else _PRIVATE,
     )

@@ -228,12 +228,18 @@ def encode(
     """Return the manifest as JSON, authenticated when there is a key, and signed when there is one for that.
 
     Raises:
-        UnsupportedCheckpoint: A value in it could not be read back, such as an epoch of 1.5; names it.
+        UnsupportedCheckpoint: It could not be read back: a value in it, such as an epoch of 1.5, or its size.
     """
     document = _checked_document(manifest)
     auth = None if key is None else manifest.auth or manifest_key_of(key)
     document |= proofs(document, key=auth, signing_key=signing_key)
-    return to_bytes(document)
+    data = to_bytes(document)
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise UnsupportedCheckpoint(
+            f"the manifest of {manifest.name!r} would have {len(data)} bytes, of {MAX_MANIFEST_BYTES}",
+            hint="nothing was changed; save fewer bytes at a time",
+        )
+    return data
 
 
 def to_bytes(document: Mapping[str, Any]) -> bytes:

@@ -12,7 +12,7 @@ from ckptmgr import manifest as manifests
 from ckptmgr.crypto.keyring import Keys, ring_of
 from ckptmgr.crypto.signing import PublicKey, SigningKey
 from ckptmgr.digest import differing_ranges
-from ckptmgr.errors import CkptmgrError, KeyProblem, UnsealedCheckpoint
+from ckptmgr.errors import CkptmgrError, CorruptCheckpoint, KeyProblem, UnsealedCheckpoint
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.fsio import FileSystem, discard
 from ckptmgr.lease import Processes
@@ -213,7 +213,13 @@ class ManifestFiles:
 
     def _content(self, path: Path) -> bytes:
         with contextlib.closing(self.fs.open(path)) as file:
-            return read_bytes(file, 0, min(file.size, manifests.MAX_MANIFEST_BYTES))
+            if file.size > manifests.MAX_MANIFEST_BYTES:
+                raise CorruptCheckpoint(
+                    f"has {file.size} bytes, a manifest at most {manifests.MAX_MANIFEST_BYTES}",
+                    path=path,
+                    hint="it is something else; move it away",
+                )
+            return read_bytes(file, 0, file.size)
 
     def half_that_matches(self, manifest: Manifest) -> Manifest:
         """Return the half of a manifest of two files that describes the data that is there; reads the data."""
