@@ -2,8 +2,8 @@
 """Pause the collector of cyclic garbage while very many objects are made, none of which is garbage.
 
 An index of 100,000 tensors is some 400,000 objects. Python's collector looks at the newest of them after every 700, and now
-and then at all that there are: 2 us a tensor, for nothing. Pauses are for the making of objects only, never for a transfer
-of data, so they last a second for 100,000s of tensors. What garbage other threads make meanwhile is found after them.
+and then at all that there are: 2 us a tensor, for nothing. Pauses are for the making of objects, not for the transfer of
+data, so they last a second for 100,000s of tensors. What garbage other threads make meanwhile is found after them.
 
 >>> import gc
 >>> with collector_paused():

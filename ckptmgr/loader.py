@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from ckptmgr.clusters import Clusters
+from ckptmgr.collector import collector_paused
 from ckptmgr.crypto.keyring import Keys
 from ckptmgr.crypto.signing import PublicKey
 from ckptmgr.destinations import match
@@ -24,7 +25,7 @@ from ckptmgr.formats.detect import Kind, detect
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.index import TensorEntry, check_content, read_tensor_into
 from ckptmgr.formats.index import check_crc as check_stored_crc
-from ckptmgr.formats.mindspore_entries import MapEntry
+from ckptmgr.formats.mindspore_entries import CkptEntry, MapEntry
 from ckptmgr.formats.mindspore_reader import CkptIndex
 from ckptmgr.formats.safetensors_file import SafetensorsIndex
 from ckptmgr.formats.source import Source
@@ -196,9 +197,10 @@ def _index(source: Source, path: str, format: str | None) -> CkptIndex | Safeten
         is_named = path.endswith(".safetensors") or isinstance(source, FramesSource)
         is_safetensors = is_named or detect(source) is Kind.SAFETENSORS
         format = "safetensors" if is_safetensors else "ckpt"
-    if format == "safetensors":
-        return safetensors_file.read_safetensors_index(source)
-    return mindspore_reader.read_ckpt_index(source)
+    with collector_paused():
+        if format == "safetensors":
+            return safetensors_file.read_safetensors_index(source)
+        return mindspore_reader.read_ckpt_index(source)
 
 
 def everything(name: str) -> bool:
@@ -226,14 +228,17 @@ def read_values(
     """
     with translated_errors(opened.path):
         arrays: dict[int, np.ndarray] = {}
+        chosen: Sequence[CkptEntry] = opened.index.entries
+        if choose is not everything:
+            chosen = [entry for entry in chosen if choose(entry.name)]
+        entries = list(_tensors_in(chosen))
         clusters = _clusters(opened, arrays, check_crc=check_crc)
-        entries = []
-        for one in _chosen_tensors(opened, choose):
-            if clusters is None or not clusters.take(one):
-                entries.append(one)
-                arrays[id(one)] = np.empty(one.spec.shape, one.spec.dtype.to_numpy())
+        if clusters is not None:
+            entries = clusters.take(entries)
+        for one in entries:
+            arrays[id(one)] = np.empty(one.spec.shape, one.spec.dtype.to_numpy())
         fill_arrays(opened, entries, arrays, check_crc=check_crc, clusters=clusters)
-        return dict(_values(opened, arrays, choose))
+        return {entry.name: _value(entry, arrays) for entry in chosen}
 
 
 def _clusters(
@@ -428,7 +433,7 @@ def _read(
     if frames is not None:
         read_frames(frames, placements)
     else:
-        made = [] if clusters is None else clusters.end()
+        made = [] if clusters is None else clusters.found
         crc = read_scattered(
             opened.source,
             sorted([*placements, *made], key=_offset_of) if made else placements,
@@ -442,29 +447,20 @@ def _read(
     return crc
 
 
-def _chosen_tensors(opened: OpenCheckpoint, choose: Callable[[str], bool]) -> Iterator[TensorEntry]:
-    for entry in opened.index.entries:
-        if choose is not everything and not choose(entry.name):
-            continue
+def _tensors_in(chosen: Iterable[CkptEntry]) -> Iterator[TensorEntry]:
+    for entry in chosen:
         if isinstance(entry, TensorEntry):
             yield entry
         elif isinstance(entry, MapEntry):
             yield from (entry.key, entry.value, entry.status)
 
 
-def _values(
-    opened: OpenCheckpoint, arrays: dict[int, np.ndarray], choose: Callable[[str], bool]
-) -> Iterator[tuple[str, Value]]:
-    for entry in opened.index.entries:
-        if choose is not everything and not choose(entry.name):
-            continue
-        if isinstance(entry, TensorEntry):
-            yield entry.spec.name, arrays[id(entry)]
-        elif isinstance(entry, MapEntry):
-            parts = (entry.key, entry.value, entry.status)
-            yield entry.name, MapArrays(*(arrays[id(part)] for part in parts))
-        else:
-            yield entry.name, entry.text
+def _value(entry: CkptEntry, arrays: Mapping[int, np.ndarray]) -> Value:
+    if isinstance(entry, TensorEntry):
+        return arrays[id(entry)]
+    if isinstance(entry, MapEntry):
+        return MapArrays(*(arrays[id(part)] for part in (entry.key, entry.value, entry.status)))
+    return entry.text
 
 
 def bytes_of(array: np.ndarray) -> memoryview:

@@ -45,10 +45,10 @@ def test_tensors_read_in_clusters_have_their_bytes(
     chosen = [one for one in entries if data.draw(st.booleans())]
     arrays: dict[int, np.ndarray] = {}
     clusters = Clusters(arrays, grid_bytes=GRID)
-    taken = [one for one in chosen if clusters.take(one)]
-    read_scattered(BytesSource(content), clusters.end(), unit_bytes=GRID)
-    assert {id(one) for one in taken} == arrays.keys()
-    for one in taken:
+    others = clusters.take(chosen)
+    read_scattered(BytesSource(content), clusters.found, unit_bytes=GRID)
+    assert {id(one) for one in chosen} == arrays.keys() | {id(one) for one in others}
+    for one in (one for one in chosen if one not in others):
         start, length = one.pieces[0]
         assert arrays[id(one)].tobytes() == content[start : start + length]
 
@@ -70,15 +70,21 @@ def test_only_what_lies_in_one_piece_that_is_read_is_taken(
     one: TensorEntry, is_taken: bool
 ) -> None:
     clusters = Clusters({}, grid_bytes=GRID)
-    assert clusters.take(one) is is_taken
-    assert len(clusters.end()) == is_taken
+    assert clusters.take([one]) == ([] if is_taken else [one])
+    assert len(clusters.found) == is_taken
 
 
 def test_tensors_out_of_order_make_clusters_of_their_own() -> None:
     clusters = Clusters({}, grid_bytes=GRID)
-    for offset in (100, 200, 0, 50):
-        assert clusters.take(entry("w", offset, 8))
-    assert [(one.offset, one.stop) for one in clusters.end()] == [(100, 208), (0, 58)]
+    assert not clusters.take([entry("w", offset, 8) for offset in (100, 200, 0, 50)])
+    assert [(one.offset, one.stop) for one in clusters.found] == [(100, 208), (0, 58)]
+
+
+def test_nothing_else_lies_within_a_cluster() -> None:
+    clusters = Clusters({}, grid_bytes=GRID)
+    boolean = entry("b", 8, 8, "bool")
+    assert clusters.take([entry("a", 0, 8), boolean, entry("c", 16, 8)]) == [boolean]
+    assert [(one.offset, one.stop) for one in clusters.found] == [(0, 8), (16, 24)]
 
 
 def state(count: int) -> dict[str, Any]:
