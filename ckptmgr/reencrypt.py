@@ -29,6 +29,7 @@ from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import FileEntry, Manifest, manifest_name
 from ckptmgr.manifest_keys import ManifestKey
 from ckptmgr.model import Checkpoint
+from ckptmgr.naming import OPAQUE
 from ckptmgr.pipeline import write_image
 from ckptmgr.source_image import SourceImage
 from ckptmgr.store import Store
@@ -60,7 +61,7 @@ def reencrypt_file(
         checkpoint: Of one file.
         old: Opens it.
         new: Who opens it then.
-        manifest: That of the file, or None.
+        manifest: That of the file, or None; what is no checkpoint does not get one.
         auth: Given what authenticates the manifest, returns what old and new keys can check.
 
     Raises:
@@ -75,6 +76,15 @@ def reencrypt_file(
         contextlib.closing(store.fs.open(path)) as raw,
     ):
         sealing = _sealing(raw, path, old=old, new=new, manifest=manifest)
+        mode = _mode_of(store, path.name) or 0o400
+        if sealing.format == OPAQUE and manifest is None:
+            store.place(
+                path.name,
+                size_bytes=sealing.sealer.sealed_size,
+                write=lambda file: write_image(sealing.image, file, sealer=sealing.sealer),
+                mode=mode,
+            )
+            return
         draft = _draft(checkpoint, manifest, new, sealing)
         key = auth(None if manifest is None else manifest.auth)
 
@@ -90,7 +100,7 @@ def reencrypt_file(
             size_bytes=sealing.sealer.sealed_size,
             write=write,
             describe=describe,
-            mode=_mode_of(store, path.name) or 0o400,
+            mode=mode,
             manifest_mode=_mode_of(store, manifest_name(path.name)),
         )
 

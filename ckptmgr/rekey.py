@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckptmgr.container_reader import ENCRYPTED, kind_of
+from ckptmgr.container_reader import ENCRYPTED, format_in, kind_of, open_container_file
 from ckptmgr.convert_target import only_writer, unproven_name
 from ckptmgr.crypto.container_rekey import HeaderWrite
 from ckptmgr.crypto.key import Key
@@ -34,6 +34,7 @@ from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import Manifest
 from ckptmgr.manifest_keys import BOUND, ManifestKey, manifest_key_of
 from ckptmgr.model import Checkpoint
+from ckptmgr.naming import OPAQUE
 from ckptmgr.reencrypt import reencrypt_file
 from ckptmgr.rekey_blocks import plan_blocks
 from ckptmgr.rekey_header import FilePlan, KeyChange, Removal, plan_container, plan_header
@@ -272,8 +273,18 @@ class _Checkpoint:
         """Raise KeyProblem when what is encrypted anew would be proven less than it is, or more."""
         if self._manifest is not None:
             self._store.check_rewritable(self._checkpoint)
-        elif self._store.must_authenticate:
+        elif self._store.must_authenticate and not self._is_other_file():
             raise unproven_name(self._checkpoint)
+
+    def _is_other_file(self) -> bool:
+        """Return whether it is no checkpoint, and so gets no manifest, whatever its name says."""
+        (path,) = self._paths
+        with self._opened(path) as raw:
+            if kind_of(raw, name=path.name) is not Kind.CKPTMGR_CONTAINER:
+                return False
+            keys = self._change.keys
+            container = open_container_file(raw, raw, path=str(path), key=keys, mode=None)
+            return format_in(container) == OPAQUE
 
     def _encrypt_anew(self) -> None:
         reencrypt_file(

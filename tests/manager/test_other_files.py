@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from ckptmgr import convert, open_checkpoint
 from ckptmgr.contents import read_contents
 from ckptmgr.convert_source import open_plaintext
+from ckptmgr.crypto.container_header import Content
 from ckptmgr.crypto.keyring import Keys
 from ckptmgr.errors import (
     CheckpointNotFound,
@@ -23,13 +24,15 @@ from ckptmgr.errors import (
     StoreFull,
     StoreLocked,
     UnsafeWrite,
+    UnsealedCheckpoint,
     UnsupportedCheckpoint,
 )
 from ckptmgr.fsio import FileSystem
 from ckptmgr.loader import ReadOptions
+from ckptmgr.manifest import manifest_name
 from ckptmgr.model import Checkpoint
 from ckptmgr.naming import OPAQUE
-from ckptmgr.rekey import open_for_rekeying, rekey_checkpoint
+from ckptmgr.rekey import Action, open_for_rekeying, reencrypt_checkpoint, rekey_checkpoint
 from ckptmgr.rekey_header import KeyChange
 from ckptmgr.saver import SaveOptions
 from ckptmgr.serialization import load_checkpoint
@@ -41,7 +44,7 @@ from tests.faults.scenarios import first_broken
 from tests.faults.training import RUNS, ModelProcesses
 from tests.manager.damage import put
 from tests.manager.rekeying import ring
-from tests.manager.saved import GOLDEN_FILES, KEY, OTHER_KEY, flip, save_run
+from tests.manager.saved import GOLDEN_FILES, KEY, OTHER_KEY, flip, only, overwrite, save_run
 
 READING = ReadOptions(key=KEY)
 MODES = ("AES-GCM", "AES-CBC", "SM4-CBC", "SM4-GCM")
@@ -242,6 +245,33 @@ def test_keys_can_be_changed(tmp_path: Path) -> None:
     assert decrypted(file.path, key=OTHER_KEY) == TEXT
     with pytest.raises(KeyProblem):
         decrypted(file.path)
+
+
+def test_file_is_encrypted_anew_without_a_manifest(tmp_path: Path) -> None:
+    file = encrypt(put_file(tmp_path))
+    before = file.path.read_bytes()
+    change = KeyChange(keys=ring(KEY), add=(ring(OTHER_KEY),), is_only=True)
+    store = open_for_rekeying(tmp_path, change)
+    assert store.must_authenticate
+    assert reencrypt_checkpoint(store, file, change).action is Action.REENCRYPT
+    assert decrypted(file.path, key=OTHER_KEY) == TEXT
+    assert stat.S_IMODE(file.path.stat().st_mode) == 0o600
+    assert file.path.read_bytes()[16:32] != before[16:32]  # another file id
+    assert store.scan() == []
+    assert reencrypt_checkpoint(store, file, change).action is Action.NOTHING
+
+
+def test_header_that_only_claims_to_be_of_another_file_lends_no_proof(tmp_path: Path) -> None:
+    (plain,) = save_run(tmp_path / "plain", [10], options=SaveOptions())
+    path = convert.encrypt_file(plain, tmp_path / "net-1_10.ckpt.ckpe", key=KEY).target.path
+    (tmp_path / manifest_name(path.name)).unlink()
+    data = bytearray(path.read_bytes())
+    data[40], data[64] = Content.OPAQUE, 9  # copy A: another content, and the newest generation
+    overwrite(path, bytes(data))
+    change = KeyChange(keys=ring(KEY), add=(ring(OTHER_KEY),), is_only=True)
+    store = open_for_rekeying(tmp_path, change)
+    with pytest.raises(UnsealedCheckpoint, match="has no manifest"):
+        reencrypt_checkpoint(store, only(store), change)
 
 
 def place(disk: FileSystem, content: bytes, model: ModelDisk) -> None:
