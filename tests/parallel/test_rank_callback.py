@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
+from ckptmgr import load_checkpoint
 from ckptmgr.callback import ModelCheckpoint, Resumed
 from ckptmgr.config import CheckpointConfig
 from ckptmgr.errors import SaveFailed, UnsupportedState
@@ -39,6 +43,7 @@ from tests.parallel.ranks import (
 )
 
 T = TypeVar("T")
+ROOT = Path(__file__).parents[2]
 WORLD = 2
 CUT = ParallelLayout(device_matrix=(WORLD,), tensor_map=((0,),))
 
@@ -452,3 +457,27 @@ def test_death_of_a_rank_leaves_a_whole_checkpoint_or_none(rank: int) -> None:
             assert outcome.must().checkpoint.step == 1 + has_second
     # Rank 0 commits in the middle of its calls; without another rank nothing is committed.
     assert committed == ({False, True} if rank == 0 else {False})
+
+
+@pytest.mark.slow
+def test_ranks_of_torchrun_save_in_worker_processes_and_resume(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(WORLD), "-m", "tests.parallel.callback_job", str(tmp_path)]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    for rank, one in enumerate(sorted(told, key=lambda one: int(one["rank"]))):
+        assert one == {
+            "rank": rank,
+            "latest": "net-1_3.shards",
+            "resumed": "net-1_3.shards",
+            "w": 3.0,
+            "own": [rank] * 3,
+        }
+    assert len(told) == WORLD
+    values = load_checkpoint(tmp_path / "net-1_3.shards")
+    assert values["w"].tolist() == [3] * 1000
+    assert sum(file.stat().st_size for file in tmp_path.glob("net-1_3.*.safetensors")) < 6000
