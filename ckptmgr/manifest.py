@@ -33,6 +33,7 @@ from ckptmgr.manifest_fields import (
     number_from_json,
     number_to_json,
     optional_text,
+    series_name,
     strict_json,
     time_text,
     typed,
@@ -420,7 +421,7 @@ def _from_document(document: Mapping[str, Any]) -> Manifest:
     return Manifest(
         file=files[0],
         shards=shards,
-        series=typed(document["series"], str),
+        series=series_name(document["series"]),
         run_id=typed(run["id"], str),
         parent_run_ids=tuple(typed(parent, str) for parent in run["parents"]),
         step=count(document, "step"),

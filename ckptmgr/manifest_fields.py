@@ -87,6 +87,14 @@ def base_name(value: object) -> str:
     return name
 
 
+def series_name(value: object) -> str:
+    """Return the name of a series, which becomes a part of file names, or raise ValueError."""
+    name = typed(value, str)
+    if "/" in name or "\0" in name:
+        raise ValueError(f"{name!r} is not the name of a series")
+    return name
+
+
 def optional_text(value: object) -> str | None:
     """Return a text or None, or raise TypeError."""
     return None if value is None else typed(value, str)
