@@ -30,6 +30,6 @@ def empty_like(tensors: Mapping[str, torch.Tensor]) -> Tensors:
     return {name: torch.empty_like(tensor) for name, tensor in tensors.items()}
 
 
-def touch_tensors(loaded: Mapping[str, torch.Tensor]) -> int:
+def touch_tensors(loaded: Mapping[str, torch.Tensor]) -> None:
     """Read one byte of every page."""
-    return touch({name: each.view(torch.uint8).numpy() for name, each in loaded.items()})
+    touch({name: each.view(torch.uint8).numpy() for name, each in loaded.items()})
