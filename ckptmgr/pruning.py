@@ -1,34 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prune a directory: propose, ask, and do exactly what was proposed, or nothing.
 
-Every series is planned by itself. `carry_out` holds the lease of a series, plans it again and stops where the plan is no
-longer the one that was shown. Dropped checkpoints go to the trash and are removed by a later prune, after a grace time.
+Every series is planned by itself, and the newest checkpoint that would stay is verified. `carry_out` holds the lease of a
+series, plans it again and stops where the plan is no longer the one that was shown. Dropped checkpoints go to the trash and
+are removed by a later prune, after a grace time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
 from pathlib import Path
+from types import MappingProxyType
 
 from ckptmgr import trash
 from ckptmgr.errors import CheckpointNotFound, StoreLocked, UnsafePrune
 from ckptmgr.model import Checkpoint, Plan, State
 from ckptmgr.observe import EVERYBODY
-from ckptmgr.retention import RetentionPolicy, plan
+from ckptmgr.retention import RetentionPolicy
+from ckptmgr.sound_plan import plan_with, sound_plan
 from ckptmgr.store import Store
 from ckptmgr.trash import Batch
 
 DEFAULT_GRACE = timedelta(hours=24)
 _UNFINISHED = (State.LEFTOVER, State.WRITING)
+_NONE: Mapping[Path, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeriesPlan:
-    """What a policy would do to one series."""
+    """What a policy would do to one series.
+
+    Attributes:
+        series: Its name.
+        plan: What stays and what goes.
+        damaged: Path to problem, of the checkpoints that were found damaged when the plan was made.
+    """
 
     series: str
     plan: Plan
+    damaged: Mapping[Path, str] = field(default_factory=lambda: _NONE, hash=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +103,7 @@ def propose(
     series: str | None = None,
     grace: timedelta = DEFAULT_GRACE,
 ) -> Proposal:
-    """Return what a prune would do; changes nothing.
+    """Return what a prune would do; changes nothing. Where something would go, the newest that would stay is read.
 
     Args:
         store: The directory.
@@ -104,19 +116,23 @@ def propose(
         UnsafePrune: The policy is refused; see `retention.plan`.
     """
     found = store.scan()
-    history = [c for c in found if c.state not in _UNFINISHED and series in (None, c.series)]
+    history = _finished(found, series)
     names = sorted({c.series for c in history})
-    plans = tuple(
-        SeriesPlan(series=name, plan=plan([c for c in history if c.series == name], policy, now))
-        for name in names
-    )
+    plans = []
+    for name in names:
+        decided, damaged = sound_plan(store, [c for c in history if c.series == name], policy, now)
+        plans.append(SeriesPlan(series=name, plan=decided, damaged=damaged))
     return Proposal(
         now=now,
         policy=policy,
-        plans=plans,
+        plans=tuple(plans),
         leftovers=tuple(sorted((c for c in found if c.state in _UNFINISHED), key=lambda c: c.name)),
         expired=tuple(b for b in trash.batches(store) if b.thrown_at + grace <= now),
     )
+
+
+def _finished(found: Sequence[Checkpoint], series: str | None) -> list[Checkpoint]:
+    return [c for c in found if c.state not in _UNFINISHED and series in (None, c.series)]
 
 
 def carry_out(store: Store, proposal: Proposal, *, at_once: bool = False) -> Outcome:
@@ -171,9 +187,10 @@ def _prune_series(
 ) -> None:
     if not shown.plan.dropped:
         return
-    fresh = propose(store, proposal.policy, now=proposal.now, series=shown.series)
+    history = _finished(store.scan(), shown.series)
+    fresh = plan_with(history, shown.damaged, proposal.policy, proposal.now)
     # By their text, because NaN metrics are not equal to themselves.
-    if [repr(one.plan) for one in fresh.plans] != [repr(shown.plan)]:
+    if repr(fresh) != repr(shown.plan):
         raise UnsafePrune(
             f"series {shown.series!r} changed after its plan was made; nothing was removed from it",
             path=store.directory,

@@ -63,8 +63,9 @@ def prune_command(
     """Remove the checkpoints that a policy does not keep.
 
     The policy is --keep, else the key keep of ckptmgr.toml in the directory; without one nothing is done. It is applied
-    to each series by itself. The newest, pinned and damaged ones always stay. What goes lies in .ckptmgr-trash for the
-    grace time and is removed by the next prune after it; until then --undo brings the last batch back.
+    to each series by itself. The newest, pinned and damaged ones always stay; where anything would go, the newest that
+    stays is verified first. What goes lies in .ckptmgr-trash for the grace time and is removed by the next prune after
+    it; until then --undo brings the last batch back.
     """
     from ckptmgr.cli.prune_plan import Shown
 
@@ -78,7 +79,8 @@ def prune_command(
             raise UsageProblem("--undo stands alone", hint="drop --keep, --check and --now")
         return _undo(store, output, is_dry=dry_run)
     session = ctx.ensure_object(Session)
-    proposal = _propose(store, keep, series, _duration(grace), session)
+    with output.progress("the newest", 0):
+        proposal = _propose(store, keep, series, _duration(grace), session)
     shown = Shown(output=output, directory=directory, series=series, verbose=verbose)
     if dry_run or check:
         shown.plan(proposal)

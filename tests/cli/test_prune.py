@@ -21,7 +21,7 @@ from ckptmgr.saver import SaveOptions
 from ckptmgr.store import Store
 from ckptmgr.temp_names import temp_name
 from tests.cli.running import NOW_S, process_env, run, run_json
-from tests.manager.saved import GOLDEN_FILES, KEY, overwrite, save_run, tree_of
+from tests.manager.saved import GOLDEN_FILES, KEY, flip, overwrite, save_run, tree_of
 
 KEEP = "last(2) | best(2, loss, min) | every(4000)"
 DAY_S = 86_400
@@ -299,9 +299,18 @@ def test_unreadable_manifest_shows_no_step_it_does_not_know(tmp_path: Path) -> N
     assert " step " not in shown
 
 
+def test_newest_that_has_rotted_is_told_and_uses_no_slot(tmp_path: Path) -> None:
+    paths = save_run(tmp_path, [10, 20, 30])
+    flip(paths[-1], 100)
+    shown = run("prune", tmp_path, "--keep", "last(1)", "--dry-run").stdout
+    assert "corrupt  not counted: corrupt: the bytes 0..144 do not match the digest" in shown
+    assert "would free 144 B; 2 stay" in shown
+
+
 def test_long_history_is_drawn_in_groups(tmp_path: Path) -> None:
+    content = (GOLDEN_FILES / "slices_sync.ckpt").read_bytes()
     for epoch in range(1, 91):
-        (tmp_path / f"CKP-{epoch}_1.ckpt").write_bytes(b"x")
+        (tmp_path / f"CKP-{epoch}_1.ckpt").write_bytes(content)
     shown = run("prune", tmp_path, "--keep", "last(1)", "--dry-run").stdout
     assert f" step 1 {'·' * 44}■ 90\n" in shown
     assert "(each for up to 2 checkpoints)" in shown

@@ -13,6 +13,7 @@ import pytest
 
 from ckptmgr import trash
 from ckptmgr.errors import CheckpointNotFound, StoreLocked, UnsafePrune
+from ckptmgr.fsio import InputFile, OsFileSystem
 from ckptmgr.lease import ProcProcesses
 from ckptmgr.manifest import manifest_name
 from ckptmgr.model import Pin, State
@@ -23,7 +24,7 @@ from ckptmgr.store import Store
 from ckptmgr.temp_names import temp_name
 from tests.crashmodel import FailingDisk, ModelDisk
 from tests.faults.training import ModelProcesses
-from tests.manager.saved import KEY, overwrite, save_run, tree_of
+from tests.manager.saved import KEY, flip, overwrite, save_run, tree_of
 
 NOW = datetime(2026, 3, 2, 12, tzinfo=UTC)
 LAST_TWO = parse_policy("last(2)")
@@ -42,6 +43,14 @@ def prune(directory: Path, policy: str = "last(2)", *, now: datetime = NOW) -> O
 def steps(directory: Path) -> list[int]:
     """Return the steps of the checkpoints in a directory."""
     return sorted(c.step for c in Store(directory).scan() if c.is_countable)
+
+
+def bare_files(directory: Path, *names: str) -> bytes:
+    """Write the same whole checkpoint under all names, as MindSpore does, and return it."""
+    (saved,) = save_run(directory / "saved", [10])
+    for name in names:
+        (directory / name).write_bytes(saved.read_bytes())
+    return saved.read_bytes()
 
 
 def test_proposal_changes_nothing(tmp_path: Path) -> None:
@@ -83,8 +92,7 @@ def test_at_once_leaves_no_trash(tmp_path: Path) -> None:
 
 
 def test_bare_files_are_ordered_by_epoch_and_step_of_their_names(tmp_path: Path) -> None:
-    for name in ("CKP-2_1.ckpt", "CKP-10_1.ckpt", "CKP-2_5.ckpt", "CKP-1_5.ckpt"):
-        (tmp_path / name).write_bytes(b"x")
+    bare_files(tmp_path, "CKP-2_1.ckpt", "CKP-10_1.ckpt", "CKP-2_5.ckpt", "CKP-1_5.ckpt")
     assert {c.name for c in proposal(tmp_path).kept} == {"CKP-10_1.ckpt", "CKP-2_5.ckpt"}
 
 
@@ -94,6 +102,60 @@ def test_damaged_ones_use_no_slot_and_stay(tmp_path: Path) -> None:
     found = proposal(tmp_path)
     assert not found.dropped
     assert {c.step: c.state for c in found.kept}[30] is State.CORRUPT
+
+
+def test_newest_has_rotted_so_the_one_before_it_stays(tmp_path: Path) -> None:
+    paths = save_run(tmp_path, [10, 20, 30])
+    flip(paths[-1], 100)
+    found = proposal(tmp_path, "last(1)")
+    assert [c.step for c in found.dropped] == [10]
+    assert {c.step: c.state for c in found.kept} == {30: State.CORRUPT, 20: State.OK}
+    assert "do not match the digest" in (found.kept[0].problem or "")
+    carry_out(Store(tmp_path), found)
+    assert steps(tmp_path) == [20, 30]  # 30 is found damaged only when it is read
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 40])
+def test_newest_bare_file_is_cut_so_the_one_before_it_stays(
+    tmp_path: Path, kept_bytes: int
+) -> None:
+    content = bare_files(tmp_path, "net-1_10.ckpt", "net-2_10.ckpt")
+    (tmp_path / "net-3_10.ckpt").write_bytes(content[:kept_bytes])
+    assert [c.name for c in proposal(tmp_path, "last(1)").dropped] == ["net-1_10.ckpt"]
+
+
+def test_all_are_damaged_so_all_stay(tmp_path: Path) -> None:
+    for path in save_run(tmp_path, [10, 20, 30]):
+        flip(path, 100)
+    assert not proposal(tmp_path, "last(1)").dropped
+
+
+class BadSectors(OsFileSystem):
+    """A disk that lists one file and does not give its content."""
+
+    def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:
+        """Return an open file."""
+        if path.name == "net-3_10.ckpt":
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return super().open(path, is_uncached=is_uncached)
+
+
+def test_newest_cannot_be_read_so_the_one_before_it_stays(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20, 30])
+    found = propose(Store(tmp_path, fs=BadSectors()), parse_policy("last(1)"), now=NOW)
+    assert [c.step for c in found.dropped] == [10]
+
+
+def test_files_of_torch_are_pruned_by_their_names(tmp_path: Path) -> None:
+    for name in ("net-1_10.ckpt", "net-2_10.ckpt"):
+        (tmp_path / name).write_bytes(b"PK\x03\x04" + bytes(100))
+    assert [c.name for c in proposal(tmp_path, "last(1)").dropped] == ["net-1_10.ckpt"]
+
+
+def test_nothing_is_read_when_nothing_would_go(tmp_path: Path) -> None:
+    paths = save_run(tmp_path, [10, 20])
+    flip(paths[-1], 100)
+    assert {c.state for c in proposal(tmp_path, "last(2)").kept} == {State.OK}
 
 
 def test_nan_metrics_do_not_count_as_a_change(tmp_path: Path) -> None:
