@@ -21,7 +21,7 @@ from ckptmgr.errors import SaveFailed, UnsupportedState
 from ckptmgr.fsio import FileSystem
 from ckptmgr.loader import MapArrays, ReadOptions
 from ckptmgr.model import State
-from ckptmgr.parallel.coordinator import RanksMissing
+from ckptmgr.parallel.coordinator import Json, RanksMissing, RanksOutOfStep
 from ckptmgr.parallel.layout import ParallelLayout
 from ckptmgr.parallel.rank_errors import RankFailed
 from ckptmgr.shard_names import parse_shard_name
@@ -29,7 +29,7 @@ from ckptmgr.sharded import ShardedCheckpoint
 from ckptmgr.store import Store
 from tests.crashmodel import FailingDisk, ModelDisk
 from tests.faults.training import KEY, RUNS, ModelProcesses
-from tests.manager.damage import flip_bit
+from tests.manager.damage import flip_bit, put
 from tests.manager.surface import Loop
 from tests.parallel.ranks import (
     TIMEOUT_S,
@@ -381,9 +381,23 @@ def test_files_that_an_earlier_run_never_committed_are_collected() -> None:
     die_at(job, 1, calls_by_save(1)[1])
     job.run(train)
     assert State.LEFTOVER in job.saved().values()
+    other = "network-1_1.0-of-2.00000001aaaaaaaa.ckpt"  # expired as well, but not of this prefix
+    put(job.disk, RUNS / other, b"")
     again = job.restart(later_s=3 * TIMEOUT_S)
     assert [outcome.must() for outcome in again.run(train)] == ["net_1-1_2.shards"] * WORLD
-    assert State.LEFTOVER not in again.saved().values()
+    assert [name for name, state in again.saved().items() if state is State.LEFTOVER] == [other]
+
+
+def test_series_that_is_no_text_is_refused() -> None:
+    class Rogue(Seat):
+        def all_gather(self, tag: str, value: Json, *, timeout_s: float) -> list[Json]:
+            return [{"ok": 7}, {"ok": None}]
+
+    callback = ModelCheckpoint(
+        "net", str(RUNS), coordinator=Rogue(Meeting(WORLD), 1), fs=ModelDisk()
+    )
+    with pytest.raises(RanksOutOfStep, match="rank 0 names no series: 7"):
+        callback.begin(loop_of(callback, 1))
 
 
 @pytest.mark.parametrize(
