@@ -8,9 +8,6 @@ from collections.abc import Iterator
 from ckptmgr.convert_target import Content
 from ckptmgr.crypto import container_header
 from ckptmgr.crypto.keyring import Keys, ring_of
-from ckptmgr.formats import safetensors_file
-from ckptmgr.formats.index import check_crc
-from ckptmgr.formats.mindspore_reader import CkptIndex
 from ckptmgr.formats.source import Source
 from ckptmgr.loader import OpenCheckpoint, read_through
 from ckptmgr.naming import OPAQUE
@@ -72,16 +69,7 @@ def container_chunks(
 def _image_of(source: Source | OpenCheckpoint) -> tuple[SourceImage, str]:
     if not isinstance(source, OpenCheckpoint):
         return SourceImage(source, source.size), OPAQUE
-    _check_crc(source)
+    if source.index.crc is not None:
+        read_through(source, check_crc=True)
     image = SourceImage(source.source, source.source.size, glimpses=source.glimpses)
     return image, source.format
-
-
-def _check_crc(opened: OpenCheckpoint) -> None:
-    index = opened.index
-    if index.crc is None:
-        return
-    if isinstance(index, CkptIndex):
-        check_crc(index.crc, read_through(opened, crc_bytes=index.body_bytes))
-    else:
-        check_crc(index.crc, safetensors_file.crc_of(opened.source, index))

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read an encrypted file once, for its digests and for its contents."""
+"""Read a file once, for its digests and for its contents."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from ckptmgr.aligned import copy_into
 from ckptmgr.crypto.block_reader import Buffers
 from ckptmgr.crypto.container_source import ContainerSource
 from ckptmgr.digest import RANGE_BYTES, FileDigest, VerifyingSource
-from ckptmgr.formats.index import check_crc
-from ckptmgr.formats.mindspore_reader import CkptIndex
 from ckptmgr.formats.source import Source
 from ckptmgr.loader import ReadOptions, open_source, read_through
 from ckptmgr.range_digests import RangeDigests
@@ -20,13 +19,13 @@ from ckptmgr.units import PIECE_BYTES
 def checked_at_once(
     raw: Source, digest: FileDigest, *, path: str, options: ReadOptions
 ) -> tuple[str, ...] | None:
-    """Read a sealed file once, and check its digests, its contents, and the CRC32 in a `.ckpt`.
+    """Read a sealed or plain file once, and check its digests, its contents, and its CRC32, if any.
 
     Args:
         raw: The file.
         digest: What its ranges should be.
         path: For messages.
-        options: The key.
+        options: The key, if any.
 
     Returns:
         `("CRC32",)` or `()`: whether it has one; or None where it cannot be read like this, and nothing is known of it.
@@ -38,16 +37,16 @@ def checked_at_once(
         return None
     source = DigestedSource(raw, digest, path=path)
     opened = open_source(source, path=path, options=options, is_for_loading=True)
-    index = opened.index
-    body_bytes = index.body_bytes if isinstance(index, CkptIndex) else 0
-    if not opened.is_sealed or not opened.unit_bytes or (index.crc is not None and not body_bytes):
+    checks = () if opened.index.crc is None else ("CRC32",)
+    if opened.source is source:
+        checked = VerifyingSource(raw, digest, path=path)
+        read_through(replace(opened, source=checked, unit_bytes=RANGE_BYTES), check_crc=True)
+        return checks
+    if not opened.is_sealed or not opened.unit_bytes:
         return None
     container = opened.source if isinstance(opened.source, ContainerSource) else None
     source.start(head_bytes=0 if container is None else container.head_bytes)
-    crc = read_through(opened, crc_bytes=0 if index.crc is None else body_bytes)
-    if index.crc is not None:
-        check_crc(index.crc, crc)
-    checks = () if index.crc is None else ("CRC32",)
+    read_through(opened, check_crc=True)
     return checks if source.finish() else None
 
 

@@ -23,14 +23,15 @@ from ckptmgr.errors import ChecksumMismatch, UnsupportedCheckpoint
 from ckptmgr.formats import mindspore_reader, safetensors_file
 from ckptmgr.formats.detect import Kind, detect
 from ckptmgr.formats.errors import FormatError
+from ckptmgr.formats.file_crc import BodyCrc, FileCrc
 from ckptmgr.formats.index import TensorEntry, check_content, read_tensor_into
 from ckptmgr.formats.index import check_crc as check_stored_crc
 from ckptmgr.formats.mindspore_entries import CkptEntry, MapEntry
 from ckptmgr.formats.mindspore_reader import CkptIndex
+from ckptmgr.formats.safetensors_crc import ContentsCrc
 from ckptmgr.formats.safetensors_file import SafetensorsIndex
 from ckptmgr.formats.source import Source
 from ckptmgr.formats.tensor import flat_memory
-from ckptmgr.formats.trailer import crc32
 from ckptmgr.formats.zstd_source import FramesSource
 from ckptmgr.frame_reader import check_frames, read_frames
 from ckptmgr.glimpses import Glimpses
@@ -232,7 +233,7 @@ def read_values(
         if choose is not everything:
             chosen = [entry for entry in chosen if choose(entry.name)]
         entries = list(_tensors_in(chosen))
-        clusters = _clusters(opened, arrays, check_crc=check_crc)
+        clusters = _clusters(opened, arrays)
         if clusters is not None:
             entries = clusters.take(entries)
         for one in entries:
@@ -241,12 +242,9 @@ def read_values(
         return {entry.name: _value(entry, arrays) for entry in chosen}
 
 
-def _clusters(
-    opened: OpenCheckpoint, arrays: dict[int, np.ndarray], *, check_crc: bool
-) -> Clusters | None:
+def _clusters(opened: OpenCheckpoint, arrays: dict[int, np.ndarray]) -> Clusters | None:
     """Return what takes small tensors, where the file is read in pieces."""
-    is_hashed_by_tensor = check_crc and isinstance(opened.index, SafetensorsIndex)
-    if not opened.unit_bytes or is_hashed_by_tensor or isinstance(opened.source, FramesSource):
+    if not opened.unit_bytes or isinstance(opened.source, FramesSource):
         return None
     return Clusters(arrays, grid_bytes=min(opened.unit_bytes, PIECE_BYTES))
 
@@ -286,64 +284,72 @@ def confirm_index(opened: OpenCheckpoint) -> None:
     Raises:
         FormatError, CryptoError, CkptmgrError: They are damaged.
     """
-    _read(opened, [], {}, crc_bytes=None)
+    fill_arrays(opened, [], {})
 
 
-def read_through(opened: OpenCheckpoint, *, crc_bytes: int = 0) -> int:
+def read_through(opened: OpenCheckpoint, *, check_crc: bool = False) -> None:
     """Read everything and keep nothing: the source checks all of it on the way.
 
     Args:
         opened: The checkpoint.
-        crc_bytes: How many first bytes the CRC-32 is wanted of; not of compressed files.
-
-    Returns:
-        The CRC-32.
+        check_crc: Also compare the CRC32 of the whole file with the stored one, where there is one.
 
     Raises:
-        FormatError, CryptoError, CkptmgrError: What the source raises.
+        FormatError, CryptoError, CkptmgrError: What the source raises, or the CRC32 differs.
     """
+    crc = _stated_crc(opened) if check_crc else None
     if isinstance(opened.source, FramesSource):
-        check_frames(opened.source)
-        return 0
-    return read_every_byte(
-        opened.source,
-        unit_bytes=opened.unit_bytes,
-        crc_bytes=crc_bytes,
-        glimpses=opened.glimpses,
-    )
+        check_frames(opened.source, crc=crc)
+    else:
+        read_every_byte(
+            opened.source, unit_bytes=opened.unit_bytes, crc=crc, glimpses=opened.glimpses
+        )
+    if crc is not None:
+        check_stored_crc(opened.index.crc, crc.value())
+
+
+def _stated_crc(opened: OpenCheckpoint) -> FileCrc | None:
+    """Return what computes the CRC32 that a file states, or None where it states none."""
+    index = opened.index
+    if index.crc is None:
+        return None
+    return BodyCrc(index.body_bytes) if isinstance(index, CkptIndex) else ContentsCrc(index.entries)
 
 
 def read_every_byte(
-    source: Source, *, unit_bytes: int, crc_bytes: int = 0, glimpses: Glimpses | None = None
-) -> int:
-    """Read a source and keep nothing; return the CRC-32 of its first `crc_bytes` bytes.
+    source: Source,
+    *,
+    unit_bytes: int,
+    crc: FileCrc | None = None,
+    glimpses: Glimpses | None = None,
+) -> None:
+    """Read a source and keep nothing.
 
     Args:
         source: Checks what is read.
         unit_bytes: What it checks at once, for reading in parallel; 0 reads piece after piece.
-        crc_bytes: How many first bytes the CRC-32 is wanted of.
+        crc: Is given every byte.
         glimpses: What was seen of the source before; checked where it is read in parallel.
 
     Raises:
         FormatError, CryptoError, CkptmgrError: What the source raises.
     """
     if unit_bytes:
-        whole = read_scattered(
+        read_scattered(
             source,
             [],
             unit_bytes=unit_bytes,
-            crc_bytes=crc_bytes,
+            crc=crc,
             glimpses=glimpses,
             also_units=range(-(-source.size // unit_bytes)),
         )
-        return whole or 0
-    crc = 0
+        return
     buffer = memoryview(bytearray(min(PIECE_BYTES, source.size)))
     for start in range(0, source.size, PIECE_BYTES):
         view = buffer[: source.size - start]
         source.read_into(start, view)
-        crc = crc32(view[: max(0, crc_bytes - start)], crc)
-    return crc
+        if crc is not None:
+            crc.add(start, view)
 
 
 def fill_arrays(
@@ -366,34 +372,43 @@ def fill_arrays(
     Raises:
         FormatError, CryptoError, CkptmgrError: Damage was found; the memory is then undefined.
     """
-    index = opened.index
-    if isinstance(index, CkptIndex):
-        crc_bytes = _crc_bytes(opened, index) if check_crc else None
-        crc = _read(opened, entries, arrays, crc_bytes=crc_bytes, clusters=clusters)
+    if check_crc:
+        _refuse_missing_crc(opened)
+    crc = _stated_crc(opened) if check_crc else None
+    if opened.unit_bytes or isinstance(opened.source, FramesSource):
+        _read(opened, entries, arrays, crc=crc, clusters=clusters)
         if crc is not None:
-            check_stored_crc(index.crc, crc)
-    elif check_crc and index.crc is not None:
-        confirm_index(opened)
+            check_stored_crc(opened.index.crc, crc.value())
+    elif crc is not None:
         buffers = {key: bytes_of(array) for key, array in arrays.items()}
-        crc = safetensors_file.read_all_into(
-            opened.source, index, lambda entry: buffers.get(id(entry))
-        )
-        check_stored_crc(index.crc, crc)
+        check_stored_crc(opened.index.crc, _read_all_in_order(opened, buffers))
     else:
-        _read(opened, entries, arrays, crc_bytes=None, clusters=clusters)
+        for entry in entries:
+            read_tensor_into(opened.source, entry, bytes_of(arrays[id(entry)]))
 
 
-def _crc_bytes(opened: OpenCheckpoint, index: CkptIndex) -> int | None:
-    if index.crc is not None:
-        return index.body_bytes
-    if opened.cipher is None and not opened.has_digests:
+def _refuse_missing_crc(opened: OpenCheckpoint) -> None:
+    index = opened.index
+    is_vouched_for = opened.cipher is not None or opened.has_digests
+    if isinstance(index, CkptIndex) and index.crc is None and not is_vouched_for:
         raise ChecksumMismatch(
             "crc_check was asked for, but the file has no CRC32: it was saved without one, or its end was cut off",
             path=opened.path,
             offset=index.body_bytes,
             hint="load it without crc_check if you know that it was saved without a CRC",
         )
-    return None
+
+
+def _read_all_in_order(opened: OpenCheckpoint, buffers: Mapping[int, memoryview]) -> int:
+    """Read each tensor into the buffer for the `id` of its entry, if there is one; return the CRC32 that a file states."""
+    index = opened.index
+    if isinstance(index, CkptIndex):
+        return mindspore_reader.read_all_into(
+            opened.source, index, lambda entry: buffers.get(id(entry))
+        )
+    return safetensors_file.read_all_into(
+        opened.source, index, lambda entry: buffers.get(id(entry))
+    )
 
 
 def _read(
@@ -401,21 +416,10 @@ def _read(
     entries: Sequence[TensorEntry],
     arrays: Mapping[int, np.ndarray],
     *,
-    crc_bytes: int | None,
-    clusters: Clusters | None = None,
-) -> int | None:
-    """Fill the arrays; return the CRC-32 of the first `crc_bytes` bytes if that is wanted."""
-    frames = opened.source if isinstance(opened.source, FramesSource) else None
-    if not opened.unit_bytes and frames is None:
-        index = opened.index
-        if crc_bytes is not None and isinstance(index, CkptIndex):
-            buffers = {key: bytes_of(array) for key, array in arrays.items()}
-            return mindspore_reader.read_all_into(
-                opened.source, index, lambda entry: buffers.get(id(entry))
-            )
-        for entry in entries:
-            read_tensor_into(opened.source, entry, bytes_of(arrays[id(entry)]))
-        return None
+    crc: FileCrc | None,
+    clusters: Clusters | None,
+) -> None:
+    """Fill the arrays from a file that is read in pieces."""
     placements, bools = [], []
     for entry in entries:
         target = flat_memory(arrays[id(entry)])
@@ -429,22 +433,20 @@ def _read(
             placements.append(Placement(piece.offset, target[: piece.length]))
             target = target[piece.length :]
     placements.sort(key=_offset_of)
-    crc = None
-    if frames is not None:
-        read_frames(frames, placements)
+    if isinstance(opened.source, FramesSource):
+        read_frames(opened.source, placements, crc=crc)
     else:
         made = [] if clusters is None else clusters.found
-        crc = read_scattered(
+        read_scattered(
             opened.source,
             sorted([*placements, *made], key=_offset_of) if made else placements,
             unit_bytes=opened.unit_bytes,
-            crc_bytes=crc_bytes,
+            crc=crc,
             glimpses=opened.glimpses,
             also_units=() if opened.glimpses is None else opened.glimpses.units(opened.unit_bytes),
         )
     for entry, target in bools:
         check_content(entry, target, offset=entry.pieces[0].offset)
-    return crc
 
 
 def _tensors_in(chosen: Iterable[CkptEntry]) -> Iterator[TensorEntry]:

@@ -31,13 +31,11 @@ from ckptmgr.errors import (
     UnsafeWrite,
     UnsupportedCheckpoint,
 )
-from ckptmgr.formats import safetensors_file
-from ckptmgr.formats.index import check_crc
 from ckptmgr.formats.safetensors_file import SafetensorsIndex
 from ckptmgr.formats.zstd_plan import plan_frames, runs_of
 from ckptmgr.frame_writer import Figures, frames_sealer, read_once, write_frames
 from ckptmgr.fsio import InputFile, OutputFile
-from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source
+from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source, read_through
 from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.model import Checkpoint
@@ -234,9 +232,9 @@ class _Change:
             self._store.change_pins(checkpoint, lambda pins: (*pins, *lost))
 
     def _publish(self) -> None:
-        index, source = self._found.index, self._found.opened.source
-        if index.crc is not None:
-            check_crc(index.crc, safetensors_file.crc_of(source, index))
+        source = self._found.opened.source
+        if self._found.index.crc is not None:
+            read_through(self._found.opened, check_crc=True)
         mode = self._file_mode
         if mode is None:
             mode = stat.S_IMODE(self._checkpoint.path.stat().st_mode)

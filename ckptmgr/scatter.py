@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from ckptmgr.aligned import GIL_FREE_COPY_BYTES, copy_into
 from ckptmgr.digest import VerifyingSource
+from ckptmgr.formats.file_crc import FileCrc
 from ckptmgr.formats.source import Source
-from ckptmgr.formats.trailer import crc32, crc32_combine
 from ckptmgr.glimpses import Glimpses
 from ckptmgr.units import PIECE_BYTES, each_unit
 
@@ -59,10 +59,10 @@ def read_scattered(
     placements: Sequence[Placement | Cluster],
     *,
     unit_bytes: int,
-    crc_bytes: int | None = None,
+    crc: FileCrc | None = None,
     glimpses: Glimpses | None = None,
     also_units: Iterable[int] = (),
-) -> int | None:
+) -> None:
     """Fill the targets of all placements.
 
     Args:
@@ -70,7 +70,7 @@ def read_scattered(
         placements: In ascending order, not overlapping.
         unit_bytes: What the source checks at once: its ranges of digests; of other sources at most 4 MiB. Of a unit no more
             is read than is wanted, unless the source has digests or it holds bytes of the CRC.
-        crc_bytes: Also read everything up to here and return its CRC-32.
+        crc: Also read everything that it covers, and give it every byte.
         glimpses: What was seen of the file before; compared with those bytes that are read.
         also_units: Units to read as a whole, whether or not somebody wants them, to have them checked.
 
@@ -79,8 +79,7 @@ def read_scattered(
     """
     if not 0 < unit_bytes <= PIECE_BYTES and not isinstance(source, VerifyingSource):
         raise ValueError(f"a unit of {unit_bytes} bytes is no unit")
-    reader = _Reader(source, placements, unit_bytes, crc_bytes, glimpses)
-    return reader.run(also_units)
+    _Reader(source, placements, unit_bytes, crc, glimpses).run(also_units)
 
 
 class _Reader:
@@ -89,7 +88,7 @@ class _Reader:
         source: Source,
         placements: Sequence[Placement | Cluster],
         unit_bytes: int,
-        crc_bytes: int | None,
+        crc: FileCrc | None,
         glimpses: Glimpses | None,
     ) -> None:
         self._source = source
@@ -102,10 +101,9 @@ class _Reader:
                 self._starts.append(one.offset)
                 self._stops.append(one.stop)
         self._unit_bytes = unit_bytes
-        self._crc_bytes = crc_bytes
+        self._crc = crc
         self._glimpses = glimpses
-        self._crcs: dict[int, tuple[int, int]] = {}
-        self._whole_units = set(range(-(-(crc_bytes or 0) // unit_bytes)))
+        self._whole_units = set(range(-(-(0 if crc is None else crc.stop) // unit_bytes)))
 
     def _wanted_units(self) -> list[int]:
         units = set(self._whole_units)
@@ -117,10 +115,9 @@ class _Reader:
                 after = -(-stop // size) * size
         return sorted(units)
 
-    def run(self, also_units: Iterable[int]) -> int | None:
+    def run(self, also_units: Iterable[int]) -> None:
         self._whole_units.update(also_units)
         each_unit(self._wanted_units(), self._read)
-        return self._crc()
 
     def _read(self, unit: int, buffer: memoryview) -> None:
         start = unit * self._unit_bytes
@@ -184,15 +181,5 @@ class _Reader:
     def _note(self, start: int, view: memoryview) -> None:
         if self._glimpses is not None:
             self._glimpses.check(start, view)
-        if self._crc_bytes is not None and start < self._crc_bytes:
-            covered = view[: self._crc_bytes - start]
-            self._crcs[start] = (crc32(covered), covered.nbytes)
-
-    def _crc(self) -> int | None:
-        if self._crc_bytes is None:
-            return None
-        total = 0
-        for start in sorted(self._crcs):
-            piece, length = self._crcs[start]
-            total = crc32_combine(total, piece, length)
-        return total
+        if self._crc is not None and start < self._crc.stop:
+            self._crc.add(start, view)

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 
 from ckptmgr.aligned import Buffers, copy_into
 from ckptmgr.crypto.mindspore_blocks import BlockSealer
+from ckptmgr.formats.file_crc import BodyCrc
 from ckptmgr.formats.image import Image
-from ckptmgr.formats.trailer import crc32, crc32_combine
 
 CHUNK_BYTES = 4 << 20
 # Plain bytes go through half of every buffer: eight of them then stay in a cache of 32 MiB beside the tensors that stream
@@ -20,27 +20,6 @@ PLAIN_CHUNK_BYTES = 2 << 20
 PRODUCERS = min(4, len(os.sched_getaffinity(0)))
 
 
-class CrcOfRanges:
-    """CRC-32 of the body, put together from pieces that are computed in any order."""
-
-    def __init__(self, *, is_wanted: bool) -> None:
-        self._is_wanted = is_wanted
-        self._pieces: dict[int, tuple[int, int]] = {}
-
-    def add(self, offset: int, view: memoryview) -> None:
-        """Take a piece of the body; any order, any thread."""
-        if self._is_wanted:
-            self._pieces[offset] = (crc32(view), view.nbytes)
-
-    def value(self) -> int:
-        """Return the CRC-32 of all pieces together."""
-        total = 0
-        for offset in sorted(self._pieces):
-            piece, length = self._pieces[offset]
-            total = crc32_combine(total, piece, length)
-        return total
-
-
 class PlainStream:
     """The image as it is."""
 
@@ -49,7 +28,7 @@ class PlainStream:
 
     def __init__(self, image: Image) -> None:
         self._image = image
-        self._crc = CrcOfRanges(is_wanted=image.has_crc_trailer)
+        self._crc = BodyCrc(image.body_size if image.has_crc_trailer else 0)
         self.size = image.size
         self.tail_start = image.body_size
 
@@ -78,7 +57,7 @@ class SealedStream:
     def __init__(self, image: Image, sealer: BlockSealer) -> None:
         self._image = image
         self._sealer = sealer
-        self._crc = CrcOfRanges(is_wanted=image.has_crc_trailer)
+        self._crc = BodyCrc(image.body_size if image.has_crc_trailer else 0)
         self.chunks_at_once = max(1, sealer.batch * sealer.record_bytes // CHUNK_BYTES)
         self.size = sealer.sealed_size
         self.tail_start = 0

@@ -46,13 +46,9 @@ from ckptmgr.errors import (
     TamperedCheckpoint,
     UnsealedCheckpoint,
 )
-from ckptmgr.formats import safetensors_file
 from ckptmgr.formats.detect import Kind
 from ckptmgr.formats.errors import FormatError
-from ckptmgr.formats.index import check_crc
-from ckptmgr.formats.mindspore_reader import CkptIndex
 from ckptmgr.formats.source import Source, read_bytes
-from ckptmgr.formats.trailer import TRAILER_BYTES, decode_trailer
 from ckptmgr.loader import (
     OpenCheckpoint,
     ReadOptions,
@@ -294,7 +290,8 @@ class _Check:
 
     def _check_file(self, path: Path, manifest: Manifest | None) -> None:
         file = self._store.fs.open(path)
-        with contextlib.closing(file if self._reads_twice(file) else read_once(file)) as raw:
+        # What is decoded after it was checked is read twice; the page cache is then the shorter way.
+        with contextlib.closing(file if self._level is Level.DEEP else read_once(file)) as raw:
             refuse_unsigned(manifest, path=self._path, options=self._options)
             if manifest is not None:
                 self.checked.append("manifest")
@@ -322,12 +319,6 @@ class _Check:
                 "after the name had been used again looks alike",
             )
 
-    def _reads_twice(self, file: Source) -> bool:
-        """Return whether contents are looked at again after the digests; the page cache is then the shorter way."""
-        end = max(0, file.size - TRAILER_BYTES)
-        has_crc = decode_trailer(read_bytes(file, end, file.size - end)) is not None
-        return has_crc or self._level is Level.DEEP
-
     def _check_against(self, manifest: Manifest, raw: Source) -> None:
         check_size(raw.size, manifest.file.digest, path=self._path)
         self.checked.append("size")
@@ -337,14 +328,14 @@ class _Check:
             self.checked.append("digests")
 
     def _read_in_one_pass(self, manifest: Manifest, raw: Source) -> bool:
-        """Try to check the digests and the contents of a sealed file in one reading; return whether both are right.
+        """Try to check the digests and the contents of a file in one reading; return whether both are right.
 
         Where they are not, or that does not suit the file, one is checked after the other, and says what is wrong.
         """
-        if self._level is not Level.FULL or self._options.key is None:
+        if self._level is not Level.FULL:
             return False
         options = replace(self._options, trusted_keys=())
-        with contextlib.suppress(CkptmgrError, CryptoError, FormatError, OSError):
+        with contextlib.suppress(CkptmgrError, CryptoError, FormatError):
             checks = checked_at_once(raw, manifest.file.digest, path=self._path, options=options)
             self.checked += checks or ()
             return checks is not None
@@ -406,6 +397,9 @@ class _Check:
             self._check_sealed_contents(raw)
 
     def _check_plain(self, raw: Source, manifest: Manifest | None) -> None:
+        if self._was_read:
+            self.checked.append("structure")
+            return
         opened = self._open(raw)
         if self._level is not Level.QUICK:
             self._check_contents(opened, is_encrypted=False)
@@ -423,16 +417,11 @@ class _Check:
         return opened
 
     def _check_contents(self, opened: OpenCheckpoint, *, is_encrypted: bool) -> None:
-        index = opened.index
-        if index.crc is not None:
-            if isinstance(index, CkptIndex):
-                computed = read_through(opened, crc_bytes=index.body_bytes)
-            else:
-                computed = safetensors_file.crc_of(opened.source, index)
-            check_crc(index.crc, computed)
+        has_crc = opened.index.crc is not None
+        if has_crc or is_encrypted or opened.compressed_bytes is not None:
+            read_through(opened, check_crc=True)
+        if has_crc:
             self.checked.append("CRC32")
-        elif is_encrypted or opened.compressed_bytes is not None:
-            read_through(opened)
         if opened.compressed_bytes is not None:
             self.checked.append("frames")
         if self._level is Level.DEEP:

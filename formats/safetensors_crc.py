@@ -10,9 +10,12 @@ Source: `_exec_save`, `_load_safetensors_into_param_dict` of MindSpore 2.10.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from .errors import UnsupportedError
+from .index import TensorEntry
 from .tensor import TensorSpec
 from .trailer import crc32, crc32_combine
 
@@ -33,7 +36,69 @@ def fold_crc(
     Raises:
         UnsupportedError: A negative 0-d integer.
     """
-    pieces = {spec.name: _content_crc(spec, parts()) for spec, parts in contents}
+    return _fold({spec.name: _content_crc(spec, parts()) for spec, parts in contents})
+
+
+class ContentsCrc:
+    """MindSpore's CRC32 of the names and contents of a file that is read in any order, in any thread.
+
+    Args:
+        entries: Its tensors in data order, without gaps.
+
+    Attributes:
+        stop: Where the last content ends.
+    """
+
+    def __init__(self, entries: Sequence[TensorEntry]) -> None:
+        self._entries = entries
+        self._starts = [entry.pieces[0].offset for entry in entries]
+        self.stop = max((sum(entry.pieces[0]) for entry in entries), default=0)
+        self._crcs: dict[tuple[int, int], _Crc] = {}
+        self._scalars: dict[tuple[int, int], bytes] = {}
+
+    def add(self, offset: int, view: memoryview) -> None:
+        """Take bytes of the file, each once; those before the contents may be among them."""
+        end = offset + view.nbytes
+        # Of tensors that start at one place, the last one has the bytes.
+        index = max(0, bisect_right(self._starts, offset) - 1)
+        while index < len(self._starts) and self._starts[index] < end:
+            spec, ((start, length),) = self._entries[index]
+            low, high = max(start, offset), min(start + length, end)
+            part = view[max(0, low - offset) : max(0, high - offset)]
+            if part.nbytes and _is_integer(spec):
+                self._scalars[index, low] = bytes(part)
+            elif part.nbytes:
+                self._crcs[index, low] = (crc32(part), part.nbytes)
+            index += 1
+
+    def value(self) -> int:
+        """Return the CRC32, once everything was taken.
+
+        Raises:
+            UnsupportedError: A negative 0-d integer.
+        """
+        crcs = [(0, 0)] * len(self._entries)
+        for index, low in sorted(self._crcs):
+            crcs[index] = _combined(crcs[index], self._crcs[index, low])
+        scalars: defaultdict[int, bytes] = defaultdict(bytes)
+        for index, low in sorted(self._scalars):
+            scalars[index] += self._scalars[index, low]
+        return _fold(
+            {
+                entry.name: _scalar(entry.spec, scalars[index]) if index in scalars else crcs[index]
+                for index, entry in enumerate(self._entries)
+            }
+        )
+
+
+_Crc = tuple[int, int]  # of some bytes, and how many
+
+
+def _combined(first: _Crc, second: _Crc) -> _Crc:
+    return crc32_combine(first[0], *second), first[1] + second[1]
+
+
+def _fold(pieces: Mapping[str, _Crc | int]) -> int:
     value = 0
     for name, piece in sorted(pieces.items()):
         value = crc32(name.encode(), value)
@@ -43,14 +108,18 @@ def fold_crc(
     return value
 
 
-def _content_crc(spec: TensorSpec, parts: Iterable[bytes | memoryview]) -> tuple[int, int] | int:
+def _content_crc(spec: TensorSpec, parts: Iterable[bytes | memoryview]) -> _Crc | int:
     """Return the CRC32 and length of a content, or, for a 0-d integer, how many zero bytes stand for it."""
-    if spec.shape == () and spec.dtype.name in _INTEGERS:
+    if _is_integer(spec):
         return _scalar(spec, b"".join(parts))
     value = 0
     for part in parts:
         value = crc32(part, value)
     return value, spec.size_bytes
+
+
+def _is_integer(spec: TensorSpec) -> bool:
+    return spec.shape == () and spec.dtype.name in _INTEGERS
 
 
 def append_zeros(value: int, count: int) -> int:

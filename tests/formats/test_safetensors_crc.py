@@ -3,20 +3,28 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections.abc import Callable, Iterable
 from zlib import crc32
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from ckptmgr.formats.dtypes import BY_NAME
 from ckptmgr.formats.errors import UnsupportedError
-from ckptmgr.formats.safetensors_crc import append_zeros, fold_crc
-from ckptmgr.formats.safetensors_file import build_safetensors_image
-from ckptmgr.formats.tensor import TensorSpec
+from ckptmgr.formats.safetensors_crc import ContentsCrc, append_zeros, fold_crc
+from ckptmgr.formats.safetensors_file import (
+    build_safetensors_image,
+    crc_of,
+    read_safetensors_index,
+)
+from ckptmgr.formats.source import BytesSource
+from ckptmgr.formats.tensor import Tensor, TensorSpec
 from ckptmgr.formats.trailer import crc32_combine
-from tests.strategies import named_tensor, tensor_of
+from tests.stored import image_bytes
+from tests.strategies import is_negative_scalar, named_tensor, safetensors_items, tensor_of
 
 
 def entry(
@@ -77,3 +85,33 @@ def test_negative_scalar_has_no_crc(dtype: str) -> None:
 
 def test_scalar_of_all_bits_set_is_hashed_without_so_many_bytes() -> None:
     assert fold_crc([entry("k", "uint64", (), b"\xff" * 8)]) == append_zeros(crc32(b"k"), 2**64 - 1)
+
+
+@given(
+    safetensors_items(),
+    st.lists(st.integers(0, 400), max_size=6),
+    st.randoms(use_true_random=False),
+)
+def test_crc_of_pieces_in_any_order_is_that_of_the_image(
+    items: list[Tensor], cuts: list[int], order: random.Random
+) -> None:
+    assume(not any(map(is_negative_scalar, items)))
+    data = image_bytes(build_safetensors_image(items, crc=True))
+    index = read_safetensors_index(BytesSource(data))
+    crc = ContentsCrc(index.entries)
+    ends = sorted({0, *(max(0, len(data) - cut) for cut in cuts), len(data)})
+    pieces = list(itertools.pairwise(ends))
+    order.shuffle(pieces)
+    for start, stop in pieces:
+        crc.add(start, memoryview(data)[start:stop])
+    assert crc.value() == index.crc == crc_of(BytesSource(data), index)
+    assert crc.stop in (0, len(data))
+
+
+def test_negative_scalar_that_is_read_has_no_crc() -> None:
+    item = named_tensor("n", "int8", (), b"\xff")
+    data = image_bytes(build_safetensors_image([item]))
+    crc = ContentsCrc(read_safetensors_index(BytesSource(data)).entries)
+    crc.add(0, memoryview(data))
+    with pytest.raises(UnsupportedError, match=r"negative scalar \(-1\).*'n'"):
+        crc.value()

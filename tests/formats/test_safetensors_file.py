@@ -23,7 +23,13 @@ from ckptmgr.formats.safetensors_file import (
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import Item, MapTensors, Tensor, Text, tensor_from_array
 from tests.stored import Stored, format_error, image_bytes, read_safetensors, stored_items
-from tests.strategies import metadata, named_tensor, safetensors_items, tensor_of
+from tests.strategies import (
+    is_negative_scalar,
+    metadata,
+    named_tensor,
+    safetensors_items,
+    tensor_of,
+)
 
 A = {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}
 B = {"dtype": "U8", "shape": [1], "data_offsets": [2, 3]}
@@ -44,11 +50,6 @@ def header_of(data: bytes) -> dict[str, dict[str, object]]:
         data[8 : 8 + int.from_bytes(data[:8], "little")]
     )
     return header
-
-
-def is_negative_scalar(item: Tensor) -> bool:
-    is_scalar = item.spec.shape == () and item.spec.dtype.name.startswith("int")
-    return is_scalar and item.content()[-1] > 0x7F
 
 
 @given(safetensors_items(), metadata(), st.booleans())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encrypted files that are verified in one reading: right only if digests and contents both are."""
+"""Files that are verified in one reading: right only if digests and contents both are."""
 
 from __future__ import annotations
 
@@ -27,13 +27,19 @@ from tests.manager.saved import GOLDEN_FILES
 from tests.manager.surface import KEY
 
 WITH_KEY = ReadOptions(key=Key(KEY))
+PLAIN: dict[str, Any] = {"enc_key": None}
 BLANK_BYTES = 8192
 WAYS: dict[str, dict[str, Any]] = {
+    "plain": PLAIN,
+    "plain crc": {**PLAIN, "crc_check": True},
+    "safetensors": {**PLAIN, "format": "safetensors"},
+    "safetensors crc": {**PLAIN, "format": "safetensors", "crc_check": True},
     "gcm": {},
-    "crc": {"crc_check": True},
+    "gcm crc": {"crc_check": True},
     "cbc": {"enc_mode": "AES-CBC"},
     "sm4": {"enc_mode": "SM4-CBC"},
     "container": {"format": "safetensors"},
+    "container crc": {"format": "safetensors", "crc_check": True},
 }
 
 
@@ -47,20 +53,20 @@ class Counted(BytesSource):
         super().read_into(offset, buffer)
 
 
+def options_of(way: str) -> ReadOptions:
+    return ReadOptions() if "enc_key" in WAYS[way] else WITH_KEY
+
+
 def saved(directory: Path, way: str, size: int) -> tuple[bytes, FileDigest]:
     """Save tensors of so many bytes; return the file and its digests."""
     rng = np.random.default_rng(0)
     state = {"large": np.frombuffer(rng.bytes(size), np.uint8), "small": np.ones(3)}
-    save_checkpoint(
-        state,
-        directory / "x.ckpt" if way != "container" else directory / "x.safetensors",
-        enc_key=KEY,
-        **WAYS[way],
-    )
+    options = {"enc_key": KEY, **WAYS[way]}
+    save_checkpoint(state, directory / f"x.{options.get('format', 'ckpt')}", **options)
     (path,) = (
         one for one in directory.iterdir() if one.name.startswith("x.") and one.suffix != ".json"
     )
-    manifest = Store(directory, key=WITH_KEY.key).read_manifest(path.name)
+    manifest = Store(directory, key=options_of(way).key).read_manifest(path.name)
     assert manifest is not None
     return path.read_bytes(), manifest.file.digest
 
@@ -70,8 +76,8 @@ def saved(directory: Path, way: str, size: int) -> tuple[bytes, FileDigest]:
 def test_file_is_right_after_one_reading(tmp_path: Path, way: str, size: int) -> None:
     data, digest = saved(tmp_path, way, size)
     source = Counted(data)
-    checks = checked_at_once(source, digest, path="x", options=WITH_KEY)
-    assert checks == (("CRC32",) if way == "crc" else ())
+    checks = checked_at_once(source, digest, path="x", options=options_of(way))
+    assert checks == (("CRC32",) if way.endswith("crc") else ())
     assert source.read_bytes < 1.3 * len(data) + 100_000
 
 
@@ -88,16 +94,16 @@ def test_flipped_bit_is_never_right(
     content, digest = files[way]
     damaged = bytearray(content)
     # The header copies of a container are not digested: one is as good as the other.
-    first = BLANK_BYTES if way == "container" else 0
+    first = BLANK_BYTES if way.startswith("container") else 0
     damaged[place.choice([first, len(damaged) - 1, place.randrange(first, len(damaged))])] ^= 4
     try:
-        checks = checked_at_once(BytesSource(damaged), digest, path="x", options=WITH_KEY)
+        checks = checked_at_once(BytesSource(damaged), digest, path="x", options=options_of(way))
     except (CkptmgrError, CryptoError, FormatError):
         return
     assert checks is None
 
 
-@pytest.mark.parametrize("way", ["gcm", "container"])
+@pytest.mark.parametrize("way", ["plain", "gcm", "container"])
 def test_digests_of_another_save_are_never_right(
     files: dict[str, tuple[bytes, FileDigest]], way: str
 ) -> None:
@@ -105,7 +111,22 @@ def test_digests_of_another_save_are_never_right(
     ranges = (digest.ranges[1], *digest.ranges[1:])
     other = FileDigest(size_bytes=len(content), ranges=ranges, blank_bytes=digest.blank_bytes)
     with pytest.raises(CkptmgrError):
-        checked_at_once(BytesSource(content), other, path="x", options=WITH_KEY)
+        checked_at_once(BytesSource(content), other, path="x", options=options_of(way))
+
+
+@pytest.mark.parametrize("way", ["plain crc", "safetensors crc"])
+def test_wrong_crc_is_not_right_though_the_digests_are(
+    files: dict[str, tuple[bytes, FileDigest]], way: str
+) -> None:
+    content = bytearray(files[way][0])
+    at = len(content) - 1
+    if way == "safetensors crc":
+        start = content.index(b"crc_num") + len(b"crc_num")
+        at = next(place for place in range(start, at) if content[place : place + 1].isdigit())
+    content[at] ^= 1
+    source = BytesSource(content)
+    with pytest.raises(FormatError, match="the CRC32 is"):
+        checked_at_once(source, digest_of(source), path="x", options=ReadOptions())
 
 
 def test_file_that_is_not_sealed_is_left_to_others() -> None:

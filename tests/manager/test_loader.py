@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from blake3 import blake3
 
 from ckptmgr import save_checkpoint
 from ckptmgr.crypto import errors as crypto_errors
 from ckptmgr.crypto.key import Key
+from ckptmgr.digest import RANGE_BYTES, FileDigest
 from ckptmgr.errors import (
     ChecksumMismatch,
     CkptmgrError,
@@ -22,9 +26,10 @@ from ckptmgr.errors import (
     UnsupportedCheckpoint,
 )
 from ckptmgr.formats import errors as format_errors
-from ckptmgr.formats.source import BytesSource
+from ckptmgr.formats.source import BytesSource, read_bytes
 from ckptmgr.loader import ReadOptions, open_source, read_values
 from ckptmgr.lower_errors import translated_errors
+from ckptmgr.manifest import Manifest
 from ckptmgr.scatter import read_scattered
 from ckptmgr.store import Store
 from ckptmgr.units import PIECE_BYTES
@@ -46,9 +51,9 @@ class _Counting(BytesSource):
 
 
 def _file(
-    directory: Path, state: dict[str, np.ndarray], name: str = "x.ckpt", **options: bool
+    directory: Path, state: dict[str, np.ndarray], name: str = "x.ckpt", **options: Any
 ) -> bytes:
-    save_checkpoint(state, directory / name, **options)  # type: ignore[arg-type]
+    save_checkpoint(state, directory / name, **options)
     return (directory / name).read_bytes()
 
 
@@ -105,11 +110,50 @@ def test_crc_covers_what_was_not_chosen_too(tmp_path: Path, name: str) -> None:
         read_values(opened, choose=lambda name: name == "a", check_crc=True)
 
 
-def test_whole_file_with_its_crc_is_read_once(tmp_path: Path) -> None:
-    data = _file(tmp_path, {"w": np.zeros(MIB, np.float32)}, crc_check=True)
+@pytest.mark.parametrize("format", ["ckpt", "safetensors"])
+def test_whole_file_with_its_crc_is_read_once(tmp_path: Path, format: str) -> None:
+    name = f"x.{format}"
+    state = {"w": np.zeros(MIB, np.float32)}
+    data = _file(tmp_path, state, name, crc_check=True, format=format)
     source = _Counting(data)
-    read_values(open_source(source, path="x.ckpt", options=_PLAIN), check_crc=True)
+    read_values(open_source(source, path=name, options=_PLAIN), check_crc=True)
     assert source.read_bytes < len(data) + 100_000
+
+
+def _manifest(store: Store, source: BytesSource, range_bytes: int) -> Manifest:
+    """Return the manifest of a saved file, with digests of ranges of that length."""
+    manifest = store.read_manifest("x.safetensors")
+    assert manifest is not None
+    data = read_bytes(source, 0, source.size)
+    ranges = tuple(
+        blake3(data[start : start + range_bytes]).digest()
+        for start in range(0, len(data), range_bytes)
+    )
+    digest = FileDigest(size_bytes=len(data), ranges=ranges, range_bytes=range_bytes)
+    return replace(manifest, file=replace(manifest.file, digest=digest))
+
+
+@pytest.mark.parametrize("range_bytes", [None, RANGE_BYTES, 1 << 20])
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_crc_of_safetensors_is_checked_whatever_the_digests_are(
+    tmp_path: Path, range_bytes: int | None, *, is_wrong: bool
+) -> None:
+    state = {"w": np.arange(9 << 20, dtype=np.uint8), "step": np.array(7), "b": np.array([True])}
+    data = bytearray(_file(tmp_path, state, "x.safetensors", crc_check=True, format="safetensors"))
+    start = data.index(b"crc_num") + len("crc_num")
+    at = next(place for place in range(start, len(data)) if data[place : place + 1].isdigit())
+    data[at] ^= is_wrong  # another digit
+    source = BytesSource(data)
+    manifest = None if range_bytes is None else _manifest(Store(tmp_path), source, range_bytes)
+    opened = open_source(
+        source, path="x.safetensors", options=_PLAIN, manifest=manifest, is_for_loading=True
+    )
+    if is_wrong:
+        with pytest.raises(ChecksumMismatch, match="the CRC32 is"):
+            read_values(opened, check_crc=True)
+        return
+    values = read_values(opened, check_crc=True)
+    assert all(np.array_equal(values[name], one) for name, one in state.items())
 
 
 def test_manifest_of_another_file_does_not_vouch_for_this_one(tmp_path: Path) -> None:
