@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ckptmgr.manager import CheckpointManager, Resumption
     from ckptmgr.model import Checkpoint, Plan
     from ckptmgr.policy_text import parse_policy
+    from ckptmgr.ranges import RangeSource
     from ckptmgr.reader import open_checkpoint
     from ckptmgr.retention import plan
     from ckptmgr.serialization import load_checkpoint, save_checkpoint
@@ -29,6 +30,7 @@ __all__ = [
     "CkptmgrError",
     "ModelCheckpoint",
     "Plan",
+    "RangeSource",
     "Resumption",
     "__version__",
     "load_checkpoint",
@@ -44,6 +46,7 @@ _HOMES = {
     "CheckpointManager": "manager",
     "ModelCheckpoint": "callback",
     "Plan": "model",
+    "RangeSource": "ranges",
     "Resumption": "manager",
     "load_checkpoint": "serialization",
     "open_checkpoint": "reader",

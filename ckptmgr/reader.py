@@ -16,6 +16,14 @@ What is returned was checked, as by `load_checkpoint`, and that sets the price o
 * encrypted: the cipher blocks (4 MiB) in which it lies, and once, when the file is opened, those of all descriptions;
 * a plain file without a manifest: only its bytes, and nothing vouches for them.
 
+An object store is read by ranges, for the same price in bytes:
+
+```
+source = ckptmgr.RangeSource(get_range, size_bytes=size, name="s3://runs/net-1000.safetensors.ckpe")
+with ckptmgr.open_checkpoint(source, dec_key="file:run.key") as reader:
+    head = reader.read("embedding.weight", rows=slice(0, 100))
+```
+
 With `mmap=True` a tensor of a plain file is checked as above and then not copied: its array is the memory of the page cache.
 """
 
@@ -36,10 +44,10 @@ from ckptmgr.crypto.signing import PublicKey
 from ckptmgr.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedCheckpoint
 from ckptmgr.formats.index import TensorEntry, check_content
 from ckptmgr.formats.mindspore_entries import CkptEntry, MapEntry, TextEntry
+from ckptmgr.formats.source import Source
 from ckptmgr.formats.tensor import TensorSpec
 from ckptmgr.formats.zstd_source import FramesSource
 from ckptmgr.frame_reader import read_frames
-from ckptmgr.fsio import InputFile
 from ckptmgr.input_files import CachedFile
 from ckptmgr.key_choice import chosen_keys
 from ckptmgr.loader import (
@@ -62,7 +70,7 @@ _Result = TypeVar("_Result")
 
 
 def open_checkpoint(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | Source,
     *,
     dec_key: bytes | str | None = None,
     dec_mode: str | None = None,
@@ -73,7 +81,9 @@ def open_checkpoint(
     """Open a file for reading single tensors; close the reader, or use it in a `with` block.
 
     Args:
-        path: A `.ckpt` or `.safetensors` file, plain or encrypted.
+        path: A `.ckpt` or `.safetensors` file, plain or encrypted; or a source of its bytes, such as a `RangeSource`: with a
+            `size` and a `read_into(offset, buffer)` that several threads may call. It is not closed. No manifest is
+            looked for beside it, so what is not encrypted is not verified.
         dec_key: The key, or a source as for `CheckpointConfig`; files that are not authenticated as a whole are then refused,
             unless `allow_unsealed`.
         dec_mode: The cipher mode to insist on, or None for the one that the file names.
@@ -106,6 +116,8 @@ def open_checkpoint(
         allow_unsealed=allow_unsealed,
         trusted_keys=check_trusted_keys(trusted_keys),
     )
+    if not isinstance(path, str | os.PathLike):
+        return _opened_source(path, options, is_mapped=mmap)
     real = Path(os.path.realpath(path))
     if not real.exists():
         raise CheckpointNotFound("no such file", path=path)
@@ -113,7 +125,9 @@ def open_checkpoint(
     return with_its_manifest(
         store,
         real.name,
-        lambda manifest: _opened(CachedFile(real), str(path), options, manifest, is_mapped=mmap),
+        lambda manifest: _opened_file(
+            CachedFile(real), str(path), options, manifest, is_mapped=mmap
+        ),
     )
 
 
@@ -133,7 +147,7 @@ def with_its_manifest(
             manifest = latest
 
 
-def _opened(
+def _opened_file(
     raw: CachedFile,
     path: str,
     options: ReadOptions,
@@ -143,27 +157,44 @@ def _opened(
 ) -> CheckpointReader:
     with contextlib.ExitStack() as stack:
         stack.callback(raw.close)
-        opened = open_source(
-            raw, path=path, options=options, manifest=manifest, is_for_loading=True
-        )
-        if opened.is_sealed or opened.format == "safetensors":
-            # Who can change bytes could lead the eye from one tensor to another; and here all descriptions lie together.
-            with translated_errors(path):
-                confirm_index(opened)
+        opened = _opened(raw, path, options, manifest)
         with translated_errors(path):
             mapped = MappedTensors(raw, opened) if is_mapped else None
-        stack.pop_all()
-        return CheckpointReader(opened, raw, mapped)
+        return CheckpointReader(opened, stack.pop_all(), mapped)
+
+
+def _opened_source(source: Source, options: ReadOptions, *, is_mapped: bool) -> CheckpointReader:
+    if not (hasattr(source, "size") and hasattr(source, "read_into")):
+        raise TypeError(f"a path or a source with size and read_into is wanted, not {source!r}")
+    name = getattr(source, "name", None)
+    path = name if isinstance(name, str) else "<source>"
+    if is_mapped:
+        raise UnsupportedCheckpoint("only files can be mapped", path=path)
+    return CheckpointReader(_opened(source, path, options, None))
+
+
+def _opened(
+    raw: Source, path: str, options: ReadOptions, manifest: Manifest | None
+) -> OpenCheckpoint:
+    opened = open_source(raw, path=path, options=options, manifest=manifest, is_for_loading=True)
+    if opened.is_sealed or opened.format == "safetensors":
+        # Who can change bytes could lead the eye from one tensor to another; and here all descriptions lie together.
+        with translated_errors(path):
+            confirm_index(opened)
+    return opened
 
 
 class CheckpointReader:
     """The tensors of one open file; made by `open_checkpoint`."""
 
     def __init__(
-        self, opened: OpenCheckpoint, file: InputFile, mapped: MappedTensors | None = None
+        self,
+        opened: OpenCheckpoint,
+        held: contextlib.ExitStack | None = None,
+        mapped: MappedTensors | None = None,
     ) -> None:
         self._opened = opened
-        self._file = file
+        self._held = held or contextlib.ExitStack()
         self._mapped = mapped
         self._entries: dict[str, CkptEntry] = {one.name: one for one in opened.index.entries}
         self._heads = _heads(opened)
@@ -329,7 +360,7 @@ class CheckpointReader:
     def close(self) -> None:
         """Close the file; arrays that were mapped stay."""
         self._mapped = None
-        self._file.close()
+        self._held.close()
 
     def __enter__(self) -> Self:
         return self

@@ -62,9 +62,6 @@ class Counted(BytesSource):
         self.read_bytes += buffer.nbytes
         super().read_into(offset, buffer)
 
-    def close(self) -> None:
-        pass
-
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_tensor_and_every_row_is_what_was_saved(tmp_path: Path, way: str) -> None:
@@ -152,7 +149,7 @@ def test_tensor_costs_the_ranges_it_lies_in(tmp_path: Path, way: str, most: int)
         manifest=Store(tmp_path).read_manifest(path.name),
         is_for_loading=True,
     )
-    reader = CheckpointReader(opened, source)
+    reader = CheckpointReader(opened)
     before = source.read_bytes
     array = reader.read("w2", rows=slice(100, 200))
     assert np.array_equal(array, LARGE["w2"][100:200])
@@ -234,7 +231,7 @@ def test_descriptions_are_checked_once(tmp_path: Path) -> None:
     opened = open_source(
         source, path=str(path), options=ReadOptions(), manifest=manifest, is_for_loading=True
     )
-    reader = CheckpointReader(opened, source)
+    reader = CheckpointReader(opened)
     assert set(reader.names()) == set(LARGE)
     before = source.read_bytes
     assert set(reader.names()) == set(LARGE)
