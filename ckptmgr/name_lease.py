@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lease on one name, for files that belong to no run: functions that write single files hold it."""
+"""The lease on one name, for files that belong to no run, and all leases that the change of one checkpoint needs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
+from ckptmgr.fsio import discard
 from ckptmgr.lease import lease_path
+from ckptmgr.model import Checkpoint
 from ckptmgr.store import Store
 
 
@@ -28,3 +30,24 @@ def lease_of_name(store: Store, name: str) -> Iterator[None]:
         finally:
             with suppress(OSError):
                 store.fs.unlink(lease_path(store.directory, name))
+
+
+@contextmanager
+def lease_of_checkpoint(store: Store, checkpoint: Checkpoint) -> Iterator[None]:
+    """Be the only one who changes a checkpoint that is there; whoever prunes, repairs or continues its series waits.
+
+    No lease file stays behind that was not there before.
+
+    Raises:
+        StoreLocked: Somebody else is writing it, or its series.
+    """
+    series, name = checkpoint.series, checkpoint.name
+    with ExitStack() as leases:
+        if series != name:
+            path = lease_path(store.directory, series)
+            is_new = store.fs.status(path) is None
+            leases.enter_context(store.lease(series))
+            if is_new:
+                leases.callback(discard, store.fs, path)
+        leases.enter_context(lease_of_name(store, name))
+        yield

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 
-from ckptmgr.convert_target import only_writer, unproven_name
+from ckptmgr.convert_target import unproven_name
 from ckptmgr.crypto.container_header import HeaderCopy
 from ckptmgr.crypto.container_unlock import find_copies
 from ckptmgr.crypto.keyring import Keys
@@ -39,6 +39,7 @@ from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source, read_throug
 from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.model import Checkpoint
+from ckptmgr.name_lease import lease_of_checkpoint
 from ckptmgr.naming import extension_of, without_envelope
 from ckptmgr.pipeline import container_for, write_image
 from ckptmgr.same_recipients import check_recipients
@@ -112,12 +113,11 @@ def recompress(
             "was saved by several ranks; such checkpoints are compressed when they are saved",
             path=checkpoint.path,
         )
-    with (
-        only_writer(store, checkpoint.name, checkpoint.series),
-        _opened(store, checkpoint.name, options) as found,
-    ):
-        change = _Change(store, checkpoint, found, level, options, file_mode)
-        outcome = change.run()
+    with lease_of_checkpoint(store, checkpoint):
+        store.settle(checkpoint)
+        with _opened(store, checkpoint.name, options) as found:
+            change = _Change(store, checkpoint, found, level, options, file_mode)
+            outcome = change.run()
     target = next((c for c in store.scan() if c.name == change.target), None)
     if target is None:
         raise CheckpointNotFound("vanished while it was listed", path=checkpoint.path)

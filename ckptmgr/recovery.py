@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ckptmgr import manifest as manifests
-from ckptmgr.errors import CkptmgrError
-from ckptmgr.fsio import FileStatus, FileSystem, remove_name
-from ckptmgr.lease import Processes, series_tag
+from ckptmgr.errors import CkptmgrError, StoreLocked
+from ckptmgr.fsio import FileStatus, FileSystem, discard, remove_name
+from ckptmgr.lease import Processes, hold_lease, lease_path, series_tag
 from ckptmgr.manifest_files import ManifestFiles
 from ckptmgr.temp_names import parse_temp
 from ckptmgr.trash_folder import may_be_in_trash
@@ -85,7 +86,16 @@ class _Recovery:
         return f"removed {name}, {why}"
 
     def _settle(self, data_name: str) -> str | None:
-        is_settled = self._files.settle(data_name, series=self._series)
+        with contextlib.ExitStack() as leases:
+            # Who writes a single file holds the lease of its name alone; the overwrite may be going on.
+            lease = lease_path(self._directory, data_name)
+            if data_name != self._series and self._fs.status(lease) is not None:
+                try:
+                    leases.enter_context(hold_lease(self._fs, self._directory, data_name))
+                except StoreLocked:
+                    return None
+                leases.callback(discard, self._fs, lease)
+            is_settled = self._files.settle(data_name, series=self._series)
         return f"finished the interrupted overwrite of {data_name}" if is_settled else None
 
     def _is_dead_temp(self, name: str) -> bool:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptmgr.container_reader import ENCRYPTED, format_in, kind_of, open_container_file
-from ckptmgr.convert_target import only_writer, unproven_name
+from ckptmgr.convert_target import unproven_name
 from ckptmgr.crypto.container_rekey import HeaderWrite
 from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.signing import SigningKey
@@ -34,6 +34,7 @@ from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import Manifest
 from ckptmgr.manifest_keys import BOUND, ManifestKey, manifest_key_of
 from ckptmgr.model import Checkpoint
+from ckptmgr.name_lease import lease_of_checkpoint
 from ckptmgr.naming import OPAQUE
 from ckptmgr.reencrypt import reencrypt_file
 from ckptmgr.rekey_blocks import plan_blocks
@@ -139,7 +140,7 @@ def rekey_checkpoint(store: Store, checkpoint: Checkpoint, change: KeyChange) ->
         CkptmgrError: As `plan_rekeying`; nothing was changed.
         OSError: From the disk. The checkpoint opens with the old or the new keys; doing the same again finishes it.
     """
-    with only_writer(store, checkpoint.name, checkpoint.series):
+    with lease_of_checkpoint(store, checkpoint):
         store.settle(checkpoint)
         return _Checkpoint(store, checkpoint, change).change()
 
@@ -163,7 +164,7 @@ def reencrypt_checkpoint(store: Store, checkpoint: Checkpoint, change: KeyChange
         CkptmgrError: As `plan_rekeying`; nothing was changed.
         OSError: From the disk. The checkpoint opens with the old or the new keys; doing the same again finishes it.
     """
-    with only_writer(store, checkpoint.name, checkpoint.series):
+    with lease_of_checkpoint(store, checkpoint):
         store.settle(checkpoint)
         return _Checkpoint(store, checkpoint, change).change_anew()
 

@@ -13,6 +13,7 @@ import pytest
 from ckptmgr.config import CheckpointConfig
 from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.keyring import KeyMaterial, KeyRing, Kind
+from ckptmgr.crypto.signing import SigningKey
 from ckptmgr.errors import (
     CorruptCheckpoint,
     KeyProblem,
@@ -25,7 +26,7 @@ from ckptmgr.formats.tensor import tensor_from_array
 from ckptmgr.fsio import InputFile, OsFileSystem
 from ckptmgr.loader import ReadOptions
 from ckptmgr.manager import CheckpointManager
-from ckptmgr.manifest import manifest_name
+from ckptmgr.manifest import decode, encode, manifest_name
 from ckptmgr.model import Checkpoint, Pin, State
 from ckptmgr.recompress import Outcome, Recompressed, recompress
 from ckptmgr.saver import SaveOptions
@@ -33,7 +34,7 @@ from ckptmgr.serialization import load_checkpoint, save_checkpoint
 from ckptmgr.store import Store
 from ckptmgr.verify import Status, verify_all
 from tests.failingdisk import FailingDisk
-from tests.manager.saved import flip, save_run
+from tests.manager.saved import flip, overwrite, save_run
 
 KEY = Key(bytes(range(32)))
 VALUES: dict[str, np.ndarray] = {
@@ -266,6 +267,23 @@ def test_file_of_a_live_run_is_left_alone(tmp_path: Path) -> None:
         manager.save(1, VALUES)
         with pytest.raises(StoreLocked):
             change(tmp_path, 1)
+
+
+def test_signature_that_an_interrupted_overwrite_has_kept_is_not_lost(tmp_path: Path) -> None:
+    signer = SigningKey(bytes(range(32)))
+    config = CheckpointConfig(format="safetensors", signing_key=signer)
+    with CheckpointManager(tmp_path, config, prefix="net") as manager:
+        manager.save(1, VALUES)
+    path = of_step(Store(tmp_path), 1).path
+    signed = path.with_name(manifest_name(path.name))
+    before = signed.read_bytes()
+    old = replace(decode(before, path=signed), kept=before.decode())
+    overwrite(signed, encode(replace(old, step=2, kept=None, replaces=old)))
+    store = Store(tmp_path, trusted_keys=(signer.public_key,), must_authenticate=True)
+    options = ReadOptions(trusted_keys=(signer.public_key,))
+    with pytest.raises(KeyProblem, match="the manifest is signed"):
+        recompress(store, of_step(store, 1), level=1, options=options)
+    assert signed.read_bytes() == before
 
 
 def test_key_is_needed_for_an_encrypted_file(tmp_path: Path) -> None:

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands and runs that come to one directory at the same time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ckptmgr.errors import StoreLocked
+from ckptmgr.lease import lease_path
+from ckptmgr.manifest import manifest_name
+from ckptmgr.model import Checkpoint
+from ckptmgr.name_lease import lease_of_checkpoint, lease_of_name
+from ckptmgr.store import Store
+from tests.manager.cut_overwrites import NAME, fail, save, store_of
+
+
+def saved(directory: Path) -> Checkpoint:
+    """Save one checkpoint and remove the lease file of its run, as in a copy of the directory."""
+    save(directory, "plain", 1)
+    lease_path(directory, "net").unlink()
+    (found,) = Store(directory).scan()
+    return found
+
+
+def test_checkpoint_that_is_changed_is_not_pruned_meanwhile(tmp_path: Path) -> None:
+    checkpoint, store = saved(tmp_path), Store(tmp_path)
+    with lease_of_checkpoint(store, checkpoint):
+        for name in ("net", NAME):
+            with pytest.raises(StoreLocked), store.lease(name):
+                pass
+    assert {one.name for one in tmp_path.iterdir()} == {NAME, manifest_name(NAME)}
+
+
+def test_lease_file_of_a_run_stays(tmp_path: Path) -> None:
+    save(tmp_path, "plain", 1)
+    store = Store(tmp_path)
+    (checkpoint,) = store.scan()
+    with lease_of_checkpoint(store, checkpoint):
+        pass
+    assert lease_path(tmp_path, "net").exists()
+
+
+def test_file_that_is_a_series_of_its_own_has_one_lease(tmp_path: Path) -> None:
+    checkpoint, store = replace(saved(tmp_path), series=NAME), Store(tmp_path)
+    with lease_of_checkpoint(store, checkpoint):
+        assert lease_path(tmp_path, NAME).exists()
+    assert not lease_path(tmp_path, NAME).exists()
+
+
+def test_overwrite_that_goes_on_is_not_taken_for_an_interrupted_one(tmp_path: Path) -> None:
+    save(tmp_path, "plain", 1)
+    fail(tmp_path, "plain", is_power_cut=True)
+    path = tmp_path / manifest_name(NAME)
+    before = path.read_bytes()
+    store = store_of(tmp_path, "plain")
+    with lease_of_name(Store(tmp_path), NAME):
+        assert not any("finished" in one for one in store.recover("net"))
+    assert path.read_bytes() == before
+    lease_path(tmp_path, NAME).touch()  # of a writer that died
+    assert any("finished" in one for one in store.recover("net"))
+    assert not lease_path(tmp_path, NAME).exists()
