@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from ckptmgr.config import CheckpointConfig
     from ckptmgr.manager import CheckpointManager, Resumption
     from ckptmgr.model import Checkpoint, Plan
+    from ckptmgr.network import load_param_into_net
     from ckptmgr.policy_text import parse_policy
     from ckptmgr.ranges import RangeSource
     from ckptmgr.reader import open_checkpoint
@@ -34,6 +35,7 @@ __all__ = [
     "Resumption",
     "__version__",
     "load_checkpoint",
+    "load_param_into_net",
     "open_checkpoint",
     "parse_policy",
     "plan",
@@ -49,6 +51,7 @@ _HOMES = {
     "RangeSource": "ranges",
     "Resumption": "manager",
     "load_checkpoint": "serialization",
+    "load_param_into_net": "network",
     "open_checkpoint": "reader",
     "parse_policy": "policy_text",
     "plan": "retention",

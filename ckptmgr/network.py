@@ -2,7 +2,8 @@
 """Put loaded values into a network: a mapping of arrays, a PyTorch module, or a MindSpore Cell.
 
 Names that only the file has are ignored (appended counters, an optimiser's state). Everything is checked before the first
-value is written, so that a network is never half loaded.
+value is written, so that a network is never half loaded; a Cell of MindSpore is filled by MindSpore, which checks each
+parameter when it comes to it.
 
 >>> network = {"w": np.zeros(2, np.float32)}
 >>> load_into(network, {"w": np.array([1.0, 2.0]), "epoch_num": np.array(3)})
@@ -46,11 +47,7 @@ def load_into(net: Any, values: Mapping[str, Value], *, strict: bool = False) ->
         TypeError: It is none of these.
         RuntimeError: A value has another shape or type than the network's, or (PyTorch modules) is missing.
     """
-    if not isinstance(values, Mapping):
-        raise TypeError(
-            "For 'load_param_into_net', the argument 'parameter_dict' should be a dict, "
-            f"but got {type(values)}."
-        )
+    _check_mapping(values)
     if hasattr(net, "parameters_and_names"):
         from ckptmgr.integrations.mindspore import load_into_cell
 
@@ -66,6 +63,57 @@ def load_into(net: Any, values: Mapping[str, Value], *, strict: bool = False) ->
         raise TypeError(
             f"For 'load_param_into_net', the argument 'net' should be a Cell, but got {type(net)}."
         )
+
+
+def load_param_into_net(
+    net: Any,
+    parameter_dict: Mapping[str, Any],
+    strict_load: bool = False,
+    remove_redundancy: bool = False,
+) -> tuple[list[str], list[str]]:
+    """Put what `load_checkpoint` returned into a network; MindSpore's function, which takes no arrays itself.
+
+    >>> load_param_into_net({"w": np.zeros(2), "b": np.zeros(1)}, {"w": np.ones(2), "epoch_num": np.array(3)})
+    (['b'], ['epoch_num'])
+
+    Args:
+        net: As for `load_checkpoint`; a MindSpore Cell may be an optimizer, too.
+        parameter_dict: Name to array or, for a Cell, to MindSpore parameter; names may have been changed or taken out.
+        strict_load: Refuse other element types, instead of converting one float or signed integer type to another.
+        remove_redundancy: For a Cell: MindSpore's, which broadcasts what other ranks saved.
+
+    Returns:
+        The names of the network that were not loaded, and those of the dict that the network does not have.
+
+    Raises:
+        TypeError: `net` is no network, or `parameter_dict` no mapping.
+        RuntimeError: A value has another shape or type than the network's, or (PyTorch modules) is missing.
+    """
+    _check_mapping(parameter_dict)
+    if hasattr(net, "parameters_and_names"):
+        from ckptmgr.integrations.mindspore import load_into_cell
+
+        return load_into_cell(
+            net, parameter_dict, strict=strict_load, remove_redundancy=remove_redundancy
+        )
+    load_into(net, parameter_dict, strict=strict_load)
+    names = _names_of(net, parameter_dict)
+    missing = [name for name in names if name not in parameter_dict]
+    return missing, [name for name in parameter_dict if name not in names]
+
+
+def _check_mapping(values: object) -> None:
+    if not isinstance(values, Mapping):
+        raise TypeError(
+            "For 'load_param_into_net', the argument 'parameter_dict' should be a dict, "
+            f"but got {type(values)}."
+        )
+
+
+def _names_of(net: Any, loaded: Mapping[str, object]) -> Mapping[str, object]:
+    if isinstance(net, Mapping):
+        return net
+    return net.state_dict() if _is_torch_module(net) else loaded
 
 
 def _is_torch_module(net: object) -> bool:

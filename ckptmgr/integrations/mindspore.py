@@ -15,7 +15,7 @@ from mindspore import dtype as mstype
 from mindspore.common import np_dtype
 from mindspore.train import Callback
 
-from ckptmgr.loader import Value
+from ckptmgr.loader import MapArrays, Value
 
 
 def callback_class(base: type) -> Any:
@@ -58,11 +58,16 @@ def _to_tensor(array: np.ndarray) -> Any:
     return Tensor(array.astype(np.float32)).astype(mstype.bfloat16)
 
 
-def load_into_cell(cell: Any, values: Mapping[str, Value], *, strict: bool) -> None:
-    """Put loaded values into a Cell with MindSpore's own rules for names, shapes and types."""
+def load_into_cell(
+    cell: Any, values: Mapping[str, Value], *, strict: bool, remove_redundancy: bool = False
+) -> tuple[list[str], list[str]]:
+    """Put loaded values into a Cell with MindSpore's own rules for names, shapes and types, and return its answer."""
     parameters = {
-        name: to_parameter(name, value)
+        name: to_parameter(name, value) if isinstance(value, np.ndarray) else value
         for name, value in values.items()
-        if isinstance(value, np.ndarray)
+        if not isinstance(value, MapArrays)
     }
-    load_param_into_net(cell, parameters, strict_load=strict)
+    missing, unused = load_param_into_net(
+        cell, parameters, strict_load=strict, remove_redundancy=remove_redundancy
+    )
+    return missing, unused

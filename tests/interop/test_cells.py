@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import load_checkpoint, save_checkpoint
+from ckptmgr import load_checkpoint, load_param_into_net, save_checkpoint
 from tests.interop.states import Combination, facts_of, load_in_mindspore, random_array
 
 mindspore = pytest.importorskip("mindspore", reason="needs MindSpore: make interop")
@@ -38,6 +38,23 @@ def test_cell_saved_by_mindspore_is_filled_by_us(tmp_path: Path, format: str) ->
     mindspore.save_checkpoint(network, str(path), format=format)
     load_checkpoint(path, net=other)
     assert _same(other, network)
+
+
+def test_loaded_arrays_fill_a_cell_and_its_optimizer_in_a_second_step(tmp_path: Path) -> None:
+    network, other = training.new_network(1), training.new_network(2)
+    path = tmp_path / "net.ckpt"
+    save_checkpoint(network, path, append_dict={"epoch_num": 3, "note": "hi"})
+    answer = load_param_into_net(other, load_checkpoint(path))
+    assert answer == ([], ["epoch_num", "note"])
+    assert answer == mindspore.load_param_into_net(other, mindspore.load_checkpoint(str(path)))
+    assert _same(other, network)
+
+
+def test_cell_takes_no_value_that_is_neither_array_nor_parameter() -> None:
+    network = training.new_network(1)
+    name = next(iter(network.parameters_dict()))
+    with pytest.raises(TypeError, match="parameter_dict"):
+        load_param_into_net(network, {name: 3})
 
 
 def test_cell_files_of_both_are_the_same_bytes(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ckptmgr import load_checkpoint, save_checkpoint
+from ckptmgr import load_checkpoint, load_param_into_net, save_checkpoint
 from ckptmgr.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,
@@ -200,6 +200,27 @@ def test_network_of_arrays_is_filled_in_place(tmp_path: Path) -> None:
     mine = np.zeros(2, np.float32)
     load_checkpoint(tmp_path / "x.ckpt", net={"w": mine})
     assert mine.tolist() == [1, 2]
+
+
+def test_network_is_filled_in_a_second_step_that_names_what_is_left_over(tmp_path: Path) -> None:
+    save_checkpoint(_W, tmp_path / "net.ckpt", append_dict={"epoch": 3, "note": "hi"})
+    loaded = load_checkpoint(tmp_path / "net.ckpt")
+    network: dict[str, np.ndarray] = {"w": np.zeros(2, np.float32), "b": np.ones(1)}
+    assert load_param_into_net(network, loaded) == (["b"], ["epoch", "note"])
+    assert network["w"].tolist() == _W["w"].tolist()
+    with pytest.raises(RuntimeError, match="should have the same type"):
+        load_param_into_net({"w": np.zeros(2)}, loaded, strict_load=True)
+
+
+def test_modules_of_torch_and_objects_are_filled_in_a_second_step() -> None:
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Linear(1, 1)
+    values = {"weight": np.full((1, 1), 7, np.float32), "bias": np.zeros(1, np.float32)}
+    assert load_param_into_net(model, {**values, "epoch": 3}) == ([], ["epoch"])
+    assert model.weight.item() == 7
+    schedule = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(model.parameters()))
+    assert load_param_into_net(schedule, {"last_epoch": 5}) == ([], [])
+    assert schedule.last_epoch == 5
 
 
 def test_network_of_torch_is_filled_bit_for_bit(tmp_path: Path) -> None:
