@@ -179,4 +179,5 @@ def free_name(
         (name, attempt)
         for attempt in itertools.count(first)
         if (name := name_of(attempt)) not in taken
+        and store.fs.status(store.directory / name) is None
     )

@@ -4,13 +4,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from ckptmgr.config import CheckpointConfig
 from ckptmgr.digest import FileDigest
 from ckptmgr.errors import CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr.manager import CheckpointManager
 from ckptmgr.manifest import MAX_MANIFEST_BYTES, encode, manifest_name
 from ckptmgr.model import Pin, State
 from ckptmgr.store import Store
@@ -68,14 +72,29 @@ def test_manifest_that_nobody_would_read_is_not_written() -> None:
 @pytest.mark.parametrize("is_manifest", [False, True])
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("nowhere")])
 def test_what_is_no_file_harms_nobody_and_stays(
-    tmp_path: Path, make: object, is_manifest: bool
+    tmp_path: Path, make: Callable[[Path], None], is_manifest: bool
 ) -> None:
     save(tmp_path, "plain", 1)
     odd = tmp_path / "net-2_2.ckpt"
-    assert callable(make)
     make(tmp_path / manifest_name(odd.name) if is_manifest else odd)
     before = entries(tmp_path)
     store = Store(tmp_path)
     assert [one.name for one in store.scan() if one.state is State.OK] == [NAME]
     assert store.recover("net") == []
     assert entries(tmp_path) == before
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("nowhere")])
+def test_save_takes_another_name_than_that_of_what_is_no_file(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    make(tmp_path / "net-1.safetensors")
+    before = entries(tmp_path)
+    with CheckpointManager(
+        tmp_path, CheckpointConfig(format="safetensors"), prefix="net"
+    ) as manager:
+        manager.save(1, {"w": np.ones(3)})
+        saved = manager.latest()
+    assert saved is not None
+    assert saved.name == "net-1-r1.safetensors"
+    assert before.items() <= entries(tmp_path).items()
