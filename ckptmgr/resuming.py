@@ -11,10 +11,15 @@ from typing import Generic, TypeVar
 from ckptmgr.chain import contradiction
 from ckptmgr.loader import Value
 from ckptmgr.model import Checkpoint
-from ckptmgr.resume import Skipped, newest_first
+from ckptmgr.resume import Skipped, newest_first, without_manifest
+from ckptmgr.resumption import Resumption
+from ckptmgr.run_past import RunPast
 from ckptmgr.series import SeriesWriter
+from ckptmgr.series_reader import SeriesReader
+from ckptmgr.start_count import count_start
 
 _LOG = logging.getLogger(__name__)
+_MANY_STARTS = 3
 _Loaded = TypeVar("_Loaded")
 
 
@@ -83,3 +88,46 @@ def find_newest(
     if doubt is not None:
         _LOG.warning("%s may be an older file under this name: %s", checkpoint.path, doubt)
     return Found(newest=(checkpoint, loaded), skipped=tuple(skipped), doubt=doubt)
+
+
+def resume_state(
+    state: object, *, writer: SeriesWriter, reader: SeriesReader, past: RunPast
+) -> Resumption:
+    """Restore the newest checkpoint of a series that loads; see `CheckpointManager.resume`.
+
+    Args:
+        state: The state to restore into, or None for new objects.
+        writer: Of the series.
+        reader: Reads its checkpoints.
+        past: Of the run; it now ends there.
+    """
+    writer.prepare()
+    found = find_newest(
+        writer,
+        lambda one: one.series == writer.series,
+        lambda one: reader.read(one, state),
+        passed_over=lambda present: without_manifest(present, writer.series),
+    )
+    if found.newest is None:
+        past.start_at(0, is_own=False)
+        return Resumption(step=0, state=state, metrics={}, skipped=found.skipped)
+    checkpoint, loaded = found.newest
+    restored = writer.agreed(lambda: loaded.compared(state))()
+    writer.continue_from(checkpoint, loaded.manifest)
+    past.start_at(checkpoint.step, is_own=checkpoint.run_id == writer.run_id)
+    past.resumed(checkpoint.path)
+    starts = count_start(writer.store, writer.series, checkpoint) if writer.is_first else 0
+    if starts > _MANY_STARTS:
+        _LOG.warning(
+            "this is start number %d from %s without a newer save: the run may be failing at the same place",
+            starts,
+            checkpoint.path,
+        )
+    return Resumption.at(
+        checkpoint,
+        restored,
+        skipped=found.skipped,
+        starts=starts,
+        doubt=found.doubt,
+        kept=loaded.kept,
+    )

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run has behind it: the last step it has seen, what of it is saved, copied into memory, and given up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ckptmgr.memory_config import MemoryConfig
+from ckptmgr.model import Checkpoint
+from ckptmgr.progress import Progress
+from ckptmgr.recent_states import RecentStates
+from ckptmgr.save_policy import LastSave
+
+
+class RunPast:
+    """The past of a run, which changes when the run goes back.
+
+    Args:
+        clock: Seconds since the epoch.
+        memory: Bounds the copies in memory.
+        snapshots: How many of them are kept.
+
+    Attributes:
+        progress: What is saved.
+        recent: What is copied into memory.
+        seen_step: The last step that was seen.
+        unsaved: Saves the last step that has ended, or None.
+        given_up: Checkpoints that a rollback went back behind.
+    """
+
+    def __init__(
+        self, clock: Callable[[], float], *, memory: MemoryConfig | None, snapshots: int
+    ) -> None:
+        self._clock = clock
+        self.progress = Progress(LastSave(step=0, at=clock()))
+        self.recent = RecentStates(memory, time.monotonic, most=snapshots)
+        self.seen_step = 0
+        self.unsaved: Callable[[], object] | None = None
+        self.given_up: set[Path] = set()
+
+    def saw(self, step: int) -> None:
+        """Note a step."""
+        self.seen_step = max(self.seen_step, step)
+
+    def start_at(self, step: int, *, is_own: bool) -> None:
+        """Forget what the steps before a resumption left behind.
+
+        Args:
+            step: Where the run starts; 0 for a fresh start.
+            is_own: Whether it resumes what itself has saved. Only then snapshots stay that lie before: all others are of
+                another past.
+        """
+        self.progress = Progress(LastSave(step=step, at=self._clock()))
+        self.seen_step = step
+        self.unsaved = None
+        self.recent.drop_after(step if is_own else -1)
+
+    def go_back(self, step: int, checkpoints: Sequence[Checkpoint]) -> None:
+        """Note a rollback.
+
+        Args:
+            step: Where to.
+            checkpoints: Those of the series; later ones are given up.
+        """
+        self.given_up |= {one.path for one in checkpoints if one.step > step}
+        self.recent.drop_after(step)
+        self.progress.go_back(step, self._clock())
+        self.seen_step = step
+        self.unsaved = None
+
+    def resumed(self, path: Path) -> None:
+        """Note that the run goes on from a checkpoint: if that was given up, its past is ours again."""
+        if path in self.given_up:
+            self.given_up.clear()
