@@ -109,7 +109,7 @@ def restore(target: object, skeleton: str, read: Read) -> object:
     All tensors are read and compared with the target first. Then objects get `load_state_dict`, arrays and tensors of
     equal shape and type are filled in place, dicts, lists and sets are updated in place, generators get their state
     last, and plain values are replaced. None in the target takes whatever is stored. A list whose length differs is
-    replaced when it holds plain values only (a history).
+    replaced when it holds plain values only (a history), or dicts, lists and tuples of them.
 
     Args:
         target: The state to fill, built as the stored one was.

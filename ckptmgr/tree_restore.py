@@ -191,6 +191,8 @@ class Restorer:
         local = _local(target)
         if framework_of(stored) != "torch" or _signature(local) != _signature(stored):
             return self._differ(path, f"is {_described(local)}, stored is {_described(stored)}")
+        if is_given_on and local.is_meta:  # load_state_dict would warn, and leave it as it is
+            return self._differ(path, "is on the meta device, which holds no elements")
         if not _can_copy_into(local):
             return _give(stored)
         self.fills.append(Fill(local, stored, is_given_on))
@@ -277,7 +279,8 @@ def _mismatch(differences: Sequence[str]) -> StateMismatch:
         shown.append(f"... and {len(differences) - len(shown)} more")
     return StateMismatch(
         "the checkpoint does not fit this state; nothing was changed:\n  " + "\n  ".join(shown),
-        hint="build the same model and optimizer that was saved, or load the state without a target",
+        hint="build the same model and optimizer that was saved, or load the state without a target; "
+        "None in a target takes whatever is stored",
     )
 
 
@@ -305,8 +308,17 @@ def _is_atom(value: Any) -> bool:
 
 
 def _is_history(value: object) -> bool:
-    is_plain = type(value) in _PLAIN_TYPES or isinstance(value, np.generic)
-    return is_plain or (isinstance(value, list | tuple | dict) and not value)
+    """Return whether a value is plain, or lists, tuples and dicts of plain values however deep."""
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, dict):
+            left.extend(one.values())
+        elif isinstance(one, list | tuple) and not hasattr(one, "_fields"):
+            left.extend(one)
+        elif type(one) not in _PLAIN_TYPES and not isinstance(one, np.generic):
+            return False
+    return True
 
 
 def _described(value: Any) -> str:

@@ -96,6 +96,22 @@ def test_restore_replaces_a_history_of_another_length() -> None:
     assert target["losses"] is losses
 
 
+def test_restore_replaces_a_history_of_dicts_and_tuples() -> None:
+    target: dict[str, Any] = {"epochs": [], "curve": [(0, 1.0)]}
+    stored = {"epochs": [{"loss": 0.5, "lr": [0.1, 0.2]}, {}], "curve": [(0, 1.0), (1, 0.5)]}
+
+    saved(stored, target)
+
+    assert same(target, stored)
+
+
+def test_restore_of_a_list_that_has_grown_arrays_names_the_way_out() -> None:
+    target: dict[str, Any] = {"replay": []}
+
+    with pytest.raises(StateMismatch, match="None in a target takes whatever is stored"):
+        saved({"replay": [{"x": np.ones(2)}]}, target)
+
+
 def test_restore_gives_objects_their_state() -> None:
     class Counting:
         def __init__(self, n: int) -> None:
@@ -184,6 +200,7 @@ MISMATCHES: list[tuple[object, object, str]] = [
     ([np.zeros(1)], [np.zeros(1), np.zeros(1)], "has 2 elements, stored are 1"),
     (Point(1, 2), Point(1, 2)._replace(x=Point(1, 2)), "is a Point, stored is a int"),
     ((1, 2, 3), Point(1, 2), "has 2 elements, stored are 3"),
+    ([(1, 2)], [Point(1, 2), Point(3, 4)], "has 2 elements, stored are 1"),
     ({1}, frozenset([1]), "is a frozenset, stored is a set"),
     (bytearray(b"a"), b"a", "is a bytes, stored is a bytearray"),
     (np.random.default_rng(1), np.random.RandomState(1), "numpy.RandomState"),
@@ -310,6 +327,14 @@ def test_restore_replaces_tensors_that_cannot_be_filled() -> None:
     assert (restored[0] == 1).all()
     assert torch.equal(restored[1].to_dense(), 2 * torch.eye(2))
     assert (restored[2] == 1).all()
+
+
+def test_restore_into_a_module_without_memory_is_refused() -> None:
+    torch = pytest.importorskip("torch", reason="needs torch")
+    net = torch.nn.Linear(2, 3, device="meta")
+
+    with pytest.raises(StateMismatch, match=r"\['bias'\] is on the meta device"):
+        saved({"n": torch.nn.Linear(2, 3)}, {"n": net})
 
 
 @pytest.mark.parametrize(
