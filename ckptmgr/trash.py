@@ -23,6 +23,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from ckptmgr.errors import CkptmgrError, UnsafePrune
+from ckptmgr.fsio import FileSystem, remove_name
 from ckptmgr.manifest import SUFFIX, files_of, manifest_name
 from ckptmgr.model import Checkpoint, State
 from ckptmgr.store import Store
@@ -163,16 +164,19 @@ def discard(store: Store, batch: Batch) -> None:
     Raises:
         OSError: From the disk; calling it again goes on where it stopped.
     """
-    fs = store.fs
-    names = sorted(name for name, status in fs.list(batch.path).items() if status.is_file)
+    with contextlib.suppress(FileNotFoundError):  # another prune was faster
+        _remove_files(store.fs, batch.path)
+    tidy(store, batch.path)
+
+
+def _remove_files(fs: FileSystem, folder: Path) -> None:
+    names = sorted(name for name, status in fs.list(folder).items() if status.is_file)
     for is_manifest in (False, True):
         chosen = [name for name in names if name.endswith(SUFFIX) is is_manifest]
         for name in chosen:
-            with contextlib.suppress(FileNotFoundError):
-                fs.unlink(batch.path / name)
+            remove_name(fs, folder / name)
         if chosen:
-            fs.sync_directory(batch.path)
-    tidy(store, batch.path)
+            fs.sync_directory(folder)
 
 
 def tidy(store: Store, folder: Path) -> None:

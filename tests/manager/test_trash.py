@@ -172,6 +172,16 @@ def test_discard_removes_folder_and_trash(tmp_path: Path) -> None:
     assert not (tmp_path / trash.TRASH_NAME).exists()
 
 
+def test_batch_that_another_prune_has_discarded_meanwhile_is_done(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20])
+    store = Store(tmp_path)
+    throw(store, FIRST)
+    (batch,) = trash.batches(store)
+    for _ in range(2):
+        trash.discard(store, batch)
+    assert not (tmp_path / trash.TRASH_NAME).exists()
+
+
 @in_both_orders
 def test_power_cut_while_throwing_away_lists_no_half_checkpoint(order: Order) -> None:
     for crash in every_crash(
