@@ -222,23 +222,30 @@ class BackgroundSaver:
 
     def _enqueue(self, job: _Job) -> None:
         self._supersede()  # `on_error` may have asked for a save meanwhile
-        with self._changed:
-            if self._running is not None:
-                self._next = job
-                return
-            self._running = job
-            self._thread = threading.Thread(target=self._work, name="ckptmgr-save", daemon=False)
         try:
-            self._thread.start()
-        except Exception:  # not Ctrl-C, which finds a thread that runs
             with self._changed:
-                self._running = None
-                self._changed.notify_all()
+                if self._running is not None:
+                    self._next = job
+                    return
+                self._running = job
+                self._start()
+        except Exception:  # not Ctrl-C, which finds a thread that runs
             _release(job.staged)
             raise
 
+    def _start(self) -> None:
+        """Start the thread, which waits for the lock: if it worked at once, this one would wait for the interpreter."""
+        self._thread = threading.Thread(target=self._work, name="ckptmgr-save", daemon=False)
+        try:
+            self._thread.start()
+        except Exception:
+            self._running = None
+            self._changed.notify_all()
+            raise
+
     def _work(self) -> None:
-        job = self._running
+        with self._changed:
+            job = self._running
         while job is not None:
             self._run(job)
             with self._changed:
