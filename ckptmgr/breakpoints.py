@@ -3,16 +3,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ckptmgr.callback_series import CallbackSeries
+from ckptmgr.config import CheckpointConfig
 from ckptmgr.engine import SaveEngine
-from ckptmgr.formats.tensor import Item
 from ckptmgr.handle import SaveStats
 from ckptmgr.naming import breakpoint_name, step_in_epoch
 from ckptmgr.observe import Observers
+from ckptmgr.run_context import items_of
 from ckptmgr.series import SaveFacts
 
 
@@ -23,8 +23,8 @@ def save_breakpoint(
     series: CallbackSeries,
     engine: SaveEngine,
     observers: Observers,
+    config: CheckpointConfig,
     steps_before_epoch: int,
-    items_of: Callable[[int, int], Sequence[Item]],
 ) -> None:
     """Save, whatever happens; what goes wrong is noted on the error that stopped the training, and never replaces it.
 
@@ -34,8 +34,8 @@ def save_breakpoint(
         series: Where to.
         engine: Saves in the background, which come first.
         observers: Hear of it.
+        config: Says what there is to save.
         steps_before_epoch: Global step at which the present epoch began.
-        items_of: Returns what there is to save, given step and epoch.
     """
     try:
         engine.wait()
@@ -51,7 +51,8 @@ def save_breakpoint(
         facts = SaveFacts(step=step, epoch=epoch, why=f"exception: {type(error).__name__}")
         options = replace(writer.options, format="ckpt")
         with observers.watch(series=prefix, step=step, why=facts.why) as watch:
-            saved = writer.save(name, items_of(step, epoch), facts, options=options)
+            items = items_of(params, config, step=step, epoch=epoch)
+            saved = writer.save(name, items, facts, options=options)
             watch.costs(SaveStats(size_bytes=saved.size_bytes))
             watch.durable(saved.path)
     except Exception as failure:

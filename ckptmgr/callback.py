@@ -23,17 +23,17 @@ from ckptmgr.formats.tensor import Item
 from ckptmgr.fsio import FileSystem
 from ckptmgr.handle import SaveHandle
 from ckptmgr.lease import Processes
-from ckptmgr.loader import Value
+from ckptmgr.leaves import named_tensors
 from ckptmgr.model import Checkpoint
-from ckptmgr.naming import is_of_prefix
 from ckptmgr.observe import Observer, Observers, SaveWatch, about
 from ckptmgr.parallel.coordinator import Coordinator
 from ckptmgr.parallel.layout import ParallelLayout
 from ckptmgr.parallel.sharing import Balance
+from ckptmgr.parallel.slicer import tensor_specs
 from ckptmgr.parallel.team import team_for
 from ckptmgr.progress import Progress
 from ckptmgr.resume import notes_of
-from ckptmgr.resuming import Found, Resumed, find_newest
+from ckptmgr.resuming import Resumed, resume_values
 from ckptmgr.run_context import RunContext, items_of, metrics_of
 from ckptmgr.run_parts import RunParts
 from ckptmgr.save_policy import LastSave, decide_at_end
@@ -54,10 +54,8 @@ class ModelCheckpoint(TrainingHooks):
         observe: A function, or several, that take an `Event` of `ckptmgr.observe`.
         coordinator: The ranks that save together, as for `CheckpointManager`: `{prefix}-{epoch}_{step}.shards`. They meet for
             the first time when training begins, or resumes; then rank 0 also tells which prefix is free.
-        rank_timeout_s: As for `CheckpointManager`.
         layout: Name of a parameter to how it is cut over the ranks; the network holds their slices.
-        keep_redundancy: As for `CheckpointManager`.
-        balance: As for `CheckpointManager`.
+        rank_timeout_s, keep_redundancy, balance: As for `CheckpointManager`.
         clock: Seconds since the epoch.
         fs: The disk.
         processes: Tells dead writers from live ones.
@@ -106,6 +104,8 @@ class ModelCheckpoint(TrainingHooks):
             keep_redundancy=keep_redundancy,
             balance=balance,
         )
+        if self._team.is_many:
+            tensor_specs(named_tensors(self._config.append_dict or {}))
         self._parts = RunParts(
             config=self._config,
             team=self._team,
@@ -195,10 +195,8 @@ class ModelCheckpoint(TrainingHooks):
                 series=self._series,
                 engine=self._engine,
                 observers=self._observers,
+                config=self._config,
                 steps_before_epoch=self._steps_before_epoch,
-                items_of=lambda step, epoch: items_of(
-                    self._params, self._config, step=step, epoch=epoch
-                ),
             )
         try:
             self.close()
@@ -230,8 +228,12 @@ class ModelCheckpoint(TrainingHooks):
             ResumeFailed, RanksMissing: Another rank cannot resume, or did not come.
         """
         self._series.settle()
-        with self._observers.timed("resume", series=self._series.writer.series) as told:
-            found = self._resume()
+        writer = self._series.writer
+        with self._observers.timed("resume", series=writer.series) as told:
+            self._engine.wait_until_idle()
+            found = resume_values(
+                writer, self._parts.reader(writer), prefix=self._series.given.prefix
+            )
             if found.newest is not None:
                 told |= about(found.newest[0])
             told["figures"] = {"skipped": len(found.skipped)}
@@ -240,16 +242,6 @@ class ModelCheckpoint(TrainingHooks):
             return None
         checkpoint, values = found.newest
         return Resumed(checkpoint=checkpoint, values=values, skipped=found.skipped)
-
-    def _resume(self) -> Found[dict[str, Value]]:
-        self._engine.wait_until_idle()
-        writer, prefix = self._series.writer, self._series.given.prefix
-        reader = self._parts.reader(writer)
-        found = find_newest(writer, lambda one: is_of_prefix(one.series, prefix), reader.values)
-        if found.newest is not None:
-            checkpoint, _ = found.newest
-            writer.continue_from(checkpoint, writer.store.read_manifest(checkpoint.name))
-        return found
 
     def _save_if_due(self, params: Any, *, is_end: bool) -> None:
         step, now = int(params.cur_step_num), self._clock()
@@ -262,8 +254,12 @@ class ModelCheckpoint(TrainingHooks):
         )
         if not decision.is_due:
             return
-        if not self._team.is_many:
-            self._refuse_removal()
+        if self._config.remove_redundancy and not self._team.is_many:
+            # MindSpore raises this only after it has deleted an older checkpoint.
+            raise TypeError(
+                "The deduplication feature for saving checkpoint can only be used in parallel scenarios, "
+                "but got 'stand_alone'."
+            )
         facts = SaveFacts(
             step=step,
             at=now,
@@ -302,11 +298,3 @@ class ModelCheckpoint(TrainingHooks):
                 raise
             return self._engine.refuse(error, save, watch=watch)
         return self._engine.run(writer.store, items, save, watch=watch)
-
-    def _refuse_removal(self) -> None:
-        if self._config.remove_redundancy:
-            # MindSpore raises this only after it has deleted an older checkpoint.
-            raise TypeError(
-                "The deduplication feature for saving checkpoint can only be used in parallel scenarios, "
-                "but got 'stand_alone'."
-            )

@@ -10,7 +10,9 @@ from typing import Generic, TypeVar
 
 from ckptmgr.chain import contradiction
 from ckptmgr.loader import Value
+from ckptmgr.manifest import Manifest
 from ckptmgr.model import Checkpoint
+from ckptmgr.naming import is_of_prefix
 from ckptmgr.resume import Skipped, newest_first, without_manifest
 from ckptmgr.resumption import Resumption
 from ckptmgr.run_past import RunPast
@@ -88,6 +90,28 @@ def find_newest(
     if doubt is not None:
         _LOG.warning("%s may be an older file under this name: %s", checkpoint.path, doubt)
     return Found(newest=(checkpoint, loaded), skipped=tuple(skipped), doubt=doubt)
+
+
+def resume_values(
+    writer: SeriesWriter, reader: SeriesReader, *, prefix: str
+) -> Found[dict[str, Value]]:
+    """Return the newest checkpoint of a prefix, and what it holds by name; see `ModelCheckpoint.resume`.
+
+    Args:
+        writer: Of the run; from now on it continues that one.
+        reader: Reads the checkpoints.
+        prefix: Of this run, and of those before it.
+    """
+
+    def load(one: Checkpoint) -> tuple[dict[str, Value], Manifest | None]:
+        return reader.values(one), writer.store.read_manifest(one.name)
+
+    found = find_newest(writer, lambda one: is_of_prefix(one.series, prefix), load)
+    if found.newest is None:
+        return Found(newest=None, skipped=found.skipped)
+    checkpoint, (values, manifest) = found.newest
+    writer.continue_from(checkpoint, manifest)
+    return Found(newest=(checkpoint, values), skipped=found.skipped, doubt=found.doubt)
 
 
 def resume_state(

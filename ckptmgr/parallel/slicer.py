@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptmgr.boxes import Region, lengths_of
 from ckptmgr.errors import UnsupportedState
-from ckptmgr.formats.tensor import Item, Tensor
+from ckptmgr.formats.tensor import Item, Tensor, TensorSpec
 from ckptmgr.jax_slices import box_of, held_here, is_spread
 from ckptmgr.parallel.errors import LayoutError
 from ckptmgr.parallel.foreign import from_dtensor
@@ -63,14 +63,7 @@ class LayoutSlicer:
         Raises:
             UnsupportedState: One is no tensor, or has not the shape of the slice; or a layout names none of them.
         """
-        specs = {}
-        for item in items:
-            if not isinstance(item, Tensor):
-                raise UnsupportedState(
-                    f"{item.name!r} is no tensor; files of many ranks hold tensors only",
-                    hint="leave it out, or save it as numbers",
-                )
-            specs[item.spec.name] = item.spec
+        specs = tensor_specs(items)
         self.check_used(specs)
         found = {name: self.slice_of(name, spec) for name, spec in specs.items()}
         slices = {name: one for name, one in found.items() if one is not None}
@@ -138,6 +131,23 @@ class LayoutSlicer:
         if self._rank not in ranks:
             return tuple(one._replace(stop=one.start) for one in region_of(layout, 0, shape))
         return region_of(layout, ranks.index(self._rank), shape)
+
+
+def tensor_specs(items: Sequence[Item]) -> dict[str, TensorSpec]:
+    """Return name and description of what many ranks can save.
+
+    Raises:
+        UnsupportedState: One is no tensor.
+    """
+    specs = {}
+    for item in items:
+        if not isinstance(item, Tensor):
+            raise UnsupportedState(
+                f"{item.name!r} is no tensor; files of many ranks hold tensors only",
+                hint="leave it out, or save it as numbers",
+            )
+        specs[item.spec.name] = item.spec
+    return specs
 
 
 def _spread(value: Any) -> Slice:

@@ -294,11 +294,21 @@ def test_rank_whose_network_cannot_be_saved_is_named_on_all_at_once(config: dict
     assert job.saved() == {}
 
 
-def test_text_that_is_appended_is_refused_on_all_ranks() -> None:
-    for outcome in Job().run(train, append_info=[{"note": "x"}]):
+def test_text_that_is_to_be_appended_is_refused_at_once() -> None:
+    job = Job()
+    job.meeting = Meeting(1)
+    with pytest.raises(UnsupportedState, match="'note' is no tensor; files of many ranks hold"):
+        job.callback(0, append_info=[{"note": "x"}])
+
+
+def test_text_in_a_network_is_refused_on_all_ranks() -> None:
+    def work(callback: ModelCheckpoint, loop: Loop) -> None:
+        loop.network["note"] = "x"  # type: ignore[assignment]
+        loop.run(1)
+
+    for outcome in Job().run(work):
         assert isinstance(outcome.raised, RankFailed)
-        assert "'note' is no tensor; files of many ranks hold tensors only" in str(outcome.raised)
-        assert not isinstance(outcome.raised, UnsupportedState)
+        assert "'note' is no tensor" in str(outcome.raised)
 
 
 def test_name_that_was_saved_is_never_overwritten() -> None:
