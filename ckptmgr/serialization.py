@@ -15,7 +15,7 @@ from __future__ import annotations
 import io
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -34,8 +34,10 @@ from ckptmgr.config_checks import (
 )
 from ckptmgr.crypto.signing import PublicKey, SigningKey
 from ckptmgr.errors import CheckpointNotFound, UnsupportedState
+from ckptmgr.formats.detect import Kind, detect
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import Item, Tensor
+from ckptmgr.fsio import OsFileSystem
 from ckptmgr.handle import SaveStats
 from ckptmgr.key_choice import check_given_key, chosen_keys
 from ckptmgr.leaves import named_tensors
@@ -375,10 +377,13 @@ def _load_path(name: object, format: str | None) -> Path:
     text = os.fspath(name)
     endings = (format,) if format is not None else _FORMATS
     if not without_envelope(text).endswith(endings):
-        raise ValueError(
+        wrong = ValueError(
             "For 'load_checkpoint', the checkpoint file format must same with 'format', but got "
             f"file_name:'{text}', format:'{format or 'ckpt'}'"
         )
+        for sentence in _what_it_is(Path(text)):
+            wrong.add_note(sentence)
+        raise wrong
     path = Path(os.path.realpath(text))
     if not path.exists():
         raise CheckpointNotFound(
@@ -386,6 +391,20 @@ def _load_path(name: object, format: str | None) -> Path:
             "'ckpt_file_name' is correct."
         )
     return path
+
+
+def _what_it_is(path: Path) -> Iterator[str]:
+    """Yield what a path that is no name of a checkpoint names, and the way out."""
+    with suppress(OSError, ValueError):  # no such file, or no such name
+        if path.is_dir():
+            yield "this is a directory: name a file in it, or use CheckpointManager(directory).resume()"
+        elif path.is_file():
+            with closing(OsFileSystem().open(path)) as file:
+                kind = detect(file)
+            if kind is Kind.ZIP_PICKLE:
+                yield "this is a torch.save file; convert it with torch.load(weights_only=True) and save_checkpoint"
+            elif kind not in (Kind.UNKNOWN, Kind.EMPTY):
+                yield f"this is a {kind.value} file under another name: rename it"
 
 
 def _chooser(

@@ -154,7 +154,11 @@ class Flattener:
             node, state = found
             return _Frame(iter([((), state, None)]), path, None, depth, [node], id(value))
         if _has_state_dict(value):
-            inner = unknown.state_dict()
+            try:
+                inner = unknown.state_dict()
+            except Exception as error:
+                error.add_note(f"while saving {path}")
+                raise
             return _Frame(iter([((), inner, None)]), path, "object", depth, (), id(value))
         return None
 

@@ -81,6 +81,8 @@ def split_tensor(value: torch.Tensor, path: Path) -> tuple[Json, dict[str, objec
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         hint = _FULL_TENSOR_HINT if hasattr(value, "full_tensor") else _DETACH_HINT
         raise unsupported(path, f"is a {type(value).__qualname__}", hint)
+    if value.is_nested:
+        raise unsupported(path, "is a nested tensor", "store it as a list: tensor.unbind()")
     if value.is_meta:
         raise unsupported(path, "is on the meta device, which holds no elements", "materialise it")
     if value.is_quantized:

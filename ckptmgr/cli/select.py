@@ -82,6 +82,12 @@ def listed(
         CheckpointNotFound: There is no such directory.
     """
     if not store.directory.is_dir():
+        if store.directory.exists():
+            raise CheckpointNotFound(
+                "not a directory",
+                path=store.directory,
+                hint="ckptmgr inspect shows what a file holds, verify checks it",
+            )
         raise CheckpointNotFound("no such directory", path=store.directory)
     found = store.scan()
     if not with_leftovers:

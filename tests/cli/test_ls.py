@@ -141,6 +141,14 @@ def test_empty_directory_is_no_error(tmp_path: Path) -> None:
     assert run("ls", tmp_path).stdout == "0 checkpoints, 0 B\n"
 
 
+def test_file_in_place_of_a_directory_is_told_so(tmp_path: Path) -> None:
+    (path,) = save_run(tmp_path, [10])
+    shown = run("ls", path)
+    assert shown.exit_code == 10
+    assert "not a directory" in shown.stderr
+    assert "ckptmgr inspect" in shown.stderr
+
+
 def test_key_authenticates_the_manifests(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     save_run(runs, [10, 20], options=SaveOptions(key=KEY), metrics=METRICS)

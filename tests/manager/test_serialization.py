@@ -202,6 +202,36 @@ def test_network_of_arrays_is_filled_in_place(tmp_path: Path) -> None:
     assert mine.tolist() == [1, 2]
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "note"),
+    [
+        ("runs", None, "this is a directory"),
+        ("model.pt", b"PK\x03\x04" + bytes(60), "this is a torch.save file"),
+        ("net.ckpt.bak", b"", None),
+        ("notes.txt", b"hello", None),
+        ("nothing.bin", None, None),
+    ],
+)
+def test_path_that_is_no_checkpoint_name_is_told_what_it_is(
+    tmp_path: Path, name: str, content: bytes | None, note: str | None
+) -> None:
+    (tmp_path / "runs").mkdir()
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match="must same with 'format'") as caught:
+        load_checkpoint(tmp_path / name)
+    notes = "".join(getattr(caught.value, "__notes__", ()))
+    assert notes.startswith(note) if note is not None else notes == ""
+
+
+def test_checkpoint_under_another_name_is_told_so(tmp_path: Path) -> None:
+    save_checkpoint(_W, tmp_path / "net.ckpt")
+    (tmp_path / "net.ckpt").rename(tmp_path / "net.best")
+    with pytest.raises(ValueError, match="must same with 'format'") as caught:
+        load_checkpoint(tmp_path / "net.best")
+    assert caught.value.__notes__ == ["this is a mindspore-ckpt file under another name: rename it"]
+
+
 def test_network_is_filled_in_a_second_step_that_names_what_is_left_over(tmp_path: Path) -> None:
     save_checkpoint(_W, tmp_path / "net.ckpt", append_dict={"epoch": 3, "note": "hi"})
     loaded = load_checkpoint(tmp_path / "net.ckpt")

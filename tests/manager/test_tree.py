@@ -165,6 +165,16 @@ def test_namedtuple_comes_back_as_plain_tuple() -> None:
     assert same(round_trip(Point(1, [2])), (1, [2]))
 
 
+def test_object_whose_state_dict_fails_is_named() -> None:
+    class Broken:
+        def state_dict(self) -> object:
+            raise ZeroDivisionError("no batches yet")
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        flatten({"meters": [Broken()]})
+    assert caught.value.__notes__ == ["while saving state['meters'][0]"]
+
+
 def test_object_with_state_dict_comes_back_as_its_state_dict() -> None:
     class Counting:
         def state_dict(self) -> dict[str, object]:

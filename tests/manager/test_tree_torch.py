@@ -189,6 +189,7 @@ def test_content_of_contiguous_tensor_is_its_own_memory() -> None:
 
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: torch.zeros(2, device="meta"), "meta device"),
+    (lambda: torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), "nested tensor"),
     (lambda: torch.nn.UninitializedParameter(), "is a UninitializedParameter"),
     (lambda: torch.eye(2).to_sparse_csr(), "has the layout torch.sparse_csr"),
     (lambda: torch.max(torch.eye(2), 0), "is a torch.return_types.max"),
@@ -196,7 +197,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(("make", "message"), REFUSED, ids=[message for _, message in REFUSED])
 def test_flatten_of_tensor_without_plain_bytes_is_refused(
     make: Callable[[], Any], message: str
