@@ -170,8 +170,9 @@ def main() -> None:
     os.nice(NICENESS)
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
     watch = _watch(parent)
-    if os.getppid() == parent:
-        Worker(socket.socket(fileno=descriptor), watch).serve()
+    with socket.socket(fileno=descriptor) as connection:
+        if os.getppid() == parent:
+            Worker(connection, watch).serve()
 
 
 if __name__ == "__main__":

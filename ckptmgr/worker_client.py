@@ -214,8 +214,11 @@ def _blocked(signals: Sequence[signal.Signals]) -> Iterator[None]:
 
 def _import_path() -> str:
     # Not the empty entry: it means the working directory, which may have changed, and may hold anything.
-    package = Path(__file__).parents[1]
-    return os.pathsep.join([*(os.path.abspath(path) for path in sys.path if path), str(package)])  # noqa: PTH100
+    paths = []
+    for path in filter(None, sys.path):
+        with contextlib.suppress(FileNotFoundError):  # relative to a directory that is gone
+            paths.append(os.path.abspath(path))  # noqa: PTH100
+    return os.pathsep.join([*paths, str(Path(__file__).parents[1])])
 
 
 def _described(options: SaveOptions) -> dict[str, Any]:

@@ -156,6 +156,19 @@ def test_worker_takes_no_module_from_the_working_directory(runs: Path, tmp_path:
     assert (runs / "ckpt-1.ckpt").exists()
 
 
+def test_worker_starts_where_the_working_directory_is_gone(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    monkeypatch.syspath_prepend("src")
+    gone.rmdir()
+    with manager_of(runs) as manager:
+        save(manager, 1)
+        assert steps(manager) == [1]
+
+
 def test_relative_directory_means_that_of_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
