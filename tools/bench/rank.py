@@ -28,7 +28,9 @@ def main(part: Part) -> None:
         ranks.all_gather(tag, None, timeout_s=600)
         return time.perf_counter()
 
-    config = CheckpointConfig(format="safetensors", keep="last(1)")
+    config = CheckpointConfig(
+        format="safetensors", keep="last(1)", remove_redundancy=part.is_replicated
+    )
     with CheckpointManager(directory / "run", config, prefix="net", coordinator=ranks) as manager:
         for turn in range(part.rounds + 1):
             rest(part.rest_s)

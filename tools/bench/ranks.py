@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves and loads of many ranks on this machine, each with its share of the model; and the planning for very many."""
+"""Saves and loads of many ranks on this machine, of shares and of copies of a model; and the planning for very many."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from tools.bench.session import Session
 from tools.bench.team import Failed
 
 WORLDS = (1, 2, 4)
+REPLICATED = ", replicated"
 PLAN = "4096 ranks, 2000 tensors"
 _ROOT = Path(__file__).resolve().parents[2]
 _PATIENCE_S = 600
@@ -33,7 +34,8 @@ class Part:
         directory: Where the ranks save and meet.
         rank: Its number.
         world: How many there are.
-        size_bytes: Of its share of the model.
+        size_bytes: Of what it holds of the model.
+        is_replicated: Whether the others hold the same, which is written once.
         rounds: How often, after one round to warm up.
         rest_s: Seconds of rest before every measurement.
     """
@@ -42,18 +44,21 @@ class Part:
     rank: int
     world: int
     size_bytes: int
+    is_replicated: bool
     rounds: int
     rest_s: float
 
 
 def measure_ranks(session: Session, worlds: Sequence[int] = WORLDS) -> None:
     """Save and load with 1, 2 and 4 ranks, until the last one is done; then plan for 4096."""
-    for world in worlds:
-        mode = "1 rank" if world == 1 else f"{world} ranks"
-        session.report(f"{session.section}: {mode}")
-        for measured in _of_a_job(session, world):
-            for what, seconds in measured.items():
-                session.note(mode, what, seconds)
+    for is_replicated in (False, True):
+        for world in worlds:
+            ranks = "1 rank" if world == 1 else f"{world} ranks"
+            mode = f"{ranks}{REPLICATED if is_replicated else ''}"
+            session.report(f"{session.section}: {mode}")
+            for measured in _of_a_job(session, world, is_replicated=is_replicated):
+                for what, seconds in measured.items():
+                    session.note(mode, what, seconds)
     for _ in session.turns():
         session.note(PLAN, "plan", planning_s())
 
@@ -78,20 +83,22 @@ def planning_s() -> float:
     return time.perf_counter() - started
 
 
-def _of_a_job(session: Session, world: int) -> list[dict[str, float]]:
+def _of_a_job(session: Session, world: int, *, is_replicated: bool) -> list[dict[str, float]]:
     """Run a job; return what rank 0 has measured in each round.
 
     Raises:
         Failed: A rank failed.
     """
-    directory = session.directory / f"ranks-{world}"
-    log = session.directory / f"ranks-{world}.log"
+    name = f"ranks-{world}{'-replicated' if is_replicated else ''}"
+    directory = session.directory / name
+    log = session.directory / f"{name}.log"
     parts = [
         Part(
             directory=str(directory),
             rank=rank,
             world=world,
-            size_bytes=session.workload.size_bytes // world,
+            size_bytes=session.workload.size_bytes // (2 if is_replicated else world),
+            is_replicated=is_replicated,
             rounds=session.pace.rounds,
             rest_s=session.pace.rest_s,
         )

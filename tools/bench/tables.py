@@ -211,7 +211,7 @@ def _ranks(figures: Figures) -> str:
         for one in figures.find("ranks", "plan")
     ]
     size_bytes = saves[0].subject.size_bytes if saves else 0
-    title = f"{_HEADINGS['ranks']}: {size_bytes / MIB:.0f} MiB"
+    title = f"{_HEADINGS['ranks']}: {size_bytes / MIB:.0f} MiB, replicated {size_bytes / MIB / 2:.0f} MiB"
     return _table(title, ["ranks", "save s", "load s"], rows)
 
 
