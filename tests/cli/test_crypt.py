@@ -305,3 +305,21 @@ def test_ckpt_goes_into_a_container_for_several_who_open_it(
     (tmp_path / "out").mkdir()
     assert run("decrypt", sealed, "-o", tmp_path / "out", "--key", f"file:{private}").exit_code == 0
     assert (tmp_path / "out" / plain.name).read_bytes() == plain.read_bytes()
+
+
+@pytest.mark.parametrize("damage", ["a late block", "a cut"])
+def test_pipe_of_a_bad_file_carries_nothing_but_checked_bytes_and_fails(
+    tmp_path: Path, source: str, damage: str
+) -> None:
+    plain = tmp_path / "large.bin"
+    plain.write_bytes(bytes(range(256)) * (9 << 12))  # 9 MiB: three segments
+    sealed = tmp_path / "large.bin.ckpe"
+    run("encrypt", plain, "-o", sealed, "--key", source)
+    if damage == "a cut":
+        sealed.write_bytes(sealed.read_bytes()[:-100])
+    else:
+        flip(sealed, -100)
+    result = run("decrypt", sealed, "-o", "-", "--key", source)
+    assert result.exit_code == Exit.NO
+    assert plain.read_bytes().startswith(result.stdout_bytes)
+    assert len(result.stdout_bytes) < plain.stat().st_size

@@ -29,6 +29,8 @@ Attack = Callable[[list[bytes], list[bytes]], list[bytes]]
 
 # a: the records of the file; b: those of another file of the same shape and key.
 ATTACKS: dict[str, tuple[Attack, type[CryptoError]]] = {
+    "swap blocks 0 and 1": (lambda a, b: [a[1], a[0], *a[2:]], TamperedError),
+    "last block first": (lambda a, b: [a[3], *a[:3], a[4]], TamperedError),
     "swap blocks 1 and 2": (lambda a, b: [a[0], a[2], a[1], *a[3:]], TamperedError),
     "duplicate block 1": (lambda a, b: [a[0], a[1], a[1], *a[3:]], TamperedError),
     "insert a copy of block 1": (lambda a, b: [*a[:2], *a[1:]], TamperedError),
@@ -55,6 +57,8 @@ ATTACKS: dict[str, tuple[Attack, type[CryptoError]]] = {
     ),
     "empty the file": (lambda a, b: [], TruncatedCiphertextError),
     "a byte behind the seal": (lambda a, b: [*a, b"\0"], TruncatedCiphertextError),
+    "three bytes behind the seal": (lambda a, b: [*a, bytes(3)], TruncatedCiphertextError),
+    "64 bytes behind the seal": (lambda a, b: [*a, bytes(64)], TamperedError),
     "four bytes behind the seal": (lambda a, b: [*a, bytes(4)], TamperedError),
     "a magic behind the seal": (lambda a, b: [*a, a[0][:4]], TruncatedCiphertextError),
     "a head behind the seal": (lambda a, b: [*a, a[0][:-BLOCK]], TruncatedCiphertextError),

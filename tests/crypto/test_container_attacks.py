@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr.crypto.container_header import MAGIC, HeaderCopy, parse_fixed
+from ckptmgr.crypto.container_header import MAGIC, Content, HeaderCopy, parse_fixed
 from ckptmgr.crypto.container_unlock import CopyState, find_copies
 from ckptmgr.crypto.errors import (
     CryptoError,
@@ -106,6 +106,7 @@ Attack = Callable[[list[bytes], list[bytes]], list[bytes]]
 
 # a, b: head and four segments of two files of the same shape and key.
 ATTACKS: dict[str, tuple[Attack, type[CryptoError]]] = {
+    "swap segments 0 and 1": (lambda a, b: [a[0], a[2], a[1], *a[3:]], TamperedError),
     "swap segments 1 and 2": (lambda a, b: [*a[:2], a[3], a[2], a[4]], TamperedError),
     "duplicate segment 1": (lambda a, b: [*a[:3], a[2], a[4]], TamperedError),
     "insert a copy of segment 1": (lambda a, b: [*a[:3], *a[2:]], TamperedError),
@@ -151,7 +152,16 @@ def test_header_copy_of_another_file_does_not_stand_in_the_way(copy: int) -> Non
 @pytest.mark.parametrize("mode", MODES)
 def test_truncation_anywhere_is_truncated(mode: str) -> None:
     file = seal(PLAINTEXT, mode)
-    edges = [*range(20), 63, 64, 65, COPY, 2 * COPY, HEAD - 74, HEAD, HEAD + SEGMENT, len(file)]
+    edges = [
+        *range(20),
+        63,
+        64,
+        65,
+        COPY,
+        2 * COPY,
+        HEAD - 74,
+        *range(HEAD, len(file) + 1, SEGMENT),
+    ]
     for cut in {max(0, edge + more) for edge in edges for more in (-1, 0, 1)}:
         if cut < len(file):
             with pytest.raises(TruncatedCiphertextError):
@@ -212,6 +222,18 @@ def test_file_of_one_suite_is_not_read_as_another(mode: str, other: str) -> None
     file, suite = bytearray(seal(PLAINTEXT, mode)), seal(b"", other)[10:12]
     for start in (10, COPY + 10):
         file[start : start + 2] = suite
+    with pytest.raises(TamperedError):
+        unseal(bytes(file))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("content", "other"), [*itertools.permutations(Content, 2)])
+def test_file_of_one_content_is_not_taken_for_another(
+    mode: str, content: Content, other: Content
+) -> None:
+    file = bytearray(seal(PLAINTEXT, mode, content=content))
+    for start in (40, COPY + 40):
+        file[start] = other
     with pytest.raises(TamperedError):
         unseal(bytes(file))
 

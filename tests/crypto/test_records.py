@@ -78,7 +78,7 @@ def test_sniff_mode_of_anything_else_is_none(first: bytes) -> None:
     assert sniff_mode(first) is None
 
 
-LENGTHS = (0, 1, 12, 15, 17, 2**31 - 1, 2**32 - 1)
+LENGTHS = (0, 1, 12, 15, 17, 2**31 - 1, 2**31, 2**32 - 1)
 IMPOSSIBLE = [
     (mode, field, value)
     for mode in MODES

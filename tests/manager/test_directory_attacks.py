@@ -22,6 +22,7 @@ from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.signing import SigningKey
 from ckptmgr.loader import ReadOptions
 from ckptmgr.manifest import manifest_name
+from ckptmgr.naming import extension_of
 from ckptmgr.store import Store
 from ckptmgr.verify import Status, verify_all
 from tests.manager.saved import overwrite
@@ -37,11 +38,14 @@ class Kind:
     format: str = "ckpt"
     mode: str | None = None
     has_crc: bool = False
+    is_compressed: bool = False
     is_signed: bool = False
 
     @property
     def extension(self) -> str:
-        return "safetensors.ckpe" if self.mode and self.format == "safetensors" else self.format
+        return extension_of(
+            self.format, is_encrypted=self.mode is not None, is_compressed=self.is_compressed
+        )
 
     @property
     def proves_the_writer(self) -> bool:
@@ -49,6 +53,8 @@ class Kind:
 
     def config(self) -> CheckpointConfig:
         options: dict[str, Any] = {"format": self.format, "crc_check": self.has_crc}
+        if self.is_compressed:
+            options["compression"] = "zstd"
         if self.mode is not None:
             options |= {"enc_key": KEY, "enc_mode": self.mode}
         return CheckpointConfig(**options, signing_key=SIGNER if self.is_signed else None)
@@ -63,12 +69,17 @@ class Kind:
 KINDS = {
     "plain ckpt with CRC32": Kind(has_crc=True),
     "plain safetensors": Kind(format="safetensors"),
+    "compressed": Kind(format="safetensors", is_compressed=True),
     "signed ckpt": Kind(is_signed=True),
     "signed safetensors": Kind(format="safetensors", is_signed=True),
     **{f"sealed {mode}": Kind(mode=mode) for mode in ("AES-GCM", "AES-CBC", "SM4-CBC")},
     **{
         f"container {mode}": Kind(format="safetensors", mode=mode)
         for mode in ("AES-GCM", "AES-CBC", "SM4-CBC", "SM4-GCM")
+    },
+    **{
+        f"container {mode}, compressed": Kind(format="safetensors", mode=mode, is_compressed=True)
+        for mode in ("AES-GCM", "SM4-CBC")
     },
 }
 PROVING = [name for name, kind in KINDS.items() if kind.proves_the_writer]
@@ -189,10 +200,11 @@ def strip_proofs(past: Path, run: Path, kind: Kind) -> None:
 
 
 def plain_in_its_place(past: Path, run: Path, kind: Kind) -> None:
-    """Put a plain file there, with a manifest that is right but proves nothing."""
+    """Put a plain file there, with a manifest and a CRC32 that are right but prove nothing."""
+    plain = Kind(has_crc=True)
     other = run.parent / "plain"
-    train(other, Kind(), scale=1000.0)
-    one, two = path_of(other, Kind(), 2), path_of(run, kind, 2)
+    train(other, plain, scale=1000.0)
+    one, two = path_of(other, plain, 2), path_of(run, kind, 2)
     copy(one, two)
     text = manifest_of(one).read_bytes().replace(one.name.encode(), two.name.encode())
     overwrite(manifest_of(two), text)

@@ -25,7 +25,7 @@ from ckptmgr.formats.source import BytesSource
 
 MIB = 1 << 20
 KEY = bytes(range(32))
-STATE = {f"w{number}": np.full((1024, 1024), number, np.float32) for number in range(12)}  # 4 MiB
+STATE = {f"w{number}": np.full((1024, 1024), number, np.float32) for number in range(6)}  # 4 MiB
 HEAD = 128 * 1024
 
 
@@ -65,11 +65,11 @@ def test_tensor_of_a_container_costs_its_segments_and_that_of_the_header(
     bucket = stored(tmp_path, format="safetensors", enc_key=KEY, enc_mode=mode)
     with open_checkpoint(bucket.source(), dec_key=KEY) as reader:
         assert (reader.is_verified, reader.format) == (True, "safetensors")
-        assert np.array_equal(reader.read("w7"), STATE["w7"])
+        assert np.array_equal(reader.read("w4"), STATE["w4"])
     # The head, the segment with the names, and two segments of 4 MiB that the tensor lies in.
     assert len(bucket.asked) <= 5
     assert bucket.asked_bytes <= HEAD + 3 * 4 * MIB
-    assert len(bucket.data) > 12 * 4 * MIB
+    assert len(bucket.data) > 6 * 4 * MIB
 
 
 @pytest.mark.parametrize("kind", ["plain", "compressed", "compressed and encrypted"])
@@ -79,7 +79,7 @@ def test_tensor_of_other_files_costs_itself(tmp_path: Path, kind: str) -> None:
     bucket = stored(tmp_path, format="safetensors", compression=compression, enc_key=key)
     with open_checkpoint(bucket.source(), dec_key=key) as reader:
         assert reader.is_verified == (key is not None)
-        assert np.array_equal(reader.read("w7", rows=slice(10, 20)), STATE["w7"][10:20])
+        assert np.array_equal(reader.read("w4", rows=slice(10, 20)), STATE["w4"][10:20])
     assert len(bucket.asked) <= 6
     assert bucket.asked_bytes <= HEAD + min(len(bucket.data), 4 * MIB) + 65536
 
@@ -89,7 +89,7 @@ def test_tensors_of_a_ckpt_in_a_container_can_be_read(tmp_path: Path) -> None:
     with open_checkpoint(bucket.source(), dec_key=KEY) as reader:
         assert reader.names() == tuple(STATE)
         before = bucket.asked_bytes
-        assert np.array_equal(reader.read("w7"), STATE["w7"])
+        assert np.array_equal(reader.read("w4"), STATE["w4"])
     assert bucket.asked_bytes - before <= 2 * 4 * MIB
 
 
@@ -134,7 +134,7 @@ def test_object_that_is_replaced_meanwhile_gives_nothing_of_the_new_one(tmp_path
         path = save_checkpoint(other, tmp_path / "net-2", format="safetensors", enc_key=KEY).path
         bucket.data = path.read_bytes()
         with pytest.raises(TamperedCheckpoint):
-            reader.read("w7")
+            reader.read("w4")
 
 
 @pytest.mark.parametrize("given", [0, 1, -1])
