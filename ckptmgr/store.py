@@ -50,8 +50,9 @@ from ckptmgr.fsio import (
 )
 from ckptmgr.lease import Processes, ProcProcesses, hold_lease
 from ckptmgr.manifest import FileEntry, Manifest, files_of, manifest_name
-from ckptmgr.manifest_files import ManifestContent, ManifestFiles
+from ckptmgr.manifest_files import ManifestFiles
 from ckptmgr.manifest_keys import ManifestKey
+from ckptmgr.manifest_reader import ManifestContent
 from ckptmgr.model import Checkpoint, Pin, State
 from ckptmgr.naming import DATA_SUFFIXES, parse_name
 from ckptmgr.recovery import recover

@@ -14,7 +14,6 @@ from ckptmgr.crypto.key import Key
 from ckptmgr.errors import CkptmgrError, KeyProblem, TamperedCheckpoint
 from ckptmgr.loader import ReadOptions
 from ckptmgr.manifest import Manifest, decode, encode, manifest_name
-from ckptmgr.manifest_files import ManifestContent
 from ckptmgr.model import State
 from ckptmgr.store import Store
 from ckptmgr.verify import Status, verify_checkpoint
@@ -48,7 +47,7 @@ def keep(directory: Path, kept: bytes, *, key: Key | None = NEW, times: int = 1)
     for _ in range(times):
         mine = decode((directory / _MANIFEST).read_bytes(), path=path)
         old = mine.replaces or mine
-        text = ManifestContent(data=kept, mode=0o400).text
+        text = kept.decode()
         kept = encode(replace(mine, auth=None, replaces=replace(old, kept=text)), key=key)
     overwrite(path, kept)
 

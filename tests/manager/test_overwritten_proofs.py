@@ -11,7 +11,7 @@ import pytest
 from ckptmgr import load_checkpoint, save_checkpoint
 from ckptmgr.errors import KeyProblem, UnsealedCheckpoint
 from ckptmgr.manifest import MAX_MANIFEST_BYTES, manifest_name
-from ckptmgr.manifest_files import ManifestContent
+from ckptmgr.manifest_reader import ManifestContent
 from ckptmgr.store import Store
 from tests.manager.cut_overwrites import (
     NAME,
