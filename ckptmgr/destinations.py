@@ -21,7 +21,7 @@ import numpy as np
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.mindspore_entries import CkptEntry
 from ckptmgr.leaves import flat_bytes, framework_of
-from ckptmgr.tree_memory import is_owner
+from ckptmgr.tree_memory import are_apart, owner_of
 from ckptmgr.tree_nodes import StateMismatch
 
 _SHOWN_DIFFERENCES = 100
@@ -137,7 +137,7 @@ def memory_of(value: Any) -> np.ndarray | None:
 def apart(memories: Mapping[str, np.ndarray | None]) -> dict[str, np.ndarray]:
     """Return those memories that no other one before them covers, too."""
     known = {name: one for name, one in memories.items() if one is not None}
-    if all(map(is_owner, known.values())) and len(set(map(id, known.values()))) == len(known):
+    if are_apart(map(owner_of, known.values()), len(known)):
         return known
     addresses = {name: _address(one) for name, one in known.items()}
     kept, end = {}, 0

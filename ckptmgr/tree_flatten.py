@@ -175,6 +175,9 @@ class Flattener:
         self._nodes.append({f"to_{type(value).__name__}": 1})
 
     def _array(self, value: Any, path: Path, depth: int) -> None:
+        if type(value) is np.ndarray and self._slicer is None:
+            self._add(_array_leaf(value, path, self._unique(path.tensor_name())))
+            return
         part = None if self._slicer is None else self._slicer.slice_of(path.tensor_name(), value)
         if part is not None:
             self._slice(part, path)
@@ -217,6 +220,9 @@ class Flattener:
         self._nodes.append(leaf)
 
     def _unique(self, name: str) -> str:
+        if name not in self._names:
+            self._names.add(name)
+            return name
         candidate, number = name, self._numbers.get(name, 1)
         while candidate in self._names:
             number += 1
@@ -280,15 +286,14 @@ def _plain_dtype_of(dtype: np.dtype) -> tuple[Json, str]:
 
 def _array_leaf(array: np.ndarray, path: Path, name: str) -> Leaf:
     dtype, shape = array.dtype, array.shape
-    node, spelling = _dtype_of(dtype)
+    node, spelling = _plain_dtype_of(dtype) if dtype.isbuiltin else _dtype_of(dtype)
     if node is None:
         raise unsupported(
             path, f"is an array with elements of type {dtype}", "store numbers, or a list"
         )
     spec, is_bytes = stored_as(name, spelling, shape, dtype.itemsize)
     rest: dict[str, Json] = {"stored": "uint8"} if is_bytes else {}
-    content = partial(array_bytes, array) if array.nbytes else _nothing
-    tensor = Tensor(spec=spec, content=content)
+    tensor = Tensor(spec, partial(array_bytes, array) if array.nbytes else _nothing)
     return Leaf(path, "array", node, shape, rest, array, tensor, dtype.itemsize, ARRAYS)
 
 

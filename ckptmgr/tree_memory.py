@@ -9,7 +9,7 @@ compactly, however large the storage behind it is.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -57,12 +57,13 @@ class Finder:
     """How memory is found behind the arrays of a framework.
 
     Attributes:
-        is_owner: Whether an array owns its memory alone: who else looks at it is no owner.
+        owner: Returns the object that owns the memory, if others can look at it only as views of that object; None when
+            that is not sure.
         span: Returns the `device`, `start` and `stop` of an array's memory; None when nobody can share it.
         memory: Returns all that is known of it.
     """
 
-    is_owner: Callable[[Any], bool]
+    owner: Callable[[Any], object | None]
     span: Callable[[Any], Span | None]
     memory: Callable[[Any], Memory]
 
@@ -149,14 +150,19 @@ def stored_as(
     Returns:
         The specification, and whether it is the bytes (uint8, with one more dimension unless an element is one byte).
     """
-    row = BY_NAME.get(spelling)
-    if row is not None and row.mindspore is not None and row.safetensors is not None:
-        return TensorSpec(name=name, dtype=row, shape=shape), False
+    row = _IN_ALL_FORMATS.get(spelling)
+    if row is not None:
+        return TensorSpec(name, row, shape), False
     stored_shape = shape if item_bytes == 1 else (*shape, item_bytes)
     return TensorSpec(name=name, dtype=_UINT8, shape=stored_shape), True
 
 
 _UINT8: DType = BY_NAME["uint8"]
+_IN_ALL_FORMATS = {
+    name: row
+    for name, row in BY_NAME.items()
+    if row.mindspore is not None and row.safetensors is not None
+}
 
 
 def plan_storage(
@@ -177,7 +183,7 @@ def plan_storage(
     aliases: dict[str, str] = {}
     tensors = [leaf.tensor for leaf in leaves]
     objects = {id(leaf.value) for leaf in leaves}
-    if len(objects) < len(leaves) or not all(map(_is_alone, leaves)):
+    if not are_apart(map(_owner_of, leaves), len(leaves)):
         kept: dict[int, Tensor] = dict(enumerate(tensors))
         for group in _overlapping(leaves):
             _plan_group(group, kept, aliases, unique_name)
@@ -189,9 +195,14 @@ def plan_storage(
     return tensors, aliases
 
 
-def _is_alone(leaf: Leaf) -> bool:
-    """Return whether a leaf shares memory at most with leaves that are not alone."""
-    return leaf.finder is None or leaf.finder.is_owner(leaf.value)
+def _owner_of(leaf: Leaf) -> object | None:
+    return leaf.value if leaf.finder is None else leaf.finder.owner(leaf.value)
+
+
+def are_apart(owners: Iterable[object | None], count: int) -> bool:
+    """Return whether so many arrays share no memory for sure, given what owns theirs."""
+    different = set(map(id, owners))
+    return len(different) == count and id(None) not in different
 
 
 def _plan_group(
@@ -346,9 +357,16 @@ def array_span(array: np.ndarray) -> Span | None:
     return "cpu", *extent(origin, array.shape, array.strides, array.itemsize)
 
 
-def is_owner(array: np.ndarray) -> bool:
-    """Return whether an array owns its memory: others can look at it only through views of it, which own none."""
-    return array.base is None and array.flags.owndata and array.flags.forc
+def owner_of(array: np.ndarray) -> np.ndarray | None:
+    """Return the array that owns the memory: others can look at it only through views, which own none.
+
+    None when it is owned by something else, or by nobody knows whom, or when elements may overlap.
+    """
+    base: object = array.base
+    owner = array if base is None else base
+    if isinstance(owner, np.ndarray) and owner.flags.owndata and array.flags.forc:
+        return owner
+    return None
 
 
 def array_memory(array: np.ndarray) -> Memory:
@@ -378,4 +396,4 @@ def array_memory(array: np.ndarray) -> Memory:
     )
 
 
-ARRAYS = Finder(is_owner=is_owner, span=array_span, memory=array_memory)
+ARRAYS = Finder(owner=owner_of, span=array_span, memory=array_memory)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from ckptmgr.tree_memory import Leaf
 from ckptmgr.tree_nodes import VERSION, Json
 
-_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 def skeleton_of(nodes: Sequence[Json | Leaf]) -> str:
@@ -22,17 +22,17 @@ def skeleton_of(nodes: Sequence[Json | Leaf]) -> str:
     parts: list[str] = []
     waiting: list[Json] = []
     for node in nodes:
-        if isinstance(node, Leaf):
+        if type(node) is str and not waiting:
+            parts.append(_encode(node))
+        elif isinstance(node, Leaf):
             if waiting:
-                parts.append(_ENCODER.encode(waiting)[1:-1])
+                parts.append(_encode(waiting)[1:-1])
                 waiting.clear()
             parts.append(_leaf(node, heads))
-        elif isinstance(node, str) and not waiting:
-            parts.append(_ENCODER.encode(node))
         else:
             waiting.append(node)
     if waiting:
-        parts.append(_ENCODER.encode(waiting)[1:-1])
+        parts.append(_encode(waiting)[1:-1])
     return f'{{"version":{VERSION},"nodes":[{",".join(parts)}]}}'
 
 
@@ -40,18 +40,18 @@ def _leaf(leaf: Leaf, heads: dict[tuple[str, str, tuple[int, ...]], str]) -> str
     node = leaf.node
     if "shape" in node or not isinstance(leaf.dtype, str):
         body: Json = {"dtype": leaf.dtype, "shape": list(leaf.shape), **node}
-        return _ENCODER.encode({leaf.kind: body})
+        return _encode({leaf.kind: body})
     key = (leaf.kind, leaf.dtype, leaf.shape)
     head = heads.get(key)
     if head is None:
         shape = ",".join(map(str, leaf.shape))
-        head = heads[key] = (
-            f'{{"{leaf.kind}":{{"dtype":{_ENCODER.encode(leaf.dtype)},"shape":[{shape}]'
-        )
+        head = heads[key] = f'{{"{leaf.kind}":{{"dtype":{_encode(leaf.dtype)},"shape":[{shape}]'
+    if len(node) == 1:  # most have but that
+        return f'{head},"tensor":{_encode(node["tensor"])}}}}}'
     return "".join([head, *[f',"{name}":{_text(value)}' for name, value in node.items()], "}}"])
 
 
 def _text(value: Json) -> str:
     if value is True:
         return "true"
-    return _ENCODER.encode(value)
+    return _encode(value)

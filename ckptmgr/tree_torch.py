@@ -170,7 +170,7 @@ def _memory(value: torch.Tensor) -> Memory:
 
 
 # Any number of tensors may look at one storage.
-TENSORS = Finder(is_owner=lambda value: False, span=_span, memory=_memory)
+TENSORS = Finder(owner=lambda value: None, span=_span, memory=_memory)
 
 
 def build_tensor(

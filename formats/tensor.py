@@ -36,8 +36,7 @@ class TensorSpec(NamedTuple):
         return prod(self.shape) * self.dtype.item_bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tensor:
+class Tensor(NamedTuple):
     """A tensor to be written.
 
     Attributes:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -238,7 +237,7 @@ class _Unified:
             if layout is None or (layout.device_matrix and stage not in layout.stages):
                 continue
             tensor = resharder.tensor(stored, layout, device=device if layout.device_matrix else 0)
-            found.append(replace(tensor, spec=tensor.spec._replace(name=name)))
+            found.append(tensor._replace(spec=tensor.spec._replace(name=name)))
         return found
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from ckptmgr.formats.tensor import Item, Tensor
@@ -165,7 +164,7 @@ def _chosen(resharder: Resharder, names: Sequence[str], choice_func: Choose | No
         if stored in chosen:
             raise ValueError(f"choice_func gives two parameters the name {stored!r}")
         tensor = resharder.tensor(name, whole())
-        chosen[stored] = replace(tensor, spec=tensor.spec._replace(name=stored))
+        chosen[stored] = tensor._replace(spec=tensor.spec._replace(name=stored))
     return list(chosen.values())
 
 
