@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Power cuts while somebody with another key overwrites a file: it opens with one of the two keys, all the time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from ckptmgr.crypto.key import Key
+from ckptmgr.loader import ReadOptions
+from ckptmgr.store import Store
+from ckptmgr.verify import Status, verify_checkpoint
+from tests.crashmodel import Crash, ModelDisk, Order, every_crash
+from tests.faults.scenarios import first_broken
+from tests.faults.training import KEY, RUNS, SERIES, ModelProcesses, Trainer, disk_with, name_of
+
+ONE = name_of(1)
+THEIRS = KEY[::-1]
+KEYS: tuple[bytes | None, ...] = (THEIRS, None)
+
+
+def overwrite(disk: ModelDisk, key: bytes | None) -> None:
+    Trainer(disk, key=key).overwrite(ONE, 11.0)
+    disk.acknowledge("overwritten")
+
+
+def opens(disk: ModelDisk, key: bytes | None) -> bool:
+    """Return whether the file verifies with a key and nothing else; without one, whether it is plain."""
+    own = None if key is None else Key(key)
+    store = Store(RUNS, fs=disk, key=own, must_authenticate=own is not None)
+    (found,) = [one for one in store.scan() if one.name == ONE]
+    return verify_checkpoint(store, found, options=ReadOptions(key=own)).status is Status.OK
+
+
+def recover(disk: ModelDisk, key: bytes | None) -> None:
+    own = None if key is None else Key(key)
+    Store(RUNS, fs=disk, key=own, processes=ModelProcesses(disk)).recover(SERIES)
+
+
+def cuts(key: bytes | None, order: Order) -> Iterator[Crash]:
+    """Yield the disks that a power cut leaves, while the file is overwritten."""
+    return every_crash(disk_with(10.0, key=KEY), lambda disk: overwrite(disk, key), order=order)
+
+
+@pytest.mark.parametrize("order", Order)
+@pytest.mark.parametrize("key", KEYS, ids=["another key", "no key"])
+def test_file_opens_with_the_old_or_the_new_key_and_recoveries_with_both_leave_it_so(
+    key: bytes | None, order: Order
+) -> None:
+    seen = set()
+
+    def check(crash: Crash) -> None:
+        is_old, is_new = opens(crash.disk, KEY), opens(crash.disk, key)
+        assert is_old != is_new
+        assert is_new or not crash.disk.acknowledged
+        for one in (KEY, key, KEY):
+            recover(crash.disk, one)
+            assert (opens(crash.disk, KEY), opens(crash.disk, key)) == (is_old, is_new)
+        seen.add(is_old)
+
+    assert first_broken(cuts(key, order), check) is None
+    assert seen == {True, False}
+
+
+@pytest.mark.parametrize("order", Order)
+def test_recovery_that_puts_the_old_manifest_back_may_itself_be_cut(order: Order) -> None:
+    def again() -> Iterator[Crash]:
+        for crash in cuts(THEIRS, order):
+            if opens(crash.disk, KEY):
+                yield from every_crash(crash.disk, lambda disk: recover(disk, KEY), order=order)
+
+    def check(crash: Crash) -> None:
+        assert opens(crash.disk, KEY)
+
+    assert first_broken(again(), check) is None
