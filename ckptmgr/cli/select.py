@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ckptmgr.cli.exits import UsageProblem
 from ckptmgr.errors import CheckpointNotFound
+from ckptmgr.manifest import SUFFIX as MANIFEST_SUFFIX
 from ckptmgr.model import Checkpoint, State
 from ckptmgr.naming import stem_of
 from ckptmgr.store import Store
@@ -163,7 +164,8 @@ def _newest_attempts(found: list[Checkpoint]) -> list[Checkpoint]:
 
 
 def _file(store: Store, path: Path) -> Checkpoint:
-    real = Path(os.path.realpath(path))
+    # A manifest stands for what it describes: shells put both in the place of `runs/*`.
+    real = Path(os.path.realpath(path).removesuffix(MANIFEST_SUFFIX))
     # First, because no file has the name of a checkpoint of many ranks.
     found = store.scan() if store.directory.is_dir() else []
     known = next((c for c in found if c.path == real), None)

@@ -119,6 +119,13 @@ def test_json_of_damage_says_what_and_where(tmp_path: Path) -> None:
     assert '"problems": ["' in result.stdout
 
 
+def test_all_files_of_a_directory_name_its_checkpoints_once(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20])
+    shown = run("verify", *sorted(tmp_path.glob("net*")))
+    assert shown.exit_code == 0
+    assert shown.stdout.endswith("2 checkpoints (full): 2 ok\n")
+
+
 def test_selected_checkpoint_is_verified_once(tmp_path: Path) -> None:
     save_run(tmp_path, [10, 20])
     items = run_json("verify", "20", "latest", "10..20", "--dir", tmp_path)["items"]
