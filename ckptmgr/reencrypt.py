@@ -2,7 +2,8 @@
 """Encrypt files anew, under a new data key, as a stream: constant memory, no plaintext on the disk, swapped like a save.
 
 At every instant the file is the old or the new one, and its manifest can be checked by the old and the new keys until the new
-one is durable. Whoever opened the old file and kept its data key has nothing of the new one.
+one is durable. Whoever opened the old file and kept its data key has nothing of the new one. Compressed frames stay as they
+are. For the files of many ranks see `reencrypt_set`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from ckptmgr.crypto.container_header import Content
 from ckptmgr.crypto.keyring import KeyRing, Keys, block_key
 from ckptmgr.crypto.mindspore_blocks import BlockSealer
 from ckptmgr.digest import FileDigest, VerifyingSource
-from ckptmgr.errors import NotBuiltYet
 from ckptmgr.formats.detect import Kind
 from ckptmgr.formats.image import Image
 from ckptmgr.formats.source import Source
@@ -36,13 +36,30 @@ from ckptmgr.store import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Sealing:
-    """What is written instead of a file."""
+class Sealing:
+    """What is written instead of a file.
+
+    Attributes:
+        image: The same content, read from the old file as it is written.
+        sealer: Made for it.
+        format: `ckpt` or `safetensors`.
+        mode: The cipher mode.
+    """
 
     image: Image
     sealer: BlockSealer | ContainerSealer
     format: str
     mode: str
+
+    def write(self, file: OutputFile) -> FileDigest:
+        """Write it into a new file, and return the digests of that."""
+        return write_image(self.image, file, sealer=self.sealer).digest
+
+    def entry(self, name: str, digest: FileDigest, *, new: KeyRing) -> FileEntry:
+        """Return what a manifest says of the new file."""
+        return FileEntry(
+            name=name, digest=digest, format=self.format, cipher=self.mode, key_id=new.key_id
+        )
 
 
 def reencrypt_file(
@@ -67,7 +84,6 @@ def reencrypt_file(
     Raises:
         KeyProblem: It does not open, or cannot have such keys.
         CorruptCheckpoint: It is damaged; nothing was changed.
-        NotBuiltYet: It is compressed.
         StoreFull, OSError: From the disk; the old file is intact, or the new one is there.
     """
     path = checkpoint.path
@@ -75,21 +91,18 @@ def reencrypt_file(
         translated_errors(str(path)),
         contextlib.closing(store.fs.open(path)) as raw,
     ):
-        sealing = _sealing(raw, path, old=old, new=new, manifest=manifest)
-        mode = _mode_of(store, path.name) or 0o400
+        sealing = sealing_anew(raw, path, old=old, new=new, manifest=manifest)
+        mode = mode_of(store, path.name) or 0o400
         if sealing.format == OPAQUE and manifest is None:
             store.place(
                 path.name,
                 size_bytes=sealing.sealer.sealed_size,
-                write=lambda file: write_image(sealing.image, file, sealer=sealing.sealer),
+                write=sealing.write,
                 mode=mode,
             )
             return
-        draft = _draft(checkpoint, manifest, new, sealing)
+        draft = _draft(checkpoint, manifest, sealing, new)
         key = auth(None if manifest is None else manifest.auth)
-
-        def write(file: OutputFile) -> FileDigest:
-            return write_image(sealing.image, file, sealer=sealing.sealer).digest
 
         def describe(digest: FileDigest) -> Manifest:
             return replace(draft, file=replace(draft.file, digest=digest), auth=key)
@@ -98,56 +111,51 @@ def reencrypt_file(
             path.name,
             series=draft.series,
             size_bytes=sealing.sealer.sealed_size,
-            write=write,
+            write=sealing.write,
             describe=describe,
             mode=mode,
-            manifest_mode=_mode_of(store, manifest_name(path.name)),
+            manifest_mode=mode_of(store, manifest_name(path.name)),
         )
 
 
-def _mode_of(store: Store, name: str) -> int | None:
+def mode_of(store: Store, name: str) -> int | None:
+    """Return the permission bits of a file, or None where there is none."""
     status = store.fs.status(store.directory / name)
     return None if status is None else status.mode
 
 
-def _sealing(
+def sealing_anew(
     raw: Source, path: Path, *, old: Keys, new: KeyRing, manifest: Manifest | None
-) -> _Sealing:
+) -> Sealing:
+    """Return what is written instead of an encrypted file; arguments and errors as of `reencrypt_file`."""
     if kind_of(raw, name=path.name) is Kind.MINDSPORE_ENCRYPTED:
         options = ReadOptions(key=old)
         opened = open_source(raw, path=str(path), options=options, manifest=manifest)
         mode = str(opened.cipher)
         blocks = CheckingSealer(opened, block_key(new), mode)
         image = SourceImage(opened.source, blocks.body_bytes, has_crc_trailer=blocks.has_crc)
-        return _Sealing(image=image, sealer=blocks, format="ckpt", mode=mode)
+        return Sealing(image=image, sealer=blocks, format="ckpt", mode=mode)
     checked: Source = raw
     if manifest is not None:
         checked = VerifyingSource(raw, manifest.file.digest, path=str(path))
     container = open_container_file(raw, checked, path=str(path), key=old, mode=None)
-    if container.content is Content.FRAMES:
-        raise NotBuiltYet(
-            "compressed files cannot be encrypted anew yet",
-            path=path,
-            hint="expand it first: ckptmgr convert --compression none",
-        )
+    is_framed = container.content is Content.FRAMES
     sealer = ContainerSealer(
-        new.recipients, container.mode, plaintext_size=container.size, content=container.content
+        new.recipients,
+        container.mode,
+        plaintext_size=container.size,
+        content=container.content,
+        raw_size=container.unlocked.header.fixed.plaintext_size if is_framed else None,
     )
     image = SourceImage(container, container.size, window_bytes=container.block_bytes)
-    return _Sealing(image=image, sealer=sealer, format=format_in(container), mode=container.mode)
+    return Sealing(image=image, sealer=sealer, format=format_in(container), mode=container.mode)
 
 
 def _draft(
-    checkpoint: Checkpoint, manifest: Manifest | None, new: KeyRing, sealing: _Sealing
+    checkpoint: Checkpoint, manifest: Manifest | None, sealing: Sealing, new: KeyRing
 ) -> Manifest:
     """Return the manifest of the new file but for its digest: the same save, with other keys."""
-    entry = FileEntry(
-        name=checkpoint.path.name,
-        digest=FileDigest(size_bytes=0, ranges=()),
-        format=sealing.format,
-        cipher=sealing.mode,
-        key_id=new.key_id,
-    )
+    entry = sealing.entry(checkpoint.path.name, FileDigest(size_bytes=0, ranges=()), new=new)
     if manifest is not None:
         return replace(manifest, file=entry, replaces=None)
     return Manifest(

@@ -6,8 +6,7 @@ Instead nothing goes into the new file that is not proven by the manifest: tenso
 of the damaged one that match their digests; so does its description, or it says nothing that the others do not say as well.
 A file that somebody put in its place proves nothing.
 
-In this order: the new file durable, under the name of an attempt of its own; the manifest replaced by one that names it (the
-commit point), durable; the damaged file removed. What an interruption leaves is collected like any other attempt.
+How the new file takes the place of the damaged one, and what an interruption leaves: `shard_swap`.
 """
 
 from __future__ import annotations
@@ -22,21 +21,19 @@ from ckptmgr.chain import contradiction
 from ckptmgr.digest import differing_ranges
 from ckptmgr.errors import (
     CkptmgrError,
-    CorruptCheckpoint,
     KeyProblem,
     UnsupportedCheckpoint,
 )
 from ckptmgr.formats.detect import detect
 from ckptmgr.formats.source import Source
 from ckptmgr.formats.tensor import Tensor
-from ckptmgr.fsio import remove_name
 from ckptmgr.healing import Healing, PaddedSource
 from ckptmgr.loader import ReadOptions, open_source
 from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.patient import Patient, open_patient
 from ckptmgr.saver import SaveOrder, save_items
-from ckptmgr.shard_files import ShardFiles
-from ckptmgr.shard_names import new_attempt_id, parse_shard_name, shard_name
+from ckptmgr.shard_names import new_attempt_id, with_attempt
+from ckptmgr.shard_swap import swap_shards
 from ckptmgr.sharded import ShardedCheckpoint
 from ckptmgr.store import Store
 from ckptmgr.stored_kind import check_kind
@@ -159,23 +156,9 @@ class SealedRepair:
             describe=partial(self._described, rank),
             metadata=patient.plain_metadata(),
         )
-        files = ShardFiles(store.directory, fs=store.fs)
-        changed = save_items(files, order)
-        try:
-            store.update_manifest(changed)
-        except BaseException:
-            self._withdraw(files, order.name)
-            raise
-        self._manifest = changed
-        remove_name(store.fs, store.directory / old.name)
-        store.fs.sync_directory(store.directory)
-
-    def _withdraw(self, files: ShardFiles, name: str) -> None:
-        """Remove a new file that the manifest does not name; where that cannot be told, it stays."""
-        with contextlib.suppress(CkptmgrError, OSError):
-            present = self._store.read_manifest(self._manifest.name)
-            if present is not None and all(one.name != name for one in present.shards):
-                files.withdraw(name)
+        self._manifest = swap_shards(
+            store, self._manifest, partial(save_items, order=order), names=[order.name]
+        )
 
     def _described(self, rank: int, entry: FileEntry, _: Mapping[str, float]) -> Manifest:
         shards = list(self._manifest.shards)
@@ -184,15 +167,4 @@ class SealedRepair:
 
     def _renamed(self, rank: int) -> FileEntry:
         entry = self._manifest.shards[rank]
-        old = parse_shard_name(entry.name)
-        if old is None:
-            raise CorruptCheckpoint("is not the name of the file of a rank", path=entry.name)
-        prefix = shard_name(old.stem, rank, world=old.world, attempt_id=old.attempt_id, format="")
-        name = shard_name(
-            old.stem,
-            rank,
-            world=old.world,
-            attempt_id=new_attempt_id(self._clock()),
-            format=entry.name.removeprefix(prefix),
-        )
-        return replace(entry, name=name)
+        return replace(entry, name=with_attempt(entry.name, new_attempt_id(self._clock())))

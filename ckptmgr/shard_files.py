@@ -65,4 +65,4 @@ class ShardFiles(Store):
 
         No more: ranks on other hosts are writing, and nobody here can tell that they live.
         """
-        return remove_dead_temps(self.fs, self.directory, self._processes)
+        return remove_dead_temps(self.fs, self.directory, self.processes)

@@ -29,6 +29,7 @@ SET_FORMAT = "shards"
 _SET_SUFFIX = f".{SET_FORMAT}"
 _SECONDS_DIGITS = 8
 _MAX_SECONDS = 0xFFFFFFFF
+_CLOCK_SKEW_S = 60  # how far the clocks of hosts may be apart
 _SHARD = re.compile(
     r"(?P<stem>[^/\0]+)\.(?P<rank>0|[1-9][0-9]{0,8})-of-(?P<world>[1-9][0-9]{0,8})"
     r"\.(?P<attempt>[0-9a-f]{16})\.(?:ckpt|safetensors)(?:\.ckp[ez])?"
@@ -67,6 +68,10 @@ class ShardName(NamedTuple):
         """When its attempt may no longer be committed, in seconds since 1970."""
         return int(self.attempt_id[:_SECONDS_DIGITS], 16)
 
+    def has_expired(self, now: float) -> bool:
+        """Return whether nobody will commit its attempt any more, by the clock of any host."""
+        return self.expires_at + _CLOCK_SKEW_S < now
+
 
 def new_attempt_id(expires_at: float) -> str:
     """Return the name of a new attempt, which may be committed until then (seconds since 1970)."""
@@ -85,6 +90,23 @@ def parse_shard_name(name: str) -> ShardName | None:
     if match is None:
         return None
     return ShardName(match["stem"], int(match["rank"]), int(match["world"]), match["attempt"])
+
+
+def with_attempt(name: str, attempt_id: str) -> str:
+    """Return the name of the same file of another attempt.
+
+    Raises:
+        ValueError: It is no such name.
+
+    >>> with_attempt("net-40.1-of-2.67d2f1a41f0c9a2e.safetensors.ckpe", "67d2f1a5c0ffee00")
+    'net-40.1-of-2.67d2f1a5c0ffee00.safetensors.ckpe'
+    """
+    old = parse_shard_name(name)
+    if old is None:
+        raise ValueError(f"{name!r} is not the name of the file of a rank")
+    prefix = shard_name(old.stem, old.rank, world=old.world, attempt_id=old.attempt_id, format="")
+    format = name.removeprefix(prefix)
+    return shard_name(old.stem, old.rank, world=old.world, attempt_id=attempt_id, format=format)
 
 
 def is_set_name(name: str) -> bool:

@@ -96,7 +96,7 @@ class Store:
         self.directory = directory
         self.fs: FileSystem = fs if fs is not None else OsFileSystem()
         self._key = key
-        self._processes: Processes = processes if processes is not None else ProcProcesses()
+        self.processes: Processes = processes if processes is not None else ProcProcesses()
         self.must_authenticate = must_authenticate
         self.signing_key = signing_key
         self.trusted_keys = tuple(trusted_keys)
@@ -104,7 +104,7 @@ class Store:
             directory,
             fs=self.fs,
             key=key,
-            processes=self._processes,
+            processes=self.processes,
             must_authenticate=must_authenticate,
             signing_key=signing_key,
             trusted_keys=trusted_keys,
@@ -184,7 +184,7 @@ class Store:
 
     def _from_temp(self, name: str, status: FileStatus) -> Checkpoint:
         token = parse_temp(name)
-        is_live = token is not None and self._processes.is_dead(token[0]) is False
+        is_live = token is not None and self.processes.is_dead(token[0]) is False
         state = State.WRITING if is_live else State.LEFTOVER
         problem = "being written by a live process" if is_live else "left by an interrupted save"
         data_name = final_name(name).removesuffix(manifests.SUFFIX)
@@ -519,7 +519,7 @@ class Store:
         Returns:
             What was done, one sentence each.
         """
-        return recover(self._manifests, self._processes, series)
+        return recover(self._manifests, self.processes, series)
 
     def recover_from_worker(self, series: str) -> list[str]:
         """Clean up after a worker process of ours that died in a save; see `recover`."""

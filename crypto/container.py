@@ -35,6 +35,7 @@ from .ciphers import Random
 from .container_header import (
     COPY_SIZES,
     FILE_ID_BYTES,
+    FRAMES_ALIGNMENT_BYTES,
     Content,
     FixedHeader,
     HeaderCopy,
@@ -57,6 +58,7 @@ class ContainerSealer:
         mode: `AES-GCM`, `SM4-GCM`, `AES-CBC` or `SM4-CBC`; the last two are encrypt-then-MAC.
         plaintext_size: Bytes of the plaintext.
         content: What the plaintext is.
+        raw_size: Of frames: bytes that they expand to.
         segment_bytes: Length of a segment; a multiple of 16 up to 64 MiB.
         copy_bytes: Size of a header copy, 4096 to 65536; unless said, the smallest that holds the slots. What is left is
             room for slots that are added later.
@@ -71,7 +73,8 @@ class ContainerSealer:
 
     Raises:
         UnsupportedSuiteError: There is no such mode.
-        ValueError: A size or the number of recipients is out of range.
+        ValueError: A size or the number of recipients is out of range, or the content is frames and lacks their size, or
+            is not and has one.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class ContainerSealer:
         *,
         plaintext_size: int,
         content: Content = Content.OPAQUE,
+        raw_size: int | None = None,
         segment_bytes: int = SEGMENT_BYTES,
         copy_bytes: int | None = None,
         random: Random = os.urandom,
@@ -91,16 +95,16 @@ class ContainerSealer:
             copy_bytes=copy_bytes or COPY_SIZES[0],
             suite=suite_of(mode),
             file_id=random(FILE_ID_BYTES),
-            plaintext_size=plaintext_size,
+            plaintext_size=_stated_size(plaintext_size, content, raw_size),
             content=content,
             segment_bytes=segment_bytes,
         )
         header = wrap_header(fixed, recipients, data_key, may_grow=copy_bytes is None)
-        self._fixed = header.fixed
         self._message = start_encryption(
-            self._fixed.parameters, data_key.raw, aad=self._fixed.pack(), random=random
+            fixed.parameters, data_key.raw, aad=header.fixed.pack(), random=random
         )
         self.head = pack_head(header, data_key, self._message)
+        self._fixed = replace(header.fixed, plaintext_size=plaintext_size)
         self.copies_bytes = 2 * self._fixed.copy_bytes
         self.block_count = self._fixed.segment_count
         self.record_bytes = segment_bytes
@@ -150,6 +154,17 @@ class ContainerSealer:
         missing = self._sealed.find(0)
         if missing >= 0:
             raise ValueError(f"segment {missing} of {self.block_count} was not sealed")
+
+
+def _stated_size(plaintext_size: int, content: Content, raw_size: int | None) -> int:
+    """Return the size that the header states."""
+    if (raw_size is not None) != (content is Content.FRAMES):
+        raise ValueError("the size that frames expand to belongs to frames, and to nothing else")
+    if raw_size is None:
+        return plaintext_size
+    if not plaintext_size or plaintext_size % FRAMES_ALIGNMENT_BYTES:
+        raise ValueError(f"frames of {plaintext_size} bytes do not end where they must")
+    return raw_size
 
 
 def wrap_header(

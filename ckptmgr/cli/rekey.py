@@ -144,8 +144,9 @@ def reencrypt_command(
 ) -> int:
     """Encrypt checkpoints anew, under new data keys.
 
-    Each file is written once more, as a stream, without plaintext on the disk, and takes the place of the old one like a save.
-    Old copies elsewhere still open with the old keys. Nothing is touched unless --key opens all of them.
+    Each file is written once more, as a stream, without plaintext on the disk, and takes the place of the old one like a save;
+    those of many ranks all at once. Old copies elsewhere still open with the old keys. Nothing is touched unless --key opens
+    all of them, but for those that were encrypted for --to alone and never rekeyed: they are done.
     """
     from ckptmgr.rekey import plan_reencryption, reencrypt_checkpoint
     from ckptmgr.rekey_header import KeyChange

@@ -28,9 +28,6 @@ from ckptmgr.shard_listing import problem_of_shards
 from ckptmgr.shard_names import parse_shard_name
 from ckptmgr.trash_folder import may_be_in_trash
 
-# How far the clocks of the hosts may be apart.
-CLOCK_SKEW_S = 60
-
 
 class ShardStore(ShardFiles):
     """A checkpoint directory as one of many ranks sees it.
@@ -134,8 +131,7 @@ class ShardStore(ShardFiles):
             shard = parse_shard_name(found.name)
             if shard is None or found.state is not State.LEFTOVER:
                 continue
-            has_expired = shard.expires_at + CLOCK_SKEW_S < now
-            if has_expired and not self._is_half_in_trash(shard.set_name):
+            if shard.has_expired(now) and not self._is_half_in_trash(shard.set_name):
                 names.setdefault(shard.series, []).append(found.name)
         return {series: sorted(names[series]) for series in sorted(names)}
 

@@ -31,6 +31,7 @@ def seal(
     segment_bytes: int = SEGMENT,
     copy_bytes: int | None = None,
     content: Content = Content.OPAQUE,
+    raw_size: int | None = None,
     random: Callable[[int], bytes] = os.urandom,
 ) -> bytes:
     """Return the container of `plaintext`."""
@@ -41,6 +42,7 @@ def seal(
         segment_bytes=segment_bytes,
         copy_bytes=copy_bytes,
         content=content,
+        raw_size=raw_size,
         random=random,
     )
     file = memoryview(bytearray(sealer.sealed_size))

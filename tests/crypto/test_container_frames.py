@@ -15,6 +15,8 @@ from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.wrapping import RawKey
 from ckptmgr.formats.source import BytesSource, read_bytes
 
+from .containers import seal
+
 ME = RawKey(Key(bytes(range(32))))
 MODES = ("AES-GCM", "SM4-GCM", "AES-CBC", "SM4-CBC")
 SEGMENT_BYTES = 1024
@@ -55,6 +57,42 @@ def test_length_of_the_plaintext_follows_from_the_file(mode: str, extra: int) ->
     assert read_bytes(container, 0, container.size) == plaintext
     assert container.content is Content.FRAMES
     assert container.unlocked.header.fixed.plaintext_size == RAW_BYTES
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("extra", [-16, 0, 16, 32, 944, 992, 2000])
+def test_frames_of_a_known_length_are_sealed_like_any_other_content(mode: str, extra: int) -> None:
+    full = FramesSealer([ME], mode, raw_size=1, segment_bytes=SEGMENT_BYTES).plaintext_bytes
+    plaintext = (bytes(range(256)) * 20)[: (full + extra) // 16 * 16]
+    container = opened(
+        seal(
+            plaintext,
+            mode,
+            recipients=[ME],
+            content=Content.FRAMES,
+            raw_size=RAW_BYTES,
+            segment_bytes=SEGMENT_BYTES,
+        )
+    )
+    assert read_bytes(container, 0, container.size) == plaintext
+    assert container.content is Content.FRAMES
+    assert container.unlocked.header.fixed.plaintext_size == RAW_BYTES
+
+
+@pytest.mark.parametrize(
+    ("content", "size", "raw_size"),
+    [
+        (Content.FRAMES, 32, None),
+        (Content.SAFETENSORS, 32, 64),
+        (Content.FRAMES, 33, 64),
+        (Content.FRAMES, 0, 64),
+    ],
+)
+def test_frames_and_what_they_expand_to_belong_together(
+    content: Content, size: int, raw_size: int | None
+) -> None:
+    with pytest.raises(ValueError, match="frames"):
+        ContainerSealer([ME], plaintext_size=size, content=content, raw_size=raw_size)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -28,7 +28,16 @@ def with_ckpt(disk: ModelDisk) -> None:
     save_run(disk, steps=1, form="ckpt")
 
 
-STARTS = {"container": with_container, "set of two ranks": save_set, "ckpt": with_ckpt}
+def with_frames(disk: ModelDisk) -> None:
+    save_run(disk, steps=1, compression="zstd")
+
+
+STARTS = {
+    "container": with_container,
+    "set of two ranks": save_set,
+    "ckpt": with_ckpt,
+    "compressed": with_frames,
+}
 
 
 def disk_of(name: str) -> ModelDisk:
@@ -112,7 +121,7 @@ def test_rekeying_that_fails_at_any_call_can_be_finished() -> None:
 ANEW = KeyChange(keys=BOTH[0], add=(BOTH[1],), is_only=True)
 
 
-@pytest.mark.parametrize("name", ["container", "ckpt"])
+@pytest.mark.parametrize("name", ["container", "ckpt", "compressed"])
 def test_reencryption_keeps_its_promises_after_every_power_cut(name: str) -> None:
     def run(disk: ModelDisk) -> None:
         store = open_for_rekeying(RUNS, ANEW, fs=disk, processes=ModelProcesses(disk))

@@ -65,10 +65,16 @@ def save_run(
     mode: str = "AES-GCM",
     key: Key = OLD,
     signing_key: SigningKey | None = None,
+    compression: str | None = None,
 ) -> None:
     """Save some encrypted checkpoints."""
     config = CheckpointConfig(
-        keep="all", enc_key=key.raw, enc_mode=mode, format=form, signing_key=signing_key
+        keep="all",
+        enc_key=key.raw,
+        enc_mode=mode,
+        format=form,
+        signing_key=signing_key,
+        compression=compression,
     )
     processes = None if disk is None else ModelProcesses(disk)
     with CheckpointManager(

@@ -3,16 +3,21 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from ckptmgr.config import CheckpointConfig
+from ckptmgr.crypto.container_source import open_container
 from ckptmgr.crypto.container_unlock import unlock
 from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.key_files import generate_pair
 from ckptmgr.crypto.keyring import KeyRing
-from ckptmgr.errors import KeyProblem
-from ckptmgr.formats.source import BytesSource
+from ckptmgr.errors import CorruptCheckpoint, KeyProblem
+from ckptmgr.formats.source import BytesSource, read_bytes
+from ckptmgr.manager import CheckpointManager
 from ckptmgr.rekey import (
     Action,
     open_for_rekeying,
@@ -20,6 +25,7 @@ from ckptmgr.rekey import (
     reencrypt_checkpoint,
 )
 from ckptmgr.rekey_header import KeyChange
+from ckptmgr.serialization import load_checkpoint
 from ckptmgr.store import Store
 from tests.manager.rekeying import NEW, OLD, OTHER, ROTATION, openers, rekey, ring, save_run
 from tests.manager.saved import only
@@ -32,9 +38,50 @@ def reencrypt(directory: Path, change: KeyChange = ANEW) -> Action:
     return reencrypt_checkpoint(store, only(store), change).action
 
 
+def frames(directory: Path, keys: KeyRing) -> bytes:
+    """Return what is stored in a container, compressed as it is."""
+    container = open_container(
+        BytesSource(only(Store(directory)).path.read_bytes()), keys.identities
+    )
+    return read_bytes(container, 0, container.size)
+
+
 def data_key(directory: Path, keys: KeyRing) -> Key:
     content = only(Store(directory)).path.read_bytes()
     return unlock(BytesSource(content), keys.identities).data_key
+
+
+@pytest.mark.parametrize("mode", ["AES-GCM", "AES-CBC", "SM4-CBC", "SM4-GCM"])
+@pytest.mark.parametrize("count", [3, 3_000_000])
+def test_compressed_file_keeps_its_frames_and_gets_another_data_key(
+    tmp_path: Path, mode: str, count: int
+) -> None:
+    values = np.random.default_rng(5).standard_normal(count).astype(np.float32)
+    config = CheckpointConfig(
+        enc_key=OLD.raw, enc_mode=mode, format="safetensors", compression="zstd"
+    )
+    with CheckpointManager(tmp_path, config, prefix="net") as manager:
+        manager.save(1, {"w": values})
+    before, stored = data_key(tmp_path, ring(OLD)), frames(tmp_path, ring(OLD))
+    assert reencrypt(tmp_path) is Action.REENCRYPT
+    checkpoint = only(Store(tmp_path))
+    assert openers(checkpoint, [ring(OLD), ring(NEW)]) == [1]
+    assert data_key(tmp_path, ring(NEW)) != before
+    assert frames(tmp_path, ring(NEW)) == stored
+    loaded = load_checkpoint(checkpoint.path, dec_key=NEW.raw, dec_mode=mode)
+    np.testing.assert_array_equal(loaded["w"], values)
+    assert reencrypt(tmp_path) is Action.NOTHING
+
+
+def test_compressed_file_that_was_cut_is_not_encrypted_anew(tmp_path: Path) -> None:
+    save_run(directory=tmp_path, steps=1, compression="zstd")
+    path = only(Store(tmp_path)).path
+    path.chmod(0o600)
+    os.truncate(path, path.stat().st_size - 16)
+    before = path.read_bytes()
+    with pytest.raises(CorruptCheckpoint):
+        reencrypt(tmp_path)
+    assert path.read_bytes() == before
 
 
 def test_file_that_was_only_rekeyed_is_not_taken_as_done(tmp_path: Path) -> None:

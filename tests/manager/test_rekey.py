@@ -18,7 +18,6 @@ from ckptmgr.digest import digest_of
 from ckptmgr.errors import (
     CorruptCheckpoint,
     KeyProblem,
-    NotBuiltYet,
     UnsafeWrite,
     UnsealedCheckpoint,
 )
@@ -318,16 +317,6 @@ def test_file_that_is_signed_is_encrypted_anew_with_the_signing_key_only(
     assert signed_by(tmp_path, NEW, signer) == [signer.public_key.key_id]
 
 
-def test_files_of_many_ranks_are_not_encrypted_anew(tmp_path: Path) -> None:
-    disk = ModelDisk()
-    save_set(disk)
-    change = KeyChange(keys=ring(OLD), add=(ring(NEW),), is_only=True)
-    store = open_for_rekeying(RUNS, change, fs=disk)
-    (checkpoint,) = store.scan()
-    with pytest.raises(NotBuiltYet, match="many ranks"):
-        plan_reencryption(store, checkpoint, change)
-
-
 def test_compressed_file_keeps_its_data_key_and_changes_its_keys(tmp_path: Path) -> None:
     config = CheckpointConfig(enc_key=OLD.raw, format="safetensors", compression="zstd")
     with CheckpointManager(tmp_path, config, prefix="net") as manager:
@@ -335,9 +324,6 @@ def test_compressed_file_keeps_its_data_key_and_changes_its_keys(tmp_path: Path)
     rekey(ROTATION, directory=tmp_path)
     (checkpoint,) = Store(tmp_path).scan()
     assert openers(checkpoint, [ring(OLD), ring(NEW)]) == [1]
-    change = KeyChange(keys=ring(NEW), add=(ring(OTHER),), is_only=True)
-    with pytest.raises(NotBuiltYet, match="compressed"):
-        reencrypt_checkpoint(open_for_rekeying(tmp_path, change), checkpoint, change)
 
 
 def test_plain_file_is_not_encrypted_anew(tmp_path: Path) -> None:

@@ -39,16 +39,21 @@ ZSTD: dict[str, Any] = {"format": "safetensors", "compression": "zstd"}
 
 
 def saved(
-    *, keep_redundancy: int = 2, steps: int = 1, own_count: int = 0, **config: Any
+    *,
+    keep_redundancy: int = 2,
+    steps: int = 1,
+    own_count: int = 0,
+    weights: np.ndarray = WEIGHTS,
+    **config: Any,
 ) -> ModelDisk:
-    """Save with two ranks; each has a file of three segments."""
+    """Save with two ranks; each has a file of three segments, unless the weights are others."""
     disk = ModelDisk()
     disk.make_directory(RUNS, mode=0o700)
 
     def save(ours: CheckpointManager, rank: int) -> None:
         for step in range(1, steps + 1):
             own = {"own": np.full(own_count, rank * step, np.float64)} if own_count else {}
-            ours.save(step, {"w": WEIGHTS * step, "scale": np.float32(2.5), **own})
+            ours.save(step, {"w": weights * step, "scale": np.float32(2.5), **own})
 
     job(disk, 2, save, options={"keep_redundancy": keep_redundancy}, **config)
     disk.settle()
