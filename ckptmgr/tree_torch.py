@@ -21,7 +21,7 @@ from ckptmgr.tree_atoms import decode_float, decode_shape
 from ckptmgr.tree_memory import Finder, Leaf, Memory, Span, extent, stored_as
 from ckptmgr.tree_nodes import Json, Path, TreeError, unsupported
 
-_DETACH_HINT = "save its state_dict(), or a plain copy: tensor.detach().clone()"
+_PLAIN_HINT = "save its state_dict(), or a plain tensor: tensor.detach().as_subclass(torch.Tensor)"
 _QUANTIZED = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
 _FULL_TENSOR_HINT = "save its full_tensor(), or use the distributed integration"
 
@@ -79,7 +79,7 @@ def split_tensor(value: torch.Tensor, path: Path) -> tuple[Json, dict[str, objec
         UnsupportedState: A layout or type whose elements cannot be taken apart.
     """
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
-        hint = _FULL_TENSOR_HINT if hasattr(value, "full_tensor") else _DETACH_HINT
+        hint = _FULL_TENSOR_HINT if hasattr(value, "full_tensor") else _PLAIN_HINT
         raise unsupported(path, f"is a {type(value).__qualname__}", hint)
     if value.is_nested:
         raise unsupported(path, "is a nested tensor", "store it as a list: tensor.unbind()")
@@ -90,7 +90,9 @@ def split_tensor(value: torch.Tensor, path: Path) -> tuple[Json, dict[str, objec
     if value.layout is torch.strided:
         return None
     if value.layout is not torch.sparse_coo:
-        raise unsupported(path, f"has the layout {value.layout}", "store it as to_sparse_coo()")
+        raise unsupported(
+            path, f"has the layout {value.layout}", "store it as to_dense() or to_sparse_coo()"
+        )
     plain = value.detach()
     node: Json = {
         "sparse": {"shape": list(value.shape), "coalesced": value.is_coalesced(), **_flags(value)}

@@ -197,6 +197,15 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
 ]
 
 
+def test_tensor_of_another_class_is_refused_and_the_hint_is_a_way_out() -> None:
+    labelled = torch.arange(3.0).as_subclass(type("Labelled", (torch.Tensor,), {}))
+    with pytest.raises(UnsupportedState, match=r"state\['w'\] is a Labelled") as caught:
+        flatten({"w": labelled})
+    assert "tensor.detach().as_subclass(torch.Tensor)" in (caught.value.hint or "")
+    plain = labelled.detach().as_subclass(torch.Tensor)
+    assert torch.equal(round_trip({"w": plain})["w"], torch.arange(3.0))
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(("make", "message"), REFUSED, ids=[message for _, message in REFUSED])
 def test_flatten_of_tensor_without_plain_bytes_is_refused(
