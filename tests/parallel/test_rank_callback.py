@@ -27,7 +27,7 @@ from ckptmgr.parallel.rank_errors import RankFailed
 from ckptmgr.shard_names import parse_shard_name
 from ckptmgr.sharded import ShardedCheckpoint
 from ckptmgr.store import Store
-from tests.crashmodel import FailingDisk, ModelDisk
+from tests.crashmodel import FailingDisk, ModelDisk, Order
 from tests.faults.training import KEY, RUNS, ModelProcesses
 from tests.manager.damage import flip_bit, put
 from tests.manager.surface import Loop
@@ -187,20 +187,43 @@ def test_other_numbers_of_ranks_get_what_is_the_same_and_never_another_ranks_own
 def test_one_process_without_a_coordinator_resumes_what_many_ranks_saved() -> None:
     job = Job()
     job.run(train, remove_redundancy=True)
-    disk = job.disk.restart()
-    alone = ModelCheckpoint("net", str(RUNS), fs=disk, processes=ModelProcesses(disk))
-    found = alone.resume()
-    assert found is not None
+    callback = alone(job.disk.restart())
+    found = resumed(callback, loop_of(callback, 0))
     assert listed(found, "w") == [[2, 2]] * 4
     assert listed(found, "own") == [0] * 3
 
 
-def test_many_ranks_resume_what_one_process_saved() -> None:
+def alone(disk: ModelDisk, **config: Any) -> ModelCheckpoint:
+    """Return the callback of one process without a coordinator."""
+    processes = ModelProcesses(disk)
+    return ModelCheckpoint(
+        "net", str(RUNS), CheckpointConfig(**config), fs=disk, processes=processes
+    )
+
+
+def go_on(callback: ModelCheckpoint, loop: Loop) -> str:
+    found = resumed(callback, loop)
+    loop.step = found.checkpoint.step
+    loop.run(3)
+    return found.checkpoint.name
+
+
+def test_many_ranks_go_on_where_one_process_was_and_prune_its_files() -> None:
     job = Job()
-    alone = ModelCheckpoint("net", str(RUNS), fs=job.disk, processes=ModelProcesses(job.disk))
-    loop_of(alone, 0).run(3)
-    for outcome in job.restart().run(resumed):
-        assert outcome.must().checkpoint.name == "net-1_3.ckpt"
+    loop_of(alone(job.disk), 0).run(2)
+    again = job.restart()
+    names = [outcome.must() for outcome in again.run(go_on, keep_checkpoint_max=1)]
+    assert names == ["net-1_2.ckpt"] * WORLD
+    assert again.saved() == {"net-1_2.ckpt": OK, "net_1-2_2.shards": OK}
+
+
+def test_one_process_goes_on_where_many_ranks_were_and_prunes_their_files() -> None:
+    job = Job()
+    job.run(train, remove_redundancy=True)
+    again = job.restart()
+    callback = alone(again.disk, keep_checkpoint_max=1)
+    assert go_on(callback, loop_of(callback, 0)) == "net-1_2.shards"
+    assert again.saved() == {"net-1_2.shards": OK, "net_1-2_2.ckpt": OK}
 
 
 def test_parameters_that_a_layout_cuts_come_back_cut_for_any_number_of_ranks() -> None:
@@ -241,11 +264,6 @@ def test_ranks_take_the_prefix_that_rank_0_finds_free() -> None:
 def test_run_goes_on_where_another_was_and_prunes_its_files() -> None:
     job = Job()
     job.run(train, keep_checkpoint_max=2)
-
-    def go_on(callback: ModelCheckpoint, loop: Loop) -> None:
-        loop.step = resumed(callback, loop).checkpoint.step
-        loop.run(3)
-
     again = job.restart()
     for outcome in again.run(go_on, keep_checkpoint_max=2):
         assert outcome.raised is None, outcome.raised
@@ -464,13 +482,14 @@ def test_death_of_a_rank_leaves_a_whole_checkpoint_or_none(rank: int) -> None:
     for call in range(first + 1, second + 1):
         job = Job()
         die_at(job, rank, call)
-        outcomes = job.run(train, remove_redundancy=True)
+        outcomes = job.run(train, remove_redundancy=True, keep_checkpoint_max=1)
         assert isinstance(outcomes[rank].raised, RankDied)
         survivor = outcomes[1 - rank]
         again = job.restart()
-        kinds = set(again.saved().values())
-        assert kinds <= {OK, State.LEFTOVER, State.WRITING}
+        assert set(again.saved().values()) <= {OK, State.LEFTOVER, State.WRITING}
         has_second = again.saved().get("net-1_2.shards") is OK
+        for cut in job.disk.crash_states(Order.WEAK, tears=1):
+            assert OK in Job(cut).saved().values()
         committed.add(has_second)
         if survivor.raised is not None:
             assert isinstance(survivor.raised, SaveFailed)
