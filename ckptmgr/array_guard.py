@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ckptmgr.formats.tensor import Tensor
+from ckptmgr.formats.tensor import Tensor, flat_memory
 from ckptmgr.leaves import array_bytes, jax_bytes, torch_bytes
 from ckptmgr.staging_state import PIECE_BYTES
 
@@ -75,7 +75,7 @@ def guard(tensor: Tensor, *, changing: Container[int] = ()) -> Guarded | None:
         changing: Addresses of torch storages that change in the forward pass.
     """
     content = tensor.content
-    if tensor.spec.size_bytes <= _SMALL_BYTES or not isinstance(content, partial):
+    if not isinstance(content, partial):
         return None
     of_kind = _GUARDS.get(content.func)
     return None if of_kind is None else of_kind(tensor, content.args[0], changing)
@@ -94,17 +94,22 @@ def sample_of(content: memoryview) -> bytes:
 
 
 def _guard_numpy(tensor: Tensor, array: np.ndarray, changing: Container[int]) -> Guarded | None:
-    if not array.flags.c_contiguous or isinstance(_buffer_of(array), bytearray):
-        return None  # a bytearray cannot grow while somebody looks at it
-    view = array_bytes(array)
+    if array.nbytes <= _SMALL_BYTES or not array.flags.c_contiguous:
+        return None
+    buffer = _buffer_of(array)
+    if isinstance(buffer, bytearray):
+        return None  # it cannot grow while somebody looks at it
+    view = flat_memory(array)
     pinned = _pinned(tensor, view)
-    if isinstance(_buffer_of(array), bytes):
-        return Guarded(tensor=pinned, is_immutable=True)
-    return Guarded(tensor=pinned, sample=sample_of(view))
+    if isinstance(buffer, bytes):
+        return Guarded(pinned, is_immutable=True)
+    return Guarded(pinned, sample=sample_of(view))
 
 
 def _guard_torch(tensor: Tensor, value: torch.Tensor, changing: Container[int]) -> Guarded | None:
-    if not value.is_cpu or value.untyped_storage().data_ptr() in changing:
+    if not value.is_cpu or value.nbytes <= _SMALL_BYTES:
+        return None
+    if value.untyped_storage().data_ptr() in changing:
         return None
     # A tensor of its own: the caller may give a parameter other memory.
     value = value.detach()
@@ -121,6 +126,8 @@ def _guard_torch(tensor: Tensor, value: torch.Tensor, changing: Container[int]) 
 
 
 def _guard_jax(tensor: Tensor, value: Any, changing: Container[int]) -> Guarded | None:
+    if tensor.spec.size_bytes <= _SMALL_BYTES:
+        return None
     devices = value.devices()
     if len(devices) == 1 and all(device.platform == "cpu" for device in devices):
         # A view keeps the memory from being donated to a computation. Elsewhere there is none, and reading a donated
@@ -137,7 +144,7 @@ _GUARDS: dict[Callable[..., object], Callable[[Tensor, Any, Container[int]], Gua
 
 
 def _pinned(tensor: Tensor, view: memoryview) -> Tensor:
-    return Tensor(spec=tensor.spec, content=lambda: view)
+    return Tensor(tensor.spec, lambda: view)
 
 
 def _buffer_of(array: np.ndarray) -> object:

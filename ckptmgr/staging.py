@@ -23,12 +23,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping, Sequence
 from types import TracebackType
+from typing import NamedTuple
 
 from ckptmgr.errors import StagingExhausted
 from ckptmgr.formats.tensor import Item, Tensor
 from ckptmgr.memory_config import MemoryConfig
 from ckptmgr.staging_device import DeviceMemory, accelerators, copy_on_device
-from ckptmgr.staging_items import Content, items_from, tensors_of
+from ckptmgr.staging_items import Content, items_from, tensors_in
 from ckptmgr.staging_ledger import Ledger
 from ckptmgr.staging_plan import Layout, lay_out
 from ckptmgr.staging_slabs import SlabPool, Usage
@@ -36,6 +37,14 @@ from ckptmgr.staging_spill import SpillFile
 from ckptmgr.staging_state import Lot, StagedState
 
 __all__ = ["Ledger", "StagedState", "StagingPool", "Usage", "items_from"]
+
+
+class _LaidOut(NamedTuple):
+    """A layout, and what it was made for: the next state is often laid out alike."""
+
+    sizes: list[int]
+    room_bytes: int | None
+    layout: Layout
 
 
 class StagingPool:
@@ -72,6 +81,7 @@ class StagingPool:
         self._lock = threading.Lock()
         self._states = 0
         self._is_closed = False
+        self._laid_out: _LaidOut | None = None
 
     def __enter__(self) -> StagingPool:
         return self
@@ -102,7 +112,7 @@ class StagingPool:
         """
         state = self.reserve(items)
         try:
-            state.fill([tensor for item in items for tensor in tensors_of(item)])
+            state.fill(tensors_in(items))
         except BaseException:
             state.release()
             raise
@@ -114,7 +124,7 @@ class StagingPool:
         Raises:
             StagingExhausted: They do not fit. Nothing is left behind.
         """
-        tensors = [tensor for item in items for tensor in tensors_of(item)]
+        tensors = tensors_in(items)
         self._admit()
         try:
             device = self._accelerators()
@@ -203,9 +213,13 @@ class StagingPool:
             room += self.usage.kept_bytes
         if not config.is_automatic and config.staging_place == "disk":
             room = 0
-        return lay_out(
-            sizes, allocation=config.allocation, slab_bytes=config.slab_bytes, room_bytes=room
-        )
+        before = self._laid_out
+        if before is None or before.sizes != sizes or before.room_bytes != room:
+            layout = lay_out(
+                sizes, allocation=config.allocation, slab_bytes=config.slab_bytes, room_bytes=room
+            )
+            before = self._laid_out = _LaidOut(sizes, room, layout)
+        return before.layout
 
     def _spill_file(self, layout: Layout, size_bytes: int) -> SpillFile | None:
         if layout.spill_bytes == 0:

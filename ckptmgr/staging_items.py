@@ -41,6 +41,14 @@ def tensors_of(item: Item) -> tuple[Tensor, ...]:
     return (item,) if isinstance(item, Tensor) else ()
 
 
+def tensors_in(items: Sequence[Item]) -> list[Tensor]:
+    """Return the tensors in all items, in order."""
+    found = [item for item in items if isinstance(item, Tensor)]
+    if len(found) == len(items):  # nearly always, and there may be very many
+        return found
+    return [tensor for item in items for tensor in tensors_of(item)]
+
+
 def replace_contents(items: Sequence[Item], contents: Sequence[Content]) -> list[Item]:
     """Return the same items with other contents, one for each tensor in order."""
     rest = iter(contents)

@@ -19,6 +19,7 @@ from ckptmgr.staging_items import (
     Place,
     describe_items,
     replace_contents,
+    tensors_in,
     tensors_of,
 )
 from ckptmgr.staging_plan import SPILLED, Layout
@@ -56,7 +57,6 @@ class StagedState:
     """A copy of a state, until it is released. Made by `StagingPool.stage`, or by `reserve` and `fill`.
 
     Attributes:
-        items: What was staged, in the same order. Their contents are read-only views, valid until the release.
         size_bytes: Bytes of all contents.
         spilled_bytes: How many of them wait in a spill file.
     """
@@ -69,7 +69,7 @@ class StagedState:
         wipe: Wipe | None,
         give_back: Callable[[Lot], None],
     ) -> None:
-        tensors = [tensor for item in items for tensor in tensors_of(item)]
+        tensors = tensors_in(items)
         self._sizes = lot.sizes
         self._places = lot.layout.places
         self._lot = lot
@@ -79,15 +79,30 @@ class StagedState:
         self._lock = threading.Lock()
         self._is_released = False
         self._discarded: set[int] = set()
-        self.size_bytes = sum(tensor.spec.size_bytes for tensor in tensors)
+        self.size_bytes = sum(lot.sizes) + sum(
+            tensors[index].spec.size_bytes for index in lot.copies
+        )
         self.spilled_bytes = lot.layout.spill_bytes and sum(
             size
             for (slab, _), size in zip(self._places, self._sizes, strict=True)
             if slab == SPILLED
         )
-        self.items = replace_contents(
-            items, [partial(self._content, index) for index in range(len(tensors))]
-        )
+        # Made when they are asked for, which is not while the caller waits.
+        self._items: list[Item] | None = None
+        self._specs = [item.spec for item in items if isinstance(item, Tensor)]
+        if len(self._specs) < len(items):
+            contents = [partial(self._content, index) for index in range(len(tensors))]
+            self._items = replace_contents(items, contents)
+
+    @property
+    def items(self) -> list[Item]:
+        """What was staged, in the same order. Their contents are read-only views, valid until the release."""
+        if self._items is None:
+            self._items = [
+                Tensor(spec, partial(self._content, index))
+                for index, spec in enumerate(self._specs)
+            ]
+        return self._items
 
     def release(self) -> None:
         """Give the memory back, wiped first if so configured; no content may be in use. Calling it again is fine."""

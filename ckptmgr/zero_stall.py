@@ -27,7 +27,7 @@ from ckptmgr.errors import SaveFailed
 from ckptmgr.formats.tensor import Item, Tensor
 from ckptmgr.handle import SaveHandle
 from ckptmgr.staging import StagingPool
-from ckptmgr.staging_items import tensors_of
+from ckptmgr.staging_items import tensors_in, tensors_of
 from ckptmgr.staging_state import StagedState
 
 
@@ -52,17 +52,22 @@ def _plan(items: Sequence[Item], changing: Container[int], *, copies_all: bool) 
     plan = _Plan(staged=[], late={}, at_once=[], direct={})
     count = 0
     for index, item in enumerate(items):
-        guarded = guard(item, changing=changing) if isinstance(item, Tensor) else None
-        if guarded is not None and guarded.is_immutable and not copies_all:
-            plan.direct[index] = guarded
-            continue
-        start, count = count, count + len(tensors_of(item))
-        if guarded is None:
+        if not isinstance(item, Tensor):
+            start, count = count, count + len(tensors_of(item))
             plan.staged.append(item)
             plan.at_once.extend(range(start, count))
+            continue
+        guarded = guard(item, changing=changing)
+        if guarded is None:
+            plan.staged.append(item)
+            plan.at_once.append(count)
+        elif guarded.is_immutable and not copies_all:
+            plan.direct[index] = guarded
+            continue
         else:
             plan.staged.append(guarded.tensor)
-            plan.late[start] = guarded
+            plan.late[count] = guarded
+        count += 1
     return plan
 
 
@@ -70,22 +75,16 @@ class DeferredState:
     """A state that is being copied. Made by `defer`; safe to use from several threads.
 
     Attributes:
-        items: What to save, in the order given; complete when `wait` has returned.
-        staged: Those of them that are copies.
+        staged: What of it is a copy.
         handle: Of its save; `handle.staged` is done when the copying is over, well or not.
     """
 
     def __init__(self, items: Sequence[Item], staged: StagedState, plan: _Plan) -> None:
-        copies = iter(staged.items)
-        self.items: list[Item] = [
-            plan.direct[index].tensor if index in plan.direct else next(copies)
-            for index in range(len(items))
-        ]
+        self._count = len(items)
+        self._direct = {index: guarded.tensor for index, guarded in plan.direct.items()}
         self.staged = staged
         self.handle = SaveHandle()
-        self._sources = [tensor for item in plan.staged for tensor in tensors_of(item)]
-        for index in plan.late:
-            self._sources[index] = self._unless_released(self._sources[index])
+        self._sources = tensors_in(plan.staged)
         self._at_once = plan.at_once
         self._late = plan.late
         self._lock = threading.Lock()
@@ -93,6 +92,12 @@ class DeferredState:
         self._is_released = False
         self._failure: BaseException | None = None
         self._started_at = time.perf_counter()
+
+    @property
+    def items(self) -> list[Item]:
+        """What to save, in the order given; complete when `wait` has returned, and gone after the release."""
+        copies, direct = iter(self.staged.items), self._direct
+        return [direct[i] if i in direct else next(copies) for i in range(self._count)]
 
     @property
     def size_bytes(self) -> int:
@@ -153,12 +158,15 @@ class DeferredState:
         if not is_begun:
             self._finish_copy()
         self.handle.staged.result()
-        self.items = []
+        self._count, self._direct = 0, {}
         self.staged.release()
 
     def _copy_late(self) -> None:
-        self.staged.fill(self._sources, only=list(self._late))
-        copies = [tensor for item in self.staged.items for tensor in tensors_of(item)]
+        sources = list(self._sources)
+        for index in self._late:
+            sources[index] = self._unless_released(sources[index])
+        self.staged.fill(sources, only=list(self._late))
+        copies = tensors_in(self.staged.items)
         for index, guarded in self._late.items():
             is_changed = guarded.is_counted_as_changed()
             is_changed = is_changed or guarded.differs_from(copies[index].content)
@@ -170,7 +178,7 @@ class DeferredState:
         self.handle.staged.set_result(None)
 
     def _unless_released(self, tensor: Tensor) -> Tensor:
-        return Tensor(spec=tensor.spec, content=partial(self._content, tensor.content))
+        return Tensor(tensor.spec, partial(self._content, tensor.content))
 
     def _content(self, content: Callable[[], memoryview]) -> memoryview:
         if self._is_released:
