@@ -63,6 +63,8 @@ CODES: Mapping[type[errors.CkptmgrError], Exit] = {
 }
 
 _EXTRA = re.compile(r"(Got unexpected extra arguments?) \(.*\)", re.DOTALL)
+# `--keySOURCE`, without a space.
+_FOR_KEYS = ("--key", "--add", "--remove", "--to", "--signing-key", "--private-key")
 
 
 class UsageProblem(click.UsageError):
@@ -137,6 +139,8 @@ def _parts(error: BaseException) -> tuple[str, str | None, str | None]:
     if isinstance(error, click.UsageError):
         command = error.ctx.command_path if error.ctx is not None else "ckptmgr"
         message = _EXTRA.sub(r"\1 (not shown: it may be a key)", error.format_message())
+        if isinstance(error, click.NoSuchOption) and error.option_name.startswith(_FOR_KEYS):
+            message = "no such option (not shown: a key may be part of it)"
         return _as_sentence(message), f"see {command} --help", None
     if isinstance(error, click.ClickException):
         return _as_sentence(error.format_message()), None, None
