@@ -200,7 +200,7 @@ def _explained(header: HeaderCopy, change: KeyChange, error: DecryptionError) ->
     return DecryptionError(
         error.message,
         offset=error.offset,
-        hint=f"it opens with: {opens}; where only its keys were changed, give one of these as the old key (CLI: --key)",
+        hint=f"it opens with: {opens}; where only its keys were changed, give one of these as an old key, too (CLI: --key)",
     )
 
 

@@ -120,10 +120,11 @@ def encrypt_command(
 ) -> int:
     """Encrypt and seal a plain checkpoint, or any other file.
 
-    The result is authenticated as a whole. A .ckpt still loads in MindSpore, which takes one key; under a name that ends in
-    .ckpe, and for passphrases, public keys and several keys, it goes into a container. So does a safetensors file, expanded
-    if it was compressed (convert does that again), and any other file, such as a tokenizer: decrypt gives it back.
-    Damaged checkpoints are refused, never sealed. The input stays; remove it yourself.
+    The result is authenticated as a whole, and opens with every --key that is given. A .ckpt still loads in
+    MindSpore, which takes one key; under a name that ends in .ckpe, and for passphrases, public keys and several
+    keys, it goes into a container. So does a safetensors file, expanded if it was compressed (convert does that
+    again), and any other file, such as a tokenizer: decrypt gives it back. Damaged checkpoints are refused, never
+    sealed. The input stays; remove it yourself.
     """
     from ckptmgr import convert
 

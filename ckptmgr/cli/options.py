@@ -99,7 +99,7 @@ def key_option(function: Command) -> Command:
         "key_sources",
         metavar="SOURCE",
         multiple=True,
-        help=f"{_SOURCES}; a file of a private key opens, too. May be repeated: what is written is for all of them.  "
+        help=f"{_SOURCES}; a file of a private key opens, too. May be repeated: any of them opens.  "
         "[default: the file $CKPTMGR_KEY_FILE, then the variable CKPTMGR_KEY]",
     )(function)
 
