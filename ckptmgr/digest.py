@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
+from ckptmgr.crypto.pages import new_pages
 from ckptmgr.errors import ChecksumMismatch, TruncatedCheckpoint
 from ckptmgr.formats.source import Source
 from ckptmgr.units import each_unit
@@ -180,7 +181,7 @@ class VerifyingSource:
         if index != self._cached_index:
             self._cached_index = -1
             if self._cached.nbytes < size:
-                self._cached = memoryview(bytearray(size))
+                self._cached = new_pages(size)
             self._fill(index, self._cached[:size])
             self._cached_index = index
         return self._cached

@@ -15,6 +15,8 @@ from ckptmgr.loader import ReadOptions, open_source, read_through
 from ckptmgr.range_digests import RangeDigests
 from ckptmgr.units import PIECE_BYTES
 
+_MAX_GAP_BYTES = 64 << 10
+
 
 def checked_at_once(
     raw: Source, digest: FileDigest, *, path: str, options: ReadOptions
@@ -46,7 +48,8 @@ def checked_at_once(
         return None
     container = opened.source if isinstance(opened.source, ContainerSource) else None
     source.start(head_bytes=0 if container is None else container.head_bytes)
-    read_through(opened, check_crc=True)
+    # The pieces of a range in order: what comes early has to be copied, and waits.
+    read_through(opened, check_crc=True, units_at_once=RANGE_BYTES // opened.unit_bytes)
     return checks if source.finish() else None
 
 
@@ -107,12 +110,21 @@ class DigestedSource:
     def _take(self, digests: RangeDigests, offset: int, view: memoryview) -> None:
         self._taken.append((offset, view.nbytes))
         for start, piece in digests.pieces(offset, view):
-            if digests.is_next(start):  # nobody else moves past it
+            self._close_gap(digests, start)
+            if digests.next_in(start // RANGE_BYTES) >= start:  # nobody else moves past it
                 digests.take(start, piece, _nothing)
                 continue
             buffer = self._spare.take()
             copy_into(buffer[: piece.nbytes], piece)
             digests.take(start, buffer[: piece.nbytes], partial(self._spare.give, buffer))
+
+    def _close_gap(self, digests: RangeDigests, start: int) -> None:
+        """Hash the few bytes before a piece that belong to a block which another thread is about to read."""
+        first = digests.next_in(start // RANGE_BYTES)
+        if 0 < start - first <= _MAX_GAP_BYTES:
+            gap = memoryview(bytearray(start - first))
+            self._verifying.read_unchecked(first, gap)
+            digests.take(first, gap, _nothing)
 
 
 def _nothing() -> None:

@@ -287,12 +287,15 @@ def confirm_index(opened: OpenCheckpoint) -> None:
     fill_arrays(opened, [], {})
 
 
-def read_through(opened: OpenCheckpoint, *, check_crc: bool = False) -> None:
+def read_through(
+    opened: OpenCheckpoint, *, check_crc: bool = False, units_at_once: int = 1
+) -> None:
     """Read everything and keep nothing: the source checks all of it on the way.
 
     Args:
         opened: The checkpoint.
         check_crc: Also compare the CRC32 of the whole file with the stored one, where there is one.
+        units_at_once: How many units of the source one thread reads one after the other.
 
     Raises:
         FormatError, CryptoError, CkptmgrError: What the source raises, or the CRC32 differs.
@@ -302,7 +305,11 @@ def read_through(opened: OpenCheckpoint, *, check_crc: bool = False) -> None:
         check_frames(opened.source, crc=crc)
     else:
         read_every_byte(
-            opened.source, unit_bytes=opened.unit_bytes, crc=crc, glimpses=opened.glimpses
+            opened.source,
+            unit_bytes=opened.unit_bytes,
+            units_at_once=units_at_once,
+            crc=crc,
+            glimpses=opened.glimpses,
         )
     if crc is not None:
         check_stored_crc(opened.index.crc, crc.value())
@@ -320,6 +327,7 @@ def read_every_byte(
     source: Source,
     *,
     unit_bytes: int,
+    units_at_once: int = 1,
     crc: FileCrc | None = None,
     glimpses: Glimpses | None = None,
 ) -> None:
@@ -328,6 +336,7 @@ def read_every_byte(
     Args:
         source: Checks what is read.
         unit_bytes: What it checks at once, for reading in parallel; 0 reads piece after piece.
+        units_at_once: How many of these one thread reads one after the other.
         crc: Is given every byte.
         glimpses: What was seen of the source before; checked where it is read in parallel.
 
@@ -342,6 +351,7 @@ def read_every_byte(
             crc=crc,
             glimpses=glimpses,
             also_units=range(-(-source.size // unit_bytes)),
+            units_at_once=units_at_once,
         )
         return
     buffer = memoryview(bytearray(min(PIECE_BYTES, source.size)))

@@ -33,22 +33,18 @@ class RangeDigests:
         pieces = [(offset, view[:room]), (offset + room, view[room:])]
         return [piece for piece in pieces if piece[1].nbytes]
 
-    def is_next(self, offset: int) -> bool:
-        """Return whether a piece that starts here would be hashed at once."""
-        return self._range(offset // RANGE_BYTES).next == offset
+    def next_in(self, index: int) -> int:
+        """Return where the piece of a range starts that would be hashed at once."""
+        return self._range(index).next
 
     def take(self, offset: int, view: memoryview, done: Callable[[], object]) -> None:
-        """Take a piece of one range; call `done` when it was hashed.
+        """Take a piece of one range; call `done` when it was hashed, or found to have been hashed before.
 
         Raises:
             ChecksumMismatch: With this piece a range is complete, and is not what its digest says.
         """
-        index = offset // RANGE_BYTES
-        found = self._range(index)
-        stop = min((index + 1) * RANGE_BYTES, self._source.size)
-        if found.take(offset, view, done) == stop:
-            with self._lock:
-                del self._ranges[index]
+        found = self._range(offset // RANGE_BYTES)
+        if found.take(offset, view, done):
             found.reader.finish()
             with self._lock:
                 self.checked_count += 1
@@ -58,24 +54,30 @@ class RangeDigests:
             found = self._ranges.get(index)
             if found is None:
                 reader = self._source.open_range(index)
-                found = self._ranges[index] = _Range(reader, index * RANGE_BYTES)
+                start = index * RANGE_BYTES
+                stop = min(start + RANGE_BYTES, self._source.size)
+                found = self._ranges[index] = _Range(reader, start, stop)
             return found
 
 
 class _Range:
-    def __init__(self, reader: RangeReader, start: int) -> None:
+    def __init__(self, reader: RangeReader, start: int, stop: int) -> None:
         self.reader = reader
         self.next = start
+        self._stop = stop
         self._early: dict[int, tuple[memoryview, Callable[[], object]]] = {}
         self._lock = threading.Lock()
 
-    def take(self, offset: int, view: memoryview, done: Callable[[], object]) -> int:
-        """Hash what is next, if it has come; return where that ends."""
+    def take(self, offset: int, view: memoryview, done: Callable[[], object]) -> bool:
+        """Hash what is next, if it has come; return whether that completes the range."""
         with self._lock:
+            if offset < self.next:
+                done()
+                return False
             self._early[offset] = (view, done)
             while self.next in self._early:
                 view, done = self._early.pop(self.next)
                 self.reader.take(view)
                 self.next += view.nbytes
                 done()
-            return self.next
+            return self.next == self._stop

@@ -62,6 +62,7 @@ def read_scattered(
     crc: FileCrc | None = None,
     glimpses: Glimpses | None = None,
     also_units: Iterable[int] = (),
+    units_at_once: int = 1,
 ) -> None:
     """Fill the targets of all placements.
 
@@ -73,13 +74,14 @@ def read_scattered(
         crc: Also read everything that it covers, and give it every byte.
         glimpses: What was seen of the file before; compared with those bytes that are read.
         also_units: Units to read as a whole, whether or not somebody wants them, to have them checked.
+        units_at_once: How many units in a row one thread reads one after the other.
 
     Raises:
         CkptmgrError, FormatError, CryptoError, OSError: What the source raises; targets are then undefined.
     """
     if not 0 < unit_bytes <= PIECE_BYTES and not isinstance(source, VerifyingSource):
         raise ValueError(f"a unit of {unit_bytes} bytes is no unit")
-    _Reader(source, placements, unit_bytes, crc, glimpses).run(also_units)
+    _Reader(source, placements, unit_bytes, crc, glimpses).run(also_units, units_at_once)
 
 
 class _Reader:
@@ -115,9 +117,17 @@ class _Reader:
                 after = -(-stop // size) * size
         return sorted(units)
 
-    def run(self, also_units: Iterable[int]) -> None:
+    def run(self, also_units: Iterable[int], units_at_once: int) -> None:
         self._whole_units.update(also_units)
-        each_unit(self._wanted_units(), self._read)
+        runs: dict[int, list[int]] = {}
+        for unit in self._wanted_units():
+            runs.setdefault(unit // units_at_once, []).append(unit)
+
+        def read(run: int, buffer: memoryview) -> None:
+            for unit in runs[run]:
+                self._read(unit, buffer)
+
+        each_unit(runs, read)
 
     def _read(self, unit: int, buffer: memoryview) -> None:
         start = unit * self._unit_bytes

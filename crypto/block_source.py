@@ -181,15 +181,15 @@ class BlockSource:
             record + head_bytes + head.cipher_size,
             start + -(-(skip + part.nbytes) // IV_BYTES) * IV_BYTES,
         )
-        preceding = head.iv
-        if first:
-            preceding = read_bytes(self._source, start - IV_BYTES, length=IV_BYTES)
+        # One read: in a cold file, the block before might lie in another page.
+        before = IV_BYTES if first else 0
+        stored = read_bytes(self._source, start - before, length=stop - start + before)
         clear = self._mode.peek_at(
             self._key,
             iv=head.iv,
-            preceding=preceding,
+            preceding=stored[:before] or head.iv,
             first_block=first,
-            ciphertext=memoryview(read_bytes(self._source, start, length=stop - start)),
+            ciphertext=memoryview(stored)[before:],
         )
         part[:] = clear[skip : skip + part.nbytes]
 

@@ -196,3 +196,37 @@ def test_checkpoint_is_loaded_by_one_or_by_many(
     save_checkpoint({"w": np.arange(MIB)}, tmp_path / "x.ckpt")
     make_cold(tmp_path / "x.ckpt")
     assert np.array_equal(load_checkpoint(tmp_path / "x.ckpt")["w"], np.arange(MIB))
+
+
+class Noting(CachedFile):
+    """Notes what the kernel is asked to look up."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.asked: list[int] = []
+
+    def will_need(self, offset: int, length: int) -> None:
+        """Note where."""
+        self.asked.append(offset)
+        super().will_need(offset, length)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "asked"),
+    [
+        ([0, 1, 2], [3, 4, 5, 6, 7, 8, 9]),
+        ([0, 1, 2, 3, 4], [3, 4, 5, 6, 7, 8, 9]),
+        ([1, 3, 5, 8], [7, 9]),
+        ([0, 1, 3, 4, 6], []),
+        ([8, 6, 4], []),
+    ],
+)
+def test_small_reads_equally_far_apart_are_looked_up_ahead(
+    path: Path, offsets: list[int], asked: list[int]
+) -> None:
+    noting = Noting(path)
+    file = read_once(noting)
+    for offset in offsets:
+        assert read(file, offset * MIB, 48) == CONTENT[offset * MIB :][:48]
+    assert noting.asked == [offset * MIB for offset in asked]
+    file.close()

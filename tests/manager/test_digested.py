@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 from ckptmgr import save_checkpoint
 from ckptmgr.crypto.errors import CryptoError
 from ckptmgr.crypto.key import Key
-from ckptmgr.digest import FileDigest, digest_of
+from ckptmgr.digest import RANGE_BYTES, FileDigest, digest_of
 from ckptmgr.digested import DigestedSource, checked_at_once
-from ckptmgr.errors import CkptmgrError
+from ckptmgr.errors import ChecksumMismatch, CkptmgrError
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.loader import ReadOptions
 from ckptmgr.store import Store
+from ckptmgr.units import PIECE_BYTES
 from tests.manager.saved import GOLDEN_FILES
 from tests.manager.surface import KEY
 
@@ -147,19 +148,50 @@ def test_source_that_was_not_started_is_not_right() -> None:
     assert not DigestedSource(BytesSource(content), digest, path="x").finish()
 
 
-@given(cuts=st.lists(st.integers(0, 40), max_size=3), order=st.randoms(use_true_random=False))
+LONG = 70_000  # more than is read twice to close a gap
+
+
+@settings(max_examples=30)
+@given(
+    scale=st.sampled_from([1, LONG]),
+    cuts=st.lists(st.integers(0, 40), max_size=3),
+    order=st.randoms(use_true_random=False),
+)
 def test_pieces_in_any_order_and_what_was_left_out_are_hashed(
-    cuts: list[int], order: random.Random
+    scale: int, cuts: list[int], order: random.Random
 ) -> None:
-    content = bytes(range(40))
+    content = bytes(range(40)) * scale
     source = DigestedSource(BytesSource(content), digest_of(BytesSource(content)), path="x")
-    source.start(head_bytes=3)
+    source.start(head_bytes=3 * scale)
     ends = sorted({3, 40, *(cut for cut in cuts if cut > 3)})
     pieces = list(itertools.pairwise(ends))
     order.shuffle(pieces)
     for start, stop in pieces[1:]:
-        source.read_into(start, memoryview(bytearray(stop - start)))
+        source.read_into(start * scale, memoryview(bytearray((stop - start) * scale)))
     assert source.finish()
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+def test_block_that_reaches_into_the_next_range_may_come_after_that(*, is_early: bool) -> None:
+    content = bytes(RANGE_BYTES + PIECE_BYTES)
+    source = Counted(content)
+    digested = DigestedSource(source, digest_of(BytesSource(content)), path="x")
+    digested.start(head_bytes=9)
+    blocks = [(start + 9, PIECE_BYTES) for start in range(0, RANGE_BYTES, PIECE_BYTES)]
+    last = (RANGE_BYTES + 9, PIECE_BYTES - 9)
+    for start, length in [last, *blocks] if is_early else [*blocks, last]:
+        digested.read_into(start, memoryview(bytearray(length)))
+    assert digested.finish()
+    assert source.read_bytes == len(content) + 9 * is_early
+
+
+def test_block_that_changes_where_it_reaches_into_the_next_range_is_found() -> None:
+    content = bytearray(RANGE_BYTES + PIECE_BYTES)
+    source = DigestedSource(BytesSource(content), digest_of(BytesSource(content)), path="x")
+    source.start(head_bytes=0)
+    content[RANGE_BYTES] = 1
+    with pytest.raises(ChecksumMismatch):
+        source.read_into(RANGE_BYTES + 9, memoryview(bytearray(PIECE_BYTES - 9)))
 
 
 def test_piece_that_is_read_twice_is_not_right() -> None:
