@@ -20,55 +20,25 @@ Nothing here decides *what* to keep; see `retention`.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
-from ckptmgr import manifest as manifests
-from ckptmgr.bare_files import bare_file, entry_of, number_bare_steps
 from ckptmgr.crypto.keyring import Keys
 from ckptmgr.crypto.signing import PublicKey, SigningKey
-from ckptmgr.digest import FileDigest, digest_of
-from ckptmgr.disk_errors import explained, not_enough_space
-from ckptmgr.errors import (
-    CkptmgrError,
-    CorruptCheckpoint,
-    KeyProblem,
-    UnsafePrune,
-    UnsupportedCheckpoint,
-)
-from ckptmgr.fsio import (
-    FileStatus,
-    FileSystem,
-    InputFile,
-    OsFileSystem,
-    OutputFile,
-    discard,
-    remove_name,
-)
+from ckptmgr.errors import KeyProblem, UnsafePrune, UnsupportedCheckpoint
+from ckptmgr.fsio import FileSystem, OsFileSystem, remove_name
 from ckptmgr.lease import Processes, ProcProcesses, hold_lease
-from ckptmgr.manifest import FileEntry, Manifest, files_of, manifest_name
+from ckptmgr.manifest import Manifest, files_of
 from ckptmgr.manifest_files import ManifestFiles
 from ckptmgr.manifest_keys import ManifestKey
-from ckptmgr.manifest_reader import ManifestContent
-from ckptmgr.model import Checkpoint, Pin, State
-from ckptmgr.naming import DATA_SUFFIXES, parse_name
+from ckptmgr.model import Checkpoint, Pin
+from ckptmgr.publisher import Publisher
 from ckptmgr.recovery import recover
-from ckptmgr.shard_listing import problem_of_shards, unnamed_shards
-from ckptmgr.shard_names import is_set_name, parse_shard_name
-from ckptmgr.temp_names import final_name, parse_temp
-
-_LOG = logging.getLogger(__name__)
-# Room for the manifest and the directory blocks beside the data.
-_SPACE_MARGIN_BYTES = 1 << 20
-
-_Written = TypeVar("_Written")
-_Described = TypeVar("_Described")
+from ckptmgr.store_listing import listed
 
 
-class Store:
+class Store(Publisher):
     """A checkpoint directory.
 
     Args:
@@ -93,21 +63,20 @@ class Store:
         signing_key: SigningKey | None = None,
         trusted_keys: Sequence[PublicKey] = (),
     ) -> None:
-        self.directory = directory
-        self.fs: FileSystem = fs if fs is not None else OsFileSystem()
-        self._key = key
         self.processes: Processes = processes if processes is not None else ProcProcesses()
         self.must_authenticate = must_authenticate
         self.signing_key = signing_key
         self.trusted_keys = tuple(trusted_keys)
-        self._manifests = ManifestFiles(
-            directory,
-            fs=self.fs,
-            key=key,
-            processes=self.processes,
-            must_authenticate=must_authenticate,
-            signing_key=signing_key,
-            trusted_keys=trusted_keys,
+        super().__init__(
+            ManifestFiles(
+                directory,
+                fs=fs if fs is not None else OsFileSystem(),
+                key=key,
+                processes=self.processes,
+                must_authenticate=must_authenticate,
+                signing_key=signing_key,
+                trusted_keys=trusted_keys,
+            )
         )
 
     def scan(self) -> list[Checkpoint]:
@@ -116,20 +85,7 @@ class Store:
         Never raises because of what it finds: damaged and half-written ones are returned with their state and problem.
         Reads manifests, not data.
         """
-        if self.fs.status(self.directory) is None:
-            return []
-        entries = self.fs.list(self.directory)
-        found = []
-        for name, status in entries.items():
-            if name.endswith(manifests.SUFFIX) and not name.startswith("."):
-                found.append(self._from_manifest(name, status, entries))
-            elif parse_shard_name(name) is not None:
-                continue
-            elif self._is_data_name(name) and manifest_name(name) not in entries and status.is_file:
-                found.append(bare_file(self.directory / name, status))
-            elif parse_temp(name) is not None:
-                found.append(self._from_temp(name, status))
-        return [*number_bare_steps(found), *unnamed_shards(self.directory, entries, found)]
+        return listed(self._manifests, self.processes)
 
     def read_manifest(self, data_name: str) -> Manifest | None:
         """Return the manifest of a data file, or None when it has none.
@@ -141,204 +97,12 @@ class Store:
         """
         return self._manifests.read(data_name)
 
-    def _from_manifest(
-        self, name: str, status: FileStatus, entries: dict[str, FileStatus]
-    ) -> Checkpoint:
-        data_name = name.removesuffix(manifests.SUFFIX)
-        data = entries.get(data_name)
-        path = self.directory / data_name
-        if data is not None and not data.is_file:
-            problem = "the data file is a link or no regular file; put the file itself here"
-            return entry_of(path, data, State.CORRUPT, problem)
-        if data is None and not is_set_name(data_name):
-            return entry_of(path, status, State.LEFTOVER, "a manifest without its data file")
-        key_problem = None
-        try:
-            try:
-                manifest = self.read_manifest(data_name)
-            except KeyProblem as error:
-                key_problem = error.message
-                manifest = self._manifests.read_unproven(data_name)
-        except (CkptmgrError, OSError) as error:
-            problem = error.message if isinstance(error, CkptmgrError) else str(error)
-            # Damage is final; of anything else whoever wants this checkpoint must hear.
-            obstacle = None if isinstance(error, CorruptCheckpoint) else error.with_traceback(None)
-            unread = entry_of(path, data or status, State.CORRUPT, problem)
-            return replace(unread, obstacle=obstacle)
-        if manifest is None:  # removed while we were looking
-            problem = "vanished while the directory was listed"
-            return entry_of(path, data or status, State.LEFTOVER, problem)
-        if key_problem is not None:
-            return manifest.to_checkpoint(
-                self.directory, state=State.UNVERIFIED, problem=key_problem
-            )
-        if data is None:
-            problem_found = problem_of_shards(manifest, entries)
-            state = State.OK if problem_found is None else State.CORRUPT
-            return manifest.to_checkpoint(self.directory, state=state, problem=problem_found)
-        expected = manifest.file.digest.size_bytes
-        if data.size_bytes != expected:
-            problem = f"{data.size_bytes} bytes, but the manifest says {expected}"
-            return manifest.to_checkpoint(self.directory, state=State.CORRUPT, problem=problem)
-        return manifest.to_checkpoint(self.directory)
-
-    def _from_temp(self, name: str, status: FileStatus) -> Checkpoint:
-        token = parse_temp(name)
-        is_live = token is not None and self.processes.is_dead(token[0]) is False
-        state = State.WRITING if is_live else State.LEFTOVER
-        problem = "being written by a live process" if is_live else "left by an interrupted save"
-        data_name = final_name(name).removesuffix(manifests.SUFFIX)
-        parsed = parse_name(data_name)
-        found = entry_of(self.directory / name, status, state, problem)
-        return replace(found, series=data_name if parsed is None else parsed.prefix)
-
-    @staticmethod
-    def _is_data_name(name: str) -> bool:
-        return name.endswith(DATA_SUFFIXES) and not name.startswith(".")
-
     @contextlib.contextmanager
     def lease(self, series: str) -> Iterator[None]:
         """Be the only writer of a series; StoreLocked when somebody else is."""
         self.fs.make_directory(self.directory, mode=0o700)
         with hold_lease(self.fs, self.directory, series):
             yield
-
-    def check_space(self, size_bytes: int) -> None:
-        """Raise StoreFull unless the disk has room for a file of `size_bytes`."""
-        free = self.fs.free_bytes(self.directory)
-        needed = size_bytes + _SPACE_MARGIN_BYTES
-        if free is not None and free < needed:
-            raise not_enough_space(self.directory, needed, free)
-
-    def publish(
-        self,
-        name: str,
-        *,
-        series: str,
-        size_bytes: int,
-        write: Callable[[OutputFile], FileDigest],
-        describe: Callable[[FileDigest], Manifest],
-        mode: int = 0o400,
-        manifest_mode: int | None = None,
-        read_back: Callable[[InputFile, FileDigest], None] | None = None,
-    ) -> Manifest:
-        """Make a new checkpoint durable under `name`, replacing what has that name.
-
-        Args:
-            name: Base name of the data file.
-            series: Series it belongs to, for reaping leftovers.
-            size_bytes: Size the file will have, to check and reserve space.
-            write: Writes the content into the new file and returns its digests.
-            describe: Makes the manifest from the digests.
-            mode: Permission bits of data and manifest.
-            manifest_mode: Those of the manifest, where they differ.
-            read_back: Compares what the disk holds with the digests, after the sync and before anything is published.
-
-        Raises:
-            StoreFull: Not enough space; nothing was changed.
-            OSError: From the disk; before the commit point nothing was changed and no temporary file is left (as far as
-                the disk still lets us remove it).
-        """
-        temp = self._manifests.temp_path(name, series)
-        try:
-            self.fs.make_directory(self.directory, mode=0o700)
-            self.check_space(size_bytes)
-            before = self._manifests.content(name)
-            old = self._manifest_of_current(name, before)
-            manifest = self._write_temp(
-                temp, size_bytes, write, describe, mode=mode, read_back=read_back
-            )
-            if manifest_mode is None:
-                manifest_mode = mode
-            self._commit(name, temp, manifest, old, before, series=series, mode=manifest_mode)
-        except OSError as error:
-            raise explained(error, self.directory / name, size_bytes, self.fs) from error
-        return manifest
-
-    def place(
-        self, name: str, *, size_bytes: int, write: Callable[[OutputFile], object], mode: int
-    ) -> None:
-        """Make a file that is no checkpoint durable under `name`, replacing what has that name; it gets no manifest.
-
-        Args:
-            name: Base name; the lease on it must be held.
-            size_bytes: Size the file will have, to check and reserve space.
-            write: Writes the content into the new file.
-            mode: Permission bits.
-
-        Raises:
-            StoreFull: Not enough space; nothing was changed.
-            OSError: From the disk; the old file is intact, or the new one is there.
-        """
-        temp = self._manifests.temp_path(name, name)
-        try:
-            self.check_space(size_bytes)
-            self._write_temp(temp, size_bytes, write, lambda _: None, mode=mode, read_back=None)
-            try:
-                self.fs.replace(temp, self.directory / name)
-            except BaseException:
-                discard(self.fs, temp)
-                raise
-            self.fs.sync_directory(self.directory)
-        except OSError as error:
-            raise explained(error, self.directory / name, size_bytes, self.fs) from error
-
-    def _write_temp(
-        self,
-        temp: Path,
-        size_bytes: int,
-        write: Callable[[OutputFile], _Written],
-        describe: Callable[[_Written], _Described],
-        *,
-        mode: int,
-        read_back: Callable[[InputFile, _Written], None] | None,
-    ) -> _Described:
-        file = self.fs.create(temp, mode=mode)
-        try:
-            try:
-                file.reserve(size_bytes)
-                digest = write(file)
-                file.sync()
-            finally:
-                file.close()
-            if read_back is not None:
-                with contextlib.closing(self.fs.open(temp, is_uncached=True)) as stored:
-                    read_back(stored, digest)
-            return describe(digest)
-        except BaseException:
-            discard(self.fs, temp)
-            raise
-
-    def _commit(
-        self,
-        name: str,
-        temp: Path,
-        manifest: Manifest,
-        old: Manifest | None,
-        before: ManifestContent | None,
-        *,
-        series: str,
-        mode: int,
-    ) -> None:
-        # Whoever could read the manifest can do so until the swap, and afterwards if that is undone.
-        during = mode if before is None else before.mode
-        try:
-            self._manifests.put(replace(manifest, replaces=old), series=series, mode=during)
-            self.fs.sync_directory(self.directory)
-            self.fs.replace(temp, self.directory / name)
-        except BaseException:
-            # Ctrl-C, and an answer lost on the way from a file server, also come after the rename was done. The manifest
-            # that describes old and new must then stay: it is the only one that is true.
-            if self._is_there(temp):
-                discard(self.fs, temp)
-                self._manifests.undo(name, before, series=series)
-            raise
-        # From here on the checkpoint exists. If this sync fails the caller must hear of it, but the published file stays:
-        # removing it could remove the only good one.
-        self.fs.sync_directory(self.directory)
-        if old is not None:
-            self._manifests.put(manifest, series=series, mode=mode)
-            self.fs.sync_directory(self.directory)
 
     def update_manifest(self, manifest: Manifest, *, mode: int | None = None) -> None:
         """Replace the manifest of a committed checkpoint (pins, late metrics), durably; None keeps its mode."""
@@ -418,44 +182,6 @@ class Store:
                 path=checkpoint.path,
                 hint=f"pass the key (CLI: {option})",
             )
-
-    def _manifest_of_current(self, name: str, before: ManifestContent | None) -> Manifest | None:
-        """Return a manifest for what has this name now; None when the name is free.
-
-        It gets the proofs of this writer. So one is made up for a bare file, and where the manifest is not proven to this
-        writer; the manifest itself is kept in it.
-        """
-        status = self.fs.status(self.directory / name)
-        if status is None:
-            return None
-        self.fs.sync_directory(self.directory)
-        try:
-            manifest = self._manifests.read_proven(name)
-        except CkptmgrError:
-            manifest = None
-        manifest = manifest or self._made_up(name, status)
-        if manifest.kept is None and before is not None:
-            return replace(manifest, kept=before.text)
-        return manifest
-
-    def _made_up(self, name: str, status: FileStatus) -> Manifest:
-        bare = bare_file(self.directory / name, status)
-        with contextlib.closing(self.fs.open(self.directory / name)) as file:
-            digest = digest_of(file)
-        return Manifest(
-            file=FileEntry(name=name, digest=digest, format=bare.format),
-            series=bare.series,
-            run_id="",
-            step=max(bare.step, 0),
-            sequence=0,
-            saved_at=bare.saved_at,
-            why=manifests.FOREIGN,
-        )
-
-    def _is_there(self, temp: Path) -> bool:
-        with contextlib.suppress(OSError):
-            return self.fs.status(temp) is not None
-        return False
 
     def remove(self, checkpoints: Sequence[Checkpoint]) -> list[OSError]:
         """Remove checkpoints durably; return what could not be removed, and go on with the others.

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a directory holds that is, was or will be a checkpoint, by its manifests and its names; no data is read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ckptmgr.bare_files import bare_file, entry_of, number_bare_steps
+from ckptmgr.errors import CkptmgrError, CorruptCheckpoint, KeyProblem
+from ckptmgr.fsio import FileStatus
+from ckptmgr.lease import Processes
+from ckptmgr.manifest import SUFFIX, manifest_name
+from ckptmgr.manifest_reader import ManifestReader
+from ckptmgr.model import Checkpoint, State
+from ckptmgr.naming import DATA_SUFFIXES, parse_name
+from ckptmgr.shard_listing import problem_of_shards, unnamed_shards
+from ckptmgr.shard_names import is_set_name, parse_shard_name
+from ckptmgr.temp_names import final_name, parse_temp
+
+
+def listed(files: ManifestReader, processes: Processes) -> list[Checkpoint]:
+    """Return all that is, was or will be a checkpoint, in no particular order; never raises because of what it finds."""
+    if files.fs.status(files.directory) is None:
+        return []
+    return _Listing(files, processes).run()
+
+
+class _Listing:
+    def __init__(self, files: ManifestReader, processes: Processes) -> None:
+        self._files = files
+        self._processes = processes
+        self._directory = files.directory
+        self._entries = files.fs.list(files.directory)
+
+    def run(self) -> list[Checkpoint]:
+        entries = self._entries
+        found = []
+        for name, status in entries.items():
+            if name.endswith(SUFFIX) and not name.startswith("."):
+                found.append(self._from_manifest(name, status))
+            elif parse_shard_name(name) is not None:
+                continue
+            elif _is_data_name(name) and manifest_name(name) not in entries and status.is_file:
+                found.append(bare_file(self._directory / name, status))
+            elif parse_temp(name) is not None:
+                found.append(self._from_temp(name, status))
+        return [*number_bare_steps(found), *unnamed_shards(self._directory, entries, found)]
+
+    def _from_manifest(self, name: str, status: FileStatus) -> Checkpoint:
+        data_name = name.removesuffix(SUFFIX)
+        data = self._entries.get(data_name)
+        path = self._directory / data_name
+        if data is not None and not data.is_file:
+            problem = "the data file is a link or no regular file; put the file itself here"
+            return entry_of(path, data, State.CORRUPT, problem)
+        if data is None and not is_set_name(data_name):
+            return entry_of(path, status, State.LEFTOVER, "a manifest without its data file")
+        key_problem = None
+        try:
+            try:
+                manifest = self._files.read(data_name)
+            except KeyProblem as error:
+                key_problem = error.message
+                manifest = self._files.read_unproven(data_name)
+        except (CkptmgrError, OSError) as error:
+            problem = error.message if isinstance(error, CkptmgrError) else str(error)
+            # Damage is final; of anything else whoever wants this checkpoint must hear.
+            obstacle = None if isinstance(error, CorruptCheckpoint) else error.with_traceback(None)
+            unread = entry_of(path, data or status, State.CORRUPT, problem)
+            return replace(unread, obstacle=obstacle)
+        if manifest is None:  # removed while we were looking
+            problem = "vanished while the directory was listed"
+            return entry_of(path, data or status, State.LEFTOVER, problem)
+        if key_problem is not None:
+            return manifest.to_checkpoint(
+                self._directory, state=State.UNVERIFIED, problem=key_problem
+            )
+        if data is None:
+            problem_found = problem_of_shards(manifest, self._entries)
+            state = State.OK if problem_found is None else State.CORRUPT
+            return manifest.to_checkpoint(self._directory, state=state, problem=problem_found)
+        expected = manifest.file.digest.size_bytes
+        if data.size_bytes != expected:
+            problem = f"{data.size_bytes} bytes, but the manifest says {expected}"
+            return manifest.to_checkpoint(self._directory, state=State.CORRUPT, problem=problem)
+        return manifest.to_checkpoint(self._directory)
+
+    def _from_temp(self, name: str, status: FileStatus) -> Checkpoint:
+        token = parse_temp(name)
+        is_live = token is not None and self._processes.is_dead(token[0]) is False
+        state = State.WRITING if is_live else State.LEFTOVER
+        problem = "being written by a live process" if is_live else "left by an interrupted save"
+        data_name = final_name(name).removesuffix(SUFFIX)
+        parsed = parse_name(data_name)
+        found = entry_of(self._directory / name, status, state, problem)
+        return replace(found, series=data_name if parsed is None else parsed.prefix)
+
+
+def _is_data_name(name: str) -> bool:
+    return name.endswith(DATA_SUFFIXES) and not name.startswith(".")
