@@ -26,6 +26,7 @@ from typing import ClassVar, Protocol
 from ckptmgr.input_files import DIRECT_IO_ALIGNMENT, CachedFile, UncachedFile
 from ckptmgr.transfers import note
 
+_LAST_STANDARD_DESCRIPTOR = 2
 _MAX_OWNER_BYTES = 4096
 _PRIVATE = 0o400
 
@@ -334,20 +335,35 @@ def _write_owner(descriptor: int, owner: str) -> None:
             raise
 
 
+def _beyond_standard(descriptor: int) -> int:
+    """Return a descriptor above 2 in place of one that is not.
+
+    Those are free in a process that was started without standard streams, where libraries still print to them.
+    """
+    if descriptor > _LAST_STANDARD_DESCRIPTOR:
+        return descriptor
+    try:
+        return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _LAST_STANDARD_DESCRIPTOR + 1)
+    finally:
+        os.close(descriptor)
+
+
 class _OsOutputFile:
     """A new file with up to two descriptors: one for direct I/O, one through the page cache."""
 
     def __init__(self, path: Path, mode: int) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         self._path = path
-        self._buffered = os.open(path, flags, 0o600)
+        self._buffered = _beyond_standard(os.open(path, flags, 0o600))
         self._direct = -1
         try:
             with contextlib.suppress(OSError):
                 # tmpfs before Linux 6.6, some FUSE and network file systems refuse O_DIRECT: EINVAL. Opened before the
                 # mode is set: only root may open a read-only file for writing.
-                self._direct = os.open(
-                    f"/proc/self/fd/{self._buffered}", os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC
+                self._direct = _beyond_standard(
+                    os.open(
+                        f"/proc/self/fd/{self._buffered}", os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC
+                    )
                 )
             os.fchmod(self._buffered, mode)
         except BaseException:

@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 
 import click
 
@@ -89,6 +90,7 @@ class Commands(click.Group):
         **extra: object,
     ) -> None:
         """Run and leave the process with an exit code."""
+        _open_closed_streams()
         arguments = list(sys.argv[1:] if args is None else args)
         sys.exit(int(_run(self, arguments, extra.get("obj"))))
 
@@ -121,6 +123,18 @@ Examples:
   $ ckptmgr ls runs/resnet50
   $ ckptmgr prune runs/resnet50 --keep 'last(3) | best(2, loss, min)' --dry-run
 """
+
+
+def _open_closed_streams() -> None:
+    """Give a process that was started without its three streams such that lead nowhere; else files would get their numbers."""
+    if None not in (sys.stdin, sys.stdout, sys.stderr):
+        return
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, Path(os.devnull).open(mode))  # noqa: SIM115 - stays open
 
 
 def _forget_stdout() -> None:

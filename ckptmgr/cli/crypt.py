@@ -34,7 +34,7 @@ def _target_options(function: Command) -> Command:
         required=True,
         help="A file, an existing directory, or - for a pipe.",
     )(function)
-    return click.argument("source", metavar="IN", type=click.Path(path_type=Path))(function)
+    return click.argument("source", metavar="IN", type=options.PATH)(function)
 
 
 @options.command(

@@ -26,7 +26,7 @@ _SHOWN_METRICS = 2
 
 
 @options.command("ls", examples=("ls runs/resnet50", "ls runs/resnet50 --json"))
-@click.argument("directory", type=click.Path(path_type=Path), default=Path())
+@click.argument("directory", type=options.PATH, default=Path())
 @click.option("--all", "show_all", is_flag=True, help="Also what interrupted saves left.")
 @options.series_option
 @options.public_key_option

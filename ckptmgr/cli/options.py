@@ -29,6 +29,26 @@ _SOURCES = "env:NAME, file:PATH, cmd:COMMAND, fd:N, prompt:, wrapped:FILE or pas
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
+def check_path(text: object) -> None:
+    """Raise UsageProblem for an empty path: it would mean this directory, and a shell makes one of an unset variable."""
+    if text == "":
+        raise UsageProblem("a path is empty", hint="write . for this directory")
+
+
+class _Path(click.Path):
+    def convert(
+        self,
+        value: str | os.PathLike[str],
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> str | bytes | os.PathLike[str]:
+        check_path(value)
+        return super().convert(value, param, ctx)
+
+
+PATH = _Path(path_type=Path)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
     """What a command takes from its surroundings.
@@ -149,7 +169,7 @@ def dir_option(function: Command) -> Command:
     return click.option(
         "--dir",
         "directory",
-        type=click.Path(path_type=Path),
+        type=PATH,
         default=Path(),
         help="Where steps, latest, best:... and @pinned are looked up.  [default: .]",
     )(function)

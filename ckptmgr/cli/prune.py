@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         "prune runs/resnet50 --undo",
     ),
 )
-@click.argument("directory", type=click.Path(path_type=Path), default=Path())
+@click.argument("directory", type=options.PATH, default=Path())
 @click.option("--keep", metavar="EXPR", help="What to keep, e.g. 'last(3) | every(1000) | pinned'.")
 @options.series_option
 @click.option("-n", "--dry-run", is_flag=True, help="Show the plan; write nothing at all.")

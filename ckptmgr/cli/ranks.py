@@ -13,7 +13,7 @@ from ckptmgr.cli import options, render
 from ckptmgr.cli.exits import Exit, UsageProblem
 from ckptmgr.cli.options import Command
 
-_PATH = click.Path(path_type=Path)
+_PATH = options.PATH
 
 
 def _source_and_target(function: Command) -> Command:

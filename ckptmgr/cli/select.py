@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ckptmgr.cli.exits import UsageProblem
+from ckptmgr.cli.options import check_path
 from ckptmgr.errors import CheckpointNotFound
 from ckptmgr.manifest import SUFFIX as MANIFEST_SUFFIX
 from ckptmgr.model import Checkpoint, State
@@ -101,6 +102,7 @@ def listed(
 def _select_one(
     text: str, directory: Path, open_store: OpenStore, series: str | None
 ) -> list[Selected]:
+    check_path(text)
     choose = _chooser(text)
     if choose is not None:
         store = open_store(directory)

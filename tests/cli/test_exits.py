@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -13,8 +15,8 @@ import ckptmgr.policy_text
 from ckptmgr import errors
 from ckptmgr.cli import _COMMANDS, cli
 from ckptmgr.cli.exits import CODES, MEANINGS, Exit, code_of, escape, report
-from tests.cli.running import run
-from tests.manager.saved import save_run
+from tests.cli.running import process_env, run
+from tests.manager.saved import save_run, tree_of
 
 DOCUMENTED = {0, 1, 2, 3, 10, 11, 12, 13, 130, 141}
 
@@ -168,6 +170,35 @@ def test_foreign_errors_are_one_sentence(
 ) -> None:
     assert report(error, as_json=False) is Exit.FAILED
     assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [("--version",), ("ls", ""), ("verify", "")])
+def test_process_without_standard_streams_answers_by_its_code(arguments: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "ckptmgr", *arguments]
+    closed = ["sh", "-c", '"$@" <&- >&- 2>&-', "sh", *command]
+    done = subprocess.run(closed, env=process_env(), timeout=60, check=False)
+    assert done.returncode == (2 if "" in arguments else 0)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("ls", ""),
+        ("prune", "", "--keep", "last(1)", "--yes"),
+        ("verify", ""),
+        ("pin", "latest", "--dir", ""),
+        ("decrypt", ""),
+    ],
+)
+def test_empty_path_is_not_taken_for_this_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    save_run(tmp_path, [10, 20])
+    before = tree_of(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    shown = run(*arguments, "--key", "env:KEY", env={"KEY": "00" * 32})
+    assert (shown.exit_code, "a path is empty" in shown.stderr) == (2, True)
+    assert tree_of(tmp_path) == before
 
 
 def test_message_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:

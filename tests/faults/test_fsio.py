@@ -48,6 +48,27 @@ def child(code: str, *command: str) -> subprocess.Popen[str]:
     )
 
 
+STRAY_PRINTS = """
+    import contextlib, os, sys
+    from pathlib import Path
+    from ckptmgr.fsio import OsFileSystem
+    file = OsFileSystem().create(Path(sys.argv[1]), mode=0o600)
+    file.write_at(0, b"content")
+    for descriptor in range(3):  # as a library in C does
+        with contextlib.suppress(OSError):
+            os.write(descriptor, b"STRAY!")
+    file.sync()
+    file.close()
+"""
+
+
+def test_what_libraries_print_to_closed_streams_is_not_in_the_file(tmp_path: Path) -> None:
+    closed = ["sh", "-c", '"$@" <&- >&- 2>&-', "sh"]
+    command = [sys.executable, "-c", textwrap.dedent(STRAY_PRINTS), str(tmp_path / "file")]
+    subprocess.run([*closed, *command], cwd=ROOT_OF_PROJECT, timeout=60, check=True)
+    assert read(tmp_path / "file") == b"content"
+
+
 @contextlib.contextmanager
 def file_size_limit(size_bytes: int) -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
