@@ -123,6 +123,28 @@ def whole(draft: Manifest, votes: Sequence[Json]) -> Manifest:
     return replace(draft, file=entries[0], shards=entries, world_size=len(entries), stats=stats)
 
 
+def chosen_series(answers: Sequence[Json]) -> str:
+    """Return the series that rank 0 has chosen.
+
+    Args:
+        answers: By rank: its prefix, and what it has chosen, which counts on rank 0.
+
+    Raises:
+        RanksOutOfStep: The ranks have not the same prefix, or one says something else.
+    """
+    said = [answer if isinstance(answer, list) and answer else [answer] for answer in answers]
+    for rank, (prefix, *_) in enumerate(said):
+        if prefix != said[0][0]:
+            raise RanksOutOfStep(
+                f"rank {rank} saves under the prefix {prefix!r}, but rank 0 under {said[0][0]!r}",
+                hint="give all ranks the same prefix and directory; their files have their numbers in their names",
+            )
+    series = said[0][-1]
+    if len(said[0]) == 1 or not isinstance(series, str):
+        raise RanksOutOfStep(f"rank 0 runs another version: {series!r} is no series")
+    return series
+
+
 def _entry(vote: Json, rank: int) -> FileEntry:
     try:
         return entry_from_document(vote["file"])  # type: ignore[call-overload, index, arg-type]

@@ -19,9 +19,9 @@ from ckptmgr.naming import is_of_prefix
 from ckptmgr.observe import EVERYBODY, Observers
 from ckptmgr.parallel.agreement import all_prepared, first_that_all_load, steps_of_all
 from ckptmgr.parallel.commit import Deadline, TwoPhaseSave
-from ckptmgr.parallel.coordinator import Coordinator, Json, RanksMissing, RanksOutOfStep
+from ckptmgr.parallel.coordinator import Coordinator, Json, RanksMissing
 from ckptmgr.parallel.numbering import writers_before
-from ckptmgr.parallel.offer import Offer
+from ckptmgr.parallel.offer import Offer, chosen_series
 from ckptmgr.parallel.rounds import Rounds
 from ckptmgr.parallel.shard_store import ShardStore
 from ckptmgr.parallel.sharing import Sharing
@@ -76,8 +76,8 @@ class RankWriter(SeriesWriter):
         self._now = clock
         self._monotonic = monotonic
         self._begun: Counter[str] = Counter()
-        number = writers_before(coordinator)
-        self._about = f"{series}.{number}" if number else series
+        self._number = writers_before(coordinator)
+        self._about = f"{series}.{self._number}" if self._number else series
         self._prefix: str | None = None
 
     @property
@@ -99,22 +99,23 @@ class RankWriter(SeriesWriter):
         return super().clean_up() + self._collect_earlier()
 
     def take_series(self, choose: Callable[[], str]) -> None:
-        """Write the series that `choose` finds on rank 0; the same on all ranks.
+        """Write the series that `choose` finds on rank 0; the same on all ranks, which have the same one so far.
 
         Raises:
+            RanksOutOfStep: They have not.
             RankFailed: Rank 0 could not find one.
             RanksMissing: Some ranks did not come in time.
         """
 
         def chosen() -> Json:
-            return choose() if self.is_first else None
+            return [self.series, choose() if self.is_first else None]
 
-        answers = self.rounds("series", what="no series was chosen").together(
+        # Not under the series: ranks with another one would never meet.
+        answers = self._rounds(f"series.{self._number}", what="no series was chosen").together(
             "choose", chosen, stop=self._monotonic() + self.timeout_s
         )
-        if not isinstance(answers[0], str):
-            raise RanksOutOfStep(f"rank 0 names no series: {answers[0]!r}")
-        self._prefix, self.series = self.series, answers[0]
+        found = chosen_series(answers)
+        self._prefix, self.series = self.series, found
 
     def prepare(self) -> None:
         """Do nothing yet: what rank 0 finds must reach all ranks, so it is done in the first round."""
@@ -157,9 +158,12 @@ class RankWriter(SeriesWriter):
             about: Tells it from the other things that the ranks do; the same on all.
             what: What it means when it fails, for messages.
         """
+        return self._rounds(f"{self._about}/{about}", what=what)
+
+    def _rounds(self, tag: str, *, what: str) -> Rounds:
         # Ranks that fail apart meet again: at the next step, not at the next number.
-        self._begun[about] += 1
-        tag = f"{self._about}/{about}/{self._begun[about]}"
+        self._begun[tag] += 1
+        tag = f"{tag}/{self._begun[tag]}"
         return Rounds(self.coordinator, tag, what=what, monotonic=self._monotonic)
 
     def save(

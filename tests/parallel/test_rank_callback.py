@@ -416,16 +416,29 @@ def test_files_that_an_earlier_run_never_committed_are_collected() -> None:
     assert [name for name, state in again.saved().items() if state is State.LEFTOVER] == [other]
 
 
-def test_series_that_is_no_text_is_refused() -> None:
+@pytest.mark.parametrize("said", ["net", None, [], ["net"], ["net", 7]])
+def test_series_that_is_none_is_refused(said: Json) -> None:
     class Rogue(Seat):
         def all_gather(self, tag: str, value: Json, *, timeout_s: float) -> list[Json]:
-            return [{"ok": 7}, {"ok": None}]
+            return [{"ok": said}] * WORLD
 
-    callback = ModelCheckpoint(
-        "net", str(RUNS), coordinator=Rogue(Meeting(WORLD), 1), fs=ModelDisk()
-    )
-    with pytest.raises(RanksOutOfStep, match="rank 0 names no series: 7"):
+    callback = ModelCheckpoint("net", str(RUNS), coordinator=Rogue(Meeting(WORLD), 1))
+    with pytest.raises(RanksOutOfStep):
         callback.begin(loop_of(callback, 1))
+
+
+def test_ranks_with_different_prefixes_are_told_so_at_once() -> None:
+    meeting = Meeting(WORLD)
+
+    def one(rank: int) -> None:
+        name = f"net_{rank}"
+        callback = ModelCheckpoint(name, str(RUNS), coordinator=Seat(meeting, rank), fs=ModelDisk())
+        callback.begin(loop_of(callback, rank))
+
+    for outcome in run_ranks(meeting, one):
+        assert isinstance(outcome.raised, RanksOutOfStep)
+        text = "rank 1 saves under the prefix 'net_1', but rank 0 under 'net_0'"
+        assert text in str(outcome.raised)
 
 
 @pytest.mark.parametrize(
