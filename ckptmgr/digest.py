@@ -22,7 +22,7 @@ from blake3 import blake3
 from ckptmgr.crypto.pages import new_pages
 from ckptmgr.errors import ChecksumMismatch, TruncatedCheckpoint
 from ckptmgr.formats.source import Source
-from ckptmgr.units import each_unit
+from ckptmgr.units import HASHED_BYTES, each_unit
 
 ALGORITHM = "blake3"
 RANGE_BYTES = 16 << 20
@@ -104,8 +104,8 @@ def _range_digests(source: Source, size: int, range_bytes: int) -> list[bytes]:
     def work(index: int, buffer: memoryview) -> None:
         hasher = blake3()
         stop = min((index + 1) * range_bytes, size)
-        for start in range(index * range_bytes, stop, buffer.nbytes):
-            view = buffer[: stop - start]
+        for start in range(index * range_bytes, stop, HASHED_BYTES):
+            view = buffer[: min(HASHED_BYTES, stop - start)]
             source.read_into(start, view)
             hasher.update(view)
         digests[index] = hasher.digest()

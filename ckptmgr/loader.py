@@ -39,7 +39,7 @@ from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import Manifest
 from ckptmgr.naming import OPAQUE
 from ckptmgr.plaintext import Plaintext, plaintext_of
-from ckptmgr.scatter import Placement, read_scattered
+from ckptmgr.scatter import Placement, piece_bytes_of, read_scattered
 from ckptmgr.tree_nodes import StateMismatch
 from ckptmgr.units import PIECE_BYTES
 
@@ -246,7 +246,7 @@ def _clusters(opened: OpenCheckpoint, arrays: dict[int, np.ndarray]) -> Clusters
     """Return what takes small tensors, where the file is read in pieces."""
     if not opened.unit_bytes or isinstance(opened.source, FramesSource):
         return None
-    return Clusters(arrays, grid_bytes=min(opened.unit_bytes, PIECE_BYTES))
+    return Clusters(arrays, grid_bytes=piece_bytes_of(opened.unit_bytes))
 
 
 def read_into(

@@ -32,7 +32,7 @@ from ckptmgr.glimpses import Glimpses
 from ckptmgr.lower_errors import ALLOW_UNSEALED_HINT
 from ckptmgr.manifest import Manifest
 from ckptmgr.stored_kind import check_kind
-from ckptmgr.units import PIECE_BYTES
+from ckptmgr.units import HASHED_BYTES, PIECE_BYTES
 
 if TYPE_CHECKING:
     from ckptmgr.loader import ReadOptions
@@ -100,7 +100,7 @@ def plaintext_of(
         checked = VerifyingSource(raw, manifest.file.digest, path=path)
         plain = Plaintext(source=checked, unit_bytes=0)
         if manifest.file.digest.range_bytes == RANGE_BYTES:
-            glimpses = Glimpses(raw.size, raw.read_into, piece_bytes=PIECE_BYTES, path=path)
+            glimpses = Glimpses(raw.size, raw.read_into, piece_bytes=HASHED_BYTES, path=path)
             plain = Plaintext(source=checked, unit_bytes=RANGE_BYTES, glimpses=glimpses)
     kind = kind_of(raw, name=path)
     if kind is not Kind.CKPTMGR_CONTAINER:

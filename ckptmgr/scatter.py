@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read a file into many arrays at once: the mirror of `pipeline`.
 
-The file is taken in units (digest ranges of 16 MiB, or cipher blocks of 4 MiB). A few threads each read a unit, in pieces of
-at most 4 MiB: straight into the array where a piece lies in one, else into a recycled buffer from which its parts are
+The file is taken in units (digest ranges of 16 MiB, or cipher blocks of 4 MiB). A few threads each read a unit, ranges in
+pieces of 2 MiB: straight into the array where a piece lies in one, else into a recycled buffer from which its parts are
 copied. So reads are large whatever the sizes of the tensors, several are in flight, every byte is hashed while it is in
-cache, and the only fresh pages that are touched are those of the arrays. (Direct I/O was no faster than three buffered
-reads in flight, and ten times slower for files in the page cache.)
+cache, and the only fresh pages that are touched are those of the arrays.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from ckptmgr.digest import VerifyingSource
 from ckptmgr.formats.file_crc import FileCrc
 from ckptmgr.formats.source import Source
 from ckptmgr.glimpses import Glimpses
-from ckptmgr.units import PIECE_BYTES, each_unit
+from ckptmgr.units import HASHED_BYTES, PIECE_BYTES, each_unit
 
 
 class Placement(NamedTuple):
@@ -52,6 +51,11 @@ class Cluster(NamedTuple):
     offset: int
     stop: int
     take: Callable[[memoryview], None]
+
+
+def piece_bytes_of(unit_bytes: int) -> int:
+    """Return in pieces of how many bytes, from multiples of that on, `read_scattered` reads units."""
+    return unit_bytes if unit_bytes <= PIECE_BYTES else HASHED_BYTES
 
 
 def read_scattered(
@@ -134,8 +138,8 @@ class _Reader:
         stop = min(start + self._unit_bytes, self._source.size)
         if isinstance(self._source, VerifyingSource):
             reader = self._source.open_range(unit)
-            for first in range(start, stop, PIECE_BYTES):
-                last = min(first + PIECE_BYTES, stop)
+            for first in range(start, stop, HASHED_BYTES):
+                last = min(first + HASHED_BYTES, stop)
                 self._scatter(first, last, self._parts(first, last), buffer, reader.read_into)
             reader.finish()
             return

@@ -10,8 +10,12 @@ from ckptmgr.aligned import Buffers
 from ckptmgr.crew import run_together
 
 PIECE_BYTES = 4 << 20
+"""The largest cipher block that is read as a whole."""
+HASHED_BYTES = 2 << 20
+"""What is read and hashed at once of a digest range: so much of each thread stays in the cache."""
+
 # More reads in flight than cores: while one thread hashes, the disk must not wait.
-_THREADS = 3
+_THREADS = 4
 _buffers = Buffers(_THREADS, PIECE_BYTES)
 
 
