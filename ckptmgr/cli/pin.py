@@ -114,11 +114,12 @@ def _selected(text: str, directory: Path, series: str | None, opener: OpenStore)
 
 
 def _change(selected: Selected, change: Change) -> Manifest:
-    """Change the pins under the lease: a run that overwrites the name meanwhile must not lose its manifest."""
+    """Change the pins under the leases: who overwrites the name meanwhile must not lose the manifest."""
     from ckptmgr.manifest import files_of
+    from ckptmgr.name_lease import lease_of_checkpoint
 
     store, checkpoint = selected.store, selected.checkpoint
-    with store.lease(checkpoint.series):
+    with lease_of_checkpoint(store, checkpoint):
         if not (store.directory / files_of(checkpoint)[0]).exists():
             raise CheckpointNotFound("was removed meanwhile", path=checkpoint.path)
         return store.change_pins(checkpoint, change)

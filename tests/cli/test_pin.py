@@ -7,6 +7,8 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from ckptmgr.manifest import encode, manifest_name
 from ckptmgr.model import State
 from ckptmgr.saver import SaveOptions
@@ -89,8 +91,11 @@ def test_bare_file_cannot_be_pinned(tmp_path: Path) -> None:
     assert (result.exit_code, "without a manifest" in result.stderr) == (2, True)
 
 
-def test_series_that_a_run_writes_is_locked(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lease", ["net", "net-1_10.ckpt"])
+def test_series_that_a_run_writes_and_file_that_is_overwritten_are_locked(
+    tmp_path: Path, lease: str
+) -> None:
     save_run(tmp_path, [10])
-    with Store(tmp_path).lease("net"):
+    with Store(tmp_path).lease(lease):
         result = run("pin", "10", "--dir", tmp_path)
     assert (result.exit_code, "process" in result.stderr) == (11, True)
