@@ -34,7 +34,9 @@ def seal(
     raw_size: int | None = None,
     random: Callable[[int], bytes] = os.urandom,
 ) -> bytes:
-    """Return the container of `plaintext`."""
+    """Return the container of `plaintext`; frames expand to as many bytes unless said."""
+    if content is Content.FRAMES and raw_size is None:
+        raw_size = len(plaintext)
     sealer = ContainerSealer(
         recipients,
         mode,
