@@ -21,7 +21,6 @@ from ckptmgr.crypto.errors import (
 )
 from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.slots import Recipient, Slot
-from ckptmgr.crypto.wrapping import RawKey
 from ckptmgr.formats.detect import Kind, detect
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.mindspore_reader import read_ckpt_index
@@ -29,7 +28,7 @@ from ckptmgr.formats.safetensors_file import read_safetensors_index
 from ckptmgr.formats.source import BytesSource
 
 from . import container_reference as reference
-from .containers import HEAD, ME, MODES, OTHER, SEGMENT, opened, seal, segments, unseal
+from .containers import HEAD, ME, MODES, SEGMENT, opened, seal, segments, unseal
 from .sealing import read_range
 
 FULL = {"AES-GCM": 96, "SM4-GCM": 96, "AES-CBC": 48, "SM4-CBC": 48}
@@ -73,20 +72,6 @@ def test_range_outside_the_plaintext_is_refused(offset: int, length: int) -> Non
     source = opened(seal(bytes(10)))
     with pytest.raises(TruncatedCiphertextError, match="the plaintext has 10"):
         source.read_into(offset, memoryview(bytearray(length)))
-
-
-@pytest.mark.parametrize("size", [0, 1, 95, 96, 97, 1000])
-def test_container_is_read_by_the_reference(size: int) -> None:
-    plaintext = os.urandom(size)
-    assert reference.unseal(seal(plaintext), ME.key.raw) == plaintext
-
-
-@pytest.mark.parametrize("size", [0, 1, 95, 96, 97, 1000])
-@pytest.mark.parametrize("key", [ME, OTHER])
-def test_container_of_the_reference_is_read(size: int, key: RawKey) -> None:
-    plaintext = os.urandom(size)
-    file = reference.seal(plaintext, key.key.raw, segment_bytes=SEGMENT, seed=b"seed")
-    assert unseal(file, key) == plaintext
 
 
 def test_payload_is_a_floe_message_of_its_own() -> None:
