@@ -8,7 +8,6 @@ contents are checked later, and where the look-up makes no sense the checked byt
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ckptmgr.container_reader import format_in, kind_of, open_container_file, unit_of
 from ckptmgr.crypto.block_keys import open_blocks_with
@@ -31,11 +30,9 @@ from ckptmgr.formats.zstd_source import FramesSource, open_frames
 from ckptmgr.glimpses import Glimpses
 from ckptmgr.lower_errors import ALLOW_UNSEALED_HINT
 from ckptmgr.manifest import Manifest
+from ckptmgr.read_options import ReadOptions
 from ckptmgr.stored_kind import check_kind
 from ckptmgr.units import HASHED_BYTES, PIECE_BYTES
-
-if TYPE_CHECKING:
-    from ckptmgr.loader import ReadOptions
 
 _HEAD_BYTES = 16
 _READABLE = (
