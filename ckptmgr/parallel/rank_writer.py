@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -20,7 +19,7 @@ from ckptmgr.observe import EVERYBODY, Observers
 from ckptmgr.parallel.agreement import all_prepared, first_that_all_load, steps_of_all
 from ckptmgr.parallel.commit import Deadline, TwoPhaseSave
 from ckptmgr.parallel.coordinator import Coordinator, Json, RanksMissing
-from ckptmgr.parallel.numbering import writers_before
+from ckptmgr.parallel.meetings import Meetings
 from ckptmgr.parallel.offer import Offer, chosen_series
 from ckptmgr.parallel.rounds import Rounds
 from ckptmgr.parallel.shard_store import ShardStore
@@ -75,9 +74,7 @@ class RankWriter(SeriesWriter):
         self.timeout_s = timeout_s
         self._now = clock
         self._monotonic = monotonic
-        self._begun: Counter[str] = Counter()
-        self._number = writers_before(coordinator)
-        self._about = f"{series}.{self._number}" if self._number else series
+        self._meetings = Meetings(coordinator, series, timeout_s=timeout_s, monotonic=monotonic)
         self._prefix: str | None = None
 
     @property
@@ -110,10 +107,8 @@ class RankWriter(SeriesWriter):
         def chosen() -> Json:
             return [self.series, choose() if self.is_first else None]
 
-        # Not under the series: ranks with another one would never meet.
-        answers = self._rounds(f"series.{self._number}", what="no series was chosen").together(
-            "choose", chosen, stop=self._monotonic() + self.timeout_s
-        )
+        rounds = self._meetings.begin_first(what="no series was chosen")
+        answers = rounds.together("choose", chosen, stop=self._meetings.stop())
         found = chosen_series(answers)
         self._prefix, self.series = self.series, found
 
@@ -128,9 +123,8 @@ class RankWriter(SeriesWriter):
             RanksMissing: Some ranks did not come in time.
         """
         own: Json = [target, *super().held_by_all(target, steps)]
-        answers = self.rounds("rollback", what="not gone back").together(
-            "steps", lambda: own, stop=self._monotonic() + self.timeout_s
-        )
+        rounds = self._meetings.begin("rollback", what="not gone back")
+        answers = rounds.together("steps", lambda: own, stop=self._meetings.stop())
         return steps_of_all(answers)
 
     def first_that_loads(
@@ -138,33 +132,18 @@ class RankWriter(SeriesWriter):
     ) -> tuple[Checkpoint | None, _Loaded | None, list[Skipped]]:
         """Return the checkpoint that all ranks go on from, the same on all; see `first_that_all_load`."""
         return first_that_all_load(
-            self.rounds("resume", what="not resumed"),
+            self._meetings.begin("resume", what="not resumed"),
             self.coordinator,
             scan,
             load,
             prepare=self.open,
-            stop=lambda: self._monotonic() + self.timeout_s,
+            stop=self._meetings.stop,
         )
 
     def agreed(self, prepare: Callable[[], _Loaded]) -> _Loaded:
         """Return what is prepared, once every rank has prepared its own; see `all_prepared`."""
-        rounds = self.rounds("restore", what="not restored")
-        return all_prepared(rounds, prepare, stop=self._monotonic() + self.timeout_s)
-
-    def rounds(self, about: str, *, what: str) -> Rounds:
-        """Return the rounds of something that all ranks begin now.
-
-        Args:
-            about: Tells it from the other things that the ranks do; the same on all.
-            what: What it means when it fails, for messages.
-        """
-        return self._rounds(f"{self._about}/{about}", what=what)
-
-    def _rounds(self, tag: str, *, what: str) -> Rounds:
-        # Ranks that fail apart meet again: at the next step, not at the next number.
-        self._begun[tag] += 1
-        tag = f"{tag}/{self._begun[tag]}"
-        return Rounds(self.coordinator, tag, what=what, monotonic=self._monotonic)
+        rounds = self._meetings.begin("restore", what="not restored")
+        return all_prepared(rounds, prepare, stop=self._meetings.stop())
 
     def save(
         self,
@@ -228,7 +207,8 @@ class RankWriter(SeriesWriter):
         options: SaveOptions,
         publish: Publish,
     ) -> Checkpoint:
-        rounds = self.rounds(f"save {facts.step}", what=f"step {facts.step} was not saved")
+        step = facts.step
+        rounds = self._meetings.begin(f"save {step}", what=f"step {step} was not saved")
 
         def offered() -> Json:
             if isinstance(publish, Refusal):
@@ -307,7 +287,7 @@ class RankWriter(SeriesWriter):
     def _begin(self, rounds: Rounds, offered: Callable[[], Json]) -> Offer:
         """Wait until all ranks are here, and return what rank 0 offers."""
         try:
-            answers = rounds.together("begin", offered, stop=self._monotonic() + self.timeout_s)
+            answers = rounds.together("begin", offered, stop=self._meetings.stop())
         except RanksMissing as missing:
             raise self._not_begun(missing) from missing
         begun = Offer.from_json(answers[0])

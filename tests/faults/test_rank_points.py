@@ -119,8 +119,7 @@ class Trial:
         return run_ranks(self.job.meeting, save)
 
     def _save(self, rank: int, seat: Seat) -> Checkpoint:
-        writer = self.job.writer(rank, self.disks[rank])
-        writer.coordinator = seat
+        writer = self.job.writer(rank, self.disks[rank], seat=seat)
         items = [*tree.flatten(state_of(rank, 2)).tensors]
 
         def write(items: Sequence[Item], publish: Publish) -> Checkpoint:

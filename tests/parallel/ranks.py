@@ -164,12 +164,14 @@ class Job:
             must_authenticate=self.key is not None,
         )
 
-    def writer(self, rank: int, fs: FileSystem | None = None) -> RankWriter:
-        """Return the writer of a rank."""
+    def writer(
+        self, rank: int, fs: FileSystem | None = None, *, seat: Seat | None = None
+    ) -> RankWriter:
+        """Return the writer of a rank, which may have a seat of its own kind."""
         return RankWriter(
             self.store(fs),
             SERIES,
-            coordinator=Seat(self.meeting, rank),
+            coordinator=seat or Seat(self.meeting, rank),
             options=SaveOptions(key=None if self.key is None else Key(self.key)),
             clock=self.clock,
             timeout_s=TIMEOUT_S,

@@ -139,8 +139,7 @@ def test_rank_that_dies_after_its_vote_does_not_undo_the_commit() -> None:
     job = Job(ModelDisk())
 
     def save(rank: int) -> Checkpoint:
-        writer = job.writer(rank)
-        writer.coordinator = DiesAfterItsVote(job.meeting, rank)
+        writer = job.writer(rank, seat=DiesAfterItsVote(job.meeting, rank))
         try:
             return save_step(writer, 1)
         finally:
@@ -166,8 +165,7 @@ def test_rank_that_alone_hears_nonsense_leaves_its_file_where_others_may_have_co
             return answers
 
     def save(rank: int) -> Checkpoint:
-        writer = job.writer(rank)
-        writer.coordinator = HearsNonsense(job.meeting, rank)
+        writer = job.writer(rank, seat=HearsNonsense(job.meeting, rank))
         try:
             return save_step(writer, 1)
         finally:
