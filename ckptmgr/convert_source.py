@@ -73,8 +73,8 @@ def open_plaintext(
         CorruptCheckpoint: Damaged, or not a checkpoint inside although it says so.
         UnsupportedCheckpoint: It is not encrypted.
     """
+    manifest = _manifest_of(path, options)
     with open_raw(path) as raw, translated_errors(str(path)):
-        manifest = _manifest_of(path, options)
         plain = plaintext_of(raw, path=str(path), options=options, manifest=manifest)
         if plain.cipher is None:
             raise UnsupportedCheckpoint("is not encrypted; there is nothing to decrypt", path=path)
@@ -113,9 +113,9 @@ def open_plain(
         UnsupportedCheckpoint: It is encrypted already.
         CorruptCheckpoint: It is damaged.
     """
+    manifest = _manifest_of(path, ReadOptions())
     with open_raw(path) as raw, translated_errors(str(path)):
         _refuse_encrypted(raw, path)
-        manifest = _manifest_of(path, ReadOptions())
         opened = open_source(
             raw,
             path=str(path),
