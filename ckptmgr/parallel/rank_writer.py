@@ -310,9 +310,13 @@ class RankWriter(SeriesWriter):
         """Remove files that earlier runs of the same prefix never committed; a live one removes its own."""
         if self._prefix is None:
             return []
-        sentences = []
+        sentences: list[str] = []
         for series in self._shards.garbage():
-            if series != self.series and is_of_prefix(series, self._prefix):
+            if series == self.series or not is_of_prefix(series, self._prefix):
+                continue
+            try:
                 with suppress(StoreLocked), self.store.lease(series):
                     sentences += self._shards.collect(series)
+            except OSError as error:  # such as a run of another user, whose lease we cannot have
+                sentences.append(f"could not clean up after {series}: {error}")
         return sentences

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -414,6 +415,19 @@ def test_files_that_an_earlier_run_never_committed_are_collected() -> None:
     again = job.restart(later_s=3 * TIMEOUT_S)
     assert [outcome.must() for outcome in again.run(train)] == ["net_1-1_2.shards"] * WORLD
     assert [name for name, state in again.saved().items() if state is State.LEFTOVER] == [other]
+
+
+def test_earlier_run_that_cannot_be_cleaned_up_after_is_no_reason_to_fail(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    job = Job()
+    die_at(job, 1, calls_by_save(1)[1])
+    job.run(train)
+    again = job.restart(later_s=3 * TIMEOUT_S)
+    again.disks[0] = FailingDisk(again.disk, operation="lock", call=2, error=errno.EACCES)
+    assert [outcome.must() for outcome in again.run(train)] == ["net_1-1_2.shards"] * WORLD
+    assert "could not clean up after net: [Errno 13]" in caplog.text
+    assert State.LEFTOVER not in again.saved().values()  # by the next save, which may
 
 
 @pytest.mark.parametrize("said", ["net", None, [], ["net"], ["net", 7]])
