@@ -18,7 +18,7 @@ from ckptmgr.parallel.shared_directory import SharedDirectory
 def mindspore_coordinator(
     directory: str | os.PathLike[str], *, timeout_s: float = 60.0
 ) -> SharedDirectory:
-    """Return a coordinator for the ranks of `mindspore.communication.init`.
+    """Return a coordinator for the ranks of `mindspore.communication.init`, for `ModelCheckpoint(..., coordinator=...)`.
 
     Args:
         directory: Where they meet; all of them see it, and no other job uses it.
