@@ -19,7 +19,7 @@ from ckptmgr.errors import CheckpointNotFound, StoreLocked, UnsafePrune
 from ckptmgr.model import Checkpoint, Plan, State
 from ckptmgr.observe import EVERYBODY
 from ckptmgr.retention import RetentionPolicy
-from ckptmgr.sound_plan import plan_with, sound_plan
+from ckptmgr.sound_plan import SoundPlans, plan_with
 from ckptmgr.store import Store
 from ckptmgr.trash import Batch
 
@@ -53,6 +53,7 @@ class Proposal:
         plans: One for each series, by name.
         leftovers: What interrupted saves left, and what is being written now.
         expired: Batches in the trash whose grace time is over.
+        spared: Those among them that stay, because nothing whole of a series is left outside the trash.
     """
 
     now: datetime
@@ -60,6 +61,7 @@ class Proposal:
     plans: tuple[SeriesPlan, ...]
     leftovers: tuple[Checkpoint, ...] = ()
     expired: tuple[Batch, ...] = ()
+    spared: tuple[Batch, ...] = ()
 
     @property
     def dropped(self) -> tuple[Checkpoint, ...]:
@@ -116,19 +118,27 @@ def propose(
         UnsafePrune: The policy is refused; see `retention.plan`.
     """
     found = store.scan()
-    history = _finished(found, series)
-    names = sorted({c.series for c in history})
+    sound = SoundPlans(store)
     plans = []
-    for name in names:
-        decided, damaged = sound_plan(store, [c for c in history if c.series == name], policy, now)
-        plans.append(SeriesPlan(series=name, plan=decided, damaged=damaged))
+    for name in sorted({c.series for c in _finished(found, series)}):
+        decided = sound.plan(_finished(found, name), policy, now)
+        plans.append(SeriesPlan(series=name, plan=decided, damaged=sound.damaged))
+    old = [b for b in trash.batches(store) if b.thrown_at + grace <= now]
+    spared = tuple(b for b in old if not _may_go(store, b, found, sound))
     return Proposal(
         now=now,
         policy=policy,
         plans=tuple(plans),
         leftovers=tuple(sorted((c for c in found if c.state in _UNFINISHED), key=lambda c: c.name)),
-        expired=tuple(b for b in trash.batches(store) if b.thrown_at + grace <= now),
+        expired=tuple(b for b in old if b not in spared),
+        spared=spared,
     )
+
+
+def _may_go(store: Store, batch: Batch, found: Sequence[Checkpoint], sound: SoundPlans) -> bool:
+    """Return whether every series in a batch has a whole checkpoint outside the trash."""
+    names = {_series_of(store, checkpoint) for checkpoint in batch.checkpoints}
+    return all(sound.has_whole(_finished(found, name)) for name in names)
 
 
 def _finished(found: Sequence[Checkpoint], series: str | None) -> list[Checkpoint]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A retention plan that leaves a whole checkpoint behind.
+"""Retention plans that leave a whole checkpoint behind.
 
 `retention.plan` believes what a listing says, and a listing looks at sizes, not at contents: the newest checkpoint may be
 half of a file that another program was killed over, or have rotted since. So the newest one that would stay is read and
@@ -22,30 +22,49 @@ from ckptmgr.store import Store
 from ckptmgr.verify import Status, verify_checkpoint
 
 
-def sound_plan(
-    store: Store, history: Sequence[Checkpoint], policy: RetentionPolicy, now: datetime
-) -> tuple[Plan, Mapping[Path, str]]:
-    """Return what a policy would do to one series, and the damage that was found on the way.
-
-    Nothing is read when nothing would be dropped.
+class SoundPlans:
+    """Plans the series of a directory; reads as few checkpoints as needed, each at most once.
 
     Args:
         store: The directory.
-        history: The checkpoints of the series.
-        policy: What to keep.
-        now: The present time, UTC.
-
-    Raises:
-        UnsafePrune: The policy is refused; see `retention.plan`.
     """
-    damaged: dict[Path, str] = {}
-    while True:
-        decided = plan_with(history, damaged, policy, now)
-        newest = next((c for c in decided.kept if c.is_countable), None)
-        problem = _damage(store, newest) if decided.dropped and newest is not None else None
-        if newest is None or problem is None:
-            return decided, damaged
-        damaged[newest.path] = problem
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._problems: dict[Path, str | None] = {}
+
+    @property
+    def damaged(self) -> Mapping[Path, str]:
+        """Path to problem, of the checkpoints that were found damaged."""
+        return {path: problem for path, problem in self._problems.items() if problem is not None}
+
+    def plan(self, history: Sequence[Checkpoint], policy: RetentionPolicy, now: datetime) -> Plan:
+        """Return what a policy would do to one series; nothing is read when nothing would be dropped.
+
+        Args:
+            history: The checkpoints of the series.
+            policy: What to keep.
+            now: The present time, UTC.
+
+        Raises:
+            UnsafePrune: The policy is refused; see `retention.plan`.
+        """
+        while True:
+            decided = plan_with(history, self.damaged, policy, now)
+            newest = next((c for c in decided.kept if c.is_countable), None)
+            if not decided.dropped or newest is None or self._problem(newest) is None:
+                return decided
+
+    def has_whole(self, history: Sequence[Checkpoint]) -> bool:
+        """Return whether a checkpoint of a series is whole, looking from the newest on."""
+        countable = (c for c in history if c.is_countable)
+        newest_first = sorted(countable, key=lambda c: c.order, reverse=True)
+        return any(self._problem(checkpoint) is None for checkpoint in newest_first)
+
+    def _problem(self, checkpoint: Checkpoint) -> str | None:
+        if checkpoint.path not in self._problems:
+            self._problems[checkpoint.path] = _damage(self._store, checkpoint)
+        return self._problems[checkpoint.path]
 
 
 def plan_with(

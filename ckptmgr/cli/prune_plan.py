@@ -46,9 +46,12 @@ class Shown:
             is_live = leftover.state is State.WRITING
             fate = "stays" if is_live else "would be cleaned up"
             self.output.line(f"{leftover.path.name}: {leftover.problem}; {fate}")
-        for batch in proposal.expired:
+        for batch in (*proposal.expired, *proposal.spared):
             stored = f"{render.count(len(batch.checkpoints), 'checkpoint')}, {render.size(batch.size_bytes)}"
-            self.output.line(f"trash {batch.path.name}: {stored}; would be removed for good")
+            fate = "would be removed for good"
+            if batch in proposal.spared:
+                fate = "stays, because outside the trash nothing whole of a series is left"
+            self.output.line(f"trash {batch.path.name}: {stored}; {fate}")
         freed = render.size(sum(c.size_bytes for c in proposal.dropped))
         stays = render.size(sum(c.size_bytes for c in proposal.kept))
         verb = "stays" if len(proposal.kept) == 1 else "stay"
@@ -121,6 +124,7 @@ class Shown:
             "freed_bytes": sum(c.size_bytes for c in proposal.dropped),
             "leftovers": [str(c.path) for c in proposal.leftovers],
             "expired_bytes": sum(batch.size_bytes for batch in proposal.expired),
+            "spared_bytes": sum(batch.size_bytes for batch in proposal.spared),
             "is_done": outcome is not None,
             "removed": [] if outcome is None else [str(c.path) for c in outcome.removed],
             "trash": str(outcome.batch) if outcome is not None and outcome.batch else None,

@@ -185,6 +185,16 @@ def test_old_trash_goes_with_a_later_prune(runs: Path) -> None:
     assert not (runs / trash.TRASH_NAME).exists()
 
 
+def test_trash_that_holds_the_last_whole_one_stays_and_says_so(tmp_path: Path) -> None:
+    (_, newest) = save_run(tmp_path, [10, 20])
+    run("prune", tmp_path, "--keep", "last(1)", "--yes")
+    flip(newest, 100)
+    later = NOW_S + 2 * DAY_S
+    shown = run("prune", tmp_path, "--keep", "last(1)", "--yes", now_s=later).stdout
+    assert "stays, because outside the trash nothing whole of a series is left" in shown
+    assert run("prune", tmp_path, "--undo").stdout.startswith("net-1_10.ckpt")
+
+
 def test_grace_time_is_an_option(runs: Path) -> None:
     run("prune", runs, "--keep", "last(6)", "--yes")
     run("prune", runs, "--keep", "all", "--yes", "--grace", "0s")

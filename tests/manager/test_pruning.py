@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr import trash
+from ckptmgr import observe, trash
 from ckptmgr.errors import CheckpointNotFound, StoreLocked, UnsafePrune
+from ckptmgr.events import Event
 from ckptmgr.fsio import InputFile, OsFileSystem
 from ckptmgr.lease import ProcProcesses
 from ckptmgr.manifest import manifest_name
@@ -207,6 +208,39 @@ def test_trash_is_emptied_by_a_prune_after_the_grace_time(tmp_path: Path) -> Non
     assert outcome.notes == ["removed 1 from the trash for good"]
     assert not (tmp_path / trash.TRASH_NAME).exists()
     assert proposal(tmp_path, now=late).is_empty
+
+
+@pytest.mark.parametrize("series", ["net", "other"])
+def test_trash_stays_while_nothing_whole_is_left_outside(tmp_path: Path, series: str) -> None:
+    save_run(tmp_path, [10, 20, 30])
+    save_run(tmp_path, [10], series="other")
+    prune(tmp_path)
+    for path in tmp_path.glob("net-*.ckpt"):
+        flip(path, 100)
+    late = NOW + timedelta(hours=24)
+    found = propose(Store(tmp_path), LAST_TWO, now=late, series=series)
+    assert (len(found.expired), len(found.spared), found.is_empty) == (0, 1, True)
+    carry_out(Store(tmp_path), found)
+    assert [c.step for c in undo(Store(tmp_path)).restored] == [10]
+
+
+def test_trash_goes_when_an_older_one_outside_is_whole(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20, 30])
+    prune(tmp_path)
+    flip(tmp_path / "net-3_10.ckpt", 100)
+    late = NOW + timedelta(hours=24)
+    assert len(proposal(tmp_path, "last(3)", now=late).expired) == 1
+
+
+def test_newest_is_read_once_for_the_policy_and_the_trash(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20, 30])
+    prune(tmp_path)
+    heard: list[Event] = []
+    observe.register(heard.append)
+    found = proposal(tmp_path, "last(1)", now=NOW + timedelta(hours=24))
+    observe.unregister(heard.append)
+    assert (len(found.dropped), len(found.expired)) == (1, 1)
+    assert [(event.name, event.step) for event in heard] == [("verify", 30)]
 
 
 def test_leftovers_of_dead_writers_are_reaped_with_a_note() -> None:
