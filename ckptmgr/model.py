@@ -75,7 +75,7 @@ class Checkpoint:
         metrics: Name to value; NaN means "measured, not a number" and never ranks.
         pins: Why retention must keep it.
         state: What is known about it.
-        format: `ckpt` or `safetensors`.
+        format: `ckpt` or `safetensors`; `opaque` of a container with any other file, which no directory lists.
         cipher: `AES-GCM`, `AES-CBC`, `SM4-CBC`, or None for a plain file.
         key_id: Short identifier of the key, or None.
         opened_by: What opens it, as its manifest says: `key 0011223344556677`, `passphrase (argon2id, of a run)`.

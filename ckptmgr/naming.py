@@ -34,7 +34,7 @@ FORMATS = ("ckpt", "safetensors")
 OPAQUE = "opaque"
 """In place of a format, of what a container holds that is no checkpoint: any bytes."""
 CONTAINER_SUFFIX = ".ckpe"
-"""Behind the name of what an encrypted container holds. An encrypted `.ckpt` is none: MindSpore reads it as it is."""
+"""Behind the name of what an encrypted container holds. Runs do not put a `.ckpt` into one: MindSpore reads it encrypted."""
 COMPRESSED_SUFFIX = ".ckpz"
 """Behind the name of what a compressed file expands to. One that is encrypted, too, has the name of a container."""
 DATA_SUFFIXES = tuple(
