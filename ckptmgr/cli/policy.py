@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import difflib
 import tomllib
+from contextlib import closing
 from pathlib import Path
 
 from ckptmgr.cli.exits import UsageProblem
 from ckptmgr.errors import CkptmgrError
+from ckptmgr.formats.source import read_bytes
+from ckptmgr.fsio import OsFileSystem
 from ckptmgr.policy_text import PolicyTextError, parse_policy
 from ckptmgr.retention_rules import RetentionPolicy
 
@@ -45,10 +48,10 @@ def load_policy(keep: str | None, directory: Path) -> RetentionPolicy:
 
 
 def _keep_of(path: Path) -> str | None:
-    with path.open("rb") as file:
-        data = file.read(_MAX_CONFIG_BYTES + 1)
-    if len(data) > _MAX_CONFIG_BYTES:
-        raise CkptmgrError(f"more than {_MAX_CONFIG_BYTES} bytes", path=path)
+    with closing(OsFileSystem().open(path)) as file:  # a FIFO would have no end
+        if file.size > _MAX_CONFIG_BYTES:
+            raise CkptmgrError(f"more than {_MAX_CONFIG_BYTES} bytes", path=path)
+        data = read_bytes(file, 0, file.size)
     try:
         document = tomllib.loads(data.decode())
     except (ValueError, RecursionError) as error:

@@ -20,7 +20,7 @@ from ckptmgr.lease import ProcProcesses
 from ckptmgr.saver import SaveOptions
 from ckptmgr.store import Store
 from ckptmgr.temp_names import temp_name
-from tests.cli.running import NOW_S, process_env, run, run_json
+from tests.cli.running import NOW_S, process_env, run, run_json, run_process
 from tests.manager.saved import GOLDEN_FILES, KEY, flip, overwrite, save_run, tree_of
 
 KEEP = "last(2) | best(2, loss, min) | every(4000)"
@@ -234,6 +234,12 @@ def test_missing_or_wrong_policy_is_refused(runs: Path, content: str | None, mes
     result = run("prune", runs, "--yes")
     assert (result.exit_code, message in result.stderr) == (2, True)
     assert len(steps(runs)) == 8
+
+
+def test_policy_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "ckptmgr.toml")
+    done = run_process("prune", tmp_path, "--yes")
+    assert (done.returncode, b"not a regular file" in done.stderr) == (2, True)
 
 
 def test_empty_policy_on_the_command_line_is_refused(runs: Path) -> None:
