@@ -7,11 +7,12 @@ What describes the contents is checked on the way, where opening the file left t
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
 from ckptmgr.clusters import Clusters
+from ckptmgr.collector import collector_paused
 from ckptmgr.errors import ChecksumMismatch
 from ckptmgr.formats import mindspore_reader, safetensors_file
 from ckptmgr.formats.file_crc import BodyCrc, FileCrc
@@ -183,19 +184,8 @@ def _read(
     clusters: Clusters | None,
 ) -> None:
     """Fill the arrays from a file that is read in pieces."""
-    placements, bools = [], []
-    for entry in entries:
-        target = flat_memory(arrays[id(entry)])
-        spec, pieces = entry
-        if spec.dtype.name == "bool" and pieces:
-            bools.append((entry, target))
-        if len(pieces) == 1:
-            placements.append(Placement(pieces[0].offset, target))
-            continue
-        for piece in pieces:
-            placements.append(Placement(piece.offset, target[: piece.length]))
-            target = target[piece.length :]
-    placements.sort(key=_offset_of)
+    with collector_paused():
+        placements = sorted(_placements(entries, arrays), key=_offset_of)
     if isinstance(opened.source, FramesSource):
         read_frames(opened.source, placements, crc=crc)
     else:
@@ -208,5 +198,21 @@ def _read(
             glimpses=opened.glimpses,
             also_units=() if opened.glimpses is None else opened.glimpses.units(opened.unit_bytes),
         )
-    for entry, target in bools:
-        check_content(entry, target, offset=entry.pieces[0].offset)
+    for entry in entries:
+        if entry.spec.dtype.name == "bool" and entry.pieces:
+            content = flat_memory(arrays[id(entry)])
+            check_content(entry, content, offset=entry.pieces[0].offset)
+
+
+def _placements(
+    entries: Iterable[TensorEntry], arrays: Mapping[int, np.ndarray]
+) -> Iterator[Placement]:
+    for entry in entries:
+        target = flat_memory(arrays[id(entry)])
+        pieces = entry.pieces
+        if len(pieces) == 1:
+            yield Placement(pieces[0].offset, target)
+            continue
+        for piece in pieces:
+            yield Placement(piece.offset, target[: piece.length])
+            target = target[piece.length :]

@@ -83,9 +83,13 @@ def flatten(state: object, slicer: Slicer | None = None) -> FlatState:
     Raises:
         UnsupportedState: A value of another type, a cycle, or more than 500 levels; names the path and the way out.
     """
-    flattener = Flattener(slicer)
     with collector_paused():
-        tensors, skeleton, aliases = flattener.run(state)
+        return _flattened(state, slicer)  # and nothing else is left of the walk when the pause ends
+
+
+def _flattened(state: object, slicer: Slicer | None) -> FlatState:
+    flattener = Flattener(slicer)
+    tensors, skeleton, aliases = flattener.run(state)
     return FlatState(tensors=tensors, skeleton=skeleton, aliases=aliases, slices=flattener.slices)
 
 
@@ -100,7 +104,8 @@ def unflatten(skeleton: str, read: Read) -> object:
     Raises:
         TreeError: The skeleton is damaged or does not fit the tensors; what `read` raises passes through.
     """
-    return Unflattener(read).run(skeleton)
+    with collector_paused():
+        return Unflattener(read).run(skeleton)
 
 
 def restore(target: object, skeleton: str, read: Read) -> object:
@@ -133,7 +138,8 @@ def compared(target: object, skeleton: str, read: Read) -> Callable[[], object]:
         StateMismatch, TreeError: As `restore`.
     """
     restorer = Restorer()
-    restorer.plan(target, unflatten(skeleton, read))
+    with collector_paused():
+        restorer.plan(target, unflatten(skeleton, read))
     return restorer.carry_out
 
 
@@ -156,15 +162,16 @@ class Restoration:
     def __init__(
         self, target: object, skeleton: str, read: Read, *, fill: Callable[[str], None]
     ) -> None:
-        unflattener = Unflattener(read, fill=fill)
-        self._restorer = Restorer()
-        self._restorer.plan(target, unflattener.run(skeleton))
-        self._fills = {
-            name: one
-            for one in self._restorer.fills
-            if unflattener.whole.get(name := unflattener.leaves.get(id(one.stored), ""))
-        }
-        self.direct = apart({name: memory_of(one.target) for name, one in self._fills.items()})
+        with collector_paused():
+            unflattener = Unflattener(read, fill=fill)
+            self._restorer = Restorer()
+            self._restorer.plan(target, unflattener.run(skeleton))
+            self._fills = {
+                name: one
+                for one in self._restorer.fills
+                if unflattener.whole.get(name := unflattener.leaves.get(id(one.stored), ""))
+            }
+            self.direct = apart({name: memory_of(one.target) for name, one in self._fills.items()})
 
     def finish(self) -> object:
         """Return the restored state; the memory in `direct` and all other arrays must have been filled."""

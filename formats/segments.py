@@ -31,7 +31,10 @@ class _Run:
     parts: tuple[bytes | Tensor, ...]
 
     def __call__(self) -> memoryview:
-        contents = [part if isinstance(part, bytes) else content_of(part) for part in self.parts]
+        # As bytes, which the collector of garbage never looks at; of many views it would look at each, several times.
+        contents = [
+            part if isinstance(part, bytes) else bytes(content_of(part)) for part in self.parts
+        ]
         return memoryview(b"".join(contents))
 
 
