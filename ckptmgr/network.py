@@ -2,8 +2,7 @@
 """Put loaded values into a network: a mapping of arrays, a PyTorch module, or a MindSpore Cell.
 
 Names that only the file has are ignored (appended counters, an optimiser's state). Everything is checked before the first
-value is written, so that a network is never half loaded; a Cell of MindSpore is filled by MindSpore, which checks each
-parameter when it comes to it.
+value is written, so that a network is never half loaded.
 
 >>> network = {"w": np.zeros(2, np.float32)}
 >>> load_into(network, {"w": np.array([1.0, 2.0]), "epoch_num": np.array(3)})

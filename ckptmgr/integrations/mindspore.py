@@ -13,6 +13,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, load_param_into_net
 from mindspore import dtype as mstype
 from mindspore.common import np_dtype
+from mindspore.nn import Cell
 from mindspore.train import Callback
 
 from ckptmgr.loader import MapArrays, Value
@@ -67,7 +68,20 @@ def load_into_cell(
         for name, value in values.items()
         if not isinstance(value, MapArrays)
     }
+    _check_fits(cell, parameters, strict=strict)
     missing, unused = load_param_into_net(
         cell, parameters, strict_load=strict, remove_redundancy=remove_redundancy
     )
     return missing, unused
+
+
+def _check_fits(cell: Any, parameters: Mapping[str, Any], *, strict: bool) -> None:
+    """Have MindSpore refuse what does not fit before it has loaded what does."""
+    for _, mine in cell.parameters_and_names():
+        theirs: Any = parameters.get(mine.name)
+        if not isinstance(theirs, Parameter):
+            continue
+        if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
+            trial, empty = Cell(), Tensor(np.zeros(mine.shape)).astype(mine.dtype)
+            trial.insert_param_to_cell("trial", Parameter(empty, name=mine.name))
+            load_param_into_net(trial, {mine.name: theirs}, strict_load=strict)

@@ -50,6 +50,27 @@ def test_loaded_arrays_fill_a_cell_and_its_optimizer_in_a_second_step(tmp_path: 
     assert _same(other, network)
 
 
+def test_cell_is_not_half_filled_when_one_value_does_not_fit() -> None:
+    network, other = training.new_network(1), training.new_network(2)
+    before = {name: value.asnumpy().copy() for name, value in other.parameters_dict().items()}
+    values = {name: value.asnumpy() for name, value in network.parameters_dict().items()}
+    values[list(values)[-1]] = np.zeros((2, 3, 4, 5), np.float32)
+    with pytest.raises(RuntimeError, match="should have the same shape"):
+        load_param_into_net(other, values)
+    after = other.parameters_dict()
+    assert all(np.array_equal(after[name].asnumpy(), before[name]) for name in before)
+
+
+def test_cell_of_another_float_type_takes_the_values() -> None:
+    network, other = training.new_network(1), training.new_network(2)
+    values = {
+        name: value.asnumpy().astype(np.float64)
+        for name, value in network.parameters_dict().items()
+    }
+    assert load_param_into_net(other, values) == ([], [])
+    assert _same(other, network)
+
+
 def test_cell_takes_no_value_that_is_neither_array_nor_parameter() -> None:
     network = training.new_network(1)
     name = next(iter(network.parameters_dict()))
