@@ -12,7 +12,9 @@ import pytest
 
 from ckptmgr import CheckpointConfig, ModelCheckpoint, load_checkpoint
 from ckptmgr.errors import StoreLocked
+from ckptmgr.fsio import OsFileSystem
 from ckptmgr.store import Store
+from tests.failingdisk import FailingDisk
 from tests.manager.surface import KEY, Loop, data_files
 
 
@@ -311,3 +313,35 @@ def test_string_as_configuration_is_refused_with_mindspores_message(tmp_path: Pa
     config: Any = "keep everything"
     with pytest.raises(TypeError, match="the type of argument 'config' should be"):
         ModelCheckpoint("CKP", str(tmp_path), config)
+
+
+def _with_full_disk(directory: Path, **config: Any) -> ModelCheckpoint:
+    """Return a callback whose first save fails in the background."""
+    disk = FailingDisk(OsFileSystem(), operation="reserve", call=1)
+    checked = CheckpointConfig(async_save=True, save_checkpoint_steps=2, **config)
+    return ModelCheckpoint("net", str(directory), checked, fs=disk)
+
+
+def test_failure_in_the_background_leaves_a_with_block_as_its_error(tmp_path: Path) -> None:
+    with (
+        pytest.raises(OSError, match="Input/output"),
+        _with_full_disk(tmp_path) as callback,
+    ):
+        Loop(callbacks=(callback,)).run(2, end=False)
+
+
+def test_failure_in_the_background_is_a_note_on_the_error_of_the_training(tmp_path: Path) -> None:
+    error = ZeroDivisionError()
+    with pytest.raises(ZeroDivisionError) as caught:
+        Loop(callbacks=(_with_full_disk(tmp_path),)).run_and_fail(2, error)
+    assert caught.value is error
+    assert "a save in the background failed" in error.__notes__[0]
+
+
+def test_breakpoint_is_saved_after_a_failure_in_the_background(tmp_path: Path) -> None:
+    error = ZeroDivisionError()
+    callback = _with_full_disk(tmp_path, exception_save=True)
+    with pytest.raises(ZeroDivisionError):
+        Loop(callbacks=(callback,)).run_and_fail(2, error)
+    assert "a save in the background failed" in error.__notes__[0]
+    assert data_files(tmp_path) == ["net-1_2_breakpoint.ckpt"]
