@@ -164,14 +164,13 @@ class CallbackSeries:
 
         A rank fails alone, and what it holds is its own: the others neither wait for it nor resume from it.
         """
-        prefix, writer = self.given.prefix or "breakpoint", self.writer
-        ranks = self._parts.team.coordinator
-        if ranks is not None:
+        prefix, ranks = self.given.prefix or "breakpoint", self._parts.team.coordinator
+        if ranks is None:
+            writer = self.writer
+        else:
             prefix = f"{prefix}.rank_{ranks.rank}"
-            alone = replace(self._parts, team=ALONE)
-            writer = self._writers.setdefault(
-                (self.directory, prefix), alone.writer(self.directory, prefix)
-            )
+            alone = replace(self._parts, team=ALONE).writer(self.directory, prefix)
+            writer = self._writers.setdefault((self.directory, prefix), alone)
         names = self._names(writer)
         return writer, restart_prefix(prefix, names, is_breakpoint=True)
 
