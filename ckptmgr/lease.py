@@ -12,6 +12,7 @@ count as alive). Of other hosts nothing is known.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import Iterator
@@ -23,8 +24,10 @@ from typing import Protocol
 from ckptmgr.errors import StoreLocked
 from ckptmgr.fsio import FileSystem
 
+_READING = "CheckpointManager.load(), load_checkpoint() and open_checkpoint() read without being the writer"
 _OTHER_HINT = (
-    "two writers would overwrite each other: stop that process, or use another prefix or directory"
+    "two writers would overwrite each other: stop that process, or use another prefix or directory; "
+    + _READING
 )
 _OWN_HINT = "that is this process: close() the manager or callback that wrote it before, or use it in a with block"
 
@@ -101,9 +104,16 @@ def hold_lease(fs: FileSystem, directory: Path, series: str) -> Iterator[None]:
 
     Raises:
         StoreLocked: A live process holds the lease.
+        OSError: The directory cannot be written to.
     """
     path = lease_path(directory, series)
-    with fs.lock(path, owner=describe_owner()) as holder:
+    with contextlib.ExitStack() as stack:
+        try:
+            holder = stack.enter_context(fs.lock(path, owner=describe_owner()))
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EROFS):
+                error.add_note(f"only writers need this file; {_READING}")
+            raise
         if holder is not None:
             raise StoreLocked(
                 f"series {series!r} is being written by {holder or 'another process'}",

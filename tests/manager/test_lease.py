@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+import errno
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from ckptmgr.errors import StoreLocked
 from ckptmgr.fsio import OsFileSystem
 from ckptmgr.lease import ProcProcesses, describe_owner, hold_lease, lease_path, series_tag
+from tests.failingdisk import FailingDisk
 
 SRC_STAT = "{pid} (a (b) c) S " + " ".join(["0"] * 18) + " {start} 0 0\n"
 HOLD = """
@@ -110,6 +112,21 @@ def test_second_lease_in_one_process_says_what_to_close(tmp_path: Path) -> None:
         pytest.raises(StoreLocked, match=r"this process: close\(\)"),
     ):
         take(tmp_path)
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+def test_directory_that_is_read_only_is_told_what_reads(tmp_path: Path, number: int) -> None:
+    disk = FailingDisk(OsFileSystem(), operation="lock", call=1, error=number)
+    with pytest.raises(OSError, match="lease") as caught, hold_lease(disk, tmp_path, "net"):
+        pass
+    assert "CheckpointManager.load()" in "".join(caught.value.__notes__)
+
+
+def test_lease_that_the_disk_refuses_is_an_error_of_the_disk(tmp_path: Path) -> None:
+    disk = FailingDisk(OsFileSystem(), operation="lock", call=1, error=errno.EIO)
+    with pytest.raises(OSError, match="lease") as caught, hold_lease(disk, tmp_path, "net"):
+        pass
+    assert not hasattr(caught.value, "__notes__")
 
 
 def test_lease_is_free_again_after_use(tmp_path: Path) -> None:
