@@ -21,8 +21,8 @@ from ckptmgr import manifest as manifests
 from ckptmgr.crypto.keyring import keys_to_document
 from ckptmgr.digest import FileDigest
 from ckptmgr.errors import SaveFailed
-from ckptmgr.fsio import lock_descriptor
 from ckptmgr.lease import lease_path
+from ckptmgr.lock_files import lock_descriptor
 from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.saver import Publish, SaveOptions, SaveOrder
 from ckptmgr.shard_files import ShardFiles
