@@ -15,7 +15,7 @@ from __future__ import annotations
 import io
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,11 +33,9 @@ from ckptmgr.config_checks import (
     check_trusted_keys,
 )
 from ckptmgr.crypto.signing import PublicKey, SigningKey
-from ckptmgr.errors import CheckpointNotFound, UnsupportedState
-from ckptmgr.formats.detect import Kind, detect
+from ckptmgr.errors import UnsupportedState
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import Item, Tensor
-from ckptmgr.fsio import OsFileSystem
 from ckptmgr.handle import SaveStats
 from ckptmgr.key_choice import check_given_key, chosen_keys
 from ckptmgr.leaves import named_tensors
@@ -54,20 +52,24 @@ from ckptmgr.model import Checkpoint
 from ckptmgr.name_lease import lease_of_name
 from ckptmgr.naming import (
     CONTAINER_SUFFIX,
-    extension_of,
     parse_name,
     stem_of,
-    without_envelope,
 )
 from ckptmgr.network import load_into
 from ckptmgr.observe import EVERYBODY
 from ckptmgr.reader import with_its_manifest
 from ckptmgr.saver import SaveOptions, SaveOrder, save_items
+from ckptmgr.serialization_arguments import (
+    check_append_dict,
+    check_safetensors_options,
+    chooser,
+    load_path,
+    save_path,
+)
 from ckptmgr.shard_names import is_set_name
 from ckptmgr.sharded_state import load_sharded
 from ckptmgr.store import Store
 
-_FORMATS = ("ckpt", "safetensors")
 _EMPTY_RESULT = (
     "The loaded parameter dict is empty after filter or specify, please check whether 'filter_prefix' or "
     "'specify_prefix' are set correctly."
@@ -124,7 +126,7 @@ def save_checkpoint(
         SaveFailed: With `verify_after_write`: the disk does not hold what was written; nothing was changed.
         OSError: From the disk; an older file of this name is intact.
     """
-    path = _save_path(
+    path = save_path(
         save_obj,
         ckpt_file_name,
         format,
@@ -133,14 +135,14 @@ def save_checkpoint(
     )
     check_bool(integrated_save)
     check_async_save(async_save)
-    _check_append_dict(append_dict)
+    check_append_dict(append_dict)
     check_given_key("enc_key", enc_key)
     check_mode("enc_mode", enc_mode)
     check_is_bool("crc_check", crc_check)
     remove_redundancy = kwargs.get("remove_redundancy")
     if remove_redundancy is not None:
         check_is_bool("remove_redundancy", remove_redundancy)
-    _check_safetensors_options(format, enc_key, enc_mode, kwargs.get("incremental", False))
+    check_safetensors_options(format, enc_key, enc_mode, kwargs.get("incremental", False))
     key = chosen_keys("enc_key", enc_key, mode=enc_mode, format=format)
     level = check_compression(compression, compression_level, format=format)
     with collector_paused():
@@ -243,7 +245,7 @@ def load_checkpoint(
     check_mode("dec_mode", dec_mode)
     check_is_bool("crc_check", crc_check)
     check_is_bool("remove_redundancy", remove_redundancy)
-    choose = _chooser(filter_prefix, specify_prefix, choice_func)
+    choose = chooser(filter_prefix, specify_prefix, choice_func)
     if into is not None and (net is not None or choose is not everything):
         raise ValueError(
             "'into' says what is loaded; it goes with neither 'net' nor a choice of names"
@@ -281,7 +283,7 @@ def load_checkpoint(
             raise ValueError("'into' takes one file; a checkpoint of many ranks has several")
         values = dict(load_sharded(Path(ckpt_file_name), options=options, choose=choose))
     else:
-        path = _load_path(ckpt_file_name, format)
+        path = load_path(ckpt_file_name, format)
         with EVERYBODY.timed("load", path=path) as told:
             values = _read_file(path, options, wanted)
             with suppress(OSError):  # its name may be gone by now
@@ -332,156 +334,6 @@ def _read_file(
             )
 
     return with_its_manifest(store, path.name, read_with)
-
-
-def _save_path(
-    save_obj: object, name: object, format: str, *, is_encrypted: bool, is_compressed: bool
-) -> Path:
-    if format not in _FORMATS:
-        raise ValueError(
-            f"For 'save_checkpoint', the format must be 'safetensors' or 'ckpt', but got {format}."
-        )
-    is_network = hasattr(save_obj, "state_dict") or hasattr(save_obj, "parameters_and_names")
-    if not isinstance(save_obj, (list, Mapping)) and not is_network:
-        raise TypeError(
-            "For 'save_checkpoint', the parameter 'save_obj' must be nn.Cell, list or dict, "
-            f"but got {type(save_obj)}."
-        )
-    if not isinstance(name, (str, os.PathLike)):
-        raise TypeError(
-            f"For 'save_checkpoint', the parameter {name} for checkpoint file name is invalid,"
-            f"'ckpt_file_name' must be string, but got {type(name)}."
-        )
-    path = Path(os.path.realpath(name))
-    if path.is_dir():
-        raise IsADirectoryError(
-            f"For 'save_checkpoint', the parameter `ckpt_file_name`: {path} is a directory, it must be a file name."
-        )
-    extension = extension_of(format, is_encrypted=is_encrypted, is_compressed=is_compressed)
-    if path.name.endswith(extension):
-        return path
-    if path.name.endswith(format):
-        return path.with_name(path.name + extension.removeprefix(format))
-    return path.with_name(f"{path.name}.{extension}")
-
-
-def _load_path(name: object, format: str | None) -> Path:
-    if not isinstance(name, (str, os.PathLike)):
-        raise TypeError(
-            f"For 'load_checkpoint', the argument 'ckpt_file_name' must be string, but got {type(name)}."
-        )
-    if format is not None and format not in _FORMATS:
-        raise ValueError(
-            f"For 'load_checkpoint', the format must be 'safetensors' or 'ckpt', but got {format}."
-        )
-    text = os.fspath(name)
-    endings = (format,) if format is not None else _FORMATS
-    if not without_envelope(text).endswith(endings):
-        wrong = ValueError(
-            "For 'load_checkpoint', the checkpoint file format must same with 'format', but got "
-            f"file_name:'{text}', format:'{format or 'ckpt'}'"
-        )
-        for sentence in _what_it_is(Path(text)):
-            wrong.add_note(sentence)
-        raise wrong
-    path = Path(os.path.realpath(text))
-    if not path.exists():
-        raise CheckpointNotFound(
-            f"For 'load_checkpoint', the checkpoint file: {path} does not exist, please check whether the "
-            "'ckpt_file_name' is correct."
-        )
-    return path
-
-
-def _what_it_is(path: Path) -> Iterator[str]:
-    """Yield what a path that is no name of a checkpoint names, and the way out."""
-    with suppress(OSError, ValueError):  # no such file, or no such name
-        if path.is_dir():
-            yield "this is a directory: name a file in it, or use CheckpointManager(directory).resume()"
-        elif path.is_file():
-            with closing(OsFileSystem().open(path)) as file:
-                kind = detect(file)
-            if kind is Kind.ZIP_PICKLE:
-                yield "this is a torch.save file; convert it with torch.load(weights_only=True) and save_checkpoint"
-            elif kind not in (Kind.UNKNOWN, Kind.EMPTY):
-                yield f"this is a {kind.value} file under another name: rename it"
-
-
-def _chooser(
-    filter_prefix: object, specify_prefix: object, choice_func: Callable[[str], bool] | None
-) -> Callable[[str], bool]:
-    filtered, specified = _prefixes(filter_prefix), _prefixes(specify_prefix)
-    if filtered is None and specified is None:
-        return choice_func if choice_func is not None else everything
-
-    def choose(name: str) -> bool:
-        if filtered is not None and name.startswith(filtered):
-            return False
-        return specified is None or name.startswith(specified)
-
-    return choose
-
-
-def _prefixes(given: object) -> tuple[str, ...] | None:
-    if given is None:
-        return None
-    if not isinstance(given, (str, list, tuple)):
-        raise TypeError(
-            "For 'load_checkpoint', the type of 'specify_prefix' or 'filter_prefix' must be string, list[string] or "
-            f"tuple[string], but got {type(given)}."
-        )
-    if not given and not isinstance(given, str):
-        raise ValueError(
-            "For 'load_checkpoint', the argument 'specify_prefix' or 'filter_prefix' can't be empty when "
-            "'specify_prefix' or 'filter_prefix' is list or tuple."
-        )
-    prefixes = (given,) if isinstance(given, str) else tuple(given)
-    for index, prefix in enumerate(prefixes):
-        if not isinstance(prefix, str):
-            raise TypeError(
-                "For 'load_checkpoint', when 'specify_prefix' or 'filter_prefix' is list or tuple, the element in it "
-                f"must be string, but got {type(prefix)} at index {index}."
-            )
-        if prefix == "":
-            raise ValueError(
-                "For 'load_checkpoint', the value of 'specify_prefix' or 'filter_prefix' can't include ''."
-            )
-    return prefixes
-
-
-def _check_append_dict(append_dict: object) -> None:
-    if append_dict is None:
-        return
-    if not isinstance(append_dict, Mapping):
-        raise TypeError(
-            f"For 'save_checkpoint', the argument 'append_dict' must be dict, but got {type(append_dict)}."
-        )
-    for name, value in append_dict.items():
-        if (
-            not isinstance(name, str)
-            or value is None
-            or isinstance(value, (bytes, complex, list, tuple, dict))
-        ):
-            raise TypeError(
-                "For 'save_checkpoint', the type of dict 'append_info' must be key: string, value: int, float, bool or "
-                f"Generator, but got key: {type(name)}, value: {type(value)}"
-            )
-
-
-def _check_safetensors_options(
-    format: str, enc_key: bytes | str | None, enc_mode: str, incremental: object
-) -> None:
-    if format != "safetensors":
-        return
-    start = "For 'save_checkpoint', when format is 'safetensors', the parameter "
-    if enc_key is None and enc_mode != "AES-GCM":
-        raise ValueError(
-            f"{start}'enc_mode' must be set to default value 'AES-GCM', but got '{enc_mode}'."
-        )
-    if incremental is not False:
-        raise ValueError(
-            f"{start}'map_param_inc' must be set to default value 'False', but got '{incremental}'."
-        )
 
 
 def _manifest(
