@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only room that changes a disk: every rename, link, unlink and sync of a directory lives here.
+"""The only room that changes a disk: every open-for-write, fsync, rename, link and unlink lives here or in `output_files`.
 
 Everything above works on a `FileSystem`, so that tests can put a model of a disk (every legal state after a power cut)
 or a failing disk in its place. Rules:

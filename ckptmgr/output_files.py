@@ -138,12 +138,12 @@ def _reopened(descriptor: int, mode: int) -> int:
     """Return another descriptor of the same file, for writing."""
     path = f"/proc/self/fd/{descriptor}"
     try:
-        return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        return _beyond_standard(os.open(path, os.O_WRONLY | os.O_CLOEXEC))
     except PermissionError:
         # Checkpoints are read-only, for their owner too.
         os.fchmod(descriptor, mode | stat.S_IWUSR)
         try:
-            return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            return _beyond_standard(os.open(path, os.O_WRONLY | os.O_CLOEXEC))
         finally:
             os.fchmod(descriptor, mode)
 

@@ -52,7 +52,8 @@ STRAY_PRINTS = """
     import contextlib, os, sys
     from pathlib import Path
     from ckptmgr.fsio import OsFileSystem
-    file = OsFileSystem().create(Path(sys.argv[1]), mode=0o600)
+    path = Path(sys.argv[1])
+    file = OsFileSystem().change(path) if path.exists() else OsFileSystem().create(path, mode=0o600)
     file.write_at(0, b"content")
     for descriptor in range(3):  # as a library in C does
         with contextlib.suppress(OSError):
@@ -62,7 +63,12 @@ STRAY_PRINTS = """
 """
 
 
-def test_what_libraries_print_to_closed_streams_is_not_in_the_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_there", [False, True])
+def test_what_libraries_print_to_closed_streams_is_not_in_the_file(
+    tmp_path: Path, is_there: bool
+) -> None:
+    if is_there:
+        (tmp_path / "file").touch()
     closed = ["sh", "-c", '"$@" <&- >&- 2>&-', "sh"]
     command = [sys.executable, "-c", textwrap.dedent(STRAY_PRINTS), str(tmp_path / "file")]
     subprocess.run([*closed, *command], cwd=ROOT_OF_PROJECT, timeout=60, check=True)
