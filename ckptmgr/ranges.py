@@ -27,7 +27,7 @@ class RangeSource:
     """A source for `open_checkpoint` over anything that gives ranges of bytes: an object store, HTTP, a database.
 
     The first 128 KiB are asked for once and kept, because the headers of all formats are looked for there; everything else is
-    asked for as it is needed, in pieces of at most 16 MiB.
+    asked for as it is needed, large tensors in pieces of 4 MiB.
 
     Args:
         read: Given an offset and a length, returns these bytes, and never fewer; called by several threads at once. What it

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ckptmgr import convert, save_checkpoint
 from ckptmgr.errors import (
@@ -230,3 +232,28 @@ def test_one_header_copy_is_enough_and_no_other_key_will_do(
         wrong = ReadOptions(key=OTHER_KEY)
         assert verdict(attacked, options=wrong) is Status.WRONG_KEY
         assert refusal(attacked, options=wrong) is KeyProblem
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_any_change_gives_the_same_bytes_or_no_file(
+    made: Make, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    path, _ = made(data.draw(st.sampled_from(INSIDE)), data.draw(st.sampled_from(MODES)), 20_000)
+    directory = tmp_path_factory.mktemp("changed")
+    attacked, target = directory / path.name, directory / "decrypted"
+    attacked.write_bytes(path.read_bytes())
+    convert.decrypt_file(attacked, directory / "as it was", options=READING)
+    changed = bytearray(path.read_bytes())
+    anywhere = st.integers(0, 200) | st.integers(COPY, COPY + 200) | st.integers(0, len(changed))
+    for _ in range(data.draw(st.integers(1, 3))):
+        at, removed = data.draw(anywhere), data.draw(st.sampled_from([0, 0, 1, 4, COPY]))
+        new = data.draw(st.binary(max_size=8))
+        changed[at : at + max(removed, len(new))] = new
+    attacked.write_bytes(changed)
+    try:
+        convert.decrypt_file(attacked, target, options=READING)
+    except CkptmgrError:
+        assert not target.exists()
+    else:
+        assert target.read_bytes() == (directory / "as it was").read_bytes()
