@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 
-class _Pauses:
+class Pauses:
     """The pauses of all threads; the collector rests until the last one is over, and stays off if it was off."""
 
     def __init__(self) -> None:
@@ -52,7 +52,7 @@ class _Pauses:
         self._count = 0
 
 
-_pauses = _Pauses()
+_pauses = Pauses()
 os.register_at_fork(after_in_child=_pauses.forget_parent)
 
 

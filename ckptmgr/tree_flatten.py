@@ -91,9 +91,14 @@ class Flattener:
     def _walk(self, frame: _Frame) -> None:
         """Encode the parts of a container, until one has parts of its own or none is left."""
         path, step = frame.path, frame.step
+        nodes, is_whole = self._nodes, self._slicer is None
         for before, value, key in frame.parts:
-            self._nodes.extend(before)
-            self._visit(value, path if step is None else Path(path, step, key), frame.depth)
+            nodes.extend(before)
+            at = path if step is None else Path(path, step, key)
+            if type(value) is np.ndarray and is_whole:  # most are
+                self._add(_array_leaf(value, at, self._unique(at.tensor_name())))
+                continue
+            self._visit(value, at, frame.depth)
             if self._frames[-1] is not frame:
                 return
         self._frames.pop()
@@ -103,9 +108,6 @@ class Flattener:
 
     def _visit(self, value: Any, path: Path, depth: int) -> None:
         """Encode a value without parts; of others note what is to be done."""
-        if type(value) is np.ndarray:  # most are
-            self._array(value, path, depth)
-            return
         if isinstance(value, bytes | bytearray) and len(value) > _INLINE_BYTES:
             self._long_bytes(value, path)
             return
@@ -175,9 +177,6 @@ class Flattener:
         self._nodes.append({f"to_{type(value).__name__}": 1})
 
     def _array(self, value: Any, path: Path, depth: int) -> None:
-        if type(value) is np.ndarray and self._slicer is None:
-            self._add(_array_leaf(value, path, self._unique(path.tensor_name())))
-            return
         part = None if self._slicer is None else self._slicer.slice_of(path.tensor_name(), value)
         if part is not None:
             self._slice(part, path)
@@ -236,7 +235,8 @@ class Flattener:
 def _mapping(value: Any, path: Path) -> Iterator[_Part]:
     # A copy, because state_dict() of a part may change what it is part of.
     for key, child in list(value.items()):
-        yield encode_key(key, path), child, key
+        is_plain = type(key) is str and key.isascii()
+        yield (key,) if is_plain else encode_key(key, path), child, key
 
 
 def _ordered(value: Any, path: Path, depth: int) -> _Frame:

@@ -79,10 +79,11 @@ class Path:
 
     def tensor_name(self) -> str:
         """Return the name under which a tensor at this path is stored (made unique by the caller)."""
-        if self._parent is None or self._kind == "object":
+        parent = self._parent
+        if parent is None or self._kind == "object":
             name = self._name_prefix()[:-1] or "state"
         else:
-            name = self._parent._name_prefix() + _escaped(self._step) or "state"
+            name = (parent._prefix or parent._name_prefix()) + _escaped(self._step) or "state"
         # Names that begin with `__` belong to the file formats, such as `__metadata__`.
         return f"~{name}" if name.startswith("__") else name
 

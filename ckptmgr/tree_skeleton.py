@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from json.encoder import encode_basestring_ascii
 
 from ckptmgr.tree_memory import Leaf
 from ckptmgr.tree_nodes import VERSION, Json
@@ -23,7 +24,7 @@ def skeleton_of(nodes: Sequence[Json | Leaf]) -> str:
     waiting: list[Json] = []
     for node in nodes:
         if type(node) is str and not waiting:
-            parts.append(_encode(node))
+            parts.append(encode_basestring_ascii(node))
         elif isinstance(node, Leaf):
             if waiting:
                 parts.append(_encode(waiting)[1:-1])
@@ -46,8 +47,9 @@ def _leaf(leaf: Leaf, heads: dict[tuple[str, str, tuple[int, ...]], str]) -> str
     if head is None:
         shape = ",".join(map(str, leaf.shape))
         head = heads[key] = f'{{"{leaf.kind}":{{"dtype":{_encode(leaf.dtype)},"shape":[{shape}]'
-    if len(node) == 1:  # most have but that
-        return f'{head},"tensor":{_encode(node["tensor"])}}}}}'
+    name = node["tensor"]
+    if len(node) == 1 and isinstance(name, str):  # most have but that
+        return f'{head},"tensor":{encode_basestring_ascii(name)}}}}}'
     return "".join([head, *[f',"{name}":{_text(value)}' for name, value in node.items()], "}}"])
 
 

@@ -245,6 +245,11 @@ def test_torch_tensor_that_changes_in_forward_is_copied_at_once() -> None:
     assert guard(tensor_of(tensor), changing={address + 1}) is not None
 
 
+def test_small_jax_array_is_copied_at_once() -> None:
+    spec = tensor_of(np.zeros(4)).spec
+    assert guard(Tensor(spec=spec, content=partial(jax_bytes, np.zeros(4)))) is None
+
+
 def test_torch_tensor_on_an_accelerator_is_copied_at_once() -> None:
     class OnDevice:
         device = SimpleNamespace(type="cuda")

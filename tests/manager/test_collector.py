@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckptmgr.collector import collector_paused
+from ckptmgr.collector import Pauses, collector_paused
 
 
 @pytest.fixture(autouse=True)
@@ -97,3 +97,15 @@ def test_child_leaves_off_what_its_parent_had_turned_off() -> None:
     gc.disable()
     with collector_paused():
         assert _in_a_child(lambda: not gc.isenabled())
+
+
+def test_pauses_of_a_parent_are_over_and_new_ones_work() -> None:
+    pauses = Pauses()
+    pauses.begin()
+    pauses.forget_parent()
+    assert gc.isenabled()
+    pauses.end()
+    pauses.begin()
+    assert not gc.isenabled()
+    pauses.end()
+    assert gc.isenabled()
