@@ -23,7 +23,10 @@ from contextlib import contextmanager
 
 
 class Pauses:
-    """The pauses of all threads; the collector rests until the last one is over, and stays off if it was off."""
+    """The pauses of all threads: the collector rests until the last one is over, and stays off if it was off.
+
+    Who turns it on or off meanwhile, in another thread, is not heard.
+    """
 
     def __init__(self) -> None:
         # A handler of a signal may load or save, too, at any line below: in this very thread, and that must come out even.
@@ -32,6 +35,7 @@ class Pauses:
         self._was_enabled = False
 
     def begin(self) -> None:
+        """Pause the collector, if nobody did."""
         with self._lock:
             self._count += 1
             if self._count == 1:
@@ -39,6 +43,7 @@ class Pauses:
                 gc.disable()
 
     def end(self) -> None:
+        """Let it run again, if nobody else wants it to rest, and it ran before."""
         with self._lock:
             if self._count == 1 and self._was_enabled:
                 gc.enable()
