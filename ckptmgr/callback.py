@@ -240,8 +240,8 @@ class ModelCheckpoint(TrainingHooks):
             told["notes"] = notes_of(found.skipped)
         if found.newest is None:
             return None
-        checkpoint, values = found.newest
-        return Resumed(checkpoint=checkpoint, values=values, skipped=found.skipped)
+        checkpoint, (values, kept) = found.newest
+        return Resumed(checkpoint=checkpoint, values=values, skipped=found.skipped, kept=kept)
 
     def _save_if_due(self, params: Any, *, is_end: bool) -> None:
         step, now = int(params.cur_step_num), self._clock()

@@ -17,7 +17,7 @@ from ckptmgr.resume import Skipped, newest_first, without_manifest
 from ckptmgr.resumption import Resumption
 from ckptmgr.run_past import RunPast
 from ckptmgr.series import SeriesWriter
-from ckptmgr.series_reader import SeriesReader
+from ckptmgr.series_reader import NamedValues, SeriesReader
 from ckptmgr.start_count import count_start
 
 _LOG = logging.getLogger(__name__)
@@ -33,11 +33,13 @@ class Resumed:
         checkpoint: The newest checkpoint that loads.
         values: Its content, name to array or string.
         skipped: Newer ones that were passed over, and why.
+        kept: What no rank has saved for this one, when there are more ranks than before; it is not in `values`.
     """
 
     checkpoint: Checkpoint
     values: dict[str, Value]
     skipped: tuple[Skipped, ...]
+    kept: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,9 +94,7 @@ def find_newest(
     return Found(newest=(checkpoint, loaded), skipped=tuple(skipped), doubt=doubt)
 
 
-def resume_values(
-    writer: SeriesWriter, reader: SeriesReader, *, prefix: str
-) -> Found[dict[str, Value]]:
+def resume_values(writer: SeriesWriter, reader: SeriesReader, *, prefix: str) -> Found[NamedValues]:
     """Return the newest checkpoint of a prefix, and what it holds by name; see `ModelCheckpoint.resume`.
 
     Args:
@@ -103,7 +103,7 @@ def resume_values(
         prefix: Of this run, and of those before it.
     """
 
-    def load(one: Checkpoint) -> tuple[dict[str, Value], Manifest | None]:
+    def load(one: Checkpoint) -> tuple[NamedValues, Manifest | None]:
         return reader.values(one), writer.store.read_manifest(one.name)
 
     found = find_newest(writer, lambda one: is_of_prefix(one.series, prefix), load)

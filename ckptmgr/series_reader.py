@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from ckptmgr import tree
 from ckptmgr.errors import CheckpointNotFound, UnsupportedState
@@ -26,6 +27,13 @@ from ckptmgr.stored_state import SKELETON, StoredState
 from ckptmgr.tree_slices import Slicer
 
 _USABLE = (State.OK, State.UNVERIFIED, State.CORRUPT)
+
+
+class NamedValues(NamedTuple):
+    """What a checkpoint holds for this process: name to array or string, and the names that no rank has saved for it."""
+
+    values: dict[str, Value]
+    kept: tuple[str, ...]
 
 
 class SeriesReader:
@@ -116,14 +124,14 @@ class SeriesReader:
                     return found
             return StoredState.read(opened, path=checkpoint.path, manifest=manifest)
 
-    def values(self, checkpoint: Checkpoint) -> dict[str, Value]:
+    def values(self, checkpoint: Checkpoint) -> NamedValues:
         """Return what a checkpoint holds by name, verified; of what many ranks saved, what this process gets."""
         sharded = self._sharded(checkpoint, None)
         if sharded is not None:
             found = read_sharded(self._store, sharded, options=self._options, slicer=self._slicer)
-            return dict(found.arrays)
+            return NamedValues(dict(found.arrays), found.kept)
         with open_checkpoint(self._store, checkpoint, options=self._options) as (opened, _):
-            return read_values(opened)
+            return NamedValues(read_values(opened), ())
 
     def _sharded(self, checkpoint: Checkpoint, state: object) -> Manifest | None:
         """Return the manifest of a checkpoint that more, or less, than one whole file is needed of, or None."""

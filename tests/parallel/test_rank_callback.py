@@ -182,6 +182,7 @@ def test_other_numbers_of_ranks_get_what_is_the_same_and_never_another_ranks_own
         found = outcome.must()
         assert listed(found, "w") == [[2, 2]] * 4
         assert ("own" in found.values) == (rank < WORLD)
+        assert found.kept == (() if rank < WORLD else ("own",))
     assert ("holds nothing of this rank for own" in caplog.text) == (world == 3)
 
 
