@@ -12,12 +12,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives import constant_time, hashes, hmac
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherAlgorithm, algorithms, modes
 
 from .ciphers import AES_CBC, SM4_CBC, CbcMode
 from .errors import DecryptionError
+from .gcm import GcmDecryption
 from .key import Key
 
 _BLOCK_BYTES = 16
@@ -117,14 +117,15 @@ class GcmAead:
         plaintext: memoryview,
     ) -> None:
         """Fill `plaintext`; when the tag does not match, zero it and raise DecryptionError."""
-        decryptor = Cipher(self.algorithm(key), modes.GCM(iv, tag)).decryptor()
-        decryptor.authenticate_additional_data(aad)
-        try:
-            decryptor.update_into(ciphertext, plaintext)
-            decryptor.finalize()
-        except InvalidTag:
-            plaintext[:] = bytes(plaintext.nbytes)
-            raise _failure() from None
+        with self.decryption(key, iv=iv, aad=aad, plaintext=plaintext) as decryption:
+            decryption.update(ciphertext)
+            decryption.finish(tag)
+
+    def decryption(
+        self, key: bytes, *, iv: bytes, aad: bytes, plaintext: memoryview
+    ) -> GcmDecryption:
+        """Return what fills `plaintext` from a ciphertext in pieces; to be used in a `with` block."""
+        return GcmDecryption(self.algorithm(key), iv, aad=aad, plaintext=plaintext)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from .block_layout import Layout
 from .cbc_batches import (
@@ -17,8 +17,9 @@ from .cbc_batches import (
     decrypt_end,
     decrypt_together,
 )
-from .ciphers import CipherMode
+from .ciphers import CipherMode, GcmMode
 from .errors import DecryptionError, TamperedError
+from .gcm import pieces_of
 from .key import Key
 from .pages import new_pages
 from .records import RecordHead, head_size, parse_head
@@ -91,11 +92,31 @@ class BlockReader:
         buffer = self.buffers.take()
         try:
             record = buffer[: stop - start]
+            if isinstance(self._mode, GcmMode):
+                self._decrypt_pieces(self._mode, index, record, plaintext)
+                return
             self._source.read_into(start, record)
             head, ciphertext = self._authenticated(index, record)
             self._decrypt(index, head, ciphertext, plaintext)
         finally:
             self.buffers.give(buffer)
+
+    def _decrypt_pieces(
+        self, mode: GcmMode, index: int, record: memoryview, plaintext: memoryview
+    ) -> None:
+        """Decrypt a block while it is read, through `record`: all that authenticates it, the tag, stands in its head."""
+        start = self._records[index]
+        pieces = pieces_of(lambda at, view: self._source.read_into(start + at, view), record)
+        first = next(pieces)
+        head = self._head(index, first)
+        rest = first[head_size(mode) :]
+        try:
+            with mode.decryption(self._key, iv=head.iv, plaintext=plaintext) as decryption:
+                for piece in chain([rest], pieces):
+                    decryption.update(piece)
+                decryption.finish(head.tag)
+        except DecryptionError as error:
+            raise self._failure(index, error) from None
 
     def _read_many(self, lanes: Sm4Lanes, indices: range, plaintext: memoryview) -> None:
         first = self._records[indices.start]
@@ -121,6 +142,10 @@ class BlockReader:
         return Message(iv=head.iv, plaintext=plaintext[low:high], ciphertext=ciphertext)
 
     def _authenticated(self, index: int, record: memoryview) -> tuple[RecordHead, memoryview]:
+        return self._head(index, record), record[head_size(self._mode) :]
+
+    def _head(self, index: int, record: memoryview) -> RecordHead:
+        """Return the head of a record after comparing it with the seal; in AES-GCM the start of the record is enough."""
         offset, head_bytes = self._records[index], head_size(self._mode)
         if self._seal is not None and block_digest(self._mode, record) != self._seal.digest(index):
             raise TamperedError(
@@ -128,9 +153,9 @@ class BlockReader:
                 offset=offset,
             )
         head = parse_head(self._mode, bytes(record[:head_bytes]), offset=offset)
-        if head.cipher_size != record.nbytes - head_bytes:
+        if head.cipher_size != self._records[index + 1] - offset - head_bytes:
             raise TamperedError(f"block {index} changed while the file was open", offset=offset)
-        return head, record[head_bytes:]
+        return head
 
     def _decrypt(
         self, index: int, head: RecordHead, ciphertext: memoryview, plaintext: memoryview

@@ -23,11 +23,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherAlgorithm, algorithms, modes
 
 from .errors import DecryptionError, KeyLengthError, UnsupportedSuiteError
+from .gcm import GcmDecryption
 from .key import Key
 
 IV_BYTES = 16
@@ -162,15 +162,14 @@ class GcmMode:
         self, key: Key, *, iv: bytes, tag: bytes, ciphertext: memoryview, plaintext: memoryview
     ) -> None:
         """Fill `plaintext`; when the tag does not match, zero it and raise DecryptionError."""
-        decryptor = Cipher(
-            algorithms.AES(_fitting(key, self)), modes.GCM(iv[:_NONCE_BYTES], tag)
-        ).decryptor()
-        try:
-            decryptor.update_into(ciphertext, plaintext)
-            decryptor.finalize()
-        except InvalidTag:
-            plaintext[:] = bytes(plaintext.nbytes)
-            raise _failure() from None
+        with self.decryption(key, iv=iv, plaintext=plaintext) as decryption:
+            decryption.update(ciphertext)
+            decryption.finish(tag)
+
+    def decryption(self, key: Key, *, iv: bytes, plaintext: memoryview) -> GcmDecryption:
+        """Return what fills `plaintext` from a ciphertext in pieces; to be used in a `with` block."""
+        algorithm = algorithms.AES(_fitting(key, self))
+        return GcmDecryption(algorithm, iv[:_NONCE_BYTES], aad=b"", plaintext=plaintext)
 
     def peek(self, key: Key, *, iv: bytes, ciphertext: memoryview) -> bytes:
         """Return what the first bytes of a ciphertext decrypt to, unauthenticated."""

@@ -134,10 +134,12 @@ class ContainerSource:
         start, length = segment_range(self._fixed, index)
         buffer = self._buffers.take()
         try:
-            segment = buffer[:length]
-            self._source.read_into(start, segment)
-            self._message.open_into(
-                index, segment, plaintext, is_final=index == self.block_count - 1
+            self._message.open_from(
+                index,
+                lambda at, view: self._source.read_into(start + at, view),
+                buffer[:length],
+                plaintext,
+                is_final=index == self.block_count - 1,
             )
         except TamperedError as error:
             raise TamperedError(error.message, offset=start) from None

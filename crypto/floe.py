@@ -20,14 +20,18 @@ Source: c2sp.org/FLOE.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 
 from cryptography.hazmat.primitives import constant_time, hashes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
-from .aead import Aead
+from .aead import Aead, GcmAead
 from .ciphers import Random
 from .errors import DecryptionError, TamperedError
+from .gcm import pieces_of
 
 HEADER_BYTES = 74
 LENGTH_BYTES = 4
@@ -174,7 +178,7 @@ class FloeMessage:
         self._check(index, plaintext, segment, is_final=is_final)
         aead, start = self.parameters.aead, LENGTH_BYTES + self.parameters.alignment_bytes
         end = segment.nbytes - aead.tag_bytes
-        try:
+        with _naming_segment(index):
             if bytes(segment[:start]) != self._prefix(segment, is_final=is_final):
                 plaintext[:] = bytes(plaintext.nbytes)
                 raise _not_this_segment(index)
@@ -186,8 +190,52 @@ class FloeMessage:
                 ciphertext=segment[start + aead.iv_bytes : end],
                 plaintext=plaintext,
             )
-        except DecryptionError:
-            raise _not_this_segment(index) from None
+
+    def open_from(
+        self,
+        index: int,
+        read: Callable[[int, memoryview], None],
+        segment: memoryview,
+        plaintext: memoryview,
+        *,
+        is_final: bool,
+    ) -> None:
+        """Read segment `index`, authenticate it, and decrypt it into `plaintext`: while it is read, where the cipher allows.
+
+        Args:
+            index: Which.
+            read: Fills memory with the bytes of the segment from an offset on.
+            segment: Memory of the length of the segment, to read into.
+            plaintext: Takes what it holds; zeros, or what was there before, after an error.
+            is_final: Whether it is the last one.
+
+        Raises:
+            TamperedError, ValueError: As `open_into`.
+        """
+        aead = self.parameters.aead
+        if not isinstance(aead, GcmAead):
+            read(0, segment)
+            self.open_into(index, segment, plaintext, is_final=is_final)
+            return
+        self._check(index, plaintext, segment, is_final=is_final)
+        prefix = self._prefix(segment, is_final=is_final)
+        pieces = pieces_of(read, segment)
+        first = next(pieces)
+        start, left = len(prefix) + aead.iv_bytes, plaintext.nbytes
+        decryption = aead.decryption(
+            self._key(index),
+            iv=bytes(first[len(prefix) : start]),
+            aad=_segment_aad(index, is_final=is_final),
+            plaintext=plaintext,
+        )
+        with decryption, _naming_segment(index):
+            if first[: len(prefix)] != prefix:
+                raise _not_this_segment(index)
+            piece = first
+            for piece in chain([first[start:]], pieces):
+                decryption.update(piece[:left])
+                left -= min(left, piece.nbytes)
+            decryption.finish(bytes(piece[-aead.tag_bytes :]))
 
     def _prefix(self, segment: memoryview, *, is_final: bool) -> bytes:
         length = segment.nbytes.to_bytes(LENGTH_BYTES, "big") if is_final else _NOT_FINAL
@@ -233,6 +281,14 @@ def _derive(
 
 def _segment_aad(index: int, *, is_final: bool) -> bytes:
     return index.to_bytes(8, "big") + bytes([is_final])
+
+
+@contextmanager
+def _naming_segment(index: int) -> Iterator[None]:
+    try:
+        yield
+    except DecryptionError:
+        raise _not_this_segment(index) from None
 
 
 def _not_this_segment(index: int) -> TamperedError:

@@ -229,6 +229,17 @@ def test_block_of_unsealed_file_that_changes_length_after_opening_is_tampered(mo
         read_range(source, 0, BLOCK)
 
 
+@pytest.mark.parametrize(("mode", "place"), [("AES-GCM", -1), ("AES-CBC", -21), ("SM4-CBC", -21)])
+def test_end_of_unsealed_file_that_changes_after_opening_does_not_open(
+    mode: str, place: int
+) -> None:
+    file = WatchedSource(unsealed(PLAINTEXT, mode))
+    source = open_blocks(file, KEY, mode, allow_unsealed=True)
+    file.data[place] ^= 1  # in CBC, of the IV of a single cipher block, and so of the padding
+    with pytest.raises(DecryptionError, match="does not open"):
+        read_range(source, 0, len(PLAINTEXT))
+
+
 def test_block_of_unsealed_gcm_file_that_is_changed_does_not_open() -> None:
     file = bytearray(unsealed(PLAINTEXT, "AES-GCM"))
     file[-1] ^= 1
