@@ -31,6 +31,8 @@ _FIXED_BYTES = {FIXED64: 8, FIXED32: 4}
 _MAX_VARINT_BYTES = 10
 _ONE_BYTE = tuple(bytes([value]) for value in range(0x80))
 _WINDOW_BYTES = 16 * 1024
+# Where one window begins in the one before, everything is read anyway: in fewer, longer reads.
+_LONGEST_WINDOW_BYTES = 256 * 1024
 AHEAD_BYTES = 1024
 
 
@@ -61,6 +63,7 @@ class WireReader:
         self._source = source
         self._window = b""
         self._window_start = 0
+        self._window_bytes = _WINDOW_BYTES
         self.size = source.size
 
     def fields(self, start: int, stop: int) -> Iterator[Field]:
@@ -150,9 +153,13 @@ class WireReader:
         return FormatError(f"a field reaches past the end of its message at {stop}", offset=offset)
 
     def _cover(self, start: int, stop: int) -> None:
-        if self._window_start <= start and stop <= self._window_start + len(self._window):
+        end = self._window_start + len(self._window)
+        if self._window_start <= start and stop <= end:
             return
-        length = max(stop - start, min(_WINDOW_BYTES, self.size - start))
+        is_next = self._window_start < start <= end
+        longer = min(2 * self._window_bytes, _LONGEST_WINDOW_BYTES)
+        self._window_bytes = longer if is_next else _WINDOW_BYTES
+        length = max(stop - start, min(self._window_bytes, self.size - start))
         self._window = read_bytes(self._source, start, length)
         self._window_start = start
 
