@@ -31,7 +31,7 @@ _FIXED_BYTES = {FIXED64: 8, FIXED32: 4}
 _MAX_VARINT_BYTES = 10
 _ONE_BYTE = tuple(bytes([value]) for value in range(0x80))
 _WINDOW_BYTES = 16 * 1024
-# Where one window begins in the one before, everything is read anyway: in fewer, longer reads.
+# Where windows follow each other, nearly everything is read anyway: in fewer, longer reads.
 _LONGEST_WINDOW_BYTES = 256 * 1024
 AHEAD_BYTES = 1024
 
@@ -156,7 +156,7 @@ class WireReader:
         end = self._window_start + len(self._window)
         if self._window_start <= start and stop <= end:
             return
-        is_next = self._window_start < start <= end
+        is_next = self._window_start < start < end + AHEAD_BYTES
         longer = min(2 * self._window_bytes, _LONGEST_WINDOW_BYTES)
         self._window_bytes = longer if is_next else _WINDOW_BYTES
         length = max(stop - start, min(self._window_bytes, self.size - start))
