@@ -13,17 +13,21 @@ from typing import Any
 from ckptmgr.model import Link
 
 _MAX_COUNT = (1 << 64) - 1
+# More than the digests of any manifest are; of the shortest ones a reader would need 26 bytes for each byte read.
+_MAX_COMMAS = 1 << 21
 _ID = re.compile(r"[0-9a-f]{64}")
 
 
 def strict_json(data: bytes) -> Any:
-    """Return what JSON says: no name twice, no NaN, no number beyond all doubles.
+    """Return what JSON in UTF-8 says: no name twice, no NaN, no number beyond all doubles.
 
     Raises:
         ValueError, RecursionError: It is no such JSON.
     """
+    if data.count(b",") > _MAX_COMMAS:
+        raise ValueError(f"more than {_MAX_COMMAS} values")
     return json.loads(
-        data,
+        data.decode("utf-8", "surrogatepass"),
         object_pairs_hook=_unique,
         parse_float=_finite,
         parse_constant=_refuse_constant,

@@ -169,11 +169,18 @@ def test_damaged_manifest_is_refused(damage: str) -> None:
         b"[" * 100_000,
         b'{"x": ' * 100_000,
         b"1" * 5000,
+        encode(manifest()).decode().encode("utf-16"),
     ],
     ids=lambda data: f"{data[:16]!r}, {len(data)} bytes",
 )
 def test_file_that_is_no_manifest_is_refused(data: bytes) -> None:
     with pytest.raises(CorruptCheckpoint, match="not "):
+        decode(data, path=PATH)
+
+
+def test_manifest_of_endless_values_is_refused_before_they_are_made() -> None:
+    data = b'{"schema": "ckptmgr.manifest/1", "x": [' + b"[]," * ((1 << 21) + 1) + b"[]]}"
+    with pytest.raises(CorruptCheckpoint, match="more than 2097152 values"):
         decode(data, path=PATH)
 
 
