@@ -38,6 +38,8 @@ class FileStatus:
         is_directory: Whether it is a directory.
         identity: Device and inode: two names with the same identity are the same file.
         mode: Permission bits; of a link, or anything else that is no file, those that a file in its place should have.
+        changed_ns: When the disk last noted a change of the file, in nanoseconds since the epoch; None where it does not tell.
+            Unlike `modified_at` nobody can choose it, except by the clock of the machine.
     """
 
     size_bytes: int
@@ -46,6 +48,7 @@ class FileStatus:
     is_directory: bool
     identity: tuple[int, int]
     mode: int = _PRIVATE
+    changed_ns: int | None = None
 
 
 class OutputFile(Protocol):
@@ -262,4 +265,5 @@ def _status(figures: os.stat_result) -> FileStatus:
         is_directory=stat.S_ISDIR(figures.st_mode),
         identity=(figures.st_dev, figures.st_ino),
         mode=stat.S_IMODE(figures.st_mode) if is_file else _PRIVATE,
+        changed_ns=figures.st_ctime_ns,
     )

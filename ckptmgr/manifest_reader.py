@@ -211,6 +211,10 @@ class ManifestReader:
         return replace(old, auth=manifest.auth, opened_by=manifest.opened_by)
 
     def _describes_data(self, entry: FileEntry) -> bool:
-        with contextlib.closing(self.fs.open(self.directory / entry.name)) as file:
+        return self.is_described(self.directory / entry.name, entry)
+
+    def is_described(self, path: Path, entry: FileEntry) -> bool:
+        """Return whether a file has the content that a manifest describes; reads it."""
+        with contextlib.closing(self.fs.open(path)) as file:
             is_right_size = file.size == entry.digest.size_bytes
             return is_right_size and not differing_ranges(file, entry.digest)

@@ -22,8 +22,8 @@ from ckptmgr.retention import RetentionPolicy
 from ckptmgr.sound_plan import SoundPlans, plan_with
 from ckptmgr.store import Store
 from ckptmgr.trash import Batch
+from ckptmgr.trash_folder import DEFAULT_GRACE
 
-DEFAULT_GRACE = timedelta(hours=24)
 _UNFINISHED = (State.LEFTOVER, State.WRITING)
 _NONE: Mapping[Path, str] = MappingProxyType({})
 

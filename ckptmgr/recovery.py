@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clean up after writers that died: remove what they left, finish the overwrites they had committed."""
+"""Clean up after writers that died: remove what they left, finish the overwrites they had committed.
+
+A manifest without data is what an interrupted save or removal leaves, but also what a directory holds that is being copied
+here, small files first. It is removed when the data that it describes is beside it in the unfinished file of a dead writer,
+or when it has been here for a day, by a time that no copy brings along.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +16,20 @@ from ckptmgr import manifest as manifests
 from ckptmgr.errors import CkptmgrError, StoreLocked
 from ckptmgr.fsio import FileStatus, FileSystem, discard, remove_name
 from ckptmgr.lease import Processes, hold_lease, lease_path, series_tag
+from ckptmgr.manifest import Manifest, manifest_name
 from ckptmgr.manifest_files import ManifestFiles
-from ckptmgr.temp_names import parse_temp
-from ckptmgr.trash_folder import may_be_in_trash
+from ckptmgr.temp_names import is_temp_of, parse_temp
+from ckptmgr.trash_folder import DEFAULT_GRACE, may_be_in_trash
+
+_GRACE_S = DEFAULT_GRACE.total_seconds()
 
 Repair = Callable[[], str | None]
 """Does what is to be done, and says so; None where there was nothing to do."""
 
 
-def recover(files: ManifestFiles, processes: Processes, series: str) -> list[str]:
+def recover(files: ManifestFiles, processes: Processes, series: str, *, now_s: float) -> list[str]:
     """Clean up after dead writers of a series and finish interrupted swaps; see `Store.recover`."""
-    return _Recovery(files, processes, series).run()
+    return _Recovery(files, processes, series, now_s).run()
 
 
 def remove_dead_temps(fs: FileSystem, directory: Path, processes: Processes) -> list[str]:
@@ -40,18 +48,23 @@ def remove_dead_temps(fs: FileSystem, directory: Path, processes: Processes) -> 
 
 
 class _Recovery:
-    def __init__(self, files: ManifestFiles, processes: Processes, series: str) -> None:
+    def __init__(
+        self, files: ManifestFiles, processes: Processes, series: str, now_s: float
+    ) -> None:
         self._files = files
         self._fs = files.fs
         self._directory = files.directory
         self._processes = processes
         self._series = series
+        self._now_s = now_s
 
     def run(self) -> list[str]:
         if self._fs.status(self._directory) is None:
             return []
         entries = self._fs.list(self._directory)
-        repairs = [repair for name in sorted(entries) for repair in self._repairs(name, entries)]
+        # Unfinished files go last: without them nothing would show that their manifests are leftovers.
+        names = sorted(entries, key=lambda name: (name.startswith("."), name))
+        repairs = [repair for name in names for repair in self._repairs(name, entries)]
         if not repairs:
             return []
         self._fs.sync_directory(self._directory)
@@ -73,6 +86,8 @@ class _Recovery:
                 return  # a sharded checkpoint has no half that could be finished
             if data_name not in entries:
                 self._files.load(name, must_authenticate=True)
+                if not self._is_leftover(claimed, entries):
+                    return
         except (CkptmgrError, OSError):
             return  # unreadable: shown by scan, removed only by a person
         if data_name not in entries:
@@ -80,6 +95,21 @@ class _Recovery:
                 yield lambda: self._remove(name, "whose data file is gone")
         elif claimed.replaces is not None:
             yield lambda: self._settle(data_name)
+
+    def _is_leftover(self, manifest: Manifest, entries: dict[str, FileStatus]) -> bool:
+        """Return whether a manifest without data is of a dead writer, not of a checkpoint whose data is still to come."""
+        changed_ns = entries[manifest_name(manifest.name)].changed_ns
+        if changed_ns is not None and changed_ns / 1e9 + _GRACE_S <= self._now_s:
+            return True
+        if manifest.replaces is not None:
+            return False  # there was data when it was published
+        return any(
+            is_temp_of(temp, manifest.name)
+            and self._is_dead_temp(temp)
+            and self._files.is_described(self._directory / temp, manifest.file)
+            for temp in entries
+            if temp.startswith(".")
+        )
 
     def _remove(self, name: str, why: str) -> str:
         remove_name(self._fs, self._directory / name)

@@ -20,6 +20,7 @@ Nothing here decides *what* to keep; see `retention`.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -50,6 +51,7 @@ class Store(Publisher):
             without signature.
         signing_key: Signs manifests.
         trusted_keys: Whose signatures count.
+        clock: Seconds since the epoch, as the disk counts them; tells what has been left here for long.
     """
 
     def __init__(
@@ -62,7 +64,9 @@ class Store(Publisher):
         must_authenticate: bool = False,
         signing_key: SigningKey | None = None,
         trusted_keys: Sequence[PublicKey] = (),
+        clock: Callable[[], float] = time.time,
     ) -> None:
+        self._clock = clock
         self.processes: Processes = processes if processes is not None else ProcProcesses()
         self.must_authenticate = must_authenticate
         self.signing_key = signing_key
@@ -245,7 +249,7 @@ class Store(Publisher):
         Returns:
             What was done, one sentence each.
         """
-        return recover(self._manifests, self.processes, series)
+        return recover(self._manifests, self.processes, series, now_s=self._clock())
 
     def recover_from_worker(self, series: str) -> list[str]:
         """Clean up after a worker process of ours that died in a save; see `recover`."""

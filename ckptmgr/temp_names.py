@@ -34,6 +34,16 @@ def final_name(name: str) -> str:
     return name.removeprefix(".").rsplit(".", 4)[0]
 
 
+def is_temp_of(temp: str, name: str) -> bool:
+    """Return whether a temporary file of ours was to be called `name`."""
+    if parse_temp(temp) is None:
+        return False
+    found = final_name(temp)
+    head, tilde, tag = found.rpartition("~")
+    is_shortened = tilde and tag == series_tag(name) and name.startswith(head)
+    return found == name or bool(is_shortened)
+
+
 def parse_temp(name: str) -> tuple[str, str] | None:
     """Return (writer token, series tag) of a temporary name of ours, or None."""
     if not (name.startswith(".") and name.endswith(_SUFFIX)):

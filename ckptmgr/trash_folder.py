@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from ckptmgr.fsio import FileSystem
 
 TRASH_NAME = ".ckptmgr-trash"
+DEFAULT_GRACE = timedelta(hours=24)
 STAMP = "%Y%m%dT%H%M%S.%fZ"
 
 

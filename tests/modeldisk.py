@@ -44,6 +44,7 @@ class ModelDisk:
         available_bytes: What `free_bytes` answers.
         boot: Number of this boot; a power cut starts a new one.
         process: Number of this process; a power cut and a restart start a new one.
+        has_change_times: Whether it tells when files changed; some file systems do not.
     """
 
     def __init__(self, *, available_bytes: int | None = 1 << 40) -> None:
@@ -52,6 +53,7 @@ class ModelDisk:
         self.available_bytes = available_bytes
         self.boot = 1
         self.process = 1
+        self.has_change_times = True
         self._image = DiskImage.empty()
         self._clock = 0
         self._owners: dict[int, str] = {}
@@ -280,17 +282,20 @@ class ModelDisk:
             self.boot + 1,
             self.process + 1,
         )
+        disk.has_change_times = self.has_change_times
         disk._image, disk._clock = image, self._clock
         return disk
 
     def _status(self, inode: int) -> FileStatus:
         content = self._image.files.get(inode)
+        written_s = _EPOCH_S + (content.written_at if content else 0)
         return FileStatus(
             size_bytes=content.size_bytes if content else 4096,
-            modified_at=float(_EPOCH_S + (content.written_at if content else 0)),
+            modified_at=float(written_s),
             is_file=content is not None,
             is_directory=content is None,
             identity=(1, inode),
+            changed_ns=written_s * 10**9 if self.has_change_times else None,
         )
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 
 from ckptmgr.cli import render
 from ckptmgr.cli.render import Cell, Json, Output
-from ckptmgr.model import Plan, Reason, State, Verdict
+from ckptmgr.model import Checkpoint, Plan, Reason, State, Verdict
 from ckptmgr.pruning import Outcome, Proposal, SeriesPlan
 from ckptmgr.retention_rules import Best, RetentionPolicy
+from ckptmgr.shard_names import parse_shard_name
+from ckptmgr.temp_names import parse_temp
 
 _TIMELINE_WIDTH = 60
 _UNICODE_MARKS = {"keep": "■", "drop": "·", "corrupt": "✗"}
@@ -43,9 +45,7 @@ class Shown:
         for one in proposal.plans:
             self._series(proposal, one, has_others=len(proposal.plans) > 1)
         for leftover in proposal.leftovers:
-            is_live = leftover.state is State.WRITING
-            fate = "stays" if is_live else "would be cleaned up"
-            self.output.line(f"{leftover.path.name}: {leftover.problem}; {fate}")
+            self.output.line(f"{leftover.path.name}: {leftover.problem}; {_fate(leftover)}")
         for batch in (*proposal.expired, *proposal.spared):
             stored = f"{render.count(len(batch.checkpoints), 'checkpoint')}, {render.size(batch.size_bytes)}"
             fate = "would be removed for good"
@@ -174,6 +174,14 @@ def _row(proposal: Proposal, verdict: Verdict, metrics: Sequence[str]) -> list[C
         render.state(checkpoint.state.value),
         Cell(why),
     ]
+
+
+def _fate(leftover: Checkpoint) -> str:
+    if leftover.state is State.WRITING:
+        return "stays"
+    is_manifest = parse_temp(leftover.name) is None and parse_shard_name(leftover.name) is None
+    # Its data may still be on the way here.
+    return "goes when it has been here for a day" if is_manifest else "would be cleaned up"
 
 
 def _mark(group: Sequence[Verdict]) -> str:

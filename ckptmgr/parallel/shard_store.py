@@ -63,8 +63,8 @@ class ShardStore(ShardFiles):
             must_authenticate=must_authenticate,
             signing_key=signing_key,
             trusted_keys=trusted_keys,
+            clock=clock,
         )
-        self._clock = clock
 
     def commit(self, manifest: Manifest, *, mode: int = 0o400) -> OSError | None:
         """Make a checkpoint of the files of all ranks, unless its name is taken.

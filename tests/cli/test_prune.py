@@ -285,13 +285,18 @@ def test_several_series_are_shown_one_by_one_and_filtered(runs: Path) -> None:
 
 def test_leftovers_are_shown_and_reaped(runs: Path) -> None:
     (runs / "net-700_10.ckpt").unlink()
+    dead = runs / temp_name("net-8_8.ckpt", token="dead-1", series="net")
+    dead.touch()
     live = runs / temp_name("net-9_9.ckpt", token=ProcProcesses().token(), series="net")
     live.touch()
     shown = run("prune", runs, "--keep", "all", "--dry-run").stdout
-    assert "net-700_10.ckpt: a manifest without its data file; would be cleaned up\n" in shown
+    fate = "goes when it has been here for a day"
+    assert f"net-700_10.ckpt: a manifest without its data file; {fate}\n" in shown
+    assert f"{dead.name}: left by an interrupted save; would be cleaned up\n" in shown
     assert f"{live.name}: being written by a live process; stays\n" in shown
     result = run("prune", runs, "--keep", "all", "--yes")
-    assert "note: removed net-700_10.ckpt.manifest.json" in result.stderr
+    assert f"note: removed {dead.name}" in result.stderr
+    assert (runs / "net-700_10.ckpt.manifest.json").exists()
     assert live.exists()
 
 

@@ -13,6 +13,7 @@ from tests.faults.scenarios import (
     PIN,
     SCENARIOS,
     TWO,
+    as_it_is,
     first_broken,
     keep_only_newest,
     put_bare,
@@ -32,6 +33,17 @@ def test_operation_keeps_its_promises_after_every_power_cut(
     scenario = SCENARIOS[name]
     crashes = scenario.crashes(key, order)
     assert first_broken(crashes, lambda crash: scenario.check(crash.disk, key)) is None
+
+
+@pytest.mark.parametrize("name", ["first save", "overwrite", "retention"])
+def test_operation_keeps_its_promises_where_manifests_without_data_stay(
+    order: Order, name: str
+) -> None:
+    scenario = SCENARIOS[name]
+    disk = scenario.start(None)
+    disk.has_change_times = False
+    crashes = every_crash(disk, scenario.runner(None, as_it_is), order=order)
+    assert first_broken(crashes, lambda crash: scenario.check(crash.disk, None)) is None
 
 
 @pytest.mark.parametrize("name", ["first save", "overwrite", "retention"])

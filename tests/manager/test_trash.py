@@ -251,7 +251,7 @@ def test_recovery_after_a_power_cut_loses_no_half_of_a_checkpoint(
 
 def test_manifest_of_data_that_was_discarded_is_removed(tmp_path: Path) -> None:
     save_run(tmp_path, [10, 20])
-    store = Store(tmp_path)
+    store = Store(tmp_path, clock=lambda: 1e12)
     into = throw(store, FIRST)
     (into / manifest_name(FIRST)).rename(tmp_path / manifest_name(FIRST))
     assert store.recover("net") == []
