@@ -20,11 +20,14 @@ from .index import TensorEntry, entries_of
 from .strict_json import parse_value
 
 _METADATA = '{"__metadata__":'
+_BETWEEN = '},"'
+# A header of 100 MB can be cut into no more pieces than it can have tensors.
+_LEAST_CHARS = len('":{"dtype":"I8","shape":[],"data_offsets":[0,0]},"')
 _SIZE = "(?:0|[1-9][0-9]{0,17})"
 _FORM = re.compile(
     rf'"dtype":"([A-Z0-9_]+)","shape":\[((?:{_SIZE}(?:,{_SIZE}){{0,63}})?)\],"data_offsets":'
 )
-# In JSON control characters and these are spelled otherwise, or mean something else.
+# In JSON, control characters are spelled otherwise, and a backslash starts another spelling.
 _SPECIAL = bytes([*range(0x20), ord("\\")])
 _ORDINARY = bytes(set(range(256)) - set(_SPECIAL))
 
@@ -64,9 +67,10 @@ def read_plain_header(encoded: bytes, *, data_start: int, data_bytes: int) -> Pl
     if not text.startswith(opening, start) or not text.endswith("]}}"):
         return None
     tensors = text[start + len(opening) : -len("}}")]
-    if tensors.encode().translate(None, _ORDINARY):
+    is_too_short = len(tensors) < tensors.count(_BETWEEN) * _LEAST_CHARS
+    if is_too_short or tensors.encode().translate(None, _ORDINARY):
         return None
-    entries = _read_tensors(tensors.split('},"'), data_start=data_start, data_bytes=data_bytes)
+    entries = _read_tensors(tensors.split(_BETWEEN), data_start=data_start, data_bytes=data_bytes)
     return None if entries is None else PlainHeader(metadata, entries)
 
 

@@ -119,8 +119,14 @@ def test_files_are_read_as_without_the_short_cut(
         compact({"__metadata__": {}, "a": A, "b": B}) + "   ",
         compact({"__metadata__": {"a\n": '},"x":{'}, "é": A, "}": B}),
         compact({"": A, "},{": B}),
+        compact(
+            {
+                "": {"dtype": "I8", "shape": [], "data_offsets": [0, 1]},
+                "b": {**B, "data_offsets": [1, 3]},
+            }
+        ).replace("[1,3]}", '[1,3]},"c":{"dtype":"I8","shape":[],"data_offsets":[3,4]}'),
     ],
-    ids=["no-metadata", "padded", "metadata-with-escapes", "odd-names"],
+    ids=["no-metadata", "padded", "metadata-with-escapes", "odd-names", "short"],
 )
 def test_plain_header_is_read(header: str) -> None:
     assert by_the_short_cut(file_of(header)) is not None
@@ -156,6 +162,7 @@ NOT_PLAIN = {
     "more data": compact({"a": A}),
     "nothing": "{}",
     "another name for a field": compact({"a": A, "b": B}).replace("shape", "Shape"),
+    "more ends than tensors": '{"' + '},"' * 1000 + "]}}",
     "quote too much": compact({"a": A, "b": B}).replace('"b"', '"x":1,"b"'),
 }
 
