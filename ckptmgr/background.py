@@ -222,30 +222,29 @@ class BackgroundSaver:
 
     def _enqueue(self, job: _Job) -> None:
         self._supersede()  # `on_error` may have asked for a save meanwhile
-        try:
-            with self._changed:
-                if self._running is not None:
-                    self._next = job
-                    return
-                self._running = job
-                self._start()
-        except Exception:  # not Ctrl-C, which finds a thread that runs
-            _release(job.staged)
-            raise
+        with self._changed:
+            if self._running is not None:
+                self._next = job
+            else:
+                self._start(job)
 
-    def _start(self) -> None:
+    def _start(self, job: _Job) -> None:
         """Start the thread, which waits for the lock: if it worked at once, this one would wait for the interpreter."""
-        self._thread = threading.Thread(target=self._work, name="ckptmgr-save", daemon=False)
         try:
+            self._running = job
+            self._thread = threading.Thread(target=self._work, name="ckptmgr-save", daemon=False)
             self._thread.start()
-        except Exception:
+        except (
+            BaseException
+        ):  # after Ctrl-C the thread may be there all the same; it finds nothing to do
             self._running = None
             self._changed.notify_all()
+            _release(job.staged)
             raise
 
     def _work(self) -> None:
         with self._changed:
-            job = self._running
+            job = self._running if self._is_own_thread() else None
         while job is not None:
             self._run(job)
             with self._changed:

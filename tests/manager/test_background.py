@@ -349,6 +349,28 @@ def test_thread_that_cannot_be_started_is_an_error_of_the_call(
     saves.saver.wait()
 
 
+@pytest.mark.parametrize("is_there", [False, True])
+def test_save_that_ctrl_c_stops_before_it_begins_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, *, is_there: bool
+) -> None:
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        if is_there:
+            start(thread)
+        raise KeyboardInterrupt
+
+    saves = Saves()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            saves.submit(1)
+    assert saves.copies.live == 0
+    assert saves.submitted(2).wait(TIMEOUT_S).step == 2
+    saves.saver.wait()
+    assert saves.begun == [2]
+
+
 def test_copy_that_cannot_be_released_is_logged_and_the_save_is_good(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
