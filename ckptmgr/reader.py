@@ -246,6 +246,7 @@ class CheckpointReader:
         Raises:
             CheckpointNotFound: There is no such value; a LookupError, too.
             UnsupportedCheckpoint: `rows` of something without rows.
+            TypeError, ValueError: `rows` is no slice, or has another step.
             CorruptCheckpoint: It is damaged.
             OSError: From the disk.
         """
@@ -261,6 +262,8 @@ class CheckpointReader:
         return MapArrays(*(self._part(one, 0, one.spec.shape) for one in parts))
 
     def _rows(self, entry: TensorEntry, rows: slice) -> np.ndarray:
+        if not isinstance(rows, slice):  # Python does not check what is only annotated
+            raise TypeError(f"rows is a slice, such as slice(0, 2), but got {rows!r}")
         shape = entry.spec.shape
         if not shape:
             raise UnsupportedCheckpoint(

@@ -156,7 +156,8 @@ class Restoration:
         direct: Tensor to the memory of the target that is all its content is for.
 
     Raises:
-        StateMismatch, TreeError: As `restore`.
+        StateMismatch: As `restore`; also when several values go to the same memory, which differ or not.
+        TreeError: As `restore`.
     """
 
     def __init__(
@@ -164,7 +165,7 @@ class Restoration:
     ) -> None:
         with collector_paused():
             unflattener = Unflattener(read, fill=fill)
-            self._restorer = Restorer()
+            self._restorer = Restorer(has_contents=False)
             self._restorer.plan(target, unflattener.run(skeleton))
             self._fills = {
                 name: one

@@ -19,6 +19,7 @@ from ckptmgr.leaves import framework_of, is_instance_by_name
 from ckptmgr.tree_atoms import encode_atom
 from ckptmgr.tree_nodes import Path, StateMismatch
 from ckptmgr.tree_random import generator_kind, set_generator
+from ckptmgr.tree_shared import SharedTargets
 
 _SHOWN_DIFFERENCES = 100
 _PLAIN_TYPES = frozenset({str, bytes, bool, int, float, complex, type(None)})
@@ -63,12 +64,16 @@ class Fill(NamedTuple):
 class Restorer:
     """Compares one state with what was stored and fills it; see `tree.restore`.
 
+    Args:
+        has_contents: Whether what was stored has its contents already when it is compared.
+
     Attributes:
         fills: What will be copied, known once `plan` returned.
         filled: `id` of what was stored and need not be copied any more.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_contents: bool = True) -> None:
+        self._shared = SharedTargets(has_contents=has_contents)
         self._differences: list[str] = []
         self._generators: list[Callable[[], None]] = []
         self._steps: list[_Step] = []
@@ -107,6 +112,12 @@ class Restorer:
     def _differ(self, path: Path, problem: str) -> _Step:
         self._differences.append(f"{path} {problem}")
         return _give(None)
+
+    def _claim(self, target: Any, stored: Any, path: Path) -> None:
+        """Note that `stored` will be copied into the memory of `target`, for which there may be only one value."""
+        other = self._shared.other_value(target, stored, path)
+        if other is not None:
+            self._differ(path, f"is the same memory as {other}, stored are two different values")
 
     def _plan(self, target: Any, stored: Any, path: Path) -> _Step | _Parts:
         """Return what will restore `target` and give the value that takes its place."""
@@ -180,6 +191,7 @@ class Restorer:
             return self._differ(path, f"is {_described(target)}, stored is {_described(stored)}")
         if not target.flags.writeable:
             return _give(stored)
+        self._claim(target, stored, path)
         self.fills.append(Fill(target, stored))
         return _Step(
             0, lambda _: target if id(stored) in self.filled else _fill_array(target, stored)
@@ -195,6 +207,7 @@ class Restorer:
             return self._differ(path, "is on the meta device, which holds no elements")
         if not _can_copy_into(local):
             return _give(stored)
+        self._claim(local, stored, path)
         self.fills.append(Fill(local, stored, is_given_on))
 
         def make(_: list[Any]) -> object:
@@ -210,6 +223,7 @@ class Restorer:
         if (tuple(target.shape), str(target.dtype).lower()) != (stored.shape, stored.dtype.name):
             return self._differ(path, f"is {_described(target)}, stored is {_described(stored)}")
         if is_instance_by_name(target, "mindspore.common.tensor", "Tensor"):
+            self._claim(target, stored, path)
             return _Step(0, lambda _: _fill_mindspore(target, stored))
         return _Step(0, lambda _: sys.modules["jax"].numpy.asarray(stored))
 

@@ -208,6 +208,15 @@ ASKED: dict[str, Callable[[CheckpointReader], object]] = {
 }
 
 
+@pytest.mark.parametrize("rows", [3, (0, 2), [0, 2]])
+def test_rows_that_are_no_slice_are_refused_with_the_way_out(tmp_path: Path, rows: Any) -> None:
+    with (
+        open_checkpoint(saved(tmp_path, LARGE)) as reader,
+        pytest.raises(TypeError, match=r"rows is a slice, such as slice\(0, 2\), but got"),
+    ):
+        reader.read("w0", rows=rows)
+
+
 @pytest.mark.parametrize("ask", ASKED.values(), ids=ASKED)
 def test_flipped_bit_in_a_name_is_damage_whatever_is_asked(
     renamed: Path, ask: Callable[[CheckpointReader], object]
