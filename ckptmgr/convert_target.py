@@ -50,7 +50,7 @@ def check_target(source: Path, target: Path, *, force: bool) -> None:
 
     Raises:
         CheckpointNotFound: There is no such input, or no directory for the output.
-        UnsafeWrite: The target is the input (by any name), exists, or has the name of a manifest.
+        UnsafeWrite: The target is the input (by any name), exists, is no file, or has the name of a manifest.
     """
     if not source.is_file():
         raise CheckpointNotFound("no such file", path=source)
@@ -66,6 +66,9 @@ def check_target(source: Path, target: Path, *, force: bool) -> None:
         )
     if target.is_dir() or not force:
         raise UnsafeWrite("exists", path=target, hint="choose another name, or pass --force")
+    if target.exists() and not target.is_file():
+        # A rename would put a file in the place of /dev/null.
+        raise UnsafeWrite("is a device or a pipe", path=target, hint="-o - writes to a pipe")
 
 
 def store_of(path: Path, options: ReadOptions) -> Store:

@@ -287,6 +287,20 @@ def test_existing_target_needs_force(tmp_path: Path) -> None:
     assert load_checkpoint(target)
 
 
+@pytest.mark.parametrize("is_link", [False, True])
+def test_target_that_is_a_pipe_or_a_device_is_never_replaced(
+    tmp_path: Path, *, is_link: bool
+) -> None:
+    (source,) = save_run(tmp_path, [10], options=SaveOptions(key=KEY))
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to(pipe)
+    with pytest.raises(UnsafeWrite, match="a device or a pipe"):
+        convert.decrypt_file(source, link if is_link else pipe, options=WITH_KEY, force=True)
+    assert pipe.is_fifo()
+    assert link.is_symlink()
+
+
 def test_dangling_link_counts_as_existing(tmp_path: Path) -> None:
     (source,) = save_run(tmp_path, [10], options=SaveOptions(key=KEY))
     (tmp_path / "out.ckpt").symlink_to(tmp_path / "nowhere")
