@@ -23,8 +23,11 @@ from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import Manifest
 from ckptmgr.model import Checkpoint, State
 from ckptmgr.naming import parse_step_name
+from ckptmgr.shard_names import parse_shard_name
 from ckptmgr.store import Store
+from ckptmgr.temp_names import parse_temp
 
+_SHOWN_SERIES = 5
 _Loaded = TypeVar("_Loaded")
 
 
@@ -159,3 +162,31 @@ def without_manifest(present: Sequence[Checkpoint], prefix: str) -> list[Skipped
         if parsed is not None and parsed.prefix == prefix != checkpoint.series and is_bare:
             found.append(Skipped(checkpoint=checkpoint, reason=reason))
     return found
+
+
+def why_nothing(present: Sequence[Checkpoint], is_own: Callable[[Checkpoint], bool]) -> list[str]:
+    """Return what may be wrong where nothing is found to go on from: another prefix is meant, or not all is here yet.
+
+    Args:
+        present: What lies in the directory.
+        is_own: Which of that came into question.
+    """
+    hints = []
+    last_steps: dict[str, int] = {}
+    for one in present:
+        is_of_run = bool(one.run_id) or one.epoch is not None  # others are single files, anybody's
+        if is_of_run and one.is_countable and not is_own(one):
+            last_steps[one.series] = max(one.step, last_steps.get(one.series, 0))
+    if last_steps:
+        names = [f"{name!r} (to step {last_steps[name]})" for name in sorted(last_steps)]
+        more = f" and {len(names) - _SHOWN_SERIES} more" if len(names) > _SHOWN_SERIES else ""
+        shown = ", ".join(names[:_SHOWN_SERIES]) + more
+        hints.append(f"there are other series: {shown}; check the prefix")
+    if any(one.state is State.LEFTOVER and is_manifest(one) and is_own(one) for one in present):
+        hints.append("there are manifests without data; if the rest is still being copied, wait")
+    return hints
+
+
+def is_manifest(leftover: Checkpoint) -> bool:
+    """Return whether a leftover is a manifest without data, not an unfinished file or that of a rank."""
+    return parse_temp(leftover.name) is None and parse_shard_name(leftover.name) is None

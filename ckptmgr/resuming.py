@@ -13,7 +13,7 @@ from ckptmgr.loader import Value
 from ckptmgr.manifest import Manifest
 from ckptmgr.model import Checkpoint
 from ckptmgr.naming import is_of_prefix
-from ckptmgr.resume import Skipped, newest_first, without_manifest
+from ckptmgr.resume import Skipped, newest_first, why_nothing, without_manifest
 from ckptmgr.resumption import Resumption
 from ckptmgr.run_past import RunPast
 from ckptmgr.series import SeriesWriter
@@ -62,14 +62,16 @@ def find_newest(
     is_own: Callable[[Checkpoint], bool],
     load: Callable[[Checkpoint], _Loaded],
     *,
+    prefix: str,
     passed_over: Callable[[Sequence[Checkpoint]], list[Skipped]] = lambda present: [],
 ) -> Found[_Loaded]:
-    """Return the newest checkpoint that loads; what is skipped, or doubtful, is logged.
+    """Return the newest checkpoint that loads; what is skipped, doubtful, or may be why there is none, is logged.
 
     Args:
         writer: Of the run, which reads it with all its ranks.
         is_own: Which checkpoints of the directory come into question.
         load: Loads one; changes nothing yet.
+        prefix: What the user calls the run.
         passed_over: Returns what else of the directory the user should hear of.
 
     Raises:
@@ -87,6 +89,8 @@ def find_newest(
     for one in skipped:
         _LOG.warning("skipped %s: %s", one.checkpoint.path, one.reason)
     if checkpoint is None or loaded is None:
+        for hint in why_nothing(present, is_own):
+            _LOG.warning("%s: nothing to resume as %r: %s", writer.store.directory, prefix, hint)
         return Found(newest=None, skipped=tuple(skipped))
     doubt = contradiction(checkpoint, present)
     if doubt is not None:
@@ -106,7 +110,7 @@ def resume_values(writer: SeriesWriter, reader: SeriesReader, *, prefix: str) ->
     def load(one: Checkpoint) -> tuple[NamedValues, Manifest | None]:
         return reader.values(one), writer.store.read_manifest(one.name)
 
-    found = find_newest(writer, lambda one: is_of_prefix(one.series, prefix), load)
+    found = find_newest(writer, lambda one: is_of_prefix(one.series, prefix), load, prefix=prefix)
     if found.newest is None:
         return Found(newest=None, skipped=found.skipped)
     checkpoint, (values, manifest) = found.newest
@@ -130,6 +134,7 @@ def resume_state(
         writer,
         lambda one: one.series == writer.series,
         lambda one: reader.read(one, state),
+        prefix=writer.series,
         passed_over=lambda present: without_manifest(present, writer.series),
     )
     if found.newest is None:

@@ -11,9 +11,8 @@ from ckptmgr.cli import render
 from ckptmgr.cli.render import Cell, Json, Output
 from ckptmgr.model import Checkpoint, Plan, Reason, State, Verdict
 from ckptmgr.pruning import Outcome, Proposal, SeriesPlan
+from ckptmgr.resume import is_manifest
 from ckptmgr.retention_rules import Best, RetentionPolicy
-from ckptmgr.shard_names import parse_shard_name
-from ckptmgr.temp_names import parse_temp
 
 _TIMELINE_WIDTH = 60
 _UNICODE_MARKS = {"keep": "■", "drop": "·", "corrupt": "✗"}
@@ -179,9 +178,10 @@ def _row(proposal: Proposal, verdict: Verdict, metrics: Sequence[str]) -> list[C
 def _fate(leftover: Checkpoint) -> str:
     if leftover.state is State.WRITING:
         return "stays"
-    is_manifest = parse_temp(leftover.name) is None and parse_shard_name(leftover.name) is None
-    # Its data may still be on the way here.
-    return "goes when it has been here for a day" if is_manifest else "would be cleaned up"
+    # The data of a manifest may still be on the way here.
+    return (
+        "goes when it has been here for a day" if is_manifest(leftover) else "would be cleaned up"
+    )
 
 
 def _mark(group: Sequence[Verdict]) -> str:

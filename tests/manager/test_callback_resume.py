@@ -55,6 +55,12 @@ def test_restart_without_resume_renames_and_never_prunes_old_runs(tmp_path: Path
     assert data_files(tmp_path) == names
 
 
+def test_wrong_prefix_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    _train(tmp_path)
+    assert _callback(tmp_path, prefix="nett").resume() is None
+    assert "nothing to resume as 'nett': there are other series: 'net' (to step 3)" in caplog.text
+
+
 def test_resume_in_an_empty_directory_is_none(tmp_path: Path) -> None:
     assert _callback(tmp_path).resume() is None
 

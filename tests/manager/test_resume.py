@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from ckptmgr import CheckpointManager
 from ckptmgr.errors import CorruptCheckpoint, KeyProblem, UnsupportedCheckpoint
 from ckptmgr.model import Checkpoint, State
-from ckptmgr.resume import first_that_loads, newest_first
+from ckptmgr.resume import first_that_loads, newest_first, why_nothing
 
 
 def checkpoint(step: int, **fields: object) -> Checkpoint:
@@ -101,3 +102,48 @@ def test_first_that_loads_raises_when_something_whole_may_be_left(error: Excepti
     with pytest.raises(type(error)) as caught:
         load_or_raise({1: error, 2: CorruptCheckpoint("bad")})
     assert caught.value is error
+
+
+def test_other_series_are_named_where_nothing_is_found() -> None:
+    others = [replace(one, series="nett") for one in (ONE, TWO)]
+    damaged = checkpoint(9, series="nat", state=State.CORRUPT)
+    single = checkpoint(3, series="single", run_id="")
+    bare = checkpoint(4, series="bare", run_id=None, epoch=1, state=State.UNVERIFIED)
+    (hint,) = why_nothing([*others, damaged, single, bare], lambda one: one.series == "net")
+    assert (
+        hint == "there are other series: 'bare' (to step 4), 'nett' (to step 2); check the prefix"
+    )
+
+
+def test_of_many_other_series_some_are_named() -> None:
+    others = [replace(ONE, series=f"run{n}") for n in range(7)]
+    (hint,) = why_nothing(others, lambda one: False)
+    assert hint.endswith("'run4' (to step 1) and 2 more; check the prefix")
+
+
+def test_manifests_without_data_are_told_where_nothing_is_found() -> None:
+    manifest = replace(ONE, run_id=None, state=State.LEFTOVER)
+    unfinished = replace(manifest, path=Path("/runs/.net-1.ckpt.dead-1.tag.1-1.tmp"))
+    assert why_nothing([unfinished], lambda one: True) == []
+    (hint,) = why_nothing([unfinished, manifest], lambda one: True)
+    assert "without data" in hint
+
+
+def test_wrong_prefix_is_told_by_the_manager(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with CheckpointManager(tmp_path, prefix="resnet50") as manager:
+        manager.save(5000, {"n": 1})
+    with CheckpointManager(tmp_path, prefix="resnet-50") as manager:
+        assert manager.resume().is_fresh
+    (message,) = caplog.messages
+    assert f"{tmp_path}: nothing to resume as 'resnet-50': there are other series" in message
+    assert "'resnet50' (to step 5000)" in message
+
+
+def test_fresh_start_in_an_empty_directory_warns_of_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with CheckpointManager(tmp_path) as manager:
+        assert manager.resume().is_fresh
+    assert caplog.messages == []
