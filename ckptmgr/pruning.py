@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ckptmgr import trash
+from ckptmgr.crypto.keyring import Keys
 from ckptmgr.errors import CheckpointNotFound, StoreLocked, UnsafePrune
 from ckptmgr.model import Checkpoint, Plan, State
 from ckptmgr.observe import EVERYBODY
@@ -104,6 +105,7 @@ def propose(
     now: datetime,
     series: str | None = None,
     grace: timedelta = DEFAULT_GRACE,
+    key: Keys | None = None,
 ) -> Proposal:
     """Return what a prune would do; changes nothing. Where something would go, the newest that would stay is read.
 
@@ -113,12 +115,13 @@ def propose(
         now: The present time, UTC.
         series: Only this series.
         grace: How long the trash keeps a batch.
+        key: Opens what is read; without one, a container whose header was damaged counts as whole.
 
     Raises:
         UnsafePrune: The policy is refused; see `retention.plan`.
     """
     found = store.scan()
-    sound = SoundPlans(store)
+    sound = SoundPlans(store, key=key)
     plans = []
     for name in sorted({c.series for c in _finished(found, series)}):
         decided = sound.plan(_finished(found, name), policy, now)

@@ -15,8 +15,10 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
+from ckptmgr.crypto.keyring import Keys
 from ckptmgr.formats.detect import Kind, detect
 from ckptmgr.model import Checkpoint, Plan, State
+from ckptmgr.read_options import ReadOptions
 from ckptmgr.retention import RetentionPolicy, plan
 from ckptmgr.store import Store
 from ckptmgr.verify import Status, verify_checkpoint
@@ -27,10 +29,13 @@ class SoundPlans:
 
     Args:
         store: The directory.
+        key: Only a key finds damage in the header of a container, which the digests leave out.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, *, key: Keys | None = None) -> None:
         self._store = store
+        # Digests and structure tell what is damaged of all others; nothing else is asked.
+        self._options = ReadOptions(key=key, allow_unsealed=True)
         self._problems: dict[Path, str | None] = {}
 
     @property
@@ -63,7 +68,7 @@ class SoundPlans:
 
     def _problem(self, checkpoint: Checkpoint) -> str | None:
         if checkpoint.path not in self._problems:
-            self._problems[checkpoint.path] = _damage(self._store, checkpoint)
+            self._problems[checkpoint.path] = _damage(self._store, checkpoint, self._options)
         return self._problems[checkpoint.path]
 
 
@@ -81,9 +86,8 @@ def plan_with(
     return plan(marked, policy, now)
 
 
-def _damage(store: Store, checkpoint: Checkpoint) -> str | None:
-    # Without a key: digests and structure tell what is damaged, and nothing else is asked.
-    answer = verify_checkpoint(store, checkpoint)
+def _damage(store: Store, checkpoint: Checkpoint, options: ReadOptions) -> str | None:
+    answer = verify_checkpoint(store, checkpoint, options=options)
     if answer.status is Status.DAMAGED:
         return "; ".join(answer.problems)
     if answer.status is Status.UNREADABLE and not _is_foreign(store, checkpoint):

@@ -17,6 +17,7 @@ from ckptmgr.errors import CheckpointNotFound, UnsafePrune
 
 if TYPE_CHECKING:
     from ckptmgr.cli.prune_plan import Shown
+    from ckptmgr.crypto.keyring import Keys
     from ckptmgr.pruning import Outcome, Proposal
     from ckptmgr.store import Store
 
@@ -64,8 +65,8 @@ def prune_command(
 
     The policy is --keep, else the key keep of ckptmgr.toml in the directory; without one nothing is done. It is applied
     to each series by itself. The newest, pinned and damaged ones always stay; where anything would go, the newest that
-    stays is verified first. What goes lies in .ckptmgr-trash for the grace time and is removed by the next prune after
-    it; until then --undo brings the last batch back.
+    stays is verified first, with --key its header, too. What goes lies in .ckptmgr-trash for the grace time and is
+    removed by the next prune after it; until then --undo brings the last batch back.
     """
     from ckptmgr.cli.prune_plan import Shown
 
@@ -80,7 +81,9 @@ def prune_command(
         return _undo(store, output, is_dry=dry_run)
     session = ctx.ensure_object(Session)
     with output.progress("the newest", 0):
-        proposal = _propose(store, keep, series, _duration(grace), session)
+        proposal = _propose(
+            store, keep, series=series, grace=_duration(grace), session=session, key=key
+        )
     shown = Shown(output=output, directory=directory, series=series, verbose=verbose)
     if dry_run or check:
         shown.plan(proposal)
@@ -98,13 +101,19 @@ def prune_command(
 
 
 def _propose(
-    store: Store, keep: str | None, series: str | None, grace: timedelta, session: Session
+    store: Store,
+    keep: str | None,
+    *,
+    series: str | None,
+    grace: timedelta,
+    session: Session,
+    key: Keys | None,
 ) -> Proposal:
     from ckptmgr.cli.policy import load_policy
     from ckptmgr.pruning import propose
 
     policy = load_policy(keep, store.directory)
-    return propose(store, policy, now=session.now(), series=series, grace=grace)
+    return propose(store, policy, now=session.now(), series=series, grace=grace, key=key)
 
 
 def _duration(text: str) -> timedelta:

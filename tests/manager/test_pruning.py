@@ -25,7 +25,7 @@ from ckptmgr.store import Store
 from ckptmgr.temp_names import temp_name
 from tests.crashmodel import FailingDisk, ModelDisk
 from tests.faults.training import ModelProcesses
-from tests.manager.saved import KEY, flip, overwrite, save_run, tree_of
+from tests.manager.saved import KEY, OTHER_KEY, flip, items, overwrite, save_run, tree_of
 
 NOW = datetime(2026, 3, 2, 12, tzinfo=UTC)
 LAST_TWO = parse_policy("last(2)")
@@ -129,6 +129,26 @@ def test_all_are_damaged_so_all_stay(tmp_path: Path) -> None:
     for path in save_run(tmp_path, [10, 20, 30]):
         flip(path, 100)
     assert not proposal(tmp_path, "last(1)").dropped
+
+
+def test_newest_has_a_damaged_header_which_its_key_finds(tmp_path: Path) -> None:
+    options = SaveOptions(key=KEY, format="safetensors")
+    newest = save_run(tmp_path, [10, 20, 30], options=options, content=items()[:2])[-1]
+    for copy in (0, 4096):
+        flip(newest, copy + 70)  # the digests leave both copies out
+    store = Store(tmp_path, key=KEY, must_authenticate=True)
+    found = propose(store, parse_policy("last(1)"), now=NOW, key=KEY)
+    assert [c.step for c in found.dropped] == [10]
+    assert "header was changed" in (found.kept[0].problem or "")
+
+
+def test_key_makes_no_damage_of_plain_files_and_other_keys(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20])
+    save_run(tmp_path, [10, 20], series="sealed", options=SaveOptions(key=OTHER_KEY))
+    store = Store(tmp_path, key=KEY, must_authenticate=True)
+    found = propose(store, parse_policy("last(1)"), now=NOW, key=KEY)
+    assert {c.step for c in found.dropped} == {10}
+    assert len(found.dropped) == 2
 
 
 class BadSectors(OsFileSystem):
