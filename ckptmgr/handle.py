@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -84,16 +85,24 @@ class SaveHandle:
         durable: Done when the checkpoint survives a power cut; its result is the checkpoint, its exception the failure.
             Both can be awaited with `asyncio.wrap_future`; neither can be cancelled.
         stats: What it cost so far.
+        process: Id of the process that saves; the futures are never done in one that was forked from it meanwhile.
     """
 
     staged: Future[None] = field(default_factory=_started)
     durable: Future[Checkpoint] = field(default_factory=_started)
     stats: SaveStats = field(default_factory=SaveStats)
+    process: int = field(default_factory=os.getpid)
 
     def wait(self, timeout_s: float | None = None) -> Checkpoint:
         """Return the checkpoint once it is durable, or raise why it is not.
 
         Raises:
             TimeoutError: It is still being saved after `timeout_s` seconds.
+            RuntimeError: It is saved by the process that this one was forked from, which alone hears when it is durable.
         """
+        if self.process != os.getpid() and not self.durable.done():
+            raise RuntimeError(
+                f"process {self.process} is saving this, and process {os.getpid()}, a fork of it, is not told when it is "
+                "durable: wait there, or look for it with CheckpointManager.latest()"
+            )
         return self.durable.result(timeout_s)

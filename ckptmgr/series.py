@@ -13,6 +13,7 @@ import os
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -95,6 +96,12 @@ class SeriesWriter:
         self._observers = observers
         self._lease = contextlib.ExitStack()
         self._holder: int | None = None
+        self.forget_parent()
+        _writers.add(self)
+
+    def forget_parent(self) -> None:
+        """Have locks of its own; in a forked child, where threads may hold them that are not there."""
+        self._opening = threading.Lock()
         # Held while retention removes what it has decided to, and while something is pinned.
         self.changing = threading.Lock()
 
@@ -140,8 +147,11 @@ class SeriesWriter:
         Raises:
             StoreLocked: Another live process writes this series.
         """
-        if self._holder == os.getpid():  # a forked child has no part in the lease of its parent
-            return
+        with self._opening:
+            if self._holder != os.getpid():  # a forked child has no part in the lease of its parent
+                self._open()
+
+    def _open(self) -> None:
         self._lease.enter_context(self.store.lease(self.series))
         self._holder = os.getpid()
         sentences = self.clean_up()
@@ -161,8 +171,9 @@ class SeriesWriter:
 
     def close(self) -> None:
         """Give the lease back."""
-        self._holder = None
-        self._lease.close()
+        with self._opening:
+            self._holder = None
+            self._lease.close()
 
     def continue_from(self, checkpoint: Checkpoint, manifest: Manifest | None) -> None:
         """Note that this run goes on where another one was: its checkpoints now count as ours."""
@@ -333,6 +344,17 @@ class SeriesWriter:
             except (StoreLocked, CkptmgrError) as error:
                 failures.append(error)
         return failures
+
+
+_writers: weakref.WeakSet[SeriesWriter] = weakref.WeakSet()
+
+
+def _forget_parent() -> None:
+    for writer in list(_writers):
+        writer.forget_parent()
+
+
+os.register_at_fork(after_in_child=_forget_parent)
 
 
 def next_attempt(history: Sequence[Checkpoint], step: int) -> int:

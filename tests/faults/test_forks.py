@@ -139,3 +139,54 @@ assert not staging_memory()
 def test_child_does_not_keep_the_staging_memory_of_its_parent(tmp_path: Path, how: str) -> None:
     done = run_program(STAGED, tmp_path, how)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+SAVING = (
+    PROLOGUE
+    + """
+from ckptmgr.fsio import OsFileSystem
+
+saving, go_on = threading.Event(), threading.Event()
+class Slow(OsFileSystem):
+    def create(self, path, *, mode):
+        saving.set()
+        go_on.wait(20)
+        return super().create(path, mode=mode)
+
+def wait_for(handle):
+    try:
+        handle.wait()
+    except RuntimeError as error:
+        assert f"process {os.getppid()} is saving this" in str(error)
+
+with CheckpointManager(sys.argv[1], CheckpointConfig(async_save=True), fs=Slow()) as manager:
+    handle = manager.save(1, {"w": np.ones(4)})
+    saving.wait(20)
+    in_child(lambda: wait_for(handle))
+    go_on.set()
+    assert handle.wait(20).step == 1
+    in_child(lambda: handle.wait().step == 1 or sys.exit(1))
+"""
+)
+
+
+def test_child_that_waits_for_a_save_of_its_parent_is_told_that_it_will_not_hear(
+    tmp_path: Path,
+) -> None:
+    done = run_program(SAVING, tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+OPENING = (
+    PROLOGUE
+    + """
+manager = CheckpointManager(sys.argv[1])
+with manager._writer._opening, manager._writer.changing:
+    in_child(lambda: manager.save(1, {"w": np.ones(4)}))
+"""
+)
+
+
+def test_child_forked_while_a_series_is_being_opened_saves(tmp_path: Path) -> None:
+    done = run_program(OPENING, tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import errno
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -111,6 +113,21 @@ def test_lease_is_taken_once_and_given_back() -> None:
     first.close()
     second.open()
     second.close()
+
+
+def test_first_saves_from_several_threads_share_the_lease() -> None:
+    gate = threading.Barrier(4)
+
+    def open_at_once(one: SeriesWriter) -> None:
+        gate.wait(20)
+        one.open()
+
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(20):
+            one = writer(ModelDisk())
+            for opened in [pool.submit(open_at_once, one) for _ in range(4)]:
+                opened.result(20)
+            one.close()
 
 
 def test_next_attempt_counts_damaged_ones_but_no_foreign_files() -> None:
