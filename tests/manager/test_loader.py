@@ -26,8 +26,14 @@ from ckptmgr.errors import (
     UnsupportedCheckpoint,
 )
 from ckptmgr.formats import errors as format_errors
-from ckptmgr.formats.source import BytesSource, read_bytes
-from ckptmgr.loader import ReadOptions, open_source, read_values
+from ckptmgr.formats.source import BytesSource
+from ckptmgr.loader import (
+    OpenCheckpoint,
+    ReadOptions,
+    open_source,
+    read_through,
+    read_values,
+)
 from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import Manifest
 from ckptmgr.scatter import read_scattered
@@ -120,11 +126,10 @@ def test_whole_file_with_its_crc_is_read_once(tmp_path: Path, format: str) -> No
     assert source.read_bytes < len(data) + 100_000
 
 
-def _manifest(store: Store, source: BytesSource, range_bytes: int) -> Manifest:
+def _manifest(store: Store, name: str, data: bytes, range_bytes: int) -> Manifest:
     """Return the manifest of a saved file, with digests of ranges of that length."""
-    manifest = store.read_manifest("x.safetensors")
+    manifest = store.read_manifest(name)
     assert manifest is not None
-    data = read_bytes(source, 0, source.size)
     ranges = tuple(
         blake3(data[start : start + range_bytes]).digest()
         for start in range(0, len(data), range_bytes)
@@ -133,27 +138,38 @@ def _manifest(store: Store, source: BytesSource, range_bytes: int) -> Manifest:
     return replace(manifest, file=replace(manifest.file, digest=digest))
 
 
+def _with_another_crc(data: bytes, format: str) -> bytes:
+    at = len(data) - 1
+    if format == "safetensors":
+        start = data.index(b"crc_num") + len("crc_num")
+        at = next(place for place in range(start, at) if data[place : place + 1].isdigit())
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+@pytest.mark.parametrize("format", ["ckpt", "safetensors"])
 @pytest.mark.parametrize("range_bytes", [None, RANGE_BYTES, 1 << 20])
-@pytest.mark.parametrize("is_wrong", [False, True])
-def test_crc_of_safetensors_is_checked_whatever_the_digests_are(
-    tmp_path: Path, range_bytes: int | None, *, is_wrong: bool
+def test_crc_is_checked_whatever_the_digests_are(
+    tmp_path: Path, format: str, range_bytes: int | None
 ) -> None:
     state = {"w": np.arange(9 << 20, dtype=np.uint8), "step": np.array(7), "b": np.array([True])}
-    data = bytearray(_file(tmp_path, state, "x.safetensors", crc_check=True, format="safetensors"))
-    start = data.index(b"crc_num") + len("crc_num")
-    at = next(place for place in range(start, len(data)) if data[place : place + 1].isdigit())
-    data[at] ^= is_wrong  # another digit
-    source = BytesSource(data)
-    manifest = None if range_bytes is None else _manifest(Store(tmp_path), source, range_bytes)
-    opened = open_source(
-        source, path="x.safetensors", options=_PLAIN, manifest=manifest, is_for_loading=True
-    )
-    if is_wrong:
-        with pytest.raises(ChecksumMismatch, match="the CRC32 is"):
-            read_values(opened, check_crc=True)
-        return
-    values = read_values(opened, check_crc=True)
+    name = f"x.{format}"
+    right = _file(tmp_path, state, name, crc_check=True, format=format)
+
+    def opened(data: bytes) -> OpenCheckpoint:
+        store = Store(tmp_path)
+        manifest = None if range_bytes is None else _manifest(store, name, data, range_bytes)
+        return open_source(
+            BytesSource(data), path=name, options=_PLAIN, manifest=manifest, is_for_loading=True
+        )
+
+    values = read_values(opened(right), check_crc=True)
     assert all(np.array_equal(values[name], one) for name, one in state.items())
+    read_through(opened(right), check_crc=True)
+    wrong = _with_another_crc(right, format)
+    with pytest.raises(ChecksumMismatch, match="the CRC32 is"):
+        read_values(opened(wrong), check_crc=True)
+    with pytest.raises(format_errors.ChecksumError, match="the CRC32 is"):
+        read_through(opened(wrong), check_crc=True)
 
 
 def test_manifest_of_another_file_does_not_vouch_for_this_one(tmp_path: Path) -> None:
