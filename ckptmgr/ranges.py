@@ -50,7 +50,7 @@ class RangeSource:
             raise ValueError(f"a size of {size_bytes} bytes is none")
         self._read = read
         self._size = size_bytes
-        self._head: memoryview | None = None
+        self._head: bytes | None = None
         self._lock = threading.Lock()
         self.name = name
 
@@ -75,10 +75,11 @@ class RangeSource:
         else:
             buffer[:] = self._given(offset, buffer.nbytes)
 
-    def _first_bytes(self) -> memoryview:
+    def _first_bytes(self) -> bytes:
         with self._lock:
             if self._head is None:
-                self._head = self._given(0, min(_HEAD_BYTES, self._size))
+                # A copy: the memory that was given is used for the next range, perhaps.
+                self._head = bytes(self._given(0, min(_HEAD_BYTES, self._size)))
             return self._head
 
     def _given(self, offset: int, length: int) -> memoryview:

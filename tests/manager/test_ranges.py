@@ -177,6 +177,21 @@ def test_nothing_is_read_without_asking() -> None:
     assert bucket.asked == []
 
 
+def test_memory_that_is_given_may_be_used_again() -> None:
+    data = bytes(range(256)) * 1024
+    memory = bytearray(HEAD)
+
+    def get(start: int, length: int) -> memoryview:
+        memory[:length] = data[start : start + length]
+        return memoryview(memory)[:length]
+
+    source, first = RangeSource(get, size_bytes=len(data)), bytearray(4)
+    source.read_into(0, memoryview(first))
+    source.read_into(HEAD + 7, memoryview(bytearray(4)))
+    source.read_into(0, memoryview(first))
+    assert first == data[:4]
+
+
 def test_negative_size_is_refused() -> None:
     with pytest.raises(ValueError, match="-1 bytes"):
         RangeSource(lambda start, length: bytes(length), size_bytes=-1)
