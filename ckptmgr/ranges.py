@@ -39,6 +39,8 @@ class RangeSource:
         ValueError: The size is negative.
     """
 
+    is_far = True  # whoever decrypts asks for a whole block
+
     def __init__(
         self,
         read: Callable[[int, int], ReadableBuffer],

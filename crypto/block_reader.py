@@ -25,7 +25,7 @@ from .pages import new_pages
 from .records import RecordHead, head_size, parse_head
 from .seal import block_digest
 from .sm4_lanes import Sm4Lanes
-from .source import Source
+from .source import Source, is_far
 
 _SPARE_BUFFERS = 4
 _SHARED_BYTES = 4 << 20  # a record of ours; what is kept when nobody reads is four of them
@@ -92,7 +92,7 @@ class BlockReader:
         buffer = self.buffers.take()
         try:
             record = buffer[: stop - start]
-            if isinstance(self._mode, GcmMode):
+            if isinstance(self._mode, GcmMode) and not is_far(self._source):
                 self._decrypt_pieces(self._mode, index, record, plaintext)
                 return
             self._source.read_into(start, record)

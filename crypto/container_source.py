@@ -18,7 +18,7 @@ from .container_header import Content
 from .container_unlock import CopyState, UnlockedContainer, unlock
 from .errors import TamperedError, TruncatedCiphertextError
 from .slots import Identity
-from .source import Source
+from .source import Source, is_far
 
 _CACHED_SEGMENTS = 2
 
@@ -133,13 +133,19 @@ class ContainerSource:
     def _open(self, index: int, plaintext: memoryview) -> None:
         start, length = segment_range(self._fixed, index)
         buffer = self._buffers.take()
+        is_final = index == self.block_count - 1
         try:
+            segment = buffer[:length]
+            if is_far(self._source):
+                self._source.read_into(start, segment)
+                self._message.open_into(index, segment, plaintext, is_final=is_final)
+                return
             self._message.open_from(
                 index,
                 lambda at, view: self._source.read_into(start + at, view),
-                buffer[:length],
+                segment,
                 plaintext,
-                is_final=index == self.block_count - 1,
+                is_final=is_final,
             )
         except TamperedError as error:
             raise TamperedError(error.message, offset=start) from None

@@ -20,3 +20,8 @@ class Source(Protocol):
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` (flat, writable, format B) with the bytes from `offset` on."""
         ...
+
+
+def is_far(source: Source) -> bool:
+    """Return whether a source says that each read takes long, however short it is: few and long ones are better then."""
+    return getattr(source, "is_far", False) is True

@@ -84,6 +84,14 @@ def test_tensor_of_other_files_costs_itself(tmp_path: Path, kind: str) -> None:
     assert bucket.asked_bytes <= HEAD + min(len(bucket.data), 4 * MIB) + 65536
 
 
+def test_block_of_an_encrypted_ckpt_is_one_request(tmp_path: Path) -> None:
+    bucket = stored(tmp_path, enc_key=KEY)
+    with open_checkpoint(bucket.source(), dec_key=KEY) as reader:
+        before = len(bucket.asked)
+        assert np.array_equal(reader.read("w4"), STATE["w4"])
+    assert len(bucket.asked) - before <= 2
+
+
 def test_tensors_of_a_ckpt_in_a_container_can_be_read(tmp_path: Path) -> None:
     bucket = container_of_a_ckpt(tmp_path)
     with open_checkpoint(bucket.source(), dec_key=KEY) as reader:
