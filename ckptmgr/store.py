@@ -36,6 +36,7 @@ from ckptmgr.manifest_keys import ManifestKey
 from ckptmgr.model import Checkpoint, Pin
 from ckptmgr.publisher import Publisher
 from ckptmgr.recovery import recover
+from ckptmgr.seen_manifests import SeenManifests
 from ckptmgr.store_listing import listed
 
 
@@ -67,6 +68,7 @@ class Store(Publisher):
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._clock = clock
+        self._seen = SeenManifests()
         self.processes: Processes = processes if processes is not None else ProcProcesses()
         self.must_authenticate = must_authenticate
         self.signing_key = signing_key
@@ -87,9 +89,9 @@ class Store(Publisher):
         """Return everything in the directory that is, was or will be a checkpoint, in no particular order.
 
         Never raises because of what it finds: damaged and half-written ones are returned with their state and problem.
-        Reads manifests, not data.
+        Reads manifests, not data, and those only once unless their files change.
         """
-        return listed(self._manifests, self.processes)
+        return listed(self._manifests, self.processes, self._seen, now_s=self._clock())
 
     def read_manifest(self, data_name: str) -> Manifest | None:
         """Return the manifest of a data file, or None when it has none.

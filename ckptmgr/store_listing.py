@@ -3,41 +3,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ckptmgr.bare_files import bare_file, entry_of, number_bare_steps
 from ckptmgr.errors import CkptmgrError, CorruptCheckpoint, KeyProblem
 from ckptmgr.fsio import FileStatus
 from ckptmgr.lease import Processes
-from ckptmgr.manifest import SUFFIX, manifest_name
+from ckptmgr.manifest import SUFFIX, Manifest, manifest_name
 from ckptmgr.manifest_reader import ManifestReader
 from ckptmgr.model import Checkpoint, State
 from ckptmgr.naming import DATA_SUFFIXES, parse_name
+from ckptmgr.seen_manifests import SeenInListing, SeenManifests
 from ckptmgr.shard_listing import problem_of_shards, unnamed_shards
 from ckptmgr.shard_names import is_set_name, parse_shard_name
 from ckptmgr.temp_names import final_name, parse_temp
 
 
-def listed(files: ManifestReader, processes: Processes) -> list[Checkpoint]:
-    """Return all that is, was or will be a checkpoint, in no particular order; never raises because of what it finds."""
+def listed(
+    files: ManifestReader, processes: Processes, seen: SeenManifests, *, now_s: float
+) -> list[Checkpoint]:
+    """Return all that is, was or will be a checkpoint, in no particular order; never raises because of what it finds.
+
+    Args:
+        files: The manifests of the directory.
+        processes: Tells dead writers from live ones.
+        seen: What was read before, of the same manifests with the same keys.
+        now_s: Seconds since the epoch, as the disk counts them.
+    """
     if files.fs.status(files.directory) is None:
         return []
-    return _Listing(files, processes).run()
+    entries = files.fs.list(files.directory)
+    known = seen.listing(entries, now_s=now_s)
+    found = _Listing(files, processes, entries, known).run()
+    seen.keep(known)
+    return found
 
 
 class _Listing:
-    def __init__(self, files: ManifestReader, processes: Processes) -> None:
+    def __init__(
+        self,
+        files: ManifestReader,
+        processes: Processes,
+        entries: Mapping[str, FileStatus],
+        known: SeenInListing,
+    ) -> None:
         self._files = files
         self._processes = processes
         self._directory = files.directory
-        self._entries = files.fs.list(files.directory)
+        self._entries = entries
+        self._known = known
 
     def run(self) -> list[Checkpoint]:
         entries = self._entries
         found = []
         for name, status in entries.items():
             if name.endswith(SUFFIX) and not name.startswith("."):
-                found.append(self._from_manifest(name, status))
+                found.append(self._known.get(name) or self._from_manifest(name, status))
             elif parse_shard_name(name) is not None:
                 continue
             elif _is_data_name(name) and manifest_name(name) not in entries and status.is_file:
@@ -75,15 +97,19 @@ class _Listing:
             return manifest.to_checkpoint(
                 self._directory, state=State.UNVERIFIED, problem=key_problem
             )
+        checkpoint = self._with_data(manifest, data)
+        if checkpoint.state is State.OK:
+            self._known.note(name, checkpoint, checkpoint.shards or (data_name,))
+        return checkpoint
+
+    def _with_data(self, manifest: Manifest, data: FileStatus | None) -> Checkpoint:
+        problem = None
         if data is None:
-            problem_found = problem_of_shards(manifest, self._entries)
-            state = State.OK if problem_found is None else State.CORRUPT
-            return manifest.to_checkpoint(self._directory, state=state, problem=problem_found)
-        expected = manifest.file.digest.size_bytes
-        if data.size_bytes != expected:
+            problem = problem_of_shards(manifest, self._entries)
+        elif data.size_bytes != (expected := manifest.file.digest.size_bytes):
             problem = f"{data.size_bytes} bytes, but the manifest says {expected}"
-            return manifest.to_checkpoint(self._directory, state=State.CORRUPT, problem=problem)
-        return manifest.to_checkpoint(self._directory)
+        state = State.OK if problem is None else State.CORRUPT
+        return manifest.to_checkpoint(self._directory, state=state, problem=problem)
 
     def _from_temp(self, name: str, status: FileStatus) -> Checkpoint:
         token = parse_temp(name)
