@@ -18,8 +18,6 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 
 class Pauses:
@@ -34,20 +32,25 @@ class Pauses:
         self._count = 0
         self._was_enabled = False
 
-    def begin(self) -> None:
+    def begin(self, pause: Pause) -> None:
         """Pause the collector, if nobody did."""
         with self._lock:
             self._count += 1
+            pause.is_begun = True
             if self._count == 1:
                 self._was_enabled = gc.isenabled()
                 gc.disable()
 
-    def end(self) -> None:
-        """Let it run again, if nobody else wants it to rest, and it ran before."""
+    def end(self, pause: Pause) -> None:
+        """Let it run again, if nobody else wants it to rest, and it ran before; only once for each pause."""
         with self._lock:
+            if not pause.is_begun:
+                return
             if self._count == 1 and self._was_enabled:
                 gc.enable()
-            self._count = max(0, self._count - 1)  # a fork ends all pauses in the child
+            pause.is_begun = False  # no call from here on: that is where Python looks for Ctrl-C
+            if self._count:  # a fork ends all pauses in the child
+                self._count -= 1
 
     def forget_parent(self) -> None:
         """End the pauses of the parent's threads, which do not run in a forked child."""
@@ -57,15 +60,36 @@ class Pauses:
         self._count = 0
 
 
+class Pause:
+    """One pause, which ends at the latest when nothing refers to it: Ctrl-C may come in its beginning and in its end.
+
+    Args:
+        pauses: What it is one of.
+
+    Attributes:
+        is_begun: Whether it is counted.
+    """
+
+    is_begun = False
+
+    def __init__(self, pauses: Pauses) -> None:
+        self._pauses = pauses
+
+    def __enter__(self) -> None:
+        self._pauses.begin(self)
+
+    def __exit__(self, *_: object) -> None:
+        self._pauses.end(self)
+
+    def __del__(self) -> None:
+        if self.is_begun:
+            self._pauses.end(self)
+
+
 _pauses = Pauses()
 os.register_at_fork(after_in_child=_pauses.forget_parent)
 
 
-@contextmanager
-def collector_paused() -> Iterator[None]:
+def collector_paused() -> Pause:
     """Pause the collector within a `with` block; blocks may be nested, and several threads may be in one."""
-    _pauses.begin()
-    try:
-        yield
-    finally:
-        _pauses.end()
+    return Pause(_pauses)

@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 from collections.abc import Iterator
+from types import FrameType
 
 import pytest
 
-from ckptmgr.collector import Pauses, collector_paused
+from ckptmgr import collector
+from ckptmgr.collector import Pause, Pauses, collector_paused
 
 
 @pytest.fixture(autouse=True)
@@ -101,11 +104,46 @@ def test_child_leaves_off_what_its_parent_had_turned_off() -> None:
 
 def test_pauses_of_a_parent_are_over_and_new_ones_work() -> None:
     pauses = Pauses()
-    pauses.begin()
-    pauses.forget_parent()
+    with Pause(pauses):
+        pauses.forget_parent()
+        assert gc.isenabled()
+    with Pause(pauses):
+        assert not gc.isenabled()
     assert gc.isenabled()
-    pauses.end()
-    pauses.begin()
-    assert not gc.isenabled()
-    pauses.end()
-    assert gc.isenabled()
+
+
+def _interrupted(at: int) -> bool:
+    """Pause with Ctrl-C at one of the points where Python looks for it; return whether there are so many."""
+    left = at
+
+    def press(frame: FrameType, event: str, _: object) -> None:
+        nonlocal left
+        code = frame.f_code
+        is_inside = code.co_filename == collector.__file__ and code.co_name != "__del__"
+        if is_inside and event in ("call", "c_return"):
+            left -= 1
+            if left == 0:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    before = sys.getprofile()
+    sys.setprofile(press)
+    try:
+        with collector_paused():
+            pass
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(before)
+    return left <= 0
+
+
+def test_collector_is_back_wherever_a_pause_was_interrupted() -> None:
+    at = 1
+    while _interrupted(at):
+        assert gc.isenabled(), at
+        with collector_paused():
+            assert not gc.isenabled(), at
+        assert gc.isenabled(), at
+        at += 1
+    assert at > 5
