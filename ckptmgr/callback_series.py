@@ -6,11 +6,12 @@ A run that finds files of its prefix continues under `{prefix}_1`, `{prefix}_2`,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ckptmgr.model import Checkpoint
 from ckptmgr.naming import (
     check_directory,
     check_prefix,
@@ -21,11 +22,9 @@ from ckptmgr.naming import (
 )
 from ckptmgr.parallel.team import ALONE
 from ckptmgr.run_parts import RunParts
-from ckptmgr.series import SeriesWriter
+from ckptmgr.series import FreeName, SeriesWriter
 from ckptmgr.series_reader import free_name
 from ckptmgr.shard_names import SET_FORMAT
-
-NameFor = Callable[[str], tuple[str, int | None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,14 +79,14 @@ class Target:
     prefix: str
     is_numbered: bool
 
-    def name_for(self, params: Any) -> NameFor:
+    def name_for(self, params: Any) -> FreeName:
         """Return what finds the name of a save of the present step; a save of many ranks overwrites none."""
         if not self.is_numbered:
-            return lambda extension: (f"{self.prefix}.{extension}", None)
+            return lambda extension, _: (f"{self.prefix}.{extension}", None)
         step, epoch = int(params.cur_step_num), int(params.cur_epoch_num)
         position = step_in_epoch(step, int(params.batch_num))
 
-        def name_for(extension: str) -> tuple[str, int | None]:
+        def name_for(extension: str, present: Sequence[Checkpoint]) -> tuple[str, int | None]:
             def name_of(attempt: int) -> str:
                 return checkpoint_name(
                     self.prefix, epoch, step_in_epoch=position, format=extension, attempt=attempt
@@ -95,7 +94,8 @@ class Target:
 
             if extension != SET_FORMAT:
                 return name_of(0), None
-            return free_name(self.writer.store, self.writer.series, step, name_of=name_of)
+            writer = self.writer
+            return free_name(writer.store, writer.series, step, present, name_of=name_of)
 
         return name_for
 

@@ -30,6 +30,8 @@ from ckptmgr.retention import RetentionPolicy, plan
 from ckptmgr.saver import Publish, SaveOptions, SaveOrder, save_items
 from ckptmgr.store import Store
 
+FreeName = Callable[[str, Sequence[Checkpoint]], tuple[str, int | None]]
+
 _LOG = logging.getLogger(__name__)
 _Loaded = TypeVar("_Loaded")
 
@@ -197,7 +199,28 @@ class SeriesWriter:
     ) -> Checkpoint:
         """Save and return the checkpoint once it is durable; see `save_items` for the errors."""
         self.open()
-        place = self.next_place(facts)
+        return self._save(
+            name,
+            items,
+            facts,
+            self.store.scan(),
+            metadata=metadata,
+            options=options,
+            publish=publish,
+        )
+
+    def _save(
+        self,
+        name: str,
+        items: Sequence[Item],
+        facts: SaveFacts,
+        present: Sequence[Checkpoint],
+        *,
+        metadata: Mapping[str, str] | None,
+        options: SaveOptions | None = None,
+        publish: Publish,
+    ) -> Checkpoint:
+        place = self.next_place(facts, present)
         order = SaveOrder(
             name=name,
             items=items,
@@ -210,7 +233,7 @@ class SeriesWriter:
 
     def save_next(
         self,
-        free_name: Callable[[str], tuple[str, int | None]],
+        free_name: FreeName,
         items: Sequence[Item],
         facts: SaveFacts,
         *,
@@ -220,19 +243,21 @@ class SeriesWriter:
         """Save under a name that is found when the save begins; see `save`.
 
         Args:
-            free_name: Finds the name, given what it ends in, and which save of the step it makes; None for the next one.
+            free_name: Finds the name, given what it ends in and what is in the directory, and which save of the step it
+                makes; None for the next one.
             items: What to save.
             facts: About the save.
             metadata: Strings kept in the file.
             publish: Writes the file.
         """
-        name, attempt = free_name(self.options.extension)
-        facts = replace(facts, attempt=attempt)
-        return self.save(name, items, facts, metadata=metadata, publish=publish)
-
-    def next_place(self, facts: SaveFacts) -> Place:
-        """Return where the next save comes."""
+        self.open()
         present = self.store.scan()
+        name, attempt = free_name(self.options.extension, present)
+        facts = replace(facts, attempt=attempt)
+        return self._save(name, items, facts, present, metadata=metadata, publish=publish)
+
+    def next_place(self, facts: SaveFacts, present: Sequence[Checkpoint]) -> Place:
+        """Return where the next save comes, given what is in the directory."""
         # What was seen before counts, too: a manifest may be unreadable just now.
         known = [c for c in (*present, self.resumed_from, self._last_saved) if c is not None]
         sequence = 1 + max((c.sequence for c in known), default=0)
@@ -274,8 +299,11 @@ class SeriesWriter:
 
     def own_history(self) -> list[Checkpoint]:
         """Return the checkpoints of this run and of the runs it was resumed from, as one series."""
+        return self._own(self.store.scan())
+
+    def _own(self, present: Sequence[Checkpoint]) -> list[Checkpoint]:
         lineage = {self.run_id, *self.parent_run_ids} - {""}
-        return [replace(c, series=self.series) for c in self.store.scan() if c.run_id in lineage]
+        return [replace(c, series=self.series) for c in present if c.run_id in lineage]
 
     def planned(self, policy: RetentionPolicy) -> Plan:
         """Return what a retention policy would do to our own checkpoints now.
@@ -283,13 +311,16 @@ class SeriesWriter:
         Raises:
             UnsafePrune: The policy is refused.
         """
+        return self._planned(policy, self.store.scan())
+
+    def _planned(self, policy: RetentionPolicy, present: Sequence[Checkpoint]) -> Plan:
         protected = {}
         if self.resumed_from is not None:
             protected[self.resumed_from.path] = "resumed from"
         if self._last_saved is not None:
             protected[self._last_saved.path] = "saved last"
         now = datetime.fromtimestamp(self._clock(), UTC)
-        return plan(self.own_history(), policy, now, protected=protected)
+        return plan(self._own(present), policy, now, protected=protected)
 
     def retain(self, policy: RetentionPolicy) -> Plan | None:
         """Apply a retention policy to our own checkpoints; call it only after a save became durable.
@@ -299,8 +330,9 @@ class SeriesWriter:
         started = time.perf_counter()
         try:
             with self.changing:
-                decided = self.planned(policy)
-                failures = self._remove(decided.dropped)
+                present = self.store.scan()
+                decided = self._planned(policy, present)
+                failures = self._remove(decided.dropped, present)
         except (UnsafePrune, OSError) as error:
             _LOG.warning("retention: %s", error)
             self._observers.emit("prune", error, path=self.store.directory, series=self.series)
@@ -326,18 +358,21 @@ class SeriesWriter:
             notes=tuple(f"dropped {checkpoint.name}" for checkpoint in decided.dropped),
         )
 
-    def _remove(self, dropped: Sequence[Checkpoint]) -> Sequence[Exception]:
+    def _remove(
+        self, dropped: Sequence[Checkpoint], present: Sequence[Checkpoint]
+    ) -> Sequence[Exception]:
         # Names may belong to series of earlier runs (`net`, `net_1`): a live writer there keeps its files.
         failures: list[Exception] = []
         by_series: dict[str, list[Checkpoint]] = {}
         paths = {checkpoint.path for checkpoint in dropped}
-        for checkpoint in self.store.scan():
+        staying = [checkpoint for checkpoint in present if checkpoint.path not in paths]
+        for checkpoint in present:
             if checkpoint.path in paths:
                 by_series.setdefault(checkpoint.series, []).append(checkpoint)
         for series, checkpoints in by_series.items():
             try:
                 if series == self.series:
-                    failures += self.store.remove(checkpoints)
+                    failures += self.store.remove(checkpoints, staying=staying)
                 else:
                     with self.store.lease(series):
                         failures += self.store.remove(checkpoints)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -159,18 +159,26 @@ class SeriesReader:
         manifest = self._store.read_manifest(checkpoint.name)
         return None if manifest is None else replace(manifest, shards=(manifest.file,))
 
-    def free_name(self, step: int, *, format: str) -> tuple[str, int]:
-        """Return a name that nobody uses, and which save of the step that makes it."""
+    def free_name(
+        self, step: int, present: Sequence[Checkpoint], *, format: str
+    ) -> tuple[str, int]:
+        """Return a name that nobody uses, and which save of the step that makes it; see `free_name`."""
         return free_name(
             self._store,
             self._series,
             step,
+            present,
             name_of=lambda attempt: step_name(self._series, step, attempt=attempt, format=format),
         )
 
 
 def free_name(
-    store: Store, series: str, step: int, *, name_of: Callable[[int], str]
+    store: Store,
+    series: str,
+    step: int,
+    present: Sequence[Checkpoint],
+    *,
+    name_of: Callable[[int], str],
 ) -> tuple[str, int]:
     """Return the name of the next save of a step that nobody uses, and which save of the step it is.
 
@@ -178,9 +186,9 @@ def free_name(
         store: The directory.
         series: Of the save.
         step: The step.
+        present: What is in the directory.
         name_of: Returns the name of such a save of the step, counted from 0.
     """
-    present = store.scan()
     taken = {checkpoint.name for checkpoint in present}
     first = next_attempt([c for c in present if c.series == series], step)
     return next(

@@ -83,7 +83,7 @@ class SavingSeries(SeriesCatalog):
         def write(items: Sequence[Item], publish: Publish) -> Checkpoint:
             # The name not before the save in flight has taken its own.
             checkpoint = self._writer.save_next(
-                lambda extension: self._reader.free_name(step, format=extension),
+                lambda extension, present: self._reader.free_name(step, present, format=extension),
                 items,
                 SaveFacts(step=step, at=now, epoch=epoch, why=why, metrics=metrics),
                 metadata=metadata,

@@ -189,13 +189,19 @@ class Store(Publisher):
                 hint=f"pass the key (CLI: {option})",
             )
 
-    def remove(self, checkpoints: Sequence[Checkpoint]) -> list[OSError]:
+    def remove(
+        self, checkpoints: Sequence[Checkpoint], *, staying: Sequence[Checkpoint] | None = None
+    ) -> list[OSError]:
         """Remove checkpoints durably; return what could not be removed, and go on with the others.
+
+        Args:
+            checkpoints: What goes.
+            staying: What else there is, where the caller has just looked; None to look.
 
         Raises:
             UnsafePrune: It would remove the last countable checkpoint of the directory.
         """
-        self.check_not_all(checkpoints)
+        self.check_not_all(checkpoints, self.scan() if staying is None else staying)
         return self._remove(checkpoints)
 
     def remove_copied(self, checkpoint: Checkpoint) -> None:
@@ -230,11 +236,12 @@ class Store(Publisher):
             self.fs.sync_directory(self.directory)
         return failures
 
-    def check_not_all(self, checkpoints: Iterable[Checkpoint]) -> None:
-        """Raise UnsafePrune when no countable checkpoint would stay without these."""
+    def check_not_all(
+        self, checkpoints: Iterable[Checkpoint], present: Iterable[Checkpoint]
+    ) -> None:
+        """Raise UnsafePrune when no countable one of those that are present would stay without these."""
         going = {checkpoint.name for checkpoint in checkpoints}
-        staying = [c for c in self.scan() if c.is_countable and c.name not in going]
-        if going and not staying:
+        if going and not any(c.is_countable and c.name not in going for c in present):
             raise UnsafePrune(
                 "refused: this would remove the last good checkpoint", path=self.directory
             )

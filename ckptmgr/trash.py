@@ -96,7 +96,7 @@ def throw_away(store: Store, checkpoints: Sequence[Checkpoint], into: Path) -> l
         UnsafePrune: It would take the last good checkpoint, or the trash is not a folder of its own.
         OSError: The folder cannot be created, or the directories cannot be synced.
     """
-    store.check_not_all(checkpoints)
+    store.check_not_all(checkpoints, store.scan())
     _check_trash(store)
     store.fs.make_directory(into, mode=0o700)
     others = dict(files_of(checkpoint) for checkpoint in checkpoints)

@@ -134,8 +134,9 @@ class Run:
             self.writer.open()
             self._give_up()
             reader = SeriesReader(self.store, self.place.series, options=self.place.reading())
-            name, attempt = reader.free_name(step, format=SET_FORMAT)
-            place = self.writer.next_place(SaveFacts(step=step, attempt=attempt))
+            present = self.store.scan()
+            name, attempt = reader.free_name(step, present, format=SET_FORMAT)
+            place = self.writer.next_place(SaveFacts(step=step, attempt=attempt), present)
             now = self.place.clock()
             offer = Offer(
                 stem=stem_of(name),

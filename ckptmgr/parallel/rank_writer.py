@@ -27,7 +27,7 @@ from ckptmgr.parallel.sharing import Sharing
 from ckptmgr.resume import Skipped
 from ckptmgr.retention import RetentionPolicy
 from ckptmgr.saver import Publish, Refusal, SaveOptions, SaveOrder, save_items
-from ckptmgr.series import SaveFacts, SeriesWriter
+from ckptmgr.series import FreeName, SaveFacts, SeriesWriter
 from ckptmgr.shard_names import SET_FORMAT, new_attempt_id, stem_of
 
 _LOG = logging.getLogger(__name__)
@@ -169,8 +169,8 @@ class RankWriter(SeriesWriter):
             RankFailed: A rank could not do its part; names it and its error. There is no such checkpoint.
             SaveFailed: Ranks did not come in time; names them. The storage, asked last, holds no commit.
         """
-        return self._save(
-            lambda: (name, facts.attempt),
+        return self._save_together(
+            lambda _: (name, facts.attempt),
             items,
             facts,
             metadata=metadata,
@@ -180,7 +180,7 @@ class RankWriter(SeriesWriter):
 
     def save_next(
         self,
-        free_name: Callable[[str], tuple[str, int | None]],
+        free_name: FreeName,
         items: Sequence[Item],
         facts: SaveFacts,
         *,
@@ -188,8 +188,8 @@ class RankWriter(SeriesWriter):
         publish: Publish = save_items,
     ) -> Checkpoint:
         """Save with all ranks under the name that rank 0 finds; see `save`."""
-        return self._save(
-            lambda: free_name(SET_FORMAT),
+        return self._save_together(
+            lambda present: free_name(SET_FORMAT, present),
             items,
             facts,
             metadata=metadata,
@@ -197,9 +197,9 @@ class RankWriter(SeriesWriter):
             publish=publish,
         )
 
-    def _save(
+    def _save_together(
         self,
-        choose: Callable[[], tuple[str, int | None]],
+        choose: Callable[[Sequence[Checkpoint]], tuple[str, int | None]],
         items: Sequence[Item],
         facts: SaveFacts,
         *,
@@ -247,13 +247,14 @@ class RankWriter(SeriesWriter):
 
     def _offered(
         self,
-        choose: Callable[[], tuple[str, int | None]],
+        choose: Callable[[Sequence[Checkpoint]], tuple[str, int | None]],
         facts: SaveFacts,
         options: SaveOptions,
     ) -> Json:
         self.open()  # before a name is chosen, which another process could take
-        name, attempt = choose()
-        place = self.next_place(replace(facts, attempt=attempt))
+        present = self.store.scan()
+        name, attempt = choose(present)
+        place = self.next_place(replace(facts, attempt=attempt), present)
         return Offer(
             stem=stem_of(name),
             attempt_id=new_attempt_id(self._now() + 2 * self.timeout_s),

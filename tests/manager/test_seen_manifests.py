@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptmgr import CheckpointConfig, CheckpointManager
 from ckptmgr.crypto.key import Key
-from ckptmgr.fsio import InputFile, OsFileSystem
+from ckptmgr.fsio import FileStatus, InputFile, OsFileSystem
 from ckptmgr.manifest import SUFFIX, manifest_name
 from ckptmgr.model import Checkpoint, Pin, State
 from ckptmgr.store import Store
@@ -55,6 +56,24 @@ def test_manifests_that_do_not_change_are_read_once(runs: Path) -> None:
     assert disk.opened == 2
     assert by_name(store) == first
     assert disk.opened == 2
+
+
+@pytest.mark.parametrize("keep", ["all", "last(2)"])
+def test_save_lists_the_directory_once_before_and_once_after(tmp_path: Path, keep: str) -> None:
+    class ListingDisk(OsFileSystem):
+        listed = 0
+
+        def list(self, path: Path) -> dict[str, FileStatus]:
+            self.listed += 1
+            return super().list(path)
+
+    disk = ListingDisk()
+    with CheckpointManager(tmp_path, CheckpointConfig(keep=keep), fs=disk) as manager:
+        for step in range(3):
+            manager.save(step, {"n": step})
+        disk.listed = 0
+        manager.save(3, {"n": 3})
+    assert disk.listed == 2
 
 
 def test_manifests_that_changed_just_now_are_read_again(runs: Path) -> None:
