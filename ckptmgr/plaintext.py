@@ -187,9 +187,4 @@ def _refuse_unreadable(kind: Kind, path: str) -> None:
             hint="convert it with torch.load(weights_only=True) and ckptmgr.save_checkpoint",
         )
     if kind is Kind.EMPTY:
-        raise TruncatedCheckpoint(
-            "the file is empty; The loaded parameter dict is empty after filter or specify, please check whether "
-            "'filter_prefix' or 'specify_prefix' are set correctly.",
-            path=path,
-            offset=0,
-        )
+        raise TruncatedCheckpoint("the file is empty", path=path, offset=0)

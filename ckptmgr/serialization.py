@@ -33,7 +33,7 @@ from ckptmgr.config_checks import (
     check_trusted_keys,
 )
 from ckptmgr.crypto.signing import PublicKey, SigningKey
-from ckptmgr.errors import UnsupportedState
+from ckptmgr.errors import TruncatedCheckpoint, UnsupportedState
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import Item, Tensor
 from ckptmgr.handle import SaveStats
@@ -327,6 +327,9 @@ def _read_file(
 
     def read_with(manifest: Manifest | None) -> dict[str, Any]:
         with closing(load_once(store.fs.open(path))) as raw:
+            if raw.size == 0 and manifest is None:  # programs may look for what MindSpore says
+                message = f"the file is empty; {_EMPTY_RESULT}"
+                raise TruncatedCheckpoint(message, path=path, offset=0)
             return read(
                 open_source(
                     raw, path=str(path), options=options, manifest=manifest, is_for_loading=True

@@ -68,10 +68,11 @@ def decrypt_command(
     from ckptmgr.convert_source import open_plaintext
     from ckptmgr.loader import ReadOptions
 
-    reading = ReadOptions(key=_key(key_sources), allow_unsealed=allow_unsealed)
+    _check_input(source)
+    # Without a key the file says whether it needs one.
+    reading = ReadOptions(key=options.load_key(key_sources), allow_unsealed=allow_unsealed)
     if target == _PIPE:
         _refuse_terminal()
-        _check_input(source)
         with open_plaintext(source, reading) as plaintext:
             return _write(plaintext.chunks())
     session = ctx.ensure_object(options.Session)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import os
 import time
@@ -10,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import click
 
@@ -74,12 +75,23 @@ def command(
     """Return a decorator that makes a function a command whose help shows examples and exit codes."""
 
     def decorate(function: Callable[..., int]) -> click.Command:
-        summary, _, rest = inspect.cleandoc(function.__doc__ or "").partition("\n")
+        summary, _, rest = inspect.cleandoc(_docstring(function)).partition("\n")
         shown = "\n".join(f"  $ ckptmgr {example}" for example in examples)
         text = f"{summary}\n\n\b\nExamples:\n{shown}\n{rest}"
         return click.command(name, help=text, epilog=EPILOG, context_settings=CONTEXT)(function)
 
     return decorate
+
+
+def _docstring(function: Callable[..., int]) -> str:
+    """Return the docstring of a function, from its source where Python was told to leave it out (-OO)."""
+    if function.__doc__ is not None:
+        return function.__doc__
+    try:
+        parsed = ast.parse(inspect.getsource(function)).body[0]
+    except OSError:  # there is no source
+        return ""
+    return ast.get_docstring(cast(ast.FunctionDef, parsed)) or ""
 
 
 def _color_callback(ctx: click.Context, _: click.Parameter, value: str | None) -> None:

@@ -16,13 +16,15 @@ from ckptmgr.cli.options import check_path
 from ckptmgr.errors import CheckpointNotFound
 from ckptmgr.manifest import SUFFIX as MANIFEST_SUFFIX
 from ckptmgr.model import Checkpoint, State
-from ckptmgr.naming import stem_of
+from ckptmgr.naming import DATA_SUFFIXES, stem_of
 from ckptmgr.store import Store
+from ckptmgr.trash_folder import TRASH_NAME
 
 OpenStore = Callable[[Path], Store]
 
 _STEP = re.compile(r"[0-9]{1,18}")
 _RANGE = re.compile(r"([0-9]{0,18})\.\.([0-9]{0,18})")
+_NOTE_SUFFIXES = (".lease", ".starts")
 _FORMS = "a path, a step, latest, best:METRIC:min, best:METRIC:max, @pinned or 1000..5000"
 
 
@@ -51,6 +53,8 @@ def select(
     """
     chosen: dict[Path, Selected] = {}
     for text in texts or [str(directory)]:
+        if len(texts) > 1 and _is_bookkeeping(Path(text).name):
+            continue  # Python's glob("*") gives hidden files, too
         for selected in _select_one(text, directory, open_store, series):
             chosen.setdefault(selected.checkpoint.path, selected)
     return list(chosen.values())
@@ -117,9 +121,22 @@ def _select_one(
         raise CheckpointNotFound(
             f"no checkpoint is {text!r}" if choose is not None else "no checkpoints here",
             path=place,
-            hint=f"ckptmgr ls {place} lists what is there",
+            hint=_where_to_look(store, place),
         )
     return [Selected(store=store, checkpoint=checkpoint) for checkpoint in found]
+
+
+def _where_to_look(store: Store, place: Path) -> str:
+    if store.scan():
+        all_too = "" if listed(store) else "--all "
+        return f"ckptmgr ls {all_too}{place} lists what is there"
+    endings = ", ".join(DATA_SUFFIXES)
+    return f"files that end in {endings} are looked for, not in the folders of a directory"
+
+
+def _is_bookkeeping(name: str) -> bool:
+    """Return whether a name in a directory of checkpoints is that of no checkpoint, but of what a run notes there."""
+    return name == TRASH_NAME or (name.startswith(".") and name.endswith(_NOTE_SUFFIXES))
 
 
 Choose = Callable[[list[Checkpoint]], list[Checkpoint]]
@@ -173,6 +190,10 @@ def _file(store: Store, path: Path) -> Checkpoint:
     known = next((c for c in found if c.path == real), None)
     if known is not None:
         return known
+    if _is_bookkeeping(real.name):
+        raise CheckpointNotFound(
+            "this is no checkpoint, but what a run notes beside them", path=path
+        )
     if not real.exists():
         raise CheckpointNotFound("no such checkpoint", path=path, hint=f"give {_FORMS}")
     status = real.stat()

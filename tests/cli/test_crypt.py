@@ -95,9 +95,21 @@ def test_wrong_key_exits_12_and_leaves_nothing(tmp_path: Path, sealed: Path) -> 
 
 
 @pytest.mark.parametrize("command", ["decrypt", "encrypt"])
-def test_missing_key_exits_12(tmp_path: Path, plain: Path, command: str) -> None:
-    result = run(command, plain, "-o", tmp_path / "out.ckpt")
+def test_missing_key_exits_12(tmp_path: Path, plain: Path, sealed: Path, command: str) -> None:
+    source = plain if command == "encrypt" else sealed
+    result = run(command, source, "-o", tmp_path / "out.ckpt")
     assert (result.exit_code, "a key is needed" in result.stderr) == (12, True)
+
+
+@pytest.mark.parametrize("target", ["out.ckpt", "-"])
+def test_plain_and_missing_files_need_no_key_to_be_refused(
+    tmp_path: Path, plain: Path, target: str
+) -> None:
+    target = target if target == "-" else str(tmp_path / target)
+    refused = run("decrypt", plain, "-o", target)
+    assert (refused.exit_code, "is not encrypted" in refused.stderr) == (2, True)
+    missing = run("decrypt", tmp_path / "missing.ckpt", "-o", target)
+    assert (missing.exit_code, "no such file" in missing.stderr) == (10, True)
 
 
 def test_mindspore_file_without_seal_exits_13_unless_allowed(tmp_path: Path) -> None:

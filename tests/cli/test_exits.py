@@ -7,15 +7,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
 
 import ckptmgr.policy_text
 from ckptmgr import errors
-from ckptmgr.cli import _COMMANDS, cli
+from ckptmgr.cli import _COMMANDS, cli, options
 from ckptmgr.cli.exits import CODES, MEANINGS, Exit, code_of, escape, report
-from tests.cli.running import process_env, run
+from tests.cli.running import process_env, run, run_process
 from tests.manager.saved import save_run, tree_of
 
 DOCUMENTED = {0, 1, 2, 3, 10, 11, 12, 13, 130, 141}
@@ -114,6 +115,20 @@ def test_extra_argument_is_refused_and_not_repeated(extra: list[str], options: l
     assert "got unexpected extra argument" in result.stderr
     assert "(not shown: it may be a key)" in result.stderr
     assert not any(word in result.output for word in ("0123", "a) (b"))
+
+
+@pytest.mark.parametrize("level", ["1", "2"])
+def test_help_explains_the_command_however_python_is_started(level: str) -> None:
+    shown = run_process("prune", "--help", PYTHONOPTIMIZE=level)
+    assert b"Remove the checkpoints that a policy does not keep.\n" in shown.stdout
+
+
+def test_help_without_docstring_and_source_has_its_examples() -> None:
+    names: dict[str, Any] = {}
+    exec("def act(): return 0", names)  # noqa: S102 - such a function has no source
+    made = options.command("act", examples=("act DIR",))(names["act"])
+    assert made.help is not None
+    assert "$ ckptmgr act DIR" in made.help
 
 
 def test_error_names_the_path_and_the_way_out(tmp_path: Path) -> None:

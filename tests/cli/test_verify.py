@@ -132,6 +132,37 @@ def test_selected_checkpoint_is_verified_once(tmp_path: Path) -> None:
     assert [item["step"] for item in items] == [20, 10]
 
 
+def test_notes_of_a_run_among_its_files_are_passed_over(tmp_path: Path) -> None:
+    save_run(tmp_path, [10])
+    (tmp_path / ".net.starts").write_text("{}")
+    (tmp_path / ".ckptmgr-trash").mkdir()
+    names = [path for path in tmp_path.iterdir() if not path.name.endswith(".json")]
+    assert tmp_path / ".net.lease" in names
+    assert run("verify", *names).stdout.endswith("1 checkpoint (full): 1 ok\n")
+    alone = run("verify", tmp_path / ".net.lease")
+    assert (alone.exit_code, "this is no checkpoint" in alone.stderr) == (10, True)
+
+
+def test_foreign_directory_is_told_what_is_looked_for(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    result = run("verify", tmp_path)
+    assert result.exit_code == 10
+    assert "hint: files that end in .ckpt, " in result.stderr
+
+
+def test_directory_of_leftovers_is_told_how_to_list_them(tmp_path: Path) -> None:
+    save_run(tmp_path, [10])
+    (tmp_path / "net-1_10.ckpt").unlink()
+    assert f"hint: ckptmgr ls --all {tmp_path} lists" in run("verify", tmp_path).stderr
+
+
+def test_empty_file_is_said_to_be_empty(tmp_path: Path) -> None:
+    (tmp_path / "net.ckpt").touch()
+    result = run("verify", tmp_path / "net.ckpt")
+    assert result.exit_code == 1
+    assert "net.ckpt: the file is empty\n" in result.stdout
+
+
 def test_nothing_to_verify_is_not_found(tmp_path: Path) -> None:
     assert run("verify", tmp_path).exit_code == 10
 
