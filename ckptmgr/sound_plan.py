@@ -88,11 +88,13 @@ def plan_with(
 
 def _damage(store: Store, checkpoint: Checkpoint, options: ReadOptions) -> str | None:
     answer = verify_checkpoint(store, checkpoint, options=options)
-    if answer.status is Status.DAMAGED:
-        return "; ".join(answer.problems)
-    if answer.status is Status.UNREADABLE and not _is_foreign(store, checkpoint):
-        return "; ".join(answer.problems)
-    return None
+    is_damaged = answer.status is Status.DAMAGED
+    if answer.status is Status.WRONG_KEY and options.key is not None:
+        # The key proves its manifest and does not open the file: somebody has changed the header.
+        is_damaged = checkpoint.state is State.OK
+    if answer.status is Status.UNREADABLE:
+        is_damaged = not _is_foreign(store, checkpoint)
+    return "; ".join(answer.problems) if is_damaged else None
 
 
 def _is_foreign(store: Store, checkpoint: Checkpoint) -> bool:

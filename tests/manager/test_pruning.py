@@ -142,6 +142,18 @@ def test_newest_has_a_damaged_header_which_its_key_finds(tmp_path: Path) -> None
     assert "header was changed" in (found.kept[0].problem or "")
 
 
+def test_newest_has_the_header_of_another_file_so_its_key_does_not_open_it(tmp_path: Path) -> None:
+    content = items()[:2]
+    options = SaveOptions(key=KEY, format="safetensors")
+    newest = save_run(tmp_path / "run", [10, 20, 30], options=options, content=content)[-1]
+    options = SaveOptions(key=OTHER_KEY, format="safetensors")
+    (other,) = save_run(tmp_path / "other", [30], options=options, content=content)
+    overwrite(newest, other.read_bytes()[:8192] + newest.read_bytes()[8192:])
+    store = Store(tmp_path / "run", key=KEY, must_authenticate=True)
+    found = propose(store, parse_policy("last(1)"), now=NOW, key=KEY)
+    assert [c.step for c in found.dropped] == [10]
+
+
 def test_key_makes_no_damage_of_plain_files_and_other_keys(tmp_path: Path) -> None:
     save_run(tmp_path, [10, 20])
     save_run(tmp_path, [10, 20], series="sealed", options=SaveOptions(key=OTHER_KEY))
