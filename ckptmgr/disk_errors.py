@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+from collections.abc import Iterator
 from pathlib import Path
 
 from ckptmgr.errors import CkptmgrError, StoreFull
@@ -44,3 +45,12 @@ def explained(error: OSError, path: Path, needed: int, fs: FileSystem) -> OSErro
     if error.filename is None:
         return type(error)(error.errno, error.strerror, str(path))
     return error
+
+
+@contextlib.contextmanager
+def explained_errors(path: Path, fs: FileSystem) -> Iterator[None]:
+    """Turn errors of the disk into those of `explained`, where a small file of a checkpoint is written."""
+    try:
+        yield
+    except OSError as error:
+        raise explained(error, path, 0, fs) from error

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from ckptmgr.crypto.keyring import Keys
 from ckptmgr.crypto.signing import PublicKey, SigningKey
+from ckptmgr.disk_errors import explained_errors
 from ckptmgr.errors import KeyProblem, UnsafePrune, UnsupportedCheckpoint
 from ckptmgr.fsio import FileSystem, OsFileSystem, remove_name
 from ckptmgr.lease import Processes, ProcProcesses, hold_lease
@@ -112,9 +113,10 @@ class Store(Publisher):
 
     def update_manifest(self, manifest: Manifest, *, mode: int | None = None) -> None:
         """Replace the manifest of a committed checkpoint (pins, late metrics), durably; None keeps its mode."""
-        self.fs.sync_directory(self.directory)
-        self._manifests.put(manifest, series=manifest.series, mode=mode)
-        self.fs.sync_directory(self.directory)
+        with explained_errors(self.directory / manifest.name, self.fs):
+            self.fs.sync_directory(self.directory)
+            self._manifests.put(manifest, series=manifest.series, mode=mode)
+            self.fs.sync_directory(self.directory)
 
     def lost_by_rewriting(self, name: str) -> str | None:
         """Return what the manifest of a checkpoint has that cannot be made here, `authenticated` or `signed`; else None."""
@@ -130,9 +132,10 @@ class Store(Publisher):
         Raises:
             CkptmgrError: It cannot be read, or is not authenticated.
         """
-        self.fs.sync_directory(self.directory)
-        self._manifests.reauthenticate(name, change, mode=mode)
-        self.fs.sync_directory(self.directory)
+        with explained_errors(self.directory / name, self.fs):
+            self.fs.sync_directory(self.directory)
+            self._manifests.reauthenticate(name, change, mode=mode)
+            self.fs.sync_directory(self.directory)
 
     def check_proven(self, checkpoint: Checkpoint) -> None:
         """Raise unless this writer's own keys prove the manifest of a checkpoint: it is about to be written under them.

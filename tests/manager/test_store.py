@@ -221,6 +221,18 @@ def test_changed_manifest_is_read_back() -> None:
     assert by_name(store)[ONE].metrics == {"loss": 0.5}
 
 
+def test_manifest_that_has_no_room_is_named_and_stays_as_it_is() -> None:
+    disk = disk_with(10.0, key=KEY)
+    store = Store(RUNS, fs=FailingDisk(disk, space_bytes=0), key=Key(KEY))
+    manifest = store.read_manifest(ONE)
+    assert manifest is not None
+    with pytest.raises(StoreFull, match=f"{ONE}: the disk became full"):
+        store.update_manifest(replace(manifest, metrics={"loss": 0.5}))
+    with pytest.raises(StoreFull, match=f"{ONE}: the disk became full"):
+        store.reauthenticate(ONE, lambda auth: auth)
+    assert store.read_manifest(ONE) == manifest
+
+
 @pytest.mark.parametrize("is_new", [False, True])
 def test_manifest_of_an_interrupted_overwrite_is_that_of_the_data_that_is_there(
     is_new: bool,
