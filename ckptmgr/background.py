@@ -28,6 +28,7 @@ from typing import Protocol, TypeVar
 from ckptmgr.errors import SaveFailed, SaveSuperseded
 from ckptmgr.handle import SaveHandle, SaveStats
 from ckptmgr.model import Checkpoint
+from ckptmgr.processors import work_beside_training
 from ckptmgr.save_failure import BackPressure, OnError, check_back_pressure, parse_on_error
 
 _LOG = logging.getLogger(__name__)
@@ -243,6 +244,7 @@ class BackgroundSaver:
             raise
 
     def _work(self) -> None:
+        work_beside_training()
         with self._changed:
             job = self._running if self._is_own_thread() else None
         while job is not None:

@@ -26,7 +26,8 @@ from ckptmgr.formats.zstd_plan import PlannedFrame, plan_frames, runs_of
 from ckptmgr.formats.zstd_table import FRAME_BYTES, HEAD, Frame, encode_tail, frame_digest
 from ckptmgr.frame_spool import Spool, Stopped
 from ckptmgr.fsio import OutputFile
-from ckptmgr.streams import PRODUCERS, gather
+from ckptmgr.processors import producers
+from ckptmgr.streams import gather
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,12 +176,12 @@ class _Writer:
         self._seconds = [0.0] * len(plan)
         self._turns = iter(range(len(plan)))
         self._lock = threading.Lock()
-        self._producing = PRODUCERS
+        self._producing = producers()
         self._failure: BaseException | None = None
 
     def run(self) -> FileDigest:
         self._spool.append(HEAD)
-        works = [*[self._pack_and_leave] * PRODUCERS, *self._spool.works()]
+        works = [*[self._pack_and_leave] * self._producing, *self._spool.works()]
         run_together([partial(self._guard, work) for work in works], fail=self._fail)
         failure, self._failure = self._failure, None
         try:

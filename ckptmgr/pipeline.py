@@ -32,7 +32,8 @@ from ckptmgr.crypto.mindspore_blocks import BlockSealer
 from ckptmgr.digest import RANGE_BYTES, FileDigest
 from ckptmgr.formats.image import Image
 from ckptmgr.fsio import OutputFile
-from ckptmgr.streams import CHUNK_BYTES, PRODUCERS, PlainStream, SealedStream
+from ckptmgr.processors import producers
+from ckptmgr.streams import CHUNK_BYTES, PlainStream, SealedStream
 
 _BUFFERS = 8
 _WRITERS = 4
@@ -136,8 +137,8 @@ class _Writer:
         return self._digests
 
     def _write_body_in_parallel(self) -> None:
-        self._producing = PRODUCERS
-        works = [self._produce_and_leave] * PRODUCERS + [self._write_all] * _WRITERS
+        self._producing = producers()
+        works = [self._produce_and_leave] * self._producing + [self._write_all] * _WRITERS
         run_together([partial(self._guard, work) for work in works], fail=self._fail)
 
     def _produce_and_leave(self) -> None:

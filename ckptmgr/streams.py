@@ -3,21 +3,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 
 from ckptmgr.aligned import Buffers, copy_into
 from ckptmgr.crypto.mindspore_blocks import BlockSealer
 from ckptmgr.formats.file_crc import BodyCrc
 from ckptmgr.formats.image import Image
+from ckptmgr.processors import MOST_PRODUCERS
 
 CHUNK_BYTES = 4 << 20
 # Plain bytes go through half of every buffer: eight of them then stay in a cache of 32 MiB beside the tensors that stream
 # past, and the disk (or the host that plays one) reads them from there. Measured: as fast on an idle host, 1.3 times as
 # fast on a busy one. Records of 4 MiB are worth more to encryption than that.
 PLAIN_CHUNK_BYTES = 2 << 20
-# Two keep a disk busy with plain or GCM bytes; CBC, 1.5 GB/s a core, can use more. Four leave buffers for the writers.
-PRODUCERS = min(4, len(os.sched_getaffinity(0)))
 
 
 class PlainStream:
@@ -126,4 +124,4 @@ def gather(views: Iterator[memoryview], buffer: memoryview) -> None:
         position = end
 
 
-_scratch = Buffers(PRODUCERS, CHUNK_BYTES)
+_scratch = Buffers(MOST_PRODUCERS, CHUNK_BYTES)

@@ -27,6 +27,7 @@ from ckptmgr import manifest as manifests
 from ckptmgr.crypto.keyring import Keys, keys_from_document
 from ckptmgr.crypto.signing import PublicKey, SigningKey
 from ckptmgr.manifest import FileEntry, Manifest
+from ckptmgr.processors import work_beside_training
 from ckptmgr.saver import SaveOptions, SaveOrder, save_items
 from ckptmgr.shard_files import ShardFiles
 from ckptmgr.staging_items import items_from
@@ -56,6 +57,7 @@ class Worker:
 
     def serve(self) -> None:
         """Save until the parent is gone."""
+        work_beside_training()
         threading.Thread(target=self._listen, name="ckptmgr-listen", daemon=True).start()
         while (order := self._orders.get()) is not None:
             answer = _answer(*order)
