@@ -16,9 +16,8 @@ import contextlib
 import errno
 import os
 import stat
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ckptmgr.input_files import CachedFile, UncachedFile
 from ckptmgr.lock_files import locked
@@ -27,9 +26,8 @@ from ckptmgr.output_files import ChangedFile, NewFile
 _PRIVATE = 0o400
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FileStatus:
-    """What a directory says about one entry.
+class FileStatus(NamedTuple):
+    """What a directory says about one entry; a tuple, because a large directory has thousands at every save.
 
     Attributes:
         size_bytes: Size of the file.
