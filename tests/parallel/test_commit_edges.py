@@ -212,7 +212,7 @@ def test_retention_that_cannot_clean_up_does_not_raise() -> None:
     job = Job(ModelDisk())
     job.save_all(1)
     job.meeting = Meeting(1)
-    disk = FailingDisk(job.disk, operation="list", call=3)
+    disk = FailingDisk(job.disk, operation="list", call=2)
     writer = job.writer(0, disk)
     assert writer.retain(RetentionPolicy((Last(1),))) is not None
     assert disk.has_failed
