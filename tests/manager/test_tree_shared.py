@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from ckptmgr import CheckpointManager
-from ckptmgr.tree import StateMismatch, flatten, restore
-from tests.manager.test_leaves import MsParameter
-from tests.manager.trees import reader
+torch: Any = pytest.importorskip("torch")
+
+from ckptmgr import CheckpointManager  # noqa: E402 - torch may be absent
+from ckptmgr.tree import StateMismatch, flatten, restore  # noqa: E402
+from tests.manager.test_leaves import MsParameter  # noqa: E402
+from tests.manager.trees import reader  # noqa: E402
 
 MESSAGE = "state['b'] is the same memory as state['a'], stored are two different values"
 
