@@ -33,7 +33,7 @@ from ckptmgr.model import Checkpoint
 from ckptmgr.observe import EVERYBODY, SaveWatch
 from ckptmgr.save_failure import BackPressure, OnError
 from ckptmgr.saver import Publish, Refusal, SaveOrder, save_items
-from ckptmgr.staging import StagingPool
+from ckptmgr.staging import Ledger, StagingPool, has_no_room
 from ckptmgr.staging_device import accelerators, settle
 from ckptmgr.staging_state import StagedState
 from ckptmgr.store import Store
@@ -76,7 +76,8 @@ def engine_for(
     memory = config.memory
     if config.keys is not None and memory is not None and memory.spill_directory is not None:
         _LOG.warning(
-            "staging does not spill to %s: the state is saved encrypted", memory.spill_directory
+            "staging and snapshots do not spill to %s: the state is saved encrypted",
+            memory.spill_directory,
         )
         memory = replace(memory, spill_directory=None)
     return SaveEngine(
@@ -100,6 +101,12 @@ class SaveEngine:
         has_zero_stall: Whether states are copied in the background, too; not in `sync` mode.
         has_peers: Whether others save at the same time and wait for us. The saving function is then called even when the
             state could not be copied, with what raises why to publish with.
+
+    Attributes:
+        mode: As given.
+        memory: As given.
+        ledger: The account of its budget, for whatever lives on it, too.
+        make_room: Gives some of that back when a state does not fit; returns whether it did. Set before the first save.
     """
 
     def __init__(
@@ -114,7 +121,9 @@ class SaveEngine:
     ) -> None:
         self.mode: Mode = mode
         self._has_peers = has_peers
-        self._memory = memory
+        self.memory = memory
+        self.ledger = Ledger(MemoryConfig() if memory is None else memory)
+        self.make_room: Callable[[], bool] = has_no_room
         self._background = BackgroundSaver(back_pressure=back_pressure, on_error=on_error)
         self._pool: StagingPool | None = None
         self._worker = WorkerClient()
@@ -270,13 +279,18 @@ class SaveEngine:
         publish: Publish = save_items
         if self.mode == "process":
             publish = self._worker.publisher(staged)
-        stats.staging_bytes = self._staging_pool().ledger.host_bytes
+        stats.staging_bytes = self._staging_pool().host_bytes
         watch.costs(stats)
         return _measured(publish, stats)
 
     def _staging_pool(self) -> StagingPool:
         if self._pool is None:
-            self._pool = StagingPool(self._memory, is_shared=self.mode == "process")
+            self._pool = StagingPool(
+                self.memory,
+                is_shared=self.mode == "process",
+                ledger=self.ledger,
+                make_room=self.make_room,
+            )
             # Memory that a worker maps has descriptors, which only close() gives back.
             self._free_pool = weakref.finalize(self, self._pool.close)
         return self._pool
@@ -320,6 +334,8 @@ class SaveEngine:
         if self._pool is not None:
             self._pool.forget_parent()
         self._free_pool, self._pool = _nothing, None
+        # Somebody may have held the locks of the old one; only copies that were inherited remain on it.
+        self.ledger, self.make_room = Ledger(self.ledger.config), has_no_room
         if self._updates is not None:
             self._updates.forget_parent()
 

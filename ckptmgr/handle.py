@@ -3,13 +3,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from ckptmgr.model import Checkpoint
+
+_LOG = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,9 +75,28 @@ class SaveStats:
         return self.size_bytes / seconds / 1e9 if seconds > 0 else 0.0
 
 
+class _Outcome(Future[_T]):
+    """A future whose callbacks cannot end the thread that saves: not even by sys.exit(), which a plain one lets through."""
+
+    def add_done_callback(self, fn: Callable[[Future[_T]], object]) -> None:
+        """Call `fn` with the future when it is done; what it raises then is logged."""
+        super().add_done_callback(partial(_call, fn))
+
+
+def _call(fn: Callable[[Future[_T]], object], future: Future[_T]) -> None:
+    try:
+        fn(future)
+    except Exception:
+        raise  # logged by whoever calls it
+    except BaseException:
+        if threading.current_thread() is threading.main_thread():
+            raise  # Ctrl-C, and whoever wants to end the program
+        _LOG.exception("a callback of a save failed")
+
+
 def _started() -> Future[Any]:
     """Return a future that nobody can cancel: a save goes on even if the task that waits for it is given up."""
-    future: Future[Any] = Future()
+    future: Future[Any] = _Outcome()
     future.set_running_or_notify_cancel()
     return future
 

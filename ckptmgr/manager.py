@@ -48,7 +48,6 @@ from ckptmgr.resume import notes_of
 from ckptmgr.resuming import resume_state
 from ckptmgr.resumption import Resumption
 from ckptmgr.run_parts import RunParts
-from ckptmgr.run_past import RunPast
 from ckptmgr.save_policy import SavePolicy, decide_at_end, decide_at_step
 from ckptmgr.series_saving import SavingSeries
 from ckptmgr.stored_state import as_held_here
@@ -130,9 +129,7 @@ class CheckpointManager(SavingSeries):
             allow_unsealed=allow_unsealed,
             trusted_keys=check_trusted_keys(trusted_keys),
         )
-        most = checked_interval("snapshots", snapshots)
-        past = RunPast(clock, memory=checked.memory, snapshots=most)
-        super().__init__(place, prefix, parts, past)
+        super().__init__(place, prefix, parts, snapshots=checked_interval("snapshots", snapshots))
         self._snapshot_steps = (
             None if snapshot_steps is None else checked_interval("snapshot_steps", snapshot_steps)
         )

@@ -13,6 +13,7 @@ from ckptmgr.errors import CheckpointNotFound, StagingExhausted
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.memory_config import MemoryConfig
 from ckptmgr.snapshots import SnapshotCache
+from ckptmgr.staging import Ledger
 from ckptmgr.tree import FlatState, Read
 
 _LOG = logging.getLogger(__name__)
@@ -50,13 +51,19 @@ class RecentStates:
     Args:
         config: `snapshot_budget_bytes` and how to choose what is evicted.
         clock: Seconds on any monotonic clock.
+        ledger: The account of `host_budget_bytes`, which the staging of saves lives on, too; a new one by default.
         most: How many states are kept at most; the oldest goes first.
     """
 
     def __init__(
-        self, config: MemoryConfig | None, clock: Callable[[], float], *, most: int
+        self,
+        config: MemoryConfig | None,
+        clock: Callable[[], float],
+        *,
+        ledger: Ledger | None = None,
+        most: int,
     ) -> None:
-        self._cache = SnapshotCache(config, clock)
+        self._cache = SnapshotCache(config, clock, ledger=ledger)
         self._most = most
         self._notes: dict[int, _Note] = {}
 
@@ -66,17 +73,20 @@ class RecentStates:
         """Copy a state; return whether there was room. Training goes on either way."""
         try:
             # A snapshot may always be given up: going back further costs time, not the run.
-            evicted = self._cache.put(step, flat.tensors, is_committed=True)
+            self._cache.put(step, flat.tensors, is_committed=True)
         except StagingExhausted as error:
             _LOG.warning("no snapshot of step %d: %s", step, error)
             return False
         self._notes[step] = _Note(skeleton=flat.skeleton, epoch=epoch, metrics=dict(metrics))
-        for gone in evicted:
-            self._notes.pop(gone, None)
         for oldest in self._cache.steps[: -self._most]:
             self._cache.drop(oldest)
-            self._notes.pop(oldest, None)
+        held = self._cache.steps
+        self._notes = {one: note for one, note in self._notes.items() if one in held}
         return True
+
+    def give_way(self) -> bool:
+        """Forget one state, because a save needs the memory; return whether there was one to be forgotten."""
+        return self._cache.evict() is not None
 
     @property
     def steps(self) -> list[int]:

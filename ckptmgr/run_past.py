@@ -12,6 +12,7 @@ from ckptmgr.model import Checkpoint
 from ckptmgr.progress import Progress
 from ckptmgr.recent_states import RecentStates
 from ckptmgr.save_policy import LastSave
+from ckptmgr.staging import Ledger
 
 
 class RunPast:
@@ -20,6 +21,7 @@ class RunPast:
     Args:
         clock: Seconds since the epoch.
         memory: Bounds the copies in memory.
+        ledger: The account of its budget, which saves live on, too; a new one by default.
         snapshots: How many of them are kept.
 
     Attributes:
@@ -31,11 +33,16 @@ class RunPast:
     """
 
     def __init__(
-        self, clock: Callable[[], float], *, memory: MemoryConfig | None, snapshots: int
+        self,
+        clock: Callable[[], float],
+        *,
+        memory: MemoryConfig | None,
+        ledger: Ledger | None = None,
+        snapshots: int,
     ) -> None:
         self._clock = clock
         self.progress = Progress(LastSave(step=0, at=clock()))
-        self.recent = RecentStates(memory, time.monotonic, most=snapshots)
+        self.recent = RecentStates(memory, time.monotonic, ledger=ledger, most=snapshots)
         self.seen_step = 0
         self.unsaved: Callable[[], object] | None = None
         self.given_up: set[Path] = set()

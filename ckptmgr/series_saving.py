@@ -28,13 +28,17 @@ class SavingSeries(SeriesCatalog):
         directory: Where it lies; created on the first save.
         prefix: Name of the series.
         parts: Makes what it is saved with.
-        past: What was saved.
+        snapshots: How many states are kept in memory.
     """
 
-    def __init__(self, directory: Path, prefix: str, parts: RunParts, past: RunPast) -> None:
+    def __init__(self, directory: Path, prefix: str, parts: RunParts, *, snapshots: int) -> None:
         super().__init__(directory, prefix, parts)
         self._clock: Callable[[], float] = parts.clock
-        self._past = past
+        engine = self._engine
+        self._past = RunPast(
+            parts.clock, memory=engine.memory, ledger=engine.ledger, snapshots=snapshots
+        )
+        engine.make_room = self._past.recent.give_way  # what can be loaded gives way to a save
 
     def save(
         self,

@@ -199,6 +199,11 @@ class SnapshotCache:
             for later in [known for known in self._entries if known > step]:
                 self._drop(later)
 
+    def evict(self) -> int | None:
+        """Drop the snapshot that is missed least; return its step, or None when none may be evicted."""
+        with self._lock:
+            return self._evict(keep=None)
+
     def close(self) -> None:
         """Drop everything. Calling it again is fine."""
         with self._lock:

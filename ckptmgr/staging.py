@@ -21,7 +21,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import NamedTuple
 
@@ -36,7 +36,12 @@ from ckptmgr.staging_slabs import SlabPool, Usage
 from ckptmgr.staging_spill import SpillFile
 from ckptmgr.staging_state import Lot, StagedState
 
-__all__ = ["Ledger", "StagedState", "StagingPool", "Usage", "items_from"]
+__all__ = ["Ledger", "StagedState", "StagingPool", "Usage", "has_no_room", "items_from"]
+
+
+def has_no_room() -> bool:
+    """Return False: there is nobody who could give memory back."""
+    return False
 
 
 class _LaidOut(NamedTuple):
@@ -57,6 +62,8 @@ class StagingPool:
         most_states: States that may be staged at the same time when there is no host budget; None for any number.
         device: Accelerators that tensors may lie on; None for those that PyTorch uses. A shared pool makes no copies there,
             whatever `device_copy_share` says.
+        make_room: Called when a state does not fit: lets others on the budget give memory back, and returns whether they
+            did.
     """
 
     def __init__(
@@ -67,10 +74,12 @@ class StagingPool:
         ledger: Ledger | None = None,
         most_states: int | None = 2,
         device: DeviceMemory | None = None,
+        make_room: Callable[[], bool] = has_no_room,
     ) -> None:
         self._config = MemoryConfig() if config is None else config
         self.ledger = Ledger(self._config) if ledger is None else ledger
         self._device = device
+        self._make_room = make_room
         self._is_shared = is_shared
         self._slabs = SlabPool(
             self._config, ledger=self.ledger, is_shared=is_shared, device=self._accelerators
@@ -98,6 +107,11 @@ class StagingPool:
     def usage(self) -> Usage:
         """What the pool has allocated and keeps."""
         return self._slabs.usage
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory that it has now, in use or kept."""
+        return sum(slab.size_bytes for slab in self._slabs.all)
 
     def stage(self, items: Sequence[Item]) -> StagedState:
         """Copy all contents; afterwards the originals may change.
@@ -130,7 +144,7 @@ class StagingPool:
             device = self._accelerators()
             share = 0.0 if self._is_shared else self._config.device_copy_share
             copies = copy_on_device(tensors, device, share=share)
-            lot = self._allocate(tensors, copies, device)
+            lot = self._allocate_in_room(tensors, copies, device)
         except BaseException:
             self._leave()
             raise
@@ -152,6 +166,19 @@ class StagingPool:
 
     def _accelerators(self) -> DeviceMemory | None:
         return accelerators() if self._device is None else self._device
+
+    def _allocate_in_room(
+        self,
+        tensors: Sequence[Tensor],
+        copies: Mapping[int, Content],
+        device: DeviceMemory | None,
+    ) -> Lot:
+        while True:
+            try:
+                return self._allocate(tensors, copies, device)
+            except StagingExhausted:
+                if not self._make_room():
+                    raise
 
     def _allocate(
         self,

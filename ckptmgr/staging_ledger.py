@@ -23,10 +23,12 @@ class Ledger:
         config: Says the budgets.
 
     Attributes:
+        config: As given.
         planning: Held from asking for room until it is taken.
     """
 
     def __init__(self, config: MemoryConfig) -> None:
+        self.config = config
         self.host_limit_bytes = config.usable_host_bytes
         self.disk_limit_bytes = config.disk_budget_bytes
         self.planning = threading.Lock()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -472,3 +473,33 @@ def test_no_thread_is_left_after_close() -> None:
         if thread.name == "ckptmgr-save":
             thread.join(TIMEOUT_S)
             assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("error", [ValueError("oops"), SystemExit(3), KeyboardInterrupt()])
+@pytest.mark.parametrize("fails", [False, True])
+def test_callback_that_raises_neither_ends_the_saving_nor_keeps_others_from_hearing(
+    error: BaseException, fails: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    saves = Saves(on_error="warn")
+    handle = saves.begin(1, *[OSError("no disk")] * fails)
+    heard: list[str] = []
+
+    def stop(_: object) -> None:
+        raise error
+
+    handle.durable.add_done_callback(stop)
+    handle.durable.add_done_callback(lambda _: heard.append("the second"))
+    saves.gate.set()
+    saves.saver.wait()
+    assert saves.submitted(2).wait(TIMEOUT_S).step == 2
+    saves.saver.wait()
+    assert heard == ["the second"]
+    assert type(error).__name__ in caplog.text
+
+
+def test_callback_of_a_finished_save_may_end_the_program() -> None:
+    saves = Saves()
+    handle = saves.submitted(1)
+    saves.saver.wait()
+    with pytest.raises(SystemExit):
+        handle.durable.add_done_callback(lambda _: sys.exit(3))

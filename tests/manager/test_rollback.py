@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ import pytest
 from ckptmgr.config import CheckpointConfig
 from ckptmgr.errors import CheckpointNotFound
 from ckptmgr.manager import CheckpointManager
-from ckptmgr.memory_config import MemoryConfig
+from ckptmgr.memory_config import MIB, MemoryConfig
 from ckptmgr.recent_states import RecentStates
 from ckptmgr.save_policy import AnyOf, EverySeconds, EverySteps, Never, Overhead, SavePolicy
 from ckptmgr.tree import StateMismatch, flatten
@@ -379,3 +379,36 @@ def test_resume_says_that_manifests_were_left_behind(tmp_path: Path) -> None:
     assert found.is_fresh
     assert [one.checkpoint.name for one in found.skipped] == ["ckpt-2.ckpt"]
     assert "no manifest" in found.skipped[0].reason
+
+
+@pytest.mark.parametrize("async_save", ["thread", "process"])
+def test_snapshots_and_staging_stay_within_one_budget_and_the_save_comes_first(
+    tmp_path: Path, async_save: str
+) -> None:
+    memory = MemoryConfig(host_budget_bytes=20 * MIB, slab_bytes=MIB)
+    state = {"w": np.zeros(MIB)}  # two of its copies fit
+    with manager_with(tmp_path, memory=memory, async_save=async_save) as manager:
+        ledger = manager._engine.ledger
+        run_copies = [manager.snapshot(step, state) for step in (1, 2)]
+        handle = manager.save(3, state)
+        assert handle is not None
+        handle.wait(60)
+        assert run_copies == [True, True]
+        assert manager._past.recent.steps == [2]
+        assert 16 * MIB <= ledger.host_bytes <= 20 * MIB
+        assert handle.stats.staging_bytes < 9 * MIB
+        assert manager.rollback().step == 2
+
+
+@pytest.mark.parametrize("place", [None, "disk"])
+def test_snapshot_of_an_encrypted_run_is_never_spilled_as_plaintext(
+    tmp_path: Path, place: Literal["disk"] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    spill = tmp_path / "spill"
+    memory = MemoryConfig(
+        host_budget_bytes=1, spill_directory=spill, snapshot_place=place, is_automatic=place is None
+    )
+    with manager_with(tmp_path / "runs", memory=memory, enc_key=bytes(16)) as manager:
+        assert not manager.snapshot(1, fresh())
+    assert not spill.exists()
+    assert "snapshots do not spill" in caplog.text
