@@ -94,17 +94,70 @@ def test_cold_file_leaves_the_page_cache_as_it_was(path: Path, file: InputFile, 
 
 def is_cached(path: Path) -> bool:
     """Return whether the page cache holds anything of a file; looking changes nothing."""
+    return any(cached_pages(path))
+
+
+def cached_pages(path: Path) -> bytes:
+    """Return 1 for every page that is cached, else 0."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as memory:
         pages = (ctypes.c_ubyte * -(-len(memory) // mmap.PAGESIZE))()
         address = np.frombuffer(memory, np.uint8).ctypes.data
         ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(memory)), pages)
-        return any(bytes(pages))
+        return bytes(page & 1 for page in pages)
 
 
 def test_cached_file_stays_cached(path: Path, file: InputFile) -> None:
     path.read_bytes()
     assert read(file, 0, len(CONTENT)) == CONTENT
     assert is_cached(path)
+
+
+class Counting(CachedFile):
+    """Counts what is read through the page cache."""
+
+    count = 0
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Count and read."""
+        self.count += buffer.nbytes
+        super().read_into(offset, buffer)
+
+
+def put_into_cache(path: Path, *ranges: tuple[int, int]) -> None:
+    """Have the page cache hold these bytes of a file and nothing else."""
+    make_cold(path)
+    descriptor = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+    for start, stop in ranges:
+        os.pread(descriptor, stop - start, start)
+    os.close(descriptor)
+
+
+def test_of_half_a_cached_file_only_that_half_is_read_through_the_cache(path: Path) -> None:
+    put_into_cache(path, (0, 4 * MIB))
+    if all(cached_pages(path)):
+        pytest.skip("this file system lives in the page cache")
+    counting = Counting(path)
+    file = read_once(counting)
+    for offset in range(0, 8 * MIB, MIB):
+        assert read(file, offset, MIB) == CONTENT[offset : offset + MIB]
+    file.close()
+    assert counting.count == 4 * MIB
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_few_odd_pages_do_not_change_how_the_rest_is_read(path: Path, is_cached: bool) -> None:
+    odd = range(84 * mmap.PAGESIZE, 9 * MIB, 7 * MIB)
+    holes = [0, *(edge for at in odd for edge in (at, at + mmap.PAGESIZE)), len(CONTENT)]
+    kept = list(zip(holes[::2], holes[1::2], strict=True))
+    put_into_cache(path, *(kept if is_cached else [(at, at + mmap.PAGESIZE) for at in odd]))
+    counting = Counting(path)
+    file = read_once(counting)
+    assert read(file, MIB, 6 * MIB) == CONTENT[MIB : 7 * MIB]
+    file.close()
+    if not is_cached and all(cached_pages(path)):
+        pytest.skip("this file system lives in the page cache")
+    assert counting.count == (6 * MIB if is_cached else 0)
 
 
 @pytest.mark.parametrize("skew", [0, 16])
