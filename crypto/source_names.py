@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which names of key sources may be shown: a person may have put the key itself where its name belongs.
+"""Which names of key sources and files may be shown: a person may have put the key itself where its name belongs.
 
 >>> looks_like_key("/srv/ada/keys/run-7f3a.key"), looks_like_key("hex:00"), looks_like_key("ab" * 16)
 (False, True, True)
+>>> spells_key("runs/" + "ab" * 16), spells_key("resnet50-imagenet-batch256-run12"), spells_key("ab" * 16)
+(False, False, True)
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 import re
 
 _STATED = re.compile(r"(?<![a-z0-9])(?:hex|base64|raw):", re.IGNORECASE)
+_HEX = re.compile(r"(?:[0-9a-f]{32}|[0-9a-f]{48}|[0-9a-f]{64})", re.IGNORECASE)
+_BASE64_LENGTHS = (22, 32, 43)
 _GROUPED_HEX = re.compile(r"(?:[0-9a-f][: _-]?){24,}", re.IGNORECASE)
 _RUN = re.compile(r"[A-Za-z0-9+/_=-]{20,}")
 _JOINTS = re.compile(r"[+/_=-]")
@@ -26,6 +30,18 @@ def looks_like_key(name: str) -> bool:
     if _STATED.search(name) or _GROUPED_HEX.search(name):
         return True
     return any(not _is_path(run) for run in _RUN.findall(name))
+
+
+def spells_key(text: str) -> bool:
+    """Return whether a text is a key and nothing else: 16, 24 or 32 bytes in hex or base64, or its encoding stated.
+
+    Unlike `looks_like_key` for what may just as well be the path of a checkpoint: a digest as a part of one is none.
+    """
+    text = text.strip()
+    if _STATED.match(text) or _HEX.fullmatch(re.sub("[: ]", "", text)):
+        return True
+    is_base64 = len(text.rstrip("=")) in _BASE64_LENGTHS and _RUN.fullmatch(text)
+    return bool(is_base64) and not _is_path(text)
 
 
 def is_variable(name: str) -> bool:

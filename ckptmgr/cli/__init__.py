@@ -17,6 +17,7 @@ import click
 from ckptmgr._version import __version__
 from ckptmgr.cli.exits import EPILOG, Exit, UsageProblem, help_text, report
 from ckptmgr.cli.options import CONTEXT, Session
+from ckptmgr.cli.typed_keys import misplaced_keys, without_keys
 
 _COMMANDS = {
     "ls": ("ls", "List the checkpoints of a directory."),
@@ -110,9 +111,10 @@ def _run(group: click.Group, arguments: list[str], session: object) -> int:
         return Exit.INTERRUPTED
     except Exception as error:  # the top of the program: everything becomes a message and a code
         # A wrong command line has no trace worth showing, and click's text repeats the arguments: one may be a key.
+        keys = misplaced_keys(arguments)
         if is_debug and not isinstance(error, click.UsageError):
-            traceback.print_exc()
-        return report(error, as_json=as_json)
+            sys.stderr.write(without_keys(traceback.format_exc(), keys))
+        return report(error, as_json=as_json, keys=keys)
     return result if isinstance(result, int) else Exit.DONE
 
 

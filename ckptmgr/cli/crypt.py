@@ -31,6 +31,7 @@ def _target_options(function: Command) -> Command:
         "--output",
         "target",
         metavar="OUT",
+        callback=options.checked_path,
         required=True,
         help="A file, an existing directory, or - for a pipe.",
     )(function)

@@ -6,11 +6,12 @@ from __future__ import annotations
 import enum
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import click
 
 from ckptmgr import errors
+from ckptmgr.cli.typed_keys import without_keys
 
 
 class Exit(enum.IntEnum):
@@ -88,10 +89,12 @@ def code_of(error: BaseException) -> Exit:
     return Exit.FAILED
 
 
-def report(error: BaseException, *, as_json: bool) -> Exit:
-    """Write an error to stderr and return its exit code."""
+def report(error: BaseException, *, as_json: bool, keys: Sequence[str] = ()) -> Exit:
+    """Write an error to stderr and return its exit code; keys that were typed where they do not belong are left out."""
     code = code_of(error)
-    message, hint, path = _parts(error)
+    message, hint, path = (
+        None if part is None else without_keys(part, keys) for part in _parts(error)
+    )
     if as_json:
         fields = {
             "code": int(code),

@@ -44,6 +44,7 @@ _KINDS = ("secret", *_USES)
     "--out",
     "target",
     metavar="FILE",
+    callback=options.checked_path,
     default="run.key",
     show_default=True,
     help="Where the key goes; - for stdout.",

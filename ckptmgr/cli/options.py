@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import click
 
 from ckptmgr.cli.exits import EPILOG, UsageProblem
+from ckptmgr.cli.typed_keys import is_misplaced_key
 from ckptmgr.errors import KeyProblem
 
 if TYPE_CHECKING:
@@ -31,9 +32,18 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
 def check_path(text: object) -> None:
-    """Raise UsageProblem for an empty path: it would mean this directory, and a shell makes one of an unset variable."""
+    """Raise UsageProblem for a path that cannot be meant: an empty one, or a key, which is not shown.
+
+    An empty one would mean this directory, and a shell makes one of an unset variable.
+    """
     if text == "":
         raise UsageProblem("a path is empty", hint="write . for this directory")
+    if isinstance(text, str) and is_misplaced_key(text):
+        raise UsageProblem(
+            "a path looks like a key (not shown)",
+            hint="a key comes by --key env:NAME or file:PATH, and one that was on a command line is no secret any more; "
+            "write ./NAME for a file of such a name",
+        )
 
 
 class _Path(click.Path):
@@ -155,6 +165,12 @@ def public_key_option(function: Command) -> Command:
         multiple=True,
         help="Whose signatures count; what none of them signed is refused. May be repeated.",
     )(function)
+
+
+def checked_path(_: click.Context, __: click.Parameter, value: str) -> str:
+    """Return the value of an option that is a path, or - for a pipe; see `check_path`."""
+    check_path(value)
+    return value
 
 
 def only_one(_: click.Context, param: click.Parameter, values: tuple[str, ...]) -> str | None:

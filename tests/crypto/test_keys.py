@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from ckptmgr.crypto.errors import KeySourceError
 from ckptmgr.crypto.keys import MAX_SOURCE_BYTES, Key, load_key, load_secret, refusal_of
-from ckptmgr.crypto.source_names import looks_like_key
+from ckptmgr.crypto.source_names import looks_like_key, spells_key
 
 SECRETS = [bytes(range(200, 200 + size)) for size in (16, 24, 32)]
 SECRET = SECRETS[2]
@@ -320,6 +320,34 @@ def test_any_key_in_place_of_a_name_looks_like_one(secret: bytes) -> None:
     texts = [base64.b64encode(secret).decode(), base64.urlsafe_b64encode(secret).decode()]
     for text in (secret.hex(), secret.hex().upper(), *texts, *(t.rstrip("=") for t in texts)):
         assert looks_like_key(text)
+        assert spells_key(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["hex:0", "BASE64:x", "raw:secret", " " + "0f" * 16, ":".join(["0f"] * 24), "0f1e " * 16],
+)
+def test_key_in_groups_or_with_its_encoding_is_spelled(text: str) -> None:
+    assert spells_key(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "latest",
+        "runs/" + "0f" * 16,
+        "0f" * 16 + ".ckpt",
+        "0f" * 20,
+        "550e8400-e29b-41d4-a716-446655440000",
+        "resnet50-imagenet-batch256-run12",
+        "runs/llama/checkpoints",
+        "best:perplexity:min",
+        "1000..5000",
+    ],
+)
+def test_name_of_a_checkpoint_spells_no_key(text: str) -> None:
+    assert not spells_key(text)
 
 
 @pytest.mark.parametrize(
