@@ -92,6 +92,10 @@ class FixedHeader:
             raise ValueError(f"a segment of {self.segment_bytes} bytes is out of range")
         if not 0 <= self.plaintext_size <= _MAX_PLAINTEXT_BYTES:
             raise ValueError(f"a plaintext of {self.plaintext_size} bytes is out of range")
+        if self.content is Content.FRAMES and self.segment_bytes % FRAMES_ALIGNMENT_BYTES:
+            raise ValueError(
+                f"the length of frames is not told by segments of {self.segment_bytes}"
+            )
         if self.segment_count > MAX_SEGMENTS:
             raise ValueError(f"{self.segment_count} segments are more than {MAX_SEGMENTS}")
 

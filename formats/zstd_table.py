@@ -131,7 +131,7 @@ def read_table(source: Source) -> FrameTable:
             "no table of frames stands at the end: the file was cut off, or something was added",
             offset=end_at,
         )
-    count, raw_bytes, _ = _COUNTS.unpack_from(end)
+    count, raw_bytes, zeros = _COUNTS.unpack_from(end)
     check_frame_count(count)
     table_at = end_at - count * _ENTRY.size
     if table_at < len(HEAD):
@@ -142,6 +142,8 @@ def read_table(source: Source) -> FrameTable:
     counts = end[: _COUNTS.size]
     if _table_digest(table, counts) != end[_COUNTS.size : -len(_END_MAGIC)]:
         raise ChecksumError("the table of frames does not match its digest", offset=table_at)
+    if zeros:
+        raise UnsupportedError("the end of the table is of a newer version", offset=end_at)
     frames = tuple(_parse_entry(one, table_at) for one in _ENTRY.iter_unpack(table))
     if sum(frame.raw_bytes for frame in frames) != raw_bytes:
         raise FormatError(

@@ -96,6 +96,19 @@ def test_frames_and_what_they_expand_to_belong_together(
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_segments_that_cannot_tell_the_length_of_frames_are_refused(mode: str) -> None:
+    with pytest.raises(ValueError, match="segment"):
+        ContainerSealer(
+            [ME],
+            mode,
+            plaintext_size=80,
+            content=Content.FRAMES,
+            raw_size=80,
+            segment_bytes=SEGMENT_BYTES + 4,
+        )
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_every_other_length_is_refused(mode: str) -> None:
     file = frames_container(bytes(2400), mode)
     for length in range(len(file) - 3 * SEGMENT_BYTES, len(file)):

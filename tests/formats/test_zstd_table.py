@@ -24,10 +24,10 @@ def read(*frames: Frame, body: bytes = ONE + ONE) -> None:
     read_table(BytesSource(HEAD + body + encode_tail(frames, offset=len(HEAD + body))))
 
 
-def with_end(file: bytes, *, count: int, raw_bytes: int) -> bytes:
+def with_end(file: bytes, *, count: int, raw_bytes: int, reserved: int = 0) -> bytes:
     """Return a file whose end says something else, under a digest that fits."""
     table = file[-64 - 56 * 2 : -64]
-    counts = struct.pack("<QQQ", count, raw_bytes, 0)
+    counts = struct.pack("<QQQ", count, raw_bytes, reserved)
     return file[:-64] + counts + blake3(HEAD + table + counts).digest() + b"CKPZTBL1"
 
 
@@ -75,6 +75,12 @@ def test_end_that_states_another_total_is_refused() -> None:
     file = HEAD + ONE + ONE + encode_tail([frame(16), frame(32)], offset=48)
     with pytest.raises(FormatError, match="the 41 bytes that the end states"):
         read_table(BytesSource(with_end(file, count=2, raw_bytes=41)))
+
+
+def test_end_that_uses_what_is_reserved_is_refused() -> None:
+    file = HEAD + ONE + ONE + encode_tail([frame(16), frame(32)], offset=48)
+    with pytest.raises(UnsupportedError, match="a newer version"):
+        read_table(BytesSource(with_end(file, count=2, raw_bytes=40, reserved=1)))
 
 
 @pytest.mark.parametrize("count", [2**21 + 1, 2**40, 2**64 - 1])
