@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -76,7 +77,33 @@ class SaveStats:
 
 
 class _Outcome(Future[_T]):
-    """A future whose callbacks cannot end the thread that saves: not even by sys.exit(), which a plain one lets through."""
+    """A future that nobody can cancel: a save goes on even if the task that waits for it is given up.
+
+    Its callbacks cannot end the thread that saves: not even by sys.exit(), which a plain one lets through. In a child that is
+    forked before it is done it fails, because the child would never hear; the callbacks stay with the parent.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_running_or_notify_cancel()
+        self._process = os.getpid()
+        _unfinished.add(self)
+
+    def set_result(self, result: _T) -> None:
+        """Note that it went well."""
+        super().set_result(result)
+        _unfinished.discard(self)
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        """Note that it failed."""
+        super().set_exception(exception)
+        _unfinished.discard(self)
+
+    def forget_parent(self) -> None:
+        """Fail, with locks that no thread of the parent holds; for a forked child."""
+        process = self._process
+        _Outcome.__init__(self)
+        self.set_exception(_not_told(process))
 
     def add_done_callback(self, fn: Callable[[Future[_T]], object]) -> None:
         """Call `fn` with the future when it is done; what it raises then is logged."""
@@ -94,11 +121,20 @@ def _call(fn: Callable[[Future[_T]], object], future: Future[_T]) -> None:
         _LOG.exception("a callback of a save failed")
 
 
-def _started() -> Future[Any]:
-    """Return a future that nobody can cancel: a save goes on even if the task that waits for it is given up."""
-    future: Future[Any] = _Outcome()
-    future.set_running_or_notify_cancel()
-    return future
+def _not_told(process: int) -> RuntimeError:
+    return RuntimeError(
+        f"process {process} is saving this, and process {os.getpid()}, a fork of it, is not told when it is "
+        "durable: wait there, or look for it with CheckpointManager.latest()"
+    )
+
+
+def _forget_parent() -> None:
+    for outcome in list(_unfinished):
+        outcome.forget_parent()
+
+
+_unfinished: weakref.WeakSet[_Outcome[Any]] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_forget_parent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,11 +146,11 @@ class SaveHandle:
         durable: Done when the checkpoint survives a power cut; its result is the checkpoint, its exception the failure.
             Both can be awaited with `asyncio.wrap_future`; neither can be cancelled.
         stats: What it cost so far.
-        process: Id of the process that saves; the futures are never done in one that was forked from it meanwhile.
+        process: Id of the process that saves. In one that was forked from it meanwhile the futures fail with a RuntimeError.
     """
 
-    staged: Future[None] = field(default_factory=_started)
-    durable: Future[Checkpoint] = field(default_factory=_started)
+    staged: Future[None] = field(default_factory=_Outcome)
+    durable: Future[Checkpoint] = field(default_factory=_Outcome)
     stats: SaveStats = field(default_factory=SaveStats)
     process: int = field(default_factory=os.getpid)
 
@@ -126,8 +162,7 @@ class SaveHandle:
             RuntimeError: It is saved by the process that this one was forked from, which alone hears when it is durable.
         """
         if self.process != os.getpid() and not self.durable.done():
-            raise RuntimeError(
-                f"process {self.process} is saving this, and process {os.getpid()}, a fork of it, is not told when it is "
-                "durable: wait there, or look for it with CheckpointManager.latest()"
-            )
+            raise _not_told(
+                self.process
+            )  # it was forked from C, where the futures are not told either
         return self.durable.result(timeout_s)

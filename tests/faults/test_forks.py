@@ -141,7 +141,7 @@ def test_child_does_not_keep_the_staging_memory_of_its_parent(tmp_path: Path, ho
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-SAVING = (
+BLOCKED = (
     PROLOGUE
     + """
 from ckptmgr.fsio import OsFileSystem
@@ -152,12 +152,19 @@ class Slow(OsFileSystem):
         saving.set()
         go_on.wait(20)
         return super().create(path, mode=mode)
+"""
+)
 
+WAITING = (
+    BLOCKED
+    + """
 def wait_for(handle):
     try:
         handle.wait()
     except RuntimeError as error:
         assert f"process {os.getppid()} is saving this" in str(error)
+    else:
+        sys.exit("nothing was raised")
 
 with CheckpointManager(sys.argv[1], CheckpointConfig(async_save=True), fs=Slow()) as manager:
     handle = manager.save(1, {"w": np.ones(4)})
@@ -173,7 +180,69 @@ with CheckpointManager(sys.argv[1], CheckpointConfig(async_save=True), fs=Slow()
 def test_child_that_waits_for_a_save_of_its_parent_is_told_that_it_will_not_hear(
     tmp_path: Path,
 ) -> None:
-    done = run_program(SAVING, tmp_path)
+    done = run_program(WAITING, tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+ASKING = (
+    BLOCKED
+    + """
+import asyncio, concurrent.futures
+from ckptmgr.handle import SaveHandle
+
+called = []
+def told(ask):
+    try:
+        ask()
+    except RuntimeError as error:
+        assert f"process {os.getppid()} is saving this" in str(error)
+    else:
+        sys.exit("nothing was raised")
+    assert called == []
+
+async def awaited(future):
+    await asyncio.wrap_future(future)
+
+def ask_the_futures():
+    for future in (handle.durable, unstaged.staged, unstaged.durable):
+        told(future.result)
+        told(lambda: concurrent.futures.wait([future], timeout=20).done.pop().result())
+        told(lambda: next(concurrent.futures.as_completed([future])).result())
+        told(lambda: asyncio.run(awaited(future)))
+        assert future.done() and isinstance(future.exception(), RuntimeError)
+        assert not future.cancel()
+    assert handle.staged.result() is None
+    late = []
+    handle.durable.add_done_callback(late.append)
+    assert late == [handle.durable]
+
+with CheckpointManager(sys.argv[1], CheckpointConfig(async_save=True), fs=Slow()) as manager:
+    handle, unstaged = manager.save(1, {"w": np.ones(4)}), SaveHandle()
+    handle.durable.add_done_callback(called.append)
+    saving.wait(20)
+    waiting = threading.Thread(target=handle.durable.result)
+    waiting.start()
+    held = threading.Event()
+    def hold():  # as a thread that asks right now
+        with unstaged.durable._condition:
+            held.set()
+            go_on.wait(20)
+    holding = threading.Thread(target=hold)
+    holding.start()
+    held.wait(20)
+    in_child(ask_the_futures)
+    go_on.set()
+    assert handle.durable.result(20).step == 1
+    waiting.join()
+    holding.join()
+    assert called == [handle.durable]
+    assert not unstaged.durable.done()
+"""
+)
+
+
+def test_future_of_a_save_fails_in_a_child_that_was_forked_meanwhile(tmp_path: Path) -> None:
+    done = run_program(ASKING, tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
