@@ -43,7 +43,7 @@ class Staged(Protocol):
         ...
 
     def release(self) -> None:
-        """Give the memory back."""
+        """Give the memory back. Calling it again is fine."""
         ...
 
 
@@ -124,19 +124,22 @@ class BackgroundSaver:
             self.check()
             staging = time.perf_counter()
             staged = stage()
-            now = time.perf_counter()
-            if handle_of is None:
-                handle = SaveHandle()
-                handle.stats.stage_s = now - staging
-                handle.staged.set_result(None)
-            else:
-                handle = handle_of(staged)
-            handle.stats.staged_bytes = staged.size_bytes
-            handle.stats.blocked_s = (
-                now - started
-            )  # all but what follows; it may be noted before this returns
-            work = partial(finish, staged, handle.stats)
-            self._enqueue(_Job(handle=handle, staged=staged, finish=work, submitted_at=now))
+            try:
+                now = time.perf_counter()
+                if handle_of is None:
+                    handle = SaveHandle()
+                    handle.stats.stage_s = now - staging
+                    handle.staged.set_result(None)
+                else:
+                    handle = handle_of(staged)
+                handle.stats.staged_bytes = staged.size_bytes
+                # All but what follows; it may be noted before this returns.
+                handle.stats.blocked_s = now - started
+                work = partial(finish, staged, handle.stats)
+                self._enqueue(_Job(handle=handle, staged=staged, finish=work, submitted_at=now))
+            except BaseException:
+                self._give_up(staged)
+                raise
             handle.stats.blocked_s = time.perf_counter() - started
         return handle
 
@@ -221,6 +224,14 @@ class BackgroundSaver:
                 )
             )
 
+    def _give_up(self, staged: Staged) -> None:
+        """Release what was to be saved, unless it is: after Ctrl-C nobody knows how far it came."""
+        with self._changed:
+            jobs = (self._running, self._next)
+            is_saved = any(job is not None and job.staged is staged for job in jobs)
+        if not is_saved:
+            _release(staged)
+
     def _enqueue(self, job: _Job) -> None:
         self._supersede()  # `on_error` may have asked for a save meanwhile
         with self._changed:
@@ -240,7 +251,6 @@ class BackgroundSaver:
         ):  # after Ctrl-C the thread may be there all the same; it finds nothing to do
             self._running = None
             self._changed.notify_all()
-            _release(job.staged)
             raise
 
     def _work(self) -> None:

@@ -127,6 +127,8 @@ class SaveEngine:
         self._background = BackgroundSaver(back_pressure=back_pressure, on_error=on_error)
         self._pool: StagingPool | None = None
         self._worker = WorkerClient()
+        # Reentrant: the handler of a signal may save, too.
+        self._saving_now = threading.RLock()
         self._free_pool: Callable[[], object] = _nothing
         self._updates = Updates() if has_zero_stall else None
         _engines.add(self)
@@ -216,9 +218,8 @@ class SaveEngine:
         """Whether a save is in flight."""
         return self._background.is_busy
 
-    @staticmethod
     def _run_now(
-        items: Sequence[Item], save: Save, watch: SaveWatch, *, publish: Publish = save_items
+        self, items: Sequence[Item], save: Save, watch: SaveWatch, *, publish: Publish = save_items
     ) -> SaveHandle:
         started = time.perf_counter()
         handle = SaveHandle()
@@ -231,7 +232,9 @@ class SaveEngine:
         if not isinstance(publish, Refusal):
             publish = _measured(publish, stats)
         settle(items, accelerators())
-        checkpoint = save(items, publish)
+        with self._saving_now:  # another thread would choose the same name
+            stats.queue_s = time.perf_counter() - started
+            checkpoint = save(items, publish)
         note_blocked()
         handle.staged.set_result(None)
         handle.durable.set_result(checkpoint)
@@ -329,6 +332,7 @@ class SaveEngine:
 
     def forget_parent(self) -> None:
         """Leave the staging memory to the parent, which may be saving from it; for a forked child."""
+        self._saving_now = threading.RLock()
         if isinstance(self._free_pool, weakref.finalize):
             self._free_pool.detach()
         if self._pool is not None:

@@ -41,6 +41,7 @@ from ckptmgr.loop_values import (
 from ckptmgr.naming import check_directory, check_prefix
 from ckptmgr.observe import Observer, Observers, about
 from ckptmgr.parallel.coordinator import Coordinator
+from ckptmgr.parallel.joint_policy import for_all_ranks
 from ckptmgr.parallel.layout import ParallelLayout
 from ckptmgr.parallel.sharing import Balance
 from ckptmgr.parallel.team import team_for
@@ -48,6 +49,7 @@ from ckptmgr.resume import notes_of
 from ckptmgr.resuming import resume_state
 from ckptmgr.resumption import Resumption
 from ckptmgr.run_parts import RunParts
+from ckptmgr.run_past import UnsavedStep
 from ckptmgr.save_policy import SavePolicy, decide_at_end, decide_at_step
 from ckptmgr.series_saving import SavingSeries
 from ckptmgr.stored_state import as_held_here
@@ -109,16 +111,16 @@ class CheckpointManager(SavingSeries):
         if callable(check_prefix(prefix)):
             raise TypeError("the prefix of a CheckpointManager is a string")
         place, checked = check_directory(directory), check_config(config)
-        self._policy = save_policy if save_policy is not None else checked.save_policy()
         team = team_for(
             checked,
-            self._policy,
             coordinator=coordinator,
             timeout_s=rank_timeout_s,
             layout=layout,
             keep_redundancy=keep_redundancy,
             balance=balance,
         )
+        policy = save_policy if save_policy is not None else checked.save_policy()
+        self._policy = for_all_ranks(policy, coordinator, timeout_s=rank_timeout_s)
         parts = RunParts(
             config=checked,
             team=team,
@@ -187,7 +189,7 @@ class CheckpointManager(SavingSeries):
         Raises:
             BaseException: An earlier save failed in the background; it is raised once.
         """
-        self._past.unsaved = lambda: self.save(step, state, epoch=epoch, metrics=metrics, why="end")
+        self._past.unsaved = UnsavedStep(step, state, epoch, metrics)
         self._past.seen_step = step
         self._engine.check()
         if self._policy.is_active and not is_function(state):
@@ -278,4 +280,5 @@ class CheckpointManager(SavingSeries):
         unsaved, past.unsaved = past.unsaved, None
         last = past.progress.last
         if unsaved is not None and decide_at_end(self._policy, past.seen_step, last=last).is_due:
-            unsaved()
+            step, state, epoch, metrics = unsaved
+            self.save(step, state, epoch=epoch, metrics=metrics, why="end")

@@ -47,7 +47,8 @@ class NewFile:
         # the inode lock. posix_fallocate() is not used: where it is missing, glibc emulates it by writing every block.
         if size_bytes and _LIBC.fallocate(self._buffered, 0, 0, size_bytes) != 0:
             number = ctypes.get_errno()
-            if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            # A signal (EINTR; tmpfs gives everything back then) would come again where a profiler sends one every few ms.
+            if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EINTR):
                 raise OSError(number, os.strerror(number), str(self._path))
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:

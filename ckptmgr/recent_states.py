@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -63,7 +64,8 @@ class RecentStates:
         ledger: Ledger | None = None,
         most: int,
     ) -> None:
-        self._cache = SnapshotCache(config, clock, ledger=ledger)
+        self._new_cache = partial(SnapshotCache, config, clock, ledger=ledger)
+        self._cache = self._new_cache()
         self._most = most
         self._notes: dict[int, _Note] = {}
 
@@ -123,6 +125,7 @@ class RecentStates:
         self._notes = {held: note for held, note in self._notes.items() if held <= step}
 
     def close(self) -> None:
-        """Free the memory."""
+        """Free the memory; a state that is put afterwards starts anew."""
         self._cache.close()
+        self._cache = self._new_cache()
         self._notes.clear()

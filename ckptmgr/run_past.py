@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from ckptmgr.memory_config import MemoryConfig
 from ckptmgr.model import Checkpoint
@@ -13,6 +14,15 @@ from ckptmgr.progress import Progress
 from ckptmgr.recent_states import RecentStates
 from ckptmgr.save_policy import LastSave
 from ckptmgr.staging import Ledger
+
+
+class UnsavedStep(NamedTuple):
+    """A step that has ended, to be saved at the end; as values, because a function would keep its manager alive."""
+
+    step: int
+    state: object
+    epoch: int | None
+    metrics: Mapping[str, float] | None
 
 
 class RunPast:
@@ -28,7 +38,7 @@ class RunPast:
         progress: What is saved.
         recent: What is copied into memory.
         seen_step: The last step that was seen.
-        unsaved: Saves the last step that has ended, or None.
+        unsaved: The last step that has ended, or None.
         given_up: Checkpoints that a rollback went back behind.
     """
 
@@ -44,7 +54,7 @@ class RunPast:
         self.progress = Progress(LastSave(step=0, at=clock()))
         self.recent = RecentStates(memory, time.monotonic, ledger=ledger, most=snapshots)
         self.seen_step = 0
-        self.unsaved: Callable[[], object] | None = None
+        self.unsaved: UnsavedStep | None = None
         self.given_up: set[Path] = set()
 
     def saw(self, step: int) -> None:

@@ -103,9 +103,10 @@ class SeriesWriter:
 
     def forget_parent(self) -> None:
         """Have locks of its own; in a forked child, where threads may hold them that are not there."""
-        self._opening = threading.Lock()
+        # Reentrant: the handler of a signal may save, in the middle of a save.
+        self._opening = threading.RLock()
         # Held while retention removes what it has decided to, and while something is pinned.
-        self.changing = threading.Lock()
+        self.changing = threading.RLock()
 
     @property
     def is_first(self) -> bool:

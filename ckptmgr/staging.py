@@ -148,7 +148,11 @@ class StagingPool:
         except BaseException:
             self._leave()
             raise
-        return StagedState(items, lot, wipe=self._config.wipe, give_back=self._give_back)
+        try:
+            return StagedState(items, lot, wipe=self._config.wipe, give_back=self._give_back)
+        except BaseException:
+            self._give_back(lot)
+            raise
 
     def descriptors(self) -> list[int]:
         """Return the descriptors of all slabs there are; only of a shared pool."""

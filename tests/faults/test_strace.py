@@ -102,6 +102,15 @@ def test_interrupted_and_short_writes_are_completed(tmp_path: Path) -> None:
 
 
 @strace
+def test_signal_while_space_is_reserved_costs_only_the_reservation(tmp_path: Path) -> None:
+    directory = tmp_path / "run"
+    saver = straced_save(directory, tmp_path / "log", "fallocate:error=EINTR", step=1)
+    assert saver.is_injected
+    assert saver.is_acknowledged
+    check_directory(directory, must={1}, may=set())
+
+
+@strace
 def test_lie_about_a_write_is_found_by_the_reader(tmp_path: Path) -> None:
     directory = tmp_path / "run"
     save_steps(directory, 1)

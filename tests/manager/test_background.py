@@ -503,3 +503,17 @@ def test_callback_of_a_finished_save_may_end_the_program() -> None:
     saves.saver.wait()
     with pytest.raises(SystemExit):
         handle.durable.add_done_callback(lambda _: sys.exit(3))
+
+
+def test_copy_is_given_back_when_ctrl_c_comes_between_the_copying_and_the_saving() -> None:
+    saves = Saves()
+
+    def interrupted(_: Copies) -> SaveHandle:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        saves.saver.submit(
+            saves.copies.stage, lambda _, stats: checkpoint(1), handle_of=interrupted
+        )
+    assert (saves.copies.live, saves.saver.is_busy) == (0, False)
+    assert saves.submitted(2).wait(TIMEOUT_S).step == 2

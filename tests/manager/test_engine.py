@@ -17,6 +17,7 @@ import pytest
 from ckptmgr.config import CheckpointConfig
 from ckptmgr.engine import Mode, SaveEngine, mode_of
 from ckptmgr.errors import StagingExhausted, StoreLocked
+from ckptmgr.events import Event
 from ckptmgr.formats.tensor import Item, tensor_from_array
 from ckptmgr.manager import CheckpointManager
 from ckptmgr.memory_config import MIB, MemoryConfig
@@ -318,3 +319,60 @@ def test_encrypted_state_is_never_spilled_as_plaintext(
         manager.save(1, {"w": np.zeros(1 << 20)})
     assert not (tmp_path / "spill").exists()
     assert "do not spill" in caplog.text
+
+
+@everywhere
+def test_saves_of_two_threads_are_all_kept_and_follow_each_other(tmp_path: Path, mode: str) -> None:
+    steps = 6
+    config = CheckpointConfig(async_save=False if mode == "sync" else mode, keep="last(99)")
+    with CheckpointManager(tmp_path, config) as manager:
+        together = threading.Barrier(2)
+
+        def save_all(value: float) -> None:
+            together.wait(TIMEOUT_S)
+            for step in range(steps):
+                manager.save(step, state_of(value))
+
+        threads = [threading.Thread(target=save_all, args=(value,)) for value in (1.0, 2.0)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(TIMEOUT_S)
+        manager.wait()
+        saved = manager.checkpoints()
+    assert sorted(c.step for c in saved) == sorted([*range(steps)] * 2)
+    assert sorted(c.sequence for c in saved) == [*range(1, 2 * steps + 1)]
+
+
+def test_save_in_the_middle_of_the_retention_of_another_is_no_deadlock(tmp_path: Path) -> None:
+    """As from the handler of a signal; an observer stands for it, which is called in the middle of a save, too."""
+    handled: list[str] = []
+
+    def handle(event: Event) -> None:
+        if event.name == "save.durable" and event.step == 3 and not handled:
+            handled.append(event.name)
+            with manager._writer.changing:  # as while files are removed
+                manager.save(4, state_of(4.0))
+
+    config = CheckpointConfig(keep="last(1)")
+    with CheckpointManager(tmp_path, config, observe=handle) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state_of(float(step)))
+        assert handled == ["save.durable"]
+        assert [c.step for c in manager.checkpoints()][-1] == 4
+
+
+@everywhere
+def test_manager_that_is_dropped_lets_its_state_go_at_once(tmp_path: Path, mode: str) -> None:
+    weights = np.zeros(9)
+    state, array = {"w": weights}, weakref.ref(weights)
+    config = CheckpointConfig(async_save=False if mode == "sync" else mode)
+    manager = CheckpointManager(tmp_path, config)
+    manager.step_end(1, state)
+    manager.wait()
+    gc.disable()
+    try:
+        del weights, state, manager
+        assert array() is None
+    finally:
+        gc.enable()

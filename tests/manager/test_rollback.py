@@ -412,3 +412,12 @@ def test_snapshot_of_an_encrypted_run_is_never_spilled_as_plaintext(
         assert not manager.snapshot(1, fresh())
     assert not spill.exists()
     assert "snapshots do not spill" in caplog.text
+
+
+def test_step_after_close_is_copied_into_memory_again(tmp_path: Path) -> None:
+    with manager_with(tmp_path) as manager:
+        manager.step_end(1, fresh())
+        manager.close()
+        assert manager._past.recent.steps == []
+        manager.step_end(2, fresh())
+        assert manager._past.recent.steps == [2]

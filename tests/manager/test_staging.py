@@ -405,3 +405,29 @@ def test_stage_from_several_threads_keeps_states_apart() -> None:
         for thread in threads:
             thread.join()
     assert failures == []
+
+
+class Interrupted(list[Item]):
+    """A list during whose n-th reading Ctrl-C is pressed."""
+
+    def __init__(self, items: list[Item], reading: int) -> None:
+        super().__init__(items)
+        self.left = reading
+
+    def __iter__(self) -> Iterator[Item]:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+        return super().__iter__()
+
+
+@pytest.mark.parametrize("reading", [1, 2, 3, 4])
+def test_ctrl_c_while_a_state_is_staged_leaves_all_memory_for_the_next(reading: int) -> None:
+    with StagingPool() as pool:
+        items: list[Item] = [tensor_from_array("a", np.ones(9))]
+        with pytest.raises(KeyboardInterrupt):
+            pool.stage(Interrupted(items, reading))
+        two = [pool.stage(items) for _ in range(2)]  # the most that may be staged
+        assert pool.usage.allocations <= 2
+        for state in two:
+            state.release()
