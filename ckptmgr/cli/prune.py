@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,8 +17,8 @@ from ckptmgr.errors import CheckpointNotFound, UnsafePrune
 
 if TYPE_CHECKING:
     from ckptmgr.cli.prune_plan import Shown
-    from ckptmgr.crypto.keyring import Keys
     from ckptmgr.pruning import Outcome, Proposal
+    from ckptmgr.retention_rules import RetentionPolicy
     from ckptmgr.store import Store
 
 
@@ -68,7 +68,9 @@ def prune_command(
     stays is verified first, with --key its header, too. What goes lies in .ckptmgr-trash for the grace time and is
     removed by the next prune after it; until then --undo brings the last batch back.
     """
+    from ckptmgr.cli.policy import load_policy
     from ckptmgr.cli.prune_plan import Shown
+    from ckptmgr.pruning import propose
 
     key = options.load_key(key_sources)
     store = options.open_store(directory, key=key, allow_unsealed=allow_unsealed)
@@ -79,11 +81,12 @@ def prune_command(
         if keep is not None or check or at_once:
             raise UsageProblem("--undo stands alone", hint="drop --keep, --check and --now")
         return _undo(store, output, is_dry=dry_run)
-    session = ctx.ensure_object(Session)
+    policy = load_policy(keep, store.directory)
+    now, life = ctx.ensure_object(Session).now(), _duration(grace)
+    if not (dry_run or check or yes):
+        _check_that_somebody_can_agree(store, policy, series=series, now=now)
     with output.progress("the newest", 0):
-        proposal = _propose(
-            store, keep, series=series, grace=_duration(grace), session=session, key=key
-        )
+        proposal = propose(store, policy, now=now, series=series, grace=life, key=key)
     shown = Shown(output=output, directory=directory, series=series, verbose=verbose)
     if dry_run or check:
         shown.plan(proposal)
@@ -100,22 +103,6 @@ def prune_command(
     return _act(store, proposal, shown, at_once=at_once)
 
 
-def _propose(
-    store: Store,
-    keep: str | None,
-    *,
-    series: str | None,
-    grace: timedelta,
-    session: Session,
-    key: Keys | None,
-) -> Proposal:
-    from ckptmgr.cli.policy import load_policy
-    from ckptmgr.pruning import propose
-
-    policy = load_policy(keep, store.directory)
-    return propose(store, policy, now=session.now(), series=series, grace=grace, key=key)
-
-
 def _duration(text: str) -> timedelta:
     from ckptmgr.policy_text import parse_duration
 
@@ -125,6 +112,28 @@ def _duration(text: str) -> timedelta:
     return value
 
 
+def _check_that_somebody_can_agree(
+    store: Store, policy: RetentionPolicy, *, series: str | None, now: datetime
+) -> None:
+    """Raise UnsafePrune if anything would go and nobody can be asked; the newest, which may be large, is not read for that."""
+    from ckptmgr.cli.select import listed
+    from ckptmgr.retention import plan
+
+    if sys.stdin.isatty():
+        return
+    found = listed(store, series=series)
+    for name in {c.series for c in found}:
+        if plan([c for c in found if c.series == name], policy, now).dropped:
+            raise _nobody_to_ask()
+
+
+def _nobody_to_ask() -> UnsafePrune:
+    return UnsafePrune(
+        "nobody can be asked here, so nothing was changed",
+        hint="look at the plan (--dry-run), then pass --yes",
+    )
+
+
 def _agreed(proposal: Proposal, *, at_once: bool) -> bool:
     """Ask the person at the terminal.
 
@@ -132,10 +141,7 @@ def _agreed(proposal: Proposal, *, at_once: bool) -> bool:
         UnsafePrune: There is none.
     """
     if not sys.stdin.isatty():
-        raise UnsafePrune(
-            "nobody can be asked here, so nothing was changed",
-            hint="look at the plan (--dry-run), then pass --yes",
-        )
+        raise _nobody_to_ask()
     dropped = render.count(len(proposal.dropped), "checkpoint")
     what = f"Remove {dropped} for good?" if at_once else f"Move {dropped} to the trash?"
     return click.confirm(what if proposal.dropped else "Clean up?", err=True)

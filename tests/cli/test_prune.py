@@ -122,6 +122,16 @@ def test_nobody_to_ask_exits_13_and_changes_nothing(runs: Path) -> None:
     assert tree_of(runs) == before
 
 
+def test_nobody_to_ask_is_found_before_the_newest_is_read(tmp_path: Path) -> None:
+    # Whoever reads it finds the damage, keeps the other one, and has nothing to ask.
+    flip(save_run(tmp_path, [10, 20])[-1], 100)
+    result = run("prune", tmp_path, "--keep", "last(1)")
+    assert (result.exit_code, result.stdout) == (13, "")
+    assert "nobody can be asked" in result.stderr
+    assert run("prune", tmp_path, "--keep", "last(1)", "--yes").exit_code == 0
+    assert steps(tmp_path) == [10, 20]
+
+
 def test_yes_moves_to_the_trash_and_undo_brings_back(runs: Path) -> None:
     before = {name: state[0] for name, state in tree_of(runs).items()}
     result = run("prune", runs, "--keep", KEEP, "--yes")
