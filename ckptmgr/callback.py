@@ -27,6 +27,7 @@ from ckptmgr.leaves import named_tensors
 from ckptmgr.model import Checkpoint
 from ckptmgr.observe import Observer, Observers, SaveWatch, about
 from ckptmgr.parallel.coordinator import Coordinator
+from ckptmgr.parallel.joint_policy import for_all_ranks
 from ckptmgr.parallel.layout import ParallelLayout
 from ckptmgr.parallel.sharing import Balance
 from ckptmgr.parallel.slicer import tensor_specs
@@ -92,17 +93,18 @@ class ModelCheckpoint(TrainingHooks):
         super().__init__()
         given = GivenNames.checked(prefix, directory)
         self._config = check_config(config)
-        self._policy = self._config.save_policy()
         self._observers = Observers(observe)
         self._clock = clock
         self._team = team_for(
             self._config,
-            self._policy,
             coordinator=coordinator,
             timeout_s=rank_timeout_s,
             layout=layout,
             keep_redundancy=keep_redundancy,
             balance=balance,
+        )
+        self._policy = for_all_ranks(
+            self._config.save_policy(), coordinator, timeout_s=rank_timeout_s
         )
         if self._team.is_many:
             tensor_specs(named_tensors(self._config.append_dict or {}))

@@ -13,7 +13,6 @@ from ckptmgr.parallel.rank_writer import DEFAULT_TIMEOUT_S
 from ckptmgr.parallel.sharing import Balance, Sharing
 from ckptmgr.parallel.slicer import LayoutSlicer
 from ckptmgr.save_failure import parse_on_error
-from ckptmgr.save_policy import AnyOf, EverySeconds, Overhead, SavePolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +43,6 @@ ALONE = Team()
 
 def team_for(
     config: CheckpointConfig,
-    policy: SavePolicy,
     *,
     coordinator: Coordinator | None,
     timeout_s: float,
@@ -56,7 +54,6 @@ def team_for(
 
     Args:
         config: What is asked for.
-        policy: When they save.
         coordinator: The ranks; None for one process.
         timeout_s: As for `Team`.
         layout: Name of a tensor to how it is cut over the ranks.
@@ -67,7 +64,7 @@ def team_for(
         ValueError: The ranks would save at different steps; or it is said how they share, and they do not.
     """
     if coordinator is not None:
-        check_ranks_agree(config, policy)
+        check_ranks_agree(config)
     return Team(
         coordinator=coordinator,
         timeout_s=timeout_s,
@@ -96,7 +93,7 @@ def _slicer(
     return LayoutSlicer(coordinator.rank, layout)
 
 
-def check_ranks_agree(config: CheckpointConfig, policy: SavePolicy) -> None:
+def check_ranks_agree(config: CheckpointConfig) -> None:
     """Check that all ranks will save at the same steps, and can.
 
     Raises:
@@ -111,14 +108,3 @@ def check_ranks_agree(config: CheckpointConfig, policy: SavePolicy) -> None:
             "on_error with a coordinator: ranks that hear of a failed save at different steps, and go on, save at different "
             "steps from then on; use 'raise' or 'retry(n)'"
         )
-    if _is_by_time(policy):
-        raise ValueError(
-            "saving by time with a coordinator: the clocks of the ranks differ, so they would save at different steps; "
-            "use save_checkpoint_steps"
-        )
-
-
-def _is_by_time(policy: SavePolicy) -> bool:
-    if isinstance(policy, AnyOf):
-        return any(_is_by_time(one) for one in policy.policies)
-    return isinstance(policy, (EverySeconds, Overhead))

@@ -460,7 +460,7 @@ def test_ranks_with_different_prefixes_are_told_so_at_once() -> None:
     ("config", "text"),
     [
         ({"async_save": True, "back_pressure": "skip"}, "use 'wait'"),
-        ({"save_checkpoint_steps": 0, "save_checkpoint_seconds": 9}, "use save_checkpoint_steps"),
+        ({"async_save": True, "on_error": "warn"}, "use 'raise' or 'retry"),
     ],
 )
 def test_what_ranks_cannot_agree_on_is_refused(config: dict[str, Any], text: str) -> None:
@@ -468,6 +468,40 @@ def test_what_ranks_cannot_agree_on_is_refused(config: dict[str, Any], text: str
     job.meeting = Meeting(1)
     with pytest.raises(ValueError, match=text):
         job.callback(0, **config)
+
+
+def test_ranks_whose_clocks_differ_save_by_time_at_the_same_steps() -> None:
+    @dataclass
+    class Ticking(Clock):
+        tick_s: float = 1.0
+
+        def __call__(self) -> float:
+            self.now += self.tick_s
+            return self.now
+
+    job = Job()
+    job.meeting = Meeting(WORLD)
+    config = CheckpointConfig(
+        save_checkpoint_steps=0, save_checkpoint_seconds=10, keep_checkpoint_max=99
+    )
+
+    def one(rank: int) -> str:
+        with ModelCheckpoint(
+            "net",
+            str(RUNS),
+            config,
+            coordinator=Seat(job.meeting, rank),
+            clock=Ticking(now=1000.0 * rank, tick_s=1.0 + 9.0 * rank),
+            fs=job.disk,
+            processes=ModelProcesses(job.disk),
+        ) as callback:
+            loop_of(callback, rank).run(20)
+            return Path(callback.latest_ckpt_file_name).name
+
+    for outcome in run_ranks(job.meeting, one):
+        assert outcome.must() == "net-7_2.shards"  # the twentieth step
+    assert set(job.saved().values()) == {OK}
+    assert 3 <= len(job.saved()) <= 10
 
 
 @pytest.mark.parametrize("names", [{"prefix": str}, {"directory": str}])

@@ -21,7 +21,6 @@ from ckptmgr.model import State
 from ckptmgr.observe import Event, Observer
 from ckptmgr.parallel.coordinator import Json, RanksMissing, RanksOutOfStep
 from ckptmgr.parallel.rank_errors import RankFailed, ResumeFailed
-from ckptmgr.save_policy import AnyOf, EverySteps, Overhead
 from ckptmgr.store import Store
 from ckptmgr.temp_names import temp_name
 from ckptmgr.tree_nodes import StateMismatch
@@ -264,20 +263,11 @@ def test_checkpoint_of_many_ranks_is_not_resumed_by_one() -> None:
         ({"async_save": True, "back_pressure": "skip"}, "use 'wait'"),
         ({"async_save": True, "on_error": "warn"}, "use 'raise' or 'retry"),
         ({"async_save": True, "on_error": print}, "use 'raise' or 'retry"),
-        ({"save_checkpoint_steps": 0, "save_checkpoint_seconds": 9}, "use save_checkpoint_steps"),
     ],
 )
 def test_what_ranks_cannot_agree_on_is_refused(config: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         manager(ModelDisk(), Meeting(), 0, **config)
-
-
-def test_policy_that_has_the_time_in_a_part_of_it_is_refused() -> None:
-    policy = AnyOf((EverySteps(10), AnyOf((Overhead(0.1),))))
-    with pytest.raises(ValueError, match="use save_checkpoint_steps"):
-        CheckpointManager(RUNS, save_policy=policy, coordinator=Seat(Meeting(1), 0))
-    steps = AnyOf((EverySteps(10), EverySteps(15)))
-    CheckpointManager(RUNS, save_policy=steps, coordinator=Seat(Meeting(1), 0)).close()
 
 
 def weights(found: Resumption) -> list[float]:
