@@ -13,7 +13,7 @@ from tools.bench.contestant import Background, Flight
 from tools.bench.figures import Figures
 from tools.bench.loops import lost_share, new_step
 from tools.bench.options import SECTIONS, parse
-from tools.bench.raw_disk import RawDisk
+from tools.bench.sections import FLOORS
 from tools.bench.session import Pace, Session
 from tools.bench.team import Failed, Setup, Team
 from tools.bench.workload import Workload, new_state, size_of, tiny
@@ -34,7 +34,16 @@ def test_bench_measures_sections_and_writes_it_down(tmp_path: Path) -> None:
     assert {one["target"] for one in result["targets"]} == {
         f"T{number}" for number in (1, 5, 6, 7, 10, 11, 12, 13, 14)
     }
-    assert "| T11 | " in (output / "tables.md").read_text()
+    assert {one["what"] for one in result["figures"] if one["mode"] == "limit"} == {
+        "save",
+        "load",
+        *FLOORS,
+    }
+    assert {one["who"] for one in result["figures"] if one["section"] == "background"} == {
+        "one memcpy",
+        "ckptmgr",
+    }
+    assert " s/GiB, residuals " in (output / "tables.md").read_text()
     assert [path.name for path in tmp_path.iterdir()] == ["output"]
 
 
@@ -119,17 +128,6 @@ def test_team_failure_of_ours_is_raised_with_its_reason(tmp_path: Path) -> None:
         player = next(one for one in team.players("contestants") if one.mode == "ckpt")
         with pytest.raises(Failed, match="does not exist"):
             player.ask("act", tmp_path / "absent.ckpt", what="load")
-
-
-def test_raw_disk_tuned_writes_and_reads_what_was_asked(tmp_path: Path) -> None:
-    disk = RawDisk()
-    rests: list[int] = []
-    disk.tune(tmp_path / "tune.raw", 1 << 20, lambda: rests.append(1))
-    assert list(tmp_path.iterdir()) == []
-    assert len(rests) == 18
-    disk.write(tmp_path / "file.raw", 5 << 20)
-    disk.read(tmp_path / "file.raw")
-    assert (tmp_path / "file.raw").stat().st_size == 8 << 20
 
 
 @pytest.mark.parametrize("workload", [Workload(size_bytes=3_000_000), tiny(30)])

@@ -7,7 +7,7 @@ import pytest
 
 from tools.bench.figures import Figures, Subject
 from tools.bench.memory import MIB, Peak
-from tools.bench.scale import curves, seconds_per_byte, seconds_per_tensor
+from tools.bench.scale import curves, line_over_bytes, seconds_per_tensor
 from tools.bench.tables import report
 from tools.bench.targets import Verdict, verdicts
 
@@ -69,6 +69,31 @@ def test_verdict_sm4_asks_more_of_the_accelerator(sm4: str, is_met: bool) -> Non
     assert one.is_met is is_met
 
 
+def test_verdict_load_is_asked_a_share_of_raw_and_states_that_of_raw_into_new_memory() -> None:
+    figures = _figures(
+        ("files", "raw O_DIRECT", "limit", "load", [0.3]),
+        ("files", "raw O_DIRECT", "limit", "load new", [0.9]),
+        ("files", "ckptmgr", "ckpt", "load", [1.2]),
+    )
+    assert _of(verdicts(figures, [], {}), "T5") == [
+        ("load ckpt, of raw", pytest.approx(0.25), False),
+        ("load ckpt, of raw into new memory", pytest.approx(0.75), None),
+    ]
+
+
+def test_verdict_verify_is_asked_a_share_of_raw_and_states_that_of_raw_with_digests() -> None:
+    figures = _figures(
+        ("files", "raw O_DIRECT", "limit", "load", [0.3]),
+        ("files", "raw O_DIRECT", "limit", "load digested", [0.4]),
+        ("files", "ckptmgr", "ckpt", "load", [1.2]),
+        ("files", "ckptmgr", "ckpt", "verify", [0.5]),
+    )
+    assert _of(verdicts(figures, [], {}), "T6") == [
+        ("verify ckpt, of raw", pytest.approx(0.6), False),
+        ("verify ckpt, of raw with BLAKE3", pytest.approx(0.8), None),
+    ]
+
+
 def test_verdict_blocked_time_is_counted_in_copies() -> None:
     figures = _figures(
         ("background", "one memcpy", "unit", "blocked", [0.1]),
@@ -84,6 +109,17 @@ def test_verdict_python_loop_beside_a_thread_is_only_stated() -> None:
     figures = _figures(("loops", "ckptmgr", "thread", "lost python", [0.5]))
     assert _of(verdicts(figures, [], {}), "T8") == [
         ("steps lost by a python loop, thread", 50.0, None)
+    ]
+
+
+def test_verdict_steps_lost_beside_raw_writes_are_only_stated() -> None:
+    figures = _figures(
+        ("loops", "raw O_DIRECT", "limit", "lost numpy", [0.035]),
+        ("loops", "ckptmgr", "process", "lost numpy", [0.028]),
+    )
+    assert _of(verdicts(figures, [], {}), "T8") == [
+        ("steps lost by a numpy loop, process", pytest.approx(2.8), True),
+        ("steps lost by a numpy loop, raw writes", pytest.approx(3.5), None),
     ]
 
 
@@ -103,15 +139,34 @@ def test_verdict_small_tensors_costs_the_slope_between_the_two_largest_numbers()
     assert is_met is False
 
 
-def test_verdict_scale_is_the_ratio_of_slopes() -> None:
+def test_verdict_scale_is_the_ratio_of_slopes_and_shows_both_and_how_straight_they_are() -> None:
     figures = Figures()
-    for size_bytes in (1 << 20, 2 << 20, 4 << 20):
-        for who, mode, factor in (("raw O_DIRECT", "limit", 1.0), ("ckptmgr", "ckpt", 1.05)):
-            subject = _subject("sizes", who, mode, "save", size_bytes=size_bytes)
-            figures.add(subject, 0.3 + factor * size_bytes)
-    ((_, value, is_met),) = _of(verdicts(figures, [], {}), "T11")
-    assert value == pytest.approx(1.05)
-    assert is_met is True
+    for gib, off_s in ((1, 0.0), (2, 0.3), (3, 0.0)):
+        for who, mode, factor in (("raw O_DIRECT", "limit", 0.5), ("ckptmgr", "ckpt", 0.525)):
+            subject = _subject("sizes", who, mode, "save", size_bytes=gib << 30)
+            figures.add(subject, 0.3 + factor * gib + (off_s if who == "ckptmgr" else 0))
+    (verdict,) = verdicts(figures, [], {})
+    assert verdict.value == pytest.approx(1.05)
+    assert verdict.is_met is True
+    assert verdict.detail == "0.525 against 0.500 s/GiB, residuals 0.141 and 0.000 s"
+    assert f"| 1.05x ({verdict.detail}) | met |" in report(figures, [verdict], [], {})
+
+
+def test_verdict_scale_of_loads_states_the_slope_of_raw_into_new_memory() -> None:
+    figures = Figures()
+    for gib in (1, 2):
+        for who, mode, what, factor in (
+            ("raw O_DIRECT", "limit", "load", 0.3),
+            ("raw O_DIRECT", "limit", "load new", 0.8),
+            ("ckptmgr", "ckpt", "load", 1.2),
+        ):
+            figures.add(_subject("sizes", who, mode, what, size_bytes=gib << 30), factor * gib)
+    assert _of(verdicts(figures, [], {}), "T11") == [
+        ("load ckpt, slope over bytes, of raw's", pytest.approx(4.0), False),
+        ("load ckpt, slope over bytes, of that of raw into new memory", pytest.approx(1.5), None),
+    ]
+    table = report(figures, [], [], {})
+    assert "| raw O_DIRECT, into new memory | limit | 0.800 | 1.600 |" in table
 
 
 def test_verdict_lazy_read_is_asked_of_the_container_and_stated_of_others() -> None:
@@ -150,7 +205,7 @@ def test_verdict_plan_has_two_seconds(seconds: float, is_met: bool) -> None:
 def test_slopes_of_a_single_point_are_none() -> None:
     figures = _figures(("sizes", "ckptmgr", "ckpt", "save", [1.0]))
     (curve,) = curves(figures, "sizes", "save").values()
-    assert seconds_per_byte(curve) is None
+    assert line_over_bytes(curve) is None
     assert seconds_per_tensor(curve) is None
 
 
@@ -164,3 +219,22 @@ def test_report_compares_a_peer_with_raw_and_with_ours_of_its_mode() -> None:
     assert "| encrypted | tensorizer | 5.000 | 0.20 | 2.5x |" in text
     assert "| container-gcm | ckptmgr | 2.000 | 0.50 |  |" in text
     assert text.endswith("* Left out: jax: not installed")
+
+
+def test_report_shows_beside_loads_and_checks_what_the_disk_does_with_their_work() -> None:
+    figures = _figures(
+        ("files", "raw O_DIRECT", "limit", "load", [0.3]),
+        ("files", "raw O_DIRECT", "limit", "load new", [0.6]),
+        ("files", "raw O_DIRECT", "limit", "touch", [0.5]),
+        ("files", "raw O_DIRECT", "limit", "load digested", [0.4]),
+        ("files", "raw O_DIRECT", "limit", "load busy", [0.75]),
+        ("files", "ckptmgr", "ckpt", "load", [0.6]),
+        ("files", "ckptmgr", "ckpt", "verify", [0.5]),
+    )
+    loads, checks = report(figures, [], [], {}).split("## Files: verify")
+    for table in (loads, checks):
+        assert "| limit | raw O_DIRECT | 0.300 |  |  |" in table
+        assert "| limit | raw O_DIRECT beside a busy processor | 0.750 | 0.40 |  |" in table
+        assert "| limit | raw O_DIRECT, with BLAKE3 | 0.400 | 0.75 |  |" in table
+    assert "| limit | raw O_DIRECT, into new memory | 0.600 | 0.50 |  |" in loads
+    assert "| limit | new memory alone, touched | 0.500 | 0.60 |  |" in loads

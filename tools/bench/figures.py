@@ -19,7 +19,7 @@ class Subject:
             `compression`, `ranks`.
         who: Contestant.
         mode: Its mode.
-        what: `save`, `load`, `blocked` ... in seconds; `lost python` ... and `ratio` as a share.
+        what: `save`, `load`, `load new`, `blocked` ... in seconds; `lost python` ... and `ratio` as a share.
         size_bytes: Of the model.
         tensors: How many it has.
     """

@@ -2,6 +2,7 @@
 """The limit of the disk: direct I/O and nothing else, with the number and size of requests that is fastest here.
 
 A virtual disk depends on how much memory its requests cover, in either direction, so that the best loop is searched once.
+Who has to find the memory, or looks at what was read, cannot be as fast; what that costs at least is measured, too.
 """
 
 from __future__ import annotations
@@ -12,11 +13,16 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from blake3 import blake3
+
 from ckptmgr.crypto.pages import new_pages
+from tools.bench.contestant import PAGE_BYTES
 from tools.bench.disk import remove, sync
 
 MIB = 1 << 20
@@ -40,6 +46,10 @@ _SHAPES = [
     Shape(threads=threads, chunk_bytes=chunk)
     for threads, chunk in itertools.product(_THREADS, _CHUNKS_BYTES)
 ]
+
+
+# Whoever finds memory or digests has no request in flight meanwhile: with two of them a disk would wait.
+_WITH_WORK = Shape(threads=4, chunk_bytes=4 * MIB)
 
 
 class RawDisk:
@@ -69,7 +79,7 @@ class RawDisk:
 
     def write(self, path: Path, size_bytes: int) -> None:
         """Write a file of `size_bytes`, rounded up to 4 MiB, durably."""
-        size_bytes = -(-size_bytes // _LARGEST_BYTES) * _LARGEST_BYTES
+        size_bytes = _whole(size_bytes)
         with _open_direct(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY) as descriptor:
             os.posix_fallocate(descriptor, 0, size_bytes)
             self._in_parallel(
@@ -89,12 +99,45 @@ class RawDisk:
                 lambda buffer, offset: os.preadv(descriptor, [buffer], offset),
             )
 
+    def read_digested(self, path: Path) -> None:
+        """Read it and digest every piece with BLAKE3; keep neither."""
+        with _open_direct(path, os.O_RDONLY) as descriptor:
+
+            def transfer(buffer: memoryview, offset: int) -> int:
+                done = os.preadv(descriptor, [buffer], offset)
+                blake3(buffer).digest()
+                return done
+
+            self._in_parallel(_WITH_WORK, os.fstat(descriptor).st_size, transfer)
+
+    def read_new(self, path: Path) -> None:
+        """Read it into memory of its size that was never touched."""
+        with _open_direct(path, os.O_RDONLY) as descriptor:
+            size_bytes = os.fstat(descriptor).st_size
+            memory = new_pages(size_bytes)
+            self._in_parallel(
+                _WITH_WORK,
+                size_bytes,
+                lambda buffer, offset: os.preadv(
+                    descriptor, [memory[offset : offset + len(buffer)]], offset
+                ),
+            )
+
+    def touch_new(self, size_bytes: int) -> None:
+        """Touch every page of as much new memory, and read nothing."""
+        memory = np.frombuffer(new_pages(_whole(size_bytes)), np.uint8)
+
+        def transfer(buffer: memoryview, offset: int) -> int:
+            memory[offset : offset + len(buffer) : PAGE_BYTES] = 1
+            return len(buffer)
+
+        self._in_parallel(_WITH_WORK, memory.size, transfer)
+
     def _in_parallel(
         self, shape: Shape, size_bytes: int, transfer: Callable[[memoryview, int], int]
     ) -> None:
         offsets = iter(range(0, size_bytes, shape.chunk_bytes))
         lock = threading.Lock()
-        short: list[int] = []
 
         def work(buffer: memoryview) -> None:
             while True:
@@ -103,16 +146,16 @@ class RawDisk:
                 if offset is None:
                     return
                 if transfer(buffer, offset) != shape.chunk_bytes:
-                    short.append(offset)
+                    raise OSError(f"a transfer at {offset} was short")
 
         buffers = [buffer[: shape.chunk_bytes] for buffer in self._buffers[: shape.threads]]
-        threads = [threading.Thread(target=work, args=(buffer,)) for buffer in buffers]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if short:
-            raise OSError(f"a transfer at {short[0]} was short")
+        with ThreadPoolExecutor(shape.threads) as pool:
+            for done in [pool.submit(work, buffer) for buffer in buffers]:
+                done.result()
+
+
+def _whole(size_bytes: int) -> int:
+    return -(-size_bytes // _LARGEST_BYTES) * _LARGEST_BYTES
 
 
 def _seconds(work: Callable[[], object], rest: Callable[[], object]) -> float:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -43,7 +43,10 @@ _OF_COUNTS = {
 
 
 def measure_sizes(setup: Setup, new_session: NewSession, sizes_bytes: Sequence[int]) -> None:
-    """Save and load ever larger models; peers take part up to 2 GiB, and what does not fit into memory is left out."""
+    """Save and load ever larger models; peers take part up to 2 GiB, and what does not fit into memory is left out.
+
+    Ours and the bare disk, which needs no model, take turns; the others follow one by one: there is one model in memory.
+    """
     for size_bytes in sizes_bytes:
         session = new_session("sizes", Workload(size_bytes=size_bytes))
         # The model, the arrays of a load, and room for the rest.
@@ -54,11 +57,10 @@ def measure_sizes(setup: Setup, new_session: NewSession, sizes_bytes: Sequence[i
             )
             continue
         is_small = size_bytes <= _PEERS_UNTIL_BYTES
-        _measure(
-            setup,
-            session,
-            {key: name for key, name in _OF_SIZES.items() if is_small or name in _ALWAYS},
-        )
+        peers = sorted(set(_OF_SIZES.values()) - set(_ALWAYS)) if is_small else []
+        for together in (_ALWAYS, *((peer,) for peer in peers)):
+            chosen = {key: name for key, name in _OF_SIZES.items() if name in together}
+            _measure(setup, session, chosen, reads=("load", "load new"))
 
 
 def measure_counts(setup: Setup, new_session: NewSession, counts: Sequence[int]) -> None:
@@ -66,21 +68,27 @@ def measure_counts(setup: Setup, new_session: NewSession, counts: Sequence[int])
     chosen = dict(_OF_COUNTS)
     for count in counts:
         session = new_session("counts", tiny(count))
-        _measure(setup, session, chosen)
+        _measure(setup, session, chosen, reads=("load",))
         for what in ("save", "load"):
             for figure in session.figures.find("counts", what):
                 if figure.median > _TOO_SLOW_S:
                     chosen.pop((figure.subject.who, figure.subject.mode), None)
 
 
-def _measure(setup: Setup, session: Session, chosen: Mapping[tuple[str, str], str]) -> None:
-    """Save and load with the contestants in `chosen`, each with its library."""
+def _measure(
+    setup: Setup,
+    session: Session,
+    chosen: Mapping[tuple[str, str], str],
+    *,
+    reads: Sequence[str],
+) -> None:
+    """Save and read with the contestants in `chosen`, each with its library."""
     libraries = [name for name in setup.libraries if name in chosen.values()]
     with Team(replace(setup, libraries=libraries), session.workload) as team:
         players = [
             player for player in team.players("contestants") if (player.who, player.mode) in chosen
         ]
-        measure_files(session, players, reads=("load",))
+        measure_files(session, players, reads=reads)
 
 
 def _available_bytes() -> int:
@@ -101,19 +109,35 @@ def curves(figures: Figures, section: str, what: str) -> dict[tuple[str, str], l
     }
 
 
-def seconds_per_byte(curve: Sequence[Figure]) -> float | None:
-    """Return the slope of seconds over bytes by least squares, or None for fewer than two sizes."""
-    return _slope([(figure.subject.size_bytes, figure.median) for figure in curve])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """The line that comes closest to some points, by least squares.
+
+    Attributes:
+        slope: Seconds for one more byte or tensor.
+        residual_s: How far the points lie from it: the root of the mean square.
+    """
+
+    slope: float
+    residual_s: float
+
+
+def line_over_bytes(curve: Sequence[Figure]) -> Line | None:
+    """Return the line of seconds over bytes, or None for fewer than two sizes."""
+    return _line([(figure.subject.size_bytes, figure.median) for figure in curve])
 
 
 def seconds_per_tensor(curve: Sequence[Figure]) -> float | None:
     """Return the slope of seconds over the number of tensors between the two largest, or None for fewer than two."""
     last = list(pairwise((figure.subject.tensors, figure.median) for figure in curve))[-1:]
-    return _slope(last[0]) if last else None
+    line = _line(last[0]) if last else None
+    return None if line is None else line.slope
 
 
-def _slope(points: Sequence[tuple[int, float]]) -> float | None:
+def _line(points: Sequence[tuple[int, float]]) -> Line | None:
     if len({x for x, _ in points}) < 2:
         return None
     x, y = (np.array(axis, dtype=np.float64) for axis in zip(*points, strict=True))
-    return float(np.polynomial.polynomial.polyfit(x, y, 1)[1])
+    constant, slope = np.polynomial.polynomial.polyfit(x, y, 1)
+    residuals_s = y - constant - slope * x
+    return Line(slope=float(slope), residual_s=float(np.sqrt(np.mean(residuals_s**2))))

@@ -14,15 +14,17 @@ from tools.bench.session import Session
 from tools.bench.team import Player
 
 READS = ("load", "load mmap", "into", "verify")
+# Of the bare disk only, with the work that nobody avoids who keeps or checks what he reads.
+FLOORS = ("load new", "touch", "load digested", "load busy")
 LIMIT = "limit"
 _FORWARD_S_PER_BYTE = 2e-9
 _LONG_ROUND = 6
 _LOOP_OF_PEERS = "numpy"
-_LOOP_MODES = ("thread", "process")
+_LOOP_MODES = ("thread", "process", LIMIT)
 
 
 def measure_files(
-    session: Session, players: Iterable[Player], *, reads: Sequence[str] = READS
+    session: Session, players: Iterable[Player], *, reads: Sequence[str] = (*READS, *FLOORS)
 ) -> None:
     """Save and load with everybody, those of one mode side by side, the bare disk twice in a long round.
 
@@ -77,7 +79,7 @@ def measure_backgrounds(session: Session, players: Sequence[Player]) -> None:
 def measure_loops(
     session: Session, players: Sequence[Player], loops: Sequence[str] = LOOPS
 ) -> None:
-    """Run training loops beside saves: every loop beside ours, one beside the others."""
+    """Run training loops beside saves: every loop beside ours and the bare disk, one beside the others."""
     players = [player for player in players if player.mode in _LOOP_MODES]
     for turn in session.turns():
         for loop in loops:

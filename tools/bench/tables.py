@@ -10,7 +10,7 @@ from tools.bench.lazy import CACHES
 from tools.bench.loops import LOOPS
 from tools.bench.memory import MIB, Peak
 from tools.bench.scale import curves
-from tools.bench.sections import LIMIT, READS
+from tools.bench.sections import FLOORS, LIMIT, READS
 from tools.bench.targets import Verdict
 
 _HEADINGS = {
@@ -25,6 +25,19 @@ _HEADINGS = {
     "ranks": "Ranks on this machine that save one checkpoint together",
 }
 _MEMCPY = "one memcpy"
+_NAMES = {
+    "load": "raw O_DIRECT",
+    "load new": "raw O_DIRECT, into new memory",
+    "touch": "new memory alone, touched",
+    "load digested": "raw O_DIRECT, with BLAKE3",
+    "load busy": "raw O_DIRECT beside a busy processor",
+}
+# What the bare disk shows beside everybody who does something with a file.
+_BESIDE = {
+    "load": FLOORS,
+    "into": ("load", "load digested", "load busy"),
+    "verify": ("load", "load digested", "load busy"),
+}
 
 
 def report(
@@ -65,10 +78,19 @@ def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) ->
 def _files(figures: Figures, section: str, what: str) -> str:
     """Seconds, speed as a share of the bare disk's, and how often ours of the same mode is faster."""
     found = figures.find(section, what)
-    rows = ([one.subject.mode, one.subject.who, *_compared(figures, one)] for one in found)
-    size_bytes = found[0].subject.size_bytes if found else 0
-    title = f"{_HEADINGS[section]}: {what}, {size_bytes / MIB:.0f} MiB"
+    if not found:
+        return ""
+    for floor in _BESIDE.get(what, ()):
+        found += figures.find(section, floor, mode=LIMIT)
+    rows = ([one.subject.mode, _name(one), *_compared(figures, one)] for one in found)
+    title = f"{_HEADINGS[section]}: {what}, {found[0].subject.size_bytes / MIB:.0f} MiB"
     return _table(title, ["mode", "who", "s", "of raw", "ours is faster"], rows)
+
+
+def _name(figure: Figure) -> str:
+    """Return who it was; of the bare disk, also what it did."""
+    subject = figure.subject
+    return _NAMES.get(subject.what, subject.who) if subject.mode == LIMIT else subject.who
 
 
 def _compared(figures: Figures, one: Figure) -> tuple[str, str, str]:
@@ -77,7 +99,7 @@ def _compared(figures: Figures, one: Figure) -> tuple[str, str, str]:
     ours = _ours(figures, section, "load" if what == "load mmap" else what, mode)
     return (
         f"{one.median:.3f}",
-        f"{raw[0].median / one.median:.2f}" if raw and mode != LIMIT else "",
+        f"{raw[0].median / one.median:.2f}" if raw and one is not raw[0] else "",
         f"{one.median / ours:.1f}x" if ours is not None and one.subject.who != OURS else "",
     )
 
@@ -130,6 +152,9 @@ def _percent(figures: Figures, loop: str, who: str, mode: str) -> str:
 
 def _curves(figures: Figures, section: str, what: str) -> str:
     found = curves(figures, section, what)
+    if what == "load":
+        new = curves(figures, section, "load new").items()
+        found |= {(_NAMES["load new"], mode): curve for (_, mode), curve in new}
     places = sorted({_place(one, section) for curve in found.values() for one in curve})
     rows = (
         [who, mode, *_along(curve, section, places)]
@@ -236,9 +261,16 @@ def _targets(verdicts: Sequence[Verdict]) -> str:
             ""
             if one.limit is None
             else f"{'<=' if one.is_ceiling else '>='} {one.limit:g}{one.unit}",
-            "" if one.value is None else f"{one.value:.2f}{one.unit}",
+            _value(one),
             marks[one.is_met],
         ]
         for one in verdicts
     )
     return _table("Targets", ["#", "what", "target", "measured", ""], rows)
+
+
+def _value(verdict: Verdict) -> str:
+    if verdict.value is None:
+        return ""
+    detail = f" ({verdict.detail})" if verdict.detail else ""
+    return f"{verdict.value:.2f}{verdict.unit}{detail}"

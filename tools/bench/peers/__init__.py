@@ -27,7 +27,7 @@ class Library:
 
 
 LIBRARIES: Mapping[str, Library] = {
-    "raw": Library(module="raw", is_peer=False, has_target=True),
+    "raw": Library(module="raw", is_peer=False, has_target=True, has_background=True),
     "ckptmgr": Library(module="ours", is_peer=False, has_target=True, has_background=True),
     "mindspore": Library(
         module="mindspore_files", needs=("mindspore",), has_target=True, has_background=True

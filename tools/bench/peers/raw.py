@@ -9,9 +9,11 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from tools.bench.contestant import Contestant
+from tools.bench.busy import busy_processor
+from tools.bench.contestant import Background, Contestant
 from tools.bench.quiet import rest
 from tools.bench.raw_disk import MIB, RawDisk, Shape
+from tools.bench.raw_writer import RawWriter
 from tools.bench.workload import State
 
 NAME = "raw O_DIRECT"
@@ -44,7 +46,7 @@ class Library:
         self._disk.write_shape, self._disk.read_shape = shapes
 
     def contestants(self) -> list[Contestant]:
-        """Return the limit."""
+        """Return the limit, and what it becomes with the work that those have who keep or check what they read."""
         return [
             Contestant(
                 name=NAME,
@@ -53,6 +55,26 @@ class Library:
                 actions={
                     "save": lambda path: self._disk.write(path, self._size_bytes),
                     "load": self._disk.read,
+                    "load new": self._disk.read_new,
+                    "touch": lambda path: self._disk.touch_new(self._size_bytes),
+                    "load digested": self._disk.read_digested,
+                    "load busy": self._read_beside_a_busy_processor,
                 },
             )
         ]
+
+    def backgrounds(self) -> list[Background]:
+        """Return the limit: what the writing alone costs those who train beside it."""
+        writer = RawWriter(self._disk.write_shape)
+        return [
+            Background(
+                name=NAME,
+                mode="limit",
+                start=lambda path: writer.start(path, self._size_bytes),
+                close=writer.close,
+            )
+        ]
+
+    def _read_beside_a_busy_processor(self, path: Path) -> None:
+        with busy_processor():
+            self._disk.read(path)
