@@ -16,11 +16,11 @@ import os
 from ckptmgr.aligned import Buffers, copy_into
 from ckptmgr.fsio import InputFile
 from ckptmgr.input_files import DIRECT_IO_ALIGNMENT, CachedFile
+from ckptmgr.trail import Trail
 from ckptmgr.transfers import note
 
 _MIN_DIRECT_BYTES = 256 << 10
 _CHUNK_BYTES = 4 << 20
-_READS_AHEAD = 64
 _PAGE_BYTES = mmap.PAGESIZE
 # One page of each MiB is looked at, and not at its start, where heads of cipher blocks are read through the page cache.
 _STRETCH_BYTES = 16 << 20
@@ -62,7 +62,7 @@ class _ColdFile:
         self._direct = -1
         self._memory: mmap.mmap | None = None
         self._address = 0
-        self._last = self._step = self._asked = 0
+        self._trails: dict[int, Trail] = {}
         self._stretches: dict[int, bool | None] = {}
         self.size = file.size
         if self.size >= _MIN_DIRECT_BYTES:
@@ -88,18 +88,16 @@ class _ColdFile:
                 break
             offset += count
             buffer = buffer[count:]
-        if self._direct >= 0:
-            self._ask_ahead(offset)
+        if self._direct >= 0 and buffer.nbytes:
+            self._ask_ahead(offset, buffer.nbytes)
         self._file.read_into(offset, buffer)
 
-    def _ask_ahead(self, offset: int) -> None:
-        """Have the disk look up what comes next, if small reads go on as far apart as the last two: heads of cipher blocks."""
-        step, self._last = offset - self._last, offset
-        if step == self._step >= _MIN_DIRECT_BYTES and offset >= self._asked:
-            self._asked = min(offset + _READS_AHEAD * step, self.size)
-            for ahead in range(offset + step, self._asked, step):
-                self._file.will_need(ahead, 1)
-        self._step = step
+    def _ask_ahead(self, offset: int, length: int) -> None:
+        """Have the disk look up what small reads will probably want next, those of each size by themselves."""
+        trail = self._trails.setdefault(length.bit_length(), Trail())
+        for ahead in trail.note(offset):
+            if 0 <= ahead < self.size:
+                self._file.will_need(ahead, length)
 
     def _read_directly(self, offset: int, buffer: memoryview) -> int:
         """Read the start of `buffer` past the page cache; return how many bytes, 0 where that does not work."""
