@@ -24,6 +24,8 @@ from typing import Protocol
 from ckptmgr.errors import StoreLocked
 from ckptmgr.fsio import FileSystem
 
+LEASE_SUFFIX = ".lease"
+
 _READING = "CheckpointManager.load(), load_checkpoint() and open_checkpoint() read without being the writer"
 _OTHER_HINT = (
     "two writers would overwrite each other: stop that process, or use another prefix or directory; "
@@ -95,7 +97,7 @@ def describe_owner() -> str:
 
 def lease_path(directory: Path, series: str) -> Path:
     """Return the path of the lease file of a series."""
-    return directory / f".{series}.lease"
+    return directory / f".{series}{LEASE_SUFFIX}"
 
 
 @contextlib.contextmanager

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 
 from ckptmgr.fsio import discard
+from ckptmgr.held_names import hold_name, leased_file
 from ckptmgr.lease import lease_path
 from ckptmgr.model import Checkpoint
 from ckptmgr.store import Store
@@ -22,14 +23,16 @@ def lease_of_name(store: Store, name: str) -> Iterator[None]:
     Raises:
         StoreLocked: Somebody else is writing it.
     """
-    with store.lease(name):
-        try:
-            if any(found.endswith(".tmp") for found in store.fs.list(store.directory)):
-                store.recover(name)
-            yield
-        finally:
-            with suppress(OSError):
-                store.fs.unlink(lease_path(store.directory, name))
+    store.fs.make_directory(store.directory, mode=0o700)
+    with hold_name(store.fs, store.directory, name):
+        if any(_is_left(found, name) for found in store.fs.list(store.directory)):
+            store.recover(name)
+        yield
+
+
+def _is_left(found: str, name: str) -> bool:
+    """Return whether a file may have been left by a dead writer of single files."""
+    return found.endswith(".tmp") or leased_file(found) not in (None, name)
 
 
 @contextmanager

@@ -190,6 +190,8 @@ def _carry_out(store: Store, proposal: Proposal, *, at_once: bool) -> Outcome:
         try:
             trash.discard(store, batch)
             outcome.notes.append(f"removed {len(batch.checkpoints)} from the trash for good")
+        except StoreLocked:
+            outcome.notes.append("left the trash alone: another process restores or removes it")
         except OSError as error:
             outcome.failures.append(error)
     return outcome

@@ -35,9 +35,11 @@ from ckptmgr.formats.safetensors_file import SafetensorsIndex
 from ckptmgr.formats.zstd_plan import plan_frames, runs_of
 from ckptmgr.frame_writer import Figures, frames_sealer, read_once, write_frames
 from ckptmgr.fsio import InputFile, OutputFile
+from ckptmgr.held_names import hold_name
 from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source, read_through
 from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import FileEntry, Manifest
+from ckptmgr.manifest_keys import manifest_key_of
 from ckptmgr.model import Checkpoint
 from ckptmgr.name_lease import lease_of_checkpoint
 from ckptmgr.naming import extension_of, without_envelope
@@ -100,7 +102,7 @@ def recompress(
 
     Raises:
         UnsupportedCheckpoint: It is not a safetensors file, or that of many ranks.
-        StoreLocked: Somebody is writing its series.
+        StoreLocked: Somebody is writing its series, or a file that has the name it would get.
         KeyProblem: A key is missing: its own, or the one that signed its manifest; or it would get a manifest that is proven.
         UnsafeWrite: Another file has the name it would get, or others could open it afterwards than now.
         CorruptCheckpoint: It is damaged; nothing was changed.
@@ -199,12 +201,13 @@ class _Change:
             self._publish()
             return outcome
         path = self._store.directory / self.target
-        if self._store.fs.status(path) is None:
-            self._publish()
-        else:
-            self._finish(path)
-            outcome = Outcome.FINISHED
-        self._store.remove_copied(self._checkpoint)
+        with hold_name(self._store.fs, self._store.directory, self.target):
+            if self._store.fs.status(path) is None:
+                self._publish()
+            else:
+                self._finish(path)
+                outcome = Outcome.FINISHED
+            self._store.remove_copied(self._checkpoint)
         return outcome
 
     def _finish(self, path: Path) -> None:
@@ -283,8 +286,12 @@ class _Change:
             cipher=self._cipher,
             key_id=self._keys.key_id if is_encrypted else None,
         )
-        if self._found.manifest is not None:
-            return replace(self._found.manifest, file=file, replaces=None)
+        found = self._found.manifest
+        if found is not None:
+            # Not the key of the old manifest: who was removed by a rekey may know that.
+            is_new = is_encrypted and found.auth is not None
+            auth = manifest_key_of(self._keys) if is_new else found.auth
+            return replace(found, file=file, replaces=None, auth=auth)
         known = self._checkpoint
         return Manifest(
             file=file,

@@ -4,6 +4,8 @@
 A manifest without data is what an interrupted save or removal leaves, but also what a directory holds that is being copied
 here, small files first. It is removed when the data that it describes is beside it in the unfinished file of a dead writer,
 or when it has been here for a day, by a time that no copy brings along.
+
+Everybody who begins to save cleans up for all: for another series or name only while nobody holds its lease.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from pathlib import Path
 
 from ckptmgr import manifest as manifests
 from ckptmgr.errors import CkptmgrError, StoreLocked
-from ckptmgr.fsio import FileStatus, FileSystem, discard, remove_name
+from ckptmgr.fsio import FileStatus, FileSystem, remove_name
+from ckptmgr.held_names import hold_name, is_file_name, leased_file
 from ckptmgr.lease import Processes, hold_lease, lease_path, series_tag
 from ckptmgr.manifest import Manifest, manifest_name
 from ckptmgr.manifest_files import ManifestFiles
@@ -76,13 +79,16 @@ class _Recovery:
         """Yield what to do about one name."""
         if self._is_dead_temp(name):
             yield lambda: self._remove(name, "left by an interrupted save")
+        leased = leased_file(name)
+        if leased is not None and leased != self._series:
+            yield lambda: self._remove_lease(leased)
         if not name.endswith(manifests.SUFFIX) or name.startswith("."):
             return
         data_name = name.removesuffix(manifests.SUFFIX)
         try:
             # What is only claimed decides nothing here but whether to look closer.
             claimed = self._files.load(name, with_key=False)
-            if claimed is None or claimed.series != self._series or claimed.shards:
+            if claimed is None or claimed.shards:
                 return  # a sharded checkpoint has no half that could be finished
             if data_name not in entries:
                 self._files.load(name, must_authenticate=True)
@@ -92,9 +98,9 @@ class _Recovery:
             return  # unreadable: shown by scan, removed only by a person
         if data_name not in entries:
             if not may_be_in_trash(self._fs, self._directory, data_name):
-                yield lambda: self._remove(name, "whose data file is gone")
+                yield lambda: self._remove_alone(claimed, entries[name])
         elif claimed.replaces is not None:
-            yield lambda: self._settle(data_name)
+            yield lambda: self._settle(claimed)
 
     def _is_leftover(self, manifest: Manifest, entries: dict[str, FileStatus]) -> bool:
         """Return whether a manifest without data is of a dead writer, not of a checkpoint whose data is still to come."""
@@ -115,18 +121,46 @@ class _Recovery:
         remove_name(self._fs, self._directory / name)
         return f"removed {name}, {why}"
 
-    def _settle(self, data_name: str) -> str | None:
+    def _remove_alone(self, claimed: Manifest, listed: FileStatus) -> str | None:
+        """Remove a manifest without data, unless somebody saves under that name, or has since it was listed."""
+        name = manifest_name(claimed.name)
+        with self._leases_of(claimed) as is_held:
+            status = self._fs.status(self._directory / name)
+            if not is_held or status is None or status.identity != listed.identity:
+                return None
+            if self._fs.status(self._directory / claimed.name) is not None:
+                return None
+            return self._remove(name, "whose data file is gone")
+
+    def _settle(self, claimed: Manifest) -> str | None:
+        with self._leases_of(claimed) as is_held:
+            is_settled = is_held and self._files.settle(claimed.name, series=claimed.series)
+        return f"finished the interrupted overwrite of {claimed.name}" if is_settled else None
+
+    @contextlib.contextmanager
+    def _leases_of(self, claimed: Manifest) -> Iterator[bool]:
+        """Yield whether nobody else writes a checkpoint: a run holds the lease of its series, others that of its name."""
         with contextlib.ExitStack() as leases:
-            # Who writes a single file holds the lease of its name alone; the overwrite may be going on.
-            lease = lease_path(self._directory, data_name)
-            if data_name != self._series and self._fs.status(lease) is not None:
-                try:
-                    leases.enter_context(hold_lease(self._fs, self._directory, data_name))
-                except StoreLocked:
-                    return None
-                leases.callback(discard, self._fs, lease)
-            is_settled = self._files.settle(data_name, series=self._series)
-        return f"finished the interrupted overwrite of {data_name}" if is_settled else None
+            is_held = True
+            try:
+                for name in {claimed.series, claimed.name} - {self._series}:
+                    leases.enter_context(self._lease(name))
+            except StoreLocked:
+                is_held = False
+            yield is_held
+
+    @contextlib.contextmanager
+    def _lease(self, name: str) -> Iterator[None]:
+        """Hold a lease, and leave its file behind only where there was one of a series."""
+        is_there = self._fs.status(lease_path(self._directory, name)) is not None
+        hold = hold_lease if is_there and not is_file_name(name) else hold_name
+        with hold(self._fs, self._directory, name):
+            yield
+
+    def _remove_lease(self, name: str) -> None:
+        """Remove the lease file of a dead writer of one file."""
+        with contextlib.suppress(StoreLocked), self._lease(name):
+            pass
 
     def _is_dead_temp(self, name: str) -> bool:
         parts = parse_temp(name)

@@ -34,6 +34,7 @@ from ckptmgr.healing import Healing, PaddedSource
 from ckptmgr.loader import OpenCheckpoint, ReadOptions, bytes_of, open_source
 from ckptmgr.manifest import Manifest
 from ckptmgr.model import Checkpoint
+from ckptmgr.name_lease import lease_of_checkpoint
 from ckptmgr.naming import COMPRESSED_SUFFIX
 from ckptmgr.pieces import PIECES, Piece, read_index
 from ckptmgr.repair_sealed import SealedRepair
@@ -73,7 +74,7 @@ def repair_checkpoint(
         StoreLocked: A live process writes this series.
         OSError: From the disk. Files that were healed before stay so.
     """
-    with store.lease(checkpoint.series):
+    with lease_of_checkpoint(store, checkpoint):
         manifest = store.read_manifest(checkpoint.name)
         if manifest is None:
             raise CheckpointNotFound("there is no manifest", path=checkpoint.path)

@@ -30,6 +30,7 @@ from ckptmgr.crypto.signing import PublicKey, SigningKey
 from ckptmgr.disk_errors import explained_errors
 from ckptmgr.errors import KeyProblem, UnsafePrune, UnsupportedCheckpoint
 from ckptmgr.fsio import FileSystem, OsFileSystem, remove_name
+from ckptmgr.held_names import HeldNames, hold_unchanged
 from ckptmgr.lease import Processes, ProcProcesses, hold_lease
 from ckptmgr.manifest import Manifest, files_of
 from ckptmgr.manifest_files import ManifestFiles
@@ -38,7 +39,7 @@ from ckptmgr.model import Checkpoint, Pin
 from ckptmgr.publisher import Publisher
 from ckptmgr.recovery import recover
 from ckptmgr.seen_manifests import SeenManifests
-from ckptmgr.store_listing import listed
+from ckptmgr.store_listing import listed, listed_alone
 
 
 class Store(Publisher):
@@ -110,6 +111,16 @@ class Store(Publisher):
         self.fs.make_directory(self.directory, mode=0o700)
         with hold_lease(self.fs, self.directory, series):
             yield
+
+    @contextlib.contextmanager
+    def unchanged(self, checkpoints: Sequence[Checkpoint]) -> Iterator[HeldNames]:
+        """Hold the names of those checkpoints that are still what was listed; the leases of their series must be held."""
+
+        def look(name: str) -> Checkpoint | None:
+            return listed_alone(self._manifests, self.processes, name)
+
+        with hold_unchanged(self.fs, self.directory, checkpoints, look) as held:
+            yield held
 
     def update_manifest(self, manifest: Manifest, *, mode: int | None = None) -> None:
         """Replace the manifest of a committed checkpoint (pins, late metrics), durably; None keeps its mode."""
@@ -194,21 +205,26 @@ class Store(Publisher):
 
     def remove(
         self, checkpoints: Sequence[Checkpoint], *, staying: Sequence[Checkpoint] | None = None
-    ) -> list[OSError]:
+    ) -> list[Exception]:
         """Remove checkpoints durably; return what could not be removed, and go on with the others.
 
+        What is being saved under such a name, or was since it was listed, stays; that is one of the errors.
+
         Args:
-            checkpoints: What goes.
+            checkpoints: What goes; the leases of their series are held.
             staying: What else there is, where the caller has just looked; None to look.
 
         Raises:
             UnsafePrune: It would remove the last countable checkpoint of the directory.
         """
         self.check_not_all(checkpoints, self.scan() if staying is None else staying)
-        return self._remove(checkpoints)
+        with self.unchanged(checkpoints) as held:
+            return held.failures + self._remove(held.checkpoints)
 
     def remove_copied(self, checkpoint: Checkpoint) -> None:
         """Remove durably a checkpoint of which another one of the directory was proven to be a copy.
+
+        The lease of its name must be held since then.
 
         Raises:
             OSError: From the disk.
@@ -216,8 +232,8 @@ class Store(Publisher):
         for error in self._remove([checkpoint]):
             raise error
 
-    def _remove(self, checkpoints: Sequence[Checkpoint]) -> list[OSError]:
-        failures = []
+    def _remove(self, checkpoints: Sequence[Checkpoint]) -> list[Exception]:
+        failures: list[Exception] = []
         removed: list[Path] = []
         if checkpoints:
             self.fs.sync_directory(self.directory)

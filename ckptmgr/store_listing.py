@@ -40,6 +40,20 @@ def listed(
     return found
 
 
+def listed_alone(files: ManifestReader, processes: Processes, name: str) -> Checkpoint | None:
+    """Return what a directory holds under one name, or None; of a sharded checkpoint only what its manifest says.
+
+    Raises:
+        OSError: From the disk.
+    """
+    found = ((one, files.fs.status(files.directory / one)) for one in (name, manifest_name(name)))
+    entries = {one: status for one, status in found if status is not None}
+    known = SeenManifests().listing({}, now_s=0)
+    return next(
+        (c for c in _Listing(files, processes, entries, known).run() if c.name == name), None
+    )
+
+
 class _Listing:
     def __init__(
         self,

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from ckptmgr.errors import CkptmgrError, UnsafePrune
+from ckptmgr.errors import CkptmgrError, StoreLocked, UnsafePrune
 from ckptmgr.fsio import FileSystem, remove_name
+from ckptmgr.held_names import hold_name
 from ckptmgr.manifest import SUFFIX, files_of, manifest_name
 from ckptmgr.model import Checkpoint, State
 from ckptmgr.store import Store
@@ -84,8 +85,10 @@ def new_batch_path(store: Store, now: datetime) -> Path:
     return store.directory / TRASH_NAME / now.astimezone(UTC).strftime(STAMP)
 
 
-def throw_away(store: Store, checkpoints: Sequence[Checkpoint], into: Path) -> list[OSError]:
+def throw_away(store: Store, checkpoints: Sequence[Checkpoint], into: Path) -> list[Exception]:
     """Move checkpoints into a batch, durably; return what could not be moved, and go on with the others.
+
+    What is being saved under such a name, or was since it was listed, stays; that is one of the errors.
 
     Args:
         store: The directory; the leases of the series are held.
@@ -99,29 +102,46 @@ def throw_away(store: Store, checkpoints: Sequence[Checkpoint], into: Path) -> l
     store.check_not_all(checkpoints, store.scan())
     _check_trash(store)
     store.fs.make_directory(into, mode=0o700)
-    others = dict(files_of(checkpoint) for checkpoint in checkpoints)
-    failures, moved = _move_all(store, list(others), store.directory, into)
-    rest = [name for first in moved for name in others[first]]
-    more, _ = _move_all(store, rest, store.directory, into, may_be_missing=True)
-    return failures + more
+    with store.unchanged(checkpoints) as held:
+        others = dict(files_of(checkpoint) for checkpoint in held.checkpoints)
+        failures, moved = _move_all(store, list(others), store.directory, into)
+        rest = [name for first in moved for name in others[first]]
+        more, _ = _move_all(store, rest, store.directory, into, may_be_missing=True)
+        return [*held.failures, *failures, *more]
 
 
 def restore(store: Store, batch: Batch, checkpoints: Sequence[Checkpoint]) -> list[str]:
     """Move checkpoints of a batch back, durably; return the names that are taken meanwhile and stayed in the trash.
 
+    A name is taken, too, while somebody saves under it.
+
     Raises:
+        StoreLocked: Somebody removes old batches, or restores one.
         OSError: From the disk; calling it again goes on where it stopped.
     """
-    taken = taken_names(store, checkpoints)
-    others = dict(files_of(c) for c in checkpoints if c.name not in taken)
-    rest = [name for names in others.values() for name in names]
-    for files, may_be_missing in ((rest, True), (list(others), False)):
-        failures, _ = _move_all(
-            store, files, batch.path, store.directory, may_be_missing=may_be_missing
-        )
-        if failures:
-            raise failures[0]
-    return taken
+    with contextlib.ExitStack() as leases:
+        leases.enter_context(hold_name(store.fs, store.directory, TRASH_NAME))
+        busy = [c.name for c in checkpoints if not _is_held(store, c, leases)]
+        taken = list(dict.fromkeys(busy + taken_names(store, checkpoints)))
+        others = dict(files_of(c) for c in checkpoints if c.name not in taken)
+        rest = [name for names in others.values() for name in names]
+        for files, may_be_missing in ((rest, True), (list(others), False)):
+            failures, _ = _move_all(
+                store, files, batch.path, store.directory, may_be_missing=may_be_missing
+            )
+            if failures:
+                raise failures[0]
+        return taken
+
+
+def _is_held(store: Store, checkpoint: Checkpoint, leases: contextlib.ExitStack) -> bool:
+    """Return whether we are the only writer of a name from now on."""
+    try:
+        if checkpoint.name != checkpoint.series:
+            leases.enter_context(hold_name(store.fs, store.directory, checkpoint.name))
+    except StoreLocked:
+        return False
+    return True
 
 
 def taken_names(store: Store, checkpoints: Sequence[Checkpoint]) -> list[str]:
@@ -151,22 +171,33 @@ def finish(store: Store, series: str) -> None:
             continue
         for batch in batches(store):
             if store.fs.status(batch.path / checkpoint.name) is not None:
-                name = manifest_name(checkpoint.name)
-                failures, _ = _move_all(store, [name], store.directory, batch.path)
-                if failures:
-                    raise failures[0]
+                with contextlib.ExitStack() as leases:
+                    if _is_held(store, checkpoint, leases):
+                        _finish(store, checkpoint.name, batch.path)
                 break
+
+
+def _finish(store: Store, data_name: str, into: Path) -> None:
+    if store.fs.status(store.directory / data_name) is not None:
+        return  # somebody saved under that name again, and the manifest is that of the new file
+    failures, _ = _move_all(
+        store, [manifest_name(data_name)], store.directory, into, may_be_missing=True
+    )
+    if failures:
+        raise failures[0]
 
 
 def discard(store: Store, batch: Batch) -> None:
     """Remove a batch for good: data, then manifests, then the folder, and the trash itself when it is empty.
 
     Raises:
+        StoreLocked: Somebody restores it, or removes it.
         OSError: From the disk; calling it again goes on where it stopped.
     """
-    with contextlib.suppress(FileNotFoundError):  # another prune was faster
-        _remove_files(store.fs, batch.path)
-    tidy(store, batch.path)
+    with hold_name(store.fs, store.directory, TRASH_NAME):
+        with contextlib.suppress(FileNotFoundError):  # another prune was faster
+            _remove_files(store.fs, batch.path)
+        tidy(store, batch.path)
 
 
 def _remove_files(fs: FileSystem, folder: Path) -> None:

@@ -119,13 +119,15 @@ def move_files(source: Path, target: Path, names: Sequence[str]) -> list[Path]:
     """Move checkpoint files and their manifests from one directory to another, durably; return their new paths.
 
     Raises:
+        StoreLocked: Another process writes one of them in the target now; some are moved.
         OSError: From the disk; some are moved.
     """
-    fs = OsFileSystem()
+    store = Store(target)
     for name in names:
-        fs.replace(source / manifest_name(name), target / manifest_name(name))
-        fs.replace(source / name, target / name)
-    fs.sync_directory(target)
+        with lease_of_name(store, name):
+            store.fs.replace(source / manifest_name(name), target / manifest_name(name))
+            store.fs.replace(source / name, target / name)
+    store.fs.sync_directory(target)
     return [target / name for name in names]
 
 

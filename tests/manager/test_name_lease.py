@@ -9,12 +9,16 @@ from pathlib import Path
 import pytest
 
 from ckptmgr.errors import StoreLocked
-from ckptmgr.lease import lease_path
+from ckptmgr.fsio import OsFileSystem
+from ckptmgr.held_names import hold_name
+from ckptmgr.lease import ProcProcesses, lease_path
 from ckptmgr.manifest import manifest_name
 from ckptmgr.model import Checkpoint
 from ckptmgr.name_lease import lease_of_checkpoint, lease_of_name
 from ckptmgr.store import Store
+from ckptmgr.temp_names import temp_name
 from tests.manager.cut_overwrites import NAME, fail, save, store_of
+from tests.manager.saved import save_run
 
 
 def saved(directory: Path) -> Checkpoint:
@@ -56,9 +60,33 @@ def test_overwrite_that_goes_on_is_not_taken_for_an_interrupted_one(tmp_path: Pa
     path = tmp_path / manifest_name(NAME)
     before = path.read_bytes()
     store = store_of(tmp_path, "plain")
-    with lease_of_name(Store(tmp_path), NAME):
+    with hold_name(OsFileSystem(), tmp_path, NAME):
         assert not any("finished" in one for one in store.recover("net"))
     assert path.read_bytes() == before
     lease_path(tmp_path, NAME).touch()  # of a writer that died
     assert any("finished" in one for one in store.recover("net"))
     assert not lease_path(tmp_path, NAME).exists()
+
+
+def test_save_of_any_file_collects_what_a_dead_writer_of_another_one_left(tmp_path: Path) -> None:
+    (data,) = save_run(tmp_path / "elsewhere", [10])
+    dead = temp_name(data.name, token=f"{ProcProcesses().token().rpartition('-')[0]}-1", series="x")
+    data.rename(tmp_path / dead)
+    (data.parent / manifest_name(data.name)).rename(tmp_path / manifest_name(data.name))
+    for name in (data.name, "net-7.shards"):
+        lease_path(tmp_path, name).touch()
+    with lease_of_name(Store(tmp_path), "other.ckpt"):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
+
+
+def test_leftover_of_a_series_that_somebody_writes_is_not_touched(tmp_path: Path) -> None:
+    (data,) = save_run(tmp_path / "elsewhere", [10])
+    dead = temp_name(data.name, token=f"{ProcProcesses().token().rpartition('-')[0]}-1", series="x")
+    data.rename(tmp_path / dead)
+    (data.parent / manifest_name(data.name)).rename(tmp_path / manifest_name(data.name))
+    store = Store(tmp_path)
+    with store.lease("net"), lease_of_name(store, "other.ckpt"):
+        pass
+    assert (tmp_path / manifest_name(data.name)).exists()
+    assert lease_path(tmp_path, "net").exists()

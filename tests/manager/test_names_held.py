@@ -1,0 +1,246 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Somebody saves under a name while it is removed, moved or rewritten: at every call of the disk, the new file stays whole."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckptmgr import trash
+from ckptmgr.config import CheckpointConfig
+from ckptmgr.errors import CkptmgrError, StoreLocked
+from ckptmgr.fsio import FileSystem, OsFileSystem
+from ckptmgr.loader import ReadOptions
+from ckptmgr.manager import CheckpointManager
+from ckptmgr.manifest import manifest_name
+from ckptmgr.model import Checkpoint, State
+from ckptmgr.policy_text import parse_policy
+from ckptmgr.pruning import carry_out, propose, undo
+from ckptmgr.recompress import recompress
+from ckptmgr.serialization import load_checkpoint, save_checkpoint
+from ckptmgr.store import Store
+from ckptmgr.verify import Status, verify_checkpoint
+from tests.visiteddisk import VisitedDisk
+
+NOW = datetime(2026, 3, 2, 12, tzinfo=UTC)
+NEW = 7.0
+
+
+def save(path: Path, value: float) -> None:
+    """Save one file, which belongs to the series `net` and to no run."""
+    is_compressed = path.name.endswith(".ckpz")
+    save_checkpoint(
+        {"w": np.full(3, value, np.float32)},
+        path,
+        format="ckpt" if path.name.endswith(".ckpt") else "safetensors",
+        compression="zstd" if is_compressed else None,
+    )
+
+
+def saved_three(root: Path) -> Path:
+    directory = root / "prepared"
+    directory.mkdir()
+    for step in (1, 2, 3):
+        save(directory / f"net-1_{step}.ckpt", float(step))
+    return directory
+
+
+def found(directory: Path, name: str) -> Checkpoint | None:
+    return next((c for c in Store(directory).scan() if c.name == name), None)
+
+
+def assert_new(directory: Path, name: str) -> None:
+    """Assert that a name holds what the visitor saved."""
+    checkpoint = found(directory, name)
+    assert checkpoint is not None
+    assert checkpoint.state is State.OK
+    assert verify_checkpoint(Store(directory), checkpoint).status is Status.OK
+    assert load_checkpoint(directory / name)["w"].tolist() == [NEW] * 3
+
+
+class Visitor:
+    """Saves a file, unless that is refused because somebody is changing it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.has_saved = False
+
+    def __call__(self) -> None:
+        with contextlib.suppress(StoreLocked):
+            save(self._path, NEW)
+            self.has_saved = True
+
+
+Act = Callable[[FileSystem], object]
+Decide = Callable[[Path], Act]
+
+
+def visits(
+    root: Path, name: str, prepared: Path, decide: Decide, *, every: int = 1
+) -> Iterator[tuple[Path, Visitor]]:
+    """Yield directories in which something was done while another one saved, once for every call of the disk.
+
+    Args:
+        root: Where there is room for them.
+        name: Of the file that is saved.
+        prepared: A directory to begin with.
+        decide: Looks at one, and returns what is done then.
+        every: Leave out all calls but every second, third ..., to save time.
+    """
+    at, is_over = 1 - every, False
+    while not is_over:
+        at += every
+        directory = root / str(at)
+        shutil.copytree(prepared, directory)
+        visitor = Visitor(directory / name)
+        disk = VisitedDisk(visitor, at)
+        act = decide(directory)
+        with contextlib.suppress(CkptmgrError):
+            act(disk)
+        is_over = not disk.was_visited
+        yield directory, visitor
+
+
+def prune(directory: Path, *, at_once: bool = False) -> Act:
+    proposal = propose(Store(directory), parse_policy("last(1)"), now=NOW)
+    return lambda fs: carry_out(Store(directory, fs=fs), proposal, at_once=at_once)
+
+
+def remove(directory: Path) -> Act:
+    chosen = [c for c in Store(directory).scan() if c.name != "net-1_3.ckpt"]
+    return lambda fs: Store(directory, fs=fs).remove(chosen)
+
+
+def put_in_trash(directory: Path) -> Act:
+    store = Store(directory)
+    chosen = [c for c in store.scan() if c.name != "net-1_3.ckpt"]
+    into = trash.new_batch_path(store, NOW)
+    return lambda fs: trash.throw_away(Store(directory, fs=fs), chosen, into)
+
+
+@pytest.mark.parametrize("decide", [prune, partial(prune, at_once=True), remove, put_in_trash])
+def test_file_that_is_saved_while_its_name_is_removed_stays(tmp_path: Path, decide: Decide) -> None:
+    outcomes = set()
+    prepared = saved_three(tmp_path)
+    for directory, visitor in visits(tmp_path, "net-1_1.ckpt", prepared, decide, every=2):
+        outcomes.add(visitor.has_saved)
+        if visitor.has_saved:
+            assert_new(directory, "net-1_1.ckpt")
+        assert found(directory, "net-1_3.ckpt") is not None
+    assert outcomes == {True, False}
+
+
+def test_file_that_is_saved_while_its_name_comes_back_from_the_trash_stays(tmp_path: Path) -> None:
+    prepared = saved_three(tmp_path)
+    prune(prepared)(OsFileSystem())
+    outcomes = set()
+
+    def decide(directory: Path) -> Act:
+        return lambda fs: undo(Store(directory, fs=fs))
+
+    for directory, visitor in visits(tmp_path, "net-1_1.ckpt", prepared, decide):
+        outcomes.add(visitor.has_saved)
+        if visitor.has_saved:
+            assert_new(directory, "net-1_1.ckpt")
+        assert found(directory, "net-1_2.ckpt") is not None
+    assert outcomes == {True, False}
+
+
+def leftover(root: Path) -> Path:
+    """Return a directory with a manifest that has been without its data for long, if the clock is asked tomorrow."""
+    directory = saved_three(root)
+    (directory / "net-1_1.ckpt").unlink()
+    return directory
+
+
+def test_file_that_is_saved_while_its_leftover_is_collected_stays(tmp_path: Path) -> None:
+    outcomes = set()
+
+    def decide(directory: Path) -> Act:
+        tomorrow = time.time() + 2 * 86_400
+        return lambda fs: Store(directory, fs=fs, clock=lambda: tomorrow).recover("net")
+
+    for directory, visitor in visits(tmp_path, "net-1_1.ckpt", leftover(tmp_path), decide):
+        outcomes.add(visitor.has_saved)
+        if visitor.has_saved:
+            assert_new(directory, "net-1_1.ckpt")
+        else:
+            assert not (directory / manifest_name("net-1_1.ckpt")).exists()
+    assert outcomes == {True, False}
+
+
+def test_file_that_is_saved_while_its_name_is_retained_by_another_run_stays(tmp_path: Path) -> None:
+    prepared = tmp_path / "prepared"
+    with CheckpointManager(prepared, prefix="net") as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"w": np.zeros(3, np.float32)})
+
+    def decide(directory: Path) -> Act:
+        def go_on(fs: FileSystem) -> None:
+            config = CheckpointConfig(keep="last(1)")
+            with CheckpointManager(directory, config, prefix="net", fs=fs) as manager:
+                manager.resume()
+                manager.save(4, {"w": np.zeros(3, np.float32)})
+
+        return go_on
+
+    outcomes = set()
+    for directory, visitor in visits(tmp_path, "net-1.ckpt", prepared, decide, every=5):
+        outcomes.add(visitor.has_saved)
+        if visitor.has_saved:
+            assert_new(directory, "net-1.ckpt")
+        assert found(directory, "net-4.ckpt") is not None
+    assert outcomes == {True, False}
+
+
+def saved_compressible(root: Path) -> Path:
+    directory = root / "prepared"
+    config = CheckpointConfig(format="safetensors")
+    with CheckpointManager(directory, config, prefix="net") as manager:
+        manager.save(1, {"w": np.zeros(3, np.float32)})
+    return directory
+
+
+def compress(directory: Path) -> Act:
+    def act(fs: FileSystem) -> None:
+        store = Store(directory, fs=fs)
+        (checkpoint,) = Store(directory).scan()
+        recompress(store, checkpoint, level=1, options=ReadOptions())
+
+    return act
+
+
+def test_file_that_is_saved_while_its_name_is_compressed_is_compressed_or_stays(
+    tmp_path: Path,
+) -> None:
+    name, compressed = "net-1.safetensors", "net-1.safetensors.ckpz"
+    outcomes = set()
+    prepared = saved_compressible(tmp_path)
+    for directory, visitor in visits(tmp_path, name, prepared, compress, every=3):
+        outcomes.add(visitor.has_saved)
+        if visitor.has_saved:
+            assert_new(directory, name if found(directory, name) else compressed)
+        else:
+            assert found(directory, compressed) is not None
+    assert outcomes == {True, False}
+
+
+def test_file_that_is_saved_where_another_one_is_being_compressed_to_stays(tmp_path: Path) -> None:
+    name, compressed = "net-1.safetensors", "net-1.safetensors.ckpz"
+    outcomes = set()
+    prepared = saved_compressible(tmp_path)
+    for directory, visitor in visits(tmp_path, compressed, prepared, compress, every=3):
+        outcomes.add(visitor.has_saved)
+        if visitor.has_saved:
+            assert_new(directory, compressed)
+        else:
+            assert found(directory, name) is None
+    assert outcomes == {True, False}
