@@ -9,7 +9,7 @@ Parameters, defaults, properties, normalisation and messages are those of `minds
 * `crc_check` together with `enc_key` works; MindSpore writes files that cannot be loaded.
 * The configuration is never changed by a run. MindSpore counts in the shared `append_dict`, so that a second callback
   with the same configuration continues the counts of the first.
-* The key is in no message and no repr.
+* The key is in no message and no repr, and the configuration is not pickled with one.
 * `keep=` takes any retention policy, as text or value.
 
 >>> config = CheckpointConfig(save_checkpoint_steps=100, keep="last(3) | best(2, loss, min)")
@@ -199,6 +199,8 @@ class CheckpointConfig:
         warn_unknown_options(options, options=_OPTIONS, known=_PARAMETERS)
 
     def __repr__(self) -> str:
+        if not hasattr(self, "zero_stall"):  # one that was refused, in its traceback
+            return "CheckpointConfig(...)"
         key = None if self._keys is None else "<redacted>"
         network = None if self._saved_network is None else type(self._saved_network).__name__
         return (

@@ -14,6 +14,7 @@ from ckptmgr.crypto.errors import CryptoError
 from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.key_sources import SCHEMES, load_material
 from ckptmgr.crypto.keyring import KeyMaterial, KeyRing, Keys
+from ckptmgr.crypto.unshown import Unshown
 from ckptmgr.errors import KeyProblem
 
 _ANY_KEY = bytes(16)  # of a length that every mode takes
@@ -23,7 +24,8 @@ def check_given_key(name: str, given: object) -> bytes | str | None:
     """Return a key, the source of one, or None. The message never shows what was given."""
     if isinstance(given, str) and given.startswith(SCHEMES):
         return given
-    return check_key(name, given)
+    key = check_key(name, given)
+    return None if key is None else Unshown(key)
 
 
 def check_recipients(given: Iterable[str]) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from cryptography.hazmat.primitives import constant_time, hashes, hmac
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from .errors import KeyLengthError
+from .unshown import Unshown
 
 KEY_SIZES = (16, 24, 32)
 
@@ -39,6 +40,7 @@ class Key:
                 f"a key has 16, 24 or 32 bytes, not {len(self.raw)}",
                 hint="hex and base64 text must be decoded first; load_key does that",
             )
+        object.__setattr__(self, "raw", Unshown(self.raw))
 
     @property
     def key_id(self) -> str:

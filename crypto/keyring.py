@@ -14,12 +14,14 @@ import enum
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 from .errors import CryptoError, KeySourceError
 from .key import Key
 from .key_files import parse_pem
 from .run_passphrase import RunPassphrase
 from .slots import DATA_KEY_BYTES, NO_KEY_ID, Identity, Recipient, Slot, SlotType
+from .unshown import Unshown
 from .wrapping import Passphrase, RawKey
 
 
@@ -43,6 +45,9 @@ class KeyMaterial:
 
     kind: Kind
     content: bytes
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "content", Unshown(self.content))
 
     @classmethod
     def of_key(cls, key: Key) -> KeyMaterial:
@@ -105,6 +110,15 @@ class KeyRing:
 
     def __repr__(self) -> str:
         return f"KeyRing({len(self.recipients)} recipients, {len(self.identities)} identities)"
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[type[KeyRing], tuple[Sequence[KeyMaterial], ...]]:
+        return KeyRing, (self.own, self.also_for)
 
     @property
     def can_open(self) -> bool:

@@ -32,6 +32,7 @@ from pathlib import Path
 from .errors import KeySourceError
 from .key import KEY_SIZES, Key, is_manifest_mac, manifest_mac
 from .source_names import is_variable, looks_like_key
+from .unshown import Unshown
 
 __all__ = ["Key", "is_manifest_mac", "load_key", "load_secret", "manifest_mac"]
 
@@ -112,7 +113,7 @@ def read_source(
     is_public: Callable[[bytes], bool] = lambda _: False,
     prompt: Callable[[str], str] = getpass.getpass,
     timeout_s: float = _COMMAND_TIMEOUT_S,
-) -> tuple[str, bytes]:
+) -> tuple[str, Unshown]:
     """Return the kind of a source and what it yields, at most 4096 bytes.
 
     Args:
@@ -144,7 +145,7 @@ def _read(
     prompt: Callable[[str], str],
     timeout_s: float,
     is_public: Callable[[bytes], bool] = lambda _: False,
-) -> tuple[str, bytes]:
+) -> tuple[str, Unshown]:
     """Return the kind of a source and what it yields."""
     scheme, separator, place = source.partition(":")
     if not separator or scheme not in ("env", "file", "cmd", "fd", "prompt"):
@@ -163,15 +164,15 @@ def _read(
     return scheme, _from_person(prompt)
 
 
-def _from_environment(name: str) -> bytes:
+def _from_environment(name: str) -> Unshown:
     try:
-        return os.environb[os.fsencode(name)]
+        return Unshown(os.environb[os.fsencode(name)])
     except (KeyError, UnicodeError):
         shown = repr(name) if is_variable(name) else "of this name (not shown: it may be a key)"
         raise KeySourceError(f"the environment has no variable {shown}") from None
 
 
-def _from_file(name: str, *, insecure: bool, is_public: Callable[[bytes], bool]) -> bytes:
+def _from_file(name: str, *, insecure: bool, is_public: Callable[[bytes], bool]) -> Unshown:
     try:
         # O_NONBLOCK: a FIFO nobody writes to must not hang.
         descriptor = os.open(
@@ -217,7 +218,7 @@ def refusal_of(status: os.stat_result, *, user: int, is_public: bool = False) ->
     return None
 
 
-def _from_command(command: str, *, timeout_s: float) -> bytes:
+def _from_command(command: str, *, timeout_s: float) -> Unshown:
     try:
         arguments = shlex.split(command)
     except ValueError:
@@ -233,12 +234,13 @@ def _from_command(command: str, *, timeout_s: float) -> bytes:
         raise KeySourceError(f"the key command gave no key within {timeout_s} s") from None
     except (OSError, ValueError):
         raise KeySourceError(f"the key command {_shown(arguments[0])} cannot be run") from None
+    process.stdout = content = Unshown(process.stdout)
     if process.returncode:
         raise KeySourceError(f"the key command failed with status {process.returncode}")
-    return process.stdout
+    return content
 
 
-def _from_descriptor(number: str) -> bytes:
+def _from_descriptor(number: str) -> Unshown:
     if not re.fullmatch(r"[0-9]{1,9}", number):
         raise KeySourceError("a key descriptor is a number", hint="write fd:3")
     try:
@@ -249,21 +251,21 @@ def _from_descriptor(number: str) -> bytes:
         ) from None
 
 
-def _from_person(prompt: Callable[[str], str]) -> bytes:
+def _from_person(prompt: Callable[[str], str]) -> Unshown:
     try:
-        return os.fsencode(prompt("Key (hex or base64): "))
+        return Unshown(os.fsencode(prompt("Key (hex or base64): ")))
     except (EOFError, OSError, UnicodeError):
         raise KeySourceError("nobody answered the prompt for the key") from None
 
 
-def _read_all(descriptor: int) -> bytes:
+def _read_all(descriptor: int) -> Unshown:
     content = b""
     while len(content) <= MAX_SOURCE_BYTES:
         part = os.read(descriptor, MAX_SOURCE_BYTES + 1 - len(content))
         if not part:
             break
         content += part
-    return content
+    return Unshown(content)
 
 
 def _check_size(content: bytes) -> None:
@@ -322,7 +324,7 @@ def _line(content: bytes) -> bytes:
 
 
 def _from_hex(line: bytes) -> bytes | None:
-    return bytes.fromhex(line.decode("ascii")) if _HEX.match(line) else None
+    return Unshown(bytes.fromhex(line.decode("ascii"))) if _HEX.match(line) else None
 
 
 def _from_base64(line: bytes) -> bytes | None:
@@ -330,7 +332,7 @@ def _from_base64(line: bytes) -> bytes | None:
         key = base64.b64decode(line.translate(bytes.maketrans(b"-_", b"+/")), validate=True)
     except binascii.Error:
         return None
-    return key if len(key) in KEY_SIZES else None
+    return Unshown(key) if len(key) in KEY_SIZES else None
 
 
 def _shown(name: str) -> str:

@@ -24,6 +24,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 
 from .errors import KeyLengthError, KeySourceError
 from .keys import MAX_SOURCE_BYTES, load_secret
+from .unshown import Unshown
 
 KEY_BYTES = 32
 SIGNATURE_BYTES = 64
@@ -91,6 +92,7 @@ class SigningKey:
 
     def __post_init__(self) -> None:
         _check_length(self.raw)
+        object.__setattr__(self, "raw", Unshown(self.raw))
 
     @classmethod
     def generate(cls) -> SigningKey:

@@ -7,6 +7,8 @@ import base64
 import logging
 import traceback
 from collections.abc import Callable
+from pathlib import Path
+from traceback import TracebackException
 
 import pytest
 
@@ -82,3 +84,38 @@ def test_key_sources_of_every_kind_hide_what_they_gave(
             load_key(source, prompt=lambda _: wrong)
         assert_hidden("".join(traceback.format_exception(caught.value)).replace(repr(source), ""))
     assert_hidden("".join(capfd.readouterr()))
+
+
+def locals_of_refused(source: str) -> str:
+    """Return what a bug report with local variables says of a source that is refused."""
+    try:
+        load_key(source)
+    except CryptoError as error:
+        return "".join(TracebackException.from_exception(error, capture_locals=True).format())
+    raise AssertionError("not refused")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [SECRET.hex().encode(), SECRET + b"\n", base64.b64encode(SECRET) + b"\n\n"],
+    ids=["raw or hex", "a newline too many", "two newlines too many"],
+)
+def test_locals_of_what_reads_a_source_that_gives_no_key_hide_what_it_gave(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "run.key"
+    file.write_bytes(content)
+    file.chmod(0o600)
+    monkeypatch.setenv("MODEL_KEY", SECRET.hex() + "00")
+    for source in (f"file:{file}", f"cmd:cat {file}", "env:MODEL_KEY"):
+        assert_hidden(locals_of_refused(source))
+
+
+def test_locals_of_what_refuses_a_file_for_all_or_a_failed_command_hide_the_key(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "run.key"
+    file.write_bytes(SECRET)
+    file.chmod(0o644)
+    for source in (f"file:{file}", f"cmd:cat {file} {tmp_path}/none"):
+        assert_hidden(locals_of_refused(source))

@@ -3,9 +3,13 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import logging
+import pickle
+from multiprocessing.reduction import ForkingPickler
+from traceback import TracebackException
 from typing import Any
 
 import numpy as np
@@ -273,6 +277,37 @@ def test_repr_with_a_key_hides_it() -> None:
     shown = repr(CheckpointConfig(enc_key=_KEY, saved_network=_Module(), append_info=["step_num"]))
     assert "sixteen" not in shown
     assert "enc_key=<redacted>" in shown
+
+
+@pytest.mark.parametrize("source", [_KEY, "passphrase:env:PHRASE"])
+def test_attributes_and_copies_of_a_configuration_show_no_key(
+    source: bytes | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PHRASE", "sixteen bottles")
+    config = CheckpointConfig(enc_key=source, format="safetensors")
+    copied = copy.deepcopy(config)
+    assert (copied.enc_key, copied.keys) == (source, config.keys)
+    assert "sixteen" not in f"{vars(config)} {vars(copied)} {config.enc_key!r}"
+
+
+@pytest.mark.parametrize("source", [_KEY, "passphrase:env:PHRASE"])
+def test_configuration_with_a_key_is_not_pickled_but_sent_to_another_process(
+    source: bytes | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PHRASE", "sixteen bottles")
+    config = CheckpointConfig(enc_key=source, format="safetensors")
+    with pytest.raises(TypeError, match="keep the source of a key"):
+        pickle.dumps(config)
+    arrived = pickle.loads(ForkingPickler.dumps(config))  # noqa: S301 - our own
+    assert arrived.enc_key == source
+    assert repr(arrived.keys) == repr(config.keys)
+
+
+def test_traceback_with_locals_of_a_refused_configuration_can_be_shown() -> None:
+    with pytest.raises(KeyProblem) as caught:
+        CheckpointConfig(enc_key=_KEY, enc_mode="XTS")
+    shown = "".join(TracebackException.from_exception(caught.value, capture_locals=True).format())
+    assert "CheckpointConfig(...)" in shown
 
 
 def test_repr_without_a_key_says_so() -> None:

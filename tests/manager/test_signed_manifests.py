@@ -467,7 +467,7 @@ def test_configuration_takes_a_source_and_never_shows_the_key(tmp_path: Path) ->
     with pytest.raises(KeyProblem, match="cannot be opened"):
         CheckpointConfig(signing_key="file:absent")
     with pytest.raises(TypeError, match="redacted bytes"):
-        CheckpointConfig(signing_key=SIGNER.raw)  # type: ignore[arg-type]
+        CheckpointConfig(signing_key=bytes(SIGNER.raw))  # type: ignore[arg-type]
 
 
 def test_trusted_keys_that_are_none_are_refused(tmp_path: Path) -> None:

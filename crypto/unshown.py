@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Secret bytes that show themselves to no reader of logs, tracebacks or dumps, and that no file takes.
+
+They are bytes in every other way; what is cut out of them is plain bytes again.
+
+>>> Unshown(b"top secret"), Unshown(b"top secret") == b"top secret"
+(<10 bytes, not shown>, True)
+
+What collects the local variables of a traceback, the attributes of a configuration or the hyper-parameters of a run takes
+`repr` or pickles. Pickles lie in files for years, so there are none; only what `multiprocessing` sends through a pipe to
+another process of the same program takes the bytes along.
+"""
+
+from __future__ import annotations
+
+from multiprocessing.reduction import ForkingPickler
+from typing import NoReturn, Self, SupportsIndex
+
+
+class Unshown(bytes):
+    """Secret bytes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"<{len(self)} bytes, not shown>"
+
+    __str__ = __repr__
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise TypeError("keys are not pickled: keep the source of a key, such as 'file:run.key'")
+
+
+def _for_another_process(secret: Unshown) -> tuple[type[Unshown], tuple[bytes]]:
+    return Unshown, (bytes(secret),)
+
+
+ForkingPickler.register(Unshown, _for_another_process)
