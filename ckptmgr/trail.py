@@ -49,12 +49,20 @@ class Trail:
 def _period_of(steps: tuple[int, ...]) -> tuple[int, int]:
     """Return after how many steps they repeat themselves, and how many of the last ones did: 0, or a period or more."""
     best = (1, 0)
-    for period in range(1, min(_MAX_PERIOD, len(steps) // 2) + 1):
-        repeated = 0
-        for step, before in zip(reversed(steps), reversed(steps[:-period]), strict=False):
-            if abs(step - before) > _LIKE_BYTES:
-                break
-            repeated += 1
-        if repeated >= max(period, best[1] + 1):
-            best = (period, repeated)
+    step = steps[-1]
+    for period, before in enumerate(steps[-2 : -2 - _MAX_PERIOD : -1], start=1):
+        if -_LIKE_BYTES <= step - before <= _LIKE_BYTES:
+            repeated = _repeated(steps, period)
+            if repeated >= period and repeated > best[1]:
+                best = (period, repeated)
     return best
+
+
+def _repeated(steps: tuple[int, ...], period: int) -> int:
+    """Return how many of the last steps are like the one a period before."""
+    count = 0
+    for step, before in zip(reversed(steps), reversed(steps[:-period]), strict=False):
+        if abs(step - before) > _LIKE_BYTES:
+            break
+        count += 1
+    return count
