@@ -182,6 +182,11 @@ def plan_container(raw: Source, change: KeyChange) -> FilePlan:
     return FilePlan(before=before, after=change.added.labels, is_anew=True)
 
 
+def has_first_keys(raw: Source) -> bool:
+    """Return whether the keys of a container were never changed since it was encrypted."""
+    return all(copy.header.generation == 1 for copy in find_copies(raw))
+
+
 def _seemingly_done(raw: Source, change: KeyChange, error: DecryptionError) -> FilePlan:
     """Return the plan for a container that opens for others only, as after the change; else raise the error."""
     copies = [copy.header for copy in find_copies(raw)]

@@ -25,7 +25,14 @@ from ckptmgr.naming import OPAQUE
 from ckptmgr.reencrypt import reencrypt_file
 from ckptmgr.reencrypt_set import reencrypt_set, remove_stale_files, stale_files
 from ckptmgr.rekey_blocks import plan_blocks
-from ckptmgr.rekey_header import FilePlan, KeyChange, plan_container, plan_header
+from ckptmgr.rekey_header import (
+    FilePlan,
+    KeyChange,
+    Removal,
+    has_first_keys,
+    plan_container,
+    plan_header,
+)
 from ckptmgr.rekey_plan import Action, Rekeying
 from ckptmgr.store import Store
 
@@ -66,6 +73,7 @@ class CheckpointKeys:
             is_done = self._is_authentication_done(is_proven=is_proven) and is_done
             if not is_done:
                 self._check_digests()
+                self._check_manifest_key(plans)
             return self._told(Action.NOTHING if is_done else Action.HEADER, *plans)
         if kinds == {Kind.MINDSPORE_ENCRYPTED} and not self._checkpoint.shards:
             (path,) = self._paths
@@ -163,6 +171,28 @@ class CheckpointKeys:
                 hint="ckptmgr reencrypt writes it anew",
             )
 
+    def _check_manifest_key(self, plans: Sequence[FilePlan]) -> None:
+        """Raise UnsafeWrite when a re-encryption was interrupted: it would seem done, with a manifest whose key is known."""
+        auth = None if self._manifest is None else self._manifest.auth
+        if auth is None:
+            return
+        in_headers = frozenset[Removal]().union(*(plan.removals for plan in plans))
+        if self._removals_in(auth) <= in_headers or not all(map(self._has_first_keys, self._paths)):
+            return
+        if self._rewrapped(auth, is_final=True).key == auth.key:
+            raise UnsafeWrite(
+                "who is to be removed does not open it, but knows the key of its manifest: a reencrypt was interrupted",
+                path=self._checkpoint.path,
+                hint="do the same again to finish it, or ckptmgr reencrypt with a key that opens it now",
+            )
+
+    def _has_first_keys(self, path: Path) -> bool:
+        with self._opened(path) as raw:
+            return has_first_keys(raw)
+
+    def _removals_in(self, auth: ManifestKey) -> frozenset[Removal]:
+        return self._change.found_among(auth.slots or auth.own_slots, bound=BOUND)
+
     def _check_proofs(self) -> None:
         """Raise KeyProblem when what is encrypted anew would be proven less than it is, or more."""
         if self._manifest is not None:
@@ -210,7 +240,7 @@ class CheckpointKeys:
         removals = plan.removals.union(*(other.removals for other in others))
         auth = None if self._manifest is None else self._manifest.auth
         if auth is not None:
-            removals |= self._change.found_among(auth.slots or auth.own_slots, bound=BOUND)
+            removals |= self._removals_in(auth)
         return Rekeying(
             checkpoint=self._checkpoint,
             action=action,

@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.key_files import generate_pair
+from ckptmgr.crypto.keyring import KeyRing
+from ckptmgr.errors import CkptmgrError, KeyProblem, UnsafeWrite
 from ckptmgr.fsio import FileSystem, OutputFile
 from ckptmgr.model import Checkpoint, State
 from ckptmgr.rekey import Action, Rekeying, open_for_rekeying, reencrypt_checkpoint
@@ -152,6 +155,55 @@ def test_reencryption_to_a_public_key_is_finished_after_every_power_cut() -> Non
         run(again)
         assert [opens(only(again), ring(one), fs=again) for one in (OLD, private)] == [False, True]
         assert run(again).action is Action.NOTHING
+
+
+def known(disk: ModelDisk, keys: KeyRing) -> Key | None:
+    """Return the key of the manifest, if these keys open it."""
+    try:
+        read = Store(RUNS, fs=disk, key=keys, must_authenticate=True).read_manifest(only(disk).name)
+    except CkptmgrError:
+        return None
+    return None if read is None or read.auth is None else read.auth.key
+
+
+def finished(work: Callable[[ModelDisk], object], disk: ModelDisk) -> bool:
+    """Return whether something succeeds; it is refused otherwise."""
+    try:
+        work(disk)
+    except (UnsafeWrite, KeyProblem):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("who", ["old", "new", "new, by id"])
+def test_reencryption_that_was_cut_and_then_rekeyed_is_not_done_under_a_key_that_the_old_ones_know(
+    who: str,
+) -> None:
+    private, public = generate_pair("x25519")
+    anew = KeyChange(keys=ring(OLD), add=(ring(public),), is_only=True)
+    change = {
+        "old": KeyChange(keys=ring(OLD), add=(ring(public),), remove=(ring(OLD),)),
+        "new": KeyChange(keys=ring(private), remove=(ring(OLD),)),
+        "new, by id": KeyChange(keys=ring(private), remove_ids=(OLD.key_id,)),
+    }[who]
+
+    def run(disk: ModelDisk) -> None:
+        store = open_for_rekeying(RUNS, anew, fs=disk, processes=ModelProcesses(disk))
+        reencrypt_checkpoint(store, only(disk), anew)
+
+    def remove_old(disk: ModelDisk) -> None:
+        rekey(change, fs=disk, processes=ModelProcesses(disk))
+
+    crashes = every_crash(disk_of("container"), run, order=Order.JOURNALED, tears=1)
+    count = 0
+    for disk in {crash.disk.state(): crash.disk for crash in crashes}.values():
+        secret, again = known(disk, ring(OLD)), disk.restart()
+        finished(remove_old, again)
+        if finished(run, again):
+            count += 1
+            assert opens(only(again), ring(private), fs=again)
+            assert known(again, ring(private)) not in (None, secret)
+    assert count >= 3
 
 
 class _Unsynced:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -15,9 +16,12 @@ from ckptmgr.crypto.container_unlock import unlock
 from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.key_files import generate_pair
 from ckptmgr.crypto.keyring import KeyRing
-from ckptmgr.errors import CorruptCheckpoint, KeyProblem
+from ckptmgr.errors import CorruptCheckpoint, KeyProblem, UnsafeWrite
 from ckptmgr.formats.source import BytesSource, read_bytes
+from ckptmgr.fsio import OsFileSystem
 from ckptmgr.manager import CheckpointManager
+from ckptmgr.read_options import ReadOptions
+from ckptmgr.recompress import recompress
 from ckptmgr.rekey import (
     Action,
     open_for_rekeying,
@@ -105,6 +109,57 @@ def test_file_that_was_rekeyed_to_a_public_key_is_not_taken_as_done(tmp_path: Pa
     with pytest.raises(KeyProblem, match="another key") as caught:
         reencrypt(tmp_path, KeyChange(keys=ring(OLD), add=(public,), is_only=True))
     assert "where only its keys were changed" in str(caught.value.hint)
+
+
+def manifest_key(directory: Path, keys: KeyRing) -> Key:
+    found = Store(directory, key=keys).read_manifest(only(Store(directory)).name)
+    assert found is not None
+    assert found.auth is not None
+    return found.auth.key
+
+
+def test_file_that_was_rekeyed_and_then_compressed_has_no_manifest_key_that_the_old_keys_know(
+    tmp_path: Path,
+) -> None:
+    save_run(directory=tmp_path, steps=1)
+    private, public = generate_pair("x25519")
+    rekey(KeyChange(keys=ring(OLD), add=(ring(public),)), directory=tmp_path)
+    known = manifest_key(tmp_path, ring(OLD))
+    rekey(KeyChange(keys=ring(OLD), remove=(ring(OLD),)), directory=tmp_path)
+    assert manifest_key(tmp_path, ring(private)) == known
+    store = Store(tmp_path, key=ring(private), must_authenticate=True)
+    recompress(store, only(store), level=3, options=ReadOptions(key=ring(private)))
+    change = KeyChange(keys=ring(OLD), add=(ring(public),), is_only=True)
+    assert reencrypt(tmp_path, change) is Action.NOTHING
+    assert manifest_key(tmp_path, ring(private)) != known
+
+
+def test_reencryption_that_was_cut_is_finished_before_a_key_is_removed(tmp_path: Path) -> None:
+    save_run(directory=tmp_path, steps=1)
+    private, public = generate_pair("x25519")
+    change = KeyChange(keys=ring(OLD), add=(ring(public),), is_only=True)
+    cut = open_for_rekeying(tmp_path, change, fs=_Cut())
+    with pytest.raises(OSError, match="cut"):
+        reencrypt_checkpoint(cut, only(cut), change)
+    removal = KeyChange(keys=ring(private), remove=(ring(OLD),))
+    with pytest.raises(UnsafeWrite, match="a reencrypt was interrupted") as caught:
+        rekey(removal, directory=tmp_path)
+    assert "do the same again to finish it" in str(caught.value.hint)
+    assert reencrypt(tmp_path, change) is Action.HEADER
+    assert [one.action for one in rekey(removal, directory=tmp_path)] == [Action.NOTHING]
+    assert openers(only(Store(tmp_path)), [ring(OLD), ring(private)]) == [1]
+
+
+class _Cut(OsFileSystem):
+    """A disk on which no manifest is replaced once the data has its name."""
+
+    is_swapped = False
+
+    def replace(self, source: Path, target: Path) -> None:
+        if self.is_swapped:
+            raise OSError(errno.EIO, "cut")
+        self.is_swapped = target.suffix != ".json"
+        super().replace(source, target)
 
 
 def test_file_that_opens_for_others_as_well_is_not_taken_as_done(tmp_path: Path) -> None:
