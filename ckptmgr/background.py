@@ -21,12 +21,12 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
 from ckptmgr.errors import SaveFailed, SaveSuperseded
-from ckptmgr.handle import SaveHandle, SaveStats
+from ckptmgr.handle import SaveHandle, SaveStats, waits_for_itself
 from ckptmgr.model import Checkpoint
 from ckptmgr.processors import work_beside_training
 from ckptmgr.save_failure import BackPressure, OnError, check_back_pressure, parse_on_error
@@ -80,6 +80,7 @@ class BackgroundSaver:
         self._submitting = threading.RLock()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
+        self._copying: set[threading.Thread] = set()
         self._running: _Job | None = None
         self._next: _Job | None = None
 
@@ -114,16 +115,22 @@ class BackgroundSaver:
             The handle, or None when the save was skipped because another one is running.
 
         Raises:
+            SaveFailed: Called by a signal handler in the middle of `stage`.
             Exception: The failure of an earlier save, or of `stage`.
         """
         started = time.perf_counter()
+        if threading.current_thread() in self._copying:
+            raise SaveFailed(
+                "a save was asked for in the middle of the copying of another state, by the same thread",
+                hint="let signal handlers only note that they were called, and save after the step",
+            )
         with self._one_submitter():
             self.check()
             if not self._has_room():
                 return None
             self.check()
             staging = time.perf_counter()
-            staged = stage()
+            staged = self._copied(stage)
             try:
                 now = time.perf_counter()
                 if handle_of is None:
@@ -132,6 +139,8 @@ class BackgroundSaver:
                     handle.staged.set_result(None)
                 else:
                     handle = handle_of(staged)
+                if self._is_own_thread():
+                    handle = replace(handle, asked_by=self._thread)
                 handle.stats.staged_bytes = staged.size_bytes
                 # All but what follows; it may be noted before this returns.
                 handle.stats.blocked_s = now - started
@@ -164,10 +173,7 @@ class BackgroundSaver:
             SaveFailed: Called by `on_error`, which would wait for itself.
         """
         if self._is_own_thread():
-            raise SaveFailed(
-                "on_error cannot wait for saves: the one that failed is over only when it returns",
-                hint="it may call save(), which then runs next, but neither wait() nor close()",
-            )
+            raise waits_for_itself()
         with self._changed:
             self._changed.wait_for(lambda: self._running is None and self._next is None)
 
@@ -223,6 +229,14 @@ class BackgroundSaver:
                     "superseded by a newer save before it was started (back_pressure='coalesce')"
                 )
             )
+
+    def _copied(self, stage: Callable[[], _Staged]) -> _Staged:
+        thread = threading.current_thread()
+        try:
+            self._copying.add(thread)
+            return stage()
+        finally:
+            self._copying.discard(thread)
 
     def _give_up(self, staged: Staged) -> None:
         """Release what was to be saved, unless it is: after Ctrl-C nobody knows how far it came."""

@@ -252,13 +252,13 @@ class SaveEngine:
         if is_process:
             self._worker.start()
         deferred = defer(items, self._staging_pool(), changing=changing, copies_all=is_process)
-        updates.add(deferred)
-        if deferred.has_more and not self._background.begins_at_once:
-            try:
+        try:
+            updates.add(deferred)
+            if deferred.has_more and not self._background.begins_at_once:
                 threading.Thread(target=deferred.copy, name="ckptmgr-stage", daemon=False).start()
-            except BaseException:
-                deferred.release()
-                raise
+        except BaseException:
+            deferred.release()
+            raise
         return deferred
 
     def _finish(

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from ckptmgr.errors import SaveFailed
 from ckptmgr.model import Checkpoint
 
 _LOG = logging.getLogger(__name__)
@@ -137,6 +138,14 @@ _unfinished: weakref.WeakSet[_Outcome[Any]] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_forget_parent)
 
 
+def waits_for_itself() -> SaveFailed:
+    """Return why `on_error` cannot wait."""
+    return SaveFailed(
+        "on_error cannot wait for saves: the one that failed is over only when it returns",
+        hint="it may call save(), which then runs next, but neither wait() nor close()",
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveHandle:
     """A save in progress or done.
@@ -147,12 +156,14 @@ class SaveHandle:
             Both can be awaited with `asyncio.wrap_future`; neither can be cancelled.
         stats: What it cost so far.
         process: Id of the process that saves. In one that was forked from it meanwhile the futures fail with a RuntimeError.
+        asked_by: The thread that saves, if the save was asked for there, by `on_error`; None otherwise.
     """
 
     staged: Future[None] = field(default_factory=_Outcome)
     durable: Future[Checkpoint] = field(default_factory=_Outcome)
     stats: SaveStats = field(default_factory=SaveStats)
     process: int = field(default_factory=os.getpid)
+    asked_by: threading.Thread | None = None
 
     def wait(self, timeout_s: float | None = None) -> Checkpoint:
         """Return the checkpoint once it is durable, or raise why it is not.
@@ -160,7 +171,10 @@ class SaveHandle:
         Raises:
             TimeoutError: It is still being saved after `timeout_s` seconds.
             RuntimeError: It is saved by the process that this one was forked from, which alone hears when it is durable.
+            SaveFailed: Called by `on_error`, which would wait for itself.
         """
+        if self.asked_by is threading.current_thread() and not self.durable.done():
+            raise waits_for_itself()
         if self.process != os.getpid() and not self.durable.done():
             raise _not_told(
                 self.process

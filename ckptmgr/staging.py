@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import NamedTuple
 
@@ -32,7 +33,7 @@ from ckptmgr.staging_device import DeviceMemory, accelerators, copy_on_device
 from ckptmgr.staging_items import Content, items_from, tensors_in
 from ckptmgr.staging_ledger import Ledger
 from ckptmgr.staging_plan import Layout, lay_out
-from ckptmgr.staging_slabs import SlabPool, Usage
+from ckptmgr.staging_slabs import Slab, SlabPool, Usage
 from ckptmgr.staging_spill import SpillFile
 from ckptmgr.staging_state import Lot, StagedState
 
@@ -88,7 +89,7 @@ class StagingPool:
         if self._config.allocation in ("arena", "arena_and_slabs"):
             self._most_states = 1
         self._lock = threading.Lock()
-        self._states = 0
+        self._states: set[object] = set()
         self._is_closed = False
         self._laid_out: _LaidOut | None = None
 
@@ -139,19 +140,21 @@ class StagingPool:
             StagingExhausted: They do not fit. Nothing is left behind.
         """
         tensors = tensors_in(items)
-        self._admit()
+        # Ctrl-C may come at any line: each undoes what is there by then.
+        ticket, lot = object(), None
+        give_back = partial(self._give_back, ticket)
         try:
+            self._admit(ticket)
             device = self._accelerators()
             share = 0.0 if self._is_shared else self._config.device_copy_share
             copies = copy_on_device(tensors, device, share=share)
             lot = self._allocate_in_room(tensors, copies, device)
+            return StagedState(items, lot, wipe=self._config.wipe, give_back=give_back)
         except BaseException:
-            self._leave()
-            raise
-        try:
-            return StagedState(items, lot, wipe=self._config.wipe, give_back=self._give_back)
-        except BaseException:
-            self._give_back(lot)
+            if lot is None:
+                self._leave(ticket)
+            else:
+                give_back(lot)
             raise
 
     def descriptors(self) -> list[int]:
@@ -193,49 +196,53 @@ class StagingPool:
         sizes = [
             0 if index in copies else tensor.spec.size_bytes for index, tensor in enumerate(tensors)
         ]
-        with self.ledger.planning:
-            layout = self._lay_out(sizes)
-            spill = self._spill_file(layout, sum(sizes))
-            try:
+        slabs: list[Slab] = []
+        spill, spill_bytes = None, 0
+        try:
+            with self.ledger.planning:
+                layout = self._lay_out(sizes)
+                spill_bytes = layout.spill_bytes
+                spill = self._spill_file(layout, sum(sizes))
                 slabs = self._slabs.take(layout.slabs_bytes)
-            except BaseException:
-                self._drop_spill(spill, layout)
-                raise
-        return Lot(
-            layout=layout,
-            slabs=slabs,
-            spill=spill,
-            sizes=sizes,
-            copies=dict(copies),
-            device=device,
-        )
+            return Lot(
+                layout=layout,
+                slabs=slabs,
+                spill=spill,
+                sizes=sizes,
+                copies=dict(copies),
+                device=device,
+            )
+        except BaseException:
+            self._slabs.give_back(slabs)
+            self._drop_spill(spill, spill_bytes)
+            raise
 
-    def _give_back(self, lot: Lot) -> None:
+    def _give_back(self, ticket: object, lot: Lot) -> None:
         self._slabs.give_back(lot.slabs)
-        self._drop_spill(lot.spill, lot.layout)
-        self._leave()
+        self._drop_spill(lot.spill, lot.layout.spill_bytes)
+        self._leave(ticket)
 
-    def _drop_spill(self, spill: SpillFile | None, layout: Layout) -> None:
+    def _drop_spill(self, spill: SpillFile | None, size_bytes: int) -> None:
         if spill is not None:
             spill.close()
-            self.ledger.add_disk(-layout.spill_bytes)
+            self.ledger.add_disk(-size_bytes)
 
-    def _admit(self) -> None:
+    def _admit(self, ticket: object) -> None:
         with self._lock:
             if self._is_closed:
                 raise ValueError("the staging pool is closed")
-            if self._most_states is not None and self._states >= self._most_states:
+            if self._most_states is not None and len(self._states) >= self._most_states:
                 raise StagingExhausted(
-                    f"{self._states} staged states are not released yet; without a host budget, and"
+                    f"{len(self._states)} staged states are not released yet; without a host budget, and"
                     f" with allocation={self._config.allocation!r}, no more are allowed",
                     hint="wait for the running save, or set host_budget_bytes (offload_cpu_size)"
                     " and allocation='slabs' (static_memory_policy=3)",
                 )
-            self._states += 1
+            self._states.add(ticket)
 
-    def _leave(self) -> None:
+    def _leave(self, ticket: object) -> None:
         with self._lock:
-            self._states -= 1
+            self._states.discard(ticket)
 
     def _lay_out(self, sizes: list[int]) -> Layout:
         config = self._config

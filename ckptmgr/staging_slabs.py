@@ -213,14 +213,9 @@ class SlabPool:
         taken: list[Slab] = []
         try:
             with self._lock:
-                found = self._find(sizes)
-                taken += [slab for slab in found if slab is not None]
-                slabs = []
-                for slab, size in zip(found, sizes, strict=True):
-                    if slab is None:
-                        slab = self._make(size)
-                        taken.append(slab)
-                    slabs.append(slab)
+                slabs: list[Slab] = []
+                for slab, size in zip(self._reused(sizes, taken), sizes, strict=True):
+                    slabs.append(self._make(size, taken) if slab is None else slab)
                 return slabs
         except BaseException:
             self.give_back(taken)
@@ -251,8 +246,13 @@ class SlabPool:
         self._kept = []
         self._is_closed = True
 
-    def _find(self, sizes: list[int]) -> list[Slab | None]:
-        found = [self._take_kept(size) for size in sizes]
+    def _reused(self, sizes: list[int], taken: list[Slab]) -> list[Slab | None]:
+        """Move kept slabs to `taken`; return for each size the one for it, if any."""
+        left = list(self._kept)
+        found = [_take_fitting(left, size) for size in sizes]
+        reused = [slab for slab in found if slab is not None]
+        taken[:], self._kept = reused, left  # in one line: Ctrl-C between two would lose slabs
+        self.usage.kept_bytes = sum(slab.size_bytes for slab in left)
         missing = sum(size for slab, size in zip(found, sizes, strict=True) if slab is None)
         if missing == 0:
             return found
@@ -262,20 +262,11 @@ class SlabPool:
         if room is None or missing <= room:
             return found
         # Larger slabs than were asked for have used up the room.
-        self._kept = [slab for slab in found if slab is not None]
+        self._kept, taken[:] = reused, []
         self._drop_kept()
         return [None] * len(sizes)
 
-    def _take_kept(self, size_bytes: int) -> Slab | None:
-        fitting = [slab for slab in self._kept if slab.size_bytes >= size_bytes]
-        if not fitting:
-            return None
-        slab = min(fitting, key=lambda slab: slab.size_bytes)
-        self._kept.remove(slab)
-        self.usage.kept_bytes -= slab.size_bytes
-        return slab
-
-    def _make(self, size_bytes: int) -> Slab:
+    def _make(self, size_bytes: int, taken: list[Slab]) -> Slab:
         if not self._ledger.add_host(size_bytes):
             raise StagingExhausted(
                 f"{size_bytes} bytes of host memory are no longer there: of"
@@ -290,13 +281,25 @@ class SlabPool:
             self._ledger.add_host(-size_bytes)
             raise
         self.usage.allocations += 1
-        self._all.append(slab)
+        taken += [slab]
+        self._all += [slab]
         return slab
 
     def _drop_kept(self) -> None:
-        for slab in self._kept:
-            slab.close()
+        while self._kept:
+            slab = self._kept[-1]
+            del self._kept[-1]  # first: one that is closed must not be taken again
             self._all.remove(slab)
             self._ledger.add_host(-slab.size_bytes)
-        self._kept.clear()
+            slab.close()
         self.usage.kept_bytes = 0
+
+
+def _take_fitting(slabs: list[Slab], size_bytes: int) -> Slab | None:
+    """Remove the smallest slab that is large enough and return it; None when there is none."""
+    fitting = [slab for slab in slabs if slab.size_bytes >= size_bytes]
+    if not fitting:
+        return None
+    slab = min(fitting, key=lambda slab: slab.size_bytes)
+    slabs.remove(slab)
+    return slab

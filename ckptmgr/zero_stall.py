@@ -30,6 +30,8 @@ from ckptmgr.staging import StagingPool
 from ckptmgr.staging_items import tensors_in, tensors_of
 from ckptmgr.staging_state import StagedState
 
+_GIVEN_UP = "given up before it was copied"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
@@ -90,7 +92,7 @@ class DeferredState:
         self._lock = threading.Lock()
         self._is_begun = False
         self._is_released = False
-        self._failure: BaseException | None = None
+        self._failure: BaseException | None = SaveFailed(_GIVEN_UP)  # until it is copied
         self._started_at = time.perf_counter()
 
     @property
@@ -119,19 +121,28 @@ class DeferredState:
         Raises:
             KeyboardInterrupt: The save fails with it, too.
         """
-        with self._lock:
-            if self._is_begun:
-                return
-            self._is_begun = True
+        is_ours = False  # Ctrl-C may come at any line: who has begun must also end, or others wait for ever
         try:
+            with self._lock:
+                if self._is_begun:
+                    return
+                self._is_begun = is_ours = True
             self._copy_late()
+            self._failure = None
         except BaseException as error:
+            if is_ours:
+                self._failure = error
             traceback.clear_frames(error.__traceback__)  # they hold the arrays
-            self._failure = error
             if not isinstance(error, Exception):
                 raise
         finally:
-            self._finish_copy()
+            if is_ours:
+                try:
+                    self._finish_copy()
+                except BaseException:
+                    if not self.handle.staged.done():
+                        self._finish_copy()
+                    raise
 
     def wait(self) -> None:
         """Return when the copy is complete.
@@ -182,7 +193,7 @@ class DeferredState:
 
     def _content(self, content: Callable[[], memoryview]) -> memoryview:
         if self._is_released:
-            raise SaveFailed("given up before it was copied")
+            raise SaveFailed(_GIVEN_UP)
         return content()
 
 
@@ -206,7 +217,12 @@ def defer(
         BaseException: What a content raises that is copied at once.
     """
     plan = _plan(items, changing, copies_all=copies_all)
-    deferred = DeferredState(items, pool.reserve(plan.staged), plan)
+    staged = pool.reserve(plan.staged)
+    try:
+        deferred = DeferredState(items, staged, plan)
+    except BaseException:
+        staged.release()
+        raise
     try:
         deferred.copy_at_once()
         if not deferred.has_more:

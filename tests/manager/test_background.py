@@ -334,6 +334,31 @@ def test_callable_that_waits_is_an_error_instead_of_a_deadlock() -> None:
         saves.saver.wait()
 
 
+def test_callable_that_waits_for_the_save_it_asked_for_is_an_error_instead_of_a_deadlock() -> None:
+    def handler(_: BaseException) -> None:
+        saves.submitted(2).wait()
+
+    saves = Saves(on_error=handler)
+    saves.submitted(1, OSError("full"))
+    with pytest.raises(SaveFailed, match="cannot wait"):
+        saves.saver.wait()
+    assert saves.begun == [1, 2]
+
+
+def test_save_asked_for_while_its_own_thread_copies_is_refused_and_the_first_goes_on() -> None:
+    saves = Saves()
+
+    def interrupted() -> Copies:
+        with pytest.raises(SaveFailed, match="signal handlers"):
+            saves.submit(2)
+        return saves.copies.stage()
+
+    handle = saves.saver.submit(interrupted, lambda _, stats: checkpoint(1))
+    assert handle is not None
+    assert handle.wait(TIMEOUT_S).step == 1
+    assert saves.submitted(3).wait(TIMEOUT_S).step == 3
+
+
 def test_thread_that_cannot_be_started_is_an_error_of_the_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,8 @@ from ckptmgr.errors import StagingExhausted
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.tensor import Item, Tensor, Text, tensor_from_array
 from ckptmgr.memory_config import MemoryConfig
-from ckptmgr.staging import StagingPool
+from ckptmgr.staging import StagedState, StagingPool
+from tests.manager.interrupts import is_interrupted
 from tests.manager.staging_memory import (
     MIB,
     failing,
@@ -407,27 +409,20 @@ def test_stage_from_several_threads_keeps_states_apart() -> None:
     assert failures == []
 
 
-class Interrupted(list[Item]):
-    """A list during whose n-th reading Ctrl-C is pressed."""
-
-    def __init__(self, items: list[Item], reading: int) -> None:
-        super().__init__(items)
-        self.left = reading
-
-    def __iter__(self) -> Iterator[Item]:
-        self.left -= 1
-        if self.left == 0:
-            raise KeyboardInterrupt
-        return super().__iter__()
-
-
-@pytest.mark.parametrize("reading", [1, 2, 3, 4])
-def test_ctrl_c_while_a_state_is_staged_leaves_all_memory_for_the_next(reading: int) -> None:
-    with StagingPool() as pool:
-        items: list[Item] = [tensor_from_array("a", np.ones(9))]
-        with pytest.raises(KeyboardInterrupt):
-            pool.stage(Interrupted(items, reading))
-        two = [pool.stage(items) for _ in range(2)]  # the most that may be staged
-        assert pool.usage.allocations <= 2
-        for state in two:
-            state.release()
+def test_ctrl_c_at_any_point_of_staging_leaves_all_memory_for_the_next() -> None:
+    items: list[Item] = [tensor_from_array("a", np.ones(9)), Text(name="t", text="text")]
+    larger = tensor_from_array("b", np.ones(5 * PAGE, np.uint8))
+    for state in (items, [*items, larger]):  # in a kept slab, and in a new one
+        for at in itertools.count(1):
+            with StagingPool(MemoryConfig(slab_bytes=4 * PAGE)) as pool:
+                pool.stage(items).release()
+                made: list[StagedState] = []
+                was_interrupted = is_interrupted(lambda: made.append(pool.stage(state)), at=at)  # noqa: B023
+                for one in made:
+                    one.release()
+                for one in [pool.stage(items) for _ in range(2)]:  # the most that may be staged
+                    one.release()
+                assert pool.host_bytes == pool.usage.kept_bytes
+            if not was_interrupted:
+                break
+        assert at > 50

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
 import signal
@@ -31,6 +32,7 @@ from ckptmgr.tree import flatten
 from ckptmgr.zero_stall import Updates, defer
 from tests.manager.held import KEY, TIMEOUT_S, HeldDisk, open_descriptors, run_program
 from tests.manager.held_staging import HeldStaging
+from tests.manager.interrupts import is_interrupted
 from tests.manager.staging_memory import failing, map_tensors, values
 
 SIZE = 100_000
@@ -570,6 +572,20 @@ def test_ctrl_c_in_before_update_is_raised_there_and_fails_the_save() -> None:
             deferred.wait()
         deferred.wait_until_copied()
         deferred.release()
+
+
+def test_ctrl_c_at_any_point_of_before_update_lets_nobody_wait_for_ever() -> None:
+    items = list(flatten({"w": np.zeros(SIZE)}).tensors)
+    for at in itertools.count(1):
+        with StagingPool() as pool:
+            deferred = defer(items, pool)
+            was_interrupted = is_interrupted(deferred.wait_until_copied, at=at)
+            deferred.copy()  # as the thread that saves does; who comes second has nothing to do
+            assert deferred.handle.staged.done()
+            deferred.release()
+        if not was_interrupted:
+            break
+    assert at > 10
 
 
 def test_copy_that_fails_is_raised_by_wait_and_nothing_stays() -> None:
