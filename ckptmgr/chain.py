@@ -39,6 +39,26 @@ def contradiction(checkpoint: Checkpoint, present: Sequence[Checkpoint]) -> str 
     return _contradicted(checkpoint, _sayings(present))
 
 
+def misfit(checkpoint: Checkpoint, present: Iterable[Checkpoint]) -> str | None:
+    """Return why a checkpoint was not saved after the one that lies before it here, or None.
+
+    Then one of the two is from elsewhere: the one before was replaced, or this one is of another run with the same key.
+
+    Args:
+        checkpoint: As for `contradiction`.
+        present: What lies in the same directory.
+    """
+    link = checkpoint.previous
+    known = (c for c in present if link and c.name == link.name and c.state is not State.UNVERIFIED)
+    for before in known:
+        if link and before.name != checkpoint.name and _is_replaced(before, link, checkpoint):
+            return (
+                f"it was saved after a {link.name} of commit {link.sequence}, id {link.id[:16]}, "
+                f"and the one here is of commit {before.sequence}, id {(before.id or '')[:16]}"
+            )
+    return None
+
+
 _Saying = tuple[Checkpoint, Link]
 
 

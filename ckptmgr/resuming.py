@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from ckptmgr.chain import contradiction
+from ckptmgr.chain import contradiction, misfit
 from ckptmgr.loader import Value
 from ckptmgr.manifest import Manifest
 from ckptmgr.model import Checkpoint
@@ -49,7 +49,7 @@ class Found(Generic[_Loaded]):
     Attributes:
         newest: The checkpoint and what it loaded to, or None.
         skipped: Newer ones that were passed over, and why.
-        doubt: Why it is genuine, but probably an older one than its name had last; or None.
+        doubt: Why it is genuine, but probably not what its name had here last; or None.
     """
 
     newest: tuple[Checkpoint, _Loaded] | None
@@ -92,10 +92,19 @@ def find_newest(
         for hint in why_nothing(present, is_own):
             _LOG.warning("%s: nothing to resume as %r: %s", writer.store.directory, prefix, hint)
         return Found(newest=None, skipped=tuple(skipped))
-    doubt = contradiction(checkpoint, present)
-    if doubt is not None:
-        _LOG.warning("%s may be an older file under this name: %s", checkpoint.path, doubt)
+    doubt = _doubt(checkpoint, present)
     return Found(newest=(checkpoint, loaded), skipped=tuple(skipped), doubt=doubt)
+
+
+def _doubt(checkpoint: Checkpoint, present: Sequence[Checkpoint]) -> str | None:
+    replaced = contradiction(checkpoint, present)
+    if replaced is not None:
+        _LOG.warning("%s may be an older file under this name: %s", checkpoint.path, replaced)
+        return replaced
+    misplaced = misfit(checkpoint, present)
+    if misplaced is not None:
+        _LOG.warning("%s may be of another run: %s", checkpoint.path, misplaced)
+    return misplaced
 
 
 def resume_values(writer: SeriesWriter, reader: SeriesReader, *, prefix: str) -> Found[NamedValues]:

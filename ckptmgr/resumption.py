@@ -25,7 +25,8 @@ class Resumption:
         starts: How often a run has been started from this checkpoint without a newer one being saved, this one included.
         kept: What no rank has saved for this one, such as its random numbers when there are more ranks than before; it stays
             as it was.
-        doubt: Why the checkpoint is genuine, but probably an older one than its name had last; or None.
+        doubt: Why the checkpoint is genuine, but probably an older one than its name had here last, or of another run; or
+            None.
     """
 
     step: int

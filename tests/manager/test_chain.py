@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager
-from ckptmgr.chain import Expected, contradiction, link_to_newest
+from ckptmgr.chain import Expected, contradiction, link_to_newest, misfit
 from ckptmgr.crypto.keyring import Keys
 from ckptmgr.digest import digest_of
 from ckptmgr.errors import CorruptCheckpoint
@@ -265,6 +265,36 @@ def test_resume_from_a_replaced_file_warns_and_says_why(
     assert (found.step, [one.checkpoint.step for one in found.skipped]) == (10, [11])
     assert found.doubt is not None
     assert found.doubt in caplog.text
+
+
+def test_resume_from_a_newest_file_of_another_run_warns_and_says_why(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    newest = taken(save_run(tmp_path / "a", [9, 10, 11])[2])
+    save_run(tmp_path / "b", [8, 10, 11])
+    put_back(tmp_path / "b", newest)
+    with CheckpointManager(tmp_path / "b", prefix="net") as manager:
+        found = manager.resume()
+    assert found.step == 11
+    assert found.doubt is not None
+    assert found.doubt.startswith("it was saved after a net-1_10.ckpt of commit 2, id ")
+    assert f"may be of another run: {found.doubt}" in caplog.text
+
+
+@pytest.mark.parametrize("event", EVERYDAY)
+def test_resume_after_what_happens_every_day_has_no_doubt(tmp_path: Path, event: str) -> None:
+    EVERYDAY[event](tmp_path)
+    with CheckpointManager(tmp_path, prefix="net") as manager:
+        assert manager.resume({"w": np.zeros(4)}).doubt is None
+
+
+def test_checkpoint_fits_what_lies_before_it_unless_that_is_another_known_one() -> None:
+    before = listed()
+    later = later_than(before)
+    assert misfit(later, [before, later]) is None
+    assert misfit(before, [before, later]) is None
+    assert misfit(later, [listed(b"other", sequence=1), later]) is not None
+    assert misfit(later, [listed(b"other", sequence=1, state=State.UNVERIFIED)]) is None
 
 
 # The id: of everything that is fixed when it is saved, and nothing else.
