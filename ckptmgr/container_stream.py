@@ -4,7 +4,7 @@
 A piece is the head, or a segment, encrypted straight into the buffer that is written. The head shifts the segments against
 the digest ranges, so one segment in four lies in two ranges, which different threads make. Whoever comes first encrypts it;
 whoever comes last gives its memory back. Nothing is encrypted twice, and a thread waits for nobody but the one that is
-encrypting what it needs.
+encrypting what it needs. Segment 0, which holds a late head, is encrypted last.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ckptmgr.crypto.block_reader import Buffers
 from ckptmgr.crypto.container import SEGMENT_BYTES, ContainerSealer
 from ckptmgr.digest import RANGE_BYTES
 from ckptmgr.formats.image import Image
-from ckptmgr.streams import gather
+from ckptmgr.streams import CHUNKS_OF_A_RANGE, counted_views, gather
 
 
 @dataclass(slots=True)
@@ -33,31 +33,40 @@ class _Shared:
 class ContainerStream:
     """The image in encrypted segments behind the head of the container; there is no tail."""
 
-    chunks_at_once = 1
-
     def __init__(self, image: Image, sealer: ContainerSealer) -> None:
         self._image = image
+        self._crc = image.start_crc()
         self._sealer = sealer
         self._shared: dict[int, _Shared] = {}
         self._lock = threading.Lock()
         self.size = self.tail_start = sealer.sealed_size
         self.blank_bytes = sealer.copies_bytes
+        self.is_head_late = image.head_bytes > 0
+
+    def chunks_from(self, offset: int) -> int:
+        """Return how many buffers are filled at once from `offset` on, if there is so much left."""
+        is_late = self.is_head_late and offset == len(self._sealer.head)
+        return CHUNKS_OF_A_RANGE if is_late else 1
 
     def produce(self, offset: int, buffers: Sequence[memoryview]) -> int:
-        """Fill the start of the one buffer with the next piece.
+        """Fill each buffer, from its start, with the next piece.
 
         Args:
-            offset: Where it stands in the file: the start of a digest range, or the end of the piece before.
-            buffers: One of at least the length of a segment.
+            offset: Where they stand in the file: the start of a digest range, or the end of the piece before.
+            buffers: Of the length of a segment.
 
         Returns:
             How many bytes; a piece never crosses the end of a digest range.
         """
-        (buffer,) = buffers
         head = self._sealer.head
         if offset < len(head):
-            buffer[: len(head)] = head
+            buffers[0][: len(head)] = head
             return len(head)
+        starts = range(offset, self.size, self._sealer.record_bytes)
+        return sum(map(self._produce, reversed(starts[: len(buffers)]), reversed(buffers)))
+
+    def _produce(self, offset: int, buffer: memoryview) -> int:
+        head = self._sealer.head
         index, at = divmod(offset - len(head), self._sealer.record_bytes)
         length = self._sealer.record_range(index)[1]
         room = RANGE_BYTES - offset % RANGE_BYTES
@@ -95,7 +104,7 @@ class ContainerStream:
 
     def _encrypt(self, index: int, segment: memoryview) -> None:
         start, size = self._sealer.plaintext_range(index)
-        views = list(self._image.views(start, size))
+        views = counted_views(self._image, self._crc, start, size)
         if len(views) == 1:  # inside one tensor: encrypted straight from the tensor's memory
             self._sealer.seal_into(index, views[0], segment)
             return

@@ -3,6 +3,8 @@
 
 The size of the file is known last, so nothing is reserved for it. Memory stays bounded: a few chunks of 4 MiB (`frame_spool`),
 and for each producer what a frame is gathered, grouped and compressed in.
+
+The first frame is of the header. Where that is late, the frame is compressed when all others were, and lies behind them.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from ckptmgr.formats.zstd_table import FRAME_BYTES, HEAD, Frame, encode_tail, fr
 from ckptmgr.frame_spool import Spool, Stopped
 from ckptmgr.fsio import OutputFile
 from ckptmgr.processors import producers
-from ckptmgr.streams import gather
+from ckptmgr.streams import counted_views, gather
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,15 +81,19 @@ class WrittenFrames:
 
 
 class ImageSource:
-    """An image as a source, to find one's way in it."""
+    """An image as a source, to find one's way in it; a late head states a CRC32 of 0."""
 
     def __init__(self, image: Image) -> None:
         self._image = image
+        self._head = image.head(0)
         self.size = image.size
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes of the image from `offset` on."""
-        gather(self._image.views(offset, buffer.nbytes), buffer)
+        """Fill `buffer` with bytes of a late head, or of what follows it, from `offset` on."""
+        if offset < len(self._head):
+            buffer[:] = self._head[offset : offset + buffer.nbytes]
+        else:
+            gather(self._image.views(offset, buffer.nbytes), buffer)
 
 
 def plan_of(image: Image) -> list[PlannedFrame]:
@@ -113,10 +119,11 @@ class Read(Protocol):
 
 
 def read_image(image: Image) -> Read:
-    """Return what gives the bytes of an image, those inside one tensor straight from its memory."""
+    """Return what gives the bytes of an image, those inside one tensor straight from its memory; a late head is given last."""
+    crc = image.start_crc()
 
     def read(offset: int, size: int, room: memoryview) -> memoryview:
-        views = list(image.views(offset, size))
+        views = counted_views(image, crc, offset, size)
         if len(views) == 1:
             return views[0]
         gather(iter(views), room)
@@ -143,6 +150,7 @@ def write_frames(
     *,
     level: int,
     sealer: FramesSealer | None = None,
+    is_head_late: bool = False,
 ) -> WrittenFrames:
     """Write a file compressed, sealed if there is a sealer, and return the digests of what was written.
 
@@ -154,27 +162,38 @@ def write_frames(
         file: A new, empty file.
         level: Of zstd.
         sealer: Made for this plaintext.
+        is_head_late: Whether the first frame can be read only when all others were.
 
     Raises:
         OSError: From the file.
         CkptmgrError, FormatError, CryptoError: What `read` raises.
     """
     started = time.perf_counter()
-    writer = _Writer(plan, read, Spool(file, sealer), level)
+    writer = _Writer(plan, read, Spool(file, sealer), level, is_head_late=is_head_late)
     digest = writer.run()
     elapsed_s = time.perf_counter() - started
     return WrittenFrames(digest=digest, write_s=elapsed_s, by_dtype=writer.figures())
 
 
 class _Writer:
-    def __init__(self, plan: Sequence[PlannedFrame], read: Read, spool: Spool, level: int) -> None:
+    def __init__(
+        self,
+        plan: Sequence[PlannedFrame],
+        read: Read,
+        spool: Spool,
+        level: int,
+        *,
+        is_head_late: bool,
+    ) -> None:
         self._plan = plan
         self._read = read
         self._spool = spool
         self._level = level
         self._frames: list[Frame | None] = [None] * len(plan)
         self._seconds = [0.0] * len(plan)
-        self._turns = iter(range(len(plan)))
+        turns = range(len(plan))
+        self._late_turns = turns[:is_head_late]
+        self._turns = iter(turns[is_head_late:])
         self._lock = threading.Lock()
         self._producing = producers()
         self._failure: BaseException | None = None
@@ -218,23 +237,27 @@ class _Writer:
             return None if self._failure is not None else next(self._turns, None)
 
     def _pack_and_leave(self) -> None:
-        self._pack_all()
-        with self._lock:
-            self._producing -= 1
-            is_last = self._producing == 0 and self._failure is None
-        if is_last:
-            frames = list(self._made())
-            end = len(HEAD) + sum(frame.stored_bytes for frame in frames)
-            self._spool.end(encode_tail(frames, offset=end))
-
-    def _pack_all(self) -> None:
         packer = FramePacker(level=self._level)
         room = _rooms.take()
         try:
             while (turn := self._next()) is not None:
                 self._pack(turn, packer, room)
+            if self._is_last():
+                for turn in self._late_turns:
+                    self._pack(turn, packer, room)
+                self._end()
         finally:
             _rooms.give(room)
+
+    def _is_last(self) -> bool:
+        with self._lock:
+            self._producing -= 1
+            return self._producing == 0 and self._failure is None
+
+    def _end(self) -> None:
+        frames = list(self._made())
+        end = len(HEAD) + sum(frame.stored_bytes for frame in frames)
+        self._spool.end(encode_tail(frames, offset=end))
 
     def _pack(self, turn: int, packer: FramePacker, room: memoryview) -> None:
         planned = self._plan[turn]

@@ -3,7 +3,8 @@
 
 The file is cut into digest ranges of 16 MiB. A few producers take ranges in turn; each moves a range through 4 MiB buffers
 (copy or encrypt, then digest while the bytes are in cache) and hands the buffers to a few writers. What depends on
-everything before it (the CRC trailer, the seal record) is the tail and is produced last.
+everything before it (the CRC trailer, the seal record) is the tail and is produced last. The head of a safetensors file states
+the CRC of everything after it: then the first range is produced when all others were.
 
 Why it looks like this (each measured):
 * The buffers are page aligned and kept between saves: touching fresh pages costs more than AES, and direct I/O needs them.
@@ -119,7 +120,9 @@ class _Writer:
         self._stream = stream
         self._file = file
         self._digests = [b""] * -(-stream.size // RANGE_BYTES)
-        self._ranges = iter(range(-(-stream.tail_start // RANGE_BYTES)))
+        ranges = range(-(-stream.tail_start // RANGE_BYTES))
+        self._late_ranges = ranges[: stream.is_head_late]
+        self._ranges = iter(ranges[stream.is_head_late :])
         self._unfinished = blake3()  # of the range in which the tail starts
         self._lock = threading.Lock()
         self._is_parallel = stream.tail_start > CHUNK_BYTES  # threads take longer than one chunk
@@ -132,6 +135,7 @@ class _Writer:
             self._write_body_in_parallel()
         else:
             self._guard(self._produce_all)
+            self._guard(self._produce_late)
         self._raise_failure()
         self._write_tail()
         return self._digests
@@ -142,15 +146,14 @@ class _Writer:
         run_together([partial(self._guard, work) for work in works], fail=self._fail)
 
     def _produce_and_leave(self) -> None:
-        try:
-            self._produce_all()
-        finally:
-            with self._lock:
-                self._producing -= 1
-                is_last = self._producing == 0
-            if is_last:
-                for _ in range(_WRITERS):
-                    self._writes.put(None)
+        self._guard(self._produce_all)
+        with self._lock:
+            self._producing -= 1
+            is_last = self._producing == 0
+        if is_last:
+            self._guard(self._produce_late)
+            for _ in range(_WRITERS):
+                self._writes.put(None)
 
     def _guard(self, work: Callable[[], object]) -> None:
         try:
@@ -176,18 +179,25 @@ class _Writer:
 
     def _produce_all(self) -> None:
         while (index := self._next_range()) is not None:
-            hasher = blake3()
-            offset = index * RANGE_BYTES
-            stop = min(offset + RANGE_BYTES, self._stream.tail_start)
-            while offset < stop and self._failure is None:
-                offset += self._produce(offset, stop, hasher)
-            if stop % RANGE_BYTES:
-                self._unfinished = hasher
-            else:
-                self._digests[index] = hasher.digest()
+            self._produce_range(index)
+
+    def _produce_late(self) -> None:
+        for index in self._late_ranges:
+            self._produce_range(index)
+
+    def _produce_range(self, index: int) -> None:
+        hasher = blake3()
+        offset = index * RANGE_BYTES
+        stop = min(offset + RANGE_BYTES, self._stream.tail_start)
+        while offset < stop and self._failure is None:
+            offset += self._produce(offset, stop, hasher)
+        if stop % RANGE_BYTES:
+            self._unfinished = hasher
+        else:
+            self._digests[index] = hasher.digest()
 
     def _produce(self, offset: int, stop: int, hasher: blake3) -> int:
-        chunks = min(self._stream.chunks_at_once, -(-(stop - offset) // CHUNK_BYTES))
+        chunks = min(self._stream.chunks_from(offset), -(-(stop - offset) // CHUNK_BYTES))
         buffers = _buffers.take_many(chunks)
         try:
             count = self._stream.produce(offset, buffers)

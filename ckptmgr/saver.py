@@ -121,11 +121,9 @@ def build_image(
     Raises:
         FormatError: The items cannot be stored in this format; names the tensor.
     """
-    if options.format == "safetensors" and options.has_crc:  # reads all contents
-        return build_safetensors_image(items, metadata=metadata, crc=True)
     with collector_paused():
         if options.format == "safetensors":
-            return build_safetensors_image(items, metadata=metadata)
+            return build_safetensors_image(items, metadata=metadata, crc=options.has_crc)
         return build_ckpt_image(items, metadata=metadata, crc=options.has_crc)
 
 
@@ -194,7 +192,14 @@ def _write_compressed(
     image: Image, options: SaveOptions, level: int, file: OutputFile
 ) -> WrittenFrames:
     sealer = None if options.key is None else frames_sealer(image.size, options.key, options.mode)
-    return write_frames(plan_of(image), read_image(image), file, level=level, sealer=sealer)
+    return write_frames(
+        plan_of(image),
+        read_image(image),
+        file,
+        level=level,
+        sealer=sealer,
+        is_head_late=image.head_bytes > 0,
+    )
 
 
 def _sealer_of(image: Image, options: SaveOptions) -> BlockSealer | ContainerSealer | None:

@@ -5,8 +5,8 @@ An image is an ordered list of segments (small headers, and tensor contents that
 is known before the first byte is written. Everything after it (copy, digest, cipher, write) addresses it by offset, in
 parallel and in any order. Nothing is ever concatenated.
 
-An image may promise a CRC32 trailer. Its value depends on all other bytes, so whoever streams the image computes the
-CRC of the body and asks for the last bytes with `trailer(crc)`.
+A file may state a CRC32 of itself, in a trailer or in its head. Whoever streams the image gives `start_crc()` the other bytes
+while they pass, and then asks for `trailer(crc)` or `head(crc)`: a late head is written last, although it comes first.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from .errors import FormatError
+from .file_crc import BodyCrc, FileCrc
 from .trailer import TRAILER_BYTES, encode_trailer
 
+MOST_LATE_BYTES = (4 << 20) - (4 << 10)
+"""A late head fits into a chunk of 4 MiB, sealed or not, so that it is made together with what follows it."""
 _MATERIALISED_SEGMENTS = 4
 
 
@@ -46,18 +49,50 @@ class Segment:
         return cls(lambda: view, 0, view.nbytes, view)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LateHead:
+    """The first bytes of a file that state a CRC32 of what follows them, so that they are known last.
+
+    Attributes:
+        size_bytes: How many, whatever the CRC32 is; at most `MOST_LATE_BYTES`.
+        start_crc: Returns what computes it from the bytes that follow; another one each time the file is written.
+        encode: Returns the head, given the CRC32.
+    """
+
+    size_bytes: int
+    start_crc: Callable[[], FileCrc]
+    encode: Callable[[int], bytes]
+
+
 class Image:
     """The bytes of a file to be, addressed by offset.
+
+    Args:
+        segments: Its bytes, but for a late head and a trailer.
+        has_crc_trailer: Whether a trailer states the CRC32 of the body.
+        late_head: What comes before the segments, known after them.
+
+    Attributes:
+        body_size: Bytes of the file without a trailer.
+        head_bytes: Bytes of a late head, or 0.
 
     >>> image = Image([Segment.of(b"head"), Segment.of(b"body")])
     >>> image.size, b"".join(bytes(view) for view in image.views(2, 4))
     (8, b'adbo')
     """
 
-    def __init__(self, segments: Iterable[Segment], *, has_crc_trailer: bool = False) -> None:
+    def __init__(
+        self,
+        segments: Iterable[Segment],
+        *,
+        has_crc_trailer: bool = False,
+        late_head: LateHead | None = None,
+    ) -> None:
+        self._late_head = late_head
+        self.head_bytes = 0 if late_head is None else late_head.size_bytes
         self._segments = [segment for segment in segments if segment.stop > segment.start]
         self._starts: list[int] = []
-        offset = 0
+        offset = self.head_bytes
         for segment in self._segments:
             self._starts.append(offset)
             offset += segment.stop - segment.start
@@ -72,10 +107,10 @@ class Image:
         return self.body_size + (TRAILER_BYTES if self.has_crc_trailer else 0)
 
     def views(self, offset: int, length: int) -> Iterator[memoryview]:
-        """Yield zero-copy views that together are the bytes `[offset, offset + length)` of the body."""
-        if offset < 0 or length < 0 or offset + length > self.body_size:
+        """Yield zero-copy views that together are the bytes `[offset, offset + length)` of the body behind a late head."""
+        if offset < self.head_bytes or length < 0 or offset + length > self.body_size:
             raise ValueError(
-                f"[{offset}, {offset + length}) is outside the {self.body_size}-byte body"
+                f"[{offset}, {offset + length}) is outside the {self.body_size}-byte body or in its late head"
             )
         index = bisect_right(self._starts, offset) - 1
         while length > 0:
@@ -89,6 +124,16 @@ class Image:
 
     def done_with(self, offset: int, length: int) -> None:
         """Say that the views of these bytes are not used any more; an image that reads a file then has room for others."""
+
+    def start_crc(self) -> FileCrc:
+        """Return what takes the bytes that `views` gives, for the CRC32 that the file states, if it does."""
+        if self._late_head is not None:
+            return self._late_head.start_crc()
+        return BodyCrc(self.body_size if self.has_crc_trailer else 0)
+
+    def head(self, crc: int) -> bytes:
+        """Return the late head, given the CRC32 of what follows it; nothing where there is none."""
+        return b"" if self._late_head is None else self._late_head.encode(crc)
 
     def trailer(self, crc: int) -> bytes:
         """Return the bytes after the body, given the CRC32 of the body."""

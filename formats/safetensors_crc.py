@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from .errors import UnsupportedError
 from .index import TensorEntry
-from .tensor import TensorSpec
+from .tensor import Tensor, TensorSpec, content_of
 from .trailer import crc32, crc32_combine
 
 _INTEGERS = frozenset(
@@ -39,8 +39,19 @@ def fold_crc(
     return _fold({spec.name: _content_crc(spec, parts()) for spec, parts in contents})
 
 
+def check_scalar(tensor: Tensor) -> None:
+    """Raise if a tensor has no CRC; no content but that of a 0-d integer is looked at.
+
+    Raises:
+        FormatError: Its content is shorter or longer than its type says.
+        UnsupportedError: A negative 0-d integer.
+    """
+    if _is_integer(tensor.spec):
+        _scalar(tensor.spec, bytes(content_of(tensor)))
+
+
 class ContentsCrc:
-    """MindSpore's CRC32 of the names and contents of a file that is read in any order, in any thread.
+    """MindSpore's CRC32 of the names and contents of a file that is read or written in any order, in any thread.
 
     Args:
         entries: Its tensors in data order, without gaps.
@@ -64,11 +75,10 @@ class ContentsCrc:
         while index < len(self._starts) and self._starts[index] < end:
             spec, ((start, length),) = self._entries[index]
             low, high = max(start, offset), min(start + length, end)
-            part = view[max(0, low - offset) : max(0, high - offset)]
-            if part.nbytes and _is_integer(spec):
-                self._scalars[index, low] = bytes(part)
-            elif part.nbytes:
-                self._crcs[index, low] = (crc32(part), part.nbytes)
+            if low < high and _is_integer(spec):
+                self._scalars[index, low] = bytes(view[low - offset : high - offset])
+            elif low < high:
+                self._crcs[index, low] = (crc32(view[low - offset : high - offset]), high - low)
             index += 1
 
     def value(self) -> int:
@@ -95,7 +105,7 @@ _Crc = tuple[int, int]  # of some bytes, and how many
 
 
 def _combined(first: _Crc, second: _Crc) -> _Crc:
-    return crc32_combine(first[0], *second), first[1] + second[1]
+    return (crc32_combine(first[0], *second), first[1] + second[1]) if first[1] else second
 
 
 def _fold(pieces: Mapping[str, _Crc | int]) -> int:

@@ -17,16 +17,17 @@ Source: safetensors 0.8.0 (README, "Format"); `parallel/transform_safetensors.py
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from math import prod
 
 from .dtypes import BY_NAME, BY_SAFETENSORS, DType
 from .errors import FormatError, TruncatedError, UnsupportedError
-from .image import Image
+from .image import MOST_LATE_BYTES, Image, LateHead
 from .index import READ_BYTES, Piece, TensorEntry, check_buffer, check_content
-from .safetensors_crc import fold_crc
+from .safetensors_crc import ContentsCrc, check_scalar, fold_crc
 from .safetensors_plain import read_plain_header
 from .segments import Segments
 from .source import Source, read_bytes
@@ -42,6 +43,7 @@ _MAX_RANK = 64
 _METADATA = "__metadata__"
 _FORMAT_KEY = "format"
 _CRC_KEY = "crc_num"
+_CRC_DIGITS = len(str(2**32 - 1))
 _INT4_MARK = "Int4"
 _TENSOR_KEYS = frozenset(("dtype", "shape", "data_offsets"))
 
@@ -54,8 +56,8 @@ def build_safetensors_image(
     Args:
         items: Tensors; names must differ from each other and from the metadata keys.
         metadata: Strings for `__metadata__`; `format` is `ms` unless given.
-        crc: Whether to store MindSpore's `crc_num`. It stands in the header, so every content is read once for it
-            before the first byte is written.
+        crc: Whether to store MindSpore's `crc_num`. It stands in the header, which is therefore late; where it is longer
+            than a late head may be, every content is read for it now.
 
     Raises:
         FormatError: A text, a map parameter, or a name the format cannot hold; names the tensor.
@@ -65,14 +67,16 @@ def build_safetensors_image(
     stored = {_FORMAT_KEY: "ms", **(metadata or {})}
     _check_names(tensors, stored, crc=crc)
     stored.update({t.spec.name: _INT4_MARK for t in tensors if t.spec.dtype.name == "int4"})
-    if crc:
-        parts = [(tensor.spec, partial(_whole, checked_content(tensor))) for tensor in tensors]
-        stored[_CRC_KEY] = str(fold_crc(parts))
+    header = _Header([tensor.spec for tensor in tensors], stored)
+    late_head = _late_head(header, tensors) if crc else None
     segments = Segments()
-    segments.add(_encode_header([tensor.spec for tensor in tensors], stored))
+    if not crc:
+        segments.add(header.encode())
+    elif late_head is None:
+        segments.add(header.encode(_crc_of(tensors)))
     for tensor in tensors:
         segments.add_tensor(tensor, size_bytes=tensor.spec.size_bytes)
-    return Image(segments.finish())
+    return Image(segments.finish(), late_head=late_head)
 
 
 def _as_tensor(item: Item) -> Tensor:
@@ -97,6 +101,29 @@ def _placing(tensor: Tensor) -> tuple[int, str]:
     return -tensor.spec.dtype.item_bytes, tensor.spec.name
 
 
+def _late_head(header: _Header, tensors: Sequence[Tensor]) -> LateHead | None:
+    """Return the header as a late head, or None where it is too long for one."""
+    size_bytes = len(header.encode(0))
+    if size_bytes > MOST_LATE_BYTES:
+        return None
+    for tensor in tensors:  # what has no CRC is refused before anything is written
+        check_scalar(tensor)
+    start_crc = partial(_start_crc, header.specs, size_bytes)
+    return LateHead(size_bytes=size_bytes, start_crc=start_crc, encode=header.encode)
+
+
+def _start_crc(specs: Sequence[TensorSpec], offset: int) -> ContentsCrc:
+    sizes_bytes = [spec.size_bytes for spec in specs]
+    pieces = map(Piece, accumulate(sizes_bytes, initial=offset), sizes_bytes)
+    return ContentsCrc(
+        [TensorEntry(spec, (piece,)) for spec, piece in zip(specs, pieces, strict=True)]
+    )
+
+
+def _crc_of(tensors: Iterable[Tensor]) -> int:
+    return fold_crc((one.spec, partial(_whole, checked_content(one))) for one in tensors)
+
+
 def _whole(content: Callable[[], memoryview]) -> Iterator[memoryview]:
     yield content()
 
@@ -117,17 +144,37 @@ def _check_names(tensors: Sequence[Tensor], metadata: Mapping[str, str], *, crc:
         seen.add(name)
 
 
-def _encode_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
-    encoded = b"{%s:%s%s}" % (
-        quoted(_METADATA).encode(),
-        encode_object(metadata, what="metadata"),
-        "".join(_header_entries(specs)).encode(),
-    )
-    padding = -(LENGTH_BYTES + len(encoded)) % _DATA_ALIGNMENT
-    header_bytes = len(encoded) + padding
-    if header_bytes > MAX_HEADER_BYTES:
-        raise FormatError(f"the header has {header_bytes} bytes; {MAX_HEADER_BYTES} fit")
-    return header_bytes.to_bytes(LENGTH_BYTES, "little") + encoded + b" " * padding
+class _Header:
+    """The header of a file; with a CRC32, its length does not depend on the value.
+
+    Args:
+        specs: The tensors in data order.
+        metadata: All but the CRC32.
+    """
+
+    def __init__(self, specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> None:
+        self.specs = specs
+        self._metadata = metadata
+        self._tensors = "".join(_header_entries(specs)).encode()
+
+    def encode(self, crc: int | None = None) -> bytes:
+        """Return the header and its length before it.
+
+        Raises:
+            FormatError: It is too long, or a text in the metadata cannot be encoded.
+        """
+        stated = {} if crc is None else {_CRC_KEY: str(crc)}
+        missing_digits = sum(_CRC_DIGITS - len(digits) for digits in stated.values())
+        encoded = b"{%s:%s%s}" % (
+            quoted(_METADATA).encode(),
+            encode_object({**self._metadata, **stated}, what="metadata"),
+            self._tensors,
+        )
+        header_bytes = len(encoded) + missing_digits
+        header_bytes += -(LENGTH_BYTES + header_bytes) % _DATA_ALIGNMENT
+        if header_bytes > MAX_HEADER_BYTES:
+            raise FormatError(f"the header has {header_bytes} bytes; {MAX_HEADER_BYTES} fit")
+        return header_bytes.to_bytes(LENGTH_BYTES, "little") + encoded.ljust(header_bytes)
 
 
 def _header_entries(specs: Sequence[TensorSpec]) -> Iterator[str]:

@@ -14,7 +14,6 @@ from ckptmgr.formats.mindspore_reader import body_crc, read_ckpt_index
 from ckptmgr.formats.safetensors_file import crc_of, read_safetensors_index
 from ckptmgr.formats.source import BytesSource, Source
 from ckptmgr.formats.tensor import Item, Tensor, Text
-from ckptmgr.formats.trailer import crc32
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +31,10 @@ StoredItem = Stored | str | tuple[Stored, ...]
 
 def image_bytes(image: Image) -> bytes:
     """Return the whole file that an image stands for."""
-    body = b"".join(bytes(view) for view in image.views(0, image.body_size))
-    return body + image.trailer(crc32(body))
+    start, crc = image.head_bytes, image.start_crc()
+    contents = b"".join(bytes(view) for view in image.views(start, image.body_size - start))
+    crc.add(start, memoryview(contents))
+    return image.head(crc.value()) + contents + image.trailer(crc.value())
 
 
 def format_error(read: Callable[[], object]) -> FormatError | None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from ckptmgr.formats.dtypes import BY_NAME
 from ckptmgr.formats.errors import UnsupportedError
+from ckptmgr.formats.image import MOST_LATE_BYTES
 from ckptmgr.formats.safetensors_crc import ContentsCrc, append_zeros, fold_crc
 from ckptmgr.formats.safetensors_file import (
     build_safetensors_image,
@@ -23,7 +24,7 @@ from ckptmgr.formats.safetensors_file import (
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import Tensor, TensorSpec
 from ckptmgr.formats.trailer import crc32_combine
-from tests.stored import image_bytes
+from tests.stored import image_bytes, read_safetensors
 from tests.strategies import is_negative_scalar, named_tensor, safetensors_items, tensor_of
 
 
@@ -106,6 +107,45 @@ def test_crc_of_pieces_in_any_order_is_that_of_the_image(
         crc.add(start, memoryview(data)[start:stop])
     assert crc.value() == index.crc == crc_of(BytesSource(data), index)
     assert crc.stop in (0, len(data))
+
+
+def test_only_scalars_are_read_before_the_file_is_written() -> None:
+    asked: list[str] = []
+
+    def asking(name: str, dtype: str, shape: tuple[int, ...]) -> Tensor:
+        tensor = named_tensor(name, dtype, shape)
+
+        def content() -> memoryview:
+            asked.append(name)
+            return tensor.content()
+
+        return tensor._replace(content=content)
+
+    items = [asking("w", "float32", (2,)), asking("f", "float32", ()), asking("n", "int64", ())]
+    image = build_safetensors_image(items, crc=True)
+    assert asked == ["n"]
+    assert read_safetensors(image_bytes(image), crc=True).keys() == {"w", "f", "n"}
+
+
+@pytest.mark.parametrize("length", range(64))
+def test_length_of_the_header_does_not_depend_on_the_crc(length: int) -> None:
+    item = named_tensor("w", "float32", (2,))
+    image = build_safetensors_image([item], metadata={"a": "b" * length}, crc=True)
+    for crc in (0, 99, 123_456_789, 2**32 - 1):
+        head = image.head(crc)
+        assert len(head) == image.head_bytes
+        assert len(head) % 64 == 0
+        index = read_safetensors_index(BytesSource(head + bytes(8)))
+        assert index.crc == crc
+        assert index.entries[0].pieces[0].offset == len(head)
+
+
+def test_header_too_long_to_be_late_states_the_crc_all_the_same() -> None:
+    items = [named_tensor("w"), named_tensor("k", "int32", (), b"\3\0\0\0")]
+    image = build_safetensors_image(items, metadata={"a": "b" * MOST_LATE_BYTES}, crc=True)
+    assert image.head_bytes == 0
+    assert read_safetensors(image_bytes(image), crc=True).keys() == {"w", "k"}
+    assert image.body_size > MOST_LATE_BYTES
 
 
 def test_negative_scalar_that_is_read_has_no_crc() -> None:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from ckptmgr.formats.dtypes import BY_NAME, DTYPES, dtype_of
 from ckptmgr.formats.errors import FormatError, TruncatedError, UnsupportedError
-from ckptmgr.formats.image import Image, Segment
+from ckptmgr.formats.file_crc import BodyCrc
+from ckptmgr.formats.image import Image, LateHead, Segment
 from ckptmgr.formats.source import BytesSource, read_bytes
 from ckptmgr.formats.tensor import checked_content, tensor_from_array
 from ckptmgr.formats.trailer import crc32, crc32_combine, decode_trailer, encode_trailer
@@ -142,6 +143,26 @@ def test_image_with_trailer_is_17_bytes_longer() -> None:
     assert (image.size, image.body_size) == (21, 4)
     assert image.trailer(crc32(b"abcd")) == b"crc_num" + zlib.crc32(b"abcd").to_bytes(10, "big")
     assert Image([]).trailer(0) == b""
+
+
+def test_image_with_a_late_head_gives_views_only_of_what_follows_it() -> None:
+    head = LateHead(size_bytes=3, start_crc=lambda: BodyCrc(7), encode=lambda crc: b"%03d" % crc)
+    image = Image([Segment.of(b"abcd")], late_head=head)
+    assert (image.size, image.body_size, image.head_bytes) == (7, 7, 3)
+    assert b"".join(image.views(4, 2)) == b"bc"
+    assert image.head(42) == b"042"
+    for offset in (0, 2):
+        with pytest.raises(ValueError, match="or in its late head"):
+            list(image.views(offset, 4))
+
+
+def test_crc_of_an_image_is_what_its_file_states() -> None:
+    images = [Image([Segment.of(b"abcd")], has_crc_trailer=has_one) for has_one in (False, True)]
+    crcs = [image.start_crc() for image in images]
+    for crc in crcs:
+        crc.add(0, memoryview(b"abcd"))
+    assert [crc.value() for crc in crcs] == [0, crc32(b"abcd")]
+    assert images[0].head(0) == b""
 
 
 def test_trailer_is_decoded_only_where_it_is_one() -> None:
