@@ -35,12 +35,14 @@ class Layout:
     Attributes:
         record_starts: File offset of every block's record, and one past the last one.
         plaintext_starts: Plaintext offset of every block, and one past the last one.
+        ivs: The IV of every record as it was found, 16 bytes each; not authenticated.
         seal: The authenticated seal, or None.
         seal_digest: BLAKE3 of the very record that it was decrypted from; empty without a seal.
     """
 
     record_starts: array[int]
     plaintext_starts: array[int]
+    ivs: bytes
     seal: Seal | None
     seal_digest: bytes
 
@@ -64,6 +66,7 @@ def read_layout(source: Source, key: Key, *, mode: CipherMode, allow_unsealed: b
     return Layout(
         record_starts=records.starts[: len(starts)],
         plaintext_starts=starts,
+        ivs=records.ivs,
         seal=seal,
         seal_digest=seal_digest,
     )

@@ -21,7 +21,7 @@ from .cbc_batches import FindLanes, lanes_for
 from .ciphers import IV_BYTES, CipherMode, check_key, mode_of
 from .errors import TruncatedCiphertextError
 from .key import Key
-from .records import head_size, parse_head, read_bytes
+from .records import head_size, read_bytes
 from .seal import crc_trailer
 from .source import Source
 
@@ -84,6 +84,7 @@ class BlockSource:
         self._mode = mode
         self._records = layout.record_starts
         self._starts = layout.plaintext_starts
+        self._ivs = layout.ivs
         self._seal = seal = layout.seal
         self._seal_digest = layout.seal_digest
         self.block_count = len(self._starts) - 1
@@ -171,23 +172,20 @@ class BlockSource:
             buffer = buffer[part.nbytes :]
 
     def _peek(self, index: int, *, at: int, part: memoryview) -> None:
-        record, head_bytes = self._records[index], head_size(self._mode)
-        head = parse_head(
-            self._mode, read_bytes(self._source, record, length=head_bytes), offset=record
-        )
+        content = self._records[index] + head_size(self._mode)
         first, skip = divmod(at, IV_BYTES)
-        start = record + head_bytes + first * IV_BYTES
+        start = content + first * IV_BYTES
         stop = min(
-            record + head_bytes + head.cipher_size,
-            start + -(-(skip + part.nbytes) // IV_BYTES) * IV_BYTES,
+            self._records[index + 1], start + -(-(skip + part.nbytes) // IV_BYTES) * IV_BYTES
         )
+        iv = self._ivs[index * IV_BYTES : (index + 1) * IV_BYTES]
         # One read: in a cold file, the block before might lie in another page.
         before = IV_BYTES if first else 0
         stored = read_bytes(self._source, start - before, length=stop - start + before)
         clear = self._mode.peek_at(
             self._key,
-            iv=head.iv,
-            preceding=stored[:before] or head.iv,
+            iv=iv,
+            preceding=stored[:before] or iv,
             first_block=first,
             ciphertext=memoryview(stored)[before:],
         )

@@ -55,10 +55,12 @@ class Records:
 
     Attributes:
         starts: File offset of every record, and one past the last one.
+        ivs: The IV of every record, 16 bytes each.
         has_crc_trailer: Whether the 17-byte CRC trailer of a broken MindSpore save follows.
     """
 
     starts: array[int]
+    ivs: bytes
     has_crc_trailer: bool
 
     @property
@@ -131,10 +133,11 @@ def find_records(source: Source, mode: CipherMode) -> Records:
         TamperedError: A record head is inconsistent, or something else follows the last record.
     """
     _check_first(source, mode)
-    starts = array("q", [0])
+    starts, ivs = array("q", [0]), bytearray()
+    has_crc_trailer = False
     while (offset := starts[-1]) < source.size:
-        if _is_crc_trailer(source, offset):
-            return Records(starts=starts, has_crc_trailer=True)
+        if has_crc_trailer := _is_crc_trailer(source, offset):
+            break
         head = read_head(source, mode, offset=offset)
         end = offset + head_size(mode) + head.cipher_size
         if end > source.size:
@@ -143,7 +146,8 @@ def find_records(source: Source, mode: CipherMode) -> Records:
                 offset=offset,
             )
         starts.append(end)
-    return Records(starts=starts, has_crc_trailer=False)
+        ivs += head.iv
+    return Records(starts=starts, ivs=bytes(ivs), has_crc_trailer=has_crc_trailer)
 
 
 def read_head(source: Source, mode: CipherMode, *, offset: int) -> RecordHead:

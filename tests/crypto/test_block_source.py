@@ -305,6 +305,17 @@ def test_peek_into_any_range_equals_the_slice(
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_peek_reads_only_what_it_decrypts(mode: str) -> None:
+    source = WatchedSource(seal(PLAINTEXT, mode))
+    blocks = open_blocks(source, KEY, mode)
+    source.bytes_read = 0
+    buffer = bytearray(16)
+    blocks.peek_into(BLOCK + 32, memoryview(buffer))
+    assert bytes(buffer) == PLAINTEXT[BLOCK + 32 :][:16]
+    assert source.bytes_read <= 32  # in CBC the block before is needed, too
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_seal_offset_is_where_the_seal_starts(mode: str) -> None:
     file = seal(PLAINTEXT, mode)
     assert opened(mode, file).seal_offset == len(file) - len(split(file, mode)[-1])
