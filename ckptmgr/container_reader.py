@@ -15,6 +15,7 @@ from ckptmgr.errors import ChecksumMismatch, KeyProblem
 from ckptmgr.formats.detect import Kind, detect
 from ckptmgr.formats.source import Source, read_bytes
 from ckptmgr.naming import CONTAINER_SUFFIX, OPAQUE
+from ckptmgr.scatter import read_checked
 from ckptmgr.units import PIECE_BYTES
 
 _LOG = logging.getLogger(__name__)
@@ -84,7 +85,7 @@ def open_container_file(
         return container
     # Every segment is bound to what was unlocked; the manifest must be the one of this very save. Another read of the file
     # could give other bytes than those that were unlocked. The start of the payload commits to the header before it.
-    start = read_bytes(checked, container.head_bytes - HEADER_BYTES, HEADER_BYTES)
+    start = read_checked(checked, container.head_bytes - HEADER_BYTES, HEADER_BYTES)
     if start != container.unlocked.message.header:
         raise ChecksumMismatch("the file changed while it was being read", path=path)
     return container

@@ -31,6 +31,7 @@ from ckptmgr.glimpses import Glimpses
 from ckptmgr.lower_errors import ALLOW_UNSEALED_HINT
 from ckptmgr.manifest import Manifest
 from ckptmgr.read_options import ReadOptions
+from ckptmgr.scatter import read_checked
 from ckptmgr.stored_kind import check_kind
 from ckptmgr.units import HASHED_BYTES, PIECE_BYTES
 
@@ -164,7 +165,7 @@ def _open_encrypted(raw: Source, checked: Source, *, path: str, options: ReadOpt
         return Plaintext(source=blocks, cipher=mode, unit_bytes=0)
     # The seal authenticates every block. The manifest must still be the one of this very save: its digests of the end of
     # the file must be those of the seal that is in use. Another read could give other bytes than the one it came from.
-    seal = read_bytes(checked, blocks.seal_offset, checked.size - blocks.seal_offset)
+    seal = read_checked(checked, blocks.seal_offset, checked.size - blocks.seal_offset)
     if not blocks.is_sealed_by(seal):
         raise ChecksumMismatch("the file changed while it was being read", path=path)
     unit_bytes = PIECE_BYTES // blocks.block_bytes * blocks.block_bytes

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ckptmgr.aligned import GIL_FREE_COPY_BYTES, copy_into
 from ckptmgr.digest import VerifyingSource
 from ckptmgr.formats.file_crc import FileCrc
-from ckptmgr.formats.source import Source
+from ckptmgr.formats.source import Source, read_bytes
 from ckptmgr.glimpses import Glimpses
 from ckptmgr.units import HASHED_BYTES, PIECE_BYTES, each_unit
 
@@ -86,6 +86,16 @@ def read_scattered(
     if not 0 < unit_bytes <= PIECE_BYTES and not isinstance(source, VerifyingSource):
         raise ValueError(f"a unit of {unit_bytes} bytes is no unit")
     _Reader(source, placements, unit_bytes, crc, glimpses).run(also_units, units_at_once)
+
+
+def read_checked(source: Source, offset: int, length: int) -> bytes:
+    """Return bytes of a file whose digests are checked in passing, in pieces, so that no range of them is kept."""
+    if not isinstance(source, VerifyingSource):
+        return read_bytes(source, offset, length)
+    content = bytearray(length)
+    wanted = Placement(offset, memoryview(content))
+    read_scattered(source, [wanted], unit_bytes=source.range_bytes)
+    return bytes(content)
 
 
 class _Reader:

@@ -14,7 +14,7 @@ from blake3 import blake3
 from ckptmgr import save_checkpoint
 from ckptmgr.crypto import errors as crypto_errors
 from ckptmgr.crypto.key import Key
-from ckptmgr.digest import RANGE_BYTES, FileDigest
+from ckptmgr.digest import RANGE_BYTES, FileDigest, VerifyingSource, digest_of
 from ckptmgr.errors import (
     ChecksumMismatch,
     CkptmgrError,
@@ -36,7 +36,7 @@ from ckptmgr.loader import (
 )
 from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import Manifest
-from ckptmgr.scatter import read_scattered
+from ckptmgr.scatter import read_checked, read_scattered
 from ckptmgr.store import Store
 from ckptmgr.units import PIECE_BYTES
 from tests.manager.surface import KEY
@@ -256,3 +256,24 @@ def test_file_that_changes_between_index_and_contents_is_noticed(
 def test_unit_that_no_source_checks_is_refused() -> None:
     with pytest.raises(ValueError, match="is no unit"):
         read_scattered(BytesSource(b""), [], unit_bytes=PIECE_BYTES + 1)
+
+
+@pytest.mark.parametrize("start", [0, RANGE_BYTES - 3, RANGE_BYTES + 5])
+def test_few_bytes_are_read_checked_in_pieces(start: int) -> None:
+    content = np.random.default_rng(0).bytes(RANGE_BYTES + MIB)
+    raw = _Counting(content)
+    checked = VerifyingSource(raw, digest_of(BytesSource(content)), path="x")
+    assert read_checked(checked, start, 7) == content[start : start + 7]
+    touched = {start // RANGE_BYTES, (start + 6) // RANGE_BYTES}
+    assert raw.read_bytes == sum(
+        len(content[RANGE_BYTES:]) if one else RANGE_BYTES for one in touched
+    )
+
+
+@pytest.mark.parametrize("damaged", [0, 9 * MIB, RANGE_BYTES - 1])
+def test_few_bytes_of_a_damaged_range_are_refused(damaged: int) -> None:
+    content = bytearray(RANGE_BYTES)
+    digest = digest_of(BytesSource(bytes(content)))
+    content[damaged] = 1
+    with pytest.raises(ChecksumMismatch):
+        read_checked(VerifyingSource(BytesSource(bytes(content)), digest, path="x"), 4, 4)
