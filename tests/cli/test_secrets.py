@@ -34,7 +34,7 @@ def spellings(secret: bytes) -> dict[str, bytes]:
         "hex with colons": secret.hex(":").encode(),
         "base64": base64.b64encode(secret)[: len(secret) * 8 // 6],
         "base64 for URLs": base64.urlsafe_b64encode(secret)[: len(secret) * 8 // 6],
-        "repr": repr(secret)[2:-1].encode(),
+        "repr": repr(bytes(secret))[2:-1].encode(),
         "list of numbers": str(list(secret))[1:-1].encode(),
     }
 

@@ -27,6 +27,7 @@ from ckptmgr.crypto.slots import Slot
 from ckptmgr.crypto.wrapping import Passphrase, RawKey, Scrypt
 from ckptmgr.formats.source import BytesSource
 
+from . import container_reference as reference
 from .containers import HEAD, ME, MODES, OTHER, SEGMENT, opened, seal, segments, unseal
 
 COPY = 4096
@@ -271,6 +272,30 @@ def test_header_under_a_data_key_the_payload_does_not_commit_to_is_refused(mode:
     assert unseal(data + file[COPY:]) == PLAINTEXT
 
 
+@pytest.mark.parametrize(
+    ("at", "mode"), [(COPY - 33, MODES[0]), (COPY - 33, MODES[-1]), (2000, MODES[0])]
+)
+def test_bytes_behind_the_slots_are_refused_though_the_mac_is_right(at: int, mode: str) -> None:
+    file = seal(PLAINTEXT, mode)
+    content = bytearray(file[: COPY - 32])
+    content[at] = 1
+    copy = bytes(content)
+    suite = reference.SUITES[reference.CODES[mode]]
+    copy += reference.header_mac(suite, opened(file).unlocked.data_key.raw, copy)
+    with pytest.raises(TamperedError, match="reserved bytes of the header"):
+        unseal(copy + copy + file[2 * COPY :])
+
+
+@pytest.mark.parametrize("offset", [8192, 16384, 65536])
+def test_header_copy_that_lies_elsewhere_than_it_says_is_not_looked_at(offset: int) -> None:
+    file = bytearray(seal(bytes(80_000), segment_bytes=4096))
+    copy = file[:COPY]
+    file[: 2 * COPY] = bytes(2 * COPY)
+    file[offset : offset + COPY] = copy
+    with pytest.raises(DecryptionError, match="not a container"):
+        unseal(bytes(file))
+
+
 @pytest.mark.parametrize("slot_type", [2, 3])
 def test_hostile_passphrase_costs_are_refused_at_once(slot_type: int) -> None:
     class Hostile:
@@ -350,7 +375,7 @@ def test_copies_can_be_looked_at_without_a_key() -> None:
 
 def test_nothing_about_an_open_container_shows_its_data_key() -> None:
     source = opened(seal(PLAINTEXT))
-    secret = source.unlocked.data_key.raw
+    secret = bytes(source.unlocked.data_key.raw)
     shown = f"{source!r} {source.unlocked!r} {find_copies(BytesSource(seal(PLAINTEXT)))!r}"
     assert secret.hex() not in shown
     assert repr(secret)[2:-1] not in shown

@@ -62,7 +62,7 @@ def spellings(secret: bytes) -> tuple[str, ...]:
     """Return every way in which a key could show up in a text."""
     return (
         secret.decode("latin-1"),
-        repr(secret)[2:-1],
+        repr(bytes(secret))[2:-1],
         secret.hex(),
         secret.hex().upper(),
         base64.b64encode(secret).decode(),
