@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
+from ckptmgr.descriptors import beyond_standard
+
 _MAX_OWNER_BYTES = 4096
 
 
@@ -67,7 +69,8 @@ os.register_at_fork(after_in_child=_LockFile.close_inherited)
 def _open_lock(path: Path) -> tuple[int, bool]:
     """Return a descriptor of a lock file, and whether the lock is ours."""
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        descriptor = beyond_standard(os.open(path, flags, 0o600))
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             named = os.stat(path, follow_symlinks=False)

@@ -6,15 +6,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import os
 import stat
 from pathlib import Path
 
+from ckptmgr.descriptors import beyond_standard
 from ckptmgr.input_files import DIRECT_IO_ALIGNMENT
 from ckptmgr.transfers import note
 
-_LAST_STANDARD_DESCRIPTOR = 2
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
@@ -25,13 +24,13 @@ class NewFile:
     def __init__(self, path: Path, mode: int) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         self._path = path
-        self._buffered = _beyond_standard(os.open(path, flags, 0o600))
+        self._buffered = beyond_standard(os.open(path, flags, 0o600))
         self._direct = -1
         try:
             with contextlib.suppress(OSError):
                 # tmpfs before Linux 6.6, some FUSE and network file systems refuse O_DIRECT: EINVAL. Opened before the
                 # mode is set: only root may open a read-only file for writing.
-                self._direct = _beyond_standard(
+                self._direct = beyond_standard(
                     os.open(
                         f"/proc/self/fd/{self._buffered}", os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC
                     )
@@ -139,24 +138,11 @@ def _reopened(descriptor: int, mode: int) -> int:
     """Return another descriptor of the same file, for writing."""
     path = f"/proc/self/fd/{descriptor}"
     try:
-        return _beyond_standard(os.open(path, os.O_WRONLY | os.O_CLOEXEC))
+        return beyond_standard(os.open(path, os.O_WRONLY | os.O_CLOEXEC))
     except PermissionError:
         # Checkpoints are read-only, for their owner too.
         os.fchmod(descriptor, mode | stat.S_IWUSR)
         try:
-            return _beyond_standard(os.open(path, os.O_WRONLY | os.O_CLOEXEC))
+            return beyond_standard(os.open(path, os.O_WRONLY | os.O_CLOEXEC))
         finally:
             os.fchmod(descriptor, mode)
-
-
-def _beyond_standard(descriptor: int) -> int:
-    """Return a descriptor above 2 in place of one that is not.
-
-    Those are free in a process that was started without standard streams, where libraries still print to them.
-    """
-    if descriptor > _LAST_STANDARD_DESCRIPTOR:
-        return descriptor
-    try:
-        return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _LAST_STANDARD_DESCRIPTOR + 1)
-    finally:
-        os.close(descriptor)

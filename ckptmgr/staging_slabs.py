@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ckptmgr.descriptors import standard_taken
 from ckptmgr.errors import StagingExhausted
 from ckptmgr.memory_config import MemoryConfig
 from ckptmgr.staging_device import DeviceMemory, accelerators
@@ -106,7 +107,8 @@ class Slab:
     def _map(self, config: MemoryConfig, *, is_shared: bool) -> mmap.mmap:
         if config.huge_pages:
             try:
-                return self._mapped(is_shared=is_shared, is_huge=True)
+                with standard_taken():
+                    return self._mapped(is_shared=is_shared, is_huge=True)
             except OSError as error:
                 if config.huge_pages == 1:
                     raise StagingExhausted(
@@ -116,7 +118,8 @@ class Slab:
                         " (variable_use_1g_huge_page=2) to fall back",
                     ) from error
         try:
-            return self._mapped(is_shared=is_shared, is_huge=False)
+            with standard_taken():
+                return self._mapped(is_shared=is_shared, is_huge=False)
         except (OSError, OverflowError) as error:
             raise StagingExhausted(
                 f"the system does not give {self.size_bytes} bytes of staging memory: {error}",

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from ckptmgr.descriptors import standard_taken
 from ckptmgr.errors import StagingExhausted
 from ckptmgr.staging_ledger import next_region_id
 from ckptmgr.staging_threads import drain
@@ -40,7 +41,8 @@ class SpillFile:
         self, directory: Path, *, size_bytes: int, block_bytes: int, writes_in_flight: int
     ) -> None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - until close()
+        with standard_taken():
+            self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - until close()
         self.id = next_region_id()
         self._path = directory
         self._block_bytes = block_bytes
@@ -73,7 +75,8 @@ class SpillFile:
 
     def view(self) -> memoryview:
         """Return the content, backed by the file; the view stays valid after `close`."""
-        return memoryview(mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_READ))
+        with standard_taken():
+            return memoryview(mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_READ))
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill a flat buffer with what was written at `offset`."""

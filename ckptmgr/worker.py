@@ -26,6 +26,7 @@ from typing import Any
 from ckptmgr import manifest as manifests
 from ckptmgr.crypto.keyring import Keys, keys_from_document
 from ckptmgr.crypto.signing import PublicKey, SigningKey
+from ckptmgr.descriptors import standard_taken
 from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.processors import work_beside_training
 from ckptmgr.saver import SaveOptions, SaveOrder, save_items
@@ -171,10 +172,11 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
     os.nice(NICENESS)
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
-    watch = _watch(parent)
-    with socket.socket(fileno=descriptor) as connection:
-        if os.getppid() == parent:
-            Worker(connection, watch).serve()
+    with standard_taken():  # the parent may have no standard error
+        watch = _watch(parent)
+        with socket.socket(fileno=descriptor) as connection:
+            if os.getppid() == parent:
+                Worker(connection, watch).serve()
 
 
 if __name__ == "__main__":

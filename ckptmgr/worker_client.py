@@ -19,6 +19,7 @@ from typing import Any
 
 from ckptmgr import manifest as manifests
 from ckptmgr.crypto.keyring import keys_to_document
+from ckptmgr.descriptors import standard_taken
 from ckptmgr.digest import FileDigest
 from ckptmgr.errors import SaveFailed
 from ckptmgr.lease import lease_path
@@ -164,7 +165,8 @@ class WorkerClient:
 
 
 def _start(owner: WorkerClient) -> _Running:
-    ours, theirs = socket.socketpair()
+    with standard_taken():
+        ours, theirs = socket.socketpair()
     with theirs, contextlib.ExitStack() as undo:
         undo.callback(ours.close)
         descriptor = str(theirs.fileno())

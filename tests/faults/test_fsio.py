@@ -75,6 +75,50 @@ def test_what_libraries_print_to_closed_streams_is_not_in_the_file(
     assert read(tmp_path / "file") == b"content"
 
 
+STRAY_PRINTS_INTO_A_SAVE = """
+    import contextlib, os, sys
+    from pathlib import Path
+    import numpy as np
+    from ckptmgr.config import CheckpointConfig
+    from ckptmgr.formats.tensor import tensor_from_array
+    from ckptmgr.manager import CheckpointManager
+    from ckptmgr.memory_config import MemoryConfig
+    from ckptmgr.staging import StagingPool
+
+    def print_strays():
+        for descriptor in range(3):
+            with contextlib.suppress(OSError):
+                os.write(descriptor, b"STRAY!")
+
+    ones = np.ones(9)
+    on_disk = MemoryConfig(spill_directory=Path(sys.argv[1]), staging_place="disk", is_automatic=False)
+    for pool in (StagingPool(is_shared=True), StagingPool(on_disk)):
+        staged = pool.stage([tensor_from_array("w", ones)])
+        print_strays()
+        assert np.array_equal(np.frombuffer(staged.items[0].content()), ones)
+        staged.release()
+        pool.close()
+    with CheckpointManager(sys.argv[1], CheckpointConfig(async_save="process")) as manager:
+        for step in (1, 2):
+            manager.save(step, {"w": ones})
+            print_strays()
+        manager.wait()
+        of_worker = f"/proc/{manager._engine._worker.pid}/fd"
+        assert [os.readlink(f"{of_worker}/{number}") for number in range(3)] == ["/dev/null"] * 3
+        assert b"STRAY!" not in (manager.directory / ".ckpt.lease").read_bytes()
+"""
+
+
+def test_what_libraries_print_to_closed_streams_is_not_in_the_memory_of_a_save(
+    tmp_path: Path,
+) -> None:
+    closed = ["sh", "-c", '"$@" <&- >&- 2>&-', "sh"]
+    command = [sys.executable, "-c", textwrap.dedent(STRAY_PRINTS_INTO_A_SAVE), str(tmp_path)]
+    done = subprocess.run([*closed, *command], cwd=ROOT_OF_PROJECT, timeout=60, check=False)
+    assert done.returncode == 0
+    assert {path.name for path in tmp_path.glob("*.ckpt")} == {"ckpt-1.ckpt", "ckpt-2.ckpt"}
+
+
 @contextlib.contextmanager
 def file_size_limit(size_bytes: int) -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

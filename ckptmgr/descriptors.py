@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""File descriptors that nobody takes for the standard streams.
+
+Those are free in a process that was started without them, where libraries still print to them: into the file, or the memory,
+that got their number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Iterator
+
+_LAST_STANDARD_DESCRIPTOR = 2
+
+
+def beyond_standard(descriptor: int) -> int:
+    """Return a descriptor above 2 in place of one that is not."""
+    if descriptor > _LAST_STANDARD_DESCRIPTOR:
+        return descriptor
+    try:
+        return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _LAST_STANDARD_DESCRIPTOR + 1)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def standard_taken() -> Iterator[None]:
+    """Let nothing that is opened within the block have one of the numbers up to 2; also not what duplicates descriptors."""
+    with contextlib.ExitStack() as taken:
+        with contextlib.suppress(OSError):  # without /dev/null nothing is taken
+            descriptor = -1
+            while descriptor <= _LAST_STANDARD_DESCRIPTOR:
+                descriptor = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+                taken.callback(os.close, descriptor)
+        yield
