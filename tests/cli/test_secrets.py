@@ -108,7 +108,7 @@ def save(
 ) -> CheckpointConfig:
     """Save three checkpoints by the API."""
     config = CheckpointConfig(
-        enc_key=key.raw,
+        enc_key=bytes(key.raw),
         enc_mode=mode,
         async_save=asynchronous or False,
         keep="last(3)",
@@ -358,14 +358,14 @@ def test_failures_of_the_api_show_no_key(tmp_path: Path, transcript: Transcript)
     (file,) = tmp_path.glob("net*3.ckpt")
     transcript.add(config, vars(config).keys())
     with pytest.raises(CkptmgrError) as caught:
-        load_checkpoint(str(file), dec_key=keys[1].raw, dec_mode="AES-GCM")
+        load_checkpoint(str(file), dec_key=bytes(keys[1].raw), dec_mode="AES-GCM")
     transcript.add_error(caught.value)
     with pytest.raises(ValueError, match="but got 17") as refused:
         CheckpointConfig(enc_key=keys[0].raw + b"x")
     transcript.add_error(refused.value)
     flip(file, 100)
     with pytest.raises(CkptmgrError) as damaged:
-        load_checkpoint(str(file), dec_key=keys[0].raw, dec_mode="AES-GCM")
+        load_checkpoint(str(file), dec_key=bytes(keys[0].raw), dec_mode="AES-GCM")
     transcript.add_error(damaged.value)
     assert transcript.leaks(keys) == []
 
@@ -388,7 +388,7 @@ def test_transcript_finds_what_is_printed_logged_raised_or_written(
     keys = [Key(bytes([number]) * 16) for number in range(200, 205)]
     logging.getLogger("anybody").debug("key %s", keys[0].raw.hex())
     os.write(1, keys[1].raw.hex().encode())
-    transcript.add_error(ValueError(keys[2].raw))
+    transcript.add_error(ValueError(bytes(keys[2].raw)))
     (tmp_path / "file").write_bytes(keys[3].raw)
     transcript.add_files(tmp_path, but=())
     for key in keys[:4]:
