@@ -13,27 +13,32 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ckptmgr.parallel.common_policy import CommonPolicy, described
 from ckptmgr.parallel.coordinator import Coordinator, Json, RanksOutOfStep
 from ckptmgr.parallel.meetings import Meetings
 from ckptmgr.save_policy import AnyOf, EverySeconds, LastSave, Overhead, SaveDecision, SavePolicy
 
 _MOST_AHEAD = 1 << 16
-_ABOUT = ".policy"  # no series is called so
+_ABOUT, _COMPARED = ".policy", ".policies"  # no series is called so
 
 
 def for_all_ranks(
     policy: SavePolicy, coordinator: Coordinator | None, *, timeout_s: float
 ) -> SavePolicy:
-    """Return a policy that decides the same on all ranks: the given one, unless it looks at the time.
+    """Return a policy that decides the same on all ranks: by the clock of rank 0, or else the one that they all have.
 
     Args:
         policy: What one process would do.
         coordinator: The ranks; None for one process.
         timeout_s: How long they wait for each other.
     """
-    if coordinator is None or not _is_by_time(policy):
+    if coordinator is None:
         return policy
-    return JointPolicy(policy, coordinator, timeout_s=timeout_s)
+    meetings = Meetings(coordinator, _COMPARED, timeout_s=timeout_s, monotonic=time.monotonic)
+    if not _is_by_time(policy):
+        return CommonPolicy(policy, meetings, described=described(policy))
+    joint = JointPolicy(policy, coordinator, timeout_s=timeout_s)
+    return CommonPolicy(joint, meetings, described="by time")
 
 
 def _is_by_time(policy: SavePolicy) -> bool:

@@ -7,7 +7,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 
-from ckptmgr.parallel.coordinator import Coordinator
+from ckptmgr.parallel.coordinator import Coordinator, RanksMissing
 from ckptmgr.parallel.rounds import Rounds
 
 
@@ -33,6 +33,7 @@ class Meetings:
         self._timeout_s = timeout_s
         self._monotonic = monotonic
         self._begun: Counter[str] = Counter()
+        self._given_up = 0
         number = _writers_before(coordinator)
         self._about = f"{series}.{number}" if number else series
         self._first = f"series.{number}"
@@ -53,6 +54,17 @@ class Meetings:
     def stop(self) -> float:
         """Return until when to wait for the others, from now on."""
         return self._monotonic() + self._timeout_s
+
+    def give_up(self, step: int) -> dict[int, int]:
+        """Say that this rank waits no longer for the others to come to a step; return who said so before, with which step."""
+        self._given_up += 1
+        tag = f"{self._about}/given up/{self._given_up}"
+        try:
+            answers = dict(enumerate(self._coordinator.all_gather(tag, step, timeout_s=0.0)))
+        except RanksMissing as missing:
+            answers = dict(missing.found)
+        own = self._coordinator.rank
+        return {r: said for r, said in answers.items() if r != own and isinstance(said, int)}
 
     def _rounds(self, tag: str, *, what: str) -> Rounds:
         # Ranks that fail apart meet again: at the next step, not at the next number.

@@ -6,9 +6,10 @@ from __future__ import annotations
 import errno as errno_names
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ckptmgr.errors import CkptmgrError, CorruptCheckpoint, SaveFailed
-from ckptmgr.parallel.coordinator import Json
+from ckptmgr.parallel.coordinator import Json, RanksMissing, shown_ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,3 +105,25 @@ class RankFailed(SaveFailed):
             f"{what}: {failures[0]}{more}",
             hint="the earlier checkpoints are intact; nothing was committed",
         )
+
+
+def not_begun(
+    missing: RanksMissing, step: int, elsewhere: Mapping[int, int], *, path: Path
+) -> SaveFailed:
+    """Return the error of a save to which some ranks did not come.
+
+    Args:
+        missing: Who did not, and who did.
+        step: What those who came want to save.
+        elsewhere: Rank to step, of those that waited for the others and gave up.
+        path: The directory.
+    """
+    came = shown_ranks(sorted(missing.found))
+    others = [f"rank {rank} at step {other}" for rank, other in elsewhere.items() if other != step]
+    gave_up = f"; gave up waiting before: {', '.join(others)}" if others else ""
+    return SaveFailed(
+        f"{missing.message}; {came} waited there to save step {step}{gave_up}",
+        path=path,
+        hint="all ranks save the same steps: give them the same save policy, and the same calls of step_end() and save(); "
+        "else look at the logs of these ranks, and if they are only slow, give a longer timeout",
+    )

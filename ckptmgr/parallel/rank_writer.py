@@ -21,6 +21,7 @@ from ckptmgr.parallel.commit import Deadline, TwoPhaseSave
 from ckptmgr.parallel.coordinator import Coordinator, Json, RanksMissing
 from ckptmgr.parallel.meetings import Meetings
 from ckptmgr.parallel.offer import Offer, chosen_series
+from ckptmgr.parallel.rank_errors import not_begun
 from ckptmgr.parallel.rounds import Rounds
 from ckptmgr.parallel.shard_store import ShardStore
 from ckptmgr.parallel.sharing import Sharing
@@ -215,7 +216,7 @@ class RankWriter(SeriesWriter):
                 raise publish.error
             return self._offered(choose, facts, options) if self.is_first else None
 
-        offer = self._begin(rounds, offered)
+        offer = self._begin(rounds, offered, step=step)
         facts = offer.applied_to(facts)
         deadline = Deadline.after(self._monotonic(), self.timeout_s)
         rounds = rounds.of_attempt(offer.attempt_id)
@@ -285,12 +286,13 @@ class RankWriter(SeriesWriter):
     def _not_begun(self, missing: RanksMissing) -> SaveFailed:
         return SaveFailed(missing.message, path=self.store.directory, hint=missing.hint)
 
-    def _begin(self, rounds: Rounds, offered: Callable[[], Json]) -> Offer:
+    def _begin(self, rounds: Rounds, offered: Callable[[], Json], *, step: int) -> Offer:
         """Wait until all ranks are here, and return what rank 0 offers."""
         try:
             answers = rounds.together("begin", offered, stop=self._meetings.stop())
         except RanksMissing as missing:
-            raise self._not_begun(missing) from missing
+            elsewhere = self._meetings.give_up(step)
+            raise not_begun(missing, step, elsewhere, path=self.store.directory) from missing
         begun = Offer.from_json(answers[0])
         self.run_id = begun.run_id
         return begun

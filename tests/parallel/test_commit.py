@@ -4,19 +4,21 @@
 from __future__ import annotations
 
 import errno
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 from ckptmgr.errors import SaveFailed, StoreFull
 from ckptmgr.model import Checkpoint, State
+from ckptmgr.parallel.coordinator import Json, RanksMissing
 from ckptmgr.parallel.rank_errors import RankFailed
 from ckptmgr.retention import Last, RetentionPolicy
 from ckptmgr.shard_names import parse_shard_name
 from tests.crashmodel import FailingDisk, ModelDisk
 from tests.faults.training import KEY, KEYS, RUNS, SERIES, disk_with
 from tests.manager.damage import put
-from tests.parallel.ranks import START, TIMEOUT_S, WORLD, Job, Outcome, run_ranks, save_step
+from tests.parallel.ranks import START, TIMEOUT_S, WORLD, Job, Outcome, Seat, run_ranks, save_step
 
 with_and_without_key = pytest.mark.parametrize("key", KEYS, ids=["plain", "encrypted"])
 
@@ -101,7 +103,38 @@ def test_rank_that_never_comes_is_named() -> None:
     outcomes = run_ranks(job.meeting, save)
     for outcome in (outcomes[0], outcomes[2]):
         assert isinstance(outcome.raised, SaveFailed)
-        assert "rank 1 did not come to 'net/save 7/1/begin' within 100 s" in str(outcome.raised)
+        assert outcome.raised.message == (
+            "rank 1 did not come to 'net/save 7/1/begin' within 100 s; ranks 0, 2 waited there to save step 7"
+        )
+        assert "give them the same save policy" in str(outcome.raised.hint)
+    assert listed(job) == {}
+
+
+def test_rank_that_waits_in_vain_hears_who_gave_up_before_at_another_step() -> None:
+    job, said = Job(ModelDisk()), defaultdict[str, dict[int, Json]](dict)
+
+    class Hasty(Seat):
+        """A rank that waits for nobody."""
+
+        def all_gather(self, tag: str, value: Json, *, timeout_s: float) -> list[Json]:
+            said[tag][self.rank] = value
+            others = set(range(self.world)) - said[tag].keys()
+            raise RanksMissing(
+                tag, ranks=sorted(others), found=dict(said[tag]), timeout_s=timeout_s
+            )
+
+    def told(rank: int, step: int) -> str:
+        with pytest.raises(SaveFailed) as caught:
+            save_step(job.writer(rank, seat=Hasty(job.meeting, rank)), step)
+        return caught.value.message.partition("; ")[2]
+
+    assert told(2, 7) == "rank 2 waited there to save step 7"
+    assert told(1, 9) == (
+        "rank 1 waited there to save step 9; gave up waiting before: rank 2 at step 7"
+    )
+    assert told(0, 9) == (
+        "ranks 0, 1 waited there to save step 9; gave up waiting before: rank 2 at step 7"
+    )
     assert listed(job) == {}
 
 

@@ -155,13 +155,16 @@ def test_answer_of_another_version_is_refused() -> None:
         policy.decide(1, 1.0, LastSave(at=0.0))
 
 
-def test_only_what_looks_at_the_time_needs_meetings() -> None:
-    seat = Seat(Meeting(1), 0)
+def test_only_what_looks_at_the_time_needs_more_meetings_than_one() -> None:
     steps = AnyOf((EverySteps(10), EverySteps(15)))
     seconds = AnyOf((EverySteps(10), AnyOf((Overhead(0.1),))))
-    assert for_all_ranks(steps, seat, timeout_s=9.0) is steps
     assert for_all_ranks(seconds, None, timeout_s=9.0) is seconds
-    assert isinstance(for_all_ranks(seconds, seat, timeout_s=9.0), JointPolicy)
+    for policy, rounds in ((steps, 1), (seconds, 4)):
+        meeting = Meeting(1)
+        common = for_all_ranks(policy, Seat(meeting, 0), timeout_s=9.0)
+        for step in (1, 2, 3):
+            common.decide(step, 0.0, LastSave(at=0.0))
+        assert len(meeting.tags) == rounds
 
 
 @pytest.mark.parametrize("mode", [False, "thread"])
