@@ -12,6 +12,7 @@ from ckptmgr.crypto.keyring import Keys, ring_of
 from ckptmgr.crypto.signing import PublicKey, SigningKey
 from ckptmgr.errors import CkptmgrError, KeyProblem
 from ckptmgr.fsio import FileSystem, discard
+from ckptmgr.held_signals import signals_held
 from ckptmgr.lease import Processes
 from ckptmgr.manifest import Manifest, manifest_name
 from ckptmgr.manifest_keys import ManifestKey
@@ -104,15 +105,16 @@ class ManifestFiles(ManifestReader):
         """
         data = manifests.encode(manifest, key=self._key, signing_key=self._signing_key)
         target = self.directory / manifest_name(manifest.name)
-        temp = self._write_temp(target, data, series=series, mode=mode, is_durable=True)
-        try:
-            self.fs.link(temp, target)
-        except OSError:
-            # A file server may have done it, and its answer was lost.
-            if not self._are_one_file(temp, target):
-                raise
-        finally:
-            discard(self.fs, temp)
+        with signals_held():
+            temp = self._write_temp(target, data, series=series, mode=mode, is_durable=True)
+            try:
+                self.fs.link(temp, target)
+            except OSError:
+                # A file server may have done it, and its answer was lost.
+                if not self._are_one_file(temp, target):
+                    raise
+            finally:
+                discard(self.fs, temp)
 
     def _are_one_file(self, temp: Path, target: Path) -> bool:
         one, other = self.fs.status(temp), self.fs.status(target)
@@ -160,12 +162,13 @@ class ManifestFiles(ManifestReader):
 
     def write(self, path: Path, data: bytes, *, series: str, mode: int, is_durable: bool) -> None:
         """Replace a small file atomically; durable ones are synced before they get their name."""
-        temp = self._write_temp(path, data, series=series, mode=mode, is_durable=is_durable)
-        try:
-            self.fs.replace(temp, path)
-        except BaseException:
-            discard(self.fs, temp)
-            raise
+        with signals_held():
+            temp = self._write_temp(path, data, series=series, mode=mode, is_durable=is_durable)
+            try:
+                self.fs.replace(temp, path)
+            except BaseException:
+                discard(self.fs, temp)
+                raise
 
     def _write_temp(
         self, path: Path, data: bytes, *, series: str, mode: int, is_durable: bool

@@ -2,6 +2,9 @@
 """How a file gets into a directory, durably, whole or not at all; `ckptmgr.store` tells in which order.
 
 What has the name until then verifies until the swap, and again if that fails.
+
+Ctrl-C ends the writing at once, and nothing is left of it. While a temporary file comes or goes, and in the commit, it waits for
+milliseconds; then the directory holds what it held before, or the new file.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from ckptmgr.digest import FileDigest, digest_of
 from ckptmgr.disk_errors import explained, not_enough_space
 from ckptmgr.errors import CkptmgrError
 from ckptmgr.fsio import FileStatus, FileSystem, InputFile, OutputFile, discard
+from ckptmgr.held_signals import signals_heard, signals_held
 from ckptmgr.manifest import FOREIGN, FileEntry, Manifest
 from ckptmgr.manifest_files import ManifestFiles
 from ckptmgr.manifest_reader import ManifestContent
@@ -82,12 +86,13 @@ class Publisher:
             self.check_space(size_bytes)
             before = self._manifests.content(name)
             old = self._manifest_of_current(name, before)
-            manifest = self._write_temp(
-                temp, size_bytes, write, describe, mode=mode, read_back=read_back
-            )
             if manifest_mode is None:
                 manifest_mode = mode
-            self._commit(name, temp, manifest, old, before, series=series, mode=manifest_mode)
+            with signals_held():
+                manifest = self._write_temp(
+                    temp, size_bytes, write, describe, mode=mode, read_back=read_back
+                )
+                self._commit(name, temp, manifest, old, before, series=series, mode=manifest_mode)
         except OSError as error:
             raise explained(error, self.directory / name, size_bytes, self.fs) from error
         return manifest
@@ -110,13 +115,14 @@ class Publisher:
         temp = self._manifests.temp_path(name, name)
         try:
             self.check_space(size_bytes)
-            self._write_temp(temp, size_bytes, write, lambda _: None, mode=mode, read_back=None)
-            try:
-                self.fs.replace(temp, self.directory / name)
-            except BaseException:
-                discard(self.fs, temp)
-                raise
-            self.fs.sync_directory(self.directory)
+            with signals_held():
+                self._write_temp(temp, size_bytes, write, lambda _: None, mode=mode, read_back=None)
+                try:
+                    self.fs.replace(temp, self.directory / name)
+                except BaseException:
+                    discard(self.fs, temp)
+                    raise
+                self.fs.sync_directory(self.directory)
         except OSError as error:
             raise explained(error, self.directory / name, size_bytes, self.fs) from error
 
@@ -130,16 +136,19 @@ class Publisher:
         mode: int,
         read_back: Callable[[InputFile, _Written], None] | None,
     ) -> _Described:
+        """Write a file that nobody knows yet, or none; signals must be held, and are heard while it takes long."""
         file = self.fs.create(temp, mode=mode)
         try:
             try:
-                file.reserve(size_bytes)
-                digest = write(file)
-                file.sync()
+                with signals_heard():
+                    file.reserve(size_bytes)
+                    digest = write(file)
+                    file.sync()
             finally:
                 file.close()
             if read_back is not None:
-                with contextlib.closing(self.fs.open(temp, is_uncached=True)) as stored:
+                stored = self.fs.open(temp, is_uncached=True)
+                with contextlib.closing(stored), signals_heard():
                     read_back(stored, digest)
             return describe(digest)
         except BaseException:

@@ -37,6 +37,7 @@ from ckptmgr.errors import TruncatedCheckpoint, UnsupportedState
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import Item, Tensor
 from ckptmgr.handle import SaveStats
+from ckptmgr.held_signals import signals_heard, signals_held
 from ckptmgr.key_choice import check_given_key, chosen_keys
 from ckptmgr.leaves import named_tensors
 from ckptmgr.loader import (
@@ -95,6 +96,10 @@ def save_checkpoint(
     **kwargs: object,
 ) -> Checkpoint:
     """Save tensors to one file; when it returns, they survive a power cut.
+
+    After Ctrl-C the directory holds what it held before, or the new checkpoint whole. So it does after `kill -9` or a power
+    cut, but an unfinished file, a manifest without data or a lease file may be left, which are no checkpoint to anybody;
+    the next save into that directory removes them, a manifest that nothing shows to be left over after a day.
 
     Args:
         save_obj: A mapping of names to arrays or strings, MindSpore's list of `{"name", "data"}`, an object with
@@ -175,9 +180,11 @@ def save_checkpoint(
     started = time.perf_counter()
     with (
         EVERYBODY.watch(series=path.name, step=None, why="manual") as watch,
+        signals_held(),
         lease_of_name(store, path.name),
     ):
-        manifest = save_items(store, order)
+        with signals_heard():
+            manifest = save_items(store, order)
         cost = SaveStats(blocked_s=time.perf_counter() - started)
         cost.note_written(
             manifest.stats,

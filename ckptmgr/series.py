@@ -22,6 +22,7 @@ from typing import NamedTuple, TypeVar
 from ckptmgr.chain import link_to_newest
 from ckptmgr.errors import CkptmgrError, StoreLocked, UnsafePrune
 from ckptmgr.formats.tensor import Item
+from ckptmgr.held_signals import signals_held
 from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.model import Checkpoint, Link, Plan, State
 from ckptmgr.observe import EVERYBODY, Observers
@@ -150,7 +151,7 @@ class SeriesWriter:
         Raises:
             StoreLocked: Another live process writes this series.
         """
-        with self._opening:
+        with signals_held(), self._opening:
             if self._holder != os.getpid():  # a forked child has no part in the lease of its parent
                 self._open()
 
@@ -174,7 +175,7 @@ class SeriesWriter:
 
     def close(self) -> None:
         """Give the lease back."""
-        with self._opening:
+        with signals_held(), self._opening:
             self._holder = None
             self._lease.close()
 
@@ -330,7 +331,7 @@ class SeriesWriter:
         """
         started = time.perf_counter()
         try:
-            with self.changing:
+            with signals_held(), self.changing:
                 present = self.store.scan()
                 decided = self._planned(policy, present)
                 failures = self._remove(decided.dropped, present)

@@ -13,6 +13,7 @@ from pathlib import Path
 from ckptmgr.digest import FileDigest
 from ckptmgr.disk_errors import explained
 from ckptmgr.fsio import InputFile, OutputFile, discard, remove_name
+from ckptmgr.held_signals import signals_held
 from ckptmgr.manifest import Manifest
 from ckptmgr.recovery import remove_dead_temps
 from ckptmgr.store import Store
@@ -38,10 +39,11 @@ class ShardFiles(Store):
         try:
             self.fs.make_directory(self.directory, mode=0o700)
             self.check_space(size_bytes)
-            manifest = self._write_temp(
-                temp, size_bytes, write, describe, mode=mode, read_back=read_back
-            )
-            self._give_name(temp, name)
+            with signals_held():
+                manifest = self._write_temp(
+                    temp, size_bytes, write, describe, mode=mode, read_back=read_back
+                )
+                self._give_name(temp, name)
         except OSError as error:
             raise explained(error, self.directory / name, size_bytes, self.fs) from error
         return manifest

@@ -31,6 +31,7 @@ from ckptmgr.disk_errors import explained_errors
 from ckptmgr.errors import KeyProblem, UnsafePrune, UnsupportedCheckpoint
 from ckptmgr.fsio import FileSystem, OsFileSystem, remove_name
 from ckptmgr.held_names import HeldNames, hold_unchanged
+from ckptmgr.held_signals import signals_held
 from ckptmgr.lease import Processes, ProcProcesses, hold_lease
 from ckptmgr.manifest import Manifest, files_of
 from ckptmgr.manifest_files import ManifestFiles
@@ -218,7 +219,7 @@ class Store(Publisher):
             UnsafePrune: It would remove the last countable checkpoint of the directory.
         """
         self.check_not_all(checkpoints, self.scan() if staying is None else staying)
-        with self.unchanged(checkpoints) as held:
+        with signals_held(), self.unchanged(checkpoints) as held:
             return held.failures + self._remove(held.checkpoints)
 
     def remove_copied(self, checkpoint: Checkpoint) -> None:

@@ -25,6 +25,7 @@ from pathlib import Path
 from ckptmgr.errors import CkptmgrError, StoreLocked, UnsafePrune
 from ckptmgr.fsio import FileSystem, remove_name
 from ckptmgr.held_names import hold_name
+from ckptmgr.held_signals import signals_held
 from ckptmgr.manifest import SUFFIX, files_of, manifest_name
 from ckptmgr.model import Checkpoint, State
 from ckptmgr.store import Store
@@ -102,7 +103,7 @@ def throw_away(store: Store, checkpoints: Sequence[Checkpoint], into: Path) -> l
     store.check_not_all(checkpoints, store.scan())
     _check_trash(store)
     store.fs.make_directory(into, mode=0o700)
-    with store.unchanged(checkpoints) as held:
+    with signals_held(), store.unchanged(checkpoints) as held:
         others = dict(files_of(checkpoint) for checkpoint in held.checkpoints)
         failures, moved = _move_all(store, list(others), store.directory, into)
         rest = [name for first in moved for name in others[first]]

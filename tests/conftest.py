@@ -8,7 +8,9 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -28,6 +30,17 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.ge
 # Shells start background jobs with Ctrl-C ignored, and what tests start inherits that: programs that wait for it would hang.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Memory, where the machine lets us: there a test that saves a thousand times waits for no disk.
+_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108  not a fixed name
+
+
+@pytest.fixture
+def fast_path() -> Iterator[Path]:
+    """Yield an empty directory, in memory if possible."""
+    with tempfile.TemporaryDirectory(dir=_MEMORY) as name:
+        yield Path(name)
 
 
 def _interop_obstacle(_: pytest.Config) -> str | None:

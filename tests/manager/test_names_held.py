@@ -127,10 +127,10 @@ def put_in_trash(directory: Path) -> Act:
 
 
 @pytest.mark.parametrize("decide", [prune, partial(prune, at_once=True), remove, put_in_trash])
-def test_file_that_is_saved_while_its_name_is_removed_stays(tmp_path: Path, decide: Decide) -> None:
+def test_file_that_is_saved_while_its_name_is_removed_stays(fast_path: Path, decide: Decide) -> None:
     outcomes = set()
-    prepared = saved_three(tmp_path)
-    for directory, visitor in visits(tmp_path, "net-1_1.ckpt", prepared, decide, every=2):
+    prepared = saved_three(fast_path)
+    for directory, visitor in visits(fast_path, "net-1_1.ckpt", prepared, decide, every=2):
         outcomes.add(visitor.has_saved)
         if visitor.has_saved:
             assert_new(directory, "net-1_1.ckpt")
@@ -138,15 +138,15 @@ def test_file_that_is_saved_while_its_name_is_removed_stays(tmp_path: Path, deci
     assert outcomes == {True, False}
 
 
-def test_file_that_is_saved_while_its_name_comes_back_from_the_trash_stays(tmp_path: Path) -> None:
-    prepared = saved_three(tmp_path)
+def test_file_that_is_saved_while_its_name_comes_back_from_the_trash_stays(fast_path: Path) -> None:
+    prepared = saved_three(fast_path)
     prune(prepared)(OsFileSystem())
     outcomes = set()
 
     def decide(directory: Path) -> Act:
         return lambda fs: undo(Store(directory, fs=fs))
 
-    for directory, visitor in visits(tmp_path, "net-1_1.ckpt", prepared, decide):
+    for directory, visitor in visits(fast_path, "net-1_1.ckpt", prepared, decide):
         outcomes.add(visitor.has_saved)
         if visitor.has_saved:
             assert_new(directory, "net-1_1.ckpt")
@@ -161,14 +161,14 @@ def leftover(root: Path) -> Path:
     return directory
 
 
-def test_file_that_is_saved_while_its_leftover_is_collected_stays(tmp_path: Path) -> None:
+def test_file_that_is_saved_while_its_leftover_is_collected_stays(fast_path: Path) -> None:
     outcomes = set()
 
     def decide(directory: Path) -> Act:
         tomorrow = time.time() + 2 * 86_400
         return lambda fs: Store(directory, fs=fs, clock=lambda: tomorrow).recover("net")
 
-    for directory, visitor in visits(tmp_path, "net-1_1.ckpt", leftover(tmp_path), decide):
+    for directory, visitor in visits(fast_path, "net-1_1.ckpt", leftover(fast_path), decide):
         outcomes.add(visitor.has_saved)
         if visitor.has_saved:
             assert_new(directory, "net-1_1.ckpt")
@@ -177,8 +177,8 @@ def test_file_that_is_saved_while_its_leftover_is_collected_stays(tmp_path: Path
     assert outcomes == {True, False}
 
 
-def test_file_that_is_saved_while_its_name_is_retained_by_another_run_stays(tmp_path: Path) -> None:
-    prepared = tmp_path / "prepared"
+def test_file_that_is_saved_while_its_name_is_retained_by_another_run_stays(fast_path: Path) -> None:
+    prepared = fast_path / "prepared"
     with CheckpointManager(prepared, prefix="net") as manager:
         for step in (1, 2, 3):
             manager.save(step, {"w": np.zeros(3, np.float32)})
@@ -193,7 +193,7 @@ def test_file_that_is_saved_while_its_name_is_retained_by_another_run_stays(tmp_
         return go_on
 
     outcomes = set()
-    for directory, visitor in visits(tmp_path, "net-1.ckpt", prepared, decide, every=5):
+    for directory, visitor in visits(fast_path, "net-1.ckpt", prepared, decide, every=5):
         outcomes.add(visitor.has_saved)
         if visitor.has_saved:
             assert_new(directory, "net-1.ckpt")
@@ -219,12 +219,12 @@ def compress(directory: Path) -> Act:
 
 
 def test_file_that_is_saved_while_its_name_is_compressed_is_compressed_or_stays(
-    tmp_path: Path,
+    fast_path: Path,
 ) -> None:
     name, compressed = "net-1.safetensors", "net-1.safetensors.ckpz"
     outcomes = set()
-    prepared = saved_compressible(tmp_path)
-    for directory, visitor in visits(tmp_path, name, prepared, compress, every=3):
+    prepared = saved_compressible(fast_path)
+    for directory, visitor in visits(fast_path, name, prepared, compress, every=3):
         outcomes.add(visitor.has_saved)
         if visitor.has_saved:
             assert_new(directory, name if found(directory, name) else compressed)
@@ -233,11 +233,11 @@ def test_file_that_is_saved_while_its_name_is_compressed_is_compressed_or_stays(
     assert outcomes == {True, False}
 
 
-def test_file_that_is_saved_where_another_one_is_being_compressed_to_stays(tmp_path: Path) -> None:
+def test_file_that_is_saved_where_another_one_is_being_compressed_to_stays(fast_path: Path) -> None:
     name, compressed = "net-1.safetensors", "net-1.safetensors.ckpz"
     outcomes = set()
-    prepared = saved_compressible(tmp_path)
-    for directory, visitor in visits(tmp_path, compressed, prepared, compress, every=3):
+    prepared = saved_compressible(fast_path)
+    for directory, visitor in visits(fast_path, compressed, prepared, compress, every=3):
         outcomes.add(visitor.has_saved)
         if visitor.has_saved:
             assert_new(directory, compressed)
