@@ -14,8 +14,9 @@ from tools.bench.session import Session
 from tools.bench.team import Player
 
 READS = ("load", "load mmap", "into", "verify")
-# Of the bare disk only, with the work that nobody avoids who keeps or checks what he reads.
-FLOORS = ("load new", "touch", "load digested", "load busy")
+# Of the bare disk only, with the work that nobody avoids who keeps or checks what he reads. Those that take new memory do not
+# come one upon the other: the second would find what the first has left.
+FLOORS = ("touch", "load digested", "load busy", "load new")
 LIMIT = "limit"
 _FORWARD_S_PER_BYTE = 2e-9
 _LONG_ROUND = 6

@@ -10,7 +10,7 @@ from tools.bench.lazy import CACHES
 from tools.bench.loops import LOOPS
 from tools.bench.memory import MIB, Peak
 from tools.bench.scale import curves
-from tools.bench.sections import FLOORS, LIMIT, READS
+from tools.bench.sections import LIMIT, READS
 from tools.bench.targets import Verdict
 
 _HEADINGS = {
@@ -34,7 +34,7 @@ _NAMES = {
 }
 # What the bare disk shows beside everybody who does something with a file.
 _BESIDE = {
-    "load": FLOORS,
+    "load": ("load new", "touch", "load digested", "load busy"),
     "into": ("load", "load digested", "load busy"),
     "verify": ("load", "load digested", "load busy"),
 }
