@@ -51,7 +51,8 @@ def _period_of(steps: tuple[int, ...]) -> tuple[int, int]:
     best = (1, 0)
     step = steps[-1]
     for period, before in enumerate(steps[-2 : -2 - _MAX_PERIOD : -1], start=1):
-        if -_LIKE_BYTES <= step - before <= _LIKE_BYTES:
+        is_known = best[1] >= period and period % best[0] == 0  # the same, taken several times
+        if not is_known and -_LIKE_BYTES <= step - before <= _LIKE_BYTES:
             repeated = _repeated(steps, period)
             if repeated >= period and repeated > best[1]:
                 best = (period, repeated)
