@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A change of keys on the command line: plan everything, show it, ask, and carry it out one by one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict
+
+import click
+
+from ckptmgr.cli import options, render
+from ckptmgr.cli.exits import Exit, UsageProblem, code_of, note, report
+from ckptmgr.cli.render import Cell, Json, Output
+from ckptmgr.errors import CkptmgrError, KeyProblem, UnsafeWrite
+
+if TYPE_CHECKING:
+    from ckptmgr.cli.select import OpenStore, Selected
+    from ckptmgr.model import Checkpoint
+    from ckptmgr.rekey import Rekeying
+    from ckptmgr.rekey_header import KeyChange
+    from ckptmgr.store import Store
+
+_Step = Callable[["Store", "Checkpoint", "KeyChange"], "Rekeying"]
+
+
+class Given(TypedDict):
+    """What both commands are given; the names are those of the options."""
+
+    selectors: tuple[str, ...]
+    directory: Path
+    series: str | None
+    key_sources: tuple[str, ...]
+    allow_unsealed: bool
+    signing_source: str | None
+    dry_run: bool
+    yes: bool
+    as_json: bool
+    quiet: bool
+
+
+def plan_options(function: options.Command) -> options.Command:
+    """Add the options of `Given`, but for those of the output."""
+    for option in (
+        click.option("--yes", is_flag=True, help="Do not ask."),
+        click.option("--dry-run", is_flag=True, help="Show what would be done, and do nothing."),
+        options.signing_key_option,
+        options.key_options,
+        options.series_option,
+        options.dir_option,
+    ):
+        function = option(function)
+    return click.argument("selectors", nargs=-1, metavar="[SEL]...")(function)
+
+
+def _opener(change: KeyChange, signing_source: str | None, *, allow_unsealed: bool) -> OpenStore:
+    from ckptmgr.rekey import open_for_rekeying
+
+    signing_key = options.load_signing_key(signing_source)
+
+    def opener(directory: Path) -> Store:
+        absolute = Path(os.path.abspath(directory))  # noqa: PTH100 - resolve() would follow links
+        return open_for_rekeying(
+            absolute, change, signing_key=signing_key, allow_unsealed=allow_unsealed
+        )
+
+    return opener
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    one: Selected
+    plan: Rekeying
+
+
+class KeyChanges:
+    """The change of what a person has selected.
+
+    Args:
+        ctx: Of the command.
+        change: What.
+        given: To what, and how.
+    """
+
+    def __init__(self, ctx: click.Context, change: KeyChange, given: Given) -> None:
+        self._change = change
+        self._given = given
+        self._opener = _opener(
+            change, given["signing_source"], allow_unsealed=given["allow_unsealed"]
+        )
+        root = Path(os.path.abspath(given["directory"]))  # noqa: PTH100 - resolve() would follow links
+        self._output: Output = render.make_output(
+            ctx, root, as_json=given["as_json"], quiet=given["quiet"]
+        )
+        self._failures: list[Exception] = []
+        self.has_changed = False
+
+    def run(self, plan: _Step, act: _Step) -> int:
+        """Do it as far as the person agrees; return the exit code.
+
+        Args:
+            plan: Says what would be done to a checkpoint.
+            act: Does it.
+
+        Raises:
+            UsageProblem, CkptmgrError: It cannot be done; nothing was changed.
+        """
+        from ckptmgr.cli.select import select
+
+        given = self._given
+        selected = select(
+            given["selectors"], given["directory"], self._opener, series=given["series"]
+        )
+        planned = [found for one in selected if (found := self._planned(one, plan)) is not None]
+        pending = [found for found in planned if found.plan.is_pending]
+        if planned:
+            self._check_removals(planned, is_begun=len(pending) < len(planned))
+        if self._output.is_text:
+            self._print(planned)
+        if not pending or given["dry_run"]:
+            self._report(planned, done=[])
+            return self._code(done=0)
+        if not (given["yes"] or _agreed(len(pending))):
+            note("nothing was changed")
+            return Exit.NO
+        done = [found.plan for found in pending if self._acted(found, act)]
+        self.has_changed = bool(done)
+        self._report(planned, done=done)
+        return self._code(done=len(done))
+
+    def _planned(self, one: Selected, plan: _Step) -> _Planned | None:
+        try:
+            return _Planned(one, plan(one.store, one.checkpoint, self._change))
+        except (KeyProblem, UnsafeWrite):
+            raise  # before anything is touched
+        except (CkptmgrError, OSError) as error:
+            self._failed(error)
+            return None
+
+    def _check_removals(self, planned: Sequence[_Planned], *, is_begun: bool) -> None:
+        """Say who is to be removed and was nowhere; a passphrase may have been mistyped.
+
+        Raises:
+            UsageProblem: It opens nothing, and nothing says that it was removed before.
+        """
+        found = {removal for one in planned for removal in one.plan.removals}
+        for removal in self._change.removals:
+            if removal in found:
+                continue
+            if isinstance(removal, str):
+                note(f"--remove {removal}: none of them opens with this key")
+            elif removal.key_ids or (is_begun and self._change.add):
+                note(f"--remove ({', '.join(removal.labels)}): opens none of them")
+            else:
+                raise UsageProblem(
+                    "the passphrase of --remove opens none of them; nothing was changed",
+                    hint="try again; if it was removed before, nothing is left to do",
+                )
+
+    def _acted(self, found: _Planned, act: _Step) -> bool:
+        one = found.one
+        try:
+            with self._output.progress(one.checkpoint.name, one.checkpoint.size_bytes):
+                act(one.store, one.checkpoint, self._change)
+        except (CkptmgrError, OSError) as error:
+            self._failed(error)
+            return False
+        return True
+
+    def _failed(self, error: Exception) -> None:
+        self._failures.append(error)
+        report(error, as_json=self._output.is_json)
+
+    def _code(self, *, done: int) -> int:
+        if not self._failures:
+            return Exit.DONE
+        return Exit.PARTLY if done else code_of(self._failures[0])
+
+    def _print(self, planned: Sequence[_Planned]) -> None:
+        output = self._output
+        if planned:
+            rows = [
+                [
+                    Cell(found.plan.checkpoint.name),
+                    Cell(found.plan.action.value),
+                    Cell(", ".join(found.plan.before) or "-"),
+                    Cell(", ".join(found.plan.after) or "-"),
+                ]
+                for found in planned
+            ]
+            output.table(("NAME", "ACTION", "OPENS NOW", "OPENS THEN"), rows, right="")
+
+    def _report(self, planned: Sequence[_Planned], *, done: Sequence[Rekeying]) -> None:
+        output = self._output
+        if output.is_json:
+            summary: dict[str, Json] = {
+                "planned": sum(found.plan.is_pending for found in planned),
+                "done": len(done),
+                "failed": len(self._failures),
+            }
+            output.result([_item(found.plan, found.plan in done) for found in planned], summary)
+        elif output.is_quiet:
+            output.paths([plan.checkpoint.path for plan in done])
+        else:
+            failed = f", {len(self._failures)} failed" if self._failures else ""
+            output.line(f"{render.count(len(done), 'checkpoint')} changed{failed}")
+
+
+def _item(plan: Rekeying, is_done: bool) -> dict[str, Json]:
+    return {
+        **render.checkpoint_json(plan.checkpoint),
+        "action": plan.action.value,
+        "before": list(plan.before),
+        "after": list(plan.after),
+        "is_done": is_done,
+    }
+
+
+def _agreed(count: int) -> bool:
+    """Ask the person at the terminal.
+
+    Raises:
+        UnsafeWrite: There is none.
+    """
+    if not sys.stdin.isatty():
+        raise UnsafeWrite(
+            "nobody can be asked here, so nothing was changed",
+            hint="look at the plan (--dry-run), then pass --yes",
+        )
+    return click.confirm(f"Change the keys of {render.count(count, 'checkpoint')}?", err=True)
