@@ -125,7 +125,7 @@ bench: $(BENCH_VENV)/.stamp $(INTEROP_VENV)/.stamp ## measure against MindSpore 
 	@$(BENCH_PY) -m tools.bench --python mindspore=$(INTEROP_PY) --output bench-results $(BENCH_ARGS)
 
 .PHONY: wheel
-wheel: $(VENV)/.stamp-test ## build into dist/ and run the tests against the installed wheel
+wheel: $(VENV)/.stamp-test ## build into dist/ and test the installed wheel beside the oldest versions that it allows
 	@PYTHON=$(PY) JOBS=$(JOBS) bash .ci/wheel
 
 .PHONY: clean
