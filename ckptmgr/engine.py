@@ -129,6 +129,7 @@ class SaveEngine:
         self._worker = WorkerClient()
         # Reentrant: the handler of a signal may save, too.
         self._saving_now = threading.RLock()
+        self._saves_now = 0
         self._free_pool: Callable[[], object] = _nothing
         self._updates = Updates() if has_zero_stall else None
         _engines.add(self)
@@ -216,7 +217,7 @@ class SaveEngine:
     @property
     def is_busy(self) -> bool:
         """Whether a save is in flight."""
-        return self._background.is_busy
+        return self._saves_now > 0 or self._background.is_busy
 
     def _run_now(
         self, items: Sequence[Item], save: Save, watch: SaveWatch, *, publish: Publish = save_items
@@ -234,7 +235,11 @@ class SaveEngine:
         settle(items, accelerators())
         with self._saving_now:  # another thread would choose the same name
             stats.queue_s = time.perf_counter() - started
-            checkpoint = save(items, publish)
+            try:
+                self._saves_now += 1
+                checkpoint = save(items, publish)
+            finally:
+                self._saves_now -= 1
         note_blocked()
         handle.staged.set_result(None)
         handle.durable.set_result(checkpoint)
@@ -303,11 +308,15 @@ class SaveEngine:
         self._background.check()
 
     def wait(self) -> None:
-        """Wait for what is in flight; then raise a failure, if any."""
+        """Wait for what is in flight, also in other threads; then raise a failure, if any."""
+        with self._saving_now:
+            pass
         self._background.wait()
 
     def wait_until_idle(self) -> None:
         """Wait for what is in flight; a failure stays to be raised by the next call."""
+        with self._saving_now:
+            pass
         self._background.wait_until_idle()
 
     def close(self) -> None:
@@ -317,10 +326,10 @@ class SaveEngine:
             BaseException: The failure of a background save that nobody has fetched.
         """
         try:
-            self._background.wait()
+            self.wait()
         finally:
             # After Ctrl-C the save goes on, and the end of the program waits for it.
-            if not self._background.is_busy:
+            if not self.is_busy:
                 self._free()
                 if self._updates is not None:
                     self._updates.close()
@@ -332,7 +341,7 @@ class SaveEngine:
 
     def forget_parent(self) -> None:
         """Leave the staging memory to the parent, which may be saving from it; for a forked child."""
-        self._saving_now = threading.RLock()
+        self._saving_now, self._saves_now = threading.RLock(), 0
         if isinstance(self._free_pool, weakref.finalize):
             self._free_pool.detach()
         if self._pool is not None:

@@ -376,3 +376,41 @@ def test_manager_that_is_dropped_lets_its_state_go_at_once(tmp_path: Path, mode:
         assert array() is None
     finally:
         gc.enable()
+
+
+def test_close_in_the_middle_of_a_save_leaves_it_the_lease(tmp_path: Path) -> None:
+    closed: list[str] = []
+
+    def close(event: Event) -> None:
+        if event.name == "save.durable" and not closed:
+            closed.append(event.name)
+            manager.close()
+            with pytest.raises(StoreLocked), CheckpointManager(tmp_path) as other:
+                other.save(2, state_of(2.0))
+
+    manager = CheckpointManager(tmp_path, observe=close)
+    manager.save(1, state_of(1.0))
+    assert closed
+    manager.close()
+    with CheckpointManager(tmp_path) as other:
+        other.save(3, state_of(3.0))
+    assert [c.step for c in other.checkpoints()] == [1, 3]
+
+
+@pytest.mark.parametrize("async_save", [False, "thread"])
+def test_close_waits_for_the_save_of_another_thread(
+    tmp_path: Path, *, async_save: bool | str
+) -> None:
+    disk = HeldDisk()
+    config = CheckpointConfig(async_save=async_save)
+    manager = CheckpointManager(tmp_path, config, fs=disk)
+    disk.gate.clear()
+    saving = threading.Thread(target=manager.save, args=(1, state_of(1.0)))
+    saving.start()
+    disk.arrive()
+    opener = threading.Thread(target=disk.gate.set)
+    opener.start()
+    manager.close()
+    assert [c.step for c in manager.checkpoints()] == [1]
+    saving.join(TIMEOUT_S)
+    opener.join(TIMEOUT_S)
