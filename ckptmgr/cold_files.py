@@ -97,7 +97,8 @@ class _ColdFile:
         trail = self._trails.setdefault(length.bit_length(), Trail())
         for ahead in trail.note(offset):
             if 0 <= ahead < self.size:
-                self._file.will_need(ahead, length)
+                with contextlib.suppress(OSError):  # the read itself will say so
+                    self._file.will_need(ahead, length)
 
     def _read_directly(self, offset: int, buffer: memoryview) -> int:
         """Read the start of `buffer` past the page cache; return how many bytes, 0 where that does not work."""

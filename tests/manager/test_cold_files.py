@@ -285,3 +285,17 @@ def test_small_reads_as_far_apart_as_before_are_looked_up_ahead(
         assert read(file, 0, 1) == CONTENT[:1]  # of another size, and so of another kind
     assert noting.asked == [offset * MIB for offset in asked]
     file.close()
+
+
+class Deaf(CachedFile):
+    """A file on a file system that takes no advice."""
+
+    def will_need(self, offset: int, length: int) -> None:
+        raise OSError(95, f"Operation not supported: {offset} {length}")
+
+
+def test_file_that_takes_no_advice_is_read_all_the_same(path: Path) -> None:
+    file = read_once(Deaf(path))
+    for offset in range(0, 9 * MIB, MIB):
+        assert read(file, offset, 48) == CONTENT[offset:][:48]
+    file.close()
