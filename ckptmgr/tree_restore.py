@@ -17,6 +17,18 @@ from ckptmgr.boxes import lengths_of
 from ckptmgr.jax_slices import box_of, is_on_many_devices, rebuilt
 from ckptmgr.leaves import framework_of, is_instance_by_name
 from ckptmgr.tree_atoms import encode_atom
+from ckptmgr.tree_fill import (
+    can_copy_into,
+    fill_array,
+    fill_mindspore,
+    fill_tensor,
+    holds_slices,
+    load_into,
+    local_part,
+    refill,
+    replaced,
+    signature_of,
+)
 from ckptmgr.tree_nodes import Path, StateMismatch
 from ckptmgr.tree_random import generator_kind, set_generator
 from ckptmgr.tree_shared import SharedTargets
@@ -139,7 +151,7 @@ class Restorer:
             case tuple() if isinstance(stored, tuple):
                 return self._plan_sequence(target, stored, path)
             case set() | bytearray() if type(stored) is type(target):
-                return _Step(0, lambda _: _refill(target, stored))
+                return _Step(0, lambda _: refill(target, stored))
             case frozenset() if isinstance(stored, frozenset):
                 return _give(stored)
         return self._differ(path, f"is {_described(target)}, stored is {_described(stored)}")
@@ -172,12 +184,12 @@ class Restorer:
     def _plan_sequence(self, target: Any, stored: Any, path: Path) -> _Step | _Parts:
         if len(target) != len(stored):
             if all(map(_is_history, (*target, *stored))) and not hasattr(target, "_fields"):
-                return _Step(0, lambda _: _replaced(target, stored))
+                return _Step(0, lambda _: replaced(target, stored))
             return self._differ(path, f"has {len(target)} elements, stored are {len(stored)}")
         visits = [
             _Visit(target[index], value, path.index(index)) for index, value in enumerate(stored)
         ]
-        return _Parts(visits, _Step(len(visits), lambda values: _replaced(target, values)))
+        return _Parts(visits, _Step(len(visits), lambda values: replaced(target, values)))
 
     def _plan_array(self, target: Any, stored: Any, path: Path) -> _Step:
         framework = framework_of(target)
@@ -194,25 +206,25 @@ class Restorer:
         self._claim(target, stored, path)
         self.fills.append(Fill(target, stored))
         return _Step(
-            0, lambda _: target if id(stored) in self.filled else _fill_array(target, stored)
+            0, lambda _: target if id(stored) in self.filled else fill_array(target, stored)
         )
 
     def _plan_tensor(
         self, target: Any, stored: Any, path: Path, *, is_given_on: bool = False
     ) -> _Step:
-        local = _local(target)
-        if framework_of(stored) != "torch" or _signature(local) != _signature(stored):
+        local = local_part(target)
+        if framework_of(stored) != "torch" or signature_of(local) != signature_of(stored):
             return self._differ(path, f"is {_described(local)}, stored is {_described(stored)}")
         if is_given_on and local.is_meta:  # load_state_dict would warn, and leave it as it is
             return self._differ(path, "is on the meta device, which holds no elements")
-        if not _can_copy_into(local):
+        if not can_copy_into(local):
             return _give(stored)
         self._claim(local, stored, path)
         self.fills.append(Fill(local, stored, is_given_on))
 
         def make(_: list[Any]) -> object:
             if id(stored) not in self.filled:
-                _fill_tensor(local, stored)
+                fill_tensor(local, stored)
             return target
 
         return _Step(0, make)
@@ -224,7 +236,7 @@ class Restorer:
             return self._differ(path, f"is {_described(target)}, stored is {_described(stored)}")
         if is_instance_by_name(target, "mindspore.common.tensor", "Tensor"):
             self._claim(target, stored, path)
-            return _Step(0, lambda _: _fill_mindspore(target, stored))
+            return _Step(0, lambda _: fill_mindspore(target, stored))
         return _Step(0, lambda _: sys.modules["jax"].numpy.asarray(stored))
 
     def _plan_spread(self, target: Any, stored: np.ndarray, path: Path) -> _Step:
@@ -238,7 +250,7 @@ class Restorer:
         if not isinstance(stored, Mapping | list | tuple):
             return self._differ(path, f"is {_described(target)}, stored is {_described(stored)}")
         torch_module = sys.modules.get("torch")
-        has_slices = _holds_slices(target)
+        has_slices = holds_slices(target)
         if (
             torch_module is not None
             and isinstance(target, torch_module.nn.Module)
@@ -249,7 +261,7 @@ class Restorer:
             return self._plan_cell(target, stored, path.state_dict())
         if isinstance(stored, Mapping) and has_slices:
             return self._plan_sliced(target, stored, path.state_dict())
-        return _Step(0, lambda _: _load(target, stored, path))
+        return _Step(0, lambda _: load_into(target, stored, path))
 
     def _plan_cell(self, target: Any, stored: Mapping[Any, Any], path: Path) -> _Parts:
         # MindSpore's own load_state_dict wants its tensors, and refuses what its optimizers give as their state_dict.
@@ -339,89 +351,3 @@ def _described(value: Any) -> str:
     if framework_of(value) is None:
         return f"a {type(value).__name__}"
     return f"{value.dtype}{list(value.shape)}"
-
-
-def _local(tensor: Any) -> Any:
-    """Return what a DTensor holds here; every other tensor itself."""
-    if not hasattr(tensor, "to_local"):
-        return tensor
-    import torch
-
-    with torch.no_grad():
-        return tensor.to_local()
-
-
-def _holds_slices(target: Any) -> bool:
-    """Return whether a torch module or optimizer has DTensors for parameters."""
-    torch = sys.modules.get("torch")
-    if torch is None:
-        return False
-    parameters: list[Any] = []
-    if isinstance(target, torch.nn.Module):
-        parameters = list(target.parameters())
-    elif isinstance(target, torch.optim.Optimizer):
-        parameters = [one for group in target.param_groups for one in group["params"]]
-    return any(hasattr(one, "to_local") for one in parameters)
-
-
-def _signature(tensor: Any) -> tuple[object, ...]:
-    return (tuple(tensor.shape), tensor.dtype, tensor.layout, tensor.is_quantized)
-
-
-def _can_copy_into(tensor: Any) -> bool:
-    import torch
-
-    return (
-        tensor.layout is torch.strided
-        and not tensor.is_quantized
-        and not tensor.is_meta
-        and all(
-            stride or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-        )
-    )
-
-
-def _fill_array(target: np.ndarray, stored: np.ndarray) -> np.ndarray:
-    np.copyto(target, stored, casting="no")
-    return target
-
-
-def _fill_tensor(target: Any, stored: Any) -> Any:
-    import torch
-
-    with torch.no_grad():
-        return target.copy_(stored)
-
-
-def _fill_mindspore(target: Any, stored: np.ndarray) -> Any:
-    tensor_type = sys.modules["mindspore"].Tensor
-    fill = target.set_data if hasattr(target, "set_data") else target.assign_value
-    fill(tensor_type(stored, target.dtype))
-    return target
-
-
-def _refill(target: Any, stored: Any) -> Any:
-    if isinstance(target, bytearray):
-        target[:] = stored
-        return target
-    target.clear()
-    target.update(stored)
-    return target
-
-
-def _replaced(target: Any, values: Any) -> Any:
-    if isinstance(target, list):
-        target[:] = values
-        return target
-    if hasattr(target, "_fields"):
-        return type(target)(*values)
-    return tuple(values)
-
-
-def _load(target: Any, stored: object, path: Path) -> object:
-    try:
-        target.load_state_dict(stored)
-    except Exception as error:
-        error.add_note(f"while restoring {path}; objects before it are already restored")
-        raise
-    return target
