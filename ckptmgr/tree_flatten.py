@@ -19,11 +19,12 @@ import numpy as np
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.leaves import array_bytes, framework_of, to_tensor
 from ckptmgr.tree_atoms import encode_atom, encode_dtype, encode_key
-from ckptmgr.tree_memory import ARRAYS, Leaf, plan_storage, stored_as
+from ckptmgr.tree_memory import ARRAYS, Leaf, stored_as
 from ckptmgr.tree_nodes import MAX_DEPTH, Json, Path, dump_skeleton, unsupported
 from ckptmgr.tree_random import generator_state
 from ckptmgr.tree_skeleton import skeleton_of
 from ckptmgr.tree_slices import Slice, Slicer, note_whole_shapes
+from ckptmgr.tree_storage import plan_storage
 
 _INLINE_BYTES = 1024
 _WAY_OUT = "store plain values and arrays, or give the object state_dict() and load_state_dict()"
