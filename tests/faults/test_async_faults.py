@@ -315,6 +315,31 @@ def test_interpreter_that_exits_finishes_the_save_in_flight(tmp_path: Path, mode
     assert temporary_files(tmp_path) == []
 
 
+EXIT_AND_SAVE = (
+    PROLOGUE
+    + """
+import atexit, os, traceback
+manager.save(1, {"w": 1})
+manager.wait()
+
+def hold_until_main_waits():
+    while "wait_until_idle" not in str(traceback.extract_stack(sys._current_frames()[main.ident])):
+        os.sched_yield()
+
+disk.hold = hold_until_main_waits
+atexit.register(lambda: manager.save(2, {"w": 2}))
+"""
+)
+
+
+@in_background
+def test_save_that_is_asked_for_at_exit_is_finished(tmp_path: Path, mode: str) -> None:
+    done = run_program(EXIT_AND_SAVE, tmp_path, mode)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    manager = CheckpointManager(tmp_path)
+    assert (steps(manager), manager.load(2)) == ([1, 2], {"w": 2})
+
+
 EXIT_FAILING = (
     PROLOGUE
     + """
