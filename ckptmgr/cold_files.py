@@ -80,6 +80,8 @@ class _ColdFile:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset` on, or raise TruncatedError."""
+        if 0 < buffer.nbytes < _MIN_DIRECT_BYTES and self._direct >= 0:
+            self._ask_ahead(offset, buffer.nbytes)
         while buffer.nbytes >= _MIN_DIRECT_BYTES and self._direct >= 0:
             if self._is_cached(offset, buffer.nbytes):
                 break
@@ -88,8 +90,6 @@ class _ColdFile:
                 break
             offset += count
             buffer = buffer[count:]
-        if self._direct >= 0 and buffer.nbytes:
-            self._ask_ahead(offset, buffer.nbytes)
         self._file.read_into(offset, buffer)
 
     def _ask_ahead(self, offset: int, length: int) -> None:

@@ -287,6 +287,18 @@ def test_small_reads_as_far_apart_as_before_are_looked_up_ahead(
     file.close()
 
 
+@pytest.mark.parametrize("skew", [0, 16])
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_large_reads_ask_for_nothing_ahead(path: Path, skew: int, is_cached: bool) -> None:
+    put_into_cache(path, *([(0, len(CONTENT))] if is_cached else []))
+    noting = Noting(path)
+    file = read_once(noting)
+    for offset in range(0, 8 * MIB, MIB):
+        assert read(file, offset, MIB - 100, skew=skew) == CONTENT[offset : offset + MIB - 100]
+    file.close()
+    assert noting.asked == []
+
+
 class Deaf(CachedFile):
     """A file on a file system that takes no advice."""
 
