@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -64,26 +64,27 @@ class RecentStates:
         ledger: Ledger | None = None,
         most: int,
     ) -> None:
-        self._new_cache = partial(SnapshotCache, config, clock, ledger=ledger)
-        self._cache = self._new_cache()
+        self._cache = SnapshotCache(config, clock, ledger=ledger)
         self._most = most
         self._notes: dict[int, _Note] = {}
+        self._lock = threading.RLock()
 
     def put(
         self, step: int, flat: FlatState, *, epoch: int | None, metrics: Mapping[str, float]
     ) -> bool:
         """Copy a state; return whether there was room. Training goes on either way."""
-        try:
-            # A snapshot may always be given up: going back further costs time, not the run.
-            self._cache.put(step, flat.tensors, is_committed=True)
-        except StagingExhausted as error:
-            _LOG.warning("no snapshot of step %d: %s", step, error)
-            return False
-        self._notes[step] = _Note(skeleton=flat.skeleton, epoch=epoch, metrics=dict(metrics))
-        for oldest in self._cache.steps[: -self._most]:
-            self._cache.drop(oldest)
-        held = self._cache.steps
-        self._notes = {one: note for one, note in self._notes.items() if one in held}
+        with self._lock:
+            try:
+                # A snapshot may always be given up: going back further costs time, not the run.
+                self._cache.put(step, flat.tensors, is_committed=True)
+            except StagingExhausted as error:
+                _LOG.warning("no snapshot of step %d: %s", step, error)
+                return False
+            self._notes[step] = _Note(skeleton=flat.skeleton, epoch=epoch, metrics=dict(metrics))
+            for oldest in self._cache.steps[: -self._most]:
+                self._cache.drop(oldest)
+            held = self._cache.steps
+            self._notes = {one: note for one, note in self._notes.items() if one in held}
         return True
 
     def give_way(self) -> bool:
@@ -99,12 +100,13 @@ class RecentStates:
         """Return the newest of the states of some steps that are there, or None for none."""
         if not steps:
             return None
-        try:
-            snapshot = self._cache.get(max(steps))
-        except CheckpointNotFound:  # pragma: no cover - evicted by another thread just now
-            return None
+        with self._lock:
+            try:
+                snapshot = self._cache.get(max(steps))
+            except CheckpointNotFound:  # pragma: no cover - evicted by another thread just now
+                return None
+            note = self._notes[snapshot.step]
         tensors = {item.spec.name: item for item in snapshot.items if isinstance(item, Tensor)}
-        note = self._notes[snapshot.step]
 
         def read(name: str) -> np.ndarray:
             tensor = tensors[name]
@@ -121,11 +123,10 @@ class RecentStates:
 
     def drop_after(self, step: int) -> None:
         """Forget the states after `step`: they belong to a branch that was given up."""
-        self._cache.drop_after(step)
-        self._notes = {held: note for held, note in self._notes.items() if held <= step}
+        with self._lock:
+            self._cache.drop_after(step)
+            self._notes = {held: note for held, note in self._notes.items() if held <= step}
 
     def close(self) -> None:
         """Free the memory; a state that is put afterwards starts anew."""
-        self._cache.close()
-        self._cache = self._new_cache()
-        self._notes.clear()
+        self.drop_after(-1)

@@ -421,3 +421,12 @@ def test_step_after_close_is_copied_into_memory_again(tmp_path: Path) -> None:
         assert manager._past.recent.steps == []
         manager.step_end(2, fresh())
         assert manager._past.recent.steps == [2]
+
+
+def test_close_gives_all_memory_of_snapshots_back(tmp_path: Path) -> None:
+    manager = manager_with(tmp_path)
+    for step in (1, 2):
+        assert manager.snapshot(step, fresh())
+        assert manager._engine.ledger.host_bytes > 0
+        manager.close()
+        assert manager._engine.ledger.host_bytes == 0
