@@ -176,7 +176,6 @@ class SaveHandle:
         if self.asked_by is threading.current_thread() and not self.durable.done():
             raise waits_for_itself()
         if self.process != os.getpid() and not self.durable.done():
-            raise _not_told(
-                self.process
-            )  # it was forked from C, where the futures are not told either
+            # It was forked from C, so the futures have not been told either.
+            raise _not_told(self.process)
         return self.durable.result(timeout_s)

@@ -181,9 +181,10 @@ class CheckpointKeys:
             return
         if self._rewrapped(auth, is_final=True).key == auth.key:
             raise UnsafeWrite(
-                "who is to be removed does not open it, but knows the key of its manifest: a reencrypt was interrupted",
+                "who is to be removed does not open it, but knows the key of its manifest: a reencrypt, or a rekey that"
+                " added them, was interrupted",
                 path=self._checkpoint.path,
-                hint="do the same again to finish it, or ckptmgr reencrypt with a key that opens it now",
+                hint="do that again to finish it, or ckptmgr reencrypt with a key that opens it now",
             )
 
     def _has_first_keys(self, path: Path) -> bool:

@@ -142,9 +142,11 @@ def test_reencryption_that_was_cut_is_finished_before_a_key_is_removed(tmp_path:
     with pytest.raises(OSError, match="cut"):
         reencrypt_checkpoint(cut, only(cut), change)
     removal = KeyChange(keys=ring(private), remove=(ring(OLD),))
-    with pytest.raises(UnsafeWrite, match="a reencrypt was interrupted") as caught:
+    with pytest.raises(
+        UnsafeWrite, match="a reencrypt, or a rekey that added them, was interrupted"
+    ) as caught:
         rekey(removal, directory=tmp_path)
-    assert "do the same again to finish it" in str(caught.value.hint)
+    assert "do that again to finish it" in str(caught.value.hint)
     assert reencrypt(tmp_path, change) is Action.HEADER
     assert [one.action for one in rekey(removal, directory=tmp_path)] == [Action.NOTHING]
     assert openers(only(Store(tmp_path)), [ring(OLD), ring(private)]) == [1]
