@@ -36,6 +36,21 @@ def _is_left(found: str, name: str) -> bool:
 
 
 @contextmanager
+def lease_of_series(store: Store, series: str) -> Iterator[None]:
+    """Be the only writer of a series for a moment; no lease file stays behind that was not there before.
+
+    Raises:
+        StoreLocked: Somebody else is writing it.
+    """
+    path = lease_path(store.directory, series)
+    is_new = store.fs.status(path) is None
+    with store.lease(series), ExitStack() as leases:
+        if is_new:
+            leases.callback(discard, store.fs, path)
+        yield
+
+
+@contextmanager
 def lease_of_checkpoint(store: Store, checkpoint: Checkpoint) -> Iterator[None]:
     """Be the only one who changes a checkpoint that is there; whoever prunes, repairs or continues its series waits.
 
@@ -47,10 +62,6 @@ def lease_of_checkpoint(store: Store, checkpoint: Checkpoint) -> Iterator[None]:
     series, name = checkpoint.series, checkpoint.name
     with ExitStack() as leases:
         if series != name:
-            path = lease_path(store.directory, series)
-            is_new = store.fs.status(path) is None
-            leases.enter_context(store.lease(series))
-            if is_new:
-                leases.callback(discard, store.fs, path)
+            leases.enter_context(lease_of_series(store, series))
         leases.enter_context(lease_of_name(store, name))
         yield

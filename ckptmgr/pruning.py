@@ -18,6 +18,7 @@ from ckptmgr import trash
 from ckptmgr.crypto.keyring import Keys
 from ckptmgr.errors import CheckpointNotFound, StoreLocked, UnsafePrune
 from ckptmgr.model import Checkpoint, Plan, State
+from ckptmgr.name_lease import lease_of_series
 from ckptmgr.observe import EVERYBODY
 from ckptmgr.retention import RetentionPolicy
 from ckptmgr.sound_plan import SoundPlans, plan_with
@@ -180,7 +181,7 @@ def _carry_out(store: Store, proposal: Proposal, *, at_once: bool) -> Outcome:
     for one in proposal.plans:
         if one.plan.dropped or has_leftovers:
             try:
-                with store.lease(one.series):
+                with lease_of_series(store, one.series):
                     trash.finish(store, one.series)
                     outcome.notes += store.recover(one.series)
                     _prune_series(store, proposal, one, outcome, None if at_once else into)
@@ -260,7 +261,7 @@ def undo(store: Store, *, is_dry: bool = False) -> Undone:
         if is_dry:
             refused = trash.taken_names(store, chosen)
         else:
-            with store.lease(series):
+            with lease_of_series(store, series):
                 refused = trash.restore(store, batch, chosen)
         taken += refused
         restored += [

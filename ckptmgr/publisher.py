@@ -3,8 +3,8 @@
 
 What has the name until then verifies until the swap, and again if that fails.
 
-Ctrl-C ends the writing at once, and nothing is left of it. While a temporary file comes or goes, and in the commit, it waits for
-milliseconds; then the directory holds what it held before, or the new file.
+Ctrl-C ends the writing at once, and nothing is left of it. While a temporary file comes or goes, and in the commit, it waits;
+then the directory holds what it held before, or the new file.
 """
 
 from __future__ import annotations

@@ -113,14 +113,18 @@ class Store(Publisher):
         with hold_lease(self.fs, self.directory, series):
             yield
 
+    def look(self, name: str) -> Checkpoint | None:
+        """Return what is listed under one name now, or None.
+
+        Raises:
+            OSError: From the disk.
+        """
+        return listed_alone(self._manifests, self.processes, name)
+
     @contextlib.contextmanager
     def unchanged(self, checkpoints: Sequence[Checkpoint]) -> Iterator[HeldNames]:
         """Hold the names of those checkpoints that are still what was listed; the leases of their series must be held."""
-
-        def look(name: str) -> Checkpoint | None:
-            return listed_alone(self._manifests, self.processes, name)
-
-        with hold_unchanged(self.fs, self.directory, checkpoints, look) as held:
+        with hold_unchanged(self.fs, self.directory, checkpoints, self.look) as held:
             yield held
 
     def update_manifest(self, manifest: Manifest, *, mode: int | None = None) -> None:

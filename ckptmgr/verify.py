@@ -29,7 +29,7 @@ from ckptmgr.errors import (
 from ckptmgr.file_check import FileCheck, Findings, check_digests
 from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import Manifest
-from ckptmgr.model import Checkpoint
+from ckptmgr.model import Checkpoint, State
 from ckptmgr.observe import EVERYBODY, about
 from ckptmgr.read_options import ReadOptions
 from ckptmgr.repair import healing_hint
@@ -43,6 +43,7 @@ __all__ = [
     "check_digests",
     "verify_all",
     "verify_checkpoint",
+    "was_removed",
 ]
 
 _WORST_FIRST = (Status.DAMAGED, Status.UNREADABLE, Status.WRONG_KEY, Status.UNSEALED)
@@ -110,6 +111,18 @@ def verify_all(
     present = store.scan()
     for checkpoint in checkpoints:
         yield verify_checkpoint(store, checkpoint, level=level, options=options, present=present)
+
+
+def was_removed(store: Store, answer: Verification) -> bool:
+    """Return whether a checkpoint that did not pass is not there any more: somebody removed it while it was looked at.
+
+    Raises:
+        OSError: From the disk.
+    """
+    if answer.status in (Status.OK, Status.UNVERIFIED, Status.PARTIAL):
+        return False
+    now = store.look(answer.checkpoint.name)
+    return now is None or now.state is State.LEFTOVER
 
 
 def _cure(store: Store, manifest: Manifest | None, worst: _Failure, level: Level) -> str | None:

@@ -86,7 +86,7 @@ def verify_command(
     """
     from ckptmgr.cli.select import select
     from ckptmgr.loader import ReadOptions
-    from ckptmgr.verify import Level, verify_checkpoint
+    from ckptmgr.verify import Level, verify_checkpoint, was_removed
 
     key, trusted = options.load_key(key_sources), options.load_public_keys(public_keys)
     opener = partial(
@@ -110,7 +110,8 @@ def verify_command(
                 answer = verify_checkpoint(
                     one.store, one.checkpoint, level=depth, options=reading, present=around
                 )
-            yield answer
+            if not was_removed(one.store, answer):
+                yield answer
 
     return _show(output, answers(), depth.value, expected, bundles)
 

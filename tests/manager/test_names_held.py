@@ -27,7 +27,8 @@ from ckptmgr.pruning import carry_out, propose, undo
 from ckptmgr.recompress import recompress
 from ckptmgr.serialization import load_checkpoint, save_checkpoint
 from ckptmgr.store import Store
-from ckptmgr.verify import Status, verify_checkpoint
+from ckptmgr.verify import Status, verify_checkpoint, was_removed
+from tests.manager.saved import flip
 from tests.visiteddisk import VisitedDisk
 
 NOW = datetime(2026, 3, 2, 12, tzinfo=UTC)
@@ -127,7 +128,9 @@ def put_in_trash(directory: Path) -> Act:
 
 
 @pytest.mark.parametrize("decide", [prune, partial(prune, at_once=True), remove, put_in_trash])
-def test_file_that_is_saved_while_its_name_is_removed_stays(fast_path: Path, decide: Decide) -> None:
+def test_file_that_is_saved_while_its_name_is_removed_stays(
+    fast_path: Path, decide: Decide
+) -> None:
     outcomes = set()
     prepared = saved_three(fast_path)
     for directory, visitor in visits(fast_path, "net-1_1.ckpt", prepared, decide, every=2):
@@ -177,7 +180,9 @@ def test_file_that_is_saved_while_its_leftover_is_collected_stays(fast_path: Pat
     assert outcomes == {True, False}
 
 
-def test_file_that_is_saved_while_its_name_is_retained_by_another_run_stays(fast_path: Path) -> None:
+def test_file_that_is_saved_while_its_name_is_retained_by_another_run_stays(
+    fast_path: Path,
+) -> None:
     prepared = fast_path / "prepared"
     with CheckpointManager(prepared, prefix="net") as manager:
         for step in (1, 2, 3):
@@ -244,3 +249,23 @@ def test_file_that_is_saved_where_another_one_is_being_compressed_to_stays(fast_
         else:
             assert found(directory, name) is None
     assert outcomes == {True, False}
+
+
+def test_checkpoint_that_is_removed_while_it_is_verified_is_known_to_be_gone(
+    fast_path: Path,
+) -> None:
+    store = Store(saved_three(fast_path))
+    first, second, third = sorted(store.scan(), key=lambda c: c.name)
+    first.path.unlink()
+    removed, whole = verify_checkpoint(store, first), verify_checkpoint(store, third)
+    flip(second.path, -1)
+    assert was_removed(store, removed)
+    assert not was_removed(store, whole)
+    assert not was_removed(store, verify_checkpoint(store, second))
+
+
+def test_prune_leaves_no_lease_file_behind_that_was_not_there(fast_path: Path) -> None:
+    directory = saved_three(fast_path)
+    prune(directory)(OsFileSystem())
+    undo(Store(directory))
+    assert not list(directory.glob(".*.lease"))

@@ -89,7 +89,7 @@ def test_bare_file_goes_and_comes_back_without_manifest(tmp_path: Path) -> None:
     )
     undo(store)
     names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"CKP-1_1.ckpt", "CKP-2_1.ckpt", ".CKP.lease"}
+    assert names == {"CKP-1_1.ckpt", "CKP-2_1.ckpt"}
 
 
 def test_last_good_checkpoint_never_goes(tmp_path: Path) -> None:

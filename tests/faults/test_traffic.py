@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs that come and are killed in one directory: none loses what another one saved, or sees damage that is not there."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from ckptmgr.held_names import leased_file
+from ckptmgr.manager import CheckpointManager
+from ckptmgr.manifest import manifest_name
+from ckptmgr.serialization import load_checkpoint, save_checkpoint
+from ckptmgr.store import Store
+from ckptmgr.verify import Status, verify_checkpoint
+from tests.faults import traffic
+
+PROGRAMS = (traffic.train, traffic.prune, traffic.verify, traffic.overwrite)
+KILLS = 12
+
+
+def lines(path: Path) -> list[str]:
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def run_traffic(directory: Path, notes: Path, rng: random.Random) -> None:
+    """Let all programs run, and kill one of them now and then; another one takes its place."""
+    running = [traffic.start(one, directory, notes, 1) for one in PROGRAMS]
+    try:
+        for turn in range(2, 2 + KILLS):
+            time.sleep(rng.uniform(0.02, 0.2))  # the moment of the kill: nothing is waited for
+            place = rng.randrange(len(PROGRAMS))
+            os.kill(running[place], signal.SIGKILL)
+            os.waitpid(running[place], 0)
+            running[place] = traffic.start(PROGRAMS[place], directory, notes, turn)
+    finally:
+        for process in running:
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_programs_that_share_a_directory_and_are_killed_lose_nothing(
+    fast_path: Path, seed: int
+) -> None:
+    directory, notes = fast_path / "runs", fast_path / "notes"
+    directory.mkdir()
+    notes.mkdir()
+    run_traffic(directory, notes, random.Random(seed))
+    assert lines(notes / "failed") == []
+    assert lines(notes / "damaged") == []
+    saved, overwritten = lines(notes / "saved"), set(lines(notes / "overwritten"))
+    assert saved
+    assert overwritten
+    store = Store(directory)
+    whole = {c.name for c in store.scan() if verify_checkpoint(store, c).status is Status.OK}
+    data = {path.name for path in directory.glob("*.ckpt")}
+    assert data <= whole
+    newest = f"net-{saved[-1]}.ckpt"
+    assert newest in data | overwritten
+    for name in data:
+        allowed = {float(name[len("net-") : -len(".ckpt")])}
+        allowed |= {traffic.OVERWRITTEN} if name in overwritten else set()
+        assert float(load_checkpoint(directory / name)["w"][0]) in allowed
+
+
+def test_next_save_of_anybody_collects_what_killed_programs_left(fast_path: Path) -> None:
+    directory, notes = fast_path / "runs", fast_path / "notes"
+    directory.mkdir()
+    notes.mkdir()
+    run_traffic(directory, notes, random.Random(3))
+    save_checkpoint(traffic.state(0.0), directory / "net-0.ckpt")
+    found = {path.name for path in directory.iterdir() if path.is_file()}
+    # The lease file of a series stays: whoever died may have found it there.
+    names = {name for name in found if not name.endswith(".lease") or leased_file(name)}
+    data = {name for name in names if name.endswith(".ckpt")}
+    manifests = {manifest_name(name) for name in data}
+    alone = {c.name for c in Store(directory).scan() if c.name not in data}
+    assert names - {manifest_name(name) for name in alone} == data | manifests
+    with CheckpointManager(directory, prefix="net") as manager:
+        assert manager.resume().skipped == ()

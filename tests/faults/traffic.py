@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs that share one directory until they are killed: a run, a prune, a verify and a `save_checkpoint` over old names."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+
+from ckptmgr.config import CheckpointConfig
+from ckptmgr.errors import CkptmgrError, StoreLocked
+from ckptmgr.manager import CheckpointManager
+from ckptmgr.model import State
+from ckptmgr.policy_text import parse_policy
+from ckptmgr.pruning import carry_out, propose
+from ckptmgr.serialization import save_checkpoint
+from ckptmgr.store import Store
+from ckptmgr.verify import Status, verify_checkpoint, was_removed
+
+OVERWRITTEN = -1.0
+
+
+def note(path: Path, line: str) -> None:
+    """Append a line, whole, whoever else does."""
+    with path.open("a") as file:
+        file.write(f"{line}\n")
+
+
+def state(value: float) -> dict[str, np.ndarray]:
+    """Return what is saved."""
+    return {"w": np.full(2000, value, np.float32)}
+
+
+def train(directory: Path, notes: Path, seed: int) -> None:
+    """Save one step after the other, higher than any before, and note those that were acknowledged."""
+    config = CheckpointConfig(keep="last(3)")
+    with CheckpointManager(directory, config, prefix="net") as manager:
+        step = seed * 1000
+        while True:
+            step += 1
+            manager.save(step, state(step))
+            note(notes / "saved", f"{step}")
+
+
+def prune(directory: Path, notes: Path, seed: int) -> None:
+    """Prune to two, into the trash and for good, and empty the trash."""
+    rng, store = random.Random(seed), Store(directory)
+    while True:
+        now = datetime.now(UTC)
+        proposal = propose(store, parse_policy("last(2)"), now=now, grace=timedelta(0))
+        carry_out(store, proposal, at_once=rng.random() < 0.5)
+        time.sleep(rng.random() / 100)
+
+
+def verify(directory: Path, notes: Path, seed: int) -> None:
+    """Note what is damaged."""
+    store = Store(directory)
+    while True:
+        for checkpoint in store.scan():
+            if checkpoint.state in (State.LEFTOVER, State.WRITING):
+                continue
+            answer = verify_checkpoint(store, checkpoint)
+            if answer.status is not Status.OK and not was_removed(store, answer):
+                note(notes / "damaged", f"{checkpoint.name}: {answer.problems}")
+
+
+def overwrite(directory: Path, notes: Path, seed: int) -> None:
+    """Save over names that are there, and note them before."""
+    rng = random.Random(seed)
+    while True:
+        names = sorted(path.name for path in directory.glob("*.ckpt"))
+        if names:
+            name = rng.choice(names)
+            note(notes / "overwritten", name)
+            save_checkpoint(state(OVERWRITTEN), directory / name)
+        time.sleep(rng.random() / 100)
+
+
+def start(
+    program: Callable[[Path, Path, int], None], directory: Path, notes: Path, seed: int
+) -> int:
+    """Run a program in a child process, again when somebody else was in its way; return the process."""
+    child = os.fork()
+    if child:
+        return child
+    while True:
+        try:
+            program(directory, notes, seed)
+        except (StoreLocked, FileNotFoundError):
+            time.sleep(0.002)
+        except (CkptmgrError, OSError) as error:
+            note(notes / "failed", f"{program.__name__}: {error!r}")
+            os._exit(1)
+        except BaseException as error:
+            note(notes / "failed", f"{program.__name__}: {error!r}")
+            os._exit(2)
