@@ -293,6 +293,14 @@ def test_several_series_are_shown_one_by_one_and_filtered(runs: Path) -> None:
     assert "[net]" not in only
 
 
+def test_leftovers_are_not_reaped_where_nobody_can_be_asked(runs: Path) -> None:
+    dead = runs / temp_name("net-8_8.ckpt", token="dead-1", series="net")
+    dead.touch()
+    result = run("prune", runs, "--keep", "all")
+    assert (result.exit_code, "pass --yes" in result.stderr) == (13, True)
+    assert dead.exists()
+
+
 def test_leftovers_are_shown_and_reaped(runs: Path) -> None:
     (runs / "net-700_10.ckpt").unlink()
     dead = runs / temp_name("net-8_8.ckpt", token="dead-1", series="net")
