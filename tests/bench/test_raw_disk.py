@@ -114,6 +114,13 @@ def test_raw_writer_that_cannot_write_says_why_and_goes_on(
     assert (tmp_path / "file.raw").stat().st_size == 4 << 20
 
 
+def test_raw_writer_that_has_ended_is_an_error() -> None:
+    writer = RawWriter(_SHAPE)
+    with pytest.raises(OSError, match="has ended"):
+        writer.start(Path("no\0path"), 1).wait()
+    writer.close()
+
+
 def test_raw_files_show_the_disk_with_the_work_of_others_in_the_table(tmp_path: Path) -> None:
     session = _session(tmp_path, "files")
     with _team(session) as team:

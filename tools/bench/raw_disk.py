@@ -46,8 +46,6 @@ _SHAPES = [
     Shape(threads=threads, chunk_bytes=chunk)
     for threads, chunk in itertools.product(_THREADS, _CHUNKS_BYTES)
 ]
-
-
 # Whoever finds memory or digests has no request in flight meanwhile: with two of them a disk would wait.
 _WITH_WORK = Shape(threads=4, chunk_bytes=4 * MIB)
 
