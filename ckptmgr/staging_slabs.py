@@ -107,8 +107,7 @@ class Slab:
     def _map(self, config: MemoryConfig, *, is_shared: bool) -> mmap.mmap:
         if config.huge_pages:
             try:
-                with standard_taken():
-                    return self._mapped(is_shared=is_shared, is_huge=True)
+                return self._mapped(is_shared=is_shared, is_huge=True)
             except OSError as error:
                 if config.huge_pages == 1:
                     raise StagingExhausted(
@@ -118,8 +117,7 @@ class Slab:
                         " (variable_use_1g_huge_page=2) to fall back",
                     ) from error
         try:
-            with standard_taken():
-                return self._mapped(is_shared=is_shared, is_huge=False)
+            return self._mapped(is_shared=is_shared, is_huge=False)
         except (OSError, OverflowError) as error:
             raise StagingExhausted(
                 f"the system does not give {self.size_bytes} bytes of staging memory: {error}",
@@ -134,13 +132,14 @@ class Slab:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_MAP_HUGETLB if is_huge else 0)
             return mmap.mmap(-1, size, flags=flags)
         flags = os.MFD_CLOEXEC | (os.MFD_HUGETLB if is_huge else 0)
-        descriptor = os.memfd_create("ckptmgr-staging", flags)
-        try:
-            os.ftruncate(descriptor, size)
-            memory = mmap.mmap(descriptor, size)
-        except BaseException:
-            os.close(descriptor)
-            raise
+        with standard_taken():
+            descriptor = os.memfd_create("ckptmgr-staging", flags)
+            try:
+                os.ftruncate(descriptor, size)
+                memory = mmap.mmap(descriptor, size)  # has a descriptor of its own
+            except BaseException:
+                os.close(descriptor)
+                raise
         self._file = descriptor
         return memory
 
