@@ -11,6 +11,7 @@ from ckptmgr.engine import SaveEngine
 from ckptmgr.errors import CheckpointNotFound
 from ckptmgr.forecast import Forecast
 from ckptmgr.forecaster import Forecaster
+from ckptmgr.held_names import hold_name
 from ckptmgr.loop_values import given_state
 from ckptmgr.model import Checkpoint, Pin, Plan
 from ckptmgr.observe import about
@@ -129,4 +130,7 @@ class SeriesCatalog:
         name = checkpoint.name if isinstance(checkpoint, Checkpoint) else checkpoint
         self._writer.open()
         with self._writer.changing:
-            self._store.change_pins(self._reader.find(name), change)
+            found = self._reader.find(name)
+            # Who overwrites that one file holds no lease but that of its name.
+            with hold_name(self._store.fs, self.directory, found.name):
+                self._store.change_pins(found, change)

@@ -25,9 +25,13 @@ from ckptmgr.model import Checkpoint, State
 from ckptmgr.policy_text import parse_policy
 from ckptmgr.pruning import carry_out, propose, undo
 from ckptmgr.recompress import recompress
+from ckptmgr.rekey import open_for_rekeying, reencrypt_checkpoint, rekey_checkpoint
+from ckptmgr.rekey_header import KeyChange
 from ckptmgr.serialization import load_checkpoint, save_checkpoint
 from ckptmgr.store import Store
 from ckptmgr.verify import Status, verify_checkpoint, was_removed
+from tests.manager import rekeying
+from tests.manager.rekeying import opens, ring
 from tests.manager.saved import flip
 from tests.visiteddisk import VisitedDisk
 
@@ -67,16 +71,24 @@ def assert_new(directory: Path, name: str) -> None:
     assert load_checkpoint(directory / name)["w"].tolist() == [NEW] * 3
 
 
+def save_new(path: Path) -> None:
+    save(path, NEW)
+
+
+Save = Callable[[Path], None]
+
+
 class Visitor:
     """Saves a file, unless that is refused because somebody is changing it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, save: Save) -> None:
         self._path = path
+        self._save = save
         self.has_saved = False
 
     def __call__(self) -> None:
         with contextlib.suppress(StoreLocked):
-            save(self._path, NEW)
+            self._save(self._path)
             self.has_saved = True
 
 
@@ -85,7 +97,7 @@ Decide = Callable[[Path], Act]
 
 
 def visits(
-    root: Path, name: str, prepared: Path, decide: Decide, *, every: int = 1
+    root: Path, name: str, prepared: Path, decide: Decide, *, every: int = 1, save: Save = save_new
 ) -> Iterator[tuple[Path, Visitor]]:
     """Yield directories in which something was done while another one saved, once for every call of the disk.
 
@@ -94,6 +106,7 @@ def visits(
         name: Of the file that is saved.
         prepared: A directory to begin with.
         decide: Looks at one, and returns what is done then.
+        save: Saves the file.
         every: Leave out all calls but every second, third ..., to save time.
     """
     at, is_over = 1 - every, False
@@ -101,7 +114,7 @@ def visits(
         at += every
         directory = root / str(at)
         shutil.copytree(prepared, directory)
-        visitor = Visitor(directory / name)
+        visitor = Visitor(directory / name, save)
         disk = VisitedDisk(visitor, at)
         act = decide(directory)
         with contextlib.suppress(CkptmgrError):
@@ -269,3 +282,65 @@ def test_prune_leaves_no_lease_file_behind_that_was_not_there(fast_path: Path) -
     prune(directory)(OsFileSystem())
     undo(Store(directory))
     assert not list(directory.glob(".*.lease"))
+
+
+def save_encrypted(path: Path) -> None:
+    save_checkpoint(
+        {"w": np.full(3, NEW, np.float32)}, path, format="safetensors", enc_key=rekeying.OLD.raw
+    )
+
+
+def change_keys(directory: Path, apply: Callable[[Store, Checkpoint, KeyChange], object]) -> Act:
+    listing = open_for_rekeying(directory, rekeying.ROTATION)
+    (checkpoint,) = listing.scan()
+
+    def act(fs: FileSystem) -> None:
+        store = open_for_rekeying(directory, rekeying.ROTATION, fs=fs)
+        apply(store, checkpoint, rekeying.ROTATION)
+
+    return act
+
+
+@pytest.mark.parametrize("apply", [rekey_checkpoint, reencrypt_checkpoint])
+def test_file_that_is_saved_while_its_keys_change_opens_with_one_of_them(
+    fast_path: Path, apply: Callable[[Store, Checkpoint, KeyChange], object]
+) -> None:
+    name = "net-1.safetensors.ckpe"
+    rekeying.save_run(directory=fast_path / "prepared", steps=1)
+    outcomes = set()
+    for directory, visitor in visits(
+        fast_path,
+        name,
+        fast_path / "prepared",
+        partial(change_keys, apply=apply),
+        save=save_encrypted,
+        every=3,
+    ):
+        outcomes.add(visitor.has_saved)
+        (found_now,) = open_for_rekeying(directory, rekeying.ROTATION).scan()
+        keys = [key for key in (rekeying.OLD, rekeying.NEW) if opens(found_now, ring(key))]
+        assert len(keys) == 1
+        if visitor.has_saved:
+            loaded = load_checkpoint(directory / name, dec_key=keys[0].raw)
+            assert loaded["w"].tolist() == [NEW] * 3
+        else:
+            assert keys == [rekeying.NEW]
+    assert outcomes == {True, False}
+
+
+def test_file_that_is_saved_while_a_checkpoint_of_its_name_is_pinned_stays(fast_path: Path) -> None:
+    prepared = saved_three(fast_path)
+    outcomes = set()
+
+    def decide(directory: Path) -> Act:
+        def pin(fs: FileSystem) -> None:
+            with CheckpointManager(directory, prefix="net", fs=fs) as manager:
+                manager.pin("net-1_1.ckpt")
+
+        return pin
+
+    for directory, visitor in visits(fast_path, "net-1_1.ckpt", prepared, decide):
+        outcomes.add(visitor.has_saved)
+        if visitor.has_saved:
+            assert_new(directory, "net-1_1.ckpt")
+    assert outcomes == {True, False}

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from ckptmgr.config import CheckpointConfig
-from ckptmgr.errors import CheckpointNotFound, UnsupportedCheckpoint
+from ckptmgr.errors import CheckpointNotFound, StoreLocked, UnsupportedCheckpoint
 from ckptmgr.fsio import OsFileSystem
+from ckptmgr.held_names import hold_name
 from ckptmgr.manager import CheckpointManager
 from ckptmgr.model import Checkpoint, State
 from ckptmgr.repair import repair_checkpoint
@@ -209,3 +210,9 @@ def test_command_heals_encrypted_files_with_their_key(tmp_path: Path) -> None:
     assert (result.exit_code, f"healed {path.name} from " in result.stdout) == (0, True)
     assert not path.exists()
     assert run("verify", found.path, "--key", f"file:{key}").exit_code == 0
+
+
+def test_repair_is_refused_while_somebody_holds_the_name(tmp_path: Path) -> None:
+    found = saved(tmp_path)
+    with hold_name(OsFileSystem(), tmp_path, found.name), pytest.raises(StoreLocked):
+        repair_checkpoint(Store(tmp_path), found)
