@@ -29,7 +29,7 @@ from ckptmgr.manager import CheckpointManager
 from ckptmgr.memory_config import MIB, MemoryConfig
 from ckptmgr.staging import StagingPool
 from ckptmgr.tree import flatten
-from ckptmgr.zero_stall import Updates, defer
+from ckptmgr.zero_stall import DeferredState, Updates, defer
 from tests.manager.held import KEY, TIMEOUT_S, HeldDisk, open_descriptors, run_program
 from tests.manager.held_staging import HeldStaging
 from tests.manager.interrupts import is_interrupted
@@ -586,6 +586,21 @@ def test_ctrl_c_at_any_point_of_before_update_lets_nobody_wait_for_ever() -> Non
         if not was_interrupted:
             break
     assert at > 10
+
+
+def test_ctrl_c_at_any_point_of_registering_a_save_gives_its_memory_back() -> None:
+    items = list(flatten({"w": np.zeros(SIZE), "small": np.zeros(1)}).tensors)
+    for at in itertools.count(1):
+        with StagingPool() as pool:
+            pool.stage(items).release()
+            made: list[DeferredState] = []
+            was_interrupted = is_interrupted(lambda: made.append(defer(items, pool)), at=at)  # noqa: B023
+            for deferred in made:
+                deferred.release()
+            assert pool.host_bytes == pool.usage.kept_bytes
+        if not was_interrupted:
+            break
+    assert at > 50
 
 
 def test_copy_that_fails_is_raised_by_wait_and_nothing_stays() -> None:
