@@ -11,7 +11,6 @@ from pathlib import Path
 
 from ckptmgr.container_reader import ENCRYPTED, format_in, kind_of, open_container_file
 from ckptmgr.convert_target import unproven_name
-from ckptmgr.crypto.container_rekey import HeaderWrite
 from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.slots import Slot
 from ckptmgr.errors import CheckpointNotFound, KeyProblem, UnsafeWrite, UnsealedCheckpoint
@@ -261,14 +260,13 @@ class CheckpointKeys:
     def _rewrite_headers(self, change: KeyChange) -> None:
         for path in self._paths:
             if self._kind(path) is Kind.CKPTMGR_CONTAINER:
-                self._write(path, self._plan_header(path, change).writes)
+                self._rewrite_header(path, change)
 
-    def _write(self, path: Path, writes: Sequence[HeaderWrite]) -> None:
-        if not writes:
-            return
+    def _rewrite_header(self, path: Path, change: KeyChange) -> None:
+        # Opened before it is read: a file that somebody copies to this name meanwhile never gets the header of this one.
         file = self._store.fs.change(path)
         try:
-            for write in writes:
+            for write in self._plan_header(path, change).writes:
                 file.write_at(write.offset, write.data)
                 file.sync()
         finally:
