@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from ckptmgr.config import CheckpointConfig
+from ckptmgr.crypto.container_source import open_container
 from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.key_files import generate_pair
 from ckptmgr.crypto.signing import SigningKey
@@ -21,8 +22,8 @@ from ckptmgr.errors import (
     UnsafeWrite,
     UnsealedCheckpoint,
 )
-from ckptmgr.formats.source import BytesSource
-from ckptmgr.fsio import OsFileSystem
+from ckptmgr.formats.source import BytesSource, read_bytes
+from ckptmgr.fsio import OsFileSystem, OutputFile
 from ckptmgr.loader import ReadOptions
 from ckptmgr.manager import CheckpointManager
 from ckptmgr.manifest import manifest_name
@@ -246,6 +247,29 @@ def test_file_with_several_names_is_refused(tmp_path: Path) -> None:
     rekey(ROTATION, directory=tmp_path)
     (checkpoint,) = Store(tmp_path).scan()
     assert openers(checkpoint, [ring(OLD), ring(NEW)]) == [1]
+
+
+class CopiedInto(OsFileSystem):
+    """A disk on which another program puts another file in place when one is about to be changed."""
+
+    def __init__(self, other: Path) -> None:
+        self._other = other
+
+    def change(self, path: Path) -> OutputFile:
+        path.with_name("copy").write_bytes(self._other.read_bytes())
+        path.with_name("copy").replace(path)
+        return super().change(path)
+
+
+def test_file_that_is_copied_in_place_meanwhile_does_not_get_the_header_of_the_one_before(
+    tmp_path: Path,
+) -> None:
+    for name in ("here", "elsewhere"):
+        save_run(directory=tmp_path / name, steps=1)
+    (path,) = (tmp_path / "here").glob("*.ckpe")
+    rekey(ROTATION, directory=path.parent, fs=CopiedInto(tmp_path / "elsewhere" / path.name))
+    source = open_container(BytesSource(path.read_bytes()), ring(NEW).identities)
+    assert read_bytes(source, 0, source.size)
 
 
 @pytest.mark.parametrize("mode", MODES[:2])
