@@ -54,6 +54,7 @@ class Demand:
         staged_states: Copies of the state in memory at the same time; 0 for synchronous saves.
         memory_bytes: Memory for those copies: the budget, else what the system has; None when unknown.
         has_memory_budget: Whether that is a budget, above which saves are refused.
+        may_spill: Whether a spill_directory would help; nothing is put there in the clear when there is a key.
     """
 
     save_bytes: int
@@ -64,6 +65,7 @@ class Demand:
     staged_states: int = 0
     memory_bytes: int | None = None
     has_memory_budget: bool = False
+    may_spill: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,14 +198,15 @@ class Forecast:
             return None
         states = "" if demand.staged_states == 1 else f" for {demand.staged_states} states"
         what = "the memory budget is" if demand.has_memory_budget else "the system has"
+        way_out = "save with async_save=False, which needs no copy"
+        if demand.has_memory_budget:
+            spill = ", give it a spill_directory," if demand.may_spill else ""
+            way_out = f"raise memory=MemoryConfig(host_budget_bytes=...){spill} or {way_out}"
         return Concern(
             kind="memory",
             text=f"saving in the background takes {decimal_size(needed)} of memory{states},"
             f" but {what} {decimal_size(demand.memory_bytes)}",
-            hint="raise memory=MemoryConfig(host_budget_bytes=...), give it a spill_directory,"
-            " or save with async_save=False, which needs no copy"
-            if demand.has_memory_budget
-            else "save with async_save=False, which needs no copy",
+            hint=way_out,
         )
 
     def _time(self) -> Concern | None:

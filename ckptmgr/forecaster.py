@@ -150,6 +150,7 @@ def demand_of(config: CheckpointConfig, save_bytes: int, *, available_bytes: int
         staged_states=states,
         memory_bytes=None if can_spill else budget_bytes or available_bytes,
         has_memory_budget=budget_bytes is not None,
+        may_spill=config.keys is None,
     )
 
 

@@ -14,6 +14,8 @@ from ckptmgr.formats.errors import TruncatedError
 from ckptmgr.transfers import note
 
 DIRECT_IO_ALIGNMENT = 4096
+REFUSALS_OF_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP)
+"""Unaligned memory, or a file system that accepts the flag but not the transfer."""
 
 
 class CachedFile:
@@ -97,11 +99,13 @@ class UncachedFile(CachedFile):
         aligned = buffer.nbytes - buffer.nbytes % DIRECT_IO_ALIGNMENT
         if self._direct >= 0 and offset % DIRECT_IO_ALIGNMENT == 0 and aligned:
             try:
-                return os.preadv(self._direct, [buffer[:aligned]], offset)
+                count = os.preadv(self._direct, [buffer[:aligned]], offset)
             except OSError as error:
-                # Unaligned memory, or a file system that accepts the flag but not the read.
-                if error.errno != errno.EINVAL:
+                if error.errno not in REFUSALS_OF_DIRECT_IO:
                     raise
+                count = 0
+            if count:  # where nothing comes, whoever reads through the page cache sees whether the file ends there
+                return count
         return super()._read_once(offset, buffer)
 
     def close(self) -> None:

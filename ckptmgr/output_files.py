@@ -11,7 +11,7 @@ import stat
 from pathlib import Path
 
 from ckptmgr.descriptors import beyond_standard
-from ckptmgr.input_files import DIRECT_IO_ALIGNMENT
+from ckptmgr.input_files import DIRECT_IO_ALIGNMENT, REFUSALS_OF_DIRECT_IO
 from ckptmgr.transfers import note
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -68,8 +68,7 @@ class NewFile:
             try:
                 return os.pwrite(self._direct, view[:aligned], offset)
             except OSError as error:
-                # Unaligned memory, or a file system that accepts the flag but not the write.
-                if error.errno != errno.EINVAL:
+                if error.errno not in REFUSALS_OF_DIRECT_IO:
                     raise
         return os.pwrite(self._buffered, view, offset)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import resource
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptmgr.crypto.pages import new_pages
 from ckptmgr.formats.errors import TruncatedError
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.fsio import OsFileSystem
@@ -257,6 +259,54 @@ def test_open_follows_a_final_link(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"content")
     (tmp_path / "link").symlink_to("a")
     assert read(tmp_path / "link") == b"content"
+
+
+def refuse_direct_io(monkeypatch: pytest.MonkeyPatch, *, reads_end: bool = False) -> list[int]:
+    """Let the system refuse every transfer past the page cache, or end such reads at once; return who asked."""
+    asked: list[int] = []
+    pwrite, preadv = os.pwrite, os.preadv
+
+    def is_direct(descriptor: int) -> bool:
+        if not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            return False
+        asked.append(descriptor)
+        return True
+
+    def write(descriptor: int, data: memoryview, offset: int) -> int:
+        if is_direct(descriptor):
+            raise OSError(errno.EOPNOTSUPP, "not here")
+        return pwrite(descriptor, data, offset)
+
+    def read(descriptor: int, buffers: list[memoryview], offset: int) -> int:
+        if is_direct(descriptor):
+            if reads_end:
+                return 0
+            raise OSError(errno.EOPNOTSUPP, "not here")
+        return preadv(descriptor, buffers, offset)
+
+    monkeypatch.setattr(os, "pwrite", write)
+    monkeypatch.setattr(os, "preadv", read)
+    return asked
+
+
+@pytest.mark.parametrize("reads_end", [False, True])
+def test_file_system_that_takes_the_flag_but_no_direct_transfer_goes_through_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads_end: bool
+) -> None:
+    content, path = new_pages(1 << 20), tmp_path / "a"
+    content[:] = os.urandom(len(content))
+    asked = refuse_direct_io(monkeypatch, reads_end=reads_end)
+    new = DISK.create(path, mode=0o600)
+    new.write_at(0, content)
+    new.close()
+    file = DISK.open(path, is_uncached=True)
+    back = new_pages(len(content))
+    file.read_into(0, back)
+    file.close()
+    assert back == content == path.read_bytes()
+    if not asked:
+        pytest.skip("this file system has no direct I/O")
+    assert len(asked) == 2
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "directory"])

@@ -135,6 +135,13 @@ def test_memory_that_does_not_hold_the_copies(
     assert "into memory" in str(Forecast(demand=demand))
 
 
+@pytest.mark.parametrize("may_spill", [True, False])
+def test_spilling_is_advised_only_where_it_would_help(may_spill: bool) -> None:
+    demand = replace(DEMAND, staged_states=1, memory_bytes=GB, has_memory_budget=True)
+    (concern,) = Forecast(demand=replace(demand, may_spill=may_spill)).concerns
+    assert ("spill_directory" in concern.hint) == may_spill
+
+
 @pytest.mark.parametrize(
     ("blocked_s", "saves", "found"),
     [(10.0, 10, []), (10.1, 10, ["time"]), (60.0, 1, ["time"]), (0.4, 10, [])],
