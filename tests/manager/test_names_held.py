@@ -7,7 +7,8 @@ import contextlib
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from ckptmgr import trash
 from ckptmgr.config import CheckpointConfig
 from ckptmgr.errors import CkptmgrError, StoreLocked
 from ckptmgr.fsio import FileSystem, OsFileSystem
+from ckptmgr.held_names import hold_name
 from ckptmgr.loader import ReadOptions
 from ckptmgr.manager import CheckpointManager
 from ckptmgr.manifest import manifest_name
@@ -344,3 +346,44 @@ def test_file_that_is_saved_while_a_checkpoint_of_its_name_is_pinned_stays(fast_
         if visitor.has_saved:
             assert_new(directory, "net-1_1.ckpt")
     assert outcomes == {True, False}
+
+
+def test_checkpoint_that_is_gone_already_is_no_failure_of_its_removal(fast_path: Path) -> None:
+    directory = saved_three(fast_path)
+    chosen = [c for c in Store(directory).scan() if c.name != "net-1_3.ckpt"]
+    for checkpoint in chosen:
+        checkpoint.path.unlink()
+    assert Store(directory).remove(chosen) == []
+
+
+def test_checkpoint_that_has_the_name_of_its_series_is_removed_under_that_lease(
+    fast_path: Path,
+) -> None:
+    store = Store(saved_three(fast_path))
+    chosen = [replace(c, series=c.name) for c in store.scan() if c.name == "net-1_1.ckpt"]
+    with store.lease("net-1_1.ckpt"):
+        assert store.remove(chosen) == []
+    assert found(store.directory, "net-1_1.ckpt") is None
+
+
+def test_undo_leaves_a_name_in_the_trash_that_somebody_is_saving_under(fast_path: Path) -> None:
+    directory = saved_three(fast_path)
+    prune(directory)(OsFileSystem())
+    with hold_name(OsFileSystem(), directory, "net-1_1.ckpt"):
+        undone = undo(Store(directory))
+    assert undone.taken == ("net-1_1.ckpt",)
+    assert found(directory, "net-1_1.ckpt") is None
+    assert undo(Store(directory)).taken == ()
+    assert found(directory, "net-1_1.ckpt") is not None
+
+
+def test_prune_leaves_old_trash_alone_while_it_is_restored(fast_path: Path) -> None:
+    directory = saved_three(fast_path)
+    prune(directory)(OsFileSystem())
+    store = Store(directory)
+    old = propose(store, parse_policy("last(1)"), now=NOW + timedelta(days=9))
+    with hold_name(OsFileSystem(), directory, trash.TRASH_NAME):
+        outcome = carry_out(store, old)
+    assert outcome.failures == []
+    assert outcome.notes == ["left the trash alone: another process restores or removes it"]
+    assert len(undo(store).restored) == 2
