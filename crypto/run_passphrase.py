@@ -18,8 +18,15 @@ from collections import OrderedDict
 from .ciphers import Random
 from .errors import DecryptionError, TamperedError
 from .key import Key
-from .slots import NO_KEY_ID, Slot, SlotType, check_body_size, slot_head
-from .wrapping import Argon2id, Passphrase, PassphraseCost, RawKey, argon2id_parameters
+from .slots import NO_KEY_ID, Identity, Slot, SlotType, check_body_size, slot_head
+from .wrapping import (
+    Argon2id,
+    Passphrase,
+    PassphraseCost,
+    RawKey,
+    argon2id_parameters,
+    passphrase_cost,
+)
 
 _SALT_BYTES = 32
 _COST_BYTES = 8
@@ -87,6 +94,21 @@ class RunPassphrase:
             if len(self._stretched) > _MAX_CACHED_KEYS:
                 self._stretched.popitem(last=False)
             return key
+
+
+def stretching_kib(slot: Slot, identity: Identity) -> int:
+    """Return what trying a slot costs: KiB of memory, times the passes over them; 0 for who has no passphrase.
+
+    Raises:
+        CryptoError: The slot asks for more than is accepted, or is cut off.
+    """
+    if not isinstance(identity, Passphrase | RunPassphrase):
+        return 0
+    if slot.type == SlotType.RUN_PASSPHRASE:
+        check_body_size(slot, _PREFIX_BYTES + _RAW_BODY_BYTES)
+        return argon2id_parameters(slot).stretching_kib
+    cost = passphrase_cost(slot)
+    return 0 if cost is None else cost.stretching_kib
 
 
 def _bound(bound: bytes, prefix: bytes) -> bytes:

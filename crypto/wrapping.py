@@ -100,6 +100,9 @@ class PassphraseCost(Protocol):
     @property
     def slot_type(self) -> SlotType: ...  # noqa: D102
 
+    @property
+    def stretching_kib(self) -> int: ...  # noqa: D102
+
     def pack(self) -> bytes:
         """Return the parameters as they stand in a slot."""
         ...
@@ -135,6 +138,11 @@ class Scrypt:
     def slot_type(self) -> SlotType:
         """Type 2."""
         return SlotType.SCRYPT
+
+    @property
+    def stretching_kib(self) -> int:
+        """KiB of memory, times the two passes over them."""
+        return 2 << self.log2_n
 
     def pack(self) -> bytes:
         """Return the four bytes of a slot."""
@@ -179,6 +187,11 @@ class Argon2id:
     def slot_type(self) -> SlotType:
         """Type 3."""
         return SlotType.ARGON2ID
+
+    @property
+    def stretching_kib(self) -> int:
+        """KiB of memory, times the passes over them."""
+        return self.memory_kib * self.passes
 
     def pack(self) -> bytes:
         """Return the eight bytes of a slot."""
@@ -233,10 +246,9 @@ class Passphrase:
 
     def unwrap(self, slot: Slot, *, bound: bytes) -> bytes | None:
         """Return the data key, or None when the slot is for no passphrase; raises as `Identity.unwrap`."""
-        parse = _COSTS.get(slot.type)
-        if parse is None:
+        cost = passphrase_cost(slot)
+        if cost is None:
             return None
-        cost = parse(slot)
         costs = cost.pack()
         salt = slot.body[len(costs) : len(costs) + _SALT_BYTES]
         head = slot_head(slot.type, slot.key_id, body_size=len(slot.body))
@@ -261,6 +273,17 @@ class Passphrase:
                 "stretching the passphrase takes more memory than there is",
                 hint="use a larger machine, or another key of the file",
             ) from None
+
+
+def passphrase_cost(slot: Slot) -> PassphraseCost | None:
+    """Return how a slot wants a passphrase stretched, or None for slots of other kinds.
+
+    Raises:
+        UnsupportedSuiteError: It asks for more than is accepted.
+        TamperedError: It is cut off.
+    """
+    parse = _COSTS.get(slot.type)
+    return None if parse is None else parse(slot)
 
 
 def _scrypt_of(slot: Slot) -> PassphraseCost:

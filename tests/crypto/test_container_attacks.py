@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptmgr.crypto import container_unlock
 from ckptmgr.crypto.container_header import MAGIC, Content, HeaderCopy, parse_fixed
 from ckptmgr.crypto.container_unlock import CopyState, find_copies
 from ckptmgr.crypto.errors import (
@@ -23,8 +24,9 @@ from ckptmgr.crypto.errors import (
     UnsupportedSuiteError,
 )
 from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.run_passphrase import RunPassphrase
 from ckptmgr.crypto.slots import Slot
-from ckptmgr.crypto.wrapping import Passphrase, RawKey, Scrypt
+from ckptmgr.crypto.wrapping import Argon2id, Passphrase, PassphraseCost, RawKey, Scrypt
 from ckptmgr.formats.source import BytesSource
 
 from . import container_reference as reference
@@ -319,6 +321,28 @@ def test_wrong_passphrase_is_tried_once_though_there_are_two_copies() -> None:
     with pytest.raises(DecryptionError, match="the passphrase is wrong"):
         unseal(seal(PLAINTEXT, recipients=[PHRASE]), counting)
     assert counting.tries == 1
+
+
+@pytest.mark.parametrize(
+    ("cost", "slots"),
+    [(Scrypt(log2_n=14), 3), (Argon2id(memory_kib=1024, passes=8), 12), ("a run's", 12)],
+)
+def test_file_gets_no_more_passphrases_stretched_than_one_dear_slot_may_cost(
+    cost: PassphraseCost | str, slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def phrase(text: str) -> Passphrase | RunPassphrase:
+        if isinstance(cost, str):
+            return RunPassphrase(Passphrase(text), cost=Argon2id(memory_kib=1024, passes=8))
+        return Passphrase(text, cost)
+
+    file = seal(PLAINTEXT, recipients=[phrase(str(number)) for number in range(slots)])
+    last = phrase(str(slots - 1))
+    assert unseal(file, last) == PLAINTEXT
+    monkeypatch.setattr(container_unlock, "MOST_STRETCHING_KIB", 64 << 10)
+    assert unseal(file, phrase("0")) == PLAINTEXT
+    with pytest.raises(UnsupportedSuiteError, match="more stretching of passphrases"):
+        unseal(file, last)
+    assert unseal(seal(PLAINTEXT, recipients=[ME, PHRASE]), ME) == PLAINTEXT
 
 
 # What is wrong: what is said.
