@@ -288,6 +288,6 @@ class StagingPool:
         return StagingExhausted(
             f"{size_bytes} bytes do not fit: of {self.ledger.host_limit_bytes} usable bytes of host"
             f" memory {taken} are taken, and {reason}",
-            hint="raise host_budget_bytes (offload_cpu_size) or host_share (cpu_ratio), let it spill"
+            hint="raise host_budget_bytes (offload_cpu_size) or host_share (cpu_ratio), let it spill without a key"
             " (spill_directory and is_automatic; offload_path and auto_offload), or save synchronously",
         )
