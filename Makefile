@@ -77,9 +77,9 @@ coverage: ## run the tests and enforce the branch coverage we promise
 coverage-report: $(VENV)/.stamp-test
 	@$(PY) -m coverage combine --quiet 2> .coverage-killed || { cat .coverage-killed; exit 1; }
 	rm -f .coverage.* # what killed processes left half-written, and `report` would look at again
-	$(PY) -m coverage json --quiet -o .coverage.json
+	$(PY) -m coverage json --quiet -o .coverage-figures.json
 	$(PY) -m coverage report || true
-	$(PY) tools/check_coverage.py .coverage.json
+	$(PY) tools/check_coverage.py .coverage-figures.json
 
 .PHONY: lint
 lint: ruff mypy pyright layers ## check style, types and layers

@@ -4,7 +4,7 @@
 Reads the report of `coverage json`. Every file of `formats/` and `crypto/` and every pure decision module must be
 covered completely; all other files together to at least 95 %.
 
-    coverage json -o .coverage.json && python tools/check_coverage.py .coverage.json
+    coverage json -o .coverage-figures.json && python tools/check_coverage.py .coverage-figures.json
 """
 
 from __future__ import annotations

@@ -116,6 +116,8 @@ def test_machine_with_too_little_memory_for_a_passphrase_says_so() -> None:
     class Greedy:
         slot_type = SlotType.SCRYPT
 
+        stretching_kib = 1 << 20
+
         def pack(self) -> bytes:
             return bytes(4)
 

@@ -189,6 +189,7 @@ def test_retention_removes_the_others_when_one_cannot_be_removed() -> None:
     store = Trainer(disk, fs=failing).store()
     whole = sorted(store.scan(), key=lambda c: c.order)
     (failure,) = store.remove(whole[:2])
+    assert isinstance(failure, OSError)
     assert failure.errno == errno.EROFS
     assert sorted(c.step for c in store.scan()) == [1, 3]
 

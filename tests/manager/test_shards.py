@@ -239,7 +239,7 @@ def test_removed_shards_are_one_checkpoint_or_none_after_every_power_cut(order: 
     assert only(store_on(disk)).name == "net-1.ckpt"
 
 
-def remove_set(disk: ModelDisk) -> list[OSError]:
+def remove_set(disk: ModelDisk) -> list[Exception]:
     store = store_on(disk)
     return store.remove([c for c in store.scan() if c.name == SET])
 

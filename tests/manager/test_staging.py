@@ -413,6 +413,7 @@ def test_ctrl_c_at_any_point_of_staging_leaves_all_memory_for_the_next() -> None
     items: list[Item] = [tensor_from_array("a", np.ones(9)), Text(name="t", text="text")]
     larger = tensor_from_array("b", np.ones(5 * PAGE, np.uint8))
     for state in (items, [*items, larger]):  # in a kept slab, and in a new one
+        at = 0
         for at in itertools.count(1):
             with StagingPool(MemoryConfig(slab_bytes=4 * PAGE)) as pool:
                 pool.stage(items).release()

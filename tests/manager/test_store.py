@@ -201,6 +201,7 @@ def test_manifest_that_cannot_be_removed_is_reported() -> None:
     failing = FailingDisk(disk, error=errno.EROFS, operation="unlink", call=2)
     store = Trainer(disk, fs=failing).store()
     (failure,) = store.remove([by_name(store)[ONE]])
+    assert isinstance(failure, OSError)
     assert failure.errno == errno.EROFS
     assert by_name(store)[ONE].state is State.LEFTOVER
 

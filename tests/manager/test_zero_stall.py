@@ -576,6 +576,7 @@ def test_ctrl_c_in_before_update_is_raised_there_and_fails_the_save() -> None:
 
 def test_ctrl_c_at_any_point_of_before_update_lets_nobody_wait_for_ever() -> None:
     items = list(flatten({"w": np.zeros(SIZE)}).tensors)
+    at = 0
     for at in itertools.count(1):
         with StagingPool() as pool:
             deferred = defer(items, pool)
@@ -590,6 +591,7 @@ def test_ctrl_c_at_any_point_of_before_update_lets_nobody_wait_for_ever() -> Non
 
 def test_ctrl_c_at_any_point_of_registering_a_save_gives_its_memory_back() -> None:
     items = list(flatten({"w": np.zeros(SIZE), "small": np.zeros(1)}).tensors)
+    at = 0
     for at in itertools.count(1):
         with StagingPool() as pool:
             pool.stage(items).release()

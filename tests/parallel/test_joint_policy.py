@@ -118,6 +118,13 @@ def test_reason_and_activity_are_those_of_rank_0() -> None:
         assert outcome.must() == (True, expected, "rank 0 is asked again at step 4")
 
 
+def test_ranks_meet_again_within_65536_steps_however_far_the_next_save_is() -> None:
+    policy = JointPolicy(EverySeconds(1e9), Seat(Meeting(1), 0), timeout_s=9.0)
+    for step in (1, 2):
+        assert not policy.decide(step, float(step), LastSave(at=0.0)).is_due
+    assert policy.decide(3, 3.0, LastSave(at=0.0)).reason == "rank 0 is asked again at step 65538"
+
+
 def test_ranks_at_different_steps_hear_which() -> None:
     meeting = Meeting()
 
