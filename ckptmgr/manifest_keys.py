@@ -23,7 +23,7 @@ from typing import Any
 
 from ckptmgr.crypto.errors import CryptoError
 from ckptmgr.crypto.key import Key
-from ckptmgr.crypto.keyring import KeyRing, Keys, ring_of, unwrapped
+from ckptmgr.crypto.keyring import KeyRing, Keys, ring_of, unwrapped_first
 from ckptmgr.crypto.slots import (
     DATA_KEY_BYTES,
     MAX_SLOTS,
@@ -126,8 +126,7 @@ def opened_manifest_key(auth: Mapping[str, object], keys: Keys, *, path: str) ->
                 path=path,
             )
         return ManifestKey(key)
-    contents = (unwrapped(slot, ring.identities, bound=BOUND) for slot in slots)
-    content = next((one for one in contents if one is not None), None)
+    content = unwrapped_first(slots, ring.identities, bound=BOUND)
     if content is None or len(content) != DATA_KEY_BYTES:
         raise KeyProblem(
             f"the manifest is authenticated for another key than {_named(keys)}",

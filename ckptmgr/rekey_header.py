@@ -10,7 +10,7 @@ from ckptmgr.crypto.container_header import HeaderCopy
 from ckptmgr.crypto.container_rekey import HeaderWrite, rewrite_header
 from ckptmgr.crypto.container_unlock import CopyState, find_copies, unlock
 from ckptmgr.crypto.errors import DecryptionError
-from ckptmgr.crypto.keyring import KeyRing, unwrapped
+from ckptmgr.crypto.keyring import KeyRing, unwrapped_first
 from ckptmgr.crypto.slots import Identity, Recipient, Slot
 from ckptmgr.errors import UnsafeWrite
 from ckptmgr.formats.source import Source
@@ -229,7 +229,7 @@ def _looks_done(header: HeaderCopy, change: KeyChange) -> bool:
 
 
 def _opens(keys: KeyRing, slots: Sequence[Slot], *, bound: bytes) -> bool:
-    return any(unwrapped(slot, keys.identities, bound=bound) is not None for slot in slots)
+    return unwrapped_first(slots, keys.identities, bound=bound) is not None
 
 
 def _labels(slots: Sequence[Slot]) -> tuple[str, ...]:

@@ -33,12 +33,9 @@ from .errors import (
 from .floe import HEADER_BYTES, LENGTH_BYTES, FloeMessage, read_length, start_decryption
 from .key import Key
 from .records import read_bytes
-from .run_passphrase import stretching_kib
+from .run_passphrase import Stretching
 from .slots import DATA_KEY_BYTES, Identity, Slot
 from .source import Source
-
-MOST_STRETCHING_KIB = 16 << 20
-"""How much stretching of passphrases one file may ask for: as much as the dearest slot, or 80 of the usual ones."""
 
 
 class CopyState(enum.Enum):
@@ -140,7 +137,7 @@ class _Opener:
         self._source = source
         self._identities = identities
         self._tried: dict[tuple[bytes, bytes], tuple[list[Key], list[CryptoError]]] = {}
-        self._left_kib = MOST_STRETCHING_KIB
+        self._stretching = Stretching()
 
     def open(self, copy: FoundCopy) -> tuple[Key, FloeMessage]:
         fixed = copy.data[:FIXED_BYTES]
@@ -161,22 +158,13 @@ class _Opener:
             known = [], []
             for identity in self._identities:
                 try:
-                    self._spend(stretching_kib(slot, identity))
-                    data_key = identity.unwrap(slot, bound=fixed)
+                    data_key = self._stretching.unwrap(slot, identity, bound=fixed)
                     if data_key is not None:
                         known[0].append(_data_key(data_key))
                 except CryptoError as error:
                     known[1].append(error)
             self._tried[fixed, slot.pack()] = known
         return known
-
-    def _spend(self, kib: int) -> None:
-        if kib > self._left_kib:
-            raise UnsupportedSuiteError(
-                "the file asks for more stretching of passphrases than is accepted for one file",
-                hint="was it made to keep you busy? Otherwise open it with another key of it",
-            )
-        self._left_kib -= kib
 
     def _checked(self, copy: FoundCopy, data_key: Key) -> FloeMessage:
         fixed = copy.header.fixed

@@ -19,7 +19,7 @@ from typing import Self
 from .errors import CryptoError, KeySourceError
 from .key import Key
 from .key_files import parse_pem
-from .run_passphrase import RunPassphrase
+from .run_passphrase import RunPassphrase, Stretching
 from .slots import DATA_KEY_BYTES, NO_KEY_ID, Identity, Recipient, Slot, SlotType
 from .unshown import Unshown
 from .wrapping import Passphrase, RawKey
@@ -221,13 +221,22 @@ def takes_one_key(given: int) -> KeySourceError:
 
 def unwrapped(slot: Slot, identities: Sequence[Identity], *, bound: bytes) -> bytes | None:
     """Return what is in a slot, or None when it does not open for anybody here, for whatever reason."""
-    for identity in identities:
-        try:
-            content = identity.unwrap(slot, bound=bound)
-        except CryptoError:
-            continue
-        if content is not None:
-            return content
+    return unwrapped_first([slot], identities, bound=bound)
+
+
+def unwrapped_first(
+    slots: Sequence[Slot], identities: Sequence[Identity], *, bound: bytes
+) -> bytes | None:
+    """Return what is in the first slot that opens for somebody here, or None; `Stretching` says how many are tried."""
+    stretching = Stretching()
+    for slot in slots:
+        for identity in identities:
+            try:
+                content = stretching.unwrap(slot, identity, bound=bound)
+            except CryptoError:
+                continue
+            if content is not None:
+                return content
     return None
 
 

@@ -16,7 +16,7 @@ import threading
 from collections import OrderedDict
 
 from .ciphers import Random
-from .errors import DecryptionError, TamperedError
+from .errors import DecryptionError, TamperedError, UnsupportedSuiteError
 from .key import Key
 from .slots import NO_KEY_ID, Identity, Slot, SlotType, check_body_size, slot_head
 from .wrapping import (
@@ -33,6 +33,8 @@ _COST_BYTES = 8
 _PREFIX_BYTES = _COST_BYTES + _SALT_BYTES
 _RAW_BODY_BYTES = 32 + 48
 _MAX_CACHED_KEYS = 16
+MOST_STRETCHING_KIB = 16 << 20
+"""KiB of memory, times the passes over them: as much as the dearest slot may cost, or 80 of the usual ones."""
 
 
 class RunPassphrase:
@@ -96,7 +98,30 @@ class RunPassphrase:
             return key
 
 
-def stretching_kib(slot: Slot, identity: Identity) -> int:
+class Stretching:
+    """What one header or manifest may still ask for: whoever made it wants to be let in, or to keep readers busy."""
+
+    def __init__(self) -> None:
+        self._left_kib = MOST_STRETCHING_KIB
+
+    def unwrap(self, slot: Slot, identity: Identity, *, bound: bytes) -> bytes | None:
+        """Return what is in a slot, as `Identity.unwrap` does.
+
+        Raises:
+            UnsupportedSuiteError: More was asked for than is accepted, or is by this slot.
+            CryptoError: What the identity raises.
+        """
+        kib = _stretching_kib(slot, identity)
+        if kib > self._left_kib:
+            raise UnsupportedSuiteError(
+                "the key slots ask for more stretching of passphrases than is accepted",
+                hint="were they made to keep you busy? Otherwise use another key that opens them",
+            )
+        self._left_kib -= kib
+        return identity.unwrap(slot, bound=bound)
+
+
+def _stretching_kib(slot: Slot, identity: Identity) -> int:
     """Return what trying a slot costs: KiB of memory, times the passes over them; 0 for who has no passphrase.
 
     Raises:

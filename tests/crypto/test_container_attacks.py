@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr.crypto import container_unlock
+from ckptmgr.crypto import run_passphrase
 from ckptmgr.crypto.container_header import MAGIC, Content, HeaderCopy, parse_fixed
 from ckptmgr.crypto.container_unlock import CopyState, find_copies
 from ckptmgr.crypto.errors import (
@@ -338,7 +338,7 @@ def test_file_gets_no_more_passphrases_stretched_than_one_dear_slot_may_cost(
     file = seal(PLAINTEXT, recipients=[phrase(str(number)) for number in range(slots)])
     last = phrase(str(slots - 1))
     assert unseal(file, last) == PLAINTEXT
-    monkeypatch.setattr(container_unlock, "MOST_STRETCHING_KIB", 64 << 10)
+    monkeypatch.setattr(run_passphrase, "MOST_STRETCHING_KIB", 64 << 10)
     assert unseal(file, phrase("0")) == PLAINTEXT
     with pytest.raises(UnsupportedSuiteError, match="more stretching of passphrases"):
         unseal(file, last)
