@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from math import prod
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -208,12 +207,7 @@ class CheckpointReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -162,6 +162,15 @@ def discard(fs: FileSystem, path: Path) -> None:
         fs.unlink(path)
 
 
+def give_name(fs: FileSystem, temp: Path, path: Path) -> None:
+    """Rename a temporary file to its name, replacing what has it; where that fails, remove the temporary file."""
+    try:
+        fs.replace(temp, path)
+    except BaseException:
+        discard(fs, temp)
+        raise
+
+
 def remove_name(fs: FileSystem, path: Path) -> None:
     """Remove a file that may be gone already."""
     with contextlib.suppress(FileNotFoundError):

@@ -11,7 +11,7 @@ from ckptmgr import manifest as manifests
 from ckptmgr.crypto.keyring import Keys, ring_of
 from ckptmgr.crypto.signing import PublicKey, SigningKey
 from ckptmgr.errors import CkptmgrError, KeyProblem
-from ckptmgr.fsio import FileSystem, discard
+from ckptmgr.fsio import FileSystem, discard, give_name
 from ckptmgr.held_signals import signals_held
 from ckptmgr.lease import Processes
 from ckptmgr.manifest import Manifest, manifest_name
@@ -164,11 +164,7 @@ class ManifestFiles(ManifestReader):
         """Replace a small file atomically; durable ones are synced before they get their name."""
         with signals_held():
             temp = self._write_temp(path, data, series=series, mode=mode, is_durable=is_durable)
-            try:
-                self.fs.replace(temp, path)
-            except BaseException:
-                discard(self.fs, temp)
-                raise
+            give_name(self.fs, temp, path)
 
     def _write_temp(
         self, path: Path, data: bytes, *, series: str, mode: int, is_durable: bool

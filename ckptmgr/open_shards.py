@@ -11,7 +11,6 @@ import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from types import TracebackType
 from typing import Self
 
 from ckptmgr.errors import CkptmgrError, CorruptCheckpoint
@@ -53,12 +52,7 @@ class OpenShards:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         while self._open:
             self._open.popitem()[1][1].close()
 

@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from types import TracebackType
 from typing import TYPE_CHECKING, Self, TextIO
 
 from ckptmgr.transfers import Direction, counting
@@ -71,12 +70,7 @@ class ProgressLine:
             self._stack.enter_context(counting(self._count))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
         with self._lock:
             shown, self._shown = self._shown, None

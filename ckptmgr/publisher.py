@@ -19,7 +19,7 @@ from ckptmgr.bare_files import bare_file
 from ckptmgr.digest import FileDigest, digest_of
 from ckptmgr.disk_errors import explained, not_enough_space
 from ckptmgr.errors import CkptmgrError
-from ckptmgr.fsio import FileStatus, FileSystem, InputFile, OutputFile, discard
+from ckptmgr.fsio import FileStatus, FileSystem, InputFile, OutputFile, discard, give_name
 from ckptmgr.held_signals import signals_heard, signals_held
 from ckptmgr.manifest import FOREIGN, FileEntry, Manifest
 from ckptmgr.manifest_files import ManifestFiles
@@ -117,11 +117,7 @@ class Publisher:
             self.check_space(size_bytes)
             with signals_held():
                 self._write_temp(temp, size_bytes, write, lambda _: None, mode=mode, read_back=None)
-                try:
-                    self.fs.replace(temp, self.directory / name)
-                except BaseException:
-                    discard(self.fs, temp)
-                    raise
+                give_name(self.fs, temp, self.directory / name)
                 self.fs.sync_directory(self.directory)
         except OSError as error:
             raise explained(error, self.directory / name, size_bytes, self.fs) from error

@@ -29,7 +29,7 @@ from ckptmgr.errors import (
     UnsupportedCheckpoint,
 )
 from ckptmgr.formats.index import TensorEntry
-from ckptmgr.fsio import OutputFile, discard
+from ckptmgr.fsio import OutputFile, give_name
 from ckptmgr.healing import Healing, PaddedSource
 from ckptmgr.loader import OpenCheckpoint, ReadOptions, bytes_of, open_source
 from ckptmgr.manifest import Manifest
@@ -154,11 +154,7 @@ class _Healer(ShardFiles):
     """Replaces the file of a rank; what is there stays when that fails."""
 
     def _give_name(self, temp: Path, name: str) -> None:
-        try:
-            self.fs.replace(temp, self.directory / name)
-        except BaseException:
-            discard(self.fs, temp)
-            raise
+        give_name(self.fs, temp, self.directory / name)
         self.fs.sync_directory(self.directory)
 
 

@@ -22,7 +22,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import TracebackType
 
 from ckptmgr.errors import CheckpointNotFound, StagingExhausted
 from ckptmgr.formats.tensor import Item
@@ -82,12 +81,7 @@ class SnapshotCache:
     def __enter__(self) -> SnapshotCache:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     @property

@@ -7,7 +7,6 @@ Half of the memory that reading it as a whole would take passes through the cach
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import TracebackType
 from typing import Self
 
 from cryptography.exceptions import InvalidTag
@@ -61,12 +60,7 @@ class GcmDecryption:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not self._is_authentic:
             self._plaintext[:] = bytes(self._plaintext.nbytes)
 
