@@ -32,6 +32,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture
+def plain_ctrl_c() -> Iterator[None]:
+    """Let Ctrl-C raise KeyboardInterrupt, and check that it still does in the end: nobody kept its handler."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
+
+
 # Memory, where the machine lets us: there a test that saves a thousand times waits for no disk.
 _MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108  not a fixed name
 

@@ -108,7 +108,7 @@ def _duration(text: str) -> timedelta:
 
     value = parse_duration(text)
     if value is None:
-        raise UsageProblem(f"{text!r} is not a time", hint="write 90s, 30m, 12h, 2d or 1w")
+        raise UsageProblem(f"{text[:40]!r} is not a time", hint="write 90s, 30m, 12h, 2d or 1w")
     return value
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import random
 import shutil
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,15 +23,10 @@ NAME = "net-1_1.ckpt"
 MORE_POINTS = 30
 
 # Whatever Python was doing: it says so of a generator, or of a listing, that nobody closes any more.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
-
-@pytest.fixture(autouse=True)
-def _handler() -> Iterator[None]:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    signal.signal(signal.SIGINT, before)
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.usefixtures("plain_ctrl_c"),
+]
 
 
 def state(value: float) -> dict[str, np.ndarray]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
 from types import FrameType
 
 import pytest
@@ -15,13 +14,7 @@ import pytest
 from ckptmgr.held_signals import signals_heard, signals_held
 from tests.faults.pressed import pressed
 
-
-@pytest.fixture(autouse=True)
-def _handler() -> Iterator[None]:
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    signal.signal(signal.SIGINT, before)
+pytestmark = pytest.mark.usefixtures("plain_ctrl_c")
 
 
 def press(number: int = signal.SIGINT) -> None:

@@ -110,8 +110,11 @@ def visits(
         decide: Looks at one, and returns what is done then.
         save: Saves the file.
         every: Leave out all calls but every second, third ..., to save time.
+
+    Raises:
+        AssertionError: At the end: that one could always save, or never, so nothing was shown.
     """
-    at, is_over = 1 - every, False
+    at, is_over, outcomes = 1 - every, False, set[bool]()
     while not is_over:
         at += every
         directory = root / str(at)
@@ -122,7 +125,9 @@ def visits(
         with contextlib.suppress(CkptmgrError):
             act(disk)
         is_over = not disk.was_visited
+        outcomes.add(visitor.has_saved)
         yield directory, visitor
+    assert outcomes == {True, False}
 
 
 def prune(directory: Path, *, at_once: bool = False) -> Act:
@@ -146,30 +151,24 @@ def put_in_trash(directory: Path) -> Act:
 def test_file_that_is_saved_while_its_name_is_removed_stays(
     fast_path: Path, decide: Decide
 ) -> None:
-    outcomes = set()
     prepared = saved_three(fast_path)
     for directory, visitor in visits(fast_path, "net-1_1.ckpt", prepared, decide, every=2):
-        outcomes.add(visitor.has_saved)
         if visitor.has_saved:
             assert_new(directory, "net-1_1.ckpt")
         assert found(directory, "net-1_3.ckpt") is not None
-    assert outcomes == {True, False}
 
 
 def test_file_that_is_saved_while_its_name_comes_back_from_the_trash_stays(fast_path: Path) -> None:
     prepared = saved_three(fast_path)
     prune(prepared)(OsFileSystem())
-    outcomes = set()
 
     def decide(directory: Path) -> Act:
         return lambda fs: undo(Store(directory, fs=fs))
 
     for directory, visitor in visits(fast_path, "net-1_1.ckpt", prepared, decide):
-        outcomes.add(visitor.has_saved)
         if visitor.has_saved:
             assert_new(directory, "net-1_1.ckpt")
         assert found(directory, "net-1_2.ckpt") is not None
-    assert outcomes == {True, False}
 
 
 def leftover(root: Path) -> Path:
@@ -180,19 +179,16 @@ def leftover(root: Path) -> Path:
 
 
 def test_file_that_is_saved_while_its_leftover_is_collected_stays(fast_path: Path) -> None:
-    outcomes = set()
 
     def decide(directory: Path) -> Act:
         tomorrow = time.time() + 2 * 86_400
         return lambda fs: Store(directory, fs=fs, clock=lambda: tomorrow).recover("net")
 
     for directory, visitor in visits(fast_path, "net-1_1.ckpt", leftover(fast_path), decide):
-        outcomes.add(visitor.has_saved)
         if visitor.has_saved:
             assert_new(directory, "net-1_1.ckpt")
         else:
             assert not (directory / manifest_name("net-1_1.ckpt")).exists()
-    assert outcomes == {True, False}
 
 
 def test_file_that_is_saved_while_its_name_is_retained_by_another_run_stays(
@@ -212,13 +208,10 @@ def test_file_that_is_saved_while_its_name_is_retained_by_another_run_stays(
 
         return go_on
 
-    outcomes = set()
     for directory, visitor in visits(fast_path, "net-1.ckpt", prepared, decide, every=5):
-        outcomes.add(visitor.has_saved)
         if visitor.has_saved:
             assert_new(directory, "net-1.ckpt")
         assert found(directory, "net-4.ckpt") is not None
-    assert outcomes == {True, False}
 
 
 def saved_compressible(root: Path) -> Path:
@@ -242,28 +235,22 @@ def test_file_that_is_saved_while_its_name_is_compressed_is_compressed_or_stays(
     fast_path: Path,
 ) -> None:
     name, compressed = "net-1.safetensors", "net-1.safetensors.ckpz"
-    outcomes = set()
     prepared = saved_compressible(fast_path)
     for directory, visitor in visits(fast_path, name, prepared, compress, every=3):
-        outcomes.add(visitor.has_saved)
         if visitor.has_saved:
             assert_new(directory, name if found(directory, name) else compressed)
         else:
             assert found(directory, compressed) is not None
-    assert outcomes == {True, False}
 
 
 def test_file_that_is_saved_where_another_one_is_being_compressed_to_stays(fast_path: Path) -> None:
     name, compressed = "net-1.safetensors", "net-1.safetensors.ckpz"
-    outcomes = set()
     prepared = saved_compressible(fast_path)
     for directory, visitor in visits(fast_path, compressed, prepared, compress, every=3):
-        outcomes.add(visitor.has_saved)
         if visitor.has_saved:
             assert_new(directory, compressed)
         else:
             assert found(directory, name) is None
-    assert outcomes == {True, False}
 
 
 def test_checkpoint_that_is_removed_while_it_is_verified_is_known_to_be_gone(
@@ -309,7 +296,6 @@ def test_file_that_is_saved_while_its_keys_change_opens_with_one_of_them(
 ) -> None:
     name = "net-1.safetensors.ckpe"
     rekeying.save_run(directory=fast_path / "prepared", steps=1)
-    outcomes = set()
     for directory, visitor in visits(
         fast_path,
         name,
@@ -318,7 +304,6 @@ def test_file_that_is_saved_while_its_keys_change_opens_with_one_of_them(
         save=save_encrypted,
         every=3,
     ):
-        outcomes.add(visitor.has_saved)
         (found_now,) = open_for_rekeying(directory, rekeying.ROTATION).scan()
         keys = [key for key in (rekeying.OLD, rekeying.NEW) if opens(found_now, ring(key))]
         assert len(keys) == 1
@@ -327,12 +312,10 @@ def test_file_that_is_saved_while_its_keys_change_opens_with_one_of_them(
             assert loaded["w"].tolist() == [NEW] * 3
         else:
             assert keys == [rekeying.NEW]
-    assert outcomes == {True, False}
 
 
 def test_file_that_is_saved_while_a_checkpoint_of_its_name_is_pinned_stays(fast_path: Path) -> None:
     prepared = saved_three(fast_path)
-    outcomes = set()
 
     def decide(directory: Path) -> Act:
         def pin(fs: FileSystem) -> None:
@@ -342,10 +325,8 @@ def test_file_that_is_saved_while_a_checkpoint_of_its_name_is_pinned_stays(fast_
         return pin
 
     for directory, visitor in visits(fast_path, "net-1_1.ckpt", prepared, decide):
-        outcomes.add(visitor.has_saved)
         if visitor.has_saved:
             assert_new(directory, "net-1_1.ckpt")
-    assert outcomes == {True, False}
 
 
 def test_checkpoint_that_is_gone_already_is_no_failure_of_its_removal(fast_path: Path) -> None:
