@@ -18,6 +18,28 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
+_NO_SUCH_OWNER = (errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
+"""Root without the right to do it, as on NFS and in containers; a user that this container does not know; no owners at all."""
+
+
+def adopt_owner(descriptor: int, like: os.stat_result) -> None:
+    """Give a new file that root made to the owner and group of another one, as far as the file system can do that.
+
+    An administrator who works in the directory of another user must not lock that user out of it. A file that anybody else
+    made stays as it is. Set the mode afterwards: a change of the owner can change it.
+    """
+    if os.geteuid() != 0:
+        return
+    figures = os.fstat(descriptor)
+    if (figures.st_uid, figures.st_gid) == (like.st_uid, like.st_gid):
+        return
+    try:
+        os.fchown(descriptor, like.st_uid, like.st_gid)
+    except OSError as error:
+        if error.errno not in _NO_SUCH_OWNER:
+            raise
+
+
 class NewFile:
     """A new file with up to two descriptors: one for direct I/O, one through the page cache."""
 
