@@ -27,7 +27,7 @@ from ckptmgr.manifest_fields import (
     utc_time,
 )
 from ckptmgr.manifest_model import FileEntry, Manifest
-from ckptmgr.model import Pin
+from ckptmgr.model import Figures, Pin
 from ckptmgr.shard_names import is_set_name, parse_shard_name
 
 SCHEMA = "ckptmgr.manifest/1"
@@ -154,16 +154,20 @@ def from_document(document: Mapping[str, Any]) -> Manifest:
         sequence=count(document, "sequence"),
         saved_at=utc_time(document["saved_at"]),
         why=typed(document["why"], str),
-        metrics={name: number_from_json(value) for name, value in document["metrics"].items()},
+        metrics=_figures(document["metrics"]),
         pins=tuple(
             Pin(name=typed(pin["name"], str), reason=typed(pin["reason"], str))
             for pin in document["pins"]
         ),
         world_size=count(document["world"], "size"),
-        stats={name: number_from_json(value) for name, value in document["stats"].items()},
+        stats=_figures(document["stats"]),
         replaces=None if replaces is None else _replaced_from_document(replaces),
         previous=link_from_document(document.get("previous")),
     )
+
+
+def _figures(document: Mapping[str, object]) -> Figures:
+    return Figures({name: number_from_json(value) for name, value in document.items()})
 
 
 def _replaced_from_document(document: Mapping[str, Any]) -> Manifest:

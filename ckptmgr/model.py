@@ -8,6 +8,7 @@ manifests number; files without manifest come first, by step. Modification times
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -15,6 +16,23 @@ from pathlib import Path
 from types import MappingProxyType
 
 _NO_METRICS: Mapping[str, float] = MappingProxyType({})
+
+
+class Figures(dict[str, float]):
+    """Names and numbers in which NaN equals NaN, so that two readings of one file are equal."""
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mapping):
+            return NotImplemented
+        return self.keys() == other.keys() and all(
+            value == other[name] or (math.isnan(value) and math.isnan(other[name]))
+            for name, value in self.items()
+        )
+
+    def __ne__(self, other: object) -> bool:  # dict has one of its own
+        return not self == other
+
+    __hash__ = None
 
 
 class State(enum.Enum):

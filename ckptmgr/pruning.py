@@ -205,8 +205,7 @@ def _prune_series(
         return
     history = _finished(store.scan(), shown.series)
     fresh = plan_with(history, shown.damaged, proposal.policy, proposal.now)
-    # By their text, because NaN metrics are not equal to themselves.
-    if repr(fresh) != repr(shown.plan):
+    if fresh != shown.plan:
         raise UnsafePrune(
             f"series {shown.series!r} changed after its plan was made; nothing was removed from it",
             path=store.directory,
