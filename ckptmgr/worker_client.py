@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptmgr import manifest as manifests
+from ckptmgr.crypto.child_environment import child_environment
 from ckptmgr.crypto.keyring import keys_to_document
 from ckptmgr.descriptors import standard_taken
 from ckptmgr.digest import FileDigest
@@ -177,7 +178,7 @@ def _start(owner: WorkerClient) -> _Running:
                 process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
                     command,
                     pass_fds=[theirs.fileno()],
-                    env={**os.environ, "PYTHONPATH": _import_path()},
+                    env={**child_environment(), "PYTHONPATH": _import_path()},
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                 )

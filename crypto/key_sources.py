@@ -19,6 +19,7 @@ from __future__ import annotations
 import getpass
 from collections.abc import Callable, Sequence
 
+from .child_environment import note_secret_sources
 from .errors import KeySourceError
 from .key_files import is_pem, is_public_pem
 from .keyring import KeyMaterial, KeyRing, Keys, Kind
@@ -95,6 +96,7 @@ def load_keys(
     Raises:
         KeySourceError: As `load_material`, or there is nobody.
     """
+    note_secret_sources((*sources, *also_for))
     own = [
         load_material(source, asked_for=asked_for, is_new=is_new, prompt=prompt)
         for source in sources

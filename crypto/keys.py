@@ -24,25 +24,21 @@ import getpass
 import os
 import re
 import shlex
-import stat
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
+from .child_environment import child_environment, note_secret_variable
 from .errors import KeySourceError
 from .key import KEY_SIZES, Key, is_manifest_mac, manifest_mac
-from .source_names import is_variable, looks_like_key
+from .source_names import is_variable
+from .trusted_files import MAX_SOURCE_BYTES, read_all, read_trusted_file, shown_name
 from .unshown import Unshown
 
 __all__ = ["Key", "is_manifest_mac", "load_key", "load_secret", "manifest_mac"]
 
-MAX_SOURCE_BYTES = 4096
-
 _SOURCES = "env:NAME, file:PATH, cmd:COMMAND, fd:N, prompt: or wrapped:FILE"
 _HEX = re.compile(rb"(?:[0-9A-Fa-f]{32}|[0-9A-Fa-f]{48}|[0-9A-Fa-f]{64})\Z")
 _COMMAND_TIMEOUT_S = 300.0
-_PRIVATE = stat.S_IRWXG | stat.S_IRWXO
-_UNCHANGED = stat.S_IWGRP | stat.S_IWOTH
 
 
 def load_key(
@@ -57,7 +53,7 @@ def load_key(
     Args:
         source: `env:NAME`, `file:PATH`, `cmd:COMMAND` (split like a shell does, but run without one), `fd:N`,
             `prompt:`, or `wrapped:FILE` for a key that the service at `CKPTMGR_KEY_SERVICE` unwraps.
-        insecure: Whether a key file may be readable by others or belong to somebody else.
+        insecure: Whether a key file may be open to others or belong to another user.
         prompt: Asks a person without showing the answer.
         timeout_s: How long a command may take.
 
@@ -156,7 +152,7 @@ def _read(
     if scheme == "env":
         return scheme, _from_environment(place)
     if scheme == "file":
-        return scheme, _from_file(place, insecure=insecure, is_public=is_public)
+        return scheme, read_trusted_file(place, insecure=insecure, is_public=is_public)
     if scheme == "cmd":
         return scheme, _from_command(place, timeout_s=timeout_s)
     if scheme == "fd":
@@ -165,57 +161,12 @@ def _read(
 
 
 def _from_environment(name: str) -> Unshown:
+    note_secret_variable(name)
     try:
         return Unshown(os.environb[os.fsencode(name)])
     except (KeyError, UnicodeError):
         shown = repr(name) if is_variable(name) else "of this name (not shown: it may be a key)"
         raise KeySourceError(f"the environment has no variable {shown}") from None
-
-
-def _from_file(name: str, *, insecure: bool, is_public: Callable[[bytes], bool]) -> Unshown:
-    try:
-        # O_NONBLOCK: a FIFO nobody writes to must not hang.
-        descriptor = os.open(
-            Path(name).expanduser(), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a usable path"
-        raise KeySourceError(f"the key file {_shown(name)} cannot be opened: {reason}") from None
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise KeySourceError(
-                f"the key file {_shown(name)} is not a regular file", hint="use fd: or cmd:"
-            )
-        content = _read_all(descriptor)
-        is_shown = is_public(content)
-        refusal = None if insecure else refusal_of(status, user=os.geteuid(), is_public=is_shown)
-        if refusal is not None:
-            way_out = (
-                "keep others from changing it: chmod go-w"
-                if is_shown
-                else "make it private: chmod 600"
-            )
-            raise KeySourceError(
-                f"the key file {_shown(name)} {refusal}",
-                hint=f"give it to the user who runs this and {way_out}",
-            )
-        return content
-    finally:
-        os.close(descriptor)
-
-
-def refusal_of(status: os.stat_result, *, user: int, is_public: bool = False) -> str | None:
-    """Return why `user` must not trust a key file of this status, or None; others may read one that is public.
-
-    Source: the rule of OpenSSH for private keys (`sshkey_perm_ok`), owner included.
-    """
-    if status.st_uid != user:
-        return "belongs to another user"
-    if status.st_mode & (_UNCHANGED if is_public else _PRIVATE):
-        verb = "changed" if is_public else "used"
-        return f"can be {verb} by others (mode {stat.S_IMODE(status.st_mode):04o})"
-    return None
 
 
 def _from_command(command: str, *, timeout_s: float) -> Unshown:
@@ -228,12 +179,16 @@ def _from_command(command: str, *, timeout_s: float) -> Unshown:
     try:
         # Run on purpose: the user names it, as in ssh's or restic's password commands. Its stderr goes where ours goes.
         process = subprocess.run(  # noqa: S603
-            arguments, stdout=subprocess.PIPE, timeout=timeout_s, check=False
+            arguments,
+            stdout=subprocess.PIPE,
+            env=child_environment(),
+            timeout=timeout_s,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise KeySourceError(f"the key command gave no key within {timeout_s} s") from None
     except (OSError, ValueError):
-        raise KeySourceError(f"the key command {_shown(arguments[0])} cannot be run") from None
+        raise KeySourceError(f"the key command {shown_name(arguments[0])} cannot be run") from None
     process.stdout = content = Unshown(process.stdout)
     if process.returncode:
         raise KeySourceError(f"the key command failed with status {process.returncode}")
@@ -244,7 +199,7 @@ def _from_descriptor(number: str) -> Unshown:
     if not re.fullmatch(r"[0-9]{1,9}", number):
         raise KeySourceError("a key descriptor is a number", hint="write fd:3")
     try:
-        return _read_all(int(number))
+        return read_all(int(number))
     except OSError as error:
         raise KeySourceError(
             f"the key descriptor {number} cannot be read: {error.strerror}"
@@ -256,16 +211,6 @@ def _from_person(prompt: Callable[[str], str]) -> Unshown:
         return Unshown(os.fsencode(prompt("Key (hex or base64): ")))
     except (EOFError, OSError, UnicodeError):
         raise KeySourceError("nobody answered the prompt for the key") from None
-
-
-def _read_all(descriptor: int) -> Unshown:
-    content = b""
-    while len(content) <= MAX_SOURCE_BYTES:
-        part = os.read(descriptor, MAX_SOURCE_BYTES + 1 - len(content))
-        if not part:
-            break
-        content += part
-    return Unshown(content)
 
 
 def _check_size(content: bytes) -> None:
@@ -333,8 +278,3 @@ def _from_base64(line: bytes) -> bytes | None:
     except binascii.Error:
         return None
     return Unshown(key) if len(key) in KEY_SIZES else None
-
-
-def _shown(name: str) -> str:
-    """Return a name for a message, unless somebody put the key itself there."""
-    return "(not shown: it looks like a key)" if looks_like_key(name) else repr(name)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import os
 import secrets
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
@@ -23,7 +22,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from .errors import KeyLengthError, KeySourceError
-from .keys import MAX_SOURCE_BYTES, load_secret
+from .keys import load_secret
+from .trusted_files import MAX_SOURCE_BYTES, read_trusted_file
 from .unshown import Unshown
 
 KEY_BYTES = 32
@@ -193,14 +193,16 @@ def load_public_key(path: str | os.PathLike[str]) -> PublicKey:
     """Return the public key in a PEM file.
 
     Raises:
-        KeySourceError: There is no such file, or it holds no Ed25519 public key.
+        KeySourceError: There is no such file, others can change it, or it holds no Ed25519 public key.
     """
-    try:
-        with Path(path).open("rb") as file:
-            content = file.read(MAX_SOURCE_BYTES + 1)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not a usable path"
-        raise KeySourceError(f"the public key file cannot be opened: {reason}") from None
+    content = bytes(
+        read_trusted_file(
+            path,
+            kind="public key file",
+            is_public=lambda _: True,
+            way_out="put the key into a file",
+        )
+    )
     try:
         key = serialization.load_pem_public_key(content[:MAX_SOURCE_BYTES])
     except (ValueError, UnsupportedAlgorithm):

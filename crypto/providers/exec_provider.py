@@ -10,7 +10,8 @@ Whatever has a command line can guard keys this way: Vault, the services of othe
 
 * It must refuse to unwrap with another context, or with none.
 * Exit status 0 is an answer, 1 a refusal, 75 (EX_TEMPFAIL) an outage; any other one is a failure of the program.
-* Keys travel in pipes only, never as an argument or in the environment; the variable CKPTMGR_KEY is not handed down.
+* Keys travel in pipes only, never as an argument or in the environment; `CKPTMGR_KEY*` and other variables that keys are
+  read from are not handed down.
 * What it prints to stderr is shown to the user when it fails, without anything that looks like a key.
 """
 
@@ -27,6 +28,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 
+from ..child_environment import child_environment
 from ..errors import KeySourceError
 from .errors import (
     ProviderAnswerError,
@@ -111,14 +113,13 @@ class ExecProvider:
             ) from None
 
     def _run(self, request: bytes) -> tuple[int, bytes, bytes]:
-        environment = {name: value for name, value in os.environ.items() if name != "CKPTMGR_KEY"}
         try:
             process = subprocess.Popen(  # noqa: S603 - the user names the program
                 self.command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                env=environment,
+                env=child_environment(),
                 start_new_session=True,
             )
         except (OSError, ValueError) as error:

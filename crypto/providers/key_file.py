@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 
 from ..errors import KeySourceError
 from ..key import Key
-from ..keys import MAX_SOURCE_BYTES, load_secret
+from ..keys import load_secret
+from ..trusted_files import MAX_SOURCE_BYTES
 from .provider import KeyProvider, context_bytes
 from .registry import open_provider
 from .run_key import RunKeyReader, WrappedKey

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The environment of every program that this package starts: ours, less the variables that hold keys.
+
+A program that is started to give one key must not get the others. Left out are all variables whose names begin with
+`CKPTMGR_KEY`, and those that were named as the source of a secret (`env:RUN_KEY`). Everything else stays, also what a
+program needs to reach its own vault.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+
+_OURS = "CKPTMGR_KEY"
+_FORMS = ("env:", "passphrase:env:")
+
+_named: set[str] = set()
+
+
+def note_secret_variable(name: str) -> None:
+    """Keep a variable from all programs that are started from now on."""
+    _named.add(name)
+
+
+def note_secret_sources(sources: Iterable[str]) -> None:
+    """Keep the variables among these key sources from all programs: a `cmd:` source may be asked before them."""
+    for source in sources:
+        for form in _FORMS:
+            if source.startswith(form):
+                note_secret_variable(source.removeprefix(form))
+
+
+def child_environment() -> dict[str, str]:
+    """Return the environment for a program to be started."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(_OURS) and name not in _named
+    }
