@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from ckptmgr.cli import options, render
-from ckptmgr.cli.exits import Exit, UsageProblem
+from ckptmgr.cli.exits import Exit, UsageProblem, note
 from ckptmgr.cli.options import Command
+
+if TYPE_CHECKING:
+    from ckptmgr.parallel.outputs import WrittenFiles
 
 _PATH = options.PATH
 
@@ -30,6 +33,27 @@ def _from_option(function: Command) -> Command:
         metavar="STRATEGY",
         type=_PATH,
         help="Strategy file of the source; without it, rank_0 holds whole tensors.",
+    )(function)
+
+
+def _checked_step(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
+    from ckptmgr.parallel.rank_steps import checked_step
+
+    try:
+        return checked_step(value)
+    except ValueError:
+        raise UsageProblem(
+            "--step takes a step, or epoch and step in the epoch", hint="write 20, or 3_40"
+        ) from None
+
+
+def _step_option(function: Command) -> Command:
+    return click.option(
+        "--step",
+        metavar="STEP",
+        callback=_checked_step,
+        help="The training step to take, such as 20, or 3_40 for step 40 of epoch 3; ranks without it are left out.  "
+        "[default: the newest that all ranks have]",
     )(function)
 
 
@@ -61,6 +85,7 @@ def _from_option(function: Command) -> Command:
 @click.option(
     "--plain", is_flag=True, help="With a key: write plain files instead of encrypted ones."
 )
+@_step_option
 @options.key_options
 @options.output_options
 @click.pass_context
@@ -73,6 +98,7 @@ def transform_command(
     prefix: str,
     output_format: str,
     plain: bool,
+    step: str | None,
     key_sources: tuple[str, ...],
     allow_unsealed: bool,
     as_json: bool,
@@ -80,9 +106,10 @@ def transform_command(
 ) -> int:
     """Rewrite the checkpoints of all ranks for another parallel strategy.
 
-    DIR holds rank_0, rank_1, ... with a file each; OUT gets rank_R/PREFIXR. A slice is taken from any rank that has it, so
-    deduplicated checkpoints need nothing special. What no file holds is an error before anything is written. With a key, the
-    output is encrypted with it.
+    DIR holds rank_0, rank_1, ... with their files; OUT gets rank_R/PREFIXR. All files are of one training step: the newest
+    that all ranks have, unless --step names another one. A slice is taken from any rank that has it, so deduplicated
+    checkpoints need nothing special. What no file holds is an error before anything is written. With a key, the output is
+    encrypted with it.
     """
     from ckptmgr.loader import ReadOptions
     from ckptmgr.parallel.transform import rewrite
@@ -100,6 +127,7 @@ def transform_command(
         strategies=(source_strategy, target_strategy),
         reading=ReadOptions(key=key, allow_unsealed=allow_unsealed),
         options=SaveOptions(format=output_format, key=None if plain else key),
+        step=step,
     )
     return _report(ctx, target, files, started, as_json=as_json, quiet=quiet)
 
@@ -113,6 +141,7 @@ def transform_command(
 @click.option(
     "--plain", is_flag=True, help="Agree to plain files although the source is encrypted."
 )
+@_step_option
 @options.key_options
 @options.output_options
 @click.pass_context
@@ -122,6 +151,7 @@ def unify_command(
     target: Path,
     source_strategy: Path | None,
     plain: bool,
+    step: str | None,
     key_sources: tuple[str, ...],
     allow_unsealed: bool,
     as_json: bool,
@@ -129,8 +159,9 @@ def unify_command(
 ) -> int:
     """Join the checkpoints of all ranks into whole tensors.
 
-    OUT gets part0.safetensors and so on, hyper_param.safetensors and param_name_map.json, as MindSpore's
-    unified_safetensors writes them. They are always plain.
+    All files are of one training step: the newest that all ranks have, unless --step names another one. OUT gets
+    part0.safetensors and so on, hyper_param.safetensors and param_name_map.json, as MindSpore's unified_safetensors writes
+    them. They are always plain.
     """
     from ckptmgr.loader import ReadOptions
     from ckptmgr.parallel.unified import unify
@@ -143,7 +174,7 @@ def unify_command(
         )
     started = time.perf_counter()
     reading = ReadOptions(key=key, allow_unsealed=allow_unsealed)
-    files = unify(source, target, strategy=source_strategy, reading=reading)
+    files = unify(source, target, strategy=source_strategy, reading=reading, step=step)
     return _report(ctx, target, files, started, as_json=as_json, quiet=quiet)
 
 
@@ -158,17 +189,20 @@ def merge_command(
 
     DIR holds .ckpt or .json strategy files; several of one stage must say the same.
     """
+    from ckptmgr.parallel.outputs import WrittenFiles
     from ckptmgr.parallel.strategy_files import merge_pipeline_strategys
 
     started = time.perf_counter()
     merge_pipeline_strategys(source, target)
-    return _report(ctx, target.parent, [target], started, as_json=as_json, quiet=quiet)
+    return _report(
+        ctx, target.parent, WrittenFiles([target]), started, as_json=as_json, quiet=quiet
+    )
 
 
 def _report(
     ctx: click.Context,
     root: Path,
-    files: Sequence[Path],
+    files: WrittenFiles,
     started: float,
     *,
     as_json: bool,
@@ -181,12 +215,22 @@ def _report(
         items: list[dict[str, render.Json]] = [
             {"path": str(file), "size_bytes": size} for file, size in zip(files, sizes, strict=True)
         ]
-        output.result(items, {"size_bytes": sum(sizes), "elapsed_s": elapsed_s})
-    elif output.is_quiet:
+        summary: dict[str, render.Json] = {
+            "step": files.step,
+            "notes": list(files.notes),
+            "size_bytes": sum(sizes),
+            "elapsed_s": elapsed_s,
+        }
+        output.result(items, summary)
+        return Exit.DONE
+    for text in files.notes:
+        note(text)
+    if output.is_quiet:
         output.paths(list(files))
     else:
         for file, size in zip(files, sizes, strict=True):
             output.line(f"{file}  {render.size(size)}")
+        step = "" if files.step is None else f"step {files.step}, "
         written = f"{render.count(len(files), 'file')}, {render.size(sum(sizes))}"
-        output.line(f"{written}, {elapsed_s:.1f} s")
+        output.line(f"{step}{written}, {elapsed_s:.1f} s")
     return Exit.DONE

@@ -21,10 +21,11 @@ if TYPE_CHECKING:
         load_distributed_checkpoint,
         load_segmented_checkpoints,
     )
-    from ckptmgr.parallel.errors import LayoutError, SliceMissing
+    from ckptmgr.parallel.errors import LayoutError, MixedSteps, SliceMissing
     from ckptmgr.parallel.foreign import from_dtensor, from_named_sharding, from_placements
     from ckptmgr.parallel.layout import ParallelLayout, read_layouts
     from ckptmgr.parallel.merge import SlicedParameter, merge_sliced_parameter
+    from ckptmgr.parallel.outputs import WrittenFiles
     from ckptmgr.parallel.redundancy import get_parameter_redundancy, remove_param_redundancy
     from ckptmgr.parallel.reshard import plan_region, plan_slice, rank_list_for_transform
     from ckptmgr.parallel.shared_directory import SharedDirectory
@@ -42,6 +43,7 @@ __all__ = [
     "Coordinator",
     "KeyValueCoordinator",
     "LayoutError",
+    "MixedSteps",
     "ParallelLayout",
     "ParallelMode",
     "Replicated",
@@ -49,6 +51,7 @@ __all__ = [
     "SharedDirectory",
     "SliceMissing",
     "SlicedParameter",
+    "WrittenFiles",
     "balance_by_bytes",
     "build_searched_strategy",
     "from_dtensor",
@@ -76,6 +79,7 @@ _HOMES = {
     "Coordinator": "coordinator",
     "KeyValueCoordinator": "coordinator",
     "LayoutError": "errors",
+    "MixedSteps": "errors",
     "ParallelLayout": "layout",
     "ParallelMode": "context",
     "Replicated": "balance",
@@ -83,6 +87,7 @@ _HOMES = {
     "SharedDirectory": "shared_directory",
     "SliceMissing": "errors",
     "SlicedParameter": "merge",
+    "WrittenFiles": "outputs",
     "balance_by_bytes": "balance",
     "build_searched_strategy": "strategy_files",
     "from_dtensor": "foreign",

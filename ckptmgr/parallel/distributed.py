@@ -93,6 +93,7 @@ def load_distributed_checkpoint(
 
     Raises:
         ValueError: An argument is unusable; messages as MindSpore's.
+        MixedSteps: The files are proven to be of different training steps.
         SliceMissing, LayoutError, CkptmgrError: About the files.
         RuntimeError: A value has another shape or type than the one in the network.
     """
@@ -110,6 +111,7 @@ def load_distributed_checkpoint(
         paths = _rank_paths(checkpoint_filenames or ())
         source = _train_layouts(train_strategy_filename, len(paths))
         with RankFiles(paths, reading_options(dec_key, dec_mode, allow_unsealed)) as files:
+            files.one_step()
             items = Resharder(files=files, source=source, target=target).items(rank)
             return _finish(network, items, strict=strict_load, is_returned=return_param_dict)
     named = (checkpoint_filenames, train_strategy_filename, None if dec_key is None else "dec_key")
@@ -173,6 +175,7 @@ def load_segmented_checkpoints(
 
     Raises:
         TypeError, ValueError: It is no directory; messages as MindSpore's.
+        MixedSteps: The files are proven to be of different training steps.
         LayoutError: Two files have different values under one name: they are not parts of one checkpoint.
         CkptmgrError: As `load_checkpoint`.
     """
@@ -184,7 +187,12 @@ def load_segmented_checkpoints(
             f"The dst_strategy_file: {ckpt_file_dir} doesn't exist. Or it's not a directory"
         )
     found: dict[str, Value] = {}
-    for file in sorted(directory.glob("*.ckpt")):
+    files = sorted(directory.glob("*.ckpt"))
+    with RankFiles(
+        dict(enumerate(files)), reading_options(dec_key, dec_mode, allow_unsealed)
+    ) as parts:
+        parts.one_step()
+    for file in files:
         values = load_checkpoint(
             file,
             filter_prefix=filter_prefix,
@@ -250,6 +258,7 @@ def _unified_files(directory: Path) -> Iterator[RankFiles]:
     weights = _weight_map(directory / MAP_FILE)
     if weights is None:
         with RankFiles(dict(enumerate(found.values()))) as files:
+            files.one_step()
             yield files
         return
     missing = sorted(set(weights.values()) - set(found))
@@ -263,6 +272,7 @@ def _unified_files(directory: Path) -> Iterator[RankFiles]:
     with RankFiles(
         paths, takes=lambda part, name: weights.get(name, HYPER_FILE) == parts[part]
     ) as files:
+        files.one_step()
         lacking = sorted(set(weights) - set(files.names()))
         if lacking:
             raise CheckpointNotFound(

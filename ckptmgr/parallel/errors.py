@@ -24,3 +24,19 @@ class SliceMissing(CheckpointNotFound):
         super().__init__(
             message, hint=f"bring the file of one of the ranks {ranks[:8]} and try again"
         )
+
+
+class MixedSteps(LayoutError):
+    """Report files of several ranks that are not one checkpoint: they are of different training steps or runs.
+
+    Attributes:
+        ranks: The ranks that were compared.
+    """
+
+    def __init__(self, message: str, *, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        super().__init__(
+            message,
+            hint="give files of one step; of whole directories step= (CLI: --step) takes the step that is named,"
+            " and leaves out ranks without it",
+        )

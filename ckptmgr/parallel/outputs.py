@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,12 +20,29 @@ from ckptmgr.saver import SaveOptions, SaveOrder, save_items
 from ckptmgr.store import Store
 
 
+class WrittenFiles(list[Path]):
+    """The files that a call wrote, and what its caller must know about where they come from.
+
+    Attributes:
+        step: The training step that was taken, `20` or `3_40`; None where the names of the files say none.
+        notes: Newer steps that were passed over, ranks that were left out.
+    """
+
+    def __init__(
+        self, files: Iterable[Path], *, step: str | None = None, notes: Sequence[str] = ()
+    ) -> None:
+        super().__init__(files)
+        self.step = step
+        self.notes = tuple(notes)
+
+
 def write_file(
     path: Path,
     items: Sequence[Item],
     *,
     options: SaveOptions,
     metadata: Mapping[str, str] | None = None,
+    step: int | None = None,
 ) -> Path:
     """Write a checkpoint file and return its path; directories are made, a file of that name is replaced.
 
@@ -34,6 +51,7 @@ def write_file(
         items: What it holds; contents are asked for one after the other.
         options: Format and key.
         metadata: Strings kept in the file.
+        step: The training step that it is of, where that is known.
 
     Raises:
         UnsupportedCheckpoint: The format cannot hold an item; nothing was changed.
@@ -47,7 +65,7 @@ def write_file(
             file=entry,
             series=path.stem if parsed is None else parsed.prefix,
             run_id="",
-            step=0,
+            step=step or 0,
             epoch=None if parsed is None else parsed.epoch,
             sequence=0,
             saved_at=datetime.fromtimestamp(time.time(), UTC),

@@ -27,8 +27,10 @@ from ckptmgr.formats.tensor import TensorSpec
 from ckptmgr.fsio import FileSystem
 from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source
 from ckptmgr.lower_errors import translated_errors
-from ckptmgr.naming import COMPRESSED_SUFFIX, CONTAINER_SUFFIX, stem_of
+from ckptmgr.manifest import Manifest
+from ckptmgr.naming import COMPRESSED_SUFFIX, CONTAINER_SUFFIX
 from ckptmgr.parallel.errors import LayoutError
+from ckptmgr.parallel.rank_steps import refuse_mixture
 from ckptmgr.store import Store
 
 Entry = TensorEntry | TextEntry | MapEntry
@@ -37,26 +39,23 @@ _OPEN_FILES = 64
 _WINDOW_BYTES = 4 << 20
 _GAP_BYTES = 64 << 10
 _RANK_DIRECTORY = re.compile(r"rank_([0-9]{1,9})")
-_NUMBER = re.compile(r"[0-9]+")
 
 
 def find_rank_files(
     directory: Path, *, format: str, file_suffix: str | None = None
-) -> dict[int, Path]:
-    """Return the file of every rank directory that has one.
-
-    Of several the newest counts: the one with the largest epoch and step in its name, as numbers.
+) -> dict[int, list[Path]]:
+    """Return the files of every rank directory that has any.
 
     Args:
         directory: Holds `rank_0`, `rank_1`, ...
         format: `ckpt` or `safetensors`; containers of it count as well.
-        file_suffix: Only files whose name ends so, before the dot.
+        file_suffix: Only the shortest of the names that end so, before the dot.
 
     Raises:
         CheckpointNotFound: A rank directory has no file with the suffix.
-        LayoutError: Several files of a rank are equally new.
+        LayoutError: Two directories are those of one rank.
     """
-    found: dict[int, Path] = {}
+    found: dict[int, list[Path]] = {}
     for folder in sorted(directory.glob("rank_[0-9]*")):
         match = _RANK_DIRECTORY.fullmatch(folder.name)
         if match is None or not folder.is_dir():
@@ -64,9 +63,13 @@ def find_rank_files(
         pattern = f"*{file_suffix or ''}.{format}"
         endings = ("", CONTAINER_SUFFIX, COMPRESSED_SUFFIX)
         found_here = (file for ending in endings for file in folder.glob(pattern + ending))
-        files = [file for file in found_here if file.is_file()]
+        files = sorted(file for file in found_here if file.is_file())
+        if files and int(match[1]) in found:
+            raise LayoutError(
+                f"is a second directory of rank {int(match[1])}", path=folder, hint="move it away"
+            )
         if files:
-            found[int(match[1])] = _newest(files, file_suffix)
+            found[int(match[1])] = files if file_suffix is None else _shortest(files)
         elif file_suffix is not None:
             raise CheckpointNotFound(
                 f"no {format} file ends with {file_suffix!r}",
@@ -76,25 +79,9 @@ def find_rank_files(
     return dict(sorted(found.items()))
 
 
-def _newest(files: Sequence[Path], file_suffix: str | None) -> Path:
-    if file_suffix is not None:
-        shortest = min(len(file.name) for file in files)
-        files = [file for file in files if len(file.name) == shortest]
-    else:
-        # MindSpore takes the last one by name, so that step 9 wins over step 10.
-        latest = max(map(_numbers, files))
-        files = [file for file in files if _numbers(file) == latest]
-    if len(files) > 1:
-        raise LayoutError(
-            f"{files[0].name!r} and {files[1].name!r} are equally likely to be meant",
-            path=files[0].parent,
-            hint="move one away, or give the suffix of the file name",
-        )
-    return files[0]
-
-
-def _numbers(file: Path) -> list[int]:
-    return [int(digits) for digits in _NUMBER.findall(stem_of(file.name))][-2:]
+def _shortest(files: Sequence[Path]) -> list[Path]:
+    length = min(len(file.name) for file in files)
+    return [file for file in files if len(file.name) == length]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +117,7 @@ class RankFiles:
         self.paths = {rank: Path(path) for rank, path in sorted(paths.items())}
         self._options = options or ReadOptions()
         self._known: dict[int, RankFile] = {}
+        self._manifests: dict[int, Manifest | None] = {}
         self._open: OrderedDict[int, tuple[OpenCheckpoint, ExitStack]] = OrderedDict()
         self._names: tuple[str, ...] | None = None
         self._lock = threading.Lock()
@@ -143,6 +131,20 @@ class RankFiles:
 
     def __contains__(self, rank: int) -> bool:
         return rank in self.paths
+
+    def one_step(self, *, by_lineage: bool = False) -> int | None:
+        """Return the global step of all files, where a manifest says it.
+
+        Args:
+            by_lineage: Whether the runs must have been resumed equally often, too.
+
+        Raises:
+            MixedSteps: The files are proven to be of different steps.
+            CkptmgrError: A manifest is damaged, or the key is wrong.
+        """
+        with self._lock:
+            manifests = {rank: self._manifest(rank) for rank in self.paths}
+        return refuse_mixture(self.paths, manifests, by_lineage=by_lineage)
 
     def file(self, rank: int) -> RankFile:
         """Return what the file of a rank holds.
@@ -200,6 +202,20 @@ class RankFiles:
                 read_tensor_into(opened.source, entry, array.reshape(-1).view(np.uint8).data)
             return array
 
+    def _store(self, path: Path) -> Store:
+        return Store(
+            path.parent,
+            fs=self._fs,
+            key=self._options.key,
+            trusted_keys=self._options.trusted_keys,
+        )
+
+    def _manifest(self, rank: int) -> Manifest | None:
+        if rank not in self._manifests:
+            path = self.paths[rank]
+            self._manifests[rank] = self._store(path).read_manifest(path.name)
+        return self._manifests[rank]
+
     def _entry(self, rank: int, name: str) -> TensorEntry:
         entry = self._known[rank].entries.get(name)
         if not isinstance(entry, TensorEntry):
@@ -213,15 +229,9 @@ class RankFiles:
         path = self.paths.get(rank)
         if path is None or not path.is_file():
             raise CheckpointNotFound(f"there is no file of rank {rank}", path=path)
+        manifest = self._manifest(rank)
         with ExitStack() as stack:
-            store = Store(
-                path.parent,
-                fs=self._fs,
-                key=self._options.key,
-                trusted_keys=self._options.trusted_keys,
-            )
-            manifest = store.read_manifest(path.name)
-            raw = stack.enter_context(closing(store.fs.open(path)))
+            raw = stack.enter_context(closing(self._store(path).fs.open(path)))
             opened = open_source(
                 raw, path=os.fspath(path), options=self._options, manifest=manifest
             )

@@ -6,8 +6,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from ckptmgr.errors import CheckpointNotFound
 from ckptmgr.formats.strategy import encode_strategy, merge_stages, read_restore_ranks
 from ckptmgr.lower_errors import translated_errors
+from ckptmgr.parallel.errors import LayoutError
 from ckptmgr.parallel.layout import ParallelLayout, from_strategy_layout, read_strategy
 from ckptmgr.parallel.outputs import write_small_file
 
@@ -23,7 +25,8 @@ def merge_pipeline_strategys(
 
     Raises:
         NotADirectoryError: There is no such directory.
-        ValueError: It holds no strategy files, files of both kinds, or an empty one.
+        CheckpointNotFound: It holds no strategy files.
+        LayoutError: It holds files of both kinds, or an empty one.
         CorruptCheckpoint: A file is damaged, or two files of a stage differ.
     """
     directory = Path(src_strategy_dirs)
@@ -31,14 +34,20 @@ def merge_pipeline_strategys(
         raise NotADirectoryError(f"src_strategy_dirs {directory} is not a directory.")
     protobuf, json = sorted(directory.glob("*.ckpt")), sorted(directory.glob("*.json"))
     if protobuf and json:
-        raise ValueError("The strategys format should be all '.ckpt' or all '.json'")
+        raise LayoutError(
+            "The strategys format should be all '.ckpt' or all '.json'", path=directory
+        )
     if not protobuf and not json:
-        raise ValueError(f"there are no strategy files in {directory}")
+        raise CheckpointNotFound(
+            "there are no strategy files here",
+            path=directory,
+            hint="name the directory that holds one .ckpt or .json strategy file for each stage",
+        )
     strategies = []
     for file in protobuf or json:
         strategy = read_strategy(file)
         if not strategy.operators or not strategy.layouts:
-            raise ValueError(f"The strategy file {file} is empty")
+            raise LayoutError(f"The strategy file {file} is empty")
         strategies.append(strategy)
     with translated_errors(os.fspath(directory)):
         encoded = encode_strategy(merge_stages(strategies), kind="json" if json else "protobuf")

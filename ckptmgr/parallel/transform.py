@@ -5,11 +5,13 @@ Same names and places: `rank_R/PREFIXR.ckpt`. Different on purpose:
 
 * A slice is taken from any rank that holds it, so deduplicated checkpoints and missing files do no harm while a copy is left.
 * What no file holds is an error before anything is written; a file whose slices do not fit the strategy is one, too.
-* Step 10 is newer than step 9. bfloat16, float8 and int4 stay what they are. Every output is durable and has a manifest.
+* All files are of one training step: the newest that all ranks have, or `step`. Step 10 is newer than step 9.
+* bfloat16, float8 and int4 stay what they are. Every output is durable and has a manifest.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,6 +19,7 @@ from pathlib import Path
 
 from ckptmgr.config_checks import check_cipher, check_key, check_mode
 from ckptmgr.crypto.key import Key
+from ckptmgr.errors import CheckpointNotFound
 from ckptmgr.loader import ReadOptions
 from ckptmgr.naming import CONTAINER_SUFFIX, FORMATS
 from ckptmgr.parallel.errors import LayoutError
@@ -27,11 +30,14 @@ from ckptmgr.parallel.layout import (
     read_strategy,
     stage_count,
 )
-from ckptmgr.parallel.outputs import write_file
+from ckptmgr.parallel.outputs import WrittenFiles, write_file
 from ckptmgr.parallel.rank_files import RankFiles, find_rank_files
+from ckptmgr.parallel.rank_steps import Chosen, checked_step, choose_step
 from ckptmgr.parallel.reshard import Layouts
 from ckptmgr.parallel.resharder import Resharder
 from ckptmgr.saver import SaveOptions
+
+_logger = logging.getLogger(__name__)
 
 StrategyFile = str | os.PathLike[str] | None
 
@@ -52,11 +58,12 @@ def transform_checkpoints(
     enc_key: bytes | None = None,
     enc_mode: str = "AES-GCM",
     allow_unsealed: bool = False,
-) -> list[Path]:
+    step: int | str | None = None,
+) -> WrittenFiles:
     """Rewrite the checkpoints of all ranks for another strategy.
 
     Args:
-        src_checkpoints_dir: Holds `rank_0`, `rank_1` ... with a `.ckpt` or `.safetensors` file each.
+        src_checkpoints_dir: Holds `rank_0`, `rank_1` ... with `.ckpt` or `.safetensors` files.
         dst_checkpoints_dir: Gets `rank_R/{ckpt_prefix}{R}.{output_format}`; made where it does not exist. Encrypted
             safetensors are containers, whose names end in `.safetensors.ckpe`.
         ckpt_prefix: Start of the file names.
@@ -69,12 +76,15 @@ def transform_checkpoints(
         enc_key: Encrypts the output.
         enc_mode: Its cipher mode.
         allow_unsealed: Accept source files without a seal although a key is given.
+        step: The training step to take, or epoch and step in the epoch (`"3_40"`); ranks without it are left out. None
+            for the newest that all ranks have.
 
     Returns:
-        The files, in the order of ranks.
+        The files, in the order of ranks; `step` and `notes` say which step was taken, and what was passed over.
 
     Raises:
         TypeError, ValueError: An argument is unusable; messages as MindSpore's.
+        MixedSteps: No step is there for all ranks, or their manifests contradict each other; nothing was written.
         SliceMissing, LayoutError: A slice is nowhere, or does not fit; nothing was written.
         CkptmgrError: A file is damaged, or a key wrong.
     """
@@ -84,14 +94,17 @@ def transform_checkpoints(
         raise ValueError("ckpt_prefix contains '..' is not safe, please use a safe one.")
     if process_num < 1:
         raise ValueError(f"process_num is {process_num}; it must be 1 or more")
-    return rewrite(
+    files = rewrite(
         Path(src_checkpoints_dir),
         Path(dst_checkpoints_dir),
         prefix=ckpt_prefix,
         strategies=(src_strategy_file, dst_strategy_file),
         reading=reading_options(dec_key, dec_mode, allow_unsealed),
         options=output_options(output_format, enc_key, enc_mode),
+        step=checked_step(step),
     )
+    log_notes(files)
+    return files
 
 
 def rewrite(
@@ -102,7 +115,8 @@ def rewrite(
     strategies: tuple[StrategyFile, StrategyFile],
     reading: ReadOptions,
     options: SaveOptions,
-) -> list[Path]:
+    step: str | None = None,
+) -> WrittenFiles:
     """Rewrite the checkpoints of all ranks; raises as `transform_checkpoints`.
 
     Args:
@@ -112,20 +126,23 @@ def rewrite(
         strategies: How the files are cut, and how they are to be cut.
         reading: Key of the source.
         options: Format and key of the output.
+        step: The training step to take; None for the newest that all ranks have.
     """
-    paths = source_files(source_dir, "transform_checkpoints")
+    chosen = source_files(source_dir, "transform_checkpoints", reading=reading, step=step)
     source, target, suffix = _layouts(*strategies)
-    _check(paths, source, target)
+    _check(chosen.paths, source, target)
     count = stage_count((target or {}).values()) * devices_per_stage(target or {})
     written = []
-    with RankFiles(paths, reading) as files:
+    with RankFiles(chosen.paths, reading) as files:
+        global_step = files.one_step(by_lineage=step is None)
         resharder = Resharder(files=files, source=source, target=target)
         for rank in range(count):
             resharder.items(rank)  # what is missing shows before the first file is written
         for rank in range(count):
             file = target_dir / f"rank_{rank}" / f"{prefix}{rank}{suffix}.{options.extension}"
-            written.append(write_file(file, resharder.items(rank), options=options))
-    return written
+            items = resharder.items(rank)
+            written.append(write_file(file, items, options=options, step=global_step))
+    return WrittenFiles(written, step=chosen.step, notes=chosen.notes)
 
 
 def transform_checkpoint_by_rank(
@@ -184,8 +201,15 @@ def transform_checkpoint_by_rank(
         )
     _check(checkpoint_files_map, source, target)
     with RankFiles(checkpoint_files_map, reading) as files:
+        step = files.one_step()
         items = Resharder(files=files, source=source, target=target).items(rank_id)
-        return write_file(target_file, items, options=options)
+        return write_file(target_file, items, options=options, step=step)
+
+
+def log_notes(files: WrittenFiles) -> None:
+    """Log what a caller who drops the result would miss."""
+    for note in files.notes:
+        _logger.warning("%s", note)
 
 
 def output_options(output_format: str, enc_key: bytes | None, enc_mode: str) -> SaveOptions:
@@ -220,22 +244,63 @@ def reading_options(dec_key: bytes | None, dec_mode: str, allow_unsealed: bool) 
     )
 
 
-def source_files(directory: Path, function: str, file_suffix: str | None = None) -> dict[int, Path]:
-    """Return the files of all ranks, of one format.
+def source_files(
+    directory: Path,
+    function: str,
+    *,
+    reading: ReadOptions,
+    file_suffix: str | None = None,
+    step: str | None = None,
+    is_whole: bool = False,
+) -> Chosen:
+    """Return the files of all ranks at one step, of one format.
+
+    Args:
+        directory: Holds `rank_0`, `rank_1` ...
+        function: For messages.
+        reading: The key of manifests.
+        file_suffix: Only files whose name ends so, before the dot; safetensors then.
+        step: The training step to take; None for the newest that all ranks have.
+        is_whole: Take the file of the first rank alone, which holds whole tensors.
 
     Raises:
-        ValueError: There are none, or of both formats.
+        CheckpointNotFound: There are none, or none of the step.
+        LayoutError: They are of both formats, or of no common step.
     """
     ckpt = find_rank_files(directory, format="ckpt") if file_suffix is None else {}
     safetensors = find_rank_files(directory, format="safetensors", file_suffix=file_suffix)
     if ckpt and safetensors:
-        raise ValueError(
+        raise LayoutError(
             f"For '{function}', the 'src_checkpoints_dir' cannot contain both ckpt file and safetensors file"
-            " simultaneously"
+            " simultaneously",
+            path=directory,
         )
-    if not ckpt and not safetensors:
-        raise ValueError(f"For '{function}', the 'src_checkpoints_dir' can not be empty.")
-    return ckpt or safetensors
+    found = ckpt or safetensors
+    if not found:
+        raise _nothing_found(directory, function)
+
+    def has_step(path: Path, wanted: int) -> bool:
+        with RankFiles({0: path}, reading) as file:
+            return file.one_step() == wanted
+
+    if not is_whole or len(found) == 1:
+        return choose_step(found, step=step, has_step=has_step)
+    first, *others = found
+    chosen = choose_step({first: found[first]}, step=step, has_step=has_step)
+    note = f"read rank_{first} only: no strategy says how the files of {len(others)} other ranks are cut"
+    return replace(chosen, notes=(*chosen.notes, note))
+
+
+def _nothing_found(directory: Path, function: str) -> CheckpointNotFound:
+    if directory.is_dir():
+        state = "no folder rank_0, rank_1, ... with .ckpt or .safetensors files is in it"
+    else:
+        state = "it is no directory" if directory.exists() else "there is no such directory"
+    return CheckpointNotFound(
+        f"For '{function}', the 'src_checkpoints_dir' can not be empty. ({state})",
+        path=directory,
+        hint="name the directory that holds a folder rank_N for each rank, with its files",
+    )
 
 
 def _layouts(
@@ -264,7 +329,7 @@ def _check(paths: Mapping[int, object], source: Layouts | None, target: Layouts 
     if source is None and len(paths) > 1:
         raise LayoutError(
             f"there are files of {len(paths)} ranks, but no strategy says how they are cut",
-            hint="pass src_strategy_file, or leave only the file of rank 0 if it holds whole tensors",
+            hint="pass src_strategy_file (CLI: --from), or leave only the file of rank 0 if it holds whole tensors",
         )
     for layouts in (source, target):
         devices_per_stage(layouts or {})

@@ -24,6 +24,7 @@ from ckptmgr.formats.tensor import Item, Tensor
 from ckptmgr.loader import ReadOptions
 from ckptmgr.parallel.layout import devices_per_stage, read_layouts, whole
 from ckptmgr.parallel.outputs import (
+    WrittenFiles,
     move_files,
     remove_file,
     staging_folder,
@@ -31,9 +32,11 @@ from ckptmgr.parallel.outputs import (
     write_small_file,
 )
 from ckptmgr.parallel.rank_files import RankFiles
+from ckptmgr.parallel.rank_steps import checked_step
 from ckptmgr.parallel.resharder import Resharder
 from ckptmgr.parallel.transform import (
     StrategyFile,
+    log_notes,
     output_options,
     reading_options,
     source_files,
@@ -64,7 +67,8 @@ def unified_safetensors(
     dec_key: bytes | None = None,
     dec_mode: str = "AES-GCM",
     allow_unsealed: bool = False,
-) -> list[Path]:
+    step: int | str | None = None,
+) -> WrittenFiles:
     """Join the checkpoints of all ranks.
 
     Args:
@@ -80,11 +84,14 @@ def unified_safetensors(
         dec_key: Key of the source.
         dec_mode: Its cipher mode.
         allow_unsealed: Accept source files without a seal although a key is given.
+        step: The training step to take, or epoch and step in the epoch (`"3_40"`); ranks without it are left out. None
+            for the newest that all ranks have.
 
     Returns:
-        The files that were written.
+        The files that were written; `step` and `notes` say which step was taken, and what was passed over.
 
     Raises:
+        MixedSteps: No step is there for all ranks, or their manifests contradict each other; nothing was written.
         ValueError: An argument is unusable; messages as MindSpore's.
         SliceMissing, LayoutError: A slice is nowhere, or does not fit; nothing was written.
         CkptmgrError: A file is damaged, or a key wrong.
@@ -96,7 +103,7 @@ def unified_safetensors(
     number, count = split_dst_file or (1, 1)
     if not 1 <= number <= count:
         raise ValueError(f"split_dst_file is {split_dst_file}; it counts machines from 1")
-    return unify(
+    files = unify(
         source_dir,
         Path(dst_dir),
         strategy=src_strategy_file,
@@ -104,7 +111,10 @@ def unified_safetensors(
         file_suffix=file_suffix,
         choose=choice_func,
         share=(number, count),
+        step=checked_step(step),
     )
+    log_notes(files)
+    return files
 
 
 def unify(
@@ -116,15 +126,22 @@ def unify(
     file_suffix: str | None = None,
     choose: Choose | None = None,
     share: tuple[int, int] = (1, 1),
-) -> list[Path]:
+    step: str | None = None,
+) -> WrittenFiles:
     """Join the checkpoints of all ranks in plain files; arguments and errors are those of `unified_safetensors`."""
-    paths = source_files(source_dir, "unified_safetensors", file_suffix)
     source = None if strategy is None else read_layouts(strategy)
-    if source is None:
-        paths = dict(list(paths.items())[:1])
+    chosen = source_files(
+        source_dir,
+        "unified_safetensors",
+        reading=reading,
+        file_suffix=file_suffix,
+        step=step,
+        is_whole=source is None,
+    )
     devices_per_stage(source or {})
     files: dict[str, Sequence[Item]] = {}
-    with RankFiles(paths, reading) as sources:
+    with RankFiles(chosen.paths, reading) as sources:
+        global_step = sources.one_step(by_lineage=step is None)
         resharder = Resharder(files=sources, source=source, target=None)
         names = [name for name in sources.names() if source is None or name in source]
         tensors = _chosen(resharder, names, choose)
@@ -137,13 +154,14 @@ def unify(
         options = output_options("safetensors", None, "AES-GCM")
         with staging_folder(target_dir, "unify-{}-of-{}".format(*share)) as staging:
             for name, items in files.items():
-                write_file(staging / name, items, options=options, metadata=_METADATA)
+                path = staging / name
+                write_file(path, items, options=options, metadata=_METADATA, step=global_step)
             if share[0] == 1:
                 # From here on an interruption leaves some of each call: no loader may take them for one.
                 write_small_file(target_dir / MAP_FILE, json.dumps(_UNFINISHED).encode())
             written = move_files(staging, target_dir, [*files])
     if share[0] > 1:
-        return written
+        return WrittenFiles(written, step=chosen.step, notes=chosen.notes)
     if not hyper:
         # One of an earlier call would be loaded with these parts: no map names it.
         remove_file(target_dir / HYPER_FILE)
@@ -151,7 +169,7 @@ def unify(
     total = sum(one.spec.size_bytes for one in tensors)
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=4)
     write_small_file(target_dir / MAP_FILE, text.encode())
-    return [*written, target_dir / MAP_FILE]
+    return WrittenFiles([*written, target_dir / MAP_FILE], step=chosen.step, notes=chosen.notes)
 
 
 def _chosen(resharder: Resharder, names: Sequence[str], choice_func: Choose | None) -> list[Tensor]:

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr import load_checkpoint, save_checkpoint
+from ckptmgr import CheckpointManager, load_checkpoint, save_checkpoint
 from ckptmgr.cli.exits import Exit
+from ckptmgr.formats.strategy import OperatorStrategy, Strategy, StrategyLayout, encode_strategy
 from ckptmgr.parallel.layout import read_layouts
 from tests.cli.running import run, run_json
 
@@ -106,6 +107,92 @@ def test_unify_of_encrypted_files_must_be_agreed_to(tmp_path: Path) -> None:
     done = run(*arguments, "--plain", env=KEY_ENV)
     assert done.exit_code == Exit.DONE, done.stderr
     assert list(load_checkpoint(tmp_path / "out" / "part0.safetensors")) == ["w"]
+
+
+def two_ranks(directory: Path) -> Path:
+    """Make directories of two ranks that hold equal values, of which only one has step 20."""
+    for rank, steps in enumerate(((10, 20), (10,))):
+        with CheckpointManager(directory / "in" / f"rank_{rank}", prefix="net") as manager:
+            for step in steps:
+                manager.save(step, {"w": np.full(2, step)})
+    copies = StrategyLayout(name="w", device_matrix=(2,), tensor_maps=((-1,),))
+    operators = (OperatorStrategy(name="op", stage=0),)
+    strategy = encode_strategy(Strategy(layouts=(copies,), operators=operators))
+    (directory / "copies.ckpt").write_bytes(strategy)
+    return directory / "in"
+
+
+@pytest.mark.parametrize("command", ["transform", "unify"])
+def test_older_step_that_is_taken_is_said_beside_the_result(command: str, tmp_path: Path) -> None:
+    arguments: list[str | Path] = [
+        command,
+        two_ranks(tmp_path),
+        "-o",
+        tmp_path / "out",
+        "--from",
+        tmp_path / "copies.ckpt",
+    ]
+    result = run(*arguments)
+    assert result.exit_code == Exit.DONE, result.stderr
+    assert "note: took step 10, the newest of all ranks; step 20 is newer" in result.stderr
+    assert "step 10, " in result.stdout
+    summary = run_json(*arguments)["summary"]
+    assert summary["step"] == "10"
+    assert "step 20 is newer, but not in rank_1" in summary["notes"][0]
+
+
+@pytest.mark.parametrize("command", ["transform", "unify"])
+def test_step_option_takes_the_step_and_names_the_ranks_left_out(
+    command: str, tmp_path: Path
+) -> None:
+    source, strategy = two_ranks(tmp_path), tmp_path / "copies.ckpt"
+    arguments: list[str | Path] = [command, source, "-o", tmp_path / "out", "--from", strategy]
+    summary = run_json(*arguments, "--step", "20")["summary"]
+    assert (summary["step"], summary["notes"]) == ("20", ["left out: rank_1 without step 20"])
+    result = run(*arguments, "--step", "latest")
+    assert result.exit_code == Exit.FAILED
+    assert "write 20, or 3_40" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["transform", "unify", "merge"])
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("empty", Exit.NOT_FOUND),
+        ("plain", Exit.NOT_FOUND),
+        ("empty_rank", Exit.NOT_FOUND),
+        ("file", None),
+        ("absent", None),
+    ],
+)
+def test_place_without_files_of_ranks_is_a_clear_error_that_names_it(
+    command: str, name: str, expected: Exit | None, tmp_path: Path
+) -> None:
+    for folder in ("empty", "plain", "empty_rank/rank_0"):
+        (tmp_path / folder).mkdir(parents=True)
+    for file in ("plain/notes.txt", "file"):
+        (tmp_path / file).write_bytes(b"text")
+    result = run(command, tmp_path / name, "-o", tmp_path / "out")
+    assert result.exit_code in ((Exit.FAILED, Exit.NOT_FOUND) if expected is None else (expected,))
+    assert str(tmp_path / name) in result.stderr
+    assert "bug" not in result.stderr
+    if command != "merge":
+        assert "name the directory that holds a folder rank_N for each rank" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_strategies_of_both_kinds_and_empty_ones_are_clear_errors(tmp_path: Path) -> None:
+    (tmp_path / "both").mkdir()
+    for name in ("a.ckpt", "b.json"):
+        (tmp_path / "both" / name).write_bytes(b"{}")
+    empty = encode_strategy(Strategy(layouts=(), operators=(OperatorStrategy(name="op", stage=0),)))
+    (tmp_path / "void").mkdir()
+    (tmp_path / "void" / "a.ckpt").write_bytes(empty)
+    for name, message in (("both", "all '.ckpt' or all '.json'"), ("void", "is empty")):
+        result = run("merge", tmp_path / name, "-o", tmp_path / "out")
+        assert result.exit_code == Exit.FAILED
+        assert message in result.stderr
+        assert "bug" not in result.stderr
 
 
 def test_merge_prints_the_path_only_when_quiet(tmp_path: Path) -> None:

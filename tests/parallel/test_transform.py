@@ -30,6 +30,7 @@ from ckptmgr.parallel.errors import LayoutError, SliceMissing
 from ckptmgr.parallel.layout import ParallelLayout, read_layouts, whole
 from ckptmgr.parallel.outputs import write_file
 from ckptmgr.parallel.rank_files import RankFiles, find_rank_files
+from ckptmgr.parallel.rank_steps import choose_step
 from ckptmgr.parallel.reshard import rank_list_for_transform
 from ckptmgr.parallel.resharder import Resharder
 from ckptmgr.parallel.transform import (
@@ -64,6 +65,11 @@ def assert_same(found: Mapping[str, object], expected: Values) -> None:
         assert value.tobytes() == array.tobytes(), name
 
 
+def newest_files(directory: Path, *, file_suffix: str | None = None) -> Mapping[int, Path]:
+    """Return the file of every rank that a call without a step takes."""
+    return choose_step(find_rank_files(directory, format="ckpt", file_suffix=file_suffix)).paths
+
+
 def copied(pair: str, kind: str, directory: Path) -> Path:
     """Copy a recorded source to where a test may damage it."""
     target = directory / "source"
@@ -92,9 +98,7 @@ def test_one_rank_needs_only_the_files_mindspore_lists(pair: str, tmp_path: Path
     rank = len(recorded) - 1
     ranks = rank_list_for_transform(rank, source, target)
     files = {
-        one: file
-        for one, file in find_rank_files(GOLDEN / pair / "src_ckpt", format="ckpt").items()
-        if one in ranks
+        one: file for one, file in newest_files(GOLDEN / pair / "src_ckpt").items() if one in ranks
     }
     out = transform_checkpoint_by_rank(rank, files, tmp_path / "out.ckpt", source, target)
     expected = GOLDEN / pair / "dst_ckpt" / f"rank_{rank}" / f"ck_{rank}.ckpt"
@@ -184,7 +188,7 @@ def test_step_ten_is_newer_than_step_nine(tmp_path: Path) -> None:
     folder.mkdir()
     for name in ("CKP-1_9.ckpt", "CKP-1_10.ckpt"):
         (folder / name).write_bytes(b"")
-    assert find_rank_files(tmp_path, format="ckpt")[0].name == "CKP-1_10.ckpt"
+    assert newest_files(tmp_path)[0].name == "CKP-1_10.ckpt"
 
 
 def test_equally_new_files_are_refused(tmp_path: Path) -> None:
@@ -193,7 +197,7 @@ def test_equally_new_files_are_refused(tmp_path: Path) -> None:
     for name in ("a-1_9.ckpt", "b-1_9.ckpt"):
         (folder / name).write_bytes(b"")
     with pytest.raises(LayoutError, match=r"equally likely"):
-        find_rank_files(tmp_path, format="ckpt")
+        newest_files(tmp_path)
 
 
 def test_suffix_picks_the_shortest_name_that_ends_so(tmp_path: Path) -> None:
@@ -201,10 +205,10 @@ def test_suffix_picks_the_shortest_name_that_ends_so(tmp_path: Path) -> None:
     folder.mkdir()
     for name in ("net-1_10.ckpt", "net-1_1.ckpt", "net-11_1.ckpt"):
         (folder / name).write_bytes(b"")
-    found = find_rank_files(tmp_path, format="ckpt", file_suffix="1_1")
+    found = newest_files(tmp_path, file_suffix="1_1")
     assert found[0].name == "net-1_1.ckpt"
     with pytest.raises(CheckpointNotFound, match="ends with '2_2'"):
-        find_rank_files(tmp_path, format="ckpt", file_suffix="2_2")
+        newest_files(tmp_path, file_suffix="2_2")
 
 
 def test_other_folders_are_left_alone(tmp_path: Path) -> None:
@@ -378,7 +382,7 @@ def test_memory_is_bounded_by_a_few_of_the_largest_tensors(tmp_path: Path) -> No
         save_checkpoint(dict.fromkeys(names, half), tmp_path / f"in/rank_{rank}/net.ckpt")
     columns = [StrategyLayout(name=n, device_matrix=(2,), tensor_maps=((-1, 0),)) for n in names]
     strategy = written_strategy(tmp_path / "s.ckpt", *columns)
-    with RankFiles(find_rank_files(tmp_path / "in", format="ckpt")) as files:
+    with RankFiles(newest_files(tmp_path / "in")) as files:
         resharder = Resharder(files=files, source=read_layouts(strategy), target=None)
         image = build_ckpt_image(resharder.items(0))
         tracemalloc.start()
