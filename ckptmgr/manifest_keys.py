@@ -33,6 +33,7 @@ from ckptmgr.crypto.slots import (
     parse_slots,
 )
 from ckptmgr.errors import CorruptCheckpoint, KeyProblem, TamperedCheckpoint
+from ckptmgr.lower_errors import translated_errors
 
 BOUND = b"ckptmgr/v1/manifest-key"
 _KEY_ID = re.compile(r"[0-9a-f]{16}")
@@ -115,6 +116,7 @@ def opened_manifest_key(auth: Mapping[str, object], keys: Keys, *, path: str) ->
         CorruptCheckpoint: The slots are none.
         KeyProblem: It is under another key.
         TamperedCheckpoint: The slots are of another manifest.
+        UnsupportedCheckpoint: It was not tried whether a passphrase opens them: other slots cost too much already.
     """
     slots, key_id = _slots(auth, path), auth.get("key_id")
     ring = ring_of(keys)
@@ -126,7 +128,8 @@ def opened_manifest_key(auth: Mapping[str, object], keys: Keys, *, path: str) ->
                 path=path,
             )
         return ManifestKey(key)
-    content = unwrapped_first(slots, ring.identities, bound=BOUND)
+    with translated_errors(path):
+        content = unwrapped_first(slots, ring.identities, bound=BOUND)
     if content is None or len(content) != DATA_KEY_BYTES:
         raise KeyProblem(
             f"the manifest is authenticated for another key than {_named(keys)}",

@@ -191,7 +191,8 @@ class CheckpointKeys:
             return has_first_keys(raw)
 
     def _removals_in(self, auth: ManifestKey) -> frozenset[Removal]:
-        return self._change.found_among(auth.slots or auth.own_slots, bound=BOUND)
+        with translated_errors(str(self._checkpoint.path)):
+            return self._change.found_among(auth.slots or auth.own_slots, bound=BOUND)
 
     def _check_proofs(self) -> None:
         """Raise KeyProblem when what is encrypted anew would be proven less than it is, or more."""
@@ -315,9 +316,10 @@ class CheckpointKeys:
             return is_final and change.removes(slot, bound=BOUND)
 
         slots = auth.slots or auth.own_slots
-        add = change.missing(slots, bound=BOUND)
-        if not add and not any(map(removes, slots)):
-            return auth
+        with translated_errors(str(self._checkpoint.path)):
+            add = change.missing(slots, bound=BOUND)
+            if not add and not any(map(removes, slots)):
+                return auth
         own: tuple[Key, ...] = change.everybody.raw_keys
         try:
             return auth.rewrapped(add=add, remove=removes, own=own)

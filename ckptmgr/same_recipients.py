@@ -8,6 +8,7 @@ from pathlib import Path
 from ckptmgr.crypto.container_header import HeaderCopy
 from ckptmgr.crypto.keyring import Keys, ring_of
 from ckptmgr.errors import UnsafeWrite
+from ckptmgr.lower_errors import translated_errors
 
 
 def check_recipients(header: HeaderCopy, keys: Keys, *, path: Path | str) -> None:
@@ -22,7 +23,9 @@ def check_recipients(header: HeaderCopy, keys: Keys, *, path: Path | str) -> Non
         UnsafeWrite: Somebody could not open it any more, or somebody new could.
     """
     ring = ring_of(keys)
-    if not ring.is_exactly_for(header.slots, bound=header.fixed.pack()):
+    with translated_errors(str(path)):
+        is_same = ring.is_exactly_for(header.slots, bound=header.fixed.pack())
+    if not is_same:
         raise UnsafeWrite(
             f"is encrypted for {', '.join(slot.label for slot in header.slots)}; given: {', '.join(ring.labels)}",
             path=path,

@@ -26,6 +26,7 @@ from .container_header import (
 from .errors import (
     CryptoError,
     DecryptionError,
+    StretchingError,
     TamperedError,
     TruncatedCiphertextError,
     UnsupportedSuiteError,
@@ -33,7 +34,6 @@ from .errors import (
 from .floe import HEADER_BYTES, LENGTH_BYTES, FloeMessage, read_length, start_decryption
 from .key import Key
 from .records import read_bytes
-from .run_passphrase import Stretching
 from .slots import DATA_KEY_BYTES, Identity, Slot
 from .source import Source
 
@@ -131,13 +131,12 @@ def unlock(source: Source, identities: Sequence[Identity]) -> UnlockedContainer:
 
 
 class _Opener:
-    """Tries identities on slots; no slot is tried twice, because a passphrase takes a second, and nobody's time is endless."""
+    """Tries identities on slots; no slot is tried twice."""
 
     def __init__(self, source: Source, identities: Sequence[Identity]) -> None:
         self._source = source
         self._identities = identities
         self._tried: dict[tuple[bytes, bytes], tuple[list[Key], list[CryptoError]]] = {}
-        self._stretching = Stretching()
 
     def open(self, copy: FoundCopy) -> tuple[Key, FloeMessage]:
         fixed = copy.data[:FIXED_BYTES]
@@ -158,7 +157,7 @@ class _Opener:
             known = [], []
             for identity in self._identities:
                 try:
-                    data_key = self._stretching.unwrap(slot, identity, bound=fixed)
+                    data_key = identity.unwrap(slot, bound=fixed)
                     if data_key is not None:
                         known[0].append(_data_key(data_key))
                 except CryptoError as error:
@@ -279,6 +278,7 @@ _RANKS: Sequence[type[CryptoError]] = (
     TamperedError,
     TruncatedCiphertextError,
     UnsupportedSuiteError,
+    StretchingError,
     DecryptionError,
 )
 

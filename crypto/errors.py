@@ -8,6 +8,7 @@ CryptoError (Exception)
 ├── TruncatedCiphertextError   the ciphertext ends too early
 ├── UnsealedError              the file is not authenticated as a whole: the seal is missing
 ├── UnsupportedSuiteError      a mode or layout this version does not know
+│   └── StretchingError        its key slots ask for more work than is accepted
 ├── KeyLengthError (also ValueError)    a key of the wrong length for the mode
 └── KeySourceError             a key could not be obtained from its source
 ```
@@ -50,6 +51,10 @@ class UnsealedError(CryptoError):
 
 class UnsupportedSuiteError(CryptoError):
     """Report a cipher mode or layout that this version does not know."""
+
+
+class StretchingError(UnsupportedSuiteError):
+    """Report a key slot that was not tried: stretching a passphrase for it would cost more than is accepted."""
 
 
 class KeyLengthError(CryptoError, ValueError):

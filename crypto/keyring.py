@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from .errors import CryptoError, KeySourceError
+from .errors import CryptoError, KeySourceError, StretchingError
 from .key import Key
 from .key_files import parse_pem
-from .run_passphrase import RunPassphrase, Stretching
+from .run_passphrase import RunPassphrase
 from .slots import DATA_KEY_BYTES, NO_KEY_ID, Identity, Recipient, Slot, SlotType
 from .unshown import Unshown
 from .wrapping import Passphrase, RawKey
@@ -220,23 +220,32 @@ def takes_one_key(given: int) -> KeySourceError:
 
 
 def unwrapped(slot: Slot, identities: Sequence[Identity], *, bound: bytes) -> bytes | None:
-    """Return what is in a slot, or None when it does not open for anybody here, for whatever reason."""
+    """Return what is in a slot, or None when it opens for no identity here; raises as `unwrapped_first`."""
     return unwrapped_first([slot], identities, bound=bound)
 
 
 def unwrapped_first(
     slots: Sequence[Slot], identities: Sequence[Identity], *, bound: bytes
 ) -> bytes | None:
-    """Return what is in the first slot that opens for somebody here, or None; `Stretching` says how many are tried."""
-    stretching = Stretching()
+    """Return what is in the first slot that opens for an identity here, or None.
+
+    Raises:
+        StretchingError: None opens, and one was not tried because other slots cost too much already.
+    """
+    untried = None
     for slot in slots:
         for identity in identities:
             try:
-                content = stretching.unwrap(slot, identity, bound=bound)
+                content = identity.unwrap(slot, bound=bound)
+            except StretchingError as error:
+                untried = error
             except CryptoError:
                 continue
-            if content is not None:
-                return content
+            else:
+                if content is not None:
+                    return content
+    if untried is not None:
+        raise untried
     return None
 
 

@@ -39,6 +39,7 @@ from .slots import (
     slot_head,
     slot_is_damaged,
 )
+from .stretching import StretchedKeys
 
 _SALT_BYTES = 32
 _WRAPPED_BYTES = DATA_KEY_BYTES + 16
@@ -217,6 +218,7 @@ class Passphrase:
         text: Any text; composed (NFC), so that it does not matter how a keyboard spells an accent.
         cost: How new slots stretch it.
         random: Returns that many unpredictable bytes.
+        stretched_keys: What it was stretched to already, and what pays for more.
 
     Raises:
         KeySourceError: It is empty, or no text.
@@ -225,6 +227,7 @@ class Passphrase:
     text: str
     cost: PassphraseCost = field(default_factory=Argon2id)
     random: Random = os.urandom
+    stretched_keys: StretchedKeys = field(default_factory=StretchedKeys, compare=False)
 
     def __post_init__(self) -> None:
         if not self.text:
@@ -252,12 +255,33 @@ class Passphrase:
         costs = cost.pack()
         salt = slot.body[len(costs) : len(costs) + _SALT_BYTES]
         head = slot_head(slot.type, slot.key_id, body_size=len(slot.body))
-        wrapping_key = self.stretched(cost, salt)
         wrapped = slot.body[len(costs) + _SALT_BYTES :]
-        data_key = _unwrap(wrapping_key, wrapped, aad=bound + head + costs)
-        if data_key is None:
+        return self.opened(cost, salt, lambda key: _unwrap(key, wrapped, aad=bound + head + costs))
+
+    def opened(
+        self, cost: PassphraseCost, salt: bytes, unwrap: Callable[[bytes], bytes | None]
+    ) -> bytes:
+        """Return what a slot holds that wants the passphrase stretched like this.
+
+        Args:
+            cost: How.
+            salt: With which salt.
+            unwrap: Returns the content of the slot for the stretched passphrase, or None.
+
+        Raises:
+            DecryptionError: It does not open.
+            StretchingError: Other slots cost too much already.
+            UnsupportedSuiteError: There is too little memory for it.
+        """
+        place = cost, salt
+        key = self.stretched_keys.tried(
+            place, lambda: self.stretched(cost, salt), kib=cost.stretching_kib
+        )
+        content = unwrap(key)
+        if content is None:
             raise DecryptionError("the passphrase is wrong, or the key slot is damaged")
-        return data_key
+        self.stretched_keys.prove(place)
+        return content
 
     def stretched(self, cost: PassphraseCost, salt: bytes) -> bytes:
         """Return the 32 bytes that the passphrase becomes, slowly.

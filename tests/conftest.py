@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from ckptmgr.crypto import stretching
+
 # A busy machine makes examples slow, which says nothing about the code; so no deadline anywhere.
 settings.register_profile(
     "dev", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
@@ -39,6 +41,12 @@ def plain_ctrl_c() -> Iterator[None]:
     yield
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(autouse=True)
+def own_stretching_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give each test the budget of a process of its own: passphrases that open nothing use it up."""
+    monkeypatch.setattr(stretching, "_of_process", stretching.StretchingBudget())
 
 
 # Memory, where the machine lets us: there a test that saves a thousand times waits for no disk.

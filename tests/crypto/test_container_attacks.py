@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr.crypto import run_passphrase
 from ckptmgr.crypto.container_header import MAGIC, Content, HeaderCopy, parse_fixed
 from ckptmgr.crypto.container_unlock import CopyState, find_copies
 from ckptmgr.crypto.errors import (
     CryptoError,
     DecryptionError,
+    StretchingError,
     TamperedError,
     TruncatedCiphertextError,
     UnsupportedSuiteError,
@@ -26,6 +26,7 @@ from ckptmgr.crypto.errors import (
 from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.run_passphrase import RunPassphrase
 from ckptmgr.crypto.slots import Slot
+from ckptmgr.crypto.stretching import StretchedKeys, StretchingBudget
 from ckptmgr.crypto.wrapping import Argon2id, Passphrase, PassphraseCost, RawKey, Scrypt
 from ckptmgr.formats.source import BytesSource
 
@@ -327,21 +328,22 @@ def test_wrong_passphrase_is_tried_once_though_there_are_two_copies() -> None:
     ("cost", "slots"),
     [(Scrypt(log2_n=14), 3), (Argon2id(memory_kib=1024, passes=8), 12), ("a run's", 12)],
 )
-def test_file_gets_no_more_passphrases_stretched_than_one_dear_slot_may_cost(
-    cost: PassphraseCost | str, slots: int, monkeypatch: pytest.MonkeyPatch
+def test_file_gets_no_more_passphrases_stretched_than_the_budget_pays_for(
+    cost: PassphraseCost | str, slots: int
 ) -> None:
     def phrase(text: str) -> Passphrase | RunPassphrase:
+        keys = StretchedKeys(StretchingBudget(most_kib=64 << 10))
         if isinstance(cost, str):
-            return RunPassphrase(Passphrase(text), cost=Argon2id(memory_kib=1024, passes=8))
-        return Passphrase(text, cost)
+            usual = Argon2id(memory_kib=1024, passes=8)
+            return RunPassphrase(Passphrase(text, stretched_keys=keys), cost=usual)
+        return Passphrase(text, cost, stretched_keys=keys)
 
     file = seal(PLAINTEXT, recipients=[phrase(str(number)) for number in range(slots)])
-    last = phrase(str(slots - 1))
-    assert unseal(file, last) == PLAINTEXT
-    monkeypatch.setattr(run_passphrase, "MOST_STRETCHING_KIB", 64 << 10)
+    last = str(slots - 1)
+    assert unseal(file, RunPassphrase(Passphrase(last))) == PLAINTEXT
     assert unseal(file, phrase("0")) == PLAINTEXT
-    with pytest.raises(UnsupportedSuiteError, match="more stretching of passphrases"):
-        unseal(file, last)
+    with pytest.raises(StretchingError, match="more stretching of passphrases"):
+        unseal(file, phrase(last))
     assert unseal(seal(PLAINTEXT, recipients=[ME, PHRASE]), ME) == PLAINTEXT
 
 

@@ -9,14 +9,20 @@ from typing import Any
 
 import pytest
 
-from ckptmgr.crypto import run_passphrase
 from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.key_files import generate_pair
 from ckptmgr.crypto.keyring import KeyRing, Keys
 from ckptmgr.crypto.run_passphrase import RunPassphrase
 from ckptmgr.crypto.slots import MAX_SLOTS
+from ckptmgr.crypto.stretching import StretchedKeys, StretchingBudget
 from ckptmgr.crypto.wrapping import Argon2id, Passphrase
-from ckptmgr.errors import CkptmgrError, CorruptCheckpoint, KeyProblem, TamperedCheckpoint
+from ckptmgr.errors import (
+    CkptmgrError,
+    CorruptCheckpoint,
+    KeyProblem,
+    TamperedCheckpoint,
+    UnsupportedCheckpoint,
+)
 from ckptmgr.manifest import Manifest, decode, encode, manifest_name, reauthenticated
 from ckptmgr.manifest_keys import BOUND, ManifestKey, manifest_key_of, opened_manifest_key
 from tests.manager.manifests import manifest
@@ -58,27 +64,27 @@ def test_manifest_of_a_writer_has_always_the_same_key() -> None:
     assert manifest_key_of(other).key != manifest_key_of(WRITER).key
 
 
-def test_manifest_gets_no_more_passphrases_stretched_than_one_dear_slot_may_cost(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_manifest_gets_no_more_passphrases_stretched_than_the_budget_pays_for() -> None:
     cost = Argon2id(memory_kib=1024, passes=8)
 
-    def phrase(number: int) -> RunPassphrase:
-        return RunPassphrase(Passphrase(str(number)), cost=cost)
+    def phrase(number: int, *, most_kib: int) -> RunPassphrase:
+        keys = StretchedKeys(StretchingBudget(most_kib=most_kib))
+        return RunPassphrase(Passphrase(str(number), stretched_keys=keys), cost=cost)
 
-    def opened_by(number: int) -> Key:
+    def opened_by(number: int, *, most_kib: int) -> Key:
         keys = ring(str(number))
-        keys.identities = (phrase(number),)
+        keys.identities = (phrase(number, most_kib=most_kib),)
         return opened_manifest_key(auth, keys, path="net.ckpt.manifest.json").key
 
     key = Key(bytes(32))
-    slots = tuple(phrase(number).wrap(key, bound=BOUND) for number in range(12))
+    slots = tuple(phrase(one, most_kib=1 << 20).wrap(key, bound=BOUND) for one in range(12))
     auth = ManifestKey(key, slots).to_document()
-    assert opened_by(11) == key
-    monkeypatch.setattr(run_passphrase, "MOST_STRETCHING_KIB", 64 << 10)
-    assert opened_by(0) == key
-    with pytest.raises(KeyProblem):
-        opened_by(11)
+    assert opened_by(11, most_kib=1 << 20) == key
+    assert opened_by(0, most_kib=64 << 10) == key
+    with pytest.raises(
+        UnsupportedCheckpoint, match=r"^net\.ckpt\.manifest\.json: .*more stretching"
+    ):
+        opened_by(11, most_kib=64 << 10)
 
 
 @pytest.mark.parametrize("keys", [NEW, ring(NEW), ring("horse")])
