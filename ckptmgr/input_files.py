@@ -36,6 +36,10 @@ class CachedFile:
         """The number of bytes when it was opened."""
         return self._size
 
+    def status(self) -> os.stat_result:
+        """Return owner, mode and the like of the open file."""
+        return os.fstat(self._descriptor)
+
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset` on, or raise TruncatedError."""
         while buffer.nbytes:

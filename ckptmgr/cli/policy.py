@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import difflib
+import os
+import stat
 import tomllib
 from contextlib import closing
 from pathlib import Path
@@ -11,7 +13,7 @@ from pathlib import Path
 from ckptmgr.cli.exits import UsageProblem
 from ckptmgr.errors import CkptmgrError
 from ckptmgr.formats.source import read_bytes
-from ckptmgr.fsio import OsFileSystem
+from ckptmgr.input_files import CachedFile
 from ckptmgr.policy_text import PolicyTextError, parse_policy
 from ckptmgr.retention_rules import RetentionPolicy
 
@@ -47,8 +49,25 @@ def load_policy(keep: str | None, directory: Path) -> RetentionPolicy:
         raise CkptmgrError(f"keep: {error.message}", path=path) from error
 
 
+def _check_writers(path: Path, status: os.stat_result) -> None:
+    """Raise CkptmgrError where a user who may only add files to the directory could say which ones to remove from it."""
+    trusted = (os.geteuid(), 0, path.parent.stat().st_uid)
+    if status.st_uid not in trusted:
+        problem = f"belongs to another user (uid {status.st_uid})"
+    elif status.st_mode & stat.S_IWOTH:
+        problem = f"can be changed by others (mode {stat.S_IMODE(status.st_mode):04o})"
+    else:
+        return
+    raise CkptmgrError(
+        f"says what to keep, but {problem}",
+        path=path,
+        hint="pass --keep; or look at what it holds, then chown it to yourself or the directory's owner and chmod o-w",
+    )
+
+
 def _keep_of(path: Path) -> str | None:
-    with closing(OsFileSystem().open(path)) as file:  # a FIFO would have no end
+    with closing(CachedFile(path)) as file:  # which refuses a FIFO
+        _check_writers(path, file.status())
         if file.size > _MAX_CONFIG_BYTES:
             raise CkptmgrError(f"more than {_MAX_CONFIG_BYTES} bytes", path=path)
         data = read_bytes(file, 0, file.size)

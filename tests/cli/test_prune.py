@@ -246,6 +246,31 @@ def test_missing_or_wrong_policy_is_refused(runs: Path, content: str | None, mes
     assert len(steps(runs)) == 8
 
 
+def test_policy_that_everybody_can_write_is_refused(runs: Path) -> None:
+    config = runs / "ckptmgr.toml"
+    config.write_text('keep = "last(1)"\n')
+    config.chmod(0o666)
+    result = run("prune", runs, "--yes", "--now")
+    assert (result.exit_code, "by others (mode 0666)" in result.stderr) == (2, True)
+    assert f"{config}: says what to keep" in result.stderr
+    assert "pass --keep" in result.stderr
+    assert len(steps(runs)) == 8
+    config.chmod(0o664)
+    assert run_json("prune", runs, "--dry-run")["summary"]["policy"] == "last(1)"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_policy_of_another_user_than_the_owner_of_the_directory_is_refused(runs: Path) -> None:
+    config = runs / "ckptmgr.toml"
+    config.write_text('keep = "last(1)"\n')
+    os.chown(config, 12_345, 12_345)
+    result = run("prune", runs, "--yes", "--now")
+    assert (result.exit_code, "belongs to another user (uid 12345)" in result.stderr) == (2, True)
+    assert len(steps(runs)) == 8
+    os.chown(runs, 12_345, 12_345)
+    assert run_json("prune", runs, "--dry-run")["summary"]["policy"] == "last(1)"
+
+
 def test_policy_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "ckptmgr.toml")
     done = run_process("prune", tmp_path, "--yes")
