@@ -6,7 +6,7 @@
 | NumPy array: writable, C-contiguous, little-endian | straight from the file |
 | torch tensor: on the CPU, contiguous | straight from the file |
 | any other NumPy array or strided torch tensor | through a buffer of its size |
-| memory that an array before it covers as well | through a buffer, so that both are never mixed |
+| memory that an array before it covers as well | through a buffer, once it is known that both are given the same values |
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ import numpy as np
 
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.mindspore_entries import CkptEntry
-from ckptmgr.leaves import flat_bytes, framework_of
+from ckptmgr.leaves import flat_bytes, framework_of, torch_tensor
+from ckptmgr.overlaps import clashes, sharing
 from ckptmgr.tree_memory import are_apart, owner_of
 from ckptmgr.tree_nodes import StateMismatch
 
 _SHOWN_DIFFERENCES = 100
+_INTO = "the arrays given as into"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,11 +37,13 @@ class Destinations:
         entries: The tensors, in file order.
         arrays: `id` of an entry to C-contiguous memory of its size.
         copies: What is left to do when the memory is filled.
+        sharing: The names of arrays that may share memory; see `check_shared`.
     """
 
     entries: tuple[TensorEntry, ...]
     arrays: Mapping[int, np.ndarray]
     copies: tuple[Callable[[], None], ...]
+    sharing: frozenset[str]
 
     def finish(self) -> None:
         """Copy what was read into a buffer to where it belongs."""
@@ -71,7 +75,48 @@ def match(stored: Iterable[CkptEntry], into: Mapping[str, Any]) -> Destinations:
             memory = np.empty(entry.spec.shape, entry.spec.dtype.to_numpy())
             copies.append(partial(_copy, into[entry.name], memory))
         arrays[id(entry)] = memory
-    return Destinations(entries=tuple(tensors), arrays=arrays, copies=tuple(copies))
+    groups: list[list[str]] = sharing({entry.name: into[entry.name] for entry in tensors})
+    return Destinations(
+        entries=tuple(tensors),
+        arrays=arrays,
+        copies=tuple(copies),
+        sharing=frozenset(name for group in groups for name in group),
+    )
+
+
+def check_shared(
+    targets: Mapping[str, Any], values: Mapping[str, np.ndarray], *, what: str = _INTO
+) -> None:
+    """Check that arrays which share memory are given the same values there.
+
+    Args:
+        targets: Name to NumPy array or torch tensor; more than `values` has are passed over.
+        values: Name to what goes there: of the same shape, and of a type that is converted.
+        what: The targets, for messages.
+
+    Raises:
+        StateMismatch: They are not; names both.
+    """
+    filled = {name: targets[name] for name in values if has_memory(targets[name])}
+    names = [name for group in sharing(filled) for name in group]
+    if not names:
+        return
+    stored = {name: _as_given(filled[name], values[name]) for name in names}
+    found = clashes({name: filled[name] for name in names}, stored)
+    differences = [f"{one.later!r} {one.naming(repr)}" for one in found]
+    if differences:
+        raise _mismatch(differences, what)
+
+
+def has_memory(value: Any) -> bool:
+    """Return whether a value is an array with memory of its own for every element, as far as strides of 0 tell."""
+    return isinstance(value, np.ndarray) or (framework_of(value) == "torch" and _is_plain(value))
+
+
+def _as_given(target: Any, value: np.ndarray) -> Any:
+    if isinstance(target, np.ndarray):
+        return value.astype(target.dtype, copy=False)
+    return torch_tensor(value).to(target.dtype)
 
 
 def _problem(name: str, value: Any, entry: CkptEntry | None) -> str | None:
@@ -158,19 +203,15 @@ def _copy(value: Any, memory: np.ndarray) -> None:
     if isinstance(value, np.ndarray):
         value[...] = memory
         return
-    import torch
-
-    flat = torch.from_numpy(memory.reshape(-1).view(np.uint8)).view(value.dtype)
     # Not through autograd: weights are leaves, and loading is no step of a computation.
-    value.detach().copy_(flat.reshape(value.shape))
+    value.detach().copy_(torch_tensor(memory))
 
 
-def _mismatch(differences: list[str]) -> StateMismatch:
+def _mismatch(differences: list[str], what: str = _INTO) -> StateMismatch:
     shown = sorted(differences)[:_SHOWN_DIFFERENCES]
     if len(differences) > len(shown):
         shown.append(f"... and {len(differences) - len(shown)} more")
     return StateMismatch(
-        "the checkpoint does not fit the arrays given as into; nothing was changed:\n  "
-        + "\n  ".join(shown),
+        f"the checkpoint does not fit {what}; nothing was changed:\n  " + "\n  ".join(shown),
         hint="give arrays of the stored shapes and types, or load without into",
     )

@@ -130,6 +130,15 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
+def torch_tensor(array: np.ndarray) -> torch.Tensor:
+    """Return a torch tensor over the memory of a C-ordered array; bfloat16 and float8 included."""
+    import torch
+
+    flat = torch.from_numpy(array.reshape(-1).view(np.uint8))
+    dtype: torch.dtype = getattr(torch, array.dtype.name)
+    return flat.view(dtype).reshape(array.shape)
+
+
 @cache
 def numpy_types() -> frozenset[torch.dtype]:
     """Return those element types of torch that NumPy knows."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from ckptmgr.bulk_read import confirm_index, fill_arrays, read_every_byte, read_through
 from ckptmgr.clusters import Clusters
-from ckptmgr.destinations import match
+from ckptmgr.destinations import check_shared, match
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.mindspore_entries import CkptEntry, MapEntry
 from ckptmgr.formats.tensor import flat_memory
@@ -115,6 +115,9 @@ def read_into(
         except StateMismatch:
             confirm_index(opened)  # damage that looks like a difference
             raise
+    if found.sharing:
+        values = read_values(opened, choose=found.sharing.__contains__)
+        check_shared(into, {n: one for n, one in values.items() if isinstance(one, np.ndarray)})
     try:
         with translated_errors(opened.path):
             fill_arrays(opened, found.entries, found.arrays, check_crc=check_crc)

@@ -15,16 +15,14 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from ckptmgr.destinations import check_shared
 from ckptmgr.formats.dtypes import BY_NAME
-from ckptmgr.leaves import framework_of
+from ckptmgr.leaves import framework_of, torch_tensor
 from ckptmgr.loader import Value
-
-if TYPE_CHECKING:
-    import torch
 
 _LOG = logging.getLogger(__name__)
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
@@ -45,6 +43,7 @@ def load_into(net: Any, values: Mapping[str, Value], *, strict: bool = False) ->
     Raises:
         TypeError: It is none of these.
         RuntimeError: A value has another shape or type than the network's, or (PyTorch modules) is missing.
+        StateMismatch: Arrays of the network share memory, and their values differ there. Nothing was changed.
     """
     _check_mapping(values)
     if hasattr(net, "parameters_and_names"):
@@ -53,6 +52,7 @@ def load_into(net: Any, values: Mapping[str, Value], *, strict: bool = False) ->
         load_into_cell(net, values, strict=strict)
     elif _is_torch_module(net):
         state = net.state_dict()
+        _check_shared(state, values)
         net.load_state_dict({name: _for_torch(values[name]) for name in state if name in values})
     elif hasattr(net, "load_state_dict"):
         net.load_state_dict(dict(values))
@@ -87,6 +87,7 @@ def load_param_into_net(
     Raises:
         TypeError: `net` is no network, or `parameter_dict` no mapping.
         RuntimeError: A value has another shape or type than the network's, or (PyTorch modules) is missing.
+        StateMismatch: Arrays of the network share memory, and their values differ there. Nothing was changed.
     """
     _check_mapping(parameter_dict)
     if hasattr(net, "parameters_and_names"):
@@ -124,15 +125,6 @@ def _for_torch(value: Value) -> object:
     return torch_tensor(value) if isinstance(value, np.ndarray) else value
 
 
-def torch_tensor(array: np.ndarray) -> torch.Tensor:
-    """Return a torch tensor over the memory of a C-ordered array; bfloat16 and float8 included."""
-    import torch
-
-    flat = torch.from_numpy(array.reshape(-1).view(np.uint8))
-    dtype: torch.dtype = getattr(torch, array.dtype.name)
-    return flat.view(dtype).reshape(array.shape)
-
-
 def _fill(net: Mapping[str, Any], values: Mapping[str, Value], *, strict: bool) -> None:
     missing = [name for name in net if name not in values]
     if missing:
@@ -142,6 +134,7 @@ def _fill(net: Mapping[str, Any], values: Mapping[str, Value], *, strict: bool) 
         for name in net
         if name in values
     }
+    _check_shared(net, fitting)
     for name, value in fitting.items():
         mine = net[name]
         if isinstance(mine, np.ndarray):
@@ -149,6 +142,15 @@ def _fill(net: Mapping[str, Any], values: Mapping[str, Value], *, strict: bool) 
         else:
             # Not in place through autograd: weights are leaves, and loading is no step of a computation.
             mine.detach().copy_(torch_tensor(value))
+
+
+def _check_shared(net: Mapping[str, Any], values: Mapping[str, Value]) -> None:
+    arrays = {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, np.ndarray) and getattr(net.get(name), "shape", None) == value.shape
+    }
+    check_shared(net, arrays, what="the network")
 
 
 def _fitting(name: str, mine: Any, theirs: Value, *, strict: bool) -> np.ndarray:

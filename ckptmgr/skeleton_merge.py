@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckptmgr.skeletons import leaves_of
-from ckptmgr.tree_nodes import Json, Path, TreeError, dump_skeleton, load_skeleton
+from ckptmgr.tree_nodes import SHARED, Json, Path, TreeError, dump_skeleton, load_skeleton
 
 KEPT = "\0kept/"
 """Before the names of tensors that the rank has already."""
@@ -87,16 +87,18 @@ def first_differing_path(first: str, other: str) -> str:
 
 class _Merger:
     def __init__(self, first: str, own: str | None, has: Callable[[str], bool]) -> None:
-        self._nodes = load_skeleton(first)
+        # Ranks are compared by their values, whichever of them are one object.
+        self._first = first
+        self._nodes = _without_ties(first)
         self._root = _parsed(self._nodes)
-        self._own_nodes = [] if own is None else load_skeleton(own)
+        self._own_nodes = [] if own is None else _without_ties(own)
         self._own = None if own is None else _parsed(self._own_nodes)
         self._has = has
         self.differing: dict[tuple[int, int], str] = {}
 
     def compare(self, other: str) -> None:
         """Note what another skeleton says differently."""
-        nodes = load_skeleton(other)
+        nodes = _without_ties(other)
         stack = [(self._root, _parsed(nodes), Path())]
         while stack:
             one, two, path = stack.pop()
@@ -124,7 +126,8 @@ class _Merger:
                 out.extend(self._replacement(item.own))
             else:
                 stack.extend(reversed(_descended(item.value, item.own, item.path)))
-        return Merged(skeleton=dump_skeleton(out), kept=tuple(kept))
+        # What was one object on the first rank is none any more where a part of it is kept here.
+        return Merged(skeleton=dump_skeleton(out) if kept else self._first, kept=tuple(kept))
 
     def _is_kept(self, value: _Value) -> bool:
         if value.place in self.differing:
@@ -148,6 +151,12 @@ class _Merger:
             leaf["tensor"] = f"{KEPT}{leaf.get('tensor')}"
             leaf.pop("shared", None)
         return nodes
+
+
+def _without_ties(skeleton: str) -> list[Json]:
+    """Return the nodes that make values, without those that say which values are one object."""
+    nodes = load_skeleton(skeleton)
+    return [node for node in nodes if not (isinstance(node, dict) and SHARED in node)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,8 @@ objects with `state_dict()`. Its arrays become named tensors that every file for
 one line of JSON, the skeleton.
 
 * What comes back is equal: types, dtypes (also those that no file format knows), NaN and -0.0, keys and their order.
-* Arrays that share memory share it again (tied weights); what they share is stored once.
+* Arrays that share memory share it again (tied weights); what they share is stored once. One list, dict, set, bytearray,
+  generator or object in several places is one again.
 * What cannot be stored is refused with its path. Nothing in a skeleton is ever imported or called.
 
 Some things come back in another form unless they are restored into one of their kind: a namedtuple as a plain tuple, an
@@ -125,7 +126,8 @@ def restore(target: object, skeleton: str, read: Read) -> object:
         The target, or what takes its place when it is immutable.
 
     Raises:
-        StateMismatch: Missing or extra keys, other shapes or types; names every path. Nothing was changed.
+        StateMismatch: Missing or extra keys, other shapes or types, two values for one memory or object; names every path.
+            Nothing was changed.
         TreeError: The skeleton is damaged or does not fit the tensors. Nothing was changed.
     """
     return compared(target, skeleton, read)()
@@ -156,7 +158,7 @@ class Restoration:
         direct: Tensor to the memory of the target that is all its content is for.
 
     Raises:
-        StateMismatch: As `restore`; also when several values go to the same memory, which differ or not.
+        StateMismatch: As `restore`.
         TreeError: As `restore`.
     """
 
@@ -165,7 +167,7 @@ class Restoration:
     ) -> None:
         with collector_paused():
             unflattener = Unflattener(read, fill=fill)
-            self._restorer = Restorer(has_contents=False)
+            self._restorer = Restorer(look_into=unflattener.look_into)
             self._restorer.plan(target, unflattener.run(skeleton))
             self._fills = {
                 name: one

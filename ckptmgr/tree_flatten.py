@@ -20,8 +20,8 @@ from ckptmgr.formats.tensor import Tensor
 from ckptmgr.leaves import array_bytes, framework_of, to_tensor
 from ckptmgr.tree_atoms import encode_atom, encode_dtype, encode_key
 from ckptmgr.tree_memory import ARRAYS, Leaf, stored_as
-from ckptmgr.tree_nodes import MAX_DEPTH, Json, Path, dump_skeleton, unsupported
-from ckptmgr.tree_random import generator_state
+from ckptmgr.tree_nodes import MAX_DEPTH, SHARED, Json, Path, dump_skeleton, unsupported
+from ckptmgr.tree_random import generator_key, generator_state
 from ckptmgr.tree_skeleton import skeleton_of
 from ckptmgr.tree_slices import Slice, Slicer, note_whole_shapes
 from ckptmgr.tree_storage import plan_storage
@@ -51,6 +51,7 @@ class _Frame(NamedTuple):
         depth: Of its parts.
         end: Nodes to write after them.
         container: Its `id`; None for what is no container of the state.
+        tie: The same for values that are one object which can change; None for what cannot.
     """
 
     parts: Iterator[_Part]
@@ -59,6 +60,7 @@ class _Frame(NamedTuple):
     depth: int
     end: Sequence[Json]
     container: int | None
+    tie: object = None
 
 
 class Flattener:
@@ -78,6 +80,7 @@ class Flattener:
         self._frames: list[_Frame] = []
         self._open: set[int] = set()
         self._held: list[object] = []
+        self._ends: dict[object, list[int]] = {}
 
     def run(self, state: object) -> tuple[list[Tensor], str, dict[str, str]]:
         """Return the tensors, the skeleton and the aliases of a state."""
@@ -87,7 +90,20 @@ class Flattener:
         tensors, aliases = plan_storage(self._leaves, self._unique)
         if self.slices:
             note_whole_shapes(self._leaves, self.slices)
-        return tensors, skeleton_of(self._nodes), aliases
+        return tensors, skeleton_of(self._with_ties()), aliases
+
+    def _with_ties(self) -> list[Json | Leaf]:
+        """Return the nodes, and after each value that is one object with another a node that says so."""
+        tied = [ends for ends in self._ends.values() if len(ends) > 1]
+        if not tied:
+            return self._nodes
+        ties = sorted((end, number) for number, ends in enumerate(tied) for end in ends)
+        nodes: list[Json | Leaf] = []
+        start = 0
+        for end, number in ties:
+            nodes += [*self._nodes[start:end], {SHARED: number}]
+            start = end
+        return [*nodes, *self._nodes[start:]]
 
     def _walk(self, frame: _Frame) -> None:
         """Encode the parts of a container, until one has parts of its own or none is left."""
@@ -106,11 +122,21 @@ class Flattener:
         self._nodes.extend(frame.end)
         if frame.container is not None:
             self._open.discard(frame.container)
+        if frame.tie is not None:
+            self._note_end(frame.tie)
+
+    def _note_end(self, tie: object) -> None:
+        """Note that the nodes of an object that can change, and is held, are complete."""
+        self._ends.setdefault(tie, []).append(len(self._nodes))
 
     def _visit(self, value: Any, path: Path, depth: int) -> None:
         """Encode a value without parts; of others note what is to be done."""
         if isinstance(value, bytes | bytearray) and len(value) > _INLINE_BYTES:
             self._long_bytes(value, path)
+            return
+        if type(value) is bytearray:
+            self._nodes.extend(encode_atom(value) or ())
+            self._hold(value)
             return
         atom = encode_atom(value)
         if atom is None and framework_of(value) is not None:
@@ -140,7 +166,7 @@ class Flattener:
         match kind:
             case "dict" | "counter":
                 parts = _mapping(value, path)
-                return _Frame(parts, path, "key", depth, [{kind: len(value)}], id(value))
+                return _Frame(parts, path, "key", depth, [{kind: len(value)}], id(value), id(value))
             case "ordered":
                 return _ordered(value, path, depth)
             case "list" | "tuple":
@@ -151,18 +177,21 @@ class Flattener:
             end: Json = {"namedtuple": [type(value).__name__, names]}
             return _sequence(value, path, depth, end=end)
         if type(value) in (set, frozenset):
-            return _Frame(iter(()), path, None, depth, _set(value, path), id(value))
+            tie = id(value) if type(value) is set else None
+            return _Frame(iter(()), path, None, depth, _set(value, path), id(value), tie)
         found = generator_state(value)
         if found is not None:
             node, state = found
-            return _Frame(iter([((), state, None)]), path, None, depth, [node], id(value))
+            key = generator_key(value)
+            return _Frame(iter([((), state, None)]), path, None, depth, [node], id(value), key)
         if _has_state_dict(value):
             try:
                 inner = unknown.state_dict()
             except Exception as error:
                 error.add_note(f"while saving {path}")
                 raise
-            return _Frame(iter([((), inner, None)]), path, "object", depth, (), id(value))
+            parts = iter([((), inner, None)])
+            return _Frame(parts, path, "object", depth, (), id(value), id(value))
         return None
 
     def _torch_atom(self, value: object) -> tuple[Json] | None:
@@ -176,6 +205,13 @@ class Flattener:
         array = np.frombuffer(value, dtype=np.uint8)
         self._add(_array_leaf(array, path, self._unique(path.tensor_name())))
         self._nodes.append({f"to_{type(value).__name__}": 1})
+        if isinstance(value, bytearray):
+            self._hold(value)
+
+    def _hold(self, value: object) -> None:
+        """Note an object without parts that can change, and whose nodes are complete."""
+        self._held.append(value)
+        self._note_end(id(value))
 
     def _array(self, value: Any, path: Path, depth: int) -> None:
         part = None if self._slicer is None else self._slicer.slice_of(path.tensor_name(), value)
@@ -213,7 +249,8 @@ class Flattener:
             return
         node, parts = split
         values: list[_Part] = [((), part, name) for name, part in parts.items()]
-        self._frames.append(_Frame(iter(values), path, "key", depth + 1, [node], None))
+        self._held.append(value)
+        self._frames.append(_Frame(iter(values), path, "key", depth + 1, [node], None, id(value)))
 
     def _add(self, leaf: Leaf) -> None:
         self._leaves.append(leaf)
@@ -247,15 +284,17 @@ def _ordered(value: Any, path: Path, depth: int) -> _Frame:
     parts = _mapping(value, path)
     end: list[Json] = [{"ordered": len(value)}]
     if not extra:
-        return _Frame(parts, path, "key", depth, end, id(value))
+        return _Frame(parts, path, "key", depth, end, id(value), id(value))
     # torch notes the versions of its modules there; load_state_dict looks at them.
     metadata: list[_Part] = [(end, extra["_metadata"], "_metadata")]
-    return _Frame(chain(parts, metadata), path, "key", depth, [{"with_metadata": 2}], id(value))
+    end = [{"with_metadata": 2}]
+    return _Frame(chain(parts, metadata), path, "key", depth, end, id(value), id(value))
 
 
 def _sequence(value: Any, path: Path, depth: int, *, end: Json) -> _Frame:
     parts: list[_Part] = [((), child, index) for index, child in enumerate(value)]
-    return _Frame(iter(parts), path, "index", depth, [end], id(value))
+    tie = id(value) if isinstance(value, list) else None
+    return _Frame(iter(parts), path, "index", depth, [end], id(value), tie)
 
 
 def _set(value: Any, path: Path) -> list[Json]:

@@ -2,7 +2,8 @@
 """The skeleton of a state: its JSON, the paths in it, and its errors.
 
 A skeleton is a postfix program, `{"version":1,"nodes":[...]}`: a node is a value, or takes the values before it and
-puts one in their place (`{"list":3}`). So the JSON is flat however deep the state is, and a cycle cannot be written
+puts one in their place (`{"list":3}`). In version 2, `{"shared":0}` puts the first value that it follows in the place of
+every other one that it follows. So the JSON is flat however deep the state is, and a cycle cannot be written
 down. Numbers that JSON would change are hexadecimal. The text is ASCII and the same state gives the same text.
 """
 
@@ -11,13 +12,16 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from collections.abc import Iterable
 from typing import Literal, NoReturn
 
 from ckptmgr.errors import CkptmgrError, UnsupportedState
 
 Json = None | bool | int | str | list["Json"] | dict[str, "Json"]
 
-VERSION = 1
+SHARED = "shared"
+"""The kind of node after a value that is one object with every other value before a node of the same number."""
+_VERSIONS = (1, 2)
 MAX_DEPTH = 500
 _MAX_INT_DIGITS = 20
 _MANY_DIGITS = "0" * _MAX_INT_DIGITS
@@ -128,8 +132,13 @@ def unsupported(path: Path, problem: str, hint: str) -> UnsupportedState:
 
 def dump_skeleton(nodes: list[Json]) -> str:
     """Return the JSON of a node list."""
-    body = {"version": VERSION, "nodes": nodes}
+    body = {"version": version_of(nodes), "nodes": nodes}
     return json.dumps(body, separators=(",", ":"), allow_nan=False)
+
+
+def version_of(nodes: Iterable[object]) -> int:
+    """Return the version of a skeleton: 2 where objects are shared, which readers of version 1 do not know."""
+    return 2 if any(isinstance(node, dict) and SHARED in node for node in nodes) else 1
 
 
 def load_skeleton(skeleton: str) -> list[Json]:
@@ -154,9 +163,9 @@ def load_skeleton(skeleton: str) -> list[Json]:
         raise TreeError(f"the skeleton of the state is not JSON: {error}") from None
     if not isinstance(body, dict) or "version" not in body:
         raise TreeError("the skeleton of the state has no version")
-    if type(body["version"]) is not int or body["version"] != VERSION:
+    if type(body["version"]) is not int or body["version"] not in _VERSIONS:
         raise TreeError(
-            f"the skeleton of the state has version {shown(body['version'])}, this library reads {VERSION}",
+            f"the skeleton of the state has version {shown(body['version'])}, this library reads 1 and 2",
             hint="read it with a newer ckptmgr",
         )
     nodes = body.get("nodes")

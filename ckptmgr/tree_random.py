@@ -41,6 +41,12 @@ def generator_kind(value: Any) -> str:
     return ""
 
 
+def generator_key(value: Any) -> object:
+    """Return what two generators of a state have in common if they draw from the same stream."""
+    source = value.bit_generator if isinstance(value, np.random.Generator) else value
+    return type(value), id(source)
+
+
 def generator_state(value: Any) -> tuple[Json, object] | None:
     """Return the skeleton node and the state of a generator; None for everything that cannot be built again."""
     kind, _, inner = generator_kind(value).rstrip(")").partition("(")

@@ -30,7 +30,7 @@ from ckptmgr.tree_fill import (
     signature_of,
 )
 from ckptmgr.tree_nodes import Path, StateMismatch
-from ckptmgr.tree_random import generator_kind, set_generator
+from ckptmgr.tree_random import generator_key, generator_kind, set_generator
 from ckptmgr.tree_shared import SharedTargets
 
 _SHOWN_DIFFERENCES = 100
@@ -77,15 +77,15 @@ class Restorer:
     """Compares one state with what was stored and fills it; see `tree.restore`.
 
     Args:
-        has_contents: Whether what was stored has its contents already when it is compared.
+        look_into: Called with a part of what was stored before the contents of arrays in it are looked at.
 
     Attributes:
         fills: What will be copied, known once `plan` returned.
         filled: `id` of what was stored and need not be copied any more.
     """
 
-    def __init__(self, *, has_contents: bool = True) -> None:
-        self._shared = SharedTargets(has_contents=has_contents)
+    def __init__(self, *, look_into: Callable[[object], None] = lambda _: None) -> None:
+        self._shared = SharedTargets(look_into=look_into)
         self._differences: list[str] = []
         self._generators: list[Callable[[], None]] = []
         self._steps: list[_Step] = []
@@ -111,6 +111,7 @@ class Restorer:
                 stack.extend(reversed(plan.visits))
             else:
                 steps.append(plan)
+        self._differences += self._shared.problems()
         if self._differences:
             raise _mismatch(self._differences)
 
@@ -125,11 +126,11 @@ class Restorer:
         self._differences.append(f"{path} {problem}")
         return _give(None)
 
-    def _claim(self, target: Any, stored: Any, path: Path) -> None:
-        """Note that `stored` will be copied into the memory of `target`, for which there may be only one value."""
-        other = self._shared.other_value(target, stored, path)
-        if other is not None:
-            self._differ(path, f"is the same memory as {other}, stored are two different values")
+    def _claim(self, target: Any, stored: Any, path: Path, *, key: object = None) -> None:
+        """Note that `stored` will be put into `target`, for which there may be only one value."""
+        problem = self._shared.add_object(key or id(target), target, stored, path)
+        if problem is not None:
+            self._differ(path, problem)
 
     def _plan(self, target: Any, stored: Any, path: Path) -> _Step | _Parts:
         """Return what will restore `target` and give the value that takes its place."""
@@ -145,12 +146,15 @@ class Restorer:
             return _give(stored)
         match target:
             case MutableMapping() if isinstance(stored, Mapping):
+                self._claim(target, stored, path)
                 return self._plan_mapping(target, stored, path)
             case list() if isinstance(stored, list):
+                self._claim(target, stored, path)
                 return self._plan_sequence(target, stored, path)
             case tuple() if isinstance(stored, tuple):
                 return self._plan_sequence(target, stored, path)
             case set() | bytearray() if type(stored) is type(target):
+                self._claim(target, stored, path)
                 return _Step(0, lambda _: refill(target, stored))
             case frozenset() if isinstance(stored, frozenset):
                 return _give(stored)
@@ -203,7 +207,7 @@ class Restorer:
             return self._differ(path, f"is {_described(target)}, stored is {_described(stored)}")
         if not target.flags.writeable:
             return _give(stored)
-        self._claim(target, stored, path)
+        self._shared.add_array(target, stored, path)
         self.fills.append(Fill(target, stored))
         return _Step(
             0, lambda _: target if id(stored) in self.filled else fill_array(target, stored)
@@ -219,7 +223,7 @@ class Restorer:
             return self._differ(path, "is on the meta device, which holds no elements")
         if not can_copy_into(local):
             return _give(stored)
-        self._claim(local, stored, path)
+        self._shared.add_array(local, stored, path)
         self.fills.append(Fill(local, stored, is_given_on))
 
         def make(_: list[Any]) -> object:
@@ -249,6 +253,7 @@ class Restorer:
     def _plan_object(self, target: Any, stored: Any, path: Path) -> _Step | _Parts:
         if not isinstance(stored, Mapping | list | tuple):
             return self._differ(path, f"is {_described(target)}, stored is {_described(stored)}")
+        self._claim(target, stored, path)
         torch_module = sys.modules.get("torch")
         has_slices = holds_slices(target)
         if (
@@ -295,6 +300,7 @@ class Restorer:
             return self._differ(
                 path, f"is a {generator_kind(target)}, stored is a {generator_kind(stored)}"
             )
+        self._claim(target, stored, path, key=generator_key(target))
         self._generators.append(lambda: set_generator(target, stored))
         return _give(target)
 

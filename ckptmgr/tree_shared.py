@@ -1,64 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays of a state that are one and the same memory: two stored values that differ cannot both go there."""
+"""Parts of a state that are one and the same: two stored values that differ cannot both go there."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from ckptmgr.leaves import framework_of
+from ckptmgr.overlaps import bytes_for, clashes
+from ckptmgr.tree_flatten import Flattener
 from ckptmgr.tree_nodes import Path
-
-_Place = tuple[object, ...]
 
 
 class SharedTargets:
-    """What is to be copied into which memory, so far.
-
-    Only arrays that are the same elements in the same order are told; not parts of one another.
+    """What is to be restored into which memory and which objects, so far.
 
     Args:
-        has_contents: Whether the stored values can be compared. Otherwise they differ unless they are the same memory.
+        look_into: Called with a stored value before the contents of its arrays are looked at.
     """
 
-    def __init__(self, *, has_contents: bool) -> None:
-        self._has_contents = has_contents
-        self._first: dict[_Place, tuple[Path, Any]] = {}
+    def __init__(self, *, look_into: Callable[[Any], None]) -> None:
+        self._look_into = look_into
+        self._targets: dict[object, Any] = {}
+        self._stored: dict[object, Any] = {}
+        self._objects: dict[object, tuple[Path, object, Any]] = {}
 
-    def other_value(self, target: Any, stored: Any, path: Path) -> Path | None:
-        """Return where in the state a value that differs from this one goes to the same memory, or None.
+    def add_array(self, target: Any, stored: Any, path: Path) -> None:
+        """Note that an array of the state is to be filled with a stored one of the same shape and type."""
+        self._targets[path], self._stored[path] = target, stored
+
+    def add_object(self, key: object, target: object, stored: Any, path: Path) -> str | None:
+        """Note that an object of the state is to be filled; return why it cannot be, or None.
 
         Args:
-            target: An array of the state.
-            stored: What is to be copied into it; of the same shape and type.
+            key: The same for two targets that are one.
+            target: The object, which is held.
+            stored: What it is to be filled with.
             path: Where in the state.
         """
-        if 0 in stored.shape:
+        other, _, first = self._objects.setdefault(key, (path, target, stored))
+        if first is stored:
             return None
-        found, first = self._first.setdefault(_place_of(target), (path, stored))
-        if first is stored or _place_of(first) == _place_of(stored):
+        self._look_into([first, stored])
+        if _are_equal(first, stored):
             return None
-        return None if self._has_contents and _are_equal(first, stored) else found
+        return f"is the same object as {other}, stored are two different values"
 
-
-def _place_of(array: Any) -> _Place:
-    if isinstance(array, np.ndarray):
-        return ("numpy", array.__array_interface__["data"][0], array.shape, array.strides)
-    if framework_of(array) == "torch":
-        return ("torch", str(array.device), array.data_ptr(), tuple(array.shape), array.stride())
-    return ("object", id(array))
+    def problems(self) -> list[str]:
+        """Return what is wrong with the arrays, each after its path."""
+        found = clashes(self._targets, self._stored, self._look_into)
+        return [f"{one.later} {one}" for one in found]
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Return whether two stored values of one kind, shape and type are the same, bit for bit: NaN equals itself."""
+    """Return whether two stored values are the same, bit for bit: NaN equals itself."""
     if isinstance(one, np.ndarray):
-        return np.array_equal(_bytes(one), _bytes(other))
-    import torch
-
-    parts = [value.detach().contiguous().reshape(-1).view(torch.uint8) for value in (one, other)]
-    return torch.equal(*parts)
-
-
-def _bytes(array: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        return np.array_equal(bytes_for(one, one), bytes_for(one, other))
+    (tensors, skeleton, _), (others, other_skeleton, _) = (
+        Flattener().run(value) for value in (one, other)
+    )
+    return skeleton == other_skeleton and all(
+        mine.spec == its.spec and mine.content() == its.content()
+        for mine, its in zip(tensors, others, strict=True)
+    )

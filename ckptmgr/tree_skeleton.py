@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii
 
 from ckptmgr.tree_memory import Leaf
-from ckptmgr.tree_nodes import VERSION, Json
+from ckptmgr.tree_nodes import Json, version_of
 
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
@@ -34,7 +34,7 @@ def skeleton_of(nodes: Sequence[Json | Leaf]) -> str:
             waiting.append(node)
     if waiting:
         parts.append(_encode(waiting)[1:-1])
-    return f'{{"version":{VERSION},"nodes":[{",".join(parts)}]}}'
+    return f'{{"version":{version_of(nodes)},"nodes":[{",".join(parts)}]}}'
 
 
 def _leaf(leaf: Leaf, heads: dict[tuple[str, str, tuple[int, ...]], str]) -> str:

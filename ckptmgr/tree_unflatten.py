@@ -27,7 +27,7 @@ from ckptmgr.tree_atoms import (
     is_key,
 )
 from ckptmgr.tree_memory import contiguous_strides, extent
-from ckptmgr.tree_nodes import MAX_DEPTH, Json, TreeError, load_skeleton
+from ckptmgr.tree_nodes import MAX_DEPTH, SHARED, Json, TreeError, load_skeleton
 from ckptmgr.tree_random import build_generator
 
 if TYPE_CHECKING:
@@ -97,6 +97,7 @@ class Unflattener:
         self._handed_out: set[str] = set()
         self._torch_memory: dict[str, torch.Tensor] = {}
         self._shared: dict[int, object] = {}
+        self._ties: dict[int, object] = {}
         self._stack: list[_Built] = []
 
     def run(self, skeleton: str) -> object:
@@ -128,12 +129,24 @@ class Unflattener:
             self._stack.append(_Built(_ATOMS[kind](body), 0))
         elif kind in _COMBINERS:
             _COMBINERS[kind](self, kind, body)
+        elif kind == SHARED:
+            self._tie(body)
         elif kind in ("array", "torch"):
             self._stack.append(_Built(self._leaf(kind, body), 0))
         elif kind in ("torch.Size", "torch.dtype", "torch.device"):
             self._stack.append(_Built(_torch().ATOM_DECODERS[kind](body), 0))
         else:
             raise TreeError(f"there is no kind of node called {kind!r}")
+
+    def _tie(self, number: Json) -> None:
+        """Put the first value of a number in the place of the last one."""
+        if type(number) is not int or not self._stack:
+            raise TreeError(f"a value is shared as {number!r}")
+        last = self._stack[-1]
+        first = self._ties.setdefault(number, last.value)
+        if type(first) is not type(last.value):
+            raise TreeError(f"the values that are shared as {number} are of several types")
+        self._stack[-1] = last._replace(value=first)
 
     def _pop(self, count: object) -> list[Any]:
         """Take the last values and put a placeholder of the right depth in their place."""
@@ -186,7 +199,7 @@ class Unflattener:
 
     def _bytes(self, kind: str, body: Json) -> None:
         [array] = self._pop(1)
-        self._look_into(array)
+        self.look_into(array)
         if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.ndim != 1:
             raise TreeError("bytes are not stored as uint8")
         self._put(array.tobytes() if kind == "to_bytes" else bytearray(array.tobytes()))
@@ -196,7 +209,7 @@ class Unflattener:
         if not isinstance(body, dict):
             raise TreeError(f"a {kind} tensor is spelled {body!r}")
         parts = self._pop(3 if "axis" in body else 2 if kind == "sparse" else 1)
-        self._look_into(parts)
+        self.look_into(parts)
         build = torch.build_sparse if kind == "sparse" else torch.build_quantized
         if not all(_is_torch_tensor(part) for part in parts):
             raise TreeError(f"a {kind} tensor has parts that are no tensors")
@@ -204,7 +217,7 @@ class Unflattener:
 
     def _rng(self, kind: str, body: Json) -> None:
         [state] = self._pop(1)
-        self._look_into(state)
+        self.look_into(state)
         self._put(_guarded(f"a {body}", lambda: build_generator(body, state)))
 
     def _leaf(self, kind: str, body: Json) -> object:
@@ -315,15 +328,15 @@ class Unflattener:
         except KeyError:
             raise TreeError(f"there is no tensor called {name!r}") from None
 
-    def _look_into(self, values: object) -> None:
-        """Have the contents read that a value is made from."""
+    def look_into(self, values: object) -> None:
+        """Have the contents of the arrays in a value read."""
         if self._fill is None:
             return
         if isinstance(values, dict):
             values = list(values.values())
         if isinstance(values, list | tuple):
             for value in values:
-                self._look_into(value)
+                self.look_into(value)
         elif (name := self.leaves.get(id(values))) is not None:
             self.whole[name] = False
             self._fill(name)

@@ -14,16 +14,19 @@ from math import prod
 
 import numpy as np
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from ckptmgr.boxes import region_at, whole_region
-from ckptmgr.destinations import apart, memory_of
-from ckptmgr.integrations.dcp_files import ShardFile, Want
+from ckptmgr.destinations import apart, has_memory, memory_of
+from ckptmgr.integrations.dcp_files import ShardFile, ShardSet, Want
 from ckptmgr.integrations.dcp_index import Piece, piece_name
+from ckptmgr.overlaps import clashes, sharing
 from ckptmgr.tree_nodes import StateMismatch
 
 _BUFFERED_BYTES = 256 << 20
+_SHOWN_DIFFERENCES = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +74,12 @@ class Loading:
         for jobs in _batches(self._jobs(tensors)):
             self._read(jobs)
 
+    def values(self, items: Sequence[ReadItem]) -> list[torch.Tensor]:
+        """Return what the targets of some items are to be given, each of the type of its target; raises as `run`."""
+        jobs = [replace(self._job(item), memory=None) for item in items]
+        buffers = self._filled(jobs)
+        return [buffers[id(job)].to(job.target.dtype) for job in jobs]
+
     def _read_objects(self, items: Sequence[ReadItem]) -> None:
         wants = []
         for item in items:
@@ -102,6 +111,14 @@ class Loading:
         return _Job(item=item, target=target, dtype=dtype, memory=memory)
 
     def _read(self, jobs: Sequence[_Job]) -> None:
+        buffers = self._filled(jobs)
+        for job in jobs:
+            if id(job) in buffers:
+                job.target.copy_(buffers[id(job)])
+            self._planner.commit_tensor(job.item, job.target)
+
+    def _filled(self, jobs: Sequence[_Job]) -> dict[int, torch.Tensor]:
+        """Read what some jobs want, and return by `id` of a job the buffers of those without memory."""
         buffers = {
             id(job): torch.empty(job.item.lengths, dtype=job.dtype)
             for job in jobs
@@ -112,10 +129,7 @@ class Loading:
             memory = memory_of(buffers[id(job)]) if job.memory is None else job.memory
             wants.append(self._want(job, memory))
         self._file.read(wants)
-        for job in jobs:
-            if id(job) in buffers:
-                job.target.copy_(buffers[id(job)])
-            self._planner.commit_tensor(job.item, job.target)
+        return buffers
 
     def _want(self, job: _Job, memory: np.ndarray | None) -> Want:
         assert memory is not None  # noqa: S101 - a new tensor on the CPU has memory
@@ -127,6 +141,63 @@ class Loading:
             item_bytes=job.dtype.itemsize,
             target=memory.reshape(-1).view(np.uint8).data,
         )
+
+
+def check_shared(
+    shards: ShardSet,
+    items: Mapping[int, Sequence[ReadItem]],
+    metadata: Metadata,
+    planner: LoadPlanner,
+) -> None:
+    """Check that tensors which share memory are given the same values there; nothing is changed.
+
+    Args:
+        shards: The files.
+        items: What is wanted, by the rank whose file it is in.
+        metadata: Of the checkpoint, from `metadata_from`.
+        planner: Says where things go.
+
+    Raises:
+        StateMismatch: They are not; names both. Or a target has another size than what is read into it.
+        CorruptCheckpoint, OSError: As `StorageReader.read_data`.
+    """
+    # A planner of another kind may take memory whenever it is asked for a target.
+    if not isinstance(planner, DefaultLoadPlanner):
+        return
+    wanted = [
+        (rank, item)
+        for rank, own in items.items()
+        for item in own
+        if item.type != LoadItemType.BYTE_IO
+    ]
+    found = {n: planner.resolve_tensor(item).detach() for n, (_, item) in enumerate(wanted)}
+    targets = {number: target for number, target in found.items() if has_memory(target)}
+    numbers = [n for group in sharing(targets) if _is_of_several(group, wanted) for n in group]
+    values: dict[int, torch.Tensor] = {}
+    for rank in sorted({wanted[number][0] for number in numbers}):
+        own_numbers = [number for number in numbers if wanted[number][0] == rank]
+        with shards.file(rank) as file:
+            read = Loading(file, metadata, planner).values([wanted[n][1] for n in own_numbers])
+        values |= zip(own_numbers, read, strict=True)
+
+    def name(number: int) -> str:
+        return repr(wanted[number][1].dest_index.fqn)
+
+    problems = [
+        f"{name(one.later)} {one.naming(name)}"
+        for one in clashes({n: targets[n] for n in sorted(values)}, values)
+    ]
+    if problems:
+        raise StateMismatch(
+            "the checkpoint does not fit this state; nothing was changed:\n  "
+            + "\n  ".join(sorted(set(problems))[:_SHOWN_DIFFERENCES]),
+            hint="give tensors that do not share memory, or tie those that were tied when they were saved",
+        )
+
+
+def _is_of_several(group: Sequence[int], wanted: Sequence[tuple[int, ReadItem]]) -> bool:
+    """Return whether targets belong to several tensors; the parts of one tensor are apart."""
+    return len(group) == 1 or len({wanted[number][1].dest_index.fqn for number in group}) > 1
 
 
 def _batches(jobs: Sequence[_Job]) -> Iterator[list[_Job]]:

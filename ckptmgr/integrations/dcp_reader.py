@@ -27,7 +27,7 @@ from ckptmgr.fsio import FileSystem
 from ckptmgr.integrations import dcp_planners
 from ckptmgr.integrations.dcp_files import ShardSet
 from ckptmgr.integrations.dcp_index import Piece
-from ckptmgr.integrations.dcp_loading import Loading
+from ckptmgr.integrations.dcp_loading import Loading, check_shared
 from ckptmgr.integrations.dcp_metadata import metadata_from
 from ckptmgr.integrations.dcp_place import checked_config, place_of, set_name_of
 from ckptmgr.integrations.dcp_run import note_resumed
@@ -174,7 +174,8 @@ class StorageReader(storage.StorageReader):
 
         Raises:
             CorruptCheckpoint: What is read is damaged. The tensors that were read are undefined.
-            StateMismatch: A target has another size than what is read into it.
+            StateMismatch: A target has another size than what is read into it; or targets share memory, and are to be given
+                different values there: nothing was changed.
             UnsupportedState: The planner would unpickle.
             OSError: From the disk.
         """
@@ -186,7 +187,9 @@ class StorageReader(storage.StorageReader):
                 hint="give dcp.load the planner ckptmgr.integrations.dcp.LoadPlanner()",
             )
         with self._observers.timed("load", **about(found.checkpoint)):
-            for rank, items in _by_rank(plan.items, found.metadata).items():
+            by_rank = _by_rank(plan.items, found.metadata)
+            check_shared(found.shards, by_rank, found.metadata, planner)
+            for rank, items in by_rank.items():
                 with found.shards.file(rank) as file:
                     Loading(file, found.metadata, planner).run(items)
         note_resumed(self._place, found.checkpoint, found.manifest)

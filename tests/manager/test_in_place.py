@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -171,12 +172,17 @@ def test_state_that_does_not_fit_is_not_changed(tmp_path: Path) -> None:
     assert not target["a"].any()
 
 
-def test_targets_that_overlap_are_filled_one_after_the_other(tmp_path: Path) -> None:
+def test_targets_that_overlap_take_what_is_equal_there_and_nothing_else(tmp_path: Path) -> None:
     memory = np.zeros(150, np.uint8)
+    whole = np.repeat(np.arange(3, dtype=np.uint8), 50)
     with CheckpointManager(tmp_path) as manager:
-        manager.save(1, [np.full(100, 1, np.uint8), np.full(100, 2, np.uint8)])
+        manager.save(1, [whole[:100].copy(), whole[50:].copy()])
         manager.resume([memory[:100], memory[50:]])
-    assert memory.tolist() == [1] * 50 + [2] * 100
+        assert np.array_equal(memory, whole)
+        manager.save(2, [np.full(100, 1, np.uint8), np.full(100, 2, np.uint8)])
+        with pytest.raises(StateMismatch, match=re.escape("state[1] overlaps state[0] in memory")):
+            manager.resume([memory[:100], memory[50:]])
+    assert np.array_equal(memory, whole)
 
 
 @pytest.mark.parametrize(

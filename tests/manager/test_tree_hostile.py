@@ -38,7 +38,7 @@ def decode(*nodes: object) -> object:
         ("null", "no version"),
         ("[]", "no version"),
         ('{"nodes":[1]}', "no version"),
-        ('{"version":2,"nodes":[1]}', "has version 2.*newer ckptmgr"),
+        ('{"version":3,"nodes":[1]}', "has version 3.*newer ckptmgr"),
         ('{"version":true,"nodes":[1]}', "has version True"),
         ('{"version":1}', "not a version and a list"),
         ('{"version":1,"nodes":{}}', "not a version and a list"),

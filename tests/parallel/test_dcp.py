@@ -924,3 +924,25 @@ def test_ranks_that_begin_to_differ_are_noticed_with_cached_plans(tmp_path: Path
             planner._cached_plans_key = f"rank {rank}"
         save([StorageWriter(tmp_path, step=step) for _ in states], states, planners)
         assert set(load_checkpoint(tmp_path / f"ckpt-{step}.shards")["w"]) == {values[0]}
+
+
+def test_tensors_that_share_memory_take_what_is_equal_there_and_nothing_else(
+    tmp_path: Path,
+) -> None:
+    whole = torch.arange(6.0)
+    tied = torch.nn.Parameter(torch.ones(3))
+    for step, second in ((1, whole[2:].clone()), (2, torch.full((4,), 9.0))):
+        state = {"a": whole[:4].clone(), "b": second, "c": tied, "d": tied.clone()}
+        writer = StorageWriter(tmp_path, CONFIGS["plain"], step=step)
+        dcp.save(state, storage_writer=writer, planner=SavePlanner())
+    memory, both = torch.zeros(6), torch.zeros(3)
+    target = {"a": memory[:4], "b": memory[2:], "c": both, "d": both}
+    reader = StorageReader(tmp_path, CONFIGS["plain"], step=1)
+    dcp.load(target, storage_reader=reader, planner=LoadPlanner())
+    assert (memory.tolist(), both.tolist()) == (whole.tolist(), [1.0] * 3)
+    reader = StorageReader(tmp_path, CONFIGS["plain"], step=2)
+    with pytest.raises(CheckpointException) as error:
+        dcp.load(target, storage_reader=reader, planner=LoadPlanner())
+    assert isinstance(cause_of(error), StateMismatch)
+    assert "'b' overlaps 'a' in memory" in str(cause_of(error))
+    assert memory.tolist() == whole.tolist()
