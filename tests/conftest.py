@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from ckptmgr.crypto import stretching
+from ckptmgr.crypto import child_environment, stretching
 
 # A busy machine makes examples slow, which says nothing about the code; so no deadline anywhere.
 settings.register_profile(
@@ -44,9 +44,10 @@ def plain_ctrl_c() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def own_stretching_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Give each test the budget of a process of its own: passphrases that open nothing use it up."""
+def process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give each test what a new process has: all of the budget for passphrases, and no variable named as a secret yet."""
     monkeypatch.setattr(stretching, "_of_process", stretching.StretchingBudget())
+    monkeypatch.setattr(child_environment, "_named", set[str]())
 
 
 # Memory, where the machine lets us: there a test that saves a thousand times waits for no disk.
