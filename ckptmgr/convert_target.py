@@ -17,7 +17,7 @@ from ckptmgr.crypto.mindspore_blocks import BlockSealer
 from ckptmgr.digest import FileDigest
 from ckptmgr.errors import CheckpointNotFound, UnsafeWrite, UnsealedCheckpoint
 from ckptmgr.formats.image import Image
-from ckptmgr.fsio import OutputFile
+from ckptmgr.fsio import OsFileSystem, OutputFile
 from ckptmgr.lease import lease_path
 from ckptmgr.loader import ReadOptions
 from ckptmgr.manifest import SUFFIX, FileEntry, Manifest, manifest_name
@@ -129,7 +129,7 @@ def publish(
     real = Path(os.path.realpath(source))
     directory = Path(os.path.realpath(target.parent))
     described = _description(real, directory / target.name, manifest, options, clock)
-    store = Store(directory, key=content.key)
+    store = Store(directory, fs=OsFileSystem(keeps_owner=True), key=content.key)
 
     def write(file: OutputFile) -> FileDigest:
         return write_image(content.image, file, sealer=content.sealer).digest
@@ -183,7 +183,7 @@ def publish_other(
     """
     real = Path(os.path.realpath(source))
     path = Path(os.path.realpath(target.parent)) / target.name
-    store = Store(path.parent)
+    store = Store(path.parent, fs=OsFileSystem(keeps_owner=True))
     size_bytes = content.image.size if content.sealer is None else content.sealer.sealed_size
     with lease_of_name(store, path.name):
         check_target(source, target, force=force)

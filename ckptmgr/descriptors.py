@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 _LAST_STANDARD_DESCRIPTOR = 2
 
@@ -23,6 +24,17 @@ def beyond_standard(descriptor: int) -> int:
         return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _LAST_STANDARD_DESCRIPTOR + 1)
     finally:
         os.close(descriptor)
+
+
+def open_entry(path: Path, flags: int, mode: int = 0o600, *, dir_fd: int | None = None) -> int:
+    """Open a file by its path, or by its name alone in a directory that is open; errors name the whole path."""
+    if dir_fd is None:
+        return os.open(path, flags, mode)
+    try:
+        return os.open(path.name, flags, mode, dir_fd=dir_fd)
+    except OSError as error:
+        error.filename = os.fspath(path)
+        raise
 
 
 @contextlib.contextmanager

@@ -8,6 +8,8 @@ or a failing disk in its place. Rules:
   file that exists (`change`), because it has two copies of which one is always whole.
 * `sync` failing is final: the pages may be gone, so nothing is retried on that file (Linux marks them clean after EIO).
 * A directory entry is durable only after `sync_directory`.
+* Whatever removes, moves or writes files does so in a directory that it holds (`hold_directory`): another user who may write
+  to the directory could put a link in its place at any moment.
 """
 
 from __future__ import annotations
@@ -16,12 +18,14 @@ import contextlib
 import errno
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from ckptmgr.held_directories import HeldDirectories
 from ckptmgr.input_files import CachedFile, UncachedFile
 from ckptmgr.lock_files import locked
-from ckptmgr.output_files import ChangedFile, NewFile
+from ckptmgr.output_files import ChangedFile, NewFile, adopt_owner
 
 _PRIVATE = 0o400
 
@@ -96,12 +100,28 @@ class InputFile(Protocol):
 class FileSystem(Protocol):
     """What the store asks of a disk. Paths are absolute."""
 
-    def create(self, path: Path, *, mode: int) -> OutputFile:
-        """Create a new file for writing; FileExistsError when the name is taken."""
+    def hold_directory(self, path: Path) -> contextlib.AbstractContextManager[None]:
+        """Reach the entries of a directory through one descriptor of it, whatever gets its path meanwhile.
+
+        No link in it is followed. A directory in a held one must be no link, and must not belong to a stranger. Holding a
+        directory again keeps the descriptor that there is.
+        """
+        ...
+
+    def is_moved(self, path: Path) -> bool:
+        """Return whether the path of a held directory leads elsewhere now, or nowhere."""
+        ...
+
+    def create(self, path: Path, *, mode: int, owner_of: Path | None = None) -> OutputFile:
+        """Create a new file for writing; FileExistsError when the name is taken.
+
+        If root creates it, it gets the owner of the file `owner_of` in the same directory, which it will replace, or the
+        owner of the directory where there is none; with None it stays root's.
+        """
         ...
 
     def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:
-        """Open a regular file for reading; FIFOs and devices are refused, a final link is followed.
+        """Open a regular file for reading; FIFOs and devices are refused, and links where the directory is held.
 
         With `is_uncached`, what the disk holds is read, as far as the page cache lets itself be passed by.
         """
@@ -128,7 +148,10 @@ class FileSystem(Protocol):
         ...
 
     def make_directory(self, path: Path, *, mode: int) -> None:
-        """Create a directory and its missing parents durably; no error when it exists."""
+        """Create a directory and its missing parents durably; no error when it exists.
+
+        One that root creates in a held directory gets the owner of that directory.
+        """
         ...
 
     def remove_directory(self, path: Path) -> None:
@@ -178,46 +201,82 @@ def remove_name(fs: FileSystem, path: Path) -> None:
 
 
 class OsFileSystem:
-    """The real disk."""
+    """The real disk.
 
-    def create(self, path: Path, *, mode: int) -> OutputFile:
+    Args:
+        keeps_owner: Whether what root creates stays root's, whatever `owner_of` says: for outputs that no run reads.
+    """
+
+    def __init__(self, *, keeps_owner: bool = False) -> None:
+        self._directories = HeldDirectories()
+        self._keeps_owner = keeps_owner
+
+    def hold_directory(self, path: Path) -> contextlib.AbstractContextManager[None]:
+        """Reach the entries of a directory through one descriptor of it, whatever gets its path meanwhile."""
+        return self._directories.hold(path)
+
+    def is_moved(self, path: Path) -> bool:
+        """Return whether the path of a held directory leads elsewhere now, or nowhere."""
+        return self._directories.is_moved(path)
+
+    def create(self, path: Path, *, mode: int, owner_of: Path | None = None) -> OutputFile:
         """Create a new file for writing; FileExistsError when the name is taken."""
-        return NewFile(path, mode)
+        with self._directories.entry(path) as at:
+            owner = None
+            if owner_of is not None and not self._keeps_owner:
+                owner = self._owner(owner_of)
+            return NewFile(path, mode, dir_fd=at.dir_fd, owner=owner)
 
     def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:
-        """Open a regular file for reading; FIFOs and devices are refused, a final link is followed."""
-        return UncachedFile(path) if is_uncached else CachedFile(path)
+        """Open a regular file for reading; FIFOs and devices are refused, links in a held directory, too."""
+        kind = UncachedFile if is_uncached else CachedFile
+        with self._directories.entry(path) as at:
+            return kind(path, dir_fd=at.dir_fd)
 
     def change(self, path: Path) -> OutputFile:
         """Open a regular file that exists, to overwrite some of its bytes; links are refused, also hard ones."""
-        return ChangedFile(path)
+        with self._directories.entry(path) as at:
+            return ChangedFile(path, dir_fd=at.dir_fd)
 
     def replace(self, source: Path, target: Path) -> None:
         """Rename, replacing the target atomically."""
-        os.replace(source, target)
+        with self._directories.entry(source) as old, self._directories.entry(target) as new:
+            try:
+                os.replace(old.name, new.name, src_dir_fd=old.dir_fd, dst_dir_fd=new.dir_fd)
+            except OSError as error:
+                raise _renamed(error, source, target) from None
 
     def link(self, source: Path, target: Path) -> None:
         """Give a file a second name; FileExistsError when that is taken."""
-        os.link(source, target)
+        with self._directories.entry(source) as old, self._directories.entry(target) as new:
+            try:
+                os.link(old.name, new.name, src_dir_fd=old.dir_fd, dst_dir_fd=new.dir_fd)
+            except OSError as error:
+                raise _renamed(error, source, target) from None
 
     def unlink(self, path: Path) -> None:
         """Remove a name."""
-        os.unlink(path)
+        with self._directories.entry(path) as at:
+            os.unlink(at.name, dir_fd=at.dir_fd)
 
     def sync_directory(self, path: Path) -> None:
         """Make the entries of a directory durable."""
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(descriptor)
-        except OSError as error:
-            # Some network file systems cannot sync directories and say so; there is nothing better to do there.
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-                raise
-        finally:
-            os.close(descriptor)
+        with self._directories.opened(path) as descriptor:
+            try:
+                os.fsync(descriptor)
+            except OSError as error:
+                # Some network file systems cannot sync directories and say so; there is nothing better to do there.
+                if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                    raise
 
     def make_directory(self, path: Path, *, mode: int) -> None:
         """Create a directory and its missing parents durably."""
+        if self._directories.is_held(path):
+            return
+        with self._directories.entry(path) as at:
+            if at.dir_fd is not None:
+                self._make_inside(path, at.name, at.dir_fd, mode)
+                return
         missing = []
         current = path
         while not current.exists():
@@ -233,14 +292,26 @@ class OsFileSystem:
         if not path.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, "exists and is not a directory", str(path))
 
+    def _make_inside(self, path: Path, name: str, dir_fd: int, mode: int) -> None:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, mode, dir_fd=dir_fd)
+            with self._directories.opened(path) as descriptor:
+                # In the place of the new one, another user may have put one that is in use.
+                if not os.listdir(descriptor):
+                    adopt_owner(descriptor, os.fstat(dir_fd))
+        self.sync_directory(path.parent)
+        with self._directories.hold(path):
+            pass
+
     def remove_directory(self, path: Path) -> None:
         """Remove an empty directory; an OSError when something is in it."""
-        os.rmdir(path)
+        with self._directories.entry(path) as at:
+            os.rmdir(at.name, dir_fd=at.dir_fd)
 
     def list(self, path: Path) -> dict[str, FileStatus]:
         """Return name to status for a directory; entries that vanish meanwhile are left out."""
         entries = {}
-        with os.scandir(path) as scan:
+        with self._directories.opened(path) as descriptor, os.scandir(descriptor) as scan:
             for entry in scan:
                 with contextlib.suppress(FileNotFoundError):
                     entries[entry.name] = _status(entry.stat(follow_symlinks=False))
@@ -249,9 +320,19 @@ class OsFileSystem:
     def status(self, path: Path) -> FileStatus | None:
         """Return the status of a name without following links, or None when it is absent."""
         try:
-            return _status(os.stat(path, follow_symlinks=False))
+            with self._directories.entry(path) as at:
+                return _status(os.stat(at.name, dir_fd=at.dir_fd, follow_symlinks=False))
         except FileNotFoundError:
             return None
+
+    def _owner(self, path: Path) -> os.stat_result:
+        """Return the status of a regular file, or that of its directory where there is none."""
+        with self._directories.entry(path) as at, contextlib.suppress(FileNotFoundError):
+            figures = os.stat(at.name, dir_fd=at.dir_fd, follow_symlinks=False)
+            if stat.S_ISREG(figures.st_mode):
+                return figures
+        with self._directories.opened(path.parent) as descriptor:
+            return os.fstat(descriptor)
 
     def free_bytes(self, path: Path) -> int | None:
         """Return how many bytes an unprivileged writer may still use."""
@@ -260,7 +341,20 @@ class OsFileSystem:
 
     def lock(self, path: Path, *, owner: str) -> contextlib.AbstractContextManager[str | None]:
         """Hold an advisory lock (flock) on a file; yields the owner's text when a live process holds it."""
-        return locked(path, owner=owner)
+        return self._locked(path, owner)
+
+    @contextlib.contextmanager
+    def _locked(self, path: Path, owner: str) -> Iterator[str | None]:
+        with (
+            self._directories.entry(path) as at,
+            locked(path, owner=owner, dir_fd=at.dir_fd) as holder,
+        ):
+            yield holder
+
+
+def _renamed(error: OSError, source: Path, target: Path) -> OSError:
+    """Return the error of a rename or link with the whole paths."""
+    return OSError(error.errno, error.strerror, os.fspath(source), None, os.fspath(target))
 
 
 def _status(figures: os.stat_result) -> FileStatus:

@@ -34,7 +34,7 @@ def hold_name(fs: FileSystem, directory: Path, name: str) -> Iterator[None]:
     Raises:
         StoreLocked: Somebody else is writing it.
     """
-    with hold_lease(fs, directory, name):
+    with fs.hold_directory(directory), hold_lease(fs, directory, name):
         try:
             yield
         finally:

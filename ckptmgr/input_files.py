@@ -10,6 +10,7 @@ import os
 import stat
 from pathlib import Path
 
+from ckptmgr.descriptors import open_entry
 from ckptmgr.formats.errors import TruncatedError
 from ckptmgr.transfers import note
 
@@ -19,11 +20,19 @@ REFUSALS_OF_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 class CachedFile:
-    """A regular file, read through the page cache."""
+    """A regular file, read through the page cache; with `dir_fd`, an entry of that directory, and no link."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, dir_fd: int | None = None) -> None:
         # O_NONBLOCK so that opening a FIFO with no writer does not hang; it means nothing for regular files.
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
+        try:
+            self._descriptor = open_entry(
+                path, flags if dir_fd is None else flags | os.O_NOFOLLOW, dir_fd=dir_fd
+            )
+        except OSError as error:
+            if dir_fd is None or error.errno != errno.ELOOP:
+                raise
+            raise OSError(errno.EINVAL, "is a link, not a regular file", str(path)) from None
         figures = os.fstat(self._descriptor)
         if not stat.S_ISREG(figures.st_mode):
             self.close()
@@ -87,9 +96,9 @@ class UncachedFile(CachedFile):
     the file is dropped first: that works for what was synced. (tmpfs has no disk; its page cache is the file.)
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, dir_fd: int | None = None) -> None:
         self._direct = -1
-        super().__init__(path)
+        super().__init__(path, dir_fd=dir_fd)
         try:
             with contextlib.suppress(OSError):
                 os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)

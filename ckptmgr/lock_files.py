@@ -11,15 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
 
-from ckptmgr.descriptors import beyond_standard
+from ckptmgr.descriptors import beyond_standard, open_entry
+from ckptmgr.output_files import adopt_owner
 
 _MAX_OWNER_BYTES = 4096
 
 
 @contextlib.contextmanager
-def locked(path: Path, *, owner: str) -> Iterator[str | None]:
+def locked(path: Path, *, owner: str, dir_fd: int | None = None) -> Iterator[str | None]:
     """Hold an advisory lock (flock) on a file, without waiting; yields the text of its holder when that is somebody else."""
-    descriptor, is_held = _open_lock(path)
+    descriptor, is_held = _open_lock(path, dir_fd)
     with contextlib.closing(_LockFile(descriptor, path if is_held else None)):
         if not is_held:
             yield os.pread(descriptor, _MAX_OWNER_BYTES, 0).decode(errors="replace")
@@ -66,14 +67,17 @@ def lock_descriptor(path: Path) -> int | None:
 os.register_at_fork(after_in_child=_LockFile.close_inherited)
 
 
-def _open_lock(path: Path) -> tuple[int, bool]:
+def _open_lock(path: Path, dir_fd: int | None) -> tuple[int, bool]:
     """Return a descriptor of a lock file, and whether the lock is ours."""
     while True:
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        descriptor = beyond_standard(os.open(path, flags, 0o600))
+        try:
+            descriptor = _opened(path, dir_fd)
+        except FileExistsError:
+            continue  # another process was faster
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            named = os.stat(path, follow_symlinks=False)
+            name = path if dir_fd is None else path.name
+            named = os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
         except BlockingIOError:
             return descriptor, False
         except FileNotFoundError:
@@ -86,6 +90,17 @@ def _open_lock(path: Path) -> tuple[int, bool]:
         if os.path.samestat(named, os.fstat(descriptor)):
             return descriptor, True
         os.close(descriptor)
+
+
+def _opened(path: Path, dir_fd: int | None) -> int:
+    """Open a lock file, or make it; FileExistsError where another process makes it meanwhile."""
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return beyond_standard(open_entry(path, flags, dir_fd=dir_fd))
+    except FileNotFoundError:
+        descriptor = open_entry(path, flags | os.O_CREAT | os.O_EXCL, dir_fd=dir_fd)
+    adopt_owner(descriptor, path.parent.stat() if dir_fd is None else os.fstat(dir_fd))
+    return beyond_standard(descriptor)
 
 
 def _write_owner(descriptor: int, owner: str) -> None:

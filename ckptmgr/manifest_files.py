@@ -170,7 +170,7 @@ class ManifestFiles(ManifestReader):
         self, path: Path, data: bytes, *, series: str, mode: int, is_durable: bool
     ) -> Path:
         temp = self.temp_path(path.name, series)
-        file = self.fs.create(temp, mode=mode)
+        file = self.fs.create(temp, mode=mode, owner_of=path)
         try:
             try:
                 file.write_at(0, data)

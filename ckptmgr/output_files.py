@@ -10,7 +10,7 @@ import os
 import stat
 from pathlib import Path
 
-from ckptmgr.descriptors import beyond_standard
+from ckptmgr.descriptors import beyond_standard, open_entry
 from ckptmgr.input_files import DIRECT_IO_ALIGNMENT, REFUSALS_OF_DIRECT_IO
 from ckptmgr.transfers import note
 
@@ -43,10 +43,17 @@ def adopt_owner(descriptor: int, like: os.stat_result) -> None:
 class NewFile:
     """A new file with up to two descriptors: one for direct I/O, one through the page cache."""
 
-    def __init__(self, path: Path, mode: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        mode: int,
+        *,
+        dir_fd: int | None = None,
+        owner: os.stat_result | None = None,
+    ) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         self._path = path
-        self._buffered = beyond_standard(os.open(path, flags, 0o600))
+        self._buffered = beyond_standard(open_entry(path, flags, dir_fd=dir_fd))
         self._direct = -1
         try:
             with contextlib.suppress(OSError):
@@ -57,6 +64,8 @@ class NewFile:
                         f"/proc/self/fd/{self._buffered}", os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC
                     )
                 )
+            if owner is not None:
+                adopt_owner(self._buffered, owner)
             os.fchmod(self._buffered, mode)
         except BaseException:
             self.close()
@@ -115,10 +124,10 @@ class NewFile:
 class ChangedFile:
     """A file that exists, opened for writing whatever its permission bits, which stay."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, dir_fd: int | None = None) -> None:
         self._path = path
         flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        reading = os.open(path, os.O_RDONLY | flags)
+        reading = open_entry(path, os.O_RDONLY | flags, dir_fd=dir_fd)
         try:
             figures = os.fstat(reading)
             if not stat.S_ISREG(figures.st_mode):

@@ -18,7 +18,7 @@ from typing import TypeVar
 from ckptmgr.bare_files import bare_file
 from ckptmgr.digest import FileDigest, digest_of
 from ckptmgr.disk_errors import explained, not_enough_space
-from ckptmgr.errors import CkptmgrError
+from ckptmgr.errors import CkptmgrError, StoreLocked
 from ckptmgr.fsio import FileStatus, FileSystem, InputFile, OutputFile, discard, give_name
 from ckptmgr.held_signals import signals_heard, signals_held
 from ckptmgr.manifest import FOREIGN, FileEntry, Manifest
@@ -90,7 +90,7 @@ class Publisher:
                 manifest_mode = mode
             with signals_held():
                 manifest = self._write_temp(
-                    temp, size_bytes, write, describe, mode=mode, read_back=read_back
+                    name, temp, size_bytes, write, describe, mode=mode, read_back=read_back
                 )
                 self._commit(name, temp, manifest, old, before, series=series, mode=manifest_mode)
         except OSError as error:
@@ -116,7 +116,9 @@ class Publisher:
         try:
             self.check_space(size_bytes)
             with signals_held():
-                self._write_temp(temp, size_bytes, write, lambda _: None, mode=mode, read_back=None)
+                self._write_temp(
+                    name, temp, size_bytes, write, lambda _: None, mode=mode, read_back=None
+                )
                 give_name(self.fs, temp, self.directory / name)
                 self.fs.sync_directory(self.directory)
         except OSError as error:
@@ -124,6 +126,7 @@ class Publisher:
 
     def _write_temp(
         self,
+        name: str,
         temp: Path,
         size_bytes: int,
         write: Callable[[OutputFile], _Written],
@@ -133,7 +136,7 @@ class Publisher:
         read_back: Callable[[InputFile, _Written], None] | None,
     ) -> _Described:
         """Write a file that nobody knows yet, or none; signals must be held, and are heard while it takes long."""
-        file = self.fs.create(temp, mode=mode)
+        file = self.fs.create(temp, mode=mode, owner_of=self.directory / name)
         try:
             try:
                 with signals_heard():
@@ -167,6 +170,12 @@ class Publisher:
         try:
             self._manifests.put(replace(manifest, replaces=old), series=series, mode=during)
             self.fs.sync_directory(self.directory)
+            if self.fs.is_moved(self.directory):
+                raise StoreLocked(
+                    "the directory was moved or replaced while it was written to, so nothing was saved",
+                    path=self.directory,
+                    hint="start the run again; it resumes from what is there",
+                )
             self.fs.replace(temp, self.directory / name)
         except BaseException:
             # Ctrl-C, and an answer lost on the way from a file server, also come after the rename was done. The manifest

@@ -42,11 +42,12 @@ def remove_dead_temps(fs: FileSystem, directory: Path, processes: Processes) -> 
         What was done, one sentence each.
     """
     done = []
-    for name in sorted(fs.list(directory)):
-        parts = parse_temp(name)
-        if parts is not None and processes.is_dead(parts[0]) is True:
-            remove_name(fs, directory / name)
-            done.append(f"removed {name}, left by an interrupted save")
+    with fs.hold_directory(directory):
+        for name in sorted(fs.list(directory)):
+            parts = parse_temp(name)
+            if parts is not None and processes.is_dead(parts[0]) is True:
+                remove_name(fs, directory / name)
+                done.append(f"removed {name}, left by an interrupted save")
     return done
 
 

@@ -41,7 +41,7 @@ class ShardFiles(Store):
             self.check_space(size_bytes)
             with signals_held():
                 manifest = self._write_temp(
-                    temp, size_bytes, write, describe, mode=mode, read_back=read_back
+                    name, temp, size_bytes, write, describe, mode=mode, read_back=read_back
                 )
                 self._give_name(temp, name)
         except OSError as error:

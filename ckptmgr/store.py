@@ -110,7 +110,10 @@ class Store(Publisher):
     def lease(self, series: str) -> Iterator[None]:
         """Be the only writer of a series; StoreLocked when somebody else is."""
         self.fs.make_directory(self.directory, mode=0o700)
-        with hold_lease(self.fs, self.directory, series):
+        with (
+            self.fs.hold_directory(self.directory),
+            hold_lease(self.fs, self.directory, series),
+        ):
             yield
 
     def look(self, name: str) -> Checkpoint | None:
@@ -124,7 +127,10 @@ class Store(Publisher):
     @contextlib.contextmanager
     def unchanged(self, checkpoints: Sequence[Checkpoint]) -> Iterator[HeldNames]:
         """Hold the names of those checkpoints that are still what was listed; the leases of their series must be held."""
-        with hold_unchanged(self.fs, self.directory, checkpoints, self.look) as held:
+        with (
+            self.fs.hold_directory(self.directory),
+            hold_unchanged(self.fs, self.directory, checkpoints, self.look) as held,
+        ):
             yield held
 
     def update_manifest(self, manifest: Manifest, *, mode: int | None = None) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -29,7 +29,7 @@ from ckptmgr.held_signals import signals_held
 from ckptmgr.manifest import SUFFIX, files_of, manifest_name
 from ckptmgr.model import Checkpoint, State
 from ckptmgr.store import Store
-from ckptmgr.trash_folder import STAMP, TRASH_NAME, batch_folders
+from ckptmgr.trash_folder import STAMP, TRASH_NAME, batch_folders, held_batch, held_trash
 
 __all__ = [
     "TRASH_NAME",
@@ -70,7 +70,8 @@ def batches(store: Store) -> list[Batch]:
     """Return the batches in the trash of a directory, oldest first; strangers in the trash are left out."""
     found = []
     for path, thrown_at in batch_folders(store.fs, store.directory):
-        inside = Store(path, fs=store.fs).scan()
+        with held_batch(store.fs, path):
+            inside = Store(path, fs=store.fs).scan()
         whole = [c for c in inside if c.state is not State.LEFTOVER]
         checkpoints = tuple(sorted(whole, key=lambda c: (c.series, c.order, c.name)))
         found.append(Batch(path=path, thrown_at=thrown_at, checkpoints=checkpoints))
@@ -102,13 +103,27 @@ def throw_away(store: Store, checkpoints: Sequence[Checkpoint], into: Path) -> l
     """
     store.check_not_all(checkpoints, store.scan())
     _check_trash(store)
-    store.fs.make_directory(into, mode=0o700)
-    with signals_held(), store.unchanged(checkpoints) as held:
+    with (
+        _new_batch(store, into),
+        signals_held(),
+        store.unchanged(checkpoints) as held,
+    ):
         others = dict(files_of(checkpoint) for checkpoint in held.checkpoints)
         failures, moved = _move_all(store, list(others), store.directory, into)
         rest = [name for first in moved for name in others[first]]
         more, _ = _move_all(store, rest, store.directory, into, may_be_missing=True)
         return [*held.failures, *failures, *more]
+
+
+@contextlib.contextmanager
+def _new_batch(store: Store, into: Path) -> Iterator[None]:
+    """Make the folder of a batch where it is missing, and hold it."""
+    with store.fs.hold_directory(store.directory):
+        store.fs.make_directory(into.parent, mode=0o700)
+        with held_trash(store.fs, store.directory):
+            store.fs.make_directory(into, mode=0o700)
+            with held_batch(store.fs, into):
+                yield
 
 
 def restore(store: Store, batch: Batch, checkpoints: Sequence[Checkpoint]) -> list[str]:
@@ -122,6 +137,7 @@ def restore(store: Store, batch: Batch, checkpoints: Sequence[Checkpoint]) -> li
     """
     with contextlib.ExitStack() as leases:
         leases.enter_context(hold_name(store.fs, store.directory, TRASH_NAME))
+        leases.enter_context(held_batch(store.fs, batch.path))
         busy = [c.name for c in checkpoints if not _is_held(store, c, leases)]
         taken = list(dict.fromkeys(busy + taken_names(store, checkpoints)))
         others = dict(files_of(c) for c in checkpoints if c.name not in taken)
@@ -171,11 +187,12 @@ def finish(store: Store, series: str) -> None:
         if checkpoint.state is not State.LEFTOVER or series_of(store, checkpoint) != series:
             continue
         for batch in batches(store):
-            if store.fs.status(batch.path / checkpoint.name) is not None:
-                with contextlib.ExitStack() as leases:
-                    if _is_held(store, checkpoint, leases):
-                        _finish(store, checkpoint.name, batch.path)
-                break
+            with held_batch(store.fs, batch.path), contextlib.ExitStack() as leases:
+                if store.fs.status(batch.path / checkpoint.name) is None:
+                    continue
+                if _is_held(store, checkpoint, leases):
+                    _finish(store, checkpoint.name, batch.path)
+            break
 
 
 def _finish(store: Store, data_name: str, into: Path) -> None:
@@ -196,7 +213,8 @@ def discard(store: Store, batch: Batch) -> None:
         OSError: From the disk; calling it again goes on where it stopped.
     """
     with hold_name(store.fs, store.directory, TRASH_NAME):
-        with contextlib.suppress(FileNotFoundError):  # another prune was faster
+        # Another prune may have been faster.
+        with contextlib.suppress(FileNotFoundError), held_batch(store.fs, batch.path):
             _remove_files(store.fs, batch.path)
         tidy(store, batch.path)
 
@@ -213,16 +231,22 @@ def _remove_files(fs: FileSystem, folder: Path) -> None:
 
 def tidy(store: Store, folder: Path) -> None:
     """Remove a batch's folder, and the trash, as far as they are empty."""
-    for directory in (folder, folder.parent):
-        try:
-            store.fs.remove_directory(directory)
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                return
-            raise
-        store.fs.sync_directory(directory.parent)
+    with store.fs.hold_directory(store.directory), contextlib.suppress(FileNotFoundError):
+        with held_trash(store.fs, store.directory):
+            _remove_empty(store.fs, folder)
+        _remove_empty(store.fs, folder.parent)
+
+
+def _remove_empty(fs: FileSystem, folder: Path) -> None:
+    try:
+        fs.remove_directory(folder)
+    except FileNotFoundError:
+        return  # another prune was faster
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            return
+        raise
+    fs.sync_directory(folder.parent)
 
 
 def _move_all(

@@ -29,6 +29,8 @@ POSSIBLE_ERRORS = {
     "close": (errno.EIO,),
     "create": (errno.EMFILE, errno.ENOSPC, errno.EROFS),
     "free_bytes": (errno.EIO,),
+    "hold_directory": (errno.EMFILE, errno.EIO),
+    "is_moved": (errno.EIO,),
     "link": (errno.ENOSPC, errno.EIO),
     "list": (errno.EMFILE, errno.EIO),
     "lock": (errno.EMFILE, errno.EROFS),
@@ -92,10 +94,22 @@ class FailingDisk:
         """Whether the chosen call has been reached."""
         return self._call is not None and self._counted() >= self._call
 
-    def create(self, path: Path, *, mode: int) -> OutputFile:
+    @contextlib.contextmanager
+    def hold_directory(self, path: Path) -> Iterator[None]:
+        """Hold a directory."""
+        self._meet("hold_directory", path)
+        with self._disk.hold_directory(path):
+            yield
+
+    def is_moved(self, path: Path) -> bool:
+        """Return whether a held directory was moved."""
+        self._meet("is_moved", path)
+        return self._disk.is_moved(path)
+
+    def create(self, path: Path, *, mode: int, owner_of: Path | None = None) -> OutputFile:
         """Create a new file."""
         self._meet("create", path)
-        return _FailingOutput(self, self._disk.create(path, mode=mode), path)
+        return _FailingOutput(self, self._disk.create(path, mode=mode, owner_of=owner_of), path)
 
     def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:
         """Open a file for reading."""

@@ -121,8 +121,21 @@ class ModelDisk:
         """Return the whole content of a file, for tests."""
         return self._image.files[self._image.resolve(path)].visible
 
-    def create(self, path: Path, *, mode: int) -> OutputFile:
-        """Create a new file for writing; FileExistsError when the name is taken."""
+    @contextlib.contextmanager
+    def hold_directory(self, path: Path) -> Iterator[None]:
+        """Do nothing but look: in this model nobody swaps directories."""
+        with self._powered():
+            self._image.resolve_directory(path)
+        yield
+
+    def is_moved(self, path: Path) -> bool:
+        """Return False."""
+        del path
+        return False
+
+    def create(self, path: Path, *, mode: int, owner_of: Path | None = None) -> OutputFile:
+        """Create a new file for writing; FileExistsError when the name is taken. Here nothing has an owner."""
+        del owner_of
         with self._powered():
             directory, name, inode = self._image.locate(path)
             if inode is not None:

@@ -86,11 +86,12 @@ class StoppingFileSystem(OsFileSystem):
     """The real disk, but the save number `stop_at` stops half-way through its data and waits to be killed."""
 
     def __init__(self, stop_at: int) -> None:
+        super().__init__()
         self._saves_left = stop_at
 
-    def create(self, path: Path, *, mode: int) -> OutputFile:
+    def create(self, path: Path, *, mode: int, owner_of: Path | None = None) -> OutputFile:
         """Create a file; of the doomed save, one that stops."""
-        file = super().create(path, mode=mode)
+        file = super().create(path, mode=mode, owner_of=owner_of)
         if ".manifest." not in path.name:
             self._saves_left -= 1
             if self._saves_left == 0:

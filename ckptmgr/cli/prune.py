@@ -76,6 +76,8 @@ def prune_command(
     store = options.open_store(directory, key=key, allow_unsealed=allow_unsealed)
     if not store.directory.is_dir():
         raise CheckpointNotFound("no such directory", path=directory)
+    # What is shown and agreed to is of this directory, whatever gets its path meanwhile.
+    ctx.with_resource(store.fs.hold_directory(store.directory))
     output = render.make_output(ctx, store.directory, as_json=as_json, quiet=quiet)
     if undo:
         if keep is not None or check or at_once:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 from ckptmgr.formats.tensor import Item
 from ckptmgr.fsio import FileSystem, OsFileSystem, remove_name
@@ -43,6 +44,7 @@ def write_file(
     options: SaveOptions,
     metadata: Mapping[str, str] | None = None,
     step: int | None = None,
+    fs: FileSystem | None = None,
 ) -> Path:
     """Write a checkpoint file and return its path; directories are made, a file of that name is replaced.
 
@@ -52,6 +54,7 @@ def write_file(
         options: Format and key.
         metadata: Strings kept in the file.
         step: The training step that it is of, where that is known.
+        fs: The disk; None for the real one.
 
     Raises:
         UnsupportedCheckpoint: The format cannot hold an item; nothing was changed.
@@ -72,7 +75,8 @@ def write_file(
             stats=stats,
         )
 
-    store = Store(path.parent, key=options.key)
+    disk = OsFileSystem(keeps_owner=True) if fs is None else fs
+    store = Store(path.parent, fs=disk, key=options.key)
     store.fs.make_directory(path.parent, mode=0o700)
     order = SaveOrder(
         name=path.name,
@@ -103,9 +107,18 @@ def remove_file(path: Path) -> None:
         store.fs.sync_directory(path.parent)
 
 
+class Staging(NamedTuple):
+    """A folder for files that are moved out of it together, and the disk that holds it."""
+
+    fs: FileSystem
+    path: Path
+
+
 @contextmanager
-def staging_folder(target: Path, name: str) -> Iterator[Path]:
+def staging_folder(target: Path, name: str) -> Iterator[Staging]:
     """Yield an empty folder in a directory, for files that are to lie in it together; it is removed at the end.
+
+    The directory and the folder are held: another user who may write to the directory cannot put a link in their place.
 
     Args:
         target: The directory; made where it does not exist.
@@ -115,17 +128,17 @@ def staging_folder(target: Path, name: str) -> Iterator[Path]:
         StoreLocked: Another process does this work now.
         OSError: From the disk.
     """
-    store = Store(target)
-    fs, folder = store.fs, target / f".{name}.tmp"
-    with lease_of_name(store, name):
+    fs, folder = OsFileSystem(keeps_owner=True), target / f".{name}.tmp"
+    with lease_of_name(Store(target, fs=fs), name):
         fs.make_directory(folder, mode=0o700)
-        try:
-            _empty(fs, folder)
-            yield folder
-        finally:
-            with suppress(OSError):
+        with fs.hold_directory(folder):
+            try:
                 _empty(fs, folder)
-                fs.remove_directory(folder)
+                yield Staging(fs, folder)
+            finally:
+                with suppress(OSError):
+                    _empty(fs, folder)
+                    fs.remove_directory(folder)
 
 
 def _empty(fs: FileSystem, folder: Path) -> None:
@@ -133,19 +146,19 @@ def _empty(fs: FileSystem, folder: Path) -> None:
         remove_name(fs, folder / name)
 
 
-def move_files(source: Path, target: Path, names: Sequence[str]) -> list[Path]:
-    """Move checkpoint files and their manifests from one directory to another, durably; return their new paths.
+def move_files(staging: Staging, names: Sequence[str]) -> list[Path]:
+    """Move checkpoint files and their manifests out of a staging folder, durably; return their new paths.
 
     Raises:
         StoreLocked: Another process writes one of them in the target now; some are moved.
         OSError: From the disk; some are moved.
     """
-    store = Store(target)
+    fs, source, target = staging.fs, staging.path, staging.path.parent
     for name in names:
-        with lease_of_name(store, name):
-            store.fs.replace(source / manifest_name(name), target / manifest_name(name))
-            store.fs.replace(source / name, target / name)
-    store.fs.sync_directory(target)
+        with lease_of_name(Store(target, fs=fs), name):
+            fs.replace(source / manifest_name(name), target / manifest_name(name))
+            fs.replace(source / name, target / name)
+    fs.sync_directory(target)
     return [target / name for name in names]
 
 
@@ -155,7 +168,7 @@ def write_small_file(path: Path, data: bytes) -> None:
     Raises:
         OSError: From the disk; an older file of this name is intact.
     """
-    fs = OsFileSystem()
+    fs = OsFileSystem(keeps_owner=True)
     fs.make_directory(path.parent, mode=0o700)
     files = ManifestFiles(
         path.parent, fs=fs, key=None, processes=ProcProcesses(), must_authenticate=False

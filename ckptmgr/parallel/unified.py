@@ -154,12 +154,18 @@ def unify(
         options = output_options("safetensors", None, "AES-GCM")
         with staging_folder(target_dir, "unify-{}-of-{}".format(*share)) as staging:
             for name, items in files.items():
-                path = staging / name
-                write_file(path, items, options=options, metadata=_METADATA, step=global_step)
+                write_file(
+                    staging.path / name,
+                    items,
+                    options=options,
+                    metadata=_METADATA,
+                    step=global_step,
+                    fs=staging.fs,
+                )
             if share[0] == 1:
                 # From here on an interruption leaves some of each call: no loader may take them for one.
                 write_small_file(target_dir / MAP_FILE, json.dumps(_UNFINISHED).encode())
-            written = move_files(staging, target_dir, [*files])
+            written = move_files(staging, [*files])
     if share[0] > 1:
         return WrittenFiles(written, step=chosen.step, notes=chosen.notes)
     if not hyper:

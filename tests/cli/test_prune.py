@@ -478,3 +478,49 @@ def test_checkpoint_saved_while_the_question_stands_stops_the_prune(runs: Path) 
     save_run(runs, [9000])
     assert terminal.answer(b"y\n")[0] == 13
     assert len(steps(runs)) == 9
+
+
+def test_directory_that_is_replaced_at_the_question_is_not_pruned(
+    runs: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(runs, other)
+    before = tree_of(other)
+    terminal = Terminal(runs, "--keep", "last(6)", "--now")
+    terminal.question()
+    runs.rename(tmp_path / "moved")
+    runs.symlink_to(other)
+    terminal.answer(b"y\n")
+    assert tree_of(other) == before
+    assert len(steps(tmp_path / "moved")) == 7
+
+
+@pytest.mark.parametrize("is_trash", [False, True])
+def test_trash_that_became_a_link_at_the_question_is_left_alone(
+    runs: Path, tmp_path: Path, is_trash: bool
+) -> None:
+    assert run("prune", runs, "--keep", "last(6)", "--yes", now_s=0).exit_code == 0
+    (batch,) = (runs / trash.TRASH_NAME).iterdir()
+    swapped = batch.parent if is_trash else batch
+    shutil.copytree(swapped, tmp_path / "precious")
+    before = tree_of(tmp_path / "precious")
+    terminal = Terminal(runs, "--keep", "last(6)")
+    assert b"Clean up?" in terminal.question()
+    swapped.rename(tmp_path / "moved")
+    swapped.symlink_to(tmp_path / "precious")
+    assert terminal.answer(b"y\n")[0] != 0
+    assert tree_of(tmp_path / "precious") == before
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give folders away")
+def test_trash_of_a_stranger_is_not_used(runs: Path) -> None:
+    os.chown(runs, 12345, 12345)
+    runs.chmod(
+        0o1777
+    )  # as /tmp: everybody may put something there, and nobody may touch what others put
+    (runs / trash.TRASH_NAME).mkdir()
+    os.chown(runs / trash.TRASH_NAME, 777, 777)
+    before = steps(runs)
+    done = run("prune", runs, "--keep", "last(6)", "--yes")
+    assert (done.exit_code, steps(runs)) == (2, before)
+    assert f"{runs / trash.TRASH_NAME}: belongs to user 777" in done.stderr

@@ -35,11 +35,11 @@ class ForgetfulDisk(FailingDisk):
         self._forgotten = forgotten
         self._last_change = Forgotten.SYNC_BEFORE_ACTING
 
-    def create(self, path: Path, *, mode: int) -> OutputFile:
+    def create(self, path: Path, *, mode: int, owner_of: Path | None = None) -> OutputFile:
         """Create a file whose sync may be forgotten."""
         if self._forgotten is Forgotten.PUBLISH_BEFORE_DELETE and not _is_manifest(path):
             self._delete_all()
-        file = super().create(path, mode=mode)
+        file = super().create(path, mode=mode, owner_of=owner_of)
         kind = Forgotten.MANIFEST_SYNC if _is_manifest(path) else Forgotten.DATA_SYNC
         return _Unsynced(file) if kind is self._forgotten else file
 

@@ -173,9 +173,9 @@ def test_breakpoint_waits_for_the_save_in_flight(tmp_path: Path) -> None:
     done: list[str] = []
     create, replace = disk.create, disk.replace
 
-    def noting_create(path: Path, *, mode: int) -> Any:
+    def noting_create(path: Path, *, mode: int, owner_of: Path | None = None) -> Any:
         done.append(f"create {path.name.split('.ckpt')[0]}")
-        return create(path, mode=mode)
+        return create(path, mode=mode, owner_of=owner_of)
 
     def noting_replace(source: Path, target: Path) -> None:
         replace(source, target)

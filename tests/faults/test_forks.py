@@ -148,10 +148,10 @@ from ckptmgr.fsio import OsFileSystem
 
 saving, go_on = threading.Event(), threading.Event()
 class Slow(OsFileSystem):
-    def create(self, path, *, mode):
+    def create(self, path, *, mode, owner_of=None):
         saving.set()
         go_on.wait(20)
-        return super().create(path, mode=mode)
+        return super().create(path, mode=mode, owner_of=owner_of)
 """
 )
 

@@ -277,8 +277,8 @@ class WithoutDirectorySync(FailingDisk):
 
 
 class WithoutFileSync(FailingDisk):
-    def create(self, path: Path, *, mode: int) -> OutputFile:
-        file = super().create(path, mode=mode)
+    def create(self, path: Path, *, mode: int, owner_of: Path | None = None) -> OutputFile:
+        file = super().create(path, mode=mode, owner_of=owner_of)
         return file if path.name.endswith(".lease") else Unsynced(file)
 
 

@@ -40,6 +40,7 @@ class FailingRename(OsFileSystem):
     """
 
     def __init__(self, *, is_power_cut: bool, is_late: bool = False) -> None:
+        super().__init__()
         self._is_power_cut, self._is_late, self._is_off = is_power_cut, is_late, False
 
     def replace(self, source: Path, target: Path) -> None:

@@ -38,7 +38,7 @@ class HeldDisk(FailingDisk):
         self.arrivals = threading.Semaphore(0)
         self.failure: OSError | None = None
 
-    def create(self, path: Path, *, mode: int) -> OutputFile:
+    def create(self, path: Path, *, mode: int, owner_of: Path | None = None) -> OutputFile:
         """Create a new file, after a while."""
         if ".manifest.json" not in path.name and ".starts" not in path.name:
             self.arrivals.release()
@@ -46,7 +46,7 @@ class HeldDisk(FailingDisk):
             failure, self.failure = self.failure, None
             if failure is not None:
                 raise failure
-        return super().create(path, mode=mode)
+        return super().create(path, mode=mode, owner_of=owner_of)
 
     def arrive(self) -> None:
         """Wait until a data file is to be created."""

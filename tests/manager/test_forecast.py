@@ -35,6 +35,7 @@ class SmallDisk(OsFileSystem):
     """A disk with room for so many bytes."""
 
     def __init__(self, free_bytes: int) -> None:
+        super().__init__()
         self.free = free_bytes
 
     def free_bytes(self, path: Path) -> int | None:

@@ -253,6 +253,7 @@ class CopiedInto(OsFileSystem):
     """A disk on which another program puts another file in place when one is about to be changed."""
 
     def __init__(self, other: Path) -> None:
+        super().__init__()
         self._other = other
 
     def change(self, path: Path) -> OutputFile:

@@ -31,6 +31,7 @@ class CountingDisk(OsFileSystem):
     """The real disk, counting how often manifests are opened."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.opened = 0
 
     def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:

@@ -27,6 +27,7 @@ class DiskThatAnswersTooLate(OsFileSystem):
     """Renames data files and then raises: Ctrl-C during the call, or the lost answer of a file server."""
 
     def __init__(self, failure: BaseException) -> None:
+        super().__init__()
         self._failure = failure
 
     def replace(self, source: Path, target: Path) -> None:

@@ -293,6 +293,7 @@ class ChangedBeforeOpening(OsFileSystem):
     """A disk on which somebody does something whenever a file is about to be opened, as often as given."""
 
     def __init__(self, path: Path, *changes: Callable[[], object]) -> None:
+        super().__init__()
         self._path = path
         self._changes = list(changes)
 

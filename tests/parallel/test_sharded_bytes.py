@@ -47,6 +47,7 @@ class CountingFile:
 
 class CountingFileSystem(OsFileSystem):
     def __init__(self) -> None:
+        super().__init__()
         self.pages: set[tuple[str, int]] = set()
 
     def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:

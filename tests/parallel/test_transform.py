@@ -417,6 +417,7 @@ class CountingFile:
 
 class CountingFileSystem(OsFileSystem):
     def __init__(self) -> None:
+        super().__init__()
         self.counts: list[int] = []
 
     def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:

@@ -452,3 +452,14 @@ def test_layout_of_another_rank_count_than_its_own_is_refused() -> None:
         load_distributed_checkpoint(
             {}, predict_strategy=mixed, format="safetensors", unified_safetensors_dir=UNIFIED
         )
+
+
+def test_staging_folder_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    precious, target = tmp_path / "precious", tmp_path / "out"
+    for folder in (precious, target):
+        folder.mkdir()
+    (precious / "file").write_bytes(b"precious")
+    (target / ".unify-1-of-1.tmp").symlink_to(precious)
+    with pytest.raises(NotADirectoryError):
+        unified_safetensors(source_of("dp2_mp2"), strategy_file("dp2_mp2"), target)
+    assert [path.name for path in precious.iterdir()] == ["file"]
