@@ -47,12 +47,17 @@ def _modified_at(status: FileStatus) -> datetime:
         return datetime.fromtimestamp(0, UTC)
 
 
-def bare_file(path: Path, status: FileStatus) -> Checkpoint:
-    """Return a checkpoint for a file without manifest; its step is filled in when the whole series is known."""
+def bare_file(path: Path, status: FileStatus, *, is_strict: bool = False) -> Checkpoint:
+    """Return a checkpoint for a file without manifest; its step is filled in when the whole series is known.
+
+    Args:
+        path: The file.
+        status: Its directory entry.
+        is_strict: Whether keys were given that must prove it.
+    """
     parsed = parse_name(path.name)
-    checkpoint = entry_of(
-        path, status, State.UNVERIFIED, "no manifest: nothing vouches for this file"
-    )
+    state = State.UNPROVEN if is_strict else State.UNVERIFIED
+    checkpoint = entry_of(path, status, state, "no manifest: nothing vouches for this file")
     if parsed is None:
         # `net-2023.ckpt` may be anybody's: without a manifest it belongs to no series of ours.
         return replace(checkpoint, series=stem_of(path.name), step=0, attempt=0)
@@ -68,15 +73,11 @@ def number_bare_steps(found: list[Checkpoint]) -> list[Checkpoint]:
     """
     longest: dict[str, int] = {}
     for checkpoint in found:
-        if (
-            checkpoint.state is State.UNVERIFIED
-            and checkpoint.run_id is None
-            and checkpoint.epoch is not None
-        ):
+        if checkpoint.is_bare and checkpoint.epoch is not None:
             longest[checkpoint.series] = max(longest.get(checkpoint.series, 1), checkpoint.step)
     return [
         replace(c, step=max(0, c.epoch - 1) * longest[c.series] + c.step)
-        if c.state is State.UNVERIFIED and c.run_id is None and c.epoch is not None
+        if c.is_bare and c.epoch is not None
         else c
         for c in found
     ]

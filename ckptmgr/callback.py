@@ -17,7 +17,7 @@ from typing import Any, Self
 
 from ckptmgr.breakpoints import save_breakpoint
 from ckptmgr.callback_series import CallbackSeries, GivenNames, Target
-from ckptmgr.config import CheckpointConfig, check_config
+from ckptmgr.config import CheckpointConfig, check_config, trust_of
 from ckptmgr.forecaster import Forecaster, size_of
 from ckptmgr.formats.tensor import Item
 from ckptmgr.fsio import FileSystem
@@ -110,6 +110,7 @@ class ModelCheckpoint(TrainingHooks):
             tensor_specs(named_tensors(self._config.append_dict or {}))
         self._parts = RunParts(
             config=self._config,
+            trust=trust_of(self._config),
             team=self._team,
             clock=clock,
             observers=self._observers,

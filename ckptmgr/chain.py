@@ -49,7 +49,7 @@ def misfit(checkpoint: Checkpoint, present: Iterable[Checkpoint]) -> str | None:
         present: What lies in the same directory.
     """
     link = checkpoint.previous
-    known = (c for c in present if link and c.name == link.name and c.state is not State.UNVERIFIED)
+    known = (c for c in present if link and c.name == link.name and c.is_attested)
     for before in known:
         if link and before.name != checkpoint.name and _is_replaced(before, link, checkpoint):
             return (
@@ -68,7 +68,7 @@ def _sayings(present: Iterable[Checkpoint]) -> dict[str, list[_Saying]]:
     by_age = sorted(present, key=lambda c: c.sequence, reverse=True)
     for _, commit in itertools.groupby(by_age, key=lambda c: c.sequence):
         # What is said under another key, or by nobody who is trusted, counts for nothing.
-        new = [(c, c.previous) for c in commit if c.previous and c.state is not State.UNVERIFIED]
+        new = [(c, c.previous) for c in commit if c.previous and c.is_attested]
         for later, link in new:
             said.setdefault(link.name, []).append((later, link))
         for later, link in [saying for saying in new if _contradicted(saying[0], said)]:

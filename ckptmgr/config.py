@@ -22,7 +22,8 @@ EverySteps(interval_steps=100)
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 
 from ckptmgr.config_checks import (
     check_any_set,
@@ -37,11 +38,12 @@ from ckptmgr.config_checks import (
     check_mode,
     check_network,
     check_signing_key,
+    check_trusted_keys,
     check_type,
     warn_unknown_options,
 )
 from ckptmgr.crypto.keyring import Keys
-from ckptmgr.crypto.signing import SigningKey
+from ckptmgr.crypto.signing import PublicKey, SigningKey
 from ckptmgr.key_choice import check_given_key, check_recipients, chosen_keys
 from ckptmgr.memory_config import MemoryConfig
 from ckptmgr.naming import FORMATS, extension_of
@@ -49,6 +51,7 @@ from ckptmgr.policy_text import parse_policy
 from ckptmgr.retention import Best, Every, Last, PerMinutes, Pinned, RetentionPolicy, Rule
 from ckptmgr.save_failure import BackPressure, OnError, check_back_pressure, parse_on_error
 from ckptmgr.save_policy import EverySeconds, EverySteps, Never, Overhead, SavePolicy
+from ckptmgr.trust import Trust
 
 __all__ = [
     "CheckpointConfig",
@@ -399,3 +402,27 @@ def _check_keep(
 _PARAMETERS = tuple(
     name for name in inspect.signature(CheckpointConfig).parameters if name != "options"
 )
+
+
+def trust_of(
+    config: CheckpointConfig,
+    *,
+    trusted_keys: Iterable[str | os.PathLike[str] | PublicKey] = (),
+    allow_unsealed: bool = False,
+    allow_unencrypted: bool = False,
+) -> Trust:
+    """Return what a run with a configuration trusts; its own signing key is always one of the trusted ones.
+
+    Raises:
+        TypeError, ValueError, KeyProblem: An argument is unusable.
+    """
+    check_is_bool("allow_unsealed", allow_unsealed)
+    check_is_bool("allow_unencrypted", allow_unencrypted)
+    own = () if config.signing_key is None else (config.signing_key.public_key,)
+    return Trust(
+        keys=config.keys,
+        trusted_keys=(*own, *check_trusted_keys(trusted_keys)),
+        signing_key=config.signing_key,
+        allow_unsealed=allow_unsealed,
+        allow_unencrypted=allow_unencrypted,
+    )

@@ -129,7 +129,7 @@ def read_contents(
         if kind is Kind.CKPTMGR_CONTAINER:
             format = container_format(raw) if manifest is None else checkpoint.format
             checkpoint = replace(checkpoint, opened_by=container_openers(raw), format=format)
-        if options.key is not None or kind not in ENCRYPTED:
+        if options.trust.keys is not None or kind not in ENCRYPTED:
             source = plaintext_of(raw, path=path, options=options, manifest=manifest)
             plain = _plain(
                 source, path, choose, has_manifest=manifest is not None, has_stats=has_stats
@@ -150,7 +150,7 @@ def _of_many_ranks(
     if manifest is None or not manifest.shards:
         raise CheckpointNotFound("there is no manifest", path=checkpoint.path)
     plain = None
-    if options.key is not None or manifest.file.cipher is None:
+    if options.trust.keys is not None or manifest.file.cipher is None:
         with ShardedCheckpoint(store, manifest, options=options) as files:
             found = [(spec, ranks) for spec, ranks in files.tensors() if choose(spec.name)]
             plain = Plain(

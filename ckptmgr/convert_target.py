@@ -15,7 +15,7 @@ from ckptmgr.crypto.container import ContainerSealer
 from ckptmgr.crypto.keyring import Keys
 from ckptmgr.crypto.mindspore_blocks import BlockSealer
 from ckptmgr.digest import FileDigest
-from ckptmgr.errors import CheckpointNotFound, UnsafeWrite, UnsealedCheckpoint
+from ckptmgr.errors import CheckpointNotFound, UnprovenCheckpoint, UnsafeWrite
 from ckptmgr.formats.image import Image
 from ckptmgr.fsio import OsFileSystem, OutputFile
 from ckptmgr.lease import lease_path
@@ -26,6 +26,7 @@ from ckptmgr.name_lease import lease_of_name
 from ckptmgr.naming import DATA_SUFFIXES, parse_name, stem_of
 from ckptmgr.pipeline import write_image
 from ckptmgr.store import Store
+from ckptmgr.trust import ACCEPT_UNSEALED_HINT, Trust
 
 _PRIVATE = 0o600
 
@@ -73,12 +74,7 @@ def check_target(source: Path, target: Path, *, force: bool) -> None:
 
 def store_of(path: Path, options: ReadOptions) -> Store:
     """Return the store a file lies in; with a key or trusted keys, its manifest must be authenticated."""
-    return Store(
-        path.parent,
-        key=options.key,
-        must_authenticate=options.is_strict,
-        trusted_keys=options.trusted_keys,
-    )
+    return Store(path.parent, trust=options.trust)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +125,11 @@ def publish(
     real = Path(os.path.realpath(source))
     directory = Path(os.path.realpath(target.parent))
     described = _description(real, directory / target.name, manifest, options, clock)
-    store = Store(directory, fs=OsFileSystem(keeps_owner=True), key=content.key)
+    store = Store(
+        directory,
+        fs=OsFileSystem(keeps_owner=True),
+        trust=Trust(keys=content.key, allow_unencrypted=True),
+    )
 
     def write(file: OutputFile) -> FileDigest:
         return write_image(content.image, file, sealer=content.sealer).digest
@@ -224,12 +224,12 @@ def private_mode(source: Path) -> int:
     return _PRIVATE & stat.S_IMODE(source.stat().st_mode) or stat.S_IRUSR
 
 
-def unproven_name(checkpoint: Checkpoint) -> UnsealedCheckpoint:
+def unproven_name(checkpoint: Checkpoint) -> UnprovenCheckpoint:
     """Return the error of a file whose name would become a manifest that vouches for its step."""
-    return UnsealedCheckpoint(
+    return UnprovenCheckpoint(
         "has no manifest, so nothing but its name says which checkpoint it is; it would get one that vouches for that",
         path=checkpoint.path,
-        hint="pass allow_unsealed=True (CLI: --allow-unsealed) if you trust its name",
+        hint=ACCEPT_UNSEALED_HINT,
     )
 
 

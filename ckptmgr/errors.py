@@ -11,6 +11,7 @@ CkptmgrError (Exception)
 ├── UnsupportedCheckpoint (ValueError)   well-formed, but of a kind this version cannot handle
 ├── KeyProblem (ValueError)              key missing, wrong, of the wrong length, or not obtainable
 │   └── UnsealedCheckpoint               a key was given, but the file is not authenticated as a whole
+│       └── UnprovenCheckpoint           keys were given, but none proves which checkpoint the file is
 ├── UnsupportedState (TypeError)         a value in the state cannot be stored without pickling
 ├── StoreLocked                          another live process writes this series; names its owner
 ├── StoreFull (OSError)                  not enough disk space; nothing was changed
@@ -101,6 +102,10 @@ class KeyProblem(CkptmgrError, ValueError):
 
 class UnsealedCheckpoint(KeyProblem):
     """Report a file that is not authenticated as a whole although a key was given."""
+
+
+class UnprovenCheckpoint(UnsealedCheckpoint):
+    """Report a file of which nothing proves which checkpoint it is, although keys were given for that."""
 
 
 class UnsupportedState(CkptmgrError, TypeError):

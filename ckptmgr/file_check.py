@@ -29,6 +29,7 @@ from ckptmgr.formats.detect import Kind
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.source import Source, read_bytes
 from ckptmgr.fsio import InputFile
+from ckptmgr.lower_errors import unproven
 from ckptmgr.manifest import Manifest
 from ckptmgr.naming import OPAQUE
 from ckptmgr.open_file import OpenCheckpoint, open_source
@@ -69,6 +70,7 @@ class FileCheck:
         self._options = options
         self._findings = findings
         self._was_read = False
+        self._is_checkpoint = True
 
     def run(self, file: InputFile, manifest: Manifest | None) -> None:
         """Check an open file, and close it.
@@ -93,6 +95,8 @@ class FileCheck:
                 self._check_container(raw, manifest)
             else:
                 self._check_plain(raw, manifest)
+            if manifest is None and self._is_checkpoint and self._options.trust.is_strict:
+                raise unproven(self._path)
 
     def _check_against(self, manifest: Manifest, raw: Source) -> None:
         check_size(raw.size, manifest.file.digest, path=self._path)
@@ -109,7 +113,7 @@ class FileCheck:
         """
         if self._level is not Level.FULL:
             return False
-        options = replace(self._options, trusted_keys=())
+        options = replace(self._options, trust=replace(self._options.trust, trusted_keys=()))
         with contextlib.suppress(CkptmgrError, CryptoError, FormatError):
             checks = checked_at_once(raw, manifest.file.digest, path=self._path, options=options)
             self._findings.checked += checks or ()
@@ -131,7 +135,7 @@ class FileCheck:
             return
         find_records(raw, mode_of(mode))
         self._findings.checked.append("records")
-        key = self._options.key
+        key = self._options.trust.keys
         if key is None:
             self._findings.unchecked.append(
                 f"seal and contents: encrypted ({mode}), and no key was given"
@@ -140,7 +144,7 @@ class FileCheck:
                 self._findings.status = Status.PARTIAL
             return
         is_sealed = open_blocks_with(
-            raw, key, mode, allow_unsealed=self._options.allow_unsealed
+            raw, key, mode, allow_unsealed=self._options.trust.accepts_unsealed
         ).is_sealed
         if is_sealed:
             self._findings.checked.append("seal")
@@ -153,7 +157,7 @@ class FileCheck:
             self._findings.status = Status.UNVERIFIED
 
     def _check_container(self, raw: Source, manifest: Manifest | None) -> None:
-        mode, key = container_mode(raw), self._options.key
+        mode, key = container_mode(raw), self._options.trust.keys
         check_mode(mode, manifest, path=self._path)
         if key is None:
             self._findings.unchecked.append(
@@ -174,9 +178,10 @@ class FileCheck:
                 self._findings.unchecked.append(
                     f"header copy {name}: {state.value}; the other one opens, ckptmgr rekey mends it"
                 )
+        self._is_checkpoint = format_in(container) != OPAQUE
         if self._level is Level.QUICK:
             return
-        if format_in(container) == OPAQUE:
+        if not self._is_checkpoint:
             read_every_byte(container, unit_bytes=unit_of(container))
             self._findings.checked.append("cipher blocks")
         else:
@@ -197,7 +202,7 @@ class FileCheck:
 
     def _open(self, raw: Source) -> OpenCheckpoint:
         # What the manifest says about the bytes is checked apart from what they hold.
-        options = replace(self._options, trusted_keys=())
+        options = replace(self._options, trust=replace(self._options.trust, trusted_keys=()))
         opened = open_source(raw, path=self._path, options=options)
         self._findings.checked.append("structure")
         return opened

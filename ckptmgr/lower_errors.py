@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 
 from ckptmgr.crypto import errors as crypto_errors
@@ -14,14 +15,21 @@ from ckptmgr.errors import (
     KeyProblem,
     TamperedCheckpoint,
     TruncatedCheckpoint,
+    UnprovenCheckpoint,
     UnsealedCheckpoint,
     UnsupportedCheckpoint,
 )
 from ckptmgr.formats import errors as format_errors
+from ckptmgr.trust import ACCEPT_UNSEALED_HINT
 
-ALLOW_UNSEALED_HINT = (
-    "pass allow_unsealed=True (CLI: --allow-unsealed) if you trust where the file comes from"
-)
+
+def unproven(path: str | os.PathLike[str]) -> UnprovenCheckpoint:
+    """Return the error of a file without manifest, where only what keys prove is accepted."""
+    return UnprovenCheckpoint(
+        "keys were given, but no manifest proves which checkpoint this file is",
+        path=path,
+        hint=ACCEPT_UNSEALED_HINT,
+    )
 
 
 @contextlib.contextmanager
@@ -52,7 +60,7 @@ def _from_crypto(error: crypto_errors.CryptoError, path: str) -> CkptmgrError:
     if isinstance(error, crypto_errors.TruncatedCiphertextError):
         return TruncatedCheckpoint(str(error), path=path, offset=error.offset, hint=error.hint)
     if isinstance(error, crypto_errors.UnsealedError):
-        hint = f"MindSpore itself wrote it, or its end was cut off; {ALLOW_UNSEALED_HINT}"
+        hint = f"MindSpore itself wrote it, or its end was cut off; {ACCEPT_UNSEALED_HINT}"
         return UnsealedCheckpoint(str(error), path=path, hint=hint)
     if isinstance(error, crypto_errors.UnsupportedSuiteError):
         return UnsupportedCheckpoint(str(error), path=path, hint=error.hint)

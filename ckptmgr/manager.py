@@ -23,8 +23,7 @@ from types import TracebackType
 from typing import Self
 
 from ckptmgr import tree
-from ckptmgr.config import CheckpointConfig, check_config
-from ckptmgr.config_checks import check_trusted_keys
+from ckptmgr.config import CheckpointConfig, check_config, trust_of
 from ckptmgr.crypto.signing import PublicKey
 from ckptmgr.fsio import FileSystem
 from ckptmgr.going_back import go_back
@@ -66,7 +65,9 @@ class CheckpointManager(SavingSeries):
         prefix: Name of the series; files are called `<prefix>-<step>.<format>`.
         save_policy: Instead of the configuration's steps and seconds.
         clock: Seconds since the epoch; stamps checkpoints and decides about seconds and ages.
-        allow_unsealed: With a key or trusted keys, also resume from files that are not authenticated as a whole.
+        allow_unsealed: With a key or trusted keys, also take files that are encrypted under the key, but not proven as a
+            whole (MindSpore's own).
+        allow_unencrypted: With a key or trusted keys, also take plain files.
         trusted_keys: Public keys, or their files in PEM: checkpoints whose manifest none of them signed are not resumed from.
             That of the configuration's `signing_key` is always one of them.
         snapshot_steps: Every so many steps `step_end` also copies the state into memory, for `rollback`; None for never.
@@ -96,6 +97,7 @@ class CheckpointManager(SavingSeries):
         save_policy: SavePolicy | None = None,
         clock: Callable[[], float] = time.time,
         allow_unsealed: bool = False,
+        allow_unencrypted: bool = False,
         trusted_keys: Iterable[str | os.PathLike[str] | PublicKey] = (),
         snapshot_steps: int | None = None,
         snapshots: int = 2,
@@ -123,13 +125,17 @@ class CheckpointManager(SavingSeries):
         self._policy = for_all_ranks(policy, coordinator, timeout_s=rank_timeout_s)
         parts = RunParts(
             config=checked,
+            trust=trust_of(
+                checked,
+                trusted_keys=trusted_keys,
+                allow_unsealed=allow_unsealed,
+                allow_unencrypted=allow_unencrypted,
+            ),
             team=team,
             clock=clock,
             observers=Observers(observe),
             fs=fs,
             processes=processes,
-            allow_unsealed=allow_unsealed,
-            trusted_keys=check_trusted_keys(trusted_keys),
         )
         super().__init__(place, prefix, parts, snapshots=checked_interval("snapshots", snapshots))
         self._snapshot_steps = (

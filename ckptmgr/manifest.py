@@ -12,12 +12,11 @@ instant one of the two verifies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from ckptmgr.crypto.keyring import Keys
-from ckptmgr.crypto.signing import PublicKey, SigningKey
 from ckptmgr.errors import CorruptCheckpoint, KeyProblem, UnsupportedCheckpoint
 from ckptmgr.manifest_document import (
     checked_document,
@@ -37,6 +36,7 @@ from ckptmgr.manifest_proof import (
     check_signatures,
     proofs,
 )
+from ckptmgr.trust import NOTHING_GIVEN, Trust
 
 __all__ = [
     "FOREIGN",
@@ -57,17 +57,15 @@ __all__ = [
 MAX_MANIFEST_BYTES = 64 << 20
 
 
-def encode(
-    manifest: Manifest, *, key: Keys | None = None, signing_key: SigningKey | None = None
-) -> bytes:
+def encode(manifest: Manifest, *, trust: Trust = NOTHING_GIVEN) -> bytes:
     """Return the manifest as JSON, authenticated when there is a key, and signed when there is one for that.
 
     Raises:
         UnsupportedCheckpoint: It could not be read back: a value in it, such as an epoch of 1.5, or its size.
     """
     document = checked_document(manifest)
-    auth = None if key is None else manifest.auth or manifest_key_of(key)
-    document |= proofs(document, key=auth, signing_key=signing_key)
+    auth = None if trust.keys is None else manifest.auth or manifest_key_of(trust.keys)
+    document |= proofs(document, key=auth, signing_key=trust.signing_key)
     data = to_bytes(document)
     if len(data) > MAX_MANIFEST_BYTES:
         raise UnsupportedCheckpoint(
@@ -81,24 +79,20 @@ def decode(
     data: bytes,
     *,
     path: Path,
-    key: Keys | None = None,
-    trusted_keys: Sequence[PublicKey] = (),
-    must_authenticate: bool = False,
+    trust: Trust = NOTHING_GIVEN,
 ) -> Manifest:
     """Parse a manifest strictly.
 
     Args:
         data: The file's bytes.
         path: For messages, and to check that the manifest belongs to the file it lies beside.
-        key: Checks the authentication of a manifest made under this key.
-        trusted_keys: Of those who may sign; check the signature of a manifest that has one.
-        must_authenticate: Given a key, refuse a manifest without authentication; given trusted keys, one without signature.
+        trust: Its keys check the authentication and the signature, and it says whether one may be missing.
 
     Raises:
         CorruptCheckpoint: It is not a manifest.
         UnsupportedCheckpoint: It is of a version that is not known here.
         TamperedCheckpoint: The authentication or the signature does not match.
-        UnsealedCheckpoint: It must be authenticated or signed and is not.
+        UnprovenCheckpoint: It must be authenticated or signed and is not.
         KeyProblem: It is authenticated under another key, or signed by nobody who is trusted.
     """
     document = parse_document(data, path=path)
@@ -113,17 +107,19 @@ def decode(
         raise CorruptCheckpoint(f"replaces {manifest.replaces.file.name!r}", path=path)
     manifest = replace(manifest, opened_by=openers(auth, path=str(path)))
     try:
-        if key is not None:
-            checked = check_mac(document, auth, key=key, path=path, is_required=must_authenticate)
+        if trust.keys is not None:
+            ciphers = [entry.cipher for entry in manifest.shards or (manifest.file,)]
+            hint = trust.hint_without_mac(ciphers)
+            checked = check_mac(document, auth, key=trust.keys, path=path, accept_hint=hint)
             manifest = replace(manifest, auth=checked)
-        if not trusted_keys:
+        if not trust.trusted_keys:
             return manifest
         signer = check_signatures(
             document,
             signatures,
-            trusted_keys=trusted_keys,
+            trusted_keys=trust.trusted_keys,
             path=path,
-            is_required=must_authenticate,
+            is_required=trust.needs_signature,
         )
     except RecursionError as error:
         raise CorruptCheckpoint("not valid JSON: nested too deeply", path=path) from error
@@ -142,10 +138,10 @@ def reauthenticated(
         change: Gives the new one.
 
     Raises:
-        UnsealedCheckpoint: It has none.
+        UnprovenCheckpoint: It has none.
         CkptmgrError: As `decode`.
     """
-    manifest = decode(data, path=path, key=key, must_authenticate=True)
+    manifest = decode(data, path=path, trust=Trust(keys=key))
     if manifest.auth is None:
         raise KeyProblem("public keys alone cannot tell who wrote the manifest", path=path)
     auth = change(manifest.auth)

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from ckptmgr import manifest as manifests
-from ckptmgr.crypto.keyring import Keys, ring_of
-from ckptmgr.crypto.signing import PublicKey, SigningKey
+from ckptmgr.crypto.keyring import ring_of
 from ckptmgr.errors import CkptmgrError, KeyProblem
 from ckptmgr.fsio import FileSystem, discard, give_name
 from ckptmgr.held_signals import signals_held
@@ -18,6 +17,7 @@ from ckptmgr.manifest import Manifest, manifest_name
 from ckptmgr.manifest_keys import ManifestKey
 from ckptmgr.manifest_reader import ManifestContent, ManifestReader
 from ckptmgr.temp_names import temp_name
+from ckptmgr.trust import Trust
 
 
 class ManifestFiles(ManifestReader):
@@ -26,12 +26,8 @@ class ManifestFiles(ManifestReader):
     Args:
         directory: Where the checkpoints lie.
         fs: The disk.
-        key: Authenticates manifests.
+        trust: Its keys authenticate, sign and prove manifests.
         processes: Names this writer, so that its leftovers can be told from those of live ones.
-        must_authenticate: With a key, treat manifests without authentication as a problem; with trusted keys, those
-            without signature.
-        signing_key: Signs manifests.
-        trusted_keys: Whose signatures count.
     """
 
     def __init__(
@@ -39,33 +35,23 @@ class ManifestFiles(ManifestReader):
         directory: Path,
         *,
         fs: FileSystem,
-        key: Keys | None,
+        trust: Trust,
         processes: Processes,
-        must_authenticate: bool,
-        signing_key: SigningKey | None = None,
-        trusted_keys: Sequence[PublicKey] = (),
     ) -> None:
-        super().__init__(
-            directory,
-            fs=fs,
-            key=key,
-            must_authenticate=must_authenticate,
-            trusted_keys=trusted_keys,
-            own_keys=() if signing_key is None else (signing_key.public_key,),
-        )
+        super().__init__(directory, fs=fs, trust=trust)
         self._processes = processes
-        self._signing_key = signing_key
 
     def lost_by_rewriting(self, data_name: str) -> str | None:
         """Return what a manifest has that cannot be made here, for want of a key: `authenticated`, `signed`, or None."""
-        can_authenticate = self._key is not None and ring_of(self._key).can_open
-        if can_authenticate and self._signing_key is not None:
+        keys, signing_key = self.trust.keys, self.trust.signing_key
+        can_authenticate = keys is not None and ring_of(keys).can_open
+        if can_authenticate and signing_key is not None:
             return None
         path = self.directory / manifest_name(data_name)
         has_mac, has_signature = manifests.proofs_in(self._content(path), path=path)
         if has_mac and not can_authenticate:
             return "authenticated"
-        return "signed" if has_signature and self._signing_key is None else None
+        return "signed" if has_signature and signing_key is None else None
 
     def put(self, manifest: Manifest, *, series: str, mode: int | None) -> None:
         """Replace a manifest atomically; its content is durable, its name not before the directory is synced.
@@ -75,7 +61,7 @@ class ManifestFiles(ManifestReader):
             series: The series it belongs to, for reaping leftovers.
             mode: Permission bits; None for those it has.
         """
-        data = manifests.encode(manifest, key=self._key, signing_key=self._signing_key)
+        data = manifests.encode(manifest, trust=self.trust)
         target = self.directory / manifest_name(manifest.name)
         mode = self._mode_of(target) if mode is None else mode
         self.write(target, data, series=series, mode=mode, is_durable=True)
@@ -88,11 +74,13 @@ class ManifestFiles(ManifestReader):
         Raises:
             CkptmgrError: It cannot be read, or is not authenticated.
         """
-        if self._key is None:
+        if self.trust.keys is None:
             raise KeyProblem("a key is needed", path=self.directory / data_name)
         path = self.directory / manifest_name(data_name)
         old = self._content(path)
-        manifest, new = manifests.reauthenticated(old, path=path, key=self._key, change=change)
+        manifest, new = manifests.reauthenticated(
+            old, path=path, key=self.trust.keys, change=change
+        )
         mode = self._mode_of(path) if mode is None else mode
         self.write(path, new, series=manifest.series, mode=mode, is_durable=True)
 
@@ -103,7 +91,7 @@ class ManifestFiles(ManifestReader):
             FileExistsError: Somebody has the name.
             OSError: From the disk. Nothing has the name because of us, unless the disk does not even tell that.
         """
-        data = manifests.encode(manifest, key=self._key, signing_key=self._signing_key)
+        data = manifests.encode(manifest, trust=self.trust)
         target = self.directory / manifest_name(manifest.name)
         with signals_held():
             temp = self._write_temp(target, data, series=series, mode=mode, is_durable=True)
@@ -139,7 +127,7 @@ class ManifestFiles(ManifestReader):
             OSError: From the disk.
         """
         try:
-            claimed = self.load(manifest_name(data_name), with_key=False)
+            claimed = self.load(manifest_name(data_name), trust=Trust())
             if claimed is None or claimed.replaces is None or claimed.shards:
                 return False
             half = self.read_proven(data_name)

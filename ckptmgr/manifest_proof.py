@@ -14,15 +14,15 @@ from typing import Any
 from ckptmgr.crypto.key import is_manifest_mac, manifest_mac
 from ckptmgr.crypto.keyring import Keys, ring_of
 from ckptmgr.crypto.signing import PublicKey, SigningKey, dsse_bytes
-from ckptmgr.errors import CorruptCheckpoint, KeyProblem, TamperedCheckpoint, UnsealedCheckpoint
+from ckptmgr.errors import CorruptCheckpoint, KeyProblem, TamperedCheckpoint, UnprovenCheckpoint
 from ckptmgr.manifest_keys import ManifestKey, opened_manifest_key
+from ckptmgr.trust import ACCEPT_UNSEALED_HINT
 
 PAYLOAD_TYPE = "application/vnd.ckptmgr.manifest+json"
 AUTH, SIGNATURES = "auth", "signatures"
 _MAC_ALGORITHM = "HMAC-SHA-256"
 _SIGNATURE_ALGORITHM = "Ed25519"
 _MAX_SIGNATURES = 16
-_ACCEPT_HINT = "pass allow_unsealed=True (CLI: --allow-unsealed) to accept it"
 
 
 def canonical(document: Mapping[str, Any]) -> bytes:
@@ -62,14 +62,21 @@ def authenticated_by(document: Mapping[str, Any], key: ManifestKey) -> dict[str,
 
 
 def check_mac(
-    document: Mapping[str, Any], auth: object, *, key: Keys, path: object, is_required: bool
+    document: Mapping[str, Any], auth: object, *, key: Keys, path: object, accept_hint: str | None
 ) -> ManifestKey | None:
     """Check the HMAC of a document; return what it was made with, or None where there is nothing to check it with.
 
-    Who has only public keys can check nothing, and needs not: nobody proves anything to them.
+    A caller with only public keys can check nothing, and needs not: nothing is proven to it.
+
+    Args:
+        document: The document without its proofs.
+        auth: Its authentication, or None.
+        key: Checks it.
+        path: For messages.
+        accept_hint: How to accept a document without authentication; None where that is accepted.
 
     Raises:
-        UnsealedCheckpoint: It must have one and has none.
+        UnprovenCheckpoint: It must have one and has none.
         CorruptCheckpoint: It is of an unknown kind.
         KeyProblem: It is under another key.
         TamperedCheckpoint: It does not match.
@@ -78,11 +85,11 @@ def check_mac(
     if not ring_of(key).can_open:
         return None
     if auth is None:
-        if is_required:
-            raise UnsealedCheckpoint(
+        if accept_hint is not None:
+            raise UnprovenCheckpoint(
                 "the manifest is not authenticated although a key was given",
                 path=place,
-                hint=f"it was written without a key, or its authentication was removed; {_ACCEPT_HINT}",
+                hint=f"it was written without a key, or its authentication was removed; {accept_hint}",
             )
         return None
     if not isinstance(auth, dict) or auth.get("algorithm") != _MAC_ALGORITHM:
@@ -106,7 +113,7 @@ def check_signatures(
     """Check the signatures of a document; return the id of the trusted key that signed it, or None.
 
     Raises:
-        UnsealedCheckpoint: It must be signed and is not.
+        UnprovenCheckpoint: It must be signed and is not.
         CorruptCheckpoint: The signatures are of an unknown kind.
         KeyProblem: None of them is by a trusted key.
         TamperedCheckpoint: One by a trusted key does not match.
@@ -114,10 +121,11 @@ def check_signatures(
     place = str(path)
     if signatures is None:
         if is_required:
-            raise UnsealedCheckpoint(
+            raise UnprovenCheckpoint(
                 "the manifest is not signed although public keys to trust were given",
                 path=place,
-                hint=f"it was written without a signing key, or its signature was removed; {_ACCEPT_HINT}",
+                hint="it was written without a signing key, or its signature was removed; "
+                + ACCEPT_UNSEALED_HINT,
             )
         return None
     by_id = {key.key_id: key for key in trusted_keys}

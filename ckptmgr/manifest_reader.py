@@ -4,18 +4,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptmgr import manifest as manifests
-from ckptmgr.crypto.keyring import Keys
-from ckptmgr.crypto.signing import PublicKey
 from ckptmgr.digest import differing_ranges
-from ckptmgr.errors import CkptmgrError, CorruptCheckpoint, KeyProblem, UnsealedCheckpoint
+from ckptmgr.errors import CkptmgrError, CorruptCheckpoint, KeyProblem, UnprovenCheckpoint
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.fsio import FileSystem
 from ckptmgr.manifest import FileEntry, Manifest, manifest_name
+from ckptmgr.trust import Trust
 
 # Escaped twice, it must still fit into a manifest.
 _MAX_KEPT_BYTES = manifests.MAX_MANIFEST_BYTES // 8
@@ -52,11 +50,7 @@ class ManifestReader:
     Args:
         directory: Where the checkpoints lie.
         fs: The disk.
-        key: Checks their authentication.
-        must_authenticate: With a key, treat manifests without authentication as a problem; with trusted keys, those
-            without signature.
-        trusted_keys: Whose signatures count.
-        own_keys: Whose signatures count as well where a manifest is about to be written again.
+        trust: Which keys prove them, and whether a proof may be missing.
     """
 
     def __init__(
@@ -64,17 +58,11 @@ class ManifestReader:
         directory: Path,
         *,
         fs: FileSystem,
-        key: Keys | None,
-        must_authenticate: bool,
-        trusted_keys: Sequence[PublicKey] = (),
-        own_keys: Sequence[PublicKey] = (),
+        trust: Trust,
     ) -> None:
         self.directory = directory
         self.fs = fs
-        self._key = key
-        self._must_authenticate = must_authenticate
-        self._trusted_keys = tuple(trusted_keys)
-        self._trusted_when_required = (*own_keys, *trusted_keys)
+        self.trust = trust
 
     def read(self, data_name: str) -> Manifest | None:
         """Return the manifest of a data file, or None when it has none.
@@ -85,9 +73,9 @@ class ManifestReader:
         Raises:
             CorruptCheckpoint, TamperedCheckpoint, KeyProblem: It is damaged, changed, or under another key.
         """
-        half = self._read(data_name, None)
-        if half is not None and half.is_made_up and self._must_authenticate:
-            raise UnsealedCheckpoint(
+        half = self._read(data_name, self.trust)
+        if half is not None and half.is_made_up and self.trust.is_strict:
+            raise UnprovenCheckpoint(
                 "nothing proves who wrote this file: it was here when a save that was to replace it failed",
                 path=self.directory / data_name,
             )
@@ -98,39 +86,35 @@ class ManifestReader:
 
         What was made up already stays so.
         """
-        return self._read(data_name, True)
+        return self._read(data_name, self.trust.strict)
 
     def read_unproven(self, data_name: str) -> Manifest | None:
         """As `read`, but check no proofs; for people."""
-        manifest = self.load(manifest_name(data_name), with_key=False)
+        manifest = self.load(manifest_name(data_name), trust=Trust())
         return None if manifest is None else self.half_that_matches(manifest)
 
-    def _read(self, data_name: str, must_authenticate: bool | None) -> Manifest | None:
+    def _read(self, data_name: str, trust: Trust) -> Manifest | None:
         path = self.directory / manifest_name(data_name)
         try:
             data = self._content(path)
         except FileNotFoundError:
             return None
-        return self._half_in(data, path, must_authenticate, _MAX_KEPT_DEPTH)
+        return self._half_in(data, path, trust, _MAX_KEPT_DEPTH)
 
-    def _half_in(
-        self, data: bytes, path: Path, must_authenticate: bool | None, depth: int
-    ) -> Manifest:
+    def _half_in(self, data: bytes, path: Path, trust: Trust, depth: int) -> Manifest:
         """Return the half of a manifest file that describes the data, or that of one kept in it that these keys prove."""
         try:
-            half = self.half_that_matches(self._decoded(data, path, must_authenticate))
+            half = self.half_that_matches(manifests.decode(data, path=path, trust=trust))
         except KeyProblem:
-            kept = self._kept_in(data, path, must_authenticate, depth)
+            kept = self._kept_in(data, path, trust, depth)
             if kept is None:
                 raise
             return kept
         if half.is_made_up:
-            return self._kept_in(data, path, must_authenticate, depth) or half
+            return self._kept_in(data, path, trust, depth) or half
         return half
 
-    def _kept_in(
-        self, data: bytes, path: Path, must_authenticate: bool | None, depth: int
-    ) -> Manifest | None:
+    def _kept_in(self, data: bytes, path: Path, trust: Trust, depth: int) -> Manifest | None:
         """Return what is kept in a manifest of others, where it describes the data and would be accepted in its place.
 
         Nothing that the others say counts, so nobody gains more by this than by putting the kept manifest into the directory.
@@ -142,7 +126,7 @@ class ManifestReader:
         if len(kept) > _MAX_KEPT_BYTES:
             return None
         try:
-            half = self._half_in(kept, path, must_authenticate, depth - 1)
+            half = self._half_in(kept, path, trust, depth - 1)
         except CkptmgrError:
             return None
         if half.shards or not self._describes_data(half.file):
@@ -157,15 +141,12 @@ class ManifestReader:
             return None
         return ManifestContent(data=self._content(path), mode=status.mode)
 
-    def load(
-        self, name: str, *, with_key: bool = True, must_authenticate: bool | None = None
-    ) -> Manifest | None:
+    def load(self, name: str, *, trust: Trust) -> Manifest | None:
         """Return what a manifest file says, both halves of an interrupted swap; None when there is no such file.
 
         Args:
             name: Of the manifest file.
-            with_key: Whether to check its authentication.
-            must_authenticate: As for the class, for this call; if so, a writer that signs trusts its own signatures.
+            trust: What is checked; `Trust()` checks no proof.
 
         Raises:
             CorruptCheckpoint, TamperedCheckpoint, KeyProblem: It is damaged, changed, or under another key.
@@ -175,21 +156,7 @@ class ManifestReader:
             data = self._content(path)
         except FileNotFoundError:
             return None
-        if not with_key:
-            return manifests.decode(data, path=path)
-        return self._decoded(data, path, must_authenticate)
-
-    def _decoded(self, data: bytes, path: Path, must_authenticate: bool | None) -> Manifest:
-        trusted_keys = self._trusted_when_required if must_authenticate else self._trusted_keys
-        if must_authenticate is None:
-            must_authenticate = self._must_authenticate
-        return manifests.decode(
-            data,
-            path=path,
-            key=self._key,
-            trusted_keys=trusted_keys,
-            must_authenticate=must_authenticate,
-        )
+        return manifests.decode(data, path=path, trust=trust)
 
     def _content(self, path: Path) -> bytes:
         with contextlib.closing(self.fs.open(path)) as file:

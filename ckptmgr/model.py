@@ -42,12 +42,22 @@ class State(enum.Enum):
     """Committed: data and manifest are in place and agree on the size."""
     UNVERIFIED = "unverified"
     """A bare file without a manifest (MindSpore's own, or a copy): loadable, but nothing vouches for it."""
+    UNPROVEN = "unproven"
+    """Keys were given, and none of them proves it: no manifest, or one without authentication or signature."""
+    OTHER_KEY = "other-key"
+    """Its manifest is authenticated or signed under another key than those given."""
     CORRUPT = "corrupt"
     """The bytes do not match the manifest, or do not parse."""
     LEFTOVER = "leftover"
     """The remains of an interrupted save or removal."""
     WRITING = "writing"
     """Being written by a live process."""
+
+
+UNFINISHED = (State.LEFTOVER, State.WRITING)
+"""States of what is no checkpoint, or none yet."""
+UNPROVEN = (State.UNPROVEN, State.OTHER_KEY)
+"""States of what the given keys do not prove."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +154,16 @@ class Checkpoint:
     def is_countable(self) -> bool:
         """Whether retention rules may count it: whole as far as known, and saved between two steps."""
         return self.state in (State.OK, State.UNVERIFIED) and not self.is_emergency
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether it is a file without a manifest."""
+        return self.run_id is None and self.state in (State.UNVERIFIED, State.UNPROVEN)
+
+    @property
+    def is_attested(self) -> bool:
+        """Whether what its manifest says counts: nothing was given to prove it with, or the given keys prove it."""
+        return self.state in (State.OK, State.CORRUPT)
 
     @property
     def is_emergency(self) -> bool:

@@ -58,7 +58,7 @@ class Patient:
         Raises:
             CkptmgrError: It cannot; says why.
         """
-        key = self.options.key
+        key = self.options.trust.keys
         if key is not None and self.header is not None:
             check_recipients(self.header, key, path=self.opened.path)
         elif key is not None and self.opened.cipher is not None:
@@ -133,7 +133,7 @@ class Patient:
         is_compressed = self.opened.compressed_bytes is not None
         return SaveOptions(
             format=self.opened.format,
-            key=None if self.opened.cipher is None else self.options.key,
+            key=None if self.opened.cipher is None else self.options.trust.keys,
             mode=self.opened.cipher or "AES-GCM",
             has_crc=self.opened.index.crc is not None,
             compression_level=1 if is_compressed else None,
@@ -168,7 +168,7 @@ def open_patient(
     try:
         opened = open_source(source, path=path, options=options, manifest=manifest.of_shard(rank))
     except CorruptCheckpoint:
-        lenient = replace(options, trusted_keys=())
+        lenient = replace(options, trust=replace(options.trust, trusted_keys=()))
         opened, is_proven = open_source(source, path=path, options=lenient), False
     entry = manifest.shards[rank]
     if (opened.format, opened.cipher) != (entry.format, entry.cipher):

@@ -21,6 +21,7 @@ from ckptmgr.errors import (
     CorruptCheckpoint,
     KeyProblem,
     TruncatedCheckpoint,
+    UnprovenCheckpoint,
     UnsealedCheckpoint,
     UnsupportedCheckpoint,
 )
@@ -28,11 +29,11 @@ from ckptmgr.formats.detect import Kind, detect
 from ckptmgr.formats.source import Source, read_bytes
 from ckptmgr.formats.zstd_source import FramesSource, open_frames
 from ckptmgr.glimpses import Glimpses
-from ckptmgr.lower_errors import ALLOW_UNSEALED_HINT
 from ckptmgr.manifest import Manifest
 from ckptmgr.read_options import ReadOptions
 from ckptmgr.scatter import read_checked
 from ckptmgr.stored_kind import check_kind
+from ckptmgr.trust import ACCEPT_UNENCRYPTED_HINT, ACCEPT_UNSEALED_HINT
 from ckptmgr.units import HASHED_BYTES, PIECE_BYTES
 
 _HEAD_BYTES = 16
@@ -67,13 +68,13 @@ class Plaintext:
 
 
 def refuse_unsigned(manifest: Manifest | None, *, path: str, options: ReadOptions) -> None:
-    """Raise UnsealedCheckpoint when a signature is wanted, and there is none that covers the file."""
+    """Raise UnprovenCheckpoint when a signature is wanted, and there is none that covers the file."""
     is_signed = manifest is not None and manifest.signed_by is not None
-    if options.trusted_keys and not options.allow_unsealed and not is_signed:
-        raise UnsealedCheckpoint(
+    if options.trust.needs_signature and not is_signed:
+        raise UnprovenCheckpoint(
             "public keys to trust were given, but there is no manifest that one of them has signed",
             path=path,
-            hint=ALLOW_UNSEALED_HINT,
+            hint=ACCEPT_UNSEALED_HINT,
         )
 
 
@@ -110,7 +111,7 @@ def plaintext_of(
         return _open_encrypted(raw, plain.source, path=path, options=options)
     if kind is Kind.CKPTMGR_CONTAINER:
         container = open_container_file(
-            raw, plain.source, path=path, key=options.key, mode=options.mode
+            raw, plain.source, path=path, key=options.trust.keys, mode=options.mode
         )
         if container.content is Content.FRAMES:
             frames = _frames_in(container, path)
@@ -123,11 +124,11 @@ def plaintext_of(
             format=format_in(container),
         )
     _refuse_unreadable(kind, path)
-    if options.key is not None and not options.allow_unsealed:
+    if options.trust.needs_encryption:
         raise UnsealedCheckpoint(
             "a key was given, but the file is not encrypted, so nothing proves who wrote it",
             path=path,
-            hint=ALLOW_UNSEALED_HINT,
+            hint=ACCEPT_UNENCRYPTED_HINT,
         )
     if kind is Kind.COMPRESSED:
         # The table is checked against the manifest; its digests vouch for the frames, at the price of those that are read.
@@ -147,7 +148,7 @@ def _frames_in(container: ContainerSource, path: str) -> FramesSource:
 
 def _open_encrypted(raw: Source, checked: Source, *, path: str, options: ReadOptions) -> Plaintext:
     mode = sniff_mode(read_bytes(raw, 0, min(_HEAD_BYTES, raw.size)))
-    if options.key is None:
+    if options.trust.keys is None:
         raise KeyProblem(
             f"the file is encrypted ({mode}); a key is needed",
             path=path,
@@ -155,13 +156,15 @@ def _open_encrypted(raw: Source, checked: Source, *, path: str, options: ReadOpt
         )
     wanted = options.mode or str(mode)
     try:
-        blocks = open_blocks_with(raw, options.key, wanted, allow_unsealed=options.allow_unsealed)
+        blocks = open_blocks_with(
+            raw, options.trust.keys, wanted, allow_unsealed=options.trust.accepts_unsealed
+        )
     except CryptoError:
         read_bytes(checked, 0, min(_HEAD_BYTES, raw.size))  # is the mode the one that was saved?
         raise
     if blocks.block_bytes is None:
         # Without a seal the digests are all there is; they are checked below the decryption.
-        blocks = open_blocks_with(checked, options.key, wanted, allow_unsealed=True)
+        blocks = open_blocks_with(checked, options.trust.keys, wanted, allow_unsealed=True)
         return Plaintext(source=blocks, cipher=mode, unit_bytes=0)
     # The seal authenticates every block. The manifest must still be the one of this very save: its digests of the end of
     # the file must be those of the seal that is in use. Another read could give other bytes than the one it came from.

@@ -15,9 +15,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ckptmgr import trash
-from ckptmgr.crypto.keyring import Keys
 from ckptmgr.errors import CheckpointNotFound, StoreLocked, UnsafePrune
-from ckptmgr.model import Checkpoint, Plan, State
+from ckptmgr.model import UNFINISHED, Checkpoint, Plan, State
 from ckptmgr.name_lease import lease_of_series
 from ckptmgr.observe import EVERYBODY
 from ckptmgr.retention import RetentionPolicy
@@ -26,7 +25,6 @@ from ckptmgr.store import Store
 from ckptmgr.trash import Batch
 from ckptmgr.trash_folder import DEFAULT_GRACE
 
-_UNFINISHED = (State.LEFTOVER, State.WRITING)
 _NONE: Mapping[Path, str] = MappingProxyType({})
 
 
@@ -106,23 +104,21 @@ def propose(
     now: datetime,
     series: str | None = None,
     grace: timedelta = DEFAULT_GRACE,
-    key: Keys | None = None,
 ) -> Proposal:
     """Return what a prune would do; changes nothing. Where something would go, the newest that would stay is read.
 
     Args:
-        store: The directory.
+        store: The directory; without a key, a container whose header was damaged counts as whole.
         policy: What to keep, in each series.
         now: The present time, UTC.
         series: Only this series.
         grace: How long the trash keeps a batch.
-        key: Opens what is read; without one, a container whose header was damaged counts as whole.
 
     Raises:
         UnsafePrune: The policy is refused; see `retention.plan`.
     """
     found = store.scan()
-    sound = SoundPlans(store, key=key)
+    sound = SoundPlans(store)
     plans = []
     for name in sorted({c.series for c in _finished(found, series)}):
         decided = sound.plan(_finished(found, name), policy, now)
@@ -133,7 +129,7 @@ def propose(
         now=now,
         policy=policy,
         plans=tuple(plans),
-        leftovers=tuple(sorted((c for c in found if c.state in _UNFINISHED), key=lambda c: c.name)),
+        leftovers=tuple(sorted((c for c in found if c.state in UNFINISHED), key=lambda c: c.name)),
         expired=tuple(b for b in old if b not in spared),
         spared=spared,
     )
@@ -146,7 +142,7 @@ def _may_go(store: Store, batch: Batch, found: Sequence[Checkpoint], sound: Soun
 
 
 def _finished(found: Sequence[Checkpoint], series: str | None) -> list[Checkpoint]:
-    return [c for c in found if c.state not in _UNFINISHED and series in (None, c.series)]
+    return [c for c in found if c.state not in UNFINISHED and series in (None, c.series)]
 
 
 def carry_out(store: Store, proposal: Proposal, *, at_once: bool = False) -> Outcome:
@@ -273,5 +269,4 @@ def undo(store: Store, *, is_dry: bool = False) -> Undone:
 
 def _series_of(store: Store, checkpoint: Checkpoint) -> str:
     # Only data that was moved alone is bare in the trash: its manifest is still in the directory.
-    is_bare = checkpoint.state is State.UNVERIFIED
-    return trash.series_of(store, checkpoint) if is_bare else checkpoint.series
+    return trash.series_of(store, checkpoint) if checkpoint.is_bare else checkpoint.series

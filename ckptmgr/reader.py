@@ -52,6 +52,7 @@ from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import Manifest
 from ckptmgr.mapped import MappedTensors
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 
 __all__ = ["CheckpointReader", "open_checkpoint", "with_its_manifest"]
 
@@ -64,6 +65,7 @@ def open_checkpoint(
     dec_key: bytes | str | None = None,
     dec_mode: str | None = None,
     allow_unsealed: bool = False,
+    allow_unencrypted: bool = False,
     mmap: bool = False,
     trusted_keys: Iterable[str | os.PathLike[str] | PublicKey] = (),
 ) -> CheckpointReader:
@@ -76,7 +78,8 @@ def open_checkpoint(
         dec_key: The key, or a source as for `CheckpointConfig`; files that are not authenticated as a whole are then refused,
             unless `allow_unsealed`.
         dec_mode: The cipher mode to insist on, or None for the one that the file names.
-        allow_unsealed: Accept files that are not authenticated as a whole although a key is given.
+        allow_unsealed: With a key, accept encrypted files that are not proven as a whole (MindSpore's own).
+        allow_unencrypted: With a key, accept plain files, too.
         mmap: Return read-only arrays, over the mapped file instead of copies where a tensor lies in one piece and aligned
             for its type: most of a safetensors file, of a `.ckpt` what happens to. Processes that map one file share its
             memory, and the arrays may outlive the reader. Only for files that nobody changes in place, as ckptmgr never
@@ -94,23 +97,29 @@ def open_checkpoint(
     """
     check_is_bool("mmap", mmap)
     options = ReadOptions(
-        key=chosen_keys(
-            "dec_key",
-            dec_key,
-            mode=dec_mode or "AES-GCM",
-            format="ckpt" if dec_mode else "safetensors",
-            is_for_reading=True,
+        trust=Trust(
+            keys=chosen_keys(
+                "dec_key",
+                dec_key,
+                mode=dec_mode or "AES-GCM",
+                format="ckpt" if dec_mode else "safetensors",
+                is_for_reading=True,
+            ),
+            trusted_keys=check_trusted_keys(trusted_keys),
+            allow_unsealed=allow_unsealed,
+            allow_unencrypted=allow_unencrypted,
         ),
         mode=dec_mode,
-        allow_unsealed=allow_unsealed,
-        trusted_keys=check_trusted_keys(trusted_keys),
     )
     if not isinstance(path, str | os.PathLike):
         return _opened_source(path, options, is_mapped=mmap)
     real = Path(os.path.realpath(path))
     if not real.exists():
         raise CheckpointNotFound("no such file", path=path)
-    store = Store(real.parent, key=options.key, trusted_keys=options.trusted_keys)
+    store = Store(
+        real.parent,
+        trust=options.trust,
+    )
     return with_its_manifest(
         store,
         real.name,

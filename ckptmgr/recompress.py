@@ -192,7 +192,7 @@ class _Change:
             return Outcome.NOTHING
         if self._found.manifest is not None:
             self._store.check_rewritable(self._checkpoint)
-        elif self._options.is_strict:
+        elif self._options.trust.is_strict:
             raise unproven_name(self._checkpoint)
         if self._found.header is not None:
             check_recipients(self._found.header, self._keys, path=self._checkpoint.path)
@@ -272,7 +272,7 @@ class _Change:
         """Compare what the disk holds with what was written, and what that holds with the old file."""
         path = str(self._store.directory / self.target)
         check_written(file, digest, path=path)
-        options = replace(self._options, trusted_keys=())
+        options = replace(self._options, trust=replace(self._options.trust, trusted_keys=()))
         stored = open_source(file, path=path, options=options)
         if digest_of(stored.source) != digest_of(self._found.opened.source):
             raise SaveFailed("what was written holds something else than what was read", path=path)
@@ -306,9 +306,9 @@ class _Change:
 
     @property
     def _keys(self) -> Keys:
-        if self._options.key is None:
+        if self._options.trust.keys is None:
             raise KeyProblem("a key is needed", path=self._checkpoint.path)
-        return self._options.key
+        return self._options.trust.keys
 
 
 def _save_of(manifest: Manifest) -> tuple[str, int, datetime, str]:

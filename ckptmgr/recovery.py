@@ -23,6 +23,7 @@ from ckptmgr.manifest import Manifest, manifest_name
 from ckptmgr.manifest_files import ManifestFiles
 from ckptmgr.temp_names import is_temp_of, parse_temp
 from ckptmgr.trash_folder import DEFAULT_GRACE, may_be_in_trash
+from ckptmgr.trust import Trust
 
 _GRACE_S = DEFAULT_GRACE.total_seconds()
 
@@ -88,11 +89,11 @@ class _Recovery:
         data_name = name.removesuffix(manifests.SUFFIX)
         try:
             # What is only claimed decides nothing here but whether to look closer.
-            claimed = self._files.load(name, with_key=False)
+            claimed = self._files.load(name, trust=Trust())
             if claimed is None or claimed.shards:
                 return  # a sharded checkpoint has no half that could be finished
             if data_name not in entries:
-                self._files.load(name, must_authenticate=True)
+                self._files.load(name, trust=self._files.trust.strict)
                 if not self._is_leftover(claimed, entries):
                     return
         except (CkptmgrError, OSError):

@@ -33,6 +33,7 @@ from ckptmgr.naming import OPAQUE
 from ckptmgr.pipeline import write_image
 from ckptmgr.source_image import SourceImage
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +130,7 @@ def sealing_anew(
 ) -> Sealing:
     """Return what is written instead of an encrypted file; arguments and errors as of `reencrypt_file`."""
     if kind_of(raw, name=path.name) is Kind.MINDSPORE_ENCRYPTED:
-        options = ReadOptions(key=old)
+        options = ReadOptions(trust=Trust(keys=old))
         opened = open_source(raw, path=str(path), options=options, manifest=manifest)
         mode = str(opened.cipher)
         blocks = CheckingSealer(opened, block_key(new), mode)

@@ -16,9 +16,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from ckptmgr.crypto.signing import SigningKey
 from ckptmgr.fsio import FileSystem
 from ckptmgr.lease import Processes
 from ckptmgr.model import Checkpoint
@@ -27,6 +27,7 @@ from ckptmgr.rekey_header import KeyChange
 from ckptmgr.rekey_plan import Action, Rekeying
 from ckptmgr.rekey_steps import CheckpointKeys
 from ckptmgr.store import Store
+from ckptmgr.trust import NOTHING_GIVEN, Trust
 
 __all__ = [
     "Action",
@@ -45,8 +46,7 @@ def open_for_rekeying(
     *,
     fs: FileSystem | None = None,
     processes: Processes | None = None,
-    signing_key: SigningKey | None = None,
-    allow_unsealed: bool = False,
+    trust: Trust = NOTHING_GIVEN,
 ) -> Store:
     """Return a store that reads what any of the old and new keys authenticates, and nothing else.
 
@@ -57,18 +57,12 @@ def open_for_rekeying(
         change: The change.
         fs: The disk.
         processes: Tells dead writers from live ones.
-        signing_key: Signs anew.
-        allow_unsealed: Vouch for files without manifest by their names, and sign what is only authenticated.
+        trust: Its signing key signs anew. Where it accepts unsealed files, files without manifest are vouched for by
+            their names, and manifests that are only authenticated are signed.
     """
-    return Store(
-        directory,
-        fs=fs,
-        key=change.everybody,
-        processes=processes,
-        must_authenticate=not allow_unsealed,
-        signing_key=signing_key,
-        trusted_keys=() if signing_key is None else (signing_key.public_key,),
-    )
+    own = () if trust.signing_key is None else (trust.signing_key.public_key,)
+    given = replace(trust, keys=change.everybody, trusted_keys=own)
+    return Store(directory, fs=fs, trust=given, processes=processes)
 
 
 def plan_rekeying(store: Store, checkpoint: Checkpoint, change: KeyChange) -> Rekeying:

@@ -198,7 +198,7 @@ class CheckpointKeys:
         """Raise KeyProblem when what is encrypted anew would be proven less than it is, or more."""
         if self._manifest is not None:
             self._store.check_rewritable(self._checkpoint)
-        elif self._store.must_authenticate and (self._is_set or not self._is_other_file()):
+        elif self._store.trust.is_strict and (self._is_set or not self._is_other_file()):
             raise unproven_name(self._checkpoint)
 
     def _is_other_file(self) -> bool:

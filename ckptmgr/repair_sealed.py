@@ -78,7 +78,7 @@ class SealedRepair:
     def _check_changeable(self) -> None:
         store, manifest = self._store, self._manifest
         checkpoint = manifest.to_checkpoint(store.directory)
-        if manifest.file.cipher is not None and self._options.key is None:
+        if manifest.file.cipher is not None and self._options.trust.keys is None:
             raise KeyProblem(
                 "its files are encrypted; what is healed is encrypted anew",
                 path=checkpoint.path,
@@ -130,7 +130,7 @@ class SealedRepair:
         path = str(self._store.directory / entry.name)
         try:
             check_kind(detect(source), self._manifest, path=path)
-            if self._options.key is not None:
+            if self._options.trust.keys is not None:
                 open_source(source, path=path, options=self._options, is_for_loading=True)
         except KeyProblem:
             raise

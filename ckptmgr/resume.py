@@ -15,13 +15,12 @@ from ckptmgr.cold_files import load_once
 from ckptmgr.errors import (
     CkptmgrError,
     CorruptCheckpoint,
-    UnsealedCheckpoint,
     UnsupportedCheckpoint,
 )
 from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source
-from ckptmgr.lower_errors import translated_errors
+from ckptmgr.lower_errors import translated_errors, unproven
 from ckptmgr.manifest import Manifest
-from ckptmgr.model import Checkpoint, State
+from ckptmgr.model import UNFINISHED, Checkpoint, State
 from ckptmgr.naming import parse_step_name
 from ckptmgr.shard_names import parse_shard_name
 from ckptmgr.store import Store
@@ -66,13 +65,9 @@ def open_checkpoint(
         if manifest is not None and manifest.shards:
             manifest = manifest.of_shard(_rank_of(checkpoint, options))
             path = store.directory / manifest.name
-        if manifest is None and options.is_strict:
+        if manifest is None and options.trust.is_strict:
             # The seal proves who wrote the file, not which step of the run it is: an old one could have been renamed.
-            raise UnsealedCheckpoint(
-                "keys were given, but no manifest proves which checkpoint this file is",
-                path=checkpoint.path,
-                hint="pass allow_unsealed=True if you trust its name",
-            )
+            raise unproven(checkpoint.path)
         file = store.fs.open(path)
         with contextlib.closing(load_once(file) if is_read_once else file) as raw:
             opened = open_source(
@@ -107,7 +102,7 @@ def newest_first(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
 
     Those whose manifest cannot be read come first: nobody knows how new they are, and whoever skips them must say so.
     """
-    usable = [c for c in checkpoints if c.state in (State.OK, State.UNVERIFIED, State.CORRUPT)]
+    usable = [c for c in checkpoints if c.state not in UNFINISHED]
     return sorted(
         usable,
         key=lambda c: (is_unreadable(c), not c.is_emergency, *c.order, c.saved_at),
@@ -158,8 +153,11 @@ def without_manifest(present: Sequence[Checkpoint], prefix: str) -> list[Skipped
     found = []
     for checkpoint in present:
         parsed = parse_step_name(checkpoint.name)
-        is_bare = checkpoint.state is State.UNVERIFIED and checkpoint.run_id is None
-        if parsed is not None and parsed.prefix == prefix != checkpoint.series and is_bare:
+        if (
+            parsed is not None
+            and parsed.prefix == prefix != checkpoint.series
+            and checkpoint.is_bare
+        ):
             found.append(Skipped(checkpoint=checkpoint, reason=reason))
     return found
 

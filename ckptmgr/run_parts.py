@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from ckptmgr.config import CheckpointConfig
-from ckptmgr.crypto.signing import PublicKey
 from ckptmgr.engine import SaveEngine, engine_for
 from ckptmgr.fsio import FileSystem
 from ckptmgr.lease import Processes
@@ -23,6 +22,7 @@ from ckptmgr.saver import SaveOptions
 from ckptmgr.series import SeriesWriter
 from ckptmgr.series_reader import SeriesReader
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 
 _Store = TypeVar("_Store", bound=Store)
 
@@ -33,28 +33,21 @@ class RunParts:
 
     Attributes:
         config: How to save.
+        trust: Which keys prove and sign its checkpoints; see `trust_of`.
         team: Who saves together.
         clock: Seconds since the epoch.
         observers: Hear what happens.
         fs: The disk, or None for the real one.
         processes: Tells dead writers from live ones; None for those of this system.
-        allow_unsealed: With a key or trusted keys, also take files that are not authenticated as a whole.
-        trusted_keys: Whose signatures count, besides that of the configuration.
     """
 
     config: CheckpointConfig
+    trust: Trust
     team: Team
     clock: Callable[[], float]
     observers: Observers
     fs: FileSystem | None = None
     processes: Processes | None = None
-    allow_unsealed: bool = False
-    trusted_keys: tuple[PublicKey, ...] = ()
-
-    @property
-    def _trusted(self) -> tuple[PublicKey, ...]:
-        own = self.config.signing_key
-        return self.trusted_keys if own is None else (own.public_key, *self.trusted_keys)
 
     @property
     def options(self) -> SaveOptions:
@@ -88,24 +81,18 @@ class RunParts:
         )
 
     def _made(self, make: Callable[..., _Store], directory: Path) -> _Store:
-        has_keys = self.config.keys is not None or bool(self._trusted)
         return make(
             directory,
             fs=self.fs,
-            key=self.config.keys,
+            trust=self.trust,
             processes=self.processes,
-            must_authenticate=has_keys and not self.allow_unsealed,
-            signing_key=self.config.signing_key,
-            trusted_keys=self._trusted,
         )
 
     def reader(self, writer: SeriesWriter) -> SeriesReader:
         """Return what looks up and reads the checkpoints of a series."""
         ranks = self.team.coordinator
         options = ReadOptions(
-            key=self.config.keys,
-            allow_unsealed=self.allow_unsealed,
-            trusted_keys=self._trusted,
+            trust=self.trust,
             rank=None if ranks is None else ranks.rank,
             world=1 if ranks is None else ranks.world,
         )

@@ -70,6 +70,7 @@ from ckptmgr.serialization_arguments import (
 from ckptmgr.shard_names import is_set_name
 from ckptmgr.sharded_state import load_sharded
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 
 _EMPTY_RESULT = (
     "The loaded parameter dict is empty after filter or specify, please check whether 'filter_prefix' or "
@@ -168,7 +169,10 @@ def save_checkpoint(
     if not path.parent.is_dir():
         raise FileNotFoundError(2, os.strerror(2), str(path))
     facts = dict(append_dict or {})
-    store = Store(path.parent, key=key, signing_key=check_signing_key(signing_key))
+    store = Store(
+        path.parent,
+        trust=Trust(keys=key, signing_key=check_signing_key(signing_key), allow_unencrypted=True),
+    )
     order = SaveOrder(
         name=path.name,
         items=items,
@@ -210,6 +214,7 @@ def load_checkpoint(
     format: str | None = None,
     *,
     allow_unsealed: bool = False,
+    allow_unencrypted: bool = False,
     into: Mapping[str, Any] | None = None,
     trusted_keys: Iterable[str | os.PathLike[str] | PublicKey] = (),
 ) -> dict[str, Any]:
@@ -230,7 +235,8 @@ def load_checkpoint(
         crc_check: Compare the CRC32.
         remove_redundancy: Accepted; it matters for sharded parameters only.
         format: `ckpt` or `safetensors`; None goes by the file.
-        allow_unsealed: Accept files that are not authenticated as a whole (MindSpore's own) although a key is given.
+        allow_unsealed: With a key, accept encrypted files that are not proven as a whole (MindSpore's own).
+        allow_unencrypted: With a key, accept plain files, too.
         into: Name to NumPy array or torch tensor: these names are read, straight into their memory, and nothing else.
             Everything is compared before the first byte is written; damage is found while writing, and an error about it
             leaves the content of the arrays undefined.
@@ -266,10 +272,13 @@ def load_checkpoint(
         is_for_reading=True,
     )
     options = ReadOptions(
-        key=key,
+        trust=Trust(
+            keys=key,
+            trusted_keys=check_trusted_keys(trusted_keys),
+            allow_unsealed=allow_unsealed,
+            allow_unencrypted=allow_unencrypted,
+        ),
         mode=dec_mode,
-        allow_unsealed=allow_unsealed,
-        trusted_keys=check_trusted_keys(trusted_keys),
     )
 
     def wanted(opened: OpenCheckpoint) -> dict[str, Any]:
@@ -330,7 +339,10 @@ def name_of(item: Item) -> str:
 def _read_file(
     path: Path, options: ReadOptions, read: Callable[[OpenCheckpoint], dict[str, Any]]
 ) -> dict[str, Any]:
-    store = Store(path.parent, key=options.key, trusted_keys=options.trusted_keys)
+    store = Store(
+        path.parent,
+        trust=options.trust,
+    )
 
     def read_with(manifest: Manifest | None) -> dict[str, Any]:
         with closing(load_once(store.fs.open(path))) as raw:

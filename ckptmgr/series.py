@@ -24,7 +24,8 @@ from ckptmgr.errors import CkptmgrError, StoreLocked, UnsafePrune
 from ckptmgr.formats.tensor import Item
 from ckptmgr.held_signals import signals_held
 from ckptmgr.manifest import FileEntry, Manifest
-from ckptmgr.model import Checkpoint, Link, Plan, State
+from ckptmgr.model import Checkpoint, Link, Plan
+from ckptmgr.numbering import next_attempt, next_sequence
 from ckptmgr.observe import EVERYBODY, Observers
 from ckptmgr.resume import Skipped, first_that_loads
 from ckptmgr.retention import RetentionPolicy, plan
@@ -260,14 +261,18 @@ class SeriesWriter:
 
     def next_place(self, facts: SaveFacts, present: Sequence[Checkpoint]) -> Place:
         """Return where the next save comes, given what is in the directory."""
-        # What was seen before counts, too: a manifest may be unreadable just now.
-        known = [c for c in (*present, self.resumed_from, self._last_saved) if c is not None]
-        sequence = 1 + max((c.sequence for c in known), default=0)
+        sequence = next_sequence(
+            present,
+            trust=self.store.trust,
+            saved=self._last_saved,
+            resumed_from=self.resumed_from,
+        )
         attempt = facts.attempt
         if attempt is None:
             history = [c for c in present if c.series == self.series]
-            attempt = next_attempt(history, facts.step)
-        return Place(sequence, attempt, link_to_newest(known, self.series))
+            attempt = next_attempt(history, facts.step, trust=self.store.trust)
+        own = [c for c in (self.resumed_from, self._last_saved) if c is not None]
+        return Place(sequence, attempt, link_to_newest([*present, *own], self.series))
 
     def describe(
         self,
@@ -392,9 +397,3 @@ def _forget_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_parent)
-
-
-def next_attempt(history: Sequence[Checkpoint], step: int) -> int:
-    """Return the number of the next save of a step: 0, or one more than the highest one there, damaged or not."""
-    ours = (c for c in history if c.run_id is not None or c.state is State.CORRUPT)
-    return max((c.attempt + 1 for c in ours if c.step == step), default=0)

@@ -16,17 +16,15 @@ from ckptmgr.errors import CheckpointNotFound, UnsupportedState
 from ckptmgr.in_place import InPlaceState, in_place
 from ckptmgr.loader import ReadOptions, Value, read_values
 from ckptmgr.manifest import Manifest
-from ckptmgr.model import Checkpoint, State
+from ckptmgr.model import UNFINISHED, Checkpoint
 from ckptmgr.naming import step_name
+from ckptmgr.numbering import next_attempt
 from ckptmgr.pieces import PIECES
 from ckptmgr.resume import newest_first, open_checkpoint
-from ckptmgr.series import next_attempt
 from ckptmgr.sharded_state import read_sharded
 from ckptmgr.store import Store
 from ckptmgr.stored_state import SKELETON, StoredState
 from ckptmgr.tree_slices import Slicer
-
-_USABLE = (State.OK, State.UNVERIFIED, State.CORRUPT)
 
 
 class NamedValues(NamedTuple):
@@ -62,7 +60,7 @@ class SeriesReader:
     def checkpoints(self) -> list[Checkpoint]:
         """Return the committed checkpoints, oldest first."""
         found = [c for c in self._store.scan() if c.series == self._series]
-        return sorted((c for c in found if c.state in _USABLE), key=lambda c: c.order)
+        return sorted((c for c in found if c.state not in UNFINISHED), key=lambda c: c.order)
 
     def latest(self) -> Checkpoint | None:
         """Return the newest checkpoint that is not known to be damaged, or None."""
@@ -93,7 +91,11 @@ class SeriesReader:
         """
         if isinstance(checkpoint, Checkpoint):
             return checkpoint
-        for found in reversed(self.checkpoints()):
+        # What the keys prove first: another file may claim the same step.
+        newest_first = sorted(
+            reversed(self.checkpoints()), key=lambda c: c.is_countable, reverse=True
+        )
+        for found in newest_first:
             if found.step == checkpoint or checkpoint in (found.name, str(found.path)):
                 return found
         raise CheckpointNotFound(
@@ -190,7 +192,7 @@ def free_name(
         name_of: Returns the name of such a save of the step, counted from 0.
     """
     taken = {checkpoint.name for checkpoint in present}
-    first = next_attempt([c for c in present if c.series == series], step)
+    first = next_attempt([c for c in present if c.series == series], step, trust=store.trust)
     return next(
         (name, attempt)
         for attempt in itertools.count(first)

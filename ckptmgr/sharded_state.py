@@ -82,14 +82,8 @@ def load_sharded(
         CkptmgrError: As `read_sharded`.
     """
     real = Path(os.path.realpath(path))
-    # Who can write here could otherwise put files of several steps together, each of them sealed.
-    is_proven = options.key is not None or bool(options.trusted_keys)
-    store = Store(
-        real.parent,
-        key=options.key,
-        trusted_keys=options.trusted_keys,
-        must_authenticate=is_proven and not options.allow_unsealed,
-    )
+    # An attacker who can write here could otherwise join files of several steps, each sealed.
+    store = Store(real.parent, trust=options.trust)
     manifest = store.read_manifest(real.name)
     if manifest is None:
         raise CheckpointNotFound("no such checkpoint", path=path)

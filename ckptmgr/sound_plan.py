@@ -15,12 +15,12 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from ckptmgr.crypto.keyring import Keys
 from ckptmgr.formats.detect import Kind, detect
 from ckptmgr.model import Checkpoint, Plan, State
 from ckptmgr.read_options import ReadOptions
 from ckptmgr.retention import RetentionPolicy, plan
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 from ckptmgr.verify import Status, verify_checkpoint
 
 
@@ -28,14 +28,13 @@ class SoundPlans:
     """Plans the series of a directory; reads as few checkpoints as needed, each at most once.
 
     Args:
-        store: The directory.
-        key: Only a key finds damage in the header of a container, which the digests leave out.
+        store: The directory. Only a key finds damage in the header of a container, which the digests leave out.
     """
 
-    def __init__(self, store: Store, *, key: Keys | None = None) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
         # Digests and structure tell what is damaged of all others; nothing else is asked.
-        self._options = ReadOptions(key=key, allow_unsealed=True)
+        self._options = ReadOptions(trust=Trust(keys=store.trust.keys, allow_unencrypted=True))
         self._problems: dict[Path, str | None] = {}
 
     @property
@@ -89,7 +88,7 @@ def plan_with(
 def _damage(store: Store, checkpoint: Checkpoint, options: ReadOptions) -> str | None:
     answer = verify_checkpoint(store, checkpoint, options=options)
     is_damaged = answer.status is Status.DAMAGED
-    if answer.status is Status.WRONG_KEY and options.key is not None:
+    if answer.status is Status.WRONG_KEY and options.trust.keys is not None:
         # The key proves its manifest and does not open the file: somebody has changed the header.
         is_damaged = checkpoint.state is State.OK
     if answer.status is Status.UNREADABLE:

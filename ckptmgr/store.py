@@ -25,8 +25,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ckptmgr.crypto.keyring import Keys
-from ckptmgr.crypto.signing import PublicKey, SigningKey
 from ckptmgr.disk_errors import explained_errors
 from ckptmgr.errors import KeyProblem, UnsafePrune, UnsupportedCheckpoint
 from ckptmgr.fsio import FileSystem, OsFileSystem, remove_name
@@ -41,6 +39,7 @@ from ckptmgr.publisher import Publisher
 from ckptmgr.recovery import recover
 from ckptmgr.seen_manifests import SeenManifests
 from ckptmgr.store_listing import listed, listed_alone
+from ckptmgr.trust import NOTHING_GIVEN, Trust
 
 
 class Store(Publisher):
@@ -49,12 +48,8 @@ class Store(Publisher):
     Args:
         directory: Where the checkpoints lie; created on the first save.
         fs: The disk.
-        key: Authenticates manifests.
+        trust: Its keys authenticate, sign and prove manifests.
         processes: Tells dead writers from live ones.
-        must_authenticate: With a key, treat manifests without authentication as a problem; with trusted keys, those
-            without signature.
-        signing_key: Signs manifests.
-        trusted_keys: Whose signatures count.
         clock: Seconds since the epoch, as the disk counts them; tells what has been left here for long.
     """
 
@@ -63,28 +58,20 @@ class Store(Publisher):
         directory: Path,
         *,
         fs: FileSystem | None = None,
-        key: Keys | None = None,
+        trust: Trust = NOTHING_GIVEN,
         processes: Processes | None = None,
-        must_authenticate: bool = False,
-        signing_key: SigningKey | None = None,
-        trusted_keys: Sequence[PublicKey] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._clock = clock
         self._seen = SeenManifests()
         self.processes: Processes = processes if processes is not None else ProcProcesses()
-        self.must_authenticate = must_authenticate
-        self.signing_key = signing_key
-        self.trusted_keys = tuple(trusted_keys)
+        self.trust = trust
         super().__init__(
             ManifestFiles(
                 directory,
                 fs=fs if fs is not None else OsFileSystem(),
-                key=key,
+                trust=trust,
                 processes=self.processes,
-                must_authenticate=must_authenticate,
-                signing_key=signing_key,
-                trusted_keys=trusted_keys,
             )
         )
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ckptmgr.bare_files import bare_file, entry_of, number_bare_steps
-from ckptmgr.errors import CkptmgrError, CorruptCheckpoint, KeyProblem
+from ckptmgr.errors import CkptmgrError, CorruptCheckpoint, KeyProblem, UnprovenCheckpoint
 from ckptmgr.fsio import FileStatus
 from ckptmgr.lease import Processes
 from ckptmgr.manifest import SUFFIX, Manifest, manifest_name
@@ -77,7 +77,10 @@ class _Listing:
             elif parse_shard_name(name) is not None:
                 continue
             elif _is_data_name(name) and manifest_name(name) not in entries and status.is_file:
-                found.append(bare_file(self._directory / name, status))
+                bare = bare_file(
+                    self._directory / name, status, is_strict=self._files.trust.is_strict
+                )
+                found.append(bare)
             elif parse_temp(name) is not None:
                 found.append(self._from_temp(name, status))
         return [*number_bare_steps(found), *unnamed_shards(self._directory, entries, found)]
@@ -96,7 +99,7 @@ class _Listing:
             try:
                 manifest = self._files.read(data_name)
             except KeyProblem as error:
-                key_problem = error.message
+                key_problem = error
                 manifest = self._files.read_unproven(data_name)
         except (CkptmgrError, OSError) as error:
             problem = error.message if isinstance(error, CkptmgrError) else str(error)
@@ -109,12 +112,20 @@ class _Listing:
             return entry_of(path, data or status, State.LEFTOVER, problem)
         if key_problem is not None:
             return manifest.to_checkpoint(
-                self._directory, state=State.UNVERIFIED, problem=key_problem
+                self._directory,
+                state=self._unproven_state(key_problem),
+                problem=key_problem.message,
             )
         checkpoint = self._with_data(manifest, data)
         if checkpoint.state is State.OK:
             self._known.note(name, checkpoint, checkpoint.shards or (data_name,))
         return checkpoint
+
+    def _unproven_state(self, problem: KeyProblem) -> State:
+        """Return the state of a checkpoint that the given keys do not prove."""
+        if self._files.trust.accepts_unsealed:
+            return State.UNVERIFIED
+        return State.UNPROVEN if isinstance(problem, UnprovenCheckpoint) else State.OTHER_KEY
 
     def _with_data(self, manifest: Manifest, data: FileStatus | None) -> Checkpoint:
         problem = None

@@ -47,6 +47,8 @@ class Status(enum.Enum):
     """Right as far as it could be checked; without the key or a signature, that is not all."""
     UNSEALED = "unsealed"
     """A key was given, but the file is not authenticated as a whole."""
+    UNPROVEN = "unproven"
+    """Keys were given, but none of them proves which checkpoint it is."""
     WRONG_KEY = "wrong key"
     """It does not open with this key."""
     UNREADABLE = "unreadable"

@@ -24,6 +24,7 @@ from ckptmgr.errors import (
     CorruptCheckpoint,
     KeyProblem,
     TamperedCheckpoint,
+    UnprovenCheckpoint,
     UnsealedCheckpoint,
 )
 from ckptmgr.file_check import FileCheck, Findings, check_digests
@@ -46,7 +47,13 @@ __all__ = [
     "was_removed",
 ]
 
-_WORST_FIRST = (Status.DAMAGED, Status.UNREADABLE, Status.WRONG_KEY, Status.UNSEALED)
+_WORST_FIRST = (
+    Status.DAMAGED,
+    Status.UNREADABLE,
+    Status.WRONG_KEY,
+    Status.UNSEALED,
+    Status.UNPROVEN,
+)
 
 
 def verify_checkpoint(
@@ -135,6 +142,8 @@ def _cure(store: Store, manifest: Manifest | None, worst: _Failure, level: Level
 def _status_of(error: Exception) -> Status:
     if isinstance(error, CorruptCheckpoint):
         return Status.DAMAGED
+    if isinstance(error, UnprovenCheckpoint):
+        return Status.UNPROVEN
     if isinstance(error, UnsealedCheckpoint):
         return Status.UNSEALED
     return Status.WRONG_KEY if isinstance(error, KeyProblem) else Status.UNREADABLE

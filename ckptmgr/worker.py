@@ -33,6 +33,7 @@ from ckptmgr.saver import SaveOptions, SaveOrder, save_items
 from ckptmgr.shard_files import ShardFiles
 from ckptmgr.staging_items import items_from
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 from ckptmgr.worker_protocol import IGNORED_SIGNALS, describe_error, receive, send
 
 # A save can wait, the training cannot: where both want the same core, the save gets a tenth of it.
@@ -125,14 +126,7 @@ def _save(order: dict[str, Any], regions: list[memoryview]) -> Manifest:
         return draft.completed(entry, stats)
 
     kind = ShardFiles if order["is_shard"] else Store
-    signing_key = order["signing_key"]
-    store = kind(
-        directory,
-        key=key,
-        must_authenticate=order["must_authenticate"],
-        signing_key=None if signing_key is None else SigningKey(bytes.fromhex(signing_key)),
-        trusted_keys=[PublicKey(bytes.fromhex(raw)) for raw in order["trusted_keys"]],
-    )
+    store = kind(directory, trust=_trust(order["trust"], key))
     ordered = SaveOrder(
         name=order["name"],
         items=items_from(order["items"], regions),
@@ -150,6 +144,17 @@ def _save(order: dict[str, Any], regions: list[memoryview]) -> Manifest:
         metadata=order["metadata"],
     )
     return save_items(store, ordered)
+
+
+def _trust(document: dict[str, Any], keys: Keys | None) -> Trust:
+    signing_key = document["signing_key"]
+    return Trust(
+        keys=keys,
+        trusted_keys=tuple(PublicKey(bytes.fromhex(raw)) for raw in document["trusted_keys"]),
+        signing_key=None if signing_key is None else SigningKey(bytes.fromhex(signing_key)),
+        allow_unsealed=document["allow_unsealed"],
+        allow_unencrypted=document["allow_unencrypted"],
+    )
 
 
 @cache

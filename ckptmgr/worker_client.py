@@ -30,6 +30,7 @@ from ckptmgr.saver import Publish, SaveOptions, SaveOrder
 from ckptmgr.shard_files import ShardFiles
 from ckptmgr.staging_state import StagedState
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 from ckptmgr.worker_protocol import IGNORED_SIGNALS, rebuild_error, receive, send
 
 _LOG = logging.getLogger(__name__)
@@ -99,9 +100,7 @@ class WorkerClient:
                 "regions": len(regions),
                 "draft": manifests.encode(order.describe(entry, {})).decode(),
                 "metadata": None if order.metadata is None else dict(order.metadata),
-                "must_authenticate": store.must_authenticate,
-                "signing_key": None if store.signing_key is None else store.signing_key.raw.hex(),
-                "trusted_keys": [key.raw.hex() for key in store.trusted_keys],
+                "trust": _trust_to_document(store.trust),
                 "is_shard": isinstance(store, ShardFiles),
                 **_described(order.options),
             }
@@ -251,3 +250,13 @@ def _forget_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_parent)
+
+
+def _trust_to_document(trust: Trust) -> dict[str, Any]:
+    """Return what the worker trusts; the keys travel with the options of the save."""
+    return {
+        "signing_key": None if trust.signing_key is None else trust.signing_key.raw.hex(),
+        "trusted_keys": [key.raw.hex() for key in trust.trusted_keys],
+        "allow_unsealed": trust.allow_unsealed,
+        "allow_unencrypted": trust.allow_unencrypted,
+    }

@@ -48,8 +48,7 @@ _MAX_LEVEL = 19
 )
 @options.dir_option
 @options.series_option
-@options.key_options
-@options.signing_key_option
+@options.trust_options(has_signing_key=True)
 @options.output_options
 @click.pass_context
 def convert_command(
@@ -59,9 +58,7 @@ def convert_command(
     level: int,
     directory: Path,
     series: str | None,
-    key_sources: tuple[str, ...],
-    allow_unsealed: bool,
-    signing_source: str | None,
+    given_trust: options.GivenTrust,
     as_json: bool,
     quiet: bool,
 ) -> int:
@@ -75,19 +72,11 @@ def convert_command(
     from ckptmgr.cli.select import select
     from ckptmgr.loader import ReadOptions
 
-    key, signing_key = options.load_key(key_sources), options.load_signing_key(signing_source)
-    # What is signed anew must have been signed before, by the same key.
-    trusted = () if signing_key is None else (signing_key.public_key,)
-    opener = partial(
-        options.open_store,
-        key=key,
-        allow_unsealed=allow_unsealed,
-        public_keys=trusted,
-        signing_key=signing_key,
-    )
+    trust = given_trust.load()
+    opener = partial(options.open_store, trust=trust)
     selected = select(selectors, directory, opener, series=series)
     output = render.make_output(ctx, opener(directory).directory, as_json=as_json, quiet=quiet)
-    reading = ReadOptions(key=key, allow_unsealed=allow_unsealed, trusted_keys=trusted)
+    reading = ReadOptions(trust=trust)
     failures: list[Exception] = []
     wanted = level if compression == "zstd" else None
     done = list(_convert_all(output, selected, wanted, reading, failures))

@@ -47,7 +47,7 @@ def _target_options(function: Command) -> Command:
     ),
 )
 @_target_options
-@options.key_options
+@options.trust_options()
 @options.output_options
 @click.pass_context
 def decrypt_command(
@@ -55,8 +55,7 @@ def decrypt_command(
     source: Path,
     target: str,
     force: bool,
-    key_sources: tuple[str, ...],
-    allow_unsealed: bool,
+    given_trust: options.GivenTrust,
     as_json: bool,
     quiet: bool,
 ) -> int:
@@ -71,7 +70,7 @@ def decrypt_command(
 
     _check_input(source)
     # Without a key the file says whether it needs one.
-    reading = ReadOptions(key=options.load_key(key_sources), allow_unsealed=allow_unsealed)
+    reading = ReadOptions(trust=given_trust.load())
     if target == _PIPE:
         _refuse_terminal()
         with open_plaintext(source, reading) as plaintext:

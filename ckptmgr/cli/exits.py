@@ -52,6 +52,7 @@ CODES: Mapping[type[errors.CkptmgrError], Exit] = {
     errors.UnsupportedCheckpoint: Exit.FAILED,
     errors.KeyProblem: Exit.KEY,
     errors.UnsealedCheckpoint: Exit.REFUSED,
+    errors.UnprovenCheckpoint: Exit.REFUSED,
     errors.UnsupportedState: Exit.FAILED,
     errors.StoreLocked: Exit.LOCKED,
     errors.StoreFull: Exit.FAILED,

@@ -36,8 +36,7 @@ _FIGURES = ("MIN", "MAX", "MEAN", "NAN", "INF")
     "--tensors", "pattern", metavar="PATTERN", default="*", help="Only these, e.g. 'fc*'."
 )
 @click.option("--stats", "has_stats", is_flag=True, help="Minimum, maximum, mean, NaN count.")
-@options.public_key_option
-@options.key_options
+@options.trust_options(has_public_key=True)
 @options.output_options
 @click.pass_context
 def inspect_command(
@@ -47,9 +46,7 @@ def inspect_command(
     series: str | None,
     pattern: str,
     has_stats: bool,
-    public_keys: tuple[str, ...],
-    key_sources: tuple[str, ...],
-    allow_unsealed: bool,
+    given_trust: options.GivenTrust,
     as_json: bool,
     quiet: bool,
 ) -> int:
@@ -63,15 +60,13 @@ def inspect_command(
     from ckptmgr.contents import read_contents
     from ckptmgr.loader import ReadOptions
 
-    key, trusted = options.load_key(key_sources), options.load_public_keys(public_keys)
-    opener = partial(
-        options.open_store, key=key, allow_unsealed=allow_unsealed, public_keys=trusted
-    )
+    trust = given_trust.load()
+    opener = partial(options.open_store, trust=trust)
     selected = select_one(checkpoint, directory, opener, series=series)
     contents = read_contents(
         selected.store,
         selected.checkpoint,
-        options=ReadOptions(key=key, allow_unsealed=allow_unsealed, trusted_keys=trusted),
+        options=ReadOptions(trust=trust),
         choose=lambda name: fnmatch.fnmatchcase(name, pattern),
         has_stats=has_stats,
     )

@@ -33,9 +33,7 @@ class Given(TypedDict):
     selectors: tuple[str, ...]
     directory: Path
     series: str | None
-    key_sources: tuple[str, ...]
-    allow_unsealed: bool
-    signing_source: str | None
+    given_trust: options.GivenTrust
     dry_run: bool
     yes: bool
     as_json: bool
@@ -47,8 +45,7 @@ def plan_options(function: options.Command) -> options.Command:
     for option in (
         click.option("--yes", is_flag=True, help="Do not ask."),
         click.option("--dry-run", is_flag=True, help="Show what would be done, and do nothing."),
-        options.signing_key_option,
-        options.key_options,
+        options.trust_options(has_signing_key=True),
         options.series_option,
         options.dir_option,
     ):
@@ -56,16 +53,14 @@ def plan_options(function: options.Command) -> options.Command:
     return click.argument("selectors", nargs=-1, metavar="[SEL]...")(function)
 
 
-def _opener(change: KeyChange, signing_source: str | None, *, allow_unsealed: bool) -> OpenStore:
+def _opener(change: KeyChange, given: options.GivenTrust) -> OpenStore:
     from ckptmgr.rekey import open_for_rekeying
 
-    signing_key = options.load_signing_key(signing_source)
+    trust = given.with_keys(None)
 
     def opener(directory: Path) -> Store:
         absolute = Path(os.path.abspath(directory))  # noqa: PTH100 - resolve() would follow links
-        return open_for_rekeying(
-            absolute, change, signing_key=signing_key, allow_unsealed=allow_unsealed
-        )
+        return open_for_rekeying(absolute, change, trust=trust)
 
     return opener
 
@@ -88,9 +83,7 @@ class KeyChanges:
     def __init__(self, ctx: click.Context, change: KeyChange, given: Given) -> None:
         self._change = change
         self._given = given
-        self._opener = _opener(
-            change, given["signing_source"], allow_unsealed=given["allow_unsealed"]
-        )
+        self._opener = _opener(change, given["given_trust"])
         root = Path(os.path.abspath(given["directory"]))  # noqa: PTH100 - resolve() would follow links
         self._output: Output = render.make_output(
             ctx, root, as_json=given["as_json"], quiet=given["quiet"]

@@ -16,7 +16,7 @@ from ckptmgr.cli.exits import Exit
 from ckptmgr.cli.options import Session
 from ckptmgr.cli.render import Cell, Json, Output
 from ckptmgr.formats.errors import FormatError
-from ckptmgr.model import Checkpoint, State
+from ckptmgr.model import Checkpoint
 
 if TYPE_CHECKING:
     from ckptmgr.store import Store
@@ -29,8 +29,7 @@ _SHOWN_METRICS = 2
 @click.argument("directory", type=options.PATH, default=Path())
 @click.option("--all", "show_all", is_flag=True, help="Also what interrupted saves left.")
 @options.series_option
-@options.public_key_option
-@options.key_options
+@options.trust_options(has_public_key=True)
 @options.output_options
 @click.pass_context
 def ls_command(
@@ -38,9 +37,7 @@ def ls_command(
     directory: Path,
     show_all: bool,
     series: str | None,
-    public_keys: tuple[str, ...],
-    key_sources: tuple[str, ...],
-    allow_unsealed: bool,
+    given_trust: options.GivenTrust,
     as_json: bool,
     quiet: bool,
 ) -> int:
@@ -52,10 +49,7 @@ def ls_command(
     """
     from ckptmgr.cli.select import listed
 
-    key, trusted = options.load_key(key_sources), options.load_public_keys(public_keys)
-    store = options.open_store(
-        directory, key=key, allow_unsealed=allow_unsealed, public_keys=trusted
-    )
+    store = options.open_store(directory, trust=given_trust.load())
     found = [_sniffed(store, c) for c in listed(store, series=series, with_leftovers=show_all)]
     output = render.make_output(ctx, store.directory, as_json=as_json, quiet=quiet)
     if output.is_json:
@@ -71,7 +65,7 @@ def _sniffed(store: Store, checkpoint: Checkpoint) -> Checkpoint:
     """Return a bare file with the cipher that its first bytes name; all others as they are."""
     from ckptmgr.crypto.sniff import cipher_of
 
-    if checkpoint.run_id is not None or checkpoint.state is not State.UNVERIFIED:
+    if not checkpoint.is_bare:
         return checkpoint
     try:
         with contextlib.closing(store.fs.open(checkpoint.path)) as file:

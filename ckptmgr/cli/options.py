@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import os
 import time
@@ -11,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from ckptmgr.crypto.keyring import Keys
     from ckptmgr.crypto.signing import PublicKey, SigningKey
     from ckptmgr.store import Store
+    from ckptmgr.trust import Trust
 
 Command = TypeVar("Command", bound=Callable[..., object])
 
@@ -146,14 +148,95 @@ def key_option(function: Command) -> Command:
     )(function)
 
 
-def key_options(function: Command) -> Command:
-    """Add `--key` and `--allow-unsealed`."""
-    option = click.option(
-        "--allow-unsealed",
-        is_flag=True,
-        help="With a key: accept files that are not authenticated as a whole (MindSpore's own).",
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenTrust:
+    """What the options of a command say about keys and proof, before any key is loaded.
+
+    Attributes:
+        key_sources: Of `--key`.
+        public_keys: Of `--public-key`.
+        signing_source: Of `--signing-key`.
+        allow_unsealed: Whether `--allow-unsealed` was given.
+        allow_unencrypted: Whether `--allow-unencrypted` was given.
+    """
+
+    key_sources: tuple[str, ...] = ()
+    public_keys: tuple[str, ...] = ()
+    signing_source: str | None = None
+    allow_unsealed: bool = False
+    allow_unencrypted: bool = False
+
+    def load(self, *, is_new: bool = False) -> Trust:
+        """Load the keys.
+
+        What is signed anew must have been signed before, by the same key, unless public keys are named.
+
+        Args:
+            is_new: Whether the key is to encrypt something new; see `load_key`.
+
+        Raises:
+            UsageProblem, KeyProblem: A source gives no key.
+        """
+        return self.with_keys(load_key(self.key_sources, is_new=is_new))
+
+    def with_keys(self, keys: Keys | None) -> Trust:
+        """Return the trust in keys that were loaded elsewhere; see `load`."""
+        from ckptmgr.trust import Trust
+
+        signing_key = load_signing_key(self.signing_source)
+        trusted = load_public_keys(self.public_keys)
+        if signing_key is not None and not trusted:
+            trusted = (signing_key.public_key,)
+        return Trust(
+            keys=keys,
+            trusted_keys=trusted,
+            signing_key=signing_key,
+            allow_unsealed=self.allow_unsealed,
+            allow_unencrypted=self.allow_unencrypted,
+        )
+
+
+def trust_options(
+    *, has_public_key: bool = False, has_signing_key: bool = False, has_allowing: bool = True
+) -> Callable[[Command], Command]:
+    """Return a decorator that adds the options about keys and proof, and passes them on as `given_trust`.
+
+    Args:
+        has_public_key: Add `--public-key`.
+        has_signing_key: Add `--signing-key`.
+        has_allowing: Add `--allow-unsealed` and `--allow-unencrypted`.
+    """
+    allowing = (
+        click.option(
+            "--allow-unencrypted",
+            is_flag=True,
+            help="With a key: accept plain files, too.",
+        ),
+        click.option(
+            "--allow-unsealed",
+            is_flag=True,
+            help="With a key: accept encrypted files that are not proven as a whole (MindSpore's own).",
+        ),
     )
-    return key_option(option(function))
+
+    def decorate(function: Command) -> Command:
+        @functools.wraps(function)
+        def command(*args: object, **options: object) -> object:
+            names = [name for name in GivenTrust.__dataclass_fields__ if name in options]
+            given = {name: options.pop(name) for name in names}
+            return function(*args, given_trust=GivenTrust(**cast(Any, given)), **options)
+
+        decorated = cast(Command, command)
+        for option in (
+            *([signing_key_option] if has_signing_key else []),
+            *(allowing if has_allowing else ()),
+            key_option,
+            *([public_key_option] if has_public_key else []),
+        ):
+            decorated = option(decorated)
+        return decorated
+
+    return decorate
 
 
 def public_key_option(function: Command) -> Command:
@@ -296,28 +379,9 @@ def _from_environment(environment: Mapping[str, str]) -> Sequence[str]:
     return ["env:CKPTMGR_KEY"] if environment.get("CKPTMGR_KEY") else []
 
 
-def open_store(
-    directory: Path,
-    *,
-    key: Keys | None = None,
-    allow_unsealed: bool = False,
-    public_keys: Sequence[PublicKey] = (),
-    signing_key: SigningKey | None = None,
-) -> Store:
-    """Return the store of a directory; with a key, manifests must be authenticated, with public keys signed.
-
-    What is signed anew must have been signed before, by the same key.
-    """
+def open_store(directory: Path, *, trust: Trust) -> Store:
+    """Return the store of a directory."""
     from ckptmgr.store import Store
 
     absolute = Path(os.path.abspath(directory))  # noqa: PTH100 - resolve() would follow links
-    if signing_key is not None and not public_keys:
-        public_keys = (signing_key.public_key,)
-    is_strict = (key is not None or bool(public_keys)) and not allow_unsealed
-    return Store(
-        absolute,
-        key=key,
-        must_authenticate=is_strict,
-        trusted_keys=public_keys,
-        signing_key=signing_key,
-    )
+    return Store(absolute, trust=trust)

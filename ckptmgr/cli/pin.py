@@ -30,8 +30,7 @@ Change = Callable[[tuple[Pin, ...]], tuple[Pin, ...]]
 @click.option("--reason", default="", help="Why; shown by prune.")
 @options.dir_option
 @options.series_option
-@options.key_options
-@options.signing_key_option
+@options.trust_options(has_signing_key=True)
 @options.output_options
 @click.pass_context
 def pin_command(
@@ -41,9 +40,7 @@ def pin_command(
     reason: str,
     directory: Path,
     series: str | None,
-    key_sources: tuple[str, ...],
-    allow_unsealed: bool,
-    signing_source: str | None,
+    given_trust: options.GivenTrust,
     as_json: bool,
     quiet: bool,
 ) -> int:
@@ -57,7 +54,7 @@ def pin_command(
         others = tuple(pin for pin in pins if pin.name != name)
         return (*others, Pin(name=name, reason=reason))
 
-    opener = _opener(key_sources, signing_source, allow_unsealed=allow_unsealed)
+    opener = partial(options.open_store, trust=given_trust.load())
     selected = _selected(checkpoint, directory, series, opener)
     return _show(ctx, selected, _change(selected, change), as_json=as_json, quiet=quiet)
 
@@ -67,8 +64,7 @@ def pin_command(
 @click.option("--name", help="Only the pin of this name.  [default: all]")
 @options.dir_option
 @options.series_option
-@options.key_options
-@options.signing_key_option
+@options.trust_options(has_signing_key=True)
 @options.output_options
 @click.pass_context
 def unpin_command(
@@ -77,9 +73,7 @@ def unpin_command(
     name: str | None,
     directory: Path,
     series: str | None,
-    key_sources: tuple[str, ...],
-    allow_unsealed: bool,
-    signing_source: str | None,
+    given_trust: options.GivenTrust,
     as_json: bool,
     quiet: bool,
 ) -> int:
@@ -91,20 +85,9 @@ def unpin_command(
     def change(pins: tuple[Pin, ...]) -> tuple[Pin, ...]:
         return () if name is None else tuple(pin for pin in pins if pin.name != name)
 
-    opener = _opener(key_sources, signing_source, allow_unsealed=allow_unsealed)
+    opener = partial(options.open_store, trust=given_trust.load())
     selected = _selected(checkpoint, directory, series, opener)
     return _show(ctx, selected, _change(selected, change), as_json=as_json, quiet=quiet)
-
-
-def _opener(
-    key_sources: tuple[str, ...], signing_source: str | None, *, allow_unsealed: bool
-) -> OpenStore:
-    return partial(
-        options.open_store,
-        key=options.load_key(key_sources),
-        allow_unsealed=allow_unsealed,
-        signing_key=options.load_signing_key(signing_source),
-    )
 
 
 def _selected(text: str, directory: Path, series: str | None, opener: OpenStore) -> Selected:

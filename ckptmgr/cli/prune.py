@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 )
 @click.option("--undo", is_flag=True, help="Bring back what the last prune dropped.")
 @click.option("-v", "--verbose", is_flag=True, help="List the files that would go.")
-@options.key_options
+@options.trust_options()
 @options.output_options
 @click.pass_context
 def prune_command(
@@ -56,8 +56,7 @@ def prune_command(
     grace: str,
     undo: bool,
     verbose: bool,
-    key_sources: tuple[str, ...],
-    allow_unsealed: bool,
+    given_trust: options.GivenTrust,
     as_json: bool,
     quiet: bool,
 ) -> int:
@@ -72,8 +71,7 @@ def prune_command(
     from ckptmgr.cli.prune_plan import Shown
     from ckptmgr.pruning import propose
 
-    key = options.load_key(key_sources)
-    store = options.open_store(directory, key=key, allow_unsealed=allow_unsealed)
+    store = options.open_store(directory, trust=given_trust.load())
     if not store.directory.is_dir():
         raise CheckpointNotFound("no such directory", path=directory)
     # What is shown and agreed to is of this directory, whatever gets its path meanwhile.
@@ -88,7 +86,7 @@ def prune_command(
     if not (dry_run or check or yes):
         _check_that_somebody_can_agree(store, policy, series=series, now=now)
     with output.progress("the newest", 0):
-        proposal = propose(store, policy, now=now, series=series, grace=life, key=key)
+        proposal = propose(store, policy, now=now, series=series, grace=life)
     shown = Shown(output=output, directory=directory, series=series, verbose=verbose)
     if dry_run or check:
         shown.plan(proposal)

@@ -86,7 +86,7 @@ def _step_option(function: Command) -> Command:
     "--plain", is_flag=True, help="With a key: write plain files instead of encrypted ones."
 )
 @_step_option
-@options.key_options
+@options.trust_options()
 @options.output_options
 @click.pass_context
 def transform_command(
@@ -99,8 +99,7 @@ def transform_command(
     output_format: str,
     plain: bool,
     step: str | None,
-    key_sources: tuple[str, ...],
-    allow_unsealed: bool,
+    given_trust: options.GivenTrust,
     as_json: bool,
     quiet: bool,
 ) -> int:
@@ -118,15 +117,16 @@ def transform_command(
     if "/" in prefix:
         raise UsageProblem("--prefix starts a file name", hint="name the directory with -o")
     # Input that is not authenticated need not open with the key that the output is encrypted with.
-    key = options.load_key(key_sources, is_new=allow_unsealed and not plain)
+    is_new = (given_trust.allow_unsealed or given_trust.allow_unencrypted) and not plain
+    trust = given_trust.load(is_new=is_new)
     started = time.perf_counter()
     files = rewrite(
         source,
         target,
         prefix=prefix,
         strategies=(source_strategy, target_strategy),
-        reading=ReadOptions(key=key, allow_unsealed=allow_unsealed),
-        options=SaveOptions(format=output_format, key=None if plain else key),
+        reading=ReadOptions(trust=trust),
+        options=SaveOptions(format=output_format, key=None if plain else trust.keys),
         step=step,
     )
     return _report(ctx, target, files, started, as_json=as_json, quiet=quiet)
@@ -142,7 +142,7 @@ def transform_command(
     "--plain", is_flag=True, help="Agree to plain files although the source is encrypted."
 )
 @_step_option
-@options.key_options
+@options.trust_options()
 @options.output_options
 @click.pass_context
 def unify_command(
@@ -152,8 +152,7 @@ def unify_command(
     source_strategy: Path | None,
     plain: bool,
     step: str | None,
-    key_sources: tuple[str, ...],
-    allow_unsealed: bool,
+    given_trust: options.GivenTrust,
     as_json: bool,
     quiet: bool,
 ) -> int:
@@ -166,14 +165,14 @@ def unify_command(
     from ckptmgr.loader import ReadOptions
     from ckptmgr.parallel.unified import unify
 
-    key = options.load_key(key_sources)
-    if key is not None and not plain:
+    trust = given_trust.load()
+    if trust.keys is not None and not plain:
         raise UsageProblem(
             "unified files are plain, but a key was given",
             hint="add --plain if plain files are wanted, or use ckptmgr transform, which encrypts",
         )
     started = time.perf_counter()
-    reading = ReadOptions(key=key, allow_unsealed=allow_unsealed)
+    reading = ReadOptions(trust=trust)
     files = unify(source, target, strategy=source_strategy, reading=reading, step=step)
     return _report(ctx, target, files, started, as_json=as_json, quiet=quiet)
 

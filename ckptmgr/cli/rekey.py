@@ -59,7 +59,7 @@ def rekey_command(
 
     by_id = tuple(text for text in remove if _KEY_ID.fullmatch(text))
     change = KeyChange(
-        keys=_old_keys(given["key_sources"]),
+        keys=_old_keys(given["given_trust"].key_sources),
         add=_rings("--add", add, is_new=True),
         remove=_rings("--remove", [text for text in remove if text not in by_id]),
         remove_ids=by_id,
@@ -101,7 +101,9 @@ def reencrypt_command(ctx: click.Context, to: tuple[str, ...], **given: Unpack[G
     from ckptmgr.rekey_header import KeyChange
 
     change = KeyChange(
-        keys=_old_keys(given["key_sources"]), add=_rings("--to", to, is_new=True), is_only=True
+        keys=_old_keys(given["given_trust"].key_sources),
+        add=_rings("--to", to, is_new=True),
+        is_only=True,
     )
     return KeyChanges(ctx, change, given).run(plan_reencryption, reencrypt_checkpoint)
 

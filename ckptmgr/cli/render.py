@@ -22,7 +22,7 @@ import click
 
 from ckptmgr.cli.exits import escape
 from ckptmgr.cli.options import Session
-from ckptmgr.model import Checkpoint, State
+from ckptmgr.model import Checkpoint
 
 Json = str | int | float | bool | None | Sequence["Json"] | Mapping[str, "Json"]
 
@@ -40,6 +40,8 @@ class Cell(NamedTuple):
 STATE_STYLES: Mapping[str, str] = {
     "ok": "green",
     "unverified": "yellow",
+    "unproven": "yellow",
+    "other-key": "yellow",
     "partial": "yellow",
     "corrupt": "bold red",
     "damaged": "bold red",
@@ -214,7 +216,7 @@ def number(value: float | None) -> str:
 
 def step(checkpoint: Checkpoint) -> str:
     """Return the step, or `-` where nothing says it."""
-    is_known = checkpoint.run_id is not None or checkpoint.state in (State.OK, State.UNVERIFIED)
+    is_known = checkpoint.run_id is not None or checkpoint.is_countable or checkpoint.is_bare
     return str(checkpoint.step) if is_known else "-"
 
 

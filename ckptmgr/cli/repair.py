@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 @click.argument("checkpoint")
 @options.dir_option
 @options.series_option
-@options.key_option
-@options.signing_key_option
+@options.trust_options(has_signing_key=True, has_allowing=False)
 @options.output_options
 @click.pass_context
 def repair_command(
@@ -32,8 +31,7 @@ def repair_command(
     checkpoint: str,
     directory: Path,
     series: str | None,
-    key_sources: tuple[str, ...],
-    signing_source: str | None,
+    given_trust: options.GivenTrust,
     as_json: bool,
     quiet: bool,
 ) -> int:
@@ -49,12 +47,10 @@ def repair_command(
     from ckptmgr.loader import ReadOptions
     from ckptmgr.repair import repair_checkpoint
 
-    key = options.load_key(key_sources)
-    opener = partial(
-        options.open_store, key=key, signing_key=options.load_signing_key(signing_source)
-    )
+    trust = given_trust.load()
+    opener = partial(options.open_store, trust=trust)
     selected = select_one(checkpoint, directory, opener, series=series)
-    done = repair_checkpoint(selected.store, selected.checkpoint, options=ReadOptions(key=key))
+    done = repair_checkpoint(selected.store, selected.checkpoint, options=ReadOptions(trust=trust))
     root = selected.store.directory
     output = render.make_output(ctx, root, as_json=as_json, quiet=quiet)
     return _show(output, selected.checkpoint, done, root)

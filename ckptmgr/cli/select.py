@@ -15,7 +15,7 @@ from ckptmgr.cli.exits import UsageProblem
 from ckptmgr.cli.options import check_path
 from ckptmgr.errors import CheckpointNotFound
 from ckptmgr.manifest import SUFFIX as MANIFEST_SUFFIX
-from ckptmgr.model import Checkpoint, State
+from ckptmgr.model import UNFINISHED, Checkpoint, State
 from ckptmgr.naming import DATA_SUFFIXES, stem_of
 from ckptmgr.store import Store
 from ckptmgr.trash_folder import TRASH_NAME
@@ -97,7 +97,7 @@ def listed(
         raise CheckpointNotFound("no such directory", path=store.directory)
     found = store.scan()
     if not with_leftovers:
-        found = [c for c in found if c.state not in (State.LEFTOVER, State.WRITING)]
+        found = [c for c in found if c.state not in UNFINISHED]
     if series is not None:
         found = [c for c in found if c.series == series]
     return sorted(found, key=lambda c: (c.order, c.saved_at, c.name))
@@ -179,7 +179,8 @@ def _usable(found: list[Checkpoint]) -> list[Checkpoint]:
 
 
 def _newest_attempts(found: list[Checkpoint]) -> list[Checkpoint]:
-    return list({c.series: c for c in found}.values())
+    # What the keys prove comes last and wins: another file may claim the same step.
+    return list({c.series: c for c in sorted(found, key=lambda c: c.is_countable)}.values())
 
 
 def _file(store: Store, path: Path) -> Checkpoint:

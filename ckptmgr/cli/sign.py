@@ -42,7 +42,7 @@ _GOOD = ("ok", "unverified", "partial")
 @click.option("--force", is_flag=True, help="Replace a bundle that is there.")
 @options.dir_option
 @options.series_option
-@options.key_options
+@options.trust_options()
 @options.output_options
 @click.pass_context
 def sign_command(
@@ -52,8 +52,7 @@ def sign_command(
     force: bool,
     directory: Path,
     series: str | None,
-    key_sources: tuple[str, ...],
-    allow_unsealed: bool,
+    given_trust: options.GivenTrust,
     as_json: bool,
     quiet: bool,
 ) -> int:
@@ -69,15 +68,15 @@ def sign_command(
     from ckptmgr.parallel.outputs import write_small_file
 
     options.check_source("--private-key", source)
-    key = options.load_key(key_sources)
-    opener = partial(options.open_store, key=key, allow_unsealed=allow_unsealed)
+    trust = given_trust.load()
+    opener = partial(options.open_store, trust=trust)
     selected = select([checkpoint], directory, opener, series=series)
     path = _path(checkpoint, selected)
     target = bundle_path(path)
     if target.exists() and not force:
         raise UnsafeWrite("exists", path=target, hint="pass --force to replace it")
     output = render.make_output(ctx, path.parent, as_json=as_json, quiet=quiet)
-    _check_whole(selected, ReadOptions(key=key, allow_unsealed=allow_unsealed))
+    _check_whole(selected, ReadOptions(trust=trust))
     write_small_file(target, sign_bundle(path, source))
     if output.is_json:
         output.result([{"path": str(path), "bundle": str(target)}], {"count": len(selected)})

@@ -27,6 +27,7 @@ _CODES = (
     ("unreadable", Exit.FAILED),
     ("wrong key", Exit.KEY),
     ("unsealed", Exit.REFUSED),
+    ("unproven", Exit.REFUSED),
     ("partial", Exit.PARTLY),
 )
 
@@ -55,8 +56,7 @@ _CODES = (
     metavar="ID",
     help="Of a checkpoint that was saved: it must be here, or the next one.",
 )
-@options.public_key_option
-@options.key_options
+@options.trust_options(has_public_key=True)
 @options.output_options
 @click.pass_context
 def verify_command(
@@ -67,9 +67,7 @@ def verify_command(
     level: str | None,
     expect_step: int | None,
     expect_id: str | None,
-    public_keys: tuple[str, ...],
-    key_sources: tuple[str, ...],
-    allow_unsealed: bool,
+    given_trust: options.GivenTrust,
     as_json: bool,
     quiet: bool,
 ) -> int:
@@ -88,13 +86,11 @@ def verify_command(
     from ckptmgr.loader import ReadOptions
     from ckptmgr.verify import Level, verify_checkpoint, was_removed
 
-    key, trusted = options.load_key(key_sources), options.load_public_keys(public_keys)
-    opener = partial(
-        options.open_store, key=key, allow_unsealed=allow_unsealed, public_keys=trusted
-    )
+    trust = given_trust.load()
+    opener = partial(options.open_store, trust=trust)
     selected = select(selectors, directory, opener, series=series)
     expected = _expected(expect_step, expect_id)
-    reading = ReadOptions(key=key, allow_unsealed=allow_unsealed, trusted_keys=trusted)
+    reading = ReadOptions(trust=trust)
     depth = Level(level or "full")
     root = opener(directory).directory
     output = render.make_output(ctx, root, as_json=as_json, quiet=quiet)

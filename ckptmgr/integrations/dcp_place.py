@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from ckptmgr.config import CheckpointConfig, check_config
-from ckptmgr.config_checks import check_cipher, check_trusted_keys
+from ckptmgr.config import CheckpointConfig, check_config, trust_of
+from ckptmgr.config_checks import check_cipher
 from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.signing import PublicKey
 from ckptmgr.fsio import FileSystem
@@ -39,6 +39,7 @@ def place_of(
     *,
     prefix: str,
     allow_unsealed: bool = False,
+    allow_unencrypted: bool = False,
     trusted_keys: Iterable[str | os.PathLike[str] | PublicKey] = (),
     clock: Callable[[], float] = time.time,
     fs: FileSystem | None = None,
@@ -50,17 +51,15 @@ def place_of(
     """
     if callable(check_prefix(prefix)):
         raise TypeError("the prefix of a series is a string")
-    key = config.keys
-    trusted, signing_key = check_trusted_keys(trusted_keys), config.signing_key
-    if signing_key is not None:
-        trusted = (signing_key.public_key, *trusted)
     return SeriesAt(
         directory=check_directory(directory),
         series=prefix,
-        key=key,
-        allow_unsealed=allow_unsealed,
-        signing_key=signing_key,
-        trusted_keys=trusted,
+        trust=trust_of(
+            config,
+            trusted_keys=trusted_keys,
+            allow_unsealed=allow_unsealed,
+            allow_unencrypted=allow_unencrypted,
+        ),
         fs=fs,
         clock=clock,
     )

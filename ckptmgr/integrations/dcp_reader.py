@@ -62,7 +62,8 @@ class StorageReader(storage.StorageReader):
         config: The keys; nothing else in it matters here.
         prefix: Name of the series.
         step: Which one; None for the newest.
-        allow_unsealed: With a key or trusted keys, also accept what is not authenticated.
+        allow_unsealed: With a key or trusted keys, also accept encrypted files that are not proven as a whole.
+        allow_unencrypted: With a key or trusted keys, also accept plain files.
         trusted_keys: Public keys, or their files in PEM: what none of them signed is refused.
         observe: A function, or several, that take an `Event` of `ckptmgr.observe`; on every rank.
         fs: The disk.
@@ -79,6 +80,7 @@ class StorageReader(storage.StorageReader):
         prefix: str = "ckpt",
         step: int | None = None,
         allow_unsealed: bool = False,
+        allow_unencrypted: bool = False,
         trusted_keys: Iterable[str | os.PathLike[str] | PublicKey] = (),
         observe: Observer | Iterable[Observer] | None = None,
         fs: FileSystem | None = None,
@@ -90,6 +92,7 @@ class StorageReader(storage.StorageReader):
             checked,
             prefix=prefix,
             allow_unsealed=allow_unsealed,
+            allow_unencrypted=allow_unencrypted,
             trusted_keys=trusted_keys,
             fs=fs,
         )

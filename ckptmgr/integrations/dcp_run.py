@@ -17,8 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptmgr.crypto.keyring import Keys
-from ckptmgr.crypto.signing import PublicKey, SigningKey
 from ckptmgr.errors import CkptmgrError, SaveFailed
 from ckptmgr.fsio import FileSystem
 from ckptmgr.loader import ReadOptions
@@ -32,6 +30,7 @@ from ckptmgr.saver import SaveOptions
 from ckptmgr.series import SaveFacts, SeriesWriter
 from ckptmgr.series_reader import SeriesReader
 from ckptmgr.shard_names import SET_FORMAT, new_attempt_id, stem_of
+from ckptmgr.trust import Trust
 
 _LOG = logging.getLogger(__name__)
 
@@ -43,40 +42,24 @@ class SeriesAt:
     Attributes:
         directory: Where it lies; all ranks see it.
         series: Its name.
-        key: Encrypts and authenticates, or None.
-        allow_unsealed: Accept what is neither authenticated nor signed although there are keys for that.
-        signing_key: Signs manifests, or None.
-        trusted_keys: Whose signatures count.
+        trust: Which keys encrypt, sign and prove.
         fs: The disk; None for the real one.
         clock: Seconds since 1970.
     """
 
     directory: Path
     series: str
-    key: Keys | None = None
-    allow_unsealed: bool = False
-    signing_key: SigningKey | None = None
-    trusted_keys: tuple[PublicKey, ...] = ()
+    trust: Trust
     fs: FileSystem | None = None
     clock: Callable[[], float] = time.time
 
     def store(self) -> ShardStore:
         """Return the directory."""
-        return ShardStore(
-            self.directory,
-            clock=self.clock,
-            fs=self.fs,
-            key=self.key,
-            must_authenticate=self.reading().is_strict,
-            signing_key=self.signing_key,
-            trusted_keys=self.trusted_keys,
-        )
+        return ShardStore(self.directory, clock=self.clock, fs=self.fs, trust=self.trust)
 
     def reading(self) -> ReadOptions:
         """Return how files are read."""
-        return ReadOptions(
-            key=self.key, allow_unsealed=self.allow_unsealed, trusted_keys=self.trusted_keys
-        )
+        return ReadOptions(trust=self.trust)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

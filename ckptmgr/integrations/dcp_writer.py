@@ -105,7 +105,7 @@ class StorageWriter(storage.StorageWriter):
         self._observers = Observers(observe)
         self._options = SaveOptions(
             format="safetensors",
-            key=self._place.key,
+            key=self._place.trust.keys,
             mode=self._config.enc_mode,
             has_crc=self._config.crc_check,
             compression_level=self._config.compression_level,

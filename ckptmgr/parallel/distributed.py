@@ -66,6 +66,7 @@ def load_distributed_checkpoint(
     return_param_dict: bool = False,
     *,
     allow_unsealed: bool = False,
+    allow_unencrypted: bool = False,
 ) -> bool | dict[str, Value]:
     """Load what a rank needs of a distributed checkpoint into its network, or write it to files.
 
@@ -86,7 +87,8 @@ def load_distributed_checkpoint(
         name_map: Names in the network to names in the unified files.
         max_process_num: Accepted; one process keeps the disk busy.
         return_param_dict: Return the values instead of loading them.
-        allow_unsealed: Accept files without a seal although a key is given.
+        allow_unsealed: Accept encrypted files without a seal.
+        allow_unencrypted: Accept plain files although a key is given.
 
     Returns:
         True, or the values.
@@ -110,7 +112,13 @@ def load_distributed_checkpoint(
             raise ValueError(f"{_FUNCTION} 'network' can not be None when format is 'ckpt'.")
         paths = _rank_paths(checkpoint_filenames or ())
         source = _train_layouts(train_strategy_filename, len(paths))
-        with RankFiles(paths, reading_options(dec_key, dec_mode, allow_unsealed)) as files:
+        reading = reading_options(
+            dec_key,
+            dec_mode,
+            allow_unsealed=allow_unsealed,
+            allow_unencrypted=allow_unencrypted,
+        )
+        with RankFiles(paths, reading) as files:
             files.one_step()
             items = Resharder(files=files, source=source, target=target).items(rank)
             return _finish(network, items, strict=strict_load, is_returned=return_param_dict)
@@ -156,6 +164,7 @@ def load_segmented_checkpoints(
     choice_func: Callable[[str], bool] | None = None,
     *,
     allow_unsealed: bool = False,
+    allow_unencrypted: bool = False,
 ) -> dict[str, Value]:
     """Load all `.ckpt` files of a directory, as the parts of one checkpoint.
 
@@ -169,6 +178,7 @@ def load_segmented_checkpoints(
         specify_prefix: As for `load_checkpoint`.
         choice_func: As for `load_checkpoint`.
         allow_unsealed: As for `load_checkpoint`.
+        allow_unencrypted: As for `load_checkpoint`.
 
     Returns:
         Name to value; an empty directory gives none.
@@ -189,7 +199,10 @@ def load_segmented_checkpoints(
     found: dict[str, Value] = {}
     files = sorted(directory.glob("*.ckpt"))
     with RankFiles(
-        dict(enumerate(files)), reading_options(dec_key, dec_mode, allow_unsealed)
+        dict(enumerate(files)),
+        reading_options(
+            dec_key, dec_mode, allow_unsealed=allow_unsealed, allow_unencrypted=allow_unencrypted
+        ),
     ) as parts:
         parts.one_step()
     for file in files:
@@ -201,6 +214,7 @@ def load_segmented_checkpoints(
             specify_prefix=specify_prefix,
             choice_func=choice_func,
             allow_unsealed=allow_unsealed,
+            allow_unencrypted=allow_unencrypted,
         )
         for name, value in values.items():
             if name in found and not _are_equal(found[name], value):

@@ -19,6 +19,7 @@ from ckptmgr.name_lease import lease_of_name
 from ckptmgr.naming import parse_name
 from ckptmgr.saver import SaveOptions, SaveOrder, save_items
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 
 
 class WrittenFiles(list[Path]):
@@ -76,7 +77,8 @@ def write_file(
         )
 
     disk = OsFileSystem(keeps_owner=True) if fs is None else fs
-    store = Store(path.parent, fs=disk, key=options.key)
+    trust = Trust(keys=options.key, allow_unencrypted=True)
+    store = Store(path.parent, fs=disk, trust=trust)
     store.fs.make_directory(path.parent, mode=0o700)
     order = SaveOrder(
         name=path.name,
@@ -170,8 +172,6 @@ def write_small_file(path: Path, data: bytes) -> None:
     """
     fs = OsFileSystem(keeps_owner=True)
     fs.make_directory(path.parent, mode=0o700)
-    files = ManifestFiles(
-        path.parent, fs=fs, key=None, processes=ProcProcesses(), must_authenticate=False
-    )
+    files = ManifestFiles(path.parent, fs=fs, trust=Trust(), processes=ProcProcesses())
     files.write(path, data, series=path.name, mode=0o600, is_durable=True)
     fs.sync_directory(path.parent)

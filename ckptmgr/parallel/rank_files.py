@@ -203,12 +203,7 @@ class RankFiles:
             return array
 
     def _store(self, path: Path) -> Store:
-        return Store(
-            path.parent,
-            fs=self._fs,
-            key=self._options.key,
-            trusted_keys=self._options.trusted_keys,
-        )
+        return Store(path.parent, fs=self._fs, trust=self._options.trust)
 
     def _manifest(self, rank: int) -> Manifest | None:
         if rank not in self._manifests:

@@ -13,11 +13,9 @@ nor while their manifest is in the trash.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
-from ckptmgr.crypto.keyring import Keys
-from ckptmgr.crypto.signing import PublicKey, SigningKey
 from ckptmgr.errors import SaveFailed
 from ckptmgr.fsio import FileSystem, remove_name
 from ckptmgr.lease import Processes
@@ -27,6 +25,7 @@ from ckptmgr.shard_files import ShardFiles
 from ckptmgr.shard_listing import problem_of_shards
 from ckptmgr.shard_names import parse_shard_name
 from ckptmgr.trash_folder import may_be_in_trash
+from ckptmgr.trust import NOTHING_GIVEN, Trust
 
 
 class ShardStore(ShardFiles):
@@ -36,11 +35,8 @@ class ShardStore(ShardFiles):
         directory: Where the checkpoints lie; all ranks see it.
         clock: Seconds since 1970; tells when a file without manifest is garbage.
         fs: The disk.
-        key: Authenticates manifests.
+        trust: Its keys authenticate, sign and prove manifests.
         processes: Tells dead writers from live ones.
-        must_authenticate: As for `Store`.
-        signing_key: Signs manifests.
-        trusted_keys: Whose signatures count.
     """
 
     def __init__(
@@ -49,20 +45,14 @@ class ShardStore(ShardFiles):
         *,
         clock: Callable[[], float],
         fs: FileSystem | None = None,
-        key: Keys | None = None,
+        trust: Trust = NOTHING_GIVEN,
         processes: Processes | None = None,
-        must_authenticate: bool = False,
-        signing_key: SigningKey | None = None,
-        trusted_keys: Sequence[PublicKey] = (),
     ) -> None:
         super().__init__(
             directory,
             fs=fs,
-            key=key,
+            trust=trust,
             processes=processes,
-            must_authenticate=must_authenticate,
-            signing_key=signing_key,
-            trusted_keys=trusted_keys,
             clock=clock,
         )
 

@@ -36,6 +36,7 @@ from ckptmgr.parallel.rank_steps import Chosen, checked_step, choose_step
 from ckptmgr.parallel.reshard import Layouts
 from ckptmgr.parallel.resharder import Resharder
 from ckptmgr.saver import SaveOptions
+from ckptmgr.trust import Trust
 
 _logger = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ def transform_checkpoints(
     enc_key: bytes | None = None,
     enc_mode: str = "AES-GCM",
     allow_unsealed: bool = False,
+    allow_unencrypted: bool = False,
     step: int | str | None = None,
 ) -> WrittenFiles:
     """Rewrite the checkpoints of all ranks for another strategy.
@@ -75,7 +77,8 @@ def transform_checkpoints(
         dec_mode: Its cipher mode.
         enc_key: Encrypts the output.
         enc_mode: Its cipher mode.
-        allow_unsealed: Accept source files without a seal although a key is given.
+        allow_unsealed: Accept source encrypted files without a seal.
+        allow_unencrypted: Accept plain source files although a key is given.
         step: The training step to take, or epoch and step in the epoch (`"3_40"`); ranks without it are left out. None
             for the newest that all ranks have.
 
@@ -99,7 +102,9 @@ def transform_checkpoints(
         Path(dst_checkpoints_dir),
         prefix=ckpt_prefix,
         strategies=(src_strategy_file, dst_strategy_file),
-        reading=reading_options(dec_key, dec_mode, allow_unsealed),
+        reading=reading_options(
+            dec_key, dec_mode, allow_unsealed=allow_unsealed, allow_unencrypted=allow_unencrypted
+        ),
         options=output_options(output_format, enc_key, enc_mode),
         step=checked_step(step),
     )
@@ -157,6 +162,7 @@ def transform_checkpoint_by_rank(
     enc_key: bytes | None = None,
     enc_mode: str = "AES-GCM",
     allow_unsealed: bool = False,
+    allow_unencrypted: bool = False,
 ) -> Path:
     """Write the checkpoint of one rank of another strategy.
 
@@ -170,7 +176,8 @@ def transform_checkpoint_by_rank(
         dec_mode: Its cipher mode.
         enc_key: Encrypts the output.
         enc_mode: Its cipher mode.
-        allow_unsealed: Accept source files without a seal although a key is given.
+        allow_unsealed: Accept source encrypted files without a seal.
+        allow_unencrypted: Accept plain source files although a key is given.
 
     Raises:
         TypeError, ValueError: An argument is unusable; messages as MindSpore's.
@@ -191,7 +198,9 @@ def transform_checkpoint_by_rank(
             raise ValueError(f"Checkpoint file {path} in rank {rank} not exits: ")
     options = output_options(output_format, enc_key, enc_mode)
     target_file = target_file.with_name(f"{stem}.{options.extension}")
-    reading = reading_options(dec_key, dec_mode, allow_unsealed)
+    reading = reading_options(
+        dec_key, dec_mode, allow_unsealed=allow_unsealed, allow_unencrypted=allow_unencrypted
+    )
     source = None if src_strategy_file is None else read_layouts(src_strategy_file)
     target = None if dst_strategy_file is None else read_layouts(dst_strategy_file)
     if not checkpoint_files_map:
@@ -230,7 +239,9 @@ def output_options(output_format: str, enc_key: bytes | None, enc_mode: str) -> 
     return SaveOptions(format=output_format, key=key, mode=enc_mode)
 
 
-def reading_options(dec_key: bytes | None, dec_mode: str, allow_unsealed: bool) -> ReadOptions:
+def reading_options(
+    dec_key: bytes | None, dec_mode: str, *, allow_unsealed: bool, allow_unencrypted: bool
+) -> ReadOptions:
     """Return how sources are read.
 
     Raises:
@@ -240,7 +251,8 @@ def reading_options(dec_key: bytes | None, dec_mode: str, allow_unsealed: bool) 
     check_mode("dec_mode", dec_mode)
     key = None if dec_key is None else Key(dec_key)
     return ReadOptions(
-        key=key, mode=None if key is None else dec_mode, allow_unsealed=allow_unsealed
+        trust=Trust(keys=key, allow_unsealed=allow_unsealed, allow_unencrypted=allow_unencrypted),
+        mode=None if key is None else dec_mode,
     )
 
 

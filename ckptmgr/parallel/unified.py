@@ -67,6 +67,7 @@ def unified_safetensors(
     dec_key: bytes | None = None,
     dec_mode: str = "AES-GCM",
     allow_unsealed: bool = False,
+    allow_unencrypted: bool = False,
     step: int | str | None = None,
 ) -> WrittenFiles:
     """Join the checkpoints of all ranks.
@@ -83,7 +84,8 @@ def unified_safetensors(
         split_dst_file: `(number, count)`: write only the parts of this one of `count` machines, from 1.
         dec_key: Key of the source.
         dec_mode: Its cipher mode.
-        allow_unsealed: Accept source files without a seal although a key is given.
+        allow_unsealed: Accept source encrypted files without a seal.
+        allow_unencrypted: Accept plain source files although a key is given.
         step: The training step to take, or epoch and step in the epoch (`"3_40"`); ranks without it are left out. None
             for the newest that all ranks have.
 
@@ -107,7 +109,9 @@ def unified_safetensors(
         source_dir,
         Path(dst_dir),
         strategy=src_strategy_file,
-        reading=reading_options(dec_key, dec_mode, allow_unsealed),
+        reading=reading_options(
+            dec_key, dec_mode, allow_unsealed=allow_unsealed, allow_unencrypted=allow_unencrypted
+        ),
         file_suffix=file_suffix,
         choose=choice_func,
         share=(number, count),

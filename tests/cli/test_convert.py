@@ -15,6 +15,7 @@ from ckptmgr.formats.tensor import tensor_from_array
 from ckptmgr.manager import CheckpointManager
 from ckptmgr.saver import SaveOptions
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 from tests.cli.running import key_file, run, run_json
 from tests.manager.saved import KEY, flip, save_run
 
@@ -110,8 +111,12 @@ def test_signed_checkpoint_is_converted_with_its_signing_key_only(tmp_path: Path
     secret.chmod(0o600)
     signed = ("--signing-key", f"file:{secret}")
     assert run("convert", path, "--compression", "zstd", *signed).exit_code == 0
-    (target,) = Store(tmp_path / "run", trusted_keys=(signer.public_key,)).scan()
-    manifest = Store(tmp_path / "run", trusted_keys=(signer.public_key,)).read_manifest(target.name)
+    (target,) = Store(
+        tmp_path / "run", trust=Trust(trusted_keys=(signer.public_key,), allow_unencrypted=True)
+    ).scan()
+    manifest = Store(
+        tmp_path / "run", trust=Trust(trusted_keys=(signer.public_key,), allow_unencrypted=True)
+    ).read_manifest(target.name)
     assert manifest is not None
     assert manifest.signed_by == signer.public_key.key_id
 

@@ -159,15 +159,15 @@ def test_key_authenticates_the_manifests(tmp_path: Path) -> None:
     assert states == {"net-1_10.ckpt": "corrupt", "net-2_10.ckpt": "ok"}
     other = key_file(tmp_path, hex_digits=OTHER_KEY.raw.hex())
     states = {i["path"][-13:]: i["state"] for i in run_json("ls", runs, "--key", other)["items"]}
-    assert states == {"net-1_10.ckpt": "unverified", "net-2_10.ckpt": "unverified"}
+    assert states == {"net-1_10.ckpt": "other-key", "net-2_10.ckpt": "other-key"}
 
 
-def test_unauthenticated_manifest_with_a_key_is_unverified_unless_allowed(tmp_path: Path) -> None:
+def test_unauthenticated_manifest_with_a_key_is_unproven_unless_allowed(tmp_path: Path) -> None:
     save_run(tmp_path / "runs", [10])
     source = key_file(tmp_path)
     (item,) = run_json("ls", tmp_path / "runs", "--key", source)["items"]
-    assert (item["state"], "not authenticated" in item["problem"]) == ("unverified", True)
-    allowed = run_json("ls", tmp_path / "runs", "--key", source, "--allow-unsealed")
+    assert (item["state"], "not authenticated" in item["problem"]) == ("unproven", True)
+    allowed = run_json("ls", tmp_path / "runs", "--key", source, "--allow-unencrypted")
     assert allowed["items"][0]["state"] == "ok"
 
 

@@ -13,6 +13,7 @@ from ckptmgr.manifest import encode, manifest_name
 from ckptmgr.model import State
 from ckptmgr.saver import SaveOptions
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 from tests.cli.running import key_file, run, run_json
 from tests.manager.saved import GOLDEN_FILES, KEY, save_run
 from tests.manager.shard_sets import CONTENTS, SET, shard, sharded
@@ -53,7 +54,7 @@ def test_authenticated_manifest_stays_authenticated(tmp_path: Path) -> None:
     refused = run("pin", path)
     assert (refused.exit_code, "without its key" in refused.stderr) == (12, True)
     assert run("pin", path, "--key", key_file(tmp_path)).exit_code == 0
-    (found,) = Store(tmp_path / "runs", key=KEY, must_authenticate=True).scan()
+    (found,) = Store(tmp_path / "runs", trust=Trust(keys=KEY)).scan()
     assert (found.state, len(found.pins)) == (State.OK, 1)
 
 

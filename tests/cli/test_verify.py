@@ -16,6 +16,7 @@ from ckptmgr.formats.tensor import tensor_from_array
 from ckptmgr.manifest import manifest_name
 from ckptmgr.saver import SaveOptions
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 from tests.cli.running import key_file, run, run_json
 from tests.manager.saved import GOLDEN_FILES, KEY, OTHER_KEY, flip, only, save_run, tree_of
 
@@ -216,7 +217,7 @@ def signed_run(directory: Path, signer: SigningKey, *, options: SaveOptions | No
     """Save one checkpoint, sign it, and return the file of the public key."""
     (path,) = save_run(directory / "runs", [10], options=options)
     key = None if options is None else options.key
-    store = Store(path.parent, key=key, signing_key=signer)
+    store = Store(path.parent, trust=Trust(keys=key, signing_key=signer, allow_unencrypted=True))
     store.change_pins(only(store), lambda pins: pins)
     public = directory / "sign.pem.pub"
     public.write_bytes(signer.public_key.to_pem())

@@ -14,6 +14,7 @@ from ckptmgr.crypto.key_files import generate_pair
 from ckptmgr.crypto.signing import SigningKey
 from ckptmgr.manifest import manifest_name
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 from tests.cli.running import run
 from tests.cli.test_rekey import source, text
 from tests.manager.rekeying import NEW, OLD, save_run
@@ -68,7 +69,7 @@ def test_pin_of_an_unsigned_checkpoint_is_signed_where_that_is_allowed(
     refused = run("pin", "1", "--dir", path.parent, *signing)
     assert "--allow-unsealed" in refused.stderr
     assert run("pin", "1", "--dir", path.parent, *signing, "--allow-unsealed").exit_code == 0
-    store = Store(path.parent, trusted_keys=(SIGNER.public_key,), must_authenticate=True)
+    store = Store(path.parent, trust=Trust(trusted_keys=(SIGNER.public_key,)))
     assert [len(one.pins) for one in store.scan()] == [1]
 
 

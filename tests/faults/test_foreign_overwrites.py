@@ -10,6 +10,7 @@ import pytest
 from ckptmgr.crypto.key import Key
 from ckptmgr.loader import ReadOptions
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 from ckptmgr.verify import Status, verify_checkpoint
 from tests.crashmodel import Crash, ModelDisk, Order, every_crash
 from tests.faults.scenarios import first_broken
@@ -28,14 +29,19 @@ def overwrite(disk: ModelDisk, key: bytes | None) -> None:
 def opens(disk: ModelDisk, key: bytes | None) -> bool:
     """Return whether the file verifies with a key and nothing else; without one, whether it is plain."""
     own = None if key is None else Key(key)
-    store = Store(RUNS, fs=disk, key=own, must_authenticate=own is not None)
+    store = Store(RUNS, fs=disk, trust=Trust(keys=own, allow_unencrypted=not (own is not None)))
     (found,) = [one for one in store.scan() if one.name == ONE]
-    return verify_checkpoint(store, found, options=ReadOptions(key=own)).status is Status.OK
+    return (
+        verify_checkpoint(store, found, options=ReadOptions(trust=Trust(keys=own))).status
+        is Status.OK
+    )
 
 
 def recover(disk: ModelDisk, key: bytes | None) -> None:
     own = None if key is None else Key(key)
-    Store(RUNS, fs=disk, key=own, processes=ModelProcesses(disk)).recover(SERIES)
+    Store(
+        RUNS, fs=disk, trust=Trust(keys=own, allow_unencrypted=True), processes=ModelProcesses(disk)
+    ).recover(SERIES)
 
 
 def cuts(key: bytes | None, order: Order) -> Iterator[Crash]:

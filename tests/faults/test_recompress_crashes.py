@@ -13,6 +13,7 @@ from ckptmgr.manager import CheckpointManager
 from ckptmgr.model import Checkpoint, State
 from ckptmgr.recompress import recompress
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 from ckptmgr.verify import Status, verify_checkpoint
 from tests.crashmodel import Crash, ModelDisk, Order, every_crash
 from tests.faults.scenarios import first_broken
@@ -34,7 +35,12 @@ def saved_disk(key: bytes | None) -> ModelDisk:
 
 
 def store_on(disk: ModelDisk, key: bytes | None) -> Store:
-    return Store(RUNS, fs=disk, key=secret_of(key), processes=ModelProcesses(disk))
+    return Store(
+        RUNS,
+        fs=disk,
+        trust=Trust(keys=secret_of(key), allow_unencrypted=True),
+        processes=ModelProcesses(disk),
+    )
 
 
 def secret_of(key: bytes | None) -> Key | None:
@@ -50,7 +56,7 @@ def whole_ones(store: Store, step: int) -> list[Checkpoint]:
 def test_conversion_keeps_its_promises_after_every_power_cut(
     order: Order, key: bytes | None
 ) -> None:
-    options = ReadOptions(key=secret_of(key))
+    options = ReadOptions(trust=Trust(keys=secret_of(key)))
 
     def convert(disk: ModelDisk) -> None:
         store = store_on(disk, key)

@@ -16,6 +16,7 @@ from ckptmgr.model import Checkpoint, State
 from ckptmgr.rekey import Action, Rekeying, open_for_rekeying, reencrypt_checkpoint
 from ckptmgr.rekey_header import KeyChange
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 from tests.crashmodel import Crash, FailingDisk, ModelDisk, Order, every_crash, every_failure
 from tests.faults.training import RUNS, ModelProcesses
 from tests.manager.rekeying import NEW, OLD, ROTATION, opens, rekey, ring, save_run, save_set
@@ -160,7 +161,7 @@ def test_reencryption_to_a_public_key_is_finished_after_every_power_cut() -> Non
 def known(disk: ModelDisk, keys: KeyRing) -> Key | None:
     """Return the key of the manifest, if these keys open it."""
     try:
-        read = Store(RUNS, fs=disk, key=keys, must_authenticate=True).read_manifest(only(disk).name)
+        read = Store(RUNS, fs=disk, trust=Trust(keys=keys)).read_manifest(only(disk).name)
     except CkptmgrError:
         return None
     return None if read is None or read.auth is None else read.auth.key

@@ -20,6 +20,7 @@ from ckptmgr.observe import Observer
 from ckptmgr.saver import SaveOptions
 from ckptmgr.series import SaveFacts, SeriesWriter
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 from tests.crashmodel import ModelDisk
 
 RUNS = Path("/runs/digits")
@@ -82,9 +83,8 @@ class Trainer:
         return Store(
             RUNS,
             fs=self.fs or self.disk,
-            key=key,
+            trust=Trust(keys=key, allow_unencrypted=not (key is not None)),
             processes=ModelProcesses(self.disk),
-            must_authenticate=key is not None,
         )
 
     def overwrite(self, name: str, value: float, *, step: int = 1) -> None:

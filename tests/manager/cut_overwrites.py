@@ -14,6 +14,7 @@ from ckptmgr.fsio import OsFileSystem
 from ckptmgr.saver import SaveOptions
 from ckptmgr.series import SaveFacts, SeriesWriter
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 from tests.manager.rekeying import NEW, OLD
 from tests.manager.saved import items
 
@@ -62,14 +63,16 @@ class FailingRename(OsFileSystem):
 def store_of(directory: Path, writer: str, fs: OsFileSystem | None = None) -> Store:
     """Return the store of one of the writers."""
     key, signing_key = WRITERS[writer]
-    return Store(directory, fs=fs, key=key, signing_key=signing_key)
+    return Store(
+        directory, fs=fs, trust=Trust(keys=key, signing_key=signing_key, allow_unencrypted=True)
+    )
 
 
 def strict_store_of(directory: Path, writer: str) -> Store:
     """Return the store of a reader who accepts what one of the writers proves, and nothing else."""
     key, signing_key = WRITERS[writer]
     trusted = () if signing_key is None else (signing_key.public_key,)
-    return Store(directory, key=key, trusted_keys=trusted, must_authenticate=True)
+    return Store(directory, trust=Trust(keys=key, trusted_keys=trusted))
 
 
 def save(directory: Path, writer: str, seed: float, fs: OsFileSystem | None = None) -> None:

@@ -16,6 +16,7 @@ from ckptmgr.model import Checkpoint
 from ckptmgr.saver import SaveOptions
 from ckptmgr.series import SaveFacts, SeriesWriter
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 
 KEY = Key(bytes(range(32)))
 OTHER_KEY = Key(bytes(32))
@@ -47,7 +48,7 @@ def save_run(
     """Save one checkpoint for each step, ten steps to an epoch, and return the files."""
     options = options or SaveOptions()
     clock = itertools.count(START_S, 3600)
-    store = Store(directory, fs=fs, key=options.key)
+    store = Store(directory, fs=fs, trust=Trust(keys=options.key, allow_unencrypted=True))
     writer = SeriesWriter(
         store, series, options=options, clock=lambda: float(next(clock)), run_id=f"run-of-{series}"
     )

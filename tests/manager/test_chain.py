@@ -23,6 +23,7 @@ from ckptmgr.manifest import decode, encode, manifest_name
 from ckptmgr.model import Checkpoint, Link, State
 from ckptmgr.saver import SaveOptions
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 from ckptmgr.verify import Level, Status, verify_all
 from tests.manager.manifests import PATH, changed, manifest
 from tests.manager.saved import KEY, flip, save_run
@@ -45,8 +46,10 @@ def put_back(directory: Path, files: Files) -> None:
 
 
 def statuses(directory: Path, key: Keys | None = None) -> dict[int, Status]:
-    store = Store(directory, key=key, must_authenticate=key is not None)
-    answers = verify_all(store, store.scan(), level=Level.QUICK, options=ReadOptions(key=key))
+    store = Store(directory, trust=Trust(keys=key, allow_unencrypted=not (key is not None)))
+    answers = verify_all(
+        store, store.scan(), level=Level.QUICK, options=ReadOptions(trust=Trust(keys=key))
+    )
     return {answer.checkpoint.step: answer.status for answer in answers}
 
 

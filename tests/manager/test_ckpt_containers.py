@@ -30,6 +30,7 @@ from ckptmgr.saver import SaveOptions
 from ckptmgr.serialization import load_checkpoint
 from ckptmgr.store import Store
 from ckptmgr.stored_kind import check_kind
+from ckptmgr.trust import Trust
 from ckptmgr.verify import Level, Status, verify_checkpoint
 from tests.manager.rekeying import ring
 from tests.manager.saved import (
@@ -42,7 +43,7 @@ from tests.manager.saved import (
     save_run,
 )
 
-READING = ReadOptions(key=KEY)
+READING = ReadOptions(trust=Trust(keys=KEY))
 MODES = ("AES-GCM", "AES-CBC", "SM4-CBC", "SM4-GCM")
 KEY_RINGS: dict[str, Keys] = {
     "key": KEY,
@@ -73,7 +74,7 @@ def test_container_loads_verifies_and_gives_the_same_file(
 ) -> None:
     file = container(tmp_path, mode=mode, has_crc=has_crc)
     assert (file.name, file.format, file.cipher) == ("net-1_10.ckpt.ckpe", "ckpt", mode)
-    store = Store(file.path.parent, key=KEY, must_authenticate=True)
+    store = Store(file.path.parent, trust=Trust(keys=KEY))
     listed = only(store)
     assert (listed.series, listed.step, listed.format) == ("net", 10, "ckpt")
     values = load_checkpoint(file.path, dec_key=KEY.raw, dec_mode=mode, crc_check=has_crc)
@@ -89,8 +90,8 @@ def test_container_loads_verifies_and_gives_the_same_file(
 @pytest.mark.parametrize("keys", KEY_RINGS.values(), ids=KEY_RINGS)
 def test_container_opens_with_all_its_keys(tmp_path: Path, keys: Keys) -> None:
     file = container(tmp_path, key=keys)
-    store = Store(file.path.parent, key=keys, must_authenticate=True)
-    answer = verify_checkpoint(store, only(store), options=ReadOptions(key=keys))
+    store = Store(file.path.parent, trust=Trust(keys=keys))
+    answer = verify_checkpoint(store, only(store), options=ReadOptions(trust=Trust(keys=keys)))
     assert answer.status is Status.OK
 
 
@@ -180,7 +181,7 @@ def test_pipe_is_a_container_where_nothing_else_will_do(
     piped = tmp_path / "piped.ckpt.ckpe"
     chunks = convert.encrypted_chunks(plain, key=KEY_RINGS[keys], mode=mode)
     piped.write_bytes(b"".join(map(bytes, chunks)))
-    options = ReadOptions(key=KEY_RINGS[keys])
+    options = ReadOptions(trust=Trust(keys=KEY_RINGS[keys]))
     out = convert.decrypt_file(piped, tmp_path / "out.ckpt", options=options).target.path
     assert out.read_bytes() == plain.read_bytes()
 
@@ -205,7 +206,7 @@ def test_record_file_in_place_of_a_container_is_damage(tmp_path: Path, level: Le
     sealed = convert.encrypt_file(plain_file(tmp_path), tmp_path / "s.ckpt", key=KEY).target
     data = sealed.path.read_bytes()
     overwrite(file.path, data.ljust(file.size_bytes, b"\0")[: file.size_bytes])
-    store = Store(file.path.parent, key=KEY)
+    store = Store(file.path.parent, trust=Trust(keys=KEY, allow_unencrypted=True))
     assert verify_checkpoint(store, only(store), level=level, options=READING).status is (
         Status.DAMAGED
     )
@@ -216,7 +217,9 @@ def test_record_file_in_place_of_a_container_is_damage(tmp_path: Path, level: Le
 def test_container_in_place_of_a_record_file_is_damage(tmp_path: Path) -> None:
     container(tmp_path)
     path = convert.encrypt_file(plain_file(tmp_path), tmp_path / "s.ckpt", key=KEY).target.path
-    records = Store(tmp_path, key=KEY).read_manifest(path.name)
+    records = Store(tmp_path, trust=Trust(keys=KEY, allow_unencrypted=True)).read_manifest(
+        path.name
+    )
     check_kind(Kind.MINDSPORE_ENCRYPTED, records, path=str(path))
     with pytest.raises(TamperedCheckpoint, match="ckptmgr-container"):
         check_kind(Kind.CKPTMGR_CONTAINER, records, path=str(path))
@@ -225,7 +228,7 @@ def test_container_in_place_of_a_record_file_is_damage(tmp_path: Path) -> None:
 def test_contents_are_shown_without_a_manifest(tmp_path: Path) -> None:
     file = container(tmp_path, mode="AES-CBC")
     (file.path.parent / manifest_name(file.name)).unlink()
-    store = Store(file.path.parent, key=KEY)
+    store = Store(file.path.parent, trust=Trust(keys=KEY, allow_unencrypted=True))
     blind = read_contents(store, only(store), options=ReadOptions())
     assert (blind.plain, blind.checkpoint.format, blind.cipher) == (None, "ckpt", "AES-CBC")
     seen = read_contents(store, only(store), options=READING, has_stats=True)
@@ -246,7 +249,7 @@ def test_keys_change_in_the_header_or_anew(tmp_path: Path) -> None:
     store = open_for_rekeying(directory, back)
     reencrypt_checkpoint(store, only(store), back)
     assert file.path.read_bytes()[8192:] != payload
-    found = only(Store(directory, key=KEY, must_authenticate=True))
+    found = only(Store(directory, trust=Trust(keys=KEY)))
     assert (found.format, found.cipher) == ("ckpt", "AES-GCM")
     assert load_checkpoint(file.path, dec_key=KEY.raw)["net"] == "lenet"
 

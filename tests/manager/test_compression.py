@@ -40,6 +40,7 @@ from ckptmgr.scatter import Placement
 from ckptmgr.serialization import load_checkpoint, save_checkpoint
 from ckptmgr.shard_names import parse_shard_name
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 from ckptmgr.verify import Level, Status, Verification, verify_checkpoint
 from tests.failingdisk import FailingDisk
 from tests.manager.saved import flip, only, overwrite
@@ -65,8 +66,10 @@ def save(directory: Path, *, key: bytes | None = None, crc: bool = False) -> Pat
 
 def verify(path: Path, level: Level = Level.FULL, *, key: bytes | None = None) -> Verification:
     secret = None if key is None else Key(key)
-    store = Store(path.parent, key=secret)
-    return verify_checkpoint(store, only(store), level=level, options=ReadOptions(key=secret))
+    store = Store(path.parent, trust=Trust(keys=secret, allow_unencrypted=True))
+    return verify_checkpoint(
+        store, only(store), level=level, options=ReadOptions(trust=Trust(keys=secret))
+    )
 
 
 def assert_same(values: dict[str, np.ndarray]) -> None:
@@ -156,7 +159,9 @@ def test_decrypted_file_is_the_ordinary_one_byte_for_byte(tmp_path: Path) -> Non
     (tmp_path / "plain").mkdir()
     plain = save_checkpoint(VALUES, tmp_path / "plain/n.safetensors", format="safetensors").path
     target = tmp_path / "n.safetensors"
-    convert.decrypt_file(save(tmp_path, key=KEY), target, options=ReadOptions(key=Key(KEY)))
+    convert.decrypt_file(
+        save(tmp_path, key=KEY), target, options=ReadOptions(trust=Trust(keys=Key(KEY)))
+    )
     assert target.read_bytes() == plain.read_bytes()
 
 
@@ -192,7 +197,8 @@ def test_flipped_byte_anywhere_is_damage(
         with pytest.raises((CorruptCheckpoint, UnsupportedCheckpoint)):
             load_checkpoint(path, dec_key=key)
         flip(path, at)
-    assert verify(path, key=key).status is Status.OK
+    is_proven = key is None or with_manifest
+    assert verify(path, key=key).status is (Status.OK if is_proven else Status.UNPROVEN)
 
 
 @pytest.mark.parametrize("key", [None, KEY])
@@ -223,9 +229,9 @@ def test_frames_of_another_file_are_found_by_the_manifest(tmp_path: Path) -> Non
 
 def test_key_is_not_satisfied_by_a_compressed_plain_file(tmp_path: Path) -> None:
     path = save(tmp_path)
-    with pytest.raises(UnsealedCheckpoint, match="not encrypted"):
+    with pytest.raises(UnsealedCheckpoint, match="allow-unencrypted"):
         load_checkpoint(path, dec_key=KEY)
-    assert_same(load_checkpoint(path, dec_key=KEY, allow_unsealed=True))
+    assert_same(load_checkpoint(path, dec_key=KEY, allow_unencrypted=True))
 
 
 def test_header_that_states_another_size_is_refused() -> None:
@@ -234,7 +240,9 @@ def test_header_that_states_another_size_is_refused() -> None:
     sealer = frames_sealer(image.size + 1, Key(KEY), "AES-GCM")
     write_frames(plan_of(image), read_image(image), file, level=1, sealer=sealer)
     with pytest.raises(CorruptCheckpoint, match="the header says"):
-        open_source(BytesSource(file.content), path="x", options=ReadOptions(key=Key(KEY)))
+        open_source(
+            BytesSource(file.content), path="x", options=ReadOptions(trust=Trust(keys=Key(KEY)))
+        )
 
 
 def test_last_segment_of_another_file_is_tampering(tmp_path: Path) -> None:

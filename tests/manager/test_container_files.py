@@ -32,12 +32,13 @@ from ckptmgr.manifest import manifest_name
 from ckptmgr.naming import parse_name, parse_step_name, restart_prefix
 from ckptmgr.serialization import load_checkpoint, save_checkpoint
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 from ckptmgr.verify import Level, Status, Verification, verify_checkpoint
 from tests.manager.saved import flip, only, overwrite
 
 KEY = bytes(range(16))
 OTHER_KEY = bytes(32)
-READING = ReadOptions(key=Key(KEY))
+READING = ReadOptions(trust=Trust(keys=Key(KEY)))
 MODES = ("AES-GCM", "AES-CBC", "SM4-CBC", "SM4-GCM")
 VALUES: dict[str, np.ndarray] = {"w": np.arange(5000, dtype=np.float32), "b": np.array(3, np.int64)}
 
@@ -52,8 +53,10 @@ def save(directory: Path, *, mode: str = "AES-GCM", crc: bool = False) -> Path:
 
 def verify(path: Path, level: Level = Level.FULL, *, key: bytes | None = KEY) -> Verification:
     secret = None if key is None else Key(key)
-    store = Store(path.parent, key=secret)
-    return verify_checkpoint(store, only(store), level=level, options=ReadOptions(key=secret))
+    store = Store(path.parent, trust=Trust(keys=secret, allow_unencrypted=True))
+    return verify_checkpoint(
+        store, only(store), level=level, options=ReadOptions(trust=Trust(keys=secret))
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -61,7 +64,7 @@ def verify(path: Path, level: Level = Level.FULL, *, key: bytes | None = KEY) ->
 def test_saved_file_is_listed_loaded_and_verified(tmp_path: Path, mode: str, crc: bool) -> None:
     path = save(tmp_path, mode=mode, crc=crc)
     assert path.name == "net-1_10.safetensors.ckpe"
-    listed = only(Store(tmp_path, key=Key(KEY)))
+    listed = only(Store(tmp_path, trust=Trust(keys=Key(KEY), allow_unencrypted=True)))
     assert (listed.path, listed.format, listed.cipher) == (path, "safetensors", mode)
     assert (listed.series, listed.epoch) == ("net", 1)
     values = load_checkpoint(path, dec_key=KEY, dec_mode=mode, crc_check=crc)
@@ -214,7 +217,7 @@ def test_verification_without_the_key_says_what_it_could_not_check(
 
 def test_contents_are_listed_with_the_key_and_the_cipher_without(tmp_path: Path) -> None:
     save(tmp_path, mode="SM4-CBC")
-    store = Store(tmp_path, key=Key(KEY))
+    store = Store(tmp_path, trust=Trust(keys=Key(KEY), allow_unencrypted=True))
     known = read_contents(store, only(store), options=READING)
     assert known.plain is not None
     assert [one.spec.name for one in known.plain.tensors] == ["b", "w"]

@@ -8,6 +8,7 @@ Each attack is tried on a file that is alone, and on one whose manifest is there
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -29,13 +30,14 @@ from ckptmgr.loader import ReadOptions
 from ckptmgr.manifest import manifest_name
 from ckptmgr.model import Checkpoint
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 from ckptmgr.verify import Status, verify_checkpoint
 from tests.manager.saved import KEY, OTHER_KEY
 
 MODES = ("AES-GCM", "AES-CBC", "SM4-CBC", "SM4-GCM")
 INSIDE = ("safetensors", "ckpt", "json", "compressed")
 COPY, HEAD, SEGMENT = 4096, 12288, 4 << 20
-READING = ReadOptions(key=KEY)
+READING = ReadOptions(trust=Trust(keys=KEY))
 Pair = tuple[Path, Path]
 Make = Callable[[str, str, int], Pair]
 
@@ -174,7 +176,7 @@ def as_named(path: Path) -> Checkpoint:
 
 
 def verdict(path: Path, *, options: ReadOptions = READING) -> Status:
-    store = Store(path.parent, key=options.key)
+    store = Store(path.parent, trust=replace(options.trust, allow_unencrypted=True))
     return verify_checkpoint(store, as_named(path), options=options).status
 
 
@@ -229,7 +231,7 @@ def test_one_header_copy_is_enough_and_no_other_key_will_do(
     for copy in (0, COPY):
         attacked.write_bytes(flipped(path.read_bytes(), *range(copy, copy + COPY)))
         assert verdict(attacked) is Status.OK
-        wrong = ReadOptions(key=OTHER_KEY)
+        wrong = ReadOptions(trust=Trust(keys=OTHER_KEY))
         assert verdict(attacked, options=wrong) is Status.WRONG_KEY
         assert refusal(attacked, options=wrong) is KeyProblem
 

@@ -36,6 +36,7 @@ from ckptmgr.manifest import manifest_name
 from ckptmgr.saver import SaveOptions
 from ckptmgr.serialization import load_checkpoint
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 from ckptmgr.verify import Status, verify_checkpoint
 from tests.manager.saved import (
     GOLDEN_FILES,
@@ -47,7 +48,7 @@ from tests.manager.saved import (
     tree_of,
 )
 
-WITH_KEY = ReadOptions(key=KEY)
+WITH_KEY = ReadOptions(trust=Trust(keys=KEY))
 MODES = ("AES-GCM", "AES-CBC", "SM4-CBC")
 
 
@@ -66,9 +67,11 @@ def test_decrypting_gives_byte_for_byte_what_a_plain_save_writes(
     (source,) = save_run(tmp_path / "sealed", [10], options=sealed)
     (plain,) = save_run(tmp_path / "plain", [10], options=SaveOptions(has_crc=has_crc))
     (tmp_path / "out").mkdir()
-    done = convert.decrypt_file(source, tmp_path / "out/x.ckpt", options=ReadOptions(key=key))
+    done = convert.decrypt_file(
+        source, tmp_path / "out/x.ckpt", options=ReadOptions(trust=Trust(keys=key))
+    )
     assert done.target.path.read_bytes() == plain.read_bytes()
-    with open_plaintext(source, ReadOptions(key=key)) as plaintext:
+    with open_plaintext(source, ReadOptions(trust=Trust(keys=key))) as plaintext:
         assert b"".join(map(bytes, plaintext.chunks())) == plain.read_bytes()
         assert plaintext.is_sealed
 
@@ -81,7 +84,9 @@ def test_encrypting_and_decrypting_gives_the_input(
     key = key_for(mode)
     (source,) = save_run(tmp_path, [10], options=SaveOptions(has_crc=has_crc))
     sealed = convert.encrypt_file(source, tmp_path / "s.ckpt", key=key, mode=mode).target
-    again = convert.decrypt_file(sealed.path, tmp_path / "p.ckpt", options=ReadOptions(key=key))
+    again = convert.decrypt_file(
+        sealed.path, tmp_path / "p.ckpt", options=ReadOptions(trust=Trust(keys=key))
+    )
     assert again.target.path.read_bytes() == source.read_bytes()
     assert (sealed.cipher, sealed.key_id) == (mode, key.key_id)
     values = load_checkpoint(sealed.path, dec_key=key.raw, dec_mode=mode, crc_check=has_crc)
@@ -110,7 +115,7 @@ def test_encrypted_pipe_takes_sm4_blocks_together(tmp_path: Path, has_crc: bool)
     key, piped = key_for("SM4-CBC"), tmp_path / "piped.ckpt"
     chunks = convert.encrypted_chunks(source, key=key, mode="SM4-CBC")
     piped.write_bytes(b"".join(map(bytes, chunks)))
-    with open_plaintext(piped, ReadOptions(key=key)) as plaintext:
+    with open_plaintext(piped, ReadOptions(trust=Trust(keys=key))) as plaintext:
         assert b"".join(map(bytes, plaintext.chunks())) == source.read_bytes()
 
 
@@ -140,10 +145,12 @@ def test_target_beside_the_source_belongs_to_no_run(tmp_path: Path) -> None:
 def test_manifest_of_an_encrypted_target_is_authenticated(tmp_path: Path) -> None:
     (source,) = save_run(tmp_path, [10])
     target = convert.encrypt_file(source, tmp_path / "s.ckpt", key=KEY).target
-    store = Store(tmp_path, key=KEY, must_authenticate=True)
+    store = Store(tmp_path, trust=Trust(keys=KEY))
     assert store.read_manifest(target.name) is not None
     with pytest.raises(KeyProblem):
-        Store(tmp_path, key=OTHER_KEY).read_manifest(target.name)
+        Store(tmp_path, trust=Trust(keys=OTHER_KEY, allow_unencrypted=True)).read_manifest(
+            target.name
+        )
 
 
 def test_bare_file_keeps_its_step_from_the_name(tmp_path: Path) -> None:
@@ -166,8 +173,10 @@ def test_mindspore_file_without_seal_needs_permission(tmp_path: Path) -> None:
     source = Path(shutil.copy(GOLDEN_FILES / "cbc128.ckpt", tmp_path))
     key = Key(bytes(range(16)))
     with pytest.raises(UnsealedCheckpoint):
-        convert.decrypt_file(source, tmp_path / "p.ckpt", options=ReadOptions(key=key))
-    allowed = ReadOptions(key=key, allow_unsealed=True)
+        convert.decrypt_file(
+            source, tmp_path / "p.ckpt", options=ReadOptions(trust=Trust(keys=key))
+        )
+    allowed = ReadOptions(trust=Trust(keys=key, allow_unencrypted=True))
     convert.decrypt_file(source, tmp_path / "p.ckpt", options=allowed)
     assert load_checkpoint(tmp_path / "p.ckpt")
 
@@ -175,7 +184,7 @@ def test_mindspore_file_without_seal_needs_permission(tmp_path: Path) -> None:
 def test_unsealed_file_with_manifest_is_checked_by_its_digests(tmp_path: Path) -> None:
     source = Path(shutil.copy(GOLDEN_FILES / "cbc128.ckpt", tmp_path / "net-1_1.ckpt"))
     adopt(source)
-    allowed = ReadOptions(key=Key(bytes(range(16))), allow_unsealed=True)
+    allowed = ReadOptions(trust=Trust(keys=Key(bytes(range(16))), allow_unencrypted=True))
     convert.decrypt_file(source, tmp_path / "p.ckpt", options=allowed)
     flip(source, 100)
     with pytest.raises(ChecksumMismatch):
@@ -200,7 +209,7 @@ def adopt(path: Path) -> None:
 
 def test_input_that_is_not_encrypted_is_refused(tmp_path: Path) -> None:
     (source,) = save_run(tmp_path, [10])
-    allowed = ReadOptions(key=KEY, allow_unsealed=True)
+    allowed = ReadOptions(trust=Trust(keys=KEY, allow_unencrypted=True))
     with pytest.raises(UnsupportedCheckpoint, match="not encrypted"):
         convert.decrypt_file(source, tmp_path / "p.ckpt", options=allowed)
 

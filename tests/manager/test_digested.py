@@ -23,11 +23,12 @@ from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.loader import ReadOptions
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 from ckptmgr.units import PIECE_BYTES
 from tests.manager.saved import GOLDEN_FILES
 from tests.manager.surface import KEY
 
-WITH_KEY = ReadOptions(key=Key(KEY))
+WITH_KEY = ReadOptions(trust=Trust(keys=Key(KEY)))
 PLAIN: dict[str, Any] = {"enc_key": None}
 BLANK_BYTES = 8192
 WAYS: dict[str, dict[str, Any]] = {
@@ -67,7 +68,9 @@ def saved(directory: Path, way: str, size: int) -> tuple[bytes, FileDigest]:
     (path,) = (
         one for one in directory.iterdir() if one.name.startswith("x.") and one.suffix != ".json"
     )
-    manifest = Store(directory, key=options_of(way).key).read_manifest(path.name)
+    manifest = Store(
+        directory, trust=Trust(keys=options_of(way).trust.keys, allow_unencrypted=True)
+    ).read_manifest(path.name)
     assert manifest is not None
     return path.read_bytes(), manifest.file.digest
 
@@ -132,7 +135,7 @@ def test_wrong_crc_is_not_right_though_the_digests_are(
 
 def test_file_that_is_not_sealed_is_left_to_others() -> None:
     data = (GOLDEN_FILES / "gcm128.ckpt").read_bytes()
-    options = ReadOptions(key=Key(bytes(range(16))), allow_unsealed=True)
+    options = ReadOptions(trust=Trust(keys=Key(bytes(range(16))), allow_unencrypted=True))
     digest = digest_of(BytesSource(data))
     assert checked_at_once(BytesSource(data), digest, path="x", options=options) is None
 

@@ -24,6 +24,7 @@ from ckptmgr.loader import ReadOptions
 from ckptmgr.manifest import manifest_name
 from ckptmgr.naming import extension_of
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 from ckptmgr.verify import Status, verify_all
 from tests.manager.saved import overwrite
 
@@ -61,8 +62,10 @@ class Kind:
 
     def reading(self) -> ReadOptions:
         return ReadOptions(
-            key=None if self.mode is None else Key(KEY),
-            trusted_keys=(SIGNER.public_key,) if self.is_signed else (),
+            trust=Trust(
+                keys=None if self.mode is None else Key(KEY),
+                trusted_keys=(SIGNER.public_key,) if self.is_signed else (),
+            ),
         )
 
 
@@ -246,7 +249,7 @@ def name_in_another_unicode_form(past: Path, run: Path, kind: Kind) -> None:
     )
 
 
-DAMAGED, UNSEALED = Status.DAMAGED, Status.UNSEALED
+DAMAGED, UNPROVEN = Status.DAMAGED, Status.UNPROVEN
 ACCIDENTS: dict[str, Callable[[Path, Path, Kind], None]] = {
     one.__name__: one
     for one in (
@@ -266,8 +269,8 @@ FORGERIES: dict[str, tuple[Callable[[Path, Path, Kind], None], Status]] = {
     "rename_pair": (rename_pair, DAMAGED),
     "restate_step": (restate_step, DAMAGED),
     "restate_sequence": (restate_sequence, DAMAGED),
-    "strip_proofs": (strip_proofs, UNSEALED),
-    "plain_in_its_place": (plain_in_its_place, UNSEALED),
+    "strip_proofs": (strip_proofs, UNPROVEN),
+    "plain_in_its_place": (plain_in_its_place, UNPROVEN),
 }
 
 
@@ -295,12 +298,7 @@ def attacked(
 
 def statuses(run: Path, kind: Kind) -> dict[str, Status]:
     options = kind.reading()
-    store = Store(
-        run,
-        key=options.key,
-        trusted_keys=options.trusted_keys,
-        must_authenticate=options.is_strict,
-    )
+    store = Store(run, trust=options.trust)
     answers = verify_all(store, store.scan(), options=options)
     return {answer.checkpoint.name: answer.status for answer in answers}
 
@@ -355,7 +353,7 @@ def test_nothing_loads_as_step_two_but_what_was_once_saved_as_step_two(
     options = kind.reading()
     path = path_of(run, kind, 2)
     with CheckpointManager(
-        run, kind.config(), prefix="net", trusted_keys=options.trusted_keys
+        run, kind.config(), prefix="net", trusted_keys=options.trust.trusted_keys
     ) as manager:
         found = manager.resume()
         assert isinstance(found.state, dict)
@@ -384,7 +382,7 @@ def test_file_under_the_name_of_another_format_is_refused_or_still_what_it_is(
             dec_key=None if kind.mode is None else KEY,
             dec_mode=kind.mode or "AES-GCM",
             format=other,
-            trusted_keys=kind.reading().trusted_keys,
+            trusted_keys=kind.reading().trust.trusted_keys,
         )
     except CkptmgrError:
         return

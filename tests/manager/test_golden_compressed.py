@@ -16,6 +16,7 @@ from blake3 import blake3
 from ckptmgr.crypto.key import Key
 from ckptmgr.formats.source import BytesSource, read_bytes
 from ckptmgr.loader import ReadOptions, open_source, read_values
+from ckptmgr.trust import Trust
 
 GOLDEN = Path(__file__).parents[1] / "golden/compressed"
 PLAIN = (GOLDEN / "plain.safetensors").read_bytes()
@@ -52,7 +53,7 @@ def test_reference_expands_the_golden_file() -> None:
     "name", ["plain.safetensors.ckpz", "AES-GCM.safetensors.ckpe", "SM4-CBC.safetensors.ckpe"]
 )
 def test_golden_file_is_read(name: str) -> None:
-    options = ReadOptions(key=None if name.endswith(".ckpz") else KEY)
+    options = ReadOptions(trust=Trust(keys=None if name.endswith(".ckpz") else KEY))
     opened = open_source(
         BytesSource((GOLDEN / name).read_bytes()), path=name, options=options, is_for_loading=True
     )

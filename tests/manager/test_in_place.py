@@ -26,6 +26,7 @@ from ckptmgr.series_reader import SeriesReader
 from ckptmgr.store import Store
 from ckptmgr.stored_state import StoredState
 from ckptmgr.tree import StateMismatch
+from ckptmgr.trust import Trust
 from tests.manager.saved import flip
 from tests.manager.surface import KEY
 from tests.manager.trees import same
@@ -70,7 +71,11 @@ def draws(state: dict[str, Any]) -> list[object]:
 def read(directory: Path, state: object, config: CheckpointConfig) -> object:
     """Return what the manager reads before it puts it back."""
     key = Key(config.enc_key) if isinstance(config.enc_key, bytes) else None
-    reader = SeriesReader(Store(directory, key=key), "ckpt", options=ReadOptions(key=key))
+    reader = SeriesReader(
+        Store(directory, trust=Trust(keys=key, allow_unencrypted=True)),
+        "ckpt",
+        options=ReadOptions(trust=Trust(keys=key)),
+    )
     return reader.read(reader.find(1), state)
 
 

@@ -16,6 +16,7 @@ from ckptmgr.loader import ReadOptions
 from ckptmgr.manifest import Manifest, decode, encode, manifest_name
 from ckptmgr.model import State
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 from ckptmgr.verify import Status, verify_checkpoint
 from tests.manager.cut_overwrites import (
     NAME,
@@ -48,7 +49,9 @@ def keep(directory: Path, kept: bytes, *, key: Key | None = NEW, times: int = 1)
         mine = decode((directory / _MANIFEST).read_bytes(), path=path)
         old = mine.replaces or mine
         text = kept.decode()
-        kept = encode(replace(mine, auth=None, replaces=replace(old, kept=text)), key=key)
+        kept = encode(
+            replace(mine, auth=None, replaces=replace(old, kept=text)), trust=Trust(keys=key)
+        )
     overwrite(path, kept)
 
 
@@ -60,11 +63,19 @@ def test_old_file_opens_with_its_own_keys_when_others_lost_power_over_it(
     store = strict_store_of(tmp_path, old)
     (checkpoint,) = [one for one in store.scan() if one.state is State.OK]
     answer = verify_checkpoint(
-        store, checkpoint, options=ReadOptions(key=WRITERS[old][0], trusted_keys=store.trusted_keys)
+        store,
+        checkpoint,
+        options=ReadOptions(
+            trust=Trust(keys=WRITERS[old][0], trusted_keys=store.trust.trusted_keys)
+        ),
     )
     key, signing_key = WRITERS[old]
     trusted = () if signing_key is None else (signing_key.public_key,)
-    expected = decode(before, path=tmp_path / _MANIFEST, key=key, trusted_keys=trusted)
+    expected = decode(
+        before,
+        path=tmp_path / _MANIFEST,
+        trust=Trust(keys=key, trusted_keys=trusted, allow_unencrypted=True),
+    )
     found = store.read_manifest(NAME)
     assert answer.status is Status.OK
     assert found == expected
@@ -124,7 +135,11 @@ def test_owner_who_loses_power_over_the_overwrite_of_others_keeps_the_old_proofs
 
 def test_file_under_other_keys_is_listed_with_the_size_it_has(tmp_path: Path) -> None:
     cut(tmp_path, "old key", "new key")
-    (found,) = [one for one in Store(tmp_path, key=OTHER).scan() if one.name == NAME]
+    (found,) = [
+        one
+        for one in Store(tmp_path, trust=Trust(keys=OTHER, allow_unencrypted=True)).scan()
+        if one.name == NAME
+    ]
     assert found.state is State.UNVERIFIED
 
 
@@ -135,13 +150,13 @@ def other_name(found: Manifest) -> Manifest:
 @pytest.mark.parametrize(
     "forge",
     [
-        lambda found: encode(found, key=OTHER),
+        lambda found: encode(found, trust=Trust(keys=OTHER)),
         lambda found: encode(replace(found, auth=None)),
-        lambda found: encode(found, key=OLD).replace(b'"step": 1,', b'"step": 9,'),
-        lambda found: encode(other_name(found), key=OLD),
+        lambda found: encode(found, trust=Trust(keys=OLD)).replace(b'"step": 1,', b'"step": 9,'),
+        lambda found: encode(other_name(found), trust=Trust(keys=OLD)),
         lambda found: b"no manifest",
         lambda found: b"[" * 100_000,
-        lambda found: encode(found, key=OLD) + b" " * (8 << 20),
+        lambda found: encode(found, trust=Trust(keys=OLD)) + b" " * (8 << 20),
     ],
     ids=["other key", "no proof", "changed", "other name", "no JSON", "nested", "large"],
 )
@@ -149,7 +164,12 @@ def test_kept_manifest_that_the_keys_do_not_prove_is_not_accepted(
     tmp_path: Path, forge: Callable[[Manifest], bytes]
 ) -> None:
     path = tmp_path / _MANIFEST
-    forged = forge(replace(decode(cut(tmp_path), path=path, key=OLD), auth=None))
+    forged = forge(
+        replace(
+            decode(cut(tmp_path), path=path, trust=Trust(keys=OLD, allow_unencrypted=True)),
+            auth=None,
+        )
+    )
     keep(tmp_path, forged)
     before = path.read_bytes()
     store = strict_store_of(tmp_path, "old key")
@@ -202,11 +222,15 @@ def test_kept_manifest_counts_at_most_as_if_it_had_been_put_there(
     tmp_path: Path, reader: str, keeper: Key | None, proof: Key | None
 ) -> None:
     path = tmp_path / _MANIFEST
-    found = replace(decode(cut(tmp_path), path=path, key=OLD), auth=None, step=5)
-    kept = encode(found, key=proof)
+    found = replace(
+        decode(cut(tmp_path), path=path, trust=Trust(keys=OLD, allow_unencrypted=True)),
+        auth=None,
+        step=5,
+    )
+    kept = encode(found, trust=Trust(keys=proof))
     keep(tmp_path, kept, key=keeper)
     key, is_strict = READERS[reader]
-    store = Store(tmp_path, key=key, must_authenticate=is_strict)
+    store = Store(tmp_path, trust=Trust(keys=key, allow_unencrypted=not (is_strict)))
     from_keeper = outcome(store)
     overwrite(path, kept)
     made_up = 1  # what a reader who is not strict hears of a file that nobody vouches for

@@ -38,12 +38,13 @@ from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import Manifest
 from ckptmgr.scatter import read_checked, read_scattered
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 from ckptmgr.units import PIECE_BYTES
 from tests.manager.surface import KEY
 
 MIB = 1 << 20
 _PLAIN = ReadOptions()
-_KEYED = ReadOptions(key=Key(KEY))
+_KEYED = ReadOptions(trust=Trust(keys=Key(KEY)))
 
 
 class _Counting(BytesSource):

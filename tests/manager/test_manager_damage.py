@@ -200,10 +200,15 @@ def test_run_under_another_key_removes_and_overwrites_nothing() -> None:
 
 def test_plain_checkpoints_are_refused_with_a_key_unless_allowed() -> None:
     disk = disk_with(10.0)
-    with pytest.raises(KeyProblem, match="allow_unsealed"):
+    with pytest.raises(KeyProblem, match="allow_unencrypted"):
         resumed(disk, KEY)
     config = CheckpointConfig(enc_key=KEY)
-    with CheckpointManager(RUNS, config, prefix=SERIES, fs=disk, allow_unsealed=True) as manager:
+    with (
+        CheckpointManager(RUNS, config, prefix=SERIES, fs=disk, allow_unsealed=True) as manager,
+        pytest.raises(KeyProblem, match="allow_unencrypted"),
+    ):
+        manager.resume()
+    with CheckpointManager(RUNS, config, prefix=SERIES, fs=disk, allow_unencrypted=True) as manager:
         assert value_of(manager.resume().state) == 10.0
 
 

@@ -22,6 +22,7 @@ from ckptmgr.errors import (
 )
 from ckptmgr.manifest import SUFFIX, decode, encode, manifest_name
 from ckptmgr.model import Pin, State
+from ckptmgr.trust import Trust
 from tests.manager.manifests import PATH, SAVED_AT, changed, manifest
 
 KEY, OTHER_KEY = Key(bytes(32)), Key(bytes([1] * 32))
@@ -202,7 +203,11 @@ JSON = st.recursive(
 @given(field=st.sampled_from(sorted(json.loads(encode(manifest())))), value=JSON)
 def test_any_value_in_any_field_is_read_or_refused(field: str, value: object) -> None:
     try:
-        read = decode(changed(set_in(field, to=value)), path=PATH, key=KEY)
+        read = decode(
+            changed(set_in(field, to=value)),
+            path=PATH,
+            trust=Trust(keys=KEY, allow_unencrypted=True),
+        )
     except (CorruptCheckpoint, KeyProblem):
         return
     assert decode(encode(read), path=PATH) == read or field in ("metrics", "stats")
@@ -210,43 +215,47 @@ def test_any_value_in_any_field_is_read_or_refused(field: str, value: object) ->
 
 @given(data=st.data())
 def test_any_flipped_bit_of_an_authenticated_manifest_is_noticed(data: st.DataObject) -> None:
-    encoded = bytearray(encode(manifest(), key=KEY))
+    encoded = bytearray(encode(manifest(), trust=Trust(keys=KEY)))
     position = data.draw(st.integers(0, len(encoded) - 1))
     encoded[position] ^= 1 << data.draw(st.integers(0, 7))
     try:
-        read = decode(bytes(encoded), path=PATH, key=KEY, must_authenticate=True)
+        read = decode(bytes(encoded), path=PATH, trust=Trust(keys=KEY))
     except (CorruptCheckpoint, KeyProblem, UnsupportedCheckpoint):
         return
     assert read == manifest()  # white space, or the case of a hexadecimal digit
 
 
 def test_authenticated_manifest_is_read_with_its_key() -> None:
-    data = encode(manifest(), key=KEY)
-    assert decode(data, path=PATH, key=KEY, must_authenticate=True) == manifest()
+    data = encode(manifest(), trust=Trust(keys=KEY))
+    assert decode(data, path=PATH, trust=Trust(keys=KEY)) == manifest()
     assert decode(data, path=PATH) == manifest()
 
 
 def test_authenticated_manifest_cut_anywhere_is_refused() -> None:
-    data = encode(manifest(), key=KEY)
+    data = encode(manifest(), trust=Trust(keys=KEY))
     for end in range(len(data) - 1):  # the last byte is a line feed
         with pytest.raises(CorruptCheckpoint):
-            decode(data[:end], path=PATH, key=KEY, must_authenticate=True)
+            decode(data[:end], path=PATH, trust=Trust(keys=KEY))
 
 
 def test_manifest_under_another_key_is_a_key_problem_that_names_both() -> None:
     with pytest.raises(KeyProblem, match=f"{OTHER_KEY.key_id}.*{KEY.key_id}"):
-        decode(encode(manifest(), key=OTHER_KEY), path=PATH, key=KEY)
+        decode(
+            encode(manifest(), trust=Trust(keys=OTHER_KEY)),
+            path=PATH,
+            trust=Trust(keys=KEY, allow_unencrypted=True),
+        )
 
 
 def test_manifest_without_authentication_is_refused_only_when_it_must_have_one() -> None:
     data = encode(manifest())
-    assert decode(data, path=PATH, key=KEY) == manifest()
+    assert decode(data, path=PATH, trust=Trust(keys=KEY, allow_unencrypted=True)) == manifest()
     with pytest.raises(KeyProblem, match="allow_unsealed"):
-        decode(data, path=PATH, key=KEY, must_authenticate=True)
+        decode(data, path=PATH, trust=Trust(keys=KEY))
 
 
 def authenticated(change: Change) -> bytes:
-    document = json.loads(encode(manifest(), key=KEY))
+    document = json.loads(encode(manifest(), trust=Trust(keys=KEY)))
     change(document)
     return json.dumps(document).encode()
 
@@ -264,20 +273,24 @@ def authenticated(change: Change) -> bytes:
 )
 def test_changed_manifest_is_tampered(change: Change) -> None:
     with pytest.raises(TamperedCheckpoint, match="was changed"):
-        decode(authenticated(change), path=PATH, key=KEY)
+        decode(authenticated(change), path=PATH, trust=Trust(keys=KEY, allow_unencrypted=True))
 
 
 @pytest.mark.parametrize("auth", [[], "x", {"algorithm": "none"}])
 def test_unknown_authentication_is_refused(auth: object) -> None:
     with pytest.raises(CorruptCheckpoint, match="unknown authentication"):
-        decode(authenticated(set_in("auth", to=auth)), path=PATH, key=KEY)
+        decode(
+            authenticated(set_in("auth", to=auth)),
+            path=PATH,
+            trust=Trust(keys=KEY, allow_unencrypted=True),
+        )
 
 
 @pytest.mark.parametrize("key", [None, KEY])
 def test_number_beyond_all_floats_is_refused(key: Key | None) -> None:
-    data = encode(manifest(), key=key).replace(b'"loss": 0.5', b'"loss": 1e999')
+    data = encode(manifest(), trust=Trust(keys=key)).replace(b'"loss": 0.5', b'"loss": 1e999')
     with pytest.raises(CorruptCheckpoint, match="1e999 is too large"):
-        decode(data, path=PATH, key=key)
+        decode(data, path=PATH, trust=Trust(keys=key, allow_unencrypted=True))
 
 
 @pytest.mark.parametrize(
@@ -300,9 +313,11 @@ def test_manifest_that_nobody_could_read_is_not_written(
 def test_manifest_nested_to_the_limit_is_refused() -> None:
     for depth in range(100, 1100, 3):
         nested = b"[" * depth + b"]" * depth
-        data = encode(manifest(), key=KEY).replace(b'"schema"', b'"x": ' + nested + b', "schema"')
+        data = encode(manifest(), trust=Trust(keys=KEY)).replace(
+            b'"schema"', b'"x": ' + nested + b', "schema"'
+        )
         with pytest.raises(CorruptCheckpoint):
-            decode(data, path=PATH, key=KEY)
+            decode(data, path=PATH, trust=Trust(keys=KEY, allow_unencrypted=True))
 
 
 def test_manifest_is_named_after_its_file() -> None:
@@ -310,4 +325,4 @@ def test_manifest_is_named_after_its_file() -> None:
 
 
 def test_key_is_not_in_the_manifest() -> None:
-    assert bytes(32).hex().encode() not in encode(manifest(), key=KEY)
+    assert bytes(32).hex().encode() not in encode(manifest(), trust=Trust(keys=KEY))

@@ -25,6 +25,7 @@ from ckptmgr.errors import (
 )
 from ckptmgr.manifest import Manifest, decode, encode, manifest_name, reauthenticated
 from ckptmgr.manifest_keys import BOUND, ManifestKey, manifest_key_of, opened_manifest_key
+from ckptmgr.trust import Trust
 from tests.manager.manifests import manifest
 from tests.manager.rekeying import NEW, OLD, ring
 
@@ -34,7 +35,7 @@ PATH = Path("/runs") / manifest_name(manifest().name)
 
 
 def read(data: bytes, keys: Keys) -> Manifest:
-    return decode(data, path=PATH, key=keys, must_authenticate=True)
+    return decode(data, path=PATH, trust=Trust(keys=keys))
 
 
 def changed(data: bytes, **auth: object) -> bytes:
@@ -46,14 +47,14 @@ def changed(data: bytes, **auth: object) -> bytes:
 
 @pytest.mark.parametrize("keys", [OLD, ring(OLD), ring(PRIVATE), ring(NEW, PRIVATE)])
 def test_manifest_for_several_is_checked_by_each(keys: Keys) -> None:
-    found = read(encode(manifest(), key=WRITER), keys)
+    found = read(encode(manifest(), trust=Trust(keys=WRITER)), keys)
     assert found == manifest()
     assert found.opened_by == (f"key {OLD.key_id}", f"X25519 {ring(PUBLIC).key_id}")
 
 
 @pytest.mark.parametrize("keys", [OLD, ring(OLD)])
 def test_manifest_for_a_single_key_has_no_slots(keys: Keys) -> None:
-    auth = json.loads(encode(manifest(), key=keys))["auth"]
+    auth = json.loads(encode(manifest(), trust=Trust(keys=keys)))["auth"]
     assert auth.keys() == {"algorithm", "key_id", "mac"}
     assert auth["key_id"] == OLD.key_id
 
@@ -90,25 +91,27 @@ def test_manifest_gets_no_more_passphrases_stretched_than_the_budget_pays_for() 
 @pytest.mark.parametrize("keys", [NEW, ring(NEW), ring("horse")])
 def test_manifest_for_others_names_them(keys: Keys) -> None:
     with pytest.raises(KeyProblem, match="for another key than") as caught:
-        read(encode(manifest(), key=WRITER), keys)
+        read(encode(manifest(), trust=Trust(keys=WRITER)), keys)
     assert f"key {OLD.key_id}" in str(caught.value.hint)
 
 
 def test_manifest_that_was_read_is_written_for_the_same_again() -> None:
-    found = read(encode(manifest(), key=WRITER), ring(PRIVATE))
-    again = encode(found, key=ring(PRIVATE))
+    found = read(encode(manifest(), trust=Trust(keys=WRITER)), ring(PRIVATE))
+    again = encode(found, trust=Trust(keys=ring(PRIVATE)))
     assert read(again, OLD) == manifest()
 
 
 def test_changed_manifest_for_several_is_tampered() -> None:
-    data = encode(manifest(), key=WRITER)
+    data = encode(manifest(), trust=Trust(keys=WRITER))
     with pytest.raises(TamperedCheckpoint):
         read(data.replace(b'"epoch": 3', b'"epoch": 4'), OLD)
 
 
 def test_slots_of_another_manifest_are_tampered() -> None:
-    data = encode(manifest(), key=WRITER)
-    other = json.loads(encode(manifest(), key=KeyRing(WRITER.own, WRITER.also_for)))["auth"]
+    data = encode(manifest(), trust=Trust(keys=WRITER))
+    other = json.loads(encode(manifest(), trust=Trust(keys=KeyRing(WRITER.own, WRITER.also_for))))[
+        "auth"
+    ]
     with pytest.raises(TamperedCheckpoint, match="key is that of another one"):
         read(changed(data, slots=other["slots"]), OLD)
     with pytest.raises(TamperedCheckpoint, match="does not match"):
@@ -133,15 +136,15 @@ def test_slots_of_another_manifest_are_tampered() -> None:
 )
 @pytest.mark.parametrize("keys", [None, OLD])
 def test_slots_that_are_none_are_damage(slots: object, keys: Keys | None) -> None:
-    data = changed(encode(manifest(), key=WRITER), slots=slots)
+    data = changed(encode(manifest(), trust=Trust(keys=WRITER)), slots=slots)
     with pytest.raises(CkptmgrError) as caught:
-        decode(data, path=PATH, key=keys)
+        decode(data, path=PATH, trust=Trust(keys=keys, allow_unencrypted=True))
     assert isinstance(caught.value, CorruptCheckpoint)
 
 
 @pytest.mark.parametrize("key_id", [None, 7, "x" * 1000, "\x1b[31m" + "0" * 11, ["0"]])
 def test_key_id_that_is_none_is_not_shown_as_one(key_id: object) -> None:
-    data = changed(encode(manifest(), key=OLD), key_id=key_id)
+    data = changed(encode(manifest(), trust=Trust(keys=OLD)), key_id=key_id)
     assert decode(data, path=PATH).opened_by == ()
     with pytest.raises(KeyProblem):
         read(data, OLD)
@@ -149,13 +152,13 @@ def test_key_id_that_is_none_is_not_shown_as_one(key_id: object) -> None:
 
 @pytest.mark.parametrize("auth", [[], "x", 7, None])
 def test_authentication_that_is_none_names_nobody(auth: object) -> None:
-    document = json.loads(encode(manifest(), key=OLD))
+    document = json.loads(encode(manifest(), trust=Trust(keys=OLD)))
     document["auth"] = auth
     assert decode(json.dumps(document).encode(), path=PATH).opened_by == ()
 
 
 def test_public_keys_check_nothing_and_rewrite_nothing() -> None:
-    data = encode(manifest(), key=OLD)
+    data = encode(manifest(), trust=Trust(keys=OLD))
     assert read(data, ring(PUBLIC)).auth is None
     with pytest.raises(KeyProblem, match="public keys alone"):
         reauthenticated(data, path=PATH, key=ring(PUBLIC), change=lambda auth: auth)
@@ -183,6 +186,6 @@ def test_key_that_is_left_alone_authenticates_by_itself_when_it_is_at_hand() -> 
 
 
 def test_keys_are_not_shown() -> None:
-    found = read(encode(manifest(), key=WRITER), OLD)
+    found = read(encode(manifest(), trust=Trust(keys=WRITER)), OLD)
     key = manifest_key_of(WRITER).key
     assert key.raw.hex() not in f"{found!r} {found.auth!r} {manifest_key_of(WRITER)!r}"

@@ -37,6 +37,7 @@ from ckptmgr.rekey_header import KeyChange
 from ckptmgr.saver import SaveOptions
 from ckptmgr.serialization import load_checkpoint
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 from ckptmgr.verify import Level, Status, Verification, verify_checkpoint
 from tests.crashmodel import Crash, ModelDisk, Order, every_crash
 from tests.failingdisk import every_failure
@@ -46,7 +47,7 @@ from tests.manager.damage import put
 from tests.manager.rekeying import ring
 from tests.manager.saved import GOLDEN_FILES, KEY, OTHER_KEY, flip, only, overwrite, save_run
 
-READING = ReadOptions(key=KEY)
+READING = ReadOptions(trust=Trust(keys=KEY))
 MODES = ("AES-GCM", "AES-CBC", "SM4-CBC", "SM4-GCM")
 TEXT = b'{"version": "1.0", "added_tokens": []}'
 SEGMENT = 4 * 2**20
@@ -65,13 +66,13 @@ def encrypt(source: Path, *, key: Keys = KEY, mode: str = "AES-GCM") -> Checkpoi
 
 
 def verify(file: Checkpoint, level: Level = Level.FULL, *, key: Keys | None = KEY) -> Verification:
-    store = Store(file.path.parent, key=key)
-    return verify_checkpoint(store, file, level=level, options=ReadOptions(key=key))
+    store = Store(file.path.parent, trust=Trust(keys=key, allow_unencrypted=True))
+    return verify_checkpoint(store, file, level=level, options=ReadOptions(trust=Trust(keys=key)))
 
 
 def decrypted(file: Path, *, key: Keys = KEY) -> bytes:
     target = file.with_name("decrypted")
-    convert.decrypt_file(file, target, options=ReadOptions(key=key), force=True)
+    convert.decrypt_file(file, target, options=ReadOptions(trust=Trust(keys=key)), force=True)
     return target.read_bytes()
 
 
@@ -226,7 +227,7 @@ def test_damage_is_found_and_gives_no_file(tmp_path: Path, offset: int) -> None:
 
 def test_contents_are_called_what_they_are(tmp_path: Path) -> None:
     file = encrypt(put_file(tmp_path))
-    store = Store(tmp_path, key=KEY)
+    store = Store(tmp_path, trust=Trust(keys=KEY, allow_unencrypted=True))
     blind = read_contents(store, file, options=ReadOptions())
     assert (blind.plain, blind.checkpoint.format, blind.cipher) == (None, OPAQUE, "AES-GCM")
     assert blind.checkpoint.opened_by == (f"key {KEY.key_id}",)
@@ -252,7 +253,7 @@ def test_file_is_encrypted_anew_without_a_manifest(tmp_path: Path) -> None:
     before = file.path.read_bytes()
     change = KeyChange(keys=ring(KEY), add=(ring(OTHER_KEY),), is_only=True)
     store = open_for_rekeying(tmp_path, change)
-    assert store.must_authenticate
+    assert store.trust.is_strict
     assert reencrypt_checkpoint(store, file, change).action is Action.REENCRYPT
     assert decrypted(file.path, key=OTHER_KEY) == TEXT
     assert stat.S_IMODE(file.path.stat().st_mode) == 0o600

@@ -13,6 +13,7 @@ from ckptmgr.errors import KeyProblem, UnsealedCheckpoint
 from ckptmgr.manifest import MAX_MANIFEST_BYTES, manifest_name
 from ckptmgr.manifest_reader import ManifestContent
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 from tests.manager.cut_overwrites import (
     NAME,
     OVERWRITES,
@@ -86,7 +87,7 @@ def test_what_was_not_proven_is_not_while_it_is_replaced(
 def test_what_was_proven_stays_so_while_it_is_replaced(tmp_path: Path) -> None:
     save(tmp_path, "signed", 1)
     fail(tmp_path, "signed", is_power_cut=True)
-    strict = Store(tmp_path, trusted_keys=(SIGNER.public_key,), must_authenticate=True)
+    strict = Store(tmp_path, trust=Trust(trusted_keys=(SIGNER.public_key,)))
     found = strict.read_manifest(NAME)
     assert found is not None
     assert (found.step, found.signed_by) == (1, SIGNER.public_key.key_id)
@@ -110,7 +111,7 @@ def test_single_file_that_a_signed_save_was_to_replace_is_not_trusted(
         patch.setattr("ckptmgr.store.OsFileSystem", lambda: disk)
         with pytest.raises(OSError, match="the disk is gone"):
             save_checkpoint({"w": np.ones(3)}, path, signing_key=SIGNER)
-    store = Store(tmp_path, trusted_keys=(SIGNER.public_key,), must_authenticate=True)
+    store = Store(tmp_path, trust=Trust(trusted_keys=(SIGNER.public_key,)))
     with pytest.raises(KeyProblem):
         store.read_manifest(NAME)
     save_checkpoint({"w": np.ones(3)}, path, signing_key=SIGNER)

@@ -23,6 +23,7 @@ from ckptmgr.pruning import Outcome, Proposal, carry_out, propose, undo
 from ckptmgr.saver import SaveOptions
 from ckptmgr.store import Store
 from ckptmgr.temp_names import temp_name
+from ckptmgr.trust import Trust
 from tests.crashmodel import FailingDisk, ModelDisk
 from tests.faults.training import ModelProcesses
 from tests.manager.saved import KEY, OTHER_KEY, flip, items, overwrite, save_run, tree_of
@@ -136,8 +137,8 @@ def test_newest_has_a_damaged_header_which_its_key_finds(tmp_path: Path) -> None
     newest = save_run(tmp_path, [10, 20, 30], options=options, content=items()[:2])[-1]
     for copy in (0, 4096):
         flip(newest, copy + 70)  # the digests leave both copies out
-    store = Store(tmp_path, key=KEY, must_authenticate=True)
-    found = propose(store, parse_policy("last(1)"), now=NOW, key=KEY)
+    store = Store(tmp_path, trust=Trust(keys=KEY))
+    found = propose(store, parse_policy("last(1)"), now=NOW)
     assert [c.step for c in found.dropped] == [10]
     assert "header was changed" in (found.kept[0].problem or "")
 
@@ -149,18 +150,21 @@ def test_newest_has_the_header_of_another_file_so_its_key_does_not_open_it(tmp_p
     options = SaveOptions(key=OTHER_KEY, format="safetensors")
     (other,) = save_run(tmp_path / "other", [30], options=options, content=content)
     overwrite(newest, other.read_bytes()[:8192] + newest.read_bytes()[8192:])
-    store = Store(tmp_path / "run", key=KEY, must_authenticate=True)
-    found = propose(store, parse_policy("last(1)"), now=NOW, key=KEY)
+    store = Store(tmp_path / "run", trust=Trust(keys=KEY))
+    found = propose(store, parse_policy("last(1)"), now=NOW)
     assert [c.step for c in found.dropped] == [10]
 
 
-def test_key_makes_no_damage_of_plain_files_and_other_keys(tmp_path: Path) -> None:
+def test_plain_files_and_other_keys_are_left_alone_with_a_key(tmp_path: Path) -> None:
     save_run(tmp_path, [10, 20])
     save_run(tmp_path, [10, 20], series="sealed", options=SaveOptions(key=OTHER_KEY))
-    store = Store(tmp_path, key=KEY, must_authenticate=True)
-    found = propose(store, parse_policy("last(1)"), now=NOW, key=KEY)
-    assert {c.step for c in found.dropped} == {10}
-    assert len(found.dropped) == 2
+    store = Store(tmp_path, trust=Trust(keys=KEY))
+    found = propose(store, parse_policy("last(1)"), now=NOW)
+    assert found.dropped == ()
+    assert {c.state for c in found.kept} == {State.UNPROVEN, State.OTHER_KEY}
+    lenient = Store(tmp_path, trust=Trust(keys=KEY, allow_unencrypted=True))
+    found = propose(lenient, parse_policy("last(1)"), now=NOW)
+    assert [c.step for c in found.dropped] == [10, 10]
 
 
 class BadSectors(OsFileSystem):
@@ -347,7 +351,7 @@ def test_prune_without_key_keeps_authenticated_manifests_as_they_are(tmp_path: P
     save_run(tmp_path, [10, 20, 30], options=SaveOptions(key=KEY))
     prune(tmp_path)
     undo(Store(tmp_path))
-    strict = Store(tmp_path, key=KEY, must_authenticate=True)
+    strict = Store(tmp_path, trust=Trust(keys=KEY))
     assert {c.state for c in strict.scan()} == {State.OK}
 
 

@@ -31,6 +31,7 @@ from ckptmgr.loader import MapArrays, ReadOptions, open_source
 from ckptmgr.manifest import manifest_name
 from ckptmgr.reader import CheckpointReader
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 from tests.formats.test_mutations import ITEMS
 from tests.manager.saved import GOLDEN_FILES, flip, save_run
 from tests.manager.surface import KEY, comparable
@@ -141,7 +142,7 @@ def test_tensor_costs_the_ranges_it_lies_in(tmp_path: Path, way: str, most: int)
     options, key = WAYS[way]
     path = saved(tmp_path, LARGE, **options)
     source = Counted(path.read_bytes())
-    reading = ReadOptions(key=None if key is None else Key(key))
+    reading = ReadOptions(trust=Trust(keys=None if key is None else Key(key)))
     opened = open_source(
         source,
         path=str(path),
@@ -291,7 +292,9 @@ def test_plain_file_is_refused_with_a_key_unless_allowed(tmp_path: Path) -> None
     path = saved(tmp_path, {"w": np.zeros(1)})
     with pytest.raises(UnsealedCheckpoint):
         open_checkpoint(path, dec_key=KEY)
-    open_checkpoint(path, dec_key=KEY, allow_unsealed=True).close()
+    with pytest.raises(UnsealedCheckpoint, match="allow-unencrypted"):
+        open_checkpoint(path, dec_key=KEY, allow_unsealed=True)
+    open_checkpoint(path, dec_key=KEY, allow_unencrypted=True).close()
 
 
 def test_another_mode_than_the_files_is_refused(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from ckptmgr.recompress import Outcome, Recompressed, recompress
 from ckptmgr.saver import SaveOptions
 from ckptmgr.serialization import load_checkpoint, save_checkpoint
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 from ckptmgr.verify import Status, verify_all
 from tests.failingdisk import FailingDisk
 from tests.manager.saved import flip, overwrite, save_run
@@ -56,8 +57,10 @@ def save_two(directory: Path, *, key: Key | None = None, compression: str | None
 def change(
     directory: Path, step: int, *, level: int | None = 1, key: Key | KeyRing | None = None
 ) -> Recompressed:
-    store = Store(directory, key=key, must_authenticate=key is not None)
-    return recompress(store, of_step(store, step), level=level, options=ReadOptions(key=key))
+    store = Store(directory, trust=Trust(keys=key, allow_unencrypted=not (key is not None)))
+    return recompress(
+        store, of_step(store, step), level=level, options=ReadOptions(trust=Trust(keys=key))
+    )
 
 
 def of_step(store: Store, step: int) -> Checkpoint:
@@ -68,8 +71,8 @@ def of_step(store: Store, step: int) -> Checkpoint:
 
 
 def assert_whole(directory: Path, *, key: Key | None = None) -> None:
-    store = Store(directory, key=key)
-    answers = list(verify_all(store, store.scan(), options=ReadOptions(key=key)))
+    store = Store(directory, trust=Trust(keys=key, allow_unencrypted=True))
+    answers = list(verify_all(store, store.scan(), options=ReadOptions(trust=Trust(keys=key))))
     assert {answer.status for answer in answers} == {Status.OK}
     for answer in answers:
         raw = None if key is None else key.raw
@@ -82,7 +85,7 @@ def test_compressed_in_place_and_back_everything_is_as_before(
     tmp_path: Path, key: Key | None
 ) -> None:
     save_two(tmp_path, key=key)
-    before = of_step(Store(tmp_path, key=key), 1)
+    before = of_step(Store(tmp_path, trust=Trust(keys=key, allow_unencrypted=True)), 1)
     plain = before.path.read_bytes()
     done = change(tmp_path, 1, key=key)
     assert done.outcome is Outcome.COMPRESSED
@@ -141,33 +144,35 @@ def test_failure_at_any_call_leaves_a_whole_checkpoint_and_can_be_finished(
 ) -> None:
     counts = FailingDisk(Store(tmp_path).fs, call=None)
     save_two(tmp_path / "first", key=key)
-    store = Store(tmp_path / "first", fs=counts, key=key)
-    recompress(store, of_step(store, 1), level=1, options=ReadOptions(key=key))
+    store = Store(tmp_path / "first", fs=counts, trust=Trust(keys=key, allow_unencrypted=True))
+    recompress(store, of_step(store, 1), level=1, options=ReadOptions(trust=Trust(keys=key)))
     for call in range(1, len(counts.calls) + 1, 4):
         directory = tmp_path / f"at {call}"
         save_two(directory, key=key)
         disk = FailingDisk(Store(directory).fs, call=call)
-        store = Store(directory, fs=disk, key=key)
-        source = of_step(Store(directory, key=key), 1)
+        store = Store(directory, fs=disk, trust=Trust(keys=key, allow_unencrypted=True))
+        source = of_step(Store(directory, trust=Trust(keys=key, allow_unencrypted=True)), 1)
         with contextlib.suppress(OSError, CorruptCheckpoint, KeyProblem, SaveFailed):
-            recompress(store, source, level=1, options=ReadOptions(key=key))
+            recompress(store, source, level=1, options=ReadOptions(trust=Trust(keys=key)))
         assert_steps(directory, key)
-        for checkpoint in Store(directory, key=key).scan():
+        for checkpoint in Store(directory, trust=Trust(keys=key, allow_unencrypted=True)).scan():
             if checkpoint.step == 1 and checkpoint.state is State.OK:
-                again = Store(directory, key=key)
-                recompress(again, checkpoint, level=1, options=ReadOptions(key=key))
+                again = Store(directory, trust=Trust(keys=key, allow_unencrypted=True))
+                recompress(again, checkpoint, level=1, options=ReadOptions(trust=Trust(keys=key)))
         assert_steps(directory, key)
         (left,) = (
-            c for c in Store(directory, key=key).scan() if c.step == 1 and c.state is State.OK
+            c
+            for c in Store(directory, trust=Trust(keys=key, allow_unencrypted=True)).scan()
+            if c.step == 1 and c.state is State.OK
         )
         assert left.size_bytes < 1_200_000
 
 
 def assert_steps(directory: Path, key: Key | None) -> None:
-    store = Store(directory, key=key)
+    store = Store(directory, trust=Trust(keys=key, allow_unencrypted=True))
     found = [c for c in store.scan() if c.state is State.OK]
     assert {c.step for c in found} == {1, 2}
-    for answer in verify_all(store, found, options=ReadOptions(key=key)):
+    for answer in verify_all(store, found, options=ReadOptions(trust=Trust(keys=key))):
         assert answer.status is Status.OK
 
 
@@ -279,8 +284,8 @@ def test_signature_that_an_interrupted_overwrite_has_kept_is_not_lost(tmp_path: 
     before = signed.read_bytes()
     old = replace(decode(before, path=signed), kept=before.decode())
     overwrite(signed, encode(replace(old, step=2, kept=None, replaces=old)))
-    store = Store(tmp_path, trusted_keys=(signer.public_key,), must_authenticate=True)
-    options = ReadOptions(trusted_keys=(signer.public_key,))
+    store = Store(tmp_path, trust=Trust(trusted_keys=(signer.public_key,)))
+    options = ReadOptions(trust=Trust(trusted_keys=(signer.public_key,)))
     with pytest.raises(KeyProblem, match="the manifest is signed"):
         recompress(store, of_step(store, 1), level=1, options=options)
     assert signed.read_bytes() == before

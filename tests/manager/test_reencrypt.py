@@ -31,6 +31,7 @@ from ckptmgr.rekey import (
 from ckptmgr.rekey_header import KeyChange
 from ckptmgr.serialization import load_checkpoint
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 from tests.manager.rekeying import NEW, OLD, OTHER, ROTATION, openers, rekey, ring, save_run
 from tests.manager.saved import only
 
@@ -112,7 +113,9 @@ def test_file_that_was_rekeyed_to_a_public_key_is_not_taken_as_done(tmp_path: Pa
 
 
 def manifest_key(directory: Path, keys: KeyRing) -> Key:
-    found = Store(directory, key=keys).read_manifest(only(Store(directory)).name)
+    found = Store(directory, trust=Trust(keys=keys, allow_unencrypted=True)).read_manifest(
+        only(Store(directory)).name
+    )
     assert found is not None
     assert found.auth is not None
     return found.auth.key
@@ -127,8 +130,8 @@ def test_file_that_was_rekeyed_and_then_compressed_has_no_manifest_key_that_the_
     known = manifest_key(tmp_path, ring(OLD))
     rekey(KeyChange(keys=ring(OLD), remove=(ring(OLD),)), directory=tmp_path)
     assert manifest_key(tmp_path, ring(private)) == known
-    store = Store(tmp_path, key=ring(private), must_authenticate=True)
-    recompress(store, only(store), level=3, options=ReadOptions(key=ring(private)))
+    store = Store(tmp_path, trust=Trust(keys=ring(private)))
+    recompress(store, only(store), level=3, options=ReadOptions(trust=Trust(keys=ring(private))))
     change = KeyChange(keys=ring(OLD), add=(ring(public),), is_only=True)
     assert reencrypt(tmp_path, change) is Action.NOTHING
     assert manifest_key(tmp_path, ring(private)) != known

@@ -38,6 +38,7 @@ from ckptmgr.shard_swap import swap_shards
 from ckptmgr.sharded import ShardedCheckpoint
 from ckptmgr.store import Store
 from ckptmgr.trash_folder import TRASH_NAME
+from ckptmgr.trust import Trust
 from tests.crashmodel import FailingDisk, ModelDisk, Order, every_crash
 from tests.faults.training import KEY, RUNS, SERIES, ModelProcesses
 from tests.manager.damage import put
@@ -86,10 +87,10 @@ def reencrypt(
 
 
 def weights(disk: ModelDisk, key: Key) -> np.ndarray:
-    store = Store(RUNS, fs=disk, key=key, must_authenticate=True)
+    store = Store(RUNS, fs=disk, trust=Trust(keys=key))
     manifest = store.read_manifest(only(disk).name)
     assert manifest is not None
-    with ShardedCheckpoint(store, manifest, options=ReadOptions(key=key)) as files:
+    with ShardedCheckpoint(store, manifest, options=ReadOptions(trust=Trust(keys=key))) as files:
         return files.read({"w": None}, rank=0)["w"]
 
 
@@ -203,7 +204,7 @@ def test_set_whose_manifest_vanished_is_not_found() -> None:
     found = only(disk)
     disk.unlink(RUNS / manifest_name(found.name))
     store = open_for_rekeying(
-        RUNS, ANEW, fs=disk, processes=ModelProcesses(disk), allow_unsealed=True
+        RUNS, ANEW, fs=disk, processes=ModelProcesses(disk), trust=Trust(allow_unencrypted=True)
     )
     with pytest.raises(CheckpointNotFound, match="no manifest"):
         reencrypt_checkpoint(store, found, ANEW)
@@ -212,7 +213,9 @@ def test_set_whose_manifest_vanished_is_not_found() -> None:
 
 def test_swap_without_its_new_files_is_refused() -> None:
     disk = saved(enc_key=KEY, **SAFETENSORS)
-    store = Store(RUNS, fs=disk, key=OLD, processes=ModelProcesses(disk))
+    store = Store(
+        RUNS, fs=disk, trust=Trust(keys=OLD, allow_unencrypted=True), processes=ModelProcesses(disk)
+    )
     manifest = store.read_manifest(only(disk).name)
     assert manifest is not None
     names = [one.name.replace("-of-2.", "-of-2.f") for one in manifest.shards]
@@ -261,7 +264,11 @@ def test_signed_set_is_signed_again() -> None:
     with pytest.raises(KeyProblem, match="signed"):
         reencrypt(disk)
     assert reencrypt(disk, signing_key=SIGNER) is Action.REENCRYPT
-    trusting = Store(RUNS, fs=disk, key=NEW, trusted_keys=[SIGNER.public_key])
+    trusting = Store(
+        RUNS,
+        fs=disk,
+        trust=Trust(keys=NEW, trusted_keys=(SIGNER.public_key,), allow_unencrypted=True),
+    )
     manifest = trusting.read_manifest(only(disk).name)
     assert manifest is not None
     assert manifest.signed_by == SIGNER.public_key.key_id

@@ -39,6 +39,7 @@ from ckptmgr.rekey import (
 )
 from ckptmgr.rekey_header import KeyChange
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 from tests.crashmodel import ModelDisk
 from tests.faults.training import RUNS
 from tests.manager.damage import put
@@ -313,7 +314,7 @@ def test_encrypted_ckpt_that_the_change_does_not_name_is_left_alone(tmp_path: Pa
 
 def signed_by(directory: Path, key: Key, signer: SigningKey) -> list[str | None]:
     """Return who signed the checkpoints, for somebody who trusts one signer."""
-    store = Store(directory, key=key, trusted_keys=[signer.public_key], must_authenticate=True)
+    store = Store(directory, trust=Trust(keys=key, trusted_keys=(signer.public_key,)))
     manifests = [store.read_manifest(one.name) for one in store.scan()]
     return [None if one is None else one.signed_by for one in manifests]
 
@@ -336,7 +337,7 @@ def test_file_that_is_signed_is_encrypted_anew_with_the_signing_key_only(
     with pytest.raises(KeyProblem, match="signed"):
         reencrypt_checkpoint(open_for_rekeying(tmp_path, change), checkpoint, change)
     assert openers(checkpoint, [ring(OLD), ring(NEW)]) == [0]
-    store = open_for_rekeying(tmp_path, change, signing_key=signer)
+    store = open_for_rekeying(tmp_path, change, trust=Trust(signing_key=signer))
     reencrypt_checkpoint(store, checkpoint, change)
     assert openers(checkpoint, [ring(OLD), ring(NEW)]) == [1]
     assert signed_by(tmp_path, NEW, signer) == [signer.public_key.key_id]
@@ -372,7 +373,7 @@ def test_file_without_manifest_gets_one_where_its_name_is_trusted(
     (checkpoint,) = Store(tmp_path).scan()
     with pytest.raises(UnsealedCheckpoint, match="nothing but its name"):
         reencrypt_checkpoint(open_for_rekeying(tmp_path, change), checkpoint, change)
-    store = open_for_rekeying(tmp_path, change, allow_unsealed=True)
+    store = open_for_rekeying(tmp_path, change, trust=Trust(allow_unencrypted=True))
     reencrypt_checkpoint(store, checkpoint, change)
     (checkpoint,) = Store(tmp_path).scan()
     assert checkpoint.state is State.OK
@@ -420,7 +421,7 @@ def test_file_whose_digests_cover_its_header_is_not_rekeyed_but_encrypted_anew(
     tmp_path: Path,
 ) -> None:
     save_run(directory=tmp_path, steps=1)
-    store = Store(tmp_path, key=OLD)
+    store = Store(tmp_path, trust=Trust(keys=OLD, allow_unencrypted=True))
     (checkpoint,) = store.scan()
     manifest = store.read_manifest(checkpoint.name)
     assert manifest is not None
@@ -448,10 +449,14 @@ def test_encrypting_anew_makes_a_new_key_for_the_manifest_too(tmp_path: Path) ->
     private, public = generate_pair("x25519")
     rekey(KeyChange(keys=ring(OLD), add=(ring(public),)), directory=tmp_path)
     (checkpoint,) = Store(tmp_path).scan()
-    before = Store(tmp_path, key=ring(private)).read_manifest(checkpoint.name)
+    before = Store(tmp_path, trust=Trust(keys=ring(private), allow_unencrypted=True)).read_manifest(
+        checkpoint.name
+    )
     change = KeyChange(keys=ring(OLD), add=(ring(public), ring(NEW)), is_only=True)
     reencrypt_checkpoint(open_for_rekeying(tmp_path, change), checkpoint, change)
-    after = Store(tmp_path, key=ring(private)).read_manifest(checkpoint.name)
+    after = Store(tmp_path, trust=Trust(keys=ring(private), allow_unencrypted=True)).read_manifest(
+        checkpoint.name
+    )
     assert before is not None
     assert after is not None
     assert before.auth is not None
@@ -483,10 +488,10 @@ def test_rotation_after_an_interrupted_overwrite_holds_when_the_next_run_cleans_
     tmp_path: Path,
 ) -> None:
     save_run(directory=tmp_path, steps=1)
-    dying = Store(tmp_path, fs=_Dying(), key=ring(OLD), must_authenticate=True)
+    dying = Store(tmp_path, fs=_Dying(), trust=Trust(keys=ring(OLD)))
     (checkpoint,) = dying.scan()
     with pytest.raises(OSError, match="dead"):
-        recompress(dying, checkpoint, level=3, options=ReadOptions(key=ring(OLD)))
+        recompress(dying, checkpoint, level=3, options=ReadOptions(trust=Trust(keys=ring(OLD))))
     assert b'"replaces"' in (tmp_path / manifest_name(checkpoint.name)).read_bytes()
 
     rekey(ROTATION, directory=tmp_path)

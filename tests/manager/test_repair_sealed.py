@@ -24,6 +24,7 @@ from ckptmgr.parallel.shard_store import ShardStore
 from ckptmgr.repair import repair_checkpoint
 from ckptmgr.sharded import ShardedCheckpoint
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 from ckptmgr.verify import Status, verify_checkpoint
 from tests.crashmodel import FailingDisk, ModelDisk, Order, every_crash
 from tests.faults.training import KEY, RUNS, SERIES, ModelProcesses
@@ -32,7 +33,7 @@ from tests.parallel.ranks import START, Clock
 from tests.parallel.test_sharded_state import job
 
 SIGNER = SigningKey(bytes(range(32)))
-OPTIONS = ReadOptions(key=Key(KEY))
+OPTIONS = ReadOptions(trust=Trust(keys=Key(KEY)))
 WEIGHTS = np.random.default_rng(7).standard_normal((30_000, 100)).astype(np.float32)
 SAFETENSORS: dict[str, Any] = {"format": "safetensors"}
 ZSTD: dict[str, Any] = {"format": "safetensors", "compression": "zstd"}
@@ -64,8 +65,9 @@ def store_on(disk: ModelDisk, key: bytes | None = KEY) -> Store:
     return Store(
         RUNS,
         fs=disk,
-        key=None if key is None else Key(key),
-        must_authenticate=key is not None,
+        trust=Trust(
+            keys=None if key is None else Key(key), allow_unencrypted=not (key is not None)
+        ),
         processes=ModelProcesses(disk),
     )
 
@@ -139,7 +141,7 @@ def test_power_cut_leaves_the_old_set_or_the_healed_one(order: Order) -> None:
             RUNS,
             clock=lambda: START + 2e6,
             fs=crash.disk,
-            key=Key(KEY),
+            trust=Trust(keys=Key(KEY), allow_unencrypted=True),
             processes=ModelProcesses(crash.disk),
         )
         with later.lease(SERIES):
@@ -184,7 +186,10 @@ def test_plain_file_put_in_its_place_is_not_healed_into_a_plain_one() -> None:
         RUNS / before.shards[1],
         (end - 8 + room).to_bytes(8, "little") + header + content[end:],
     )
-    store, options = store_on(disk), replace(OPTIONS, allow_unsealed=True)
+    store, options = (
+        store_on(disk),
+        replace(OPTIONS, trust=replace(OPTIONS.trust, allow_unencrypted=True)),
+    )
     (done,) = repair_checkpoint(store, before, options=options)
     assert done.problem == "another kind of file is in its place"
     assert first_of(store).shards == before.shards
@@ -202,7 +207,7 @@ def test_set_for_more_keys_than_are_given_keeps_its_files(tmp_path: Path) -> Non
     assert "X25519" in str(done.problem)
     assert first_of(store_on(disk)).shards == before.shards
     both = KeyRing([KeyMaterial.of_key(Key(KEY)), KeyMaterial(Kind.PEM, public.read_bytes())])
-    (done,) = repair_checkpoint(store_on(disk), before, options=ReadOptions(key=both))
+    (done,) = repair_checkpoint(store_on(disk), before, options=ReadOptions(trust=Trust(keys=both)))
     assert done.problem is None
 
 
@@ -211,7 +216,7 @@ def test_set_that_takes_one_key_is_not_healed_with_two() -> None:
     before = first_of(store_on(disk))
     damage(disk, before.shards[1], 0.5)
     both = KeyRing([KeyMaterial.of_key(Key(one)) for one in (bytes(16), KEY)])
-    (done,) = repair_checkpoint(store_on(disk), before, options=ReadOptions(key=both))
+    (done,) = repair_checkpoint(store_on(disk), before, options=ReadOptions(trust=Trust(keys=both)))
     assert "takes one key and nothing else" in str(done.problem)
     assert first_of(store_on(disk)).shards == before.shards
 
@@ -222,10 +227,14 @@ def test_signed_set_needs_the_signing_key() -> None:
     with pytest.raises(KeyProblem, match="signed") as caught:
         repaired(disk)
     assert "--signing-key" in str(caught.value.hint)
-    with_signer = Store(RUNS, fs=disk, key=Key(KEY), must_authenticate=True, signing_key=SIGNER)
+    with_signer = Store(RUNS, fs=disk, trust=Trust(keys=Key(KEY), signing_key=SIGNER))
     (done,) = repair_checkpoint(with_signer, first_of(with_signer), options=OPTIONS)
     assert done.problem is None
-    trusting = Store(RUNS, fs=disk, key=Key(KEY), trusted_keys=[SIGNER.public_key])
+    trusting = Store(
+        RUNS,
+        fs=disk,
+        trust=Trust(keys=Key(KEY), trusted_keys=(SIGNER.public_key,), allow_unencrypted=True),
+    )
     manifest = trusting.read_manifest(first_of(trusting).name)
     assert manifest is not None
     assert manifest.signed_by is not None
@@ -320,9 +329,7 @@ def test_full_disk_at_the_manifest_leaves_no_new_file() -> None:
     before = first_of(store_on(disk)).shards
     damage(disk, before[1], 0.5)
     failing = FailingDisk(disk, operation="create", call=2)
-    store = Store(
-        RUNS, fs=failing, key=Key(KEY), must_authenticate=True, processes=ModelProcesses(disk)
-    )
+    store = Store(RUNS, fs=failing, trust=Trust(keys=Key(KEY)), processes=ModelProcesses(disk))
     with pytest.raises(OSError, match=r"(?i)no space|injected|input.output error"):
         repair_checkpoint(store, first_of(store), options=OPTIONS, clock=lambda: START + 1e6)
     assert first_of(store_on(disk)).shards == before

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from ckptmgr.loader import ReadOptions, open_source, read_values
 from ckptmgr.manifest import Manifest
 from ckptmgr.saver import SaveOptions, SaveOrder, save_items
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 from tests.crashmodel import FailingDisk, ModelDisk, every_failure
 from tests.manager.surface import KEY, shows
 from tests.strategies import named_tensor
@@ -56,7 +58,7 @@ def _save(
 
 
 def _weights(fs: FileSystem, directory: Path, options: ReadOptions) -> object:
-    store = Store(directory, fs=fs, key=options.key)
+    store = Store(directory, fs=fs, trust=replace(options.trust, allow_unencrypted=True))
     manifest = store.read_manifest("x.ckpt")
     raw = fs.open(directory / "x.ckpt")
     try:
@@ -95,7 +97,9 @@ def test_figures_of_the_stages_are_in_the_manifest(tmp_path: Path) -> None:
 
 
 def test_manifest_names_cipher_and_key_without_the_key(tmp_path: Path) -> None:
-    manifest = _save(Store(tmp_path, key=Key(KEY)), [_tensor(1)], _SEALED)
+    manifest = _save(
+        Store(tmp_path, trust=Trust(keys=Key(KEY), allow_unencrypted=True)), [_tensor(1)], _SEALED
+    )
     assert (manifest.file.cipher, manifest.file.key_id) == ("AES-GCM", Key(KEY).key_id)
     assert not shows((tmp_path / "x.ckpt.manifest.json").read_text(), KEY)
 
@@ -106,7 +110,9 @@ def test_permissions_are_those_asked_for(tmp_path: Path) -> None:
         assert (tmp_path / name).stat().st_mode & 0o777 == 0o640
 
 
-@pytest.mark.parametrize("value", [SaveOptions(key=Key(KEY)), ReadOptions(key=Key(KEY))], ids=type)
+@pytest.mark.parametrize(
+    "value", [SaveOptions(key=Key(KEY)), ReadOptions(trust=Trust(keys=Key(KEY)))], ids=type
+)
 def test_options_never_show_the_key(value: object) -> None:
     assert not shows(repr(value) + str(value), KEY)
 
@@ -168,12 +174,20 @@ def test_save_over_an_old_file_that_fails_at_any_call_leaves_the_old_or_the_new(
 ) -> None:
     disk = ModelDisk()
     disk.make_directory(_RUNS, mode=0o700)
-    _save(Store(_RUNS, fs=disk, key=options.key), [_tensor(1)], options)
+    _save(
+        Store(_RUNS, fs=disk, trust=Trust(keys=options.key, allow_unencrypted=True)),
+        [_tensor(1)],
+        options,
+    )
 
     def overwrite(failing: FailingDisk) -> None:
-        _save(Store(_RUNS, fs=failing, key=options.key), [_tensor(2)], options)
+        _save(
+            Store(_RUNS, fs=failing, trust=Trust(keys=options.key, allow_unencrypted=True)),
+            [_tensor(2)],
+            options,
+        )
 
-    reading = ReadOptions(key=options.key)
+    reading = ReadOptions(trust=Trust(keys=options.key))
     failures = list(every_failure(disk, overwrite, is_lasting=is_lasting))
     assert len(failures) > 20
     for failure in failures:

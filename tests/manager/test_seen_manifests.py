@@ -17,6 +17,7 @@ from ckptmgr.fsio import FileStatus, InputFile, OsFileSystem
 from ckptmgr.manifest import SUFFIX, manifest_name
 from ckptmgr.model import Checkpoint, Pin, State
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 from tests.crashmodel import FailingDisk, ModelDisk
 from tests.faults.training import KEY, RUNS, ModelProcesses, Trainer, disk_with, name_of
 from tests.manager.damage import flip_bit, manifest_of, put, truncate
@@ -160,7 +161,7 @@ def test_what_could_not_be_read_is_read_again() -> None:
 def test_what_was_proven_under_one_key_is_not_under_another() -> None:
     disk = disk_with(10.0, key=KEY)
     stores = [
-        Store(RUNS, fs=disk, key=key, processes=ModelProcesses(disk), must_authenticate=True)
+        Store(RUNS, fs=disk, trust=Trust(keys=key), processes=ModelProcesses(disk))
         for key in (Key(KEY), Key(bytes(32)))
     ]
     states = [[c.state for c in store.scan()] for store in stores * 2]

@@ -182,11 +182,13 @@ def test_load_from_bytes_checks_a_crc(tmp_path: Path) -> None:
     assert load_checkpoint(stream, format="safetensors", crc_check=True)["w"].shape == (2,)
 
 
-def test_plain_file_with_a_key_loads_only_when_unsealed_ones_are_allowed(tmp_path: Path) -> None:
+def test_plain_file_with_a_key_loads_only_when_unencrypted_ones_are_allowed(tmp_path: Path) -> None:
     save_checkpoint(_W, tmp_path / "x.ckpt")
     with pytest.raises(UnsealedCheckpoint):
         load_checkpoint(tmp_path / "x.ckpt", dec_key=KEY)
-    assert _w(tmp_path / "x.ckpt", dec_key=KEY, allow_unsealed=True) == [1, 2]
+    with pytest.raises(UnsealedCheckpoint, match="allow-unencrypted"):
+        load_checkpoint(tmp_path / "x.ckpt", dec_key=KEY, allow_unsealed=True)
+    assert _w(tmp_path / "x.ckpt", dec_key=KEY, allow_unencrypted=True) == [1, 2]
 
 
 def test_wrong_mode_names_the_right_one(tmp_path: Path) -> None:

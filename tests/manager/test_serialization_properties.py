@@ -29,6 +29,7 @@ from ckptmgr.manifest import Manifest
 from ckptmgr.model import Checkpoint
 from ckptmgr.saver import SaveOptions, SaveOrder, save_items
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 from tests.manager.surface import KEY, comparable, everything_said, shows
 from tests.stored import Stored, StoredItem
 from tests.strategies import ckpt_items, item_name, safetensors_items
@@ -65,7 +66,7 @@ _KINDS = [
 
 def _save(directory: Path, kind: _Kind, items: Sequence[Item]) -> Checkpoint:
     key = None if kind.mode is None else Key(KEY)
-    store = Store(directory, key=key)
+    store = Store(directory, trust=Trust(keys=key, allow_unencrypted=True))
     options = SaveOptions(
         format=kind.format, key=key, mode=kind.mode or "AES-GCM", has_crc=kind.crc
     )
@@ -171,7 +172,7 @@ def _read(data: bytes, kind: _Kind, manifest: Manifest | None) -> dict[str, Stor
     opened = open_source(
         BytesSource(data),
         path=f"/runs/{kind.name}",
-        options=ReadOptions(key=key, mode=kind.mode),
+        options=ReadOptions(trust=Trust(keys=key), mode=kind.mode),
         manifest=manifest,
     )
     return comparable(read_values(opened, check_crc=kind.crc))
@@ -288,6 +289,6 @@ def test_wrong_key_without_a_manifest_is_a_key_problem(kind: _Kind, tmp_path: Pa
         open_source(
             BytesSource(data),
             path="/runs/x.ckpt",
-            options=ReadOptions(key=Key(_OTHER_KEY), mode=kind.mode),
+            options=ReadOptions(trust=Trust(keys=Key(_OTHER_KEY)), mode=kind.mode),
         )
     assert not shows(everything_said(caught.value), _OTHER_KEY)

@@ -9,9 +9,11 @@ import pytest
 
 from ckptmgr.errors import StoreLocked
 from ckptmgr.model import Checkpoint, State
+from ckptmgr.numbering import next_attempt
 from ckptmgr.retention import Last, RetentionPolicy
 from ckptmgr.saver import SaveOptions
-from ckptmgr.series import SaveFacts, SeriesWriter, next_attempt
+from ckptmgr.series import SaveFacts, SeriesWriter
+from ckptmgr.trust import Trust
 from tests.crashmodel import FailingDisk, ModelDisk
 from tests.faults.training import RUNS, SERIES, Trainer, disk_with, name_of, saved
 from tests.manager.damage import manifest_of, truncate
@@ -136,7 +138,7 @@ def test_next_attempt_counts_damaged_ones_but_no_foreign_files() -> None:
     truncate(disk, manifest_of(name_of(1)), 3)
     truncate(disk, name_of(2), 3)
     history = Trainer(disk).store().scan()
-    assert [next_attempt(history, step) for step in (0, 1, 2)] == [0, 1, 1]
+    assert [next_attempt(history, step, trust=Trust()) for step in (0, 1, 2)] == [0, 1, 1]
     disk.unlink(RUNS / manifest_of(name_of(1)))
     disk.replace(RUNS / name_of(1), RUNS / "net-1_1.ckpt")
-    assert next_attempt(Trainer(disk).store().scan(), 1) == 0
+    assert next_attempt(Trainer(disk).store().scan(), 1, trust=Trust()) == 0

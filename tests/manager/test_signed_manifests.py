@@ -38,6 +38,7 @@ from ckptmgr.errors import (
     CorruptCheckpoint,
     KeyProblem,
     TamperedCheckpoint,
+    UnprovenCheckpoint,
     UnsealedCheckpoint,
 )
 from ckptmgr.formats.source import BytesSource
@@ -54,6 +55,7 @@ from ckptmgr.rekey import (
 )
 from ckptmgr.rekey_header import KeyChange
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 from ckptmgr.verify import Level, Status, verify_checkpoint
 from tests.manager.manifests import PATH, manifest
 from tests.manager.rekeying import NEW, ring
@@ -68,14 +70,21 @@ VECTORS = Path(__file__).parents[1] / "vectors/manifests"
 def signed(
     change: Callable[[dict[str, Any]], object] = lambda _: None, key: Key | None = None
 ) -> bytes:
-    document = json.loads(encode(manifest(), key=key, signing_key=SIGNER))
+    document = json.loads(encode(manifest(), trust=Trust(keys=key, signing_key=SIGNER)))
     change(document)
     return json.dumps(document).encode()
 
 
 def test_signed_manifest_names_its_signer_when_the_key_is_trusted() -> None:
     read = decode(
-        signed(), path=PATH, trusted_keys=[OTHER.public_key, *TRUSTED], must_authenticate=True
+        signed(),
+        path=PATH,
+        trust=Trust(
+            trusted_keys=(
+                OTHER.public_key,
+                *TRUSTED,
+            )
+        ),
     )
     assert (read, read.signed_by) == (manifest(), SIGNER.public_key.key_id)
     assert decode(signed(), path=PATH).signed_by is None
@@ -83,23 +92,34 @@ def test_signed_manifest_names_its_signer_when_the_key_is_trusted() -> None:
 
 def test_signature_and_authentication_do_not_depend_on_each_other() -> None:
     both = signed(key=KEY)
-    assert decode(both, path=PATH, key=KEY, must_authenticate=True) == manifest()
-    assert decode(both, path=PATH, trusted_keys=TRUSTED, must_authenticate=True) == manifest()
+    assert decode(both, path=PATH, trust=Trust(keys=KEY)) == manifest()
+    assert decode(both, path=PATH, trust=Trust(trusted_keys=TRUSTED)) == manifest()
     without = signed(lambda document: document.pop("auth"), KEY)
-    assert decode(without, path=PATH, trusted_keys=TRUSTED, must_authenticate=True) == manifest()
+    assert decode(without, path=PATH, trust=Trust(trusted_keys=TRUSTED)) == manifest()
     with pytest.raises(UnsealedCheckpoint):
-        decode(without, path=PATH, key=KEY, trusted_keys=TRUSTED, must_authenticate=True)
+        decode(without, path=PATH, trust=Trust(keys=KEY, trusted_keys=TRUSTED))
 
 
 def test_manifest_without_signature_is_refused_only_when_it_must_have_one() -> None:
-    assert decode(encode(manifest()), path=PATH, trusted_keys=TRUSTED).signed_by is None
+    assert (
+        decode(
+            encode(manifest()), path=PATH, trust=Trust(trusted_keys=TRUSTED, allow_unencrypted=True)
+        ).signed_by
+        is None
+    )
     with pytest.raises(UnsealedCheckpoint, match="not signed although"):
-        decode(encode(manifest(), key=KEY), path=PATH, trusted_keys=TRUSTED, must_authenticate=True)
+        decode(
+            encode(manifest(), trust=Trust(keys=KEY)), path=PATH, trust=Trust(trusted_keys=TRUSTED)
+        )
 
 
 def test_signature_of_a_stranger_is_a_key_problem_that_names_both() -> None:
     with pytest.raises(KeyProblem, match=f"{SIGNER.public_key.key_id}.*{OTHER.public_key.key_id}"):
-        decode(signed(), path=PATH, trusted_keys=[OTHER.public_key])
+        decode(
+            signed(),
+            path=PATH,
+            trust=Trust(trusted_keys=(OTHER.public_key,), allow_unencrypted=True),
+        )
 
 
 def first_signature(document: dict[str, Any]) -> dict[str, Any]:
@@ -126,7 +146,11 @@ TAMPERED: dict[str, Callable[[dict[str, Any]], object]] = {
 @pytest.mark.parametrize("change", TAMPERED)
 def test_changed_manifest_is_tampered(change: str) -> None:
     with pytest.raises(TamperedCheckpoint, match="its signature does not match"):
-        decode(signed(TAMPERED[change]), path=PATH, trusted_keys=TRUSTED)
+        decode(
+            signed(TAMPERED[change]),
+            path=PATH,
+            trust=Trust(trusted_keys=TRUSTED, allow_unencrypted=True),
+        )
 
 
 @pytest.mark.parametrize(
@@ -137,23 +161,23 @@ def test_changed_manifest_is_tampered(change: str) -> None:
 def test_signatures_of_an_unknown_kind_are_refused(signatures: object) -> None:
     data = signed(lambda document: document.update(signatures=signatures))
     with pytest.raises((CorruptCheckpoint, UnsealedCheckpoint), match=r"signatures|not signed"):
-        decode(data, path=PATH, trusted_keys=TRUSTED, must_authenticate=True)
+        decode(data, path=PATH, trust=Trust(trusted_keys=TRUSTED))
 
 
 def test_one_trusted_signature_of_several_is_enough() -> None:
-    other = json.loads(encode(manifest(), signing_key=OTHER))["signatures"]
+    other = json.loads(encode(manifest(), trust=Trust(signing_key=OTHER)))["signatures"]
     data = signed(lambda document: document.update(signatures=other + document["signatures"]))
-    read = decode(data, path=PATH, trusted_keys=TRUSTED, must_authenticate=True)
+    read = decode(data, path=PATH, trust=Trust(trusted_keys=TRUSTED))
     assert read.signed_by == SIGNER.public_key.key_id
 
 
 @given(data=st.data())
 def test_any_flipped_bit_of_a_signed_manifest_is_noticed(data: st.DataObject) -> None:
-    encoded = bytearray(encode(manifest(), signing_key=SIGNER))
+    encoded = bytearray(encode(manifest(), trust=Trust(signing_key=SIGNER)))
     position = data.draw(st.integers(0, len(encoded) - 1))
     encoded[position] ^= 1 << data.draw(st.integers(0, 7))
     try:
-        read = decode(bytes(encoded), path=PATH, trusted_keys=TRUSTED, must_authenticate=True)
+        read = decode(bytes(encoded), path=PATH, trust=Trust(trusted_keys=TRUSTED))
     except CkptmgrError:
         return
     assert read == manifest()  # white space, or the case of a hexadecimal digit
@@ -162,15 +186,19 @@ def test_any_flipped_bit_of_a_signed_manifest_is_noticed(data: st.DataObject) ->
 def test_manifest_nested_to_the_limit_is_refused() -> None:
     for depth in range(100, 1100, 3):
         nested = b"[" * depth + b"]" * depth
-        data = encode(manifest(), signing_key=SIGNER)
+        data = encode(manifest(), trust=Trust(signing_key=SIGNER))
         data = data.replace(b'"schema"', b'"x": ' + nested + b', "schema"')
         with pytest.raises(CorruptCheckpoint):
-            decode(data, path=PATH, trusted_keys=TRUSTED)
+            decode(data, path=PATH, trust=Trust(trusted_keys=TRUSTED, allow_unencrypted=True))
 
 
 def test_signature_covers_the_file_that_is_being_replaced() -> None:
     both = manifest(replaces=manifest(content=b"old", step=0))
-    read = decode(encode(both, signing_key=SIGNER), path=PATH, trusted_keys=TRUSTED)
+    read = decode(
+        encode(both, trust=Trust(signing_key=SIGNER)),
+        path=PATH,
+        trust=Trust(trusted_keys=TRUSTED, allow_unencrypted=True),
+    )
     assert read.replaces is not None
     assert read.replaces.signed_by == read.signed_by == SIGNER.public_key.key_id
 
@@ -181,7 +209,7 @@ def test_signed_overwrite_that_was_interrupted_leaves_the_old_file_signed(tmp_pa
     old = Store(tmp_path).read_manifest(found.name)
     assert old is not None
     new = replace(old, file=replace(old.file, digest=digest_of(BytesSource(b"never written"))))
-    both = encode(replace(new, replaces=old), signing_key=SIGNER)
+    both = encode(replace(new, replaces=old), trust=Trust(signing_key=SIGNER))
     overwrite(tmp_path / manifest_name(found.name), both)
     loaded = load_checkpoint(found.path, trusted_keys=TRUSTED)
     assert loaded["w"][0] == 1.0
@@ -206,14 +234,14 @@ def test_frozen_manifest_is_read_and_checked_as_stated(path: Path) -> None:
     place = PATH.with_name(vector["file"])
 
     def read() -> object:
-        return decode(data, path=place, key=key, trusted_keys=keys, must_authenticate=True).id
+        return decode(data, path=place, trust=Trust(keys=key, trusted_keys=tuple(keys))).id
 
     if vector["expected"] == "ok":
         assert read() == vector["id"]
         return
     kinds = {
         "tampered": TamperedCheckpoint,
-        "unsigned": UnsealedCheckpoint,
+        "unsigned": UnprovenCheckpoint,
         "wrong key": KeyProblem,
     }
     with pytest.raises(kinds[vector["expected"]]) as caught:
@@ -290,10 +318,10 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_signed_directory_verifies_with_the_public_key_alone(tmp_path: Path, kind: str) -> None:
     train(tmp_path, **KINDS[kind])
-    store = Store(tmp_path, trusted_keys=TRUSTED, must_authenticate=True)
+    store = Store(tmp_path, trust=Trust(trusted_keys=TRUSTED))
     found = store.scan()
     assert [c.state for c in found] == [State.OK] * 3
-    options = ReadOptions(trusted_keys=TRUSTED)
+    options = ReadOptions(trust=Trust(trusted_keys=TRUSTED))
     answers = [verify_checkpoint(store, c, options=options, present=found) for c in found]
     assert [answer.status for answer in answers] == [Status.OK] * 3
     assert all({"signature", "digests"} <= set(answer.checked) for answer in answers)
@@ -304,10 +332,10 @@ def test_flipped_bit_of_a_signed_file_is_found_with_the_public_key_alone(
     tmp_path: Path, kind: str
 ) -> None:
     train(tmp_path, range(1, 2), **KINDS[kind])
-    store = Store(tmp_path, trusted_keys=TRUSTED, must_authenticate=True)
+    store = Store(tmp_path, trust=Trust(trusted_keys=TRUSTED))
     (found,) = store.scan()
     flip(found.path, found.size_bytes - 20)
-    answer = verify_checkpoint(store, found, options=ReadOptions(trusted_keys=TRUSTED))
+    answer = verify_checkpoint(store, found, options=ReadOptions(trust=Trust(trusted_keys=TRUSTED)))
     assert answer.status is Status.DAMAGED
 
 
@@ -334,7 +362,7 @@ def made_up(directory: Path) -> Path:
     found = store.read_manifest(path.name)
     assert found is not None
     bare = replace(found, why=FOREIGN, sequence=0, run_id="")
-    overwrite(directory / manifest_name(path.name), encode(bare, signing_key=SIGNER))
+    overwrite(directory / manifest_name(path.name), encode(bare, trust=Trust(signing_key=SIGNER)))
     return path
 
 
@@ -354,12 +382,12 @@ def test_manager_loads_nothing_that_nobody_trusted_has_signed(tmp_path: Path, ki
 @pytest.mark.parametrize("kind", UNTRUSTED)
 def test_file_that_nobody_trusted_has_signed_is_found_by_verify(tmp_path: Path, kind: str) -> None:
     path = UNTRUSTED[kind](tmp_path)
-    store = Store(tmp_path, trusted_keys=TRUSTED, must_authenticate=True)
+    store = Store(tmp_path, trust=Trust(trusted_keys=TRUSTED))
     (found,) = [c for c in store.scan() if c.path == path]
     answer = verify_checkpoint(
-        store, found, level=Level.QUICK, options=ReadOptions(trusted_keys=TRUSTED)
+        store, found, level=Level.QUICK, options=ReadOptions(trust=Trust(trusted_keys=TRUSTED))
     )
-    assert answer.status in (Status.UNSEALED, Status.WRONG_KEY)
+    assert answer.status in (Status.UNPROVEN, Status.WRONG_KEY)
 
 
 @pytest.mark.parametrize("kind", ["unsigned", "forged", "without_manifest"])
@@ -410,15 +438,18 @@ def test_pin_of_a_signed_checkpoint_needs_its_key(tmp_path: Path) -> None:
 
     with pytest.raises(KeyProblem, match=r"is signed(.|\n)*--signing-key"):
         Store(tmp_path).change_pins(found, pinned)
-    Store(tmp_path, signing_key=SIGNER).change_pins(found, pinned)
-    (again,) = Store(tmp_path, trusted_keys=TRUSTED, must_authenticate=True).scan()
+    Store(tmp_path, trust=Trust(signing_key=SIGNER)).change_pins(found, pinned)
+    (again,) = Store(tmp_path, trust=Trust(trusted_keys=TRUSTED)).scan()
     assert (again.state, [pin.name for pin in again.pins]) == (State.OK, ["paper"])
 
 
 def test_encrypted_and_signed_manifest_loses_neither_proof(tmp_path: Path) -> None:
     train(tmp_path, range(1, 2), enc_key=KEY.raw)
     (found,) = Store(tmp_path).scan()
-    for store in (Store(tmp_path, signing_key=SIGNER), Store(tmp_path, key=KEY)):
+    for store in (
+        Store(tmp_path, trust=Trust(signing_key=SIGNER)),
+        Store(tmp_path, trust=Trust(keys=KEY, allow_unencrypted=True)),
+    ):
         with pytest.raises(KeyProblem, match=r"is authenticated|is signed"):
             store.change_pins(found, lambda pins: pins)
 
@@ -431,10 +462,10 @@ def test_signature_of_another_run_under_this_name_is_the_true_one_of_that_run(
     train(tmp_path / "b", range(1, 3))
     for name in ("net-1.ckpt", manifest_name("net-1.ckpt")):
         shutil.copy(tmp_path / "a" / name, tmp_path / "b" / name)
-    store = Store(tmp_path / "b", trusted_keys=TRUSTED, must_authenticate=True)
+    store = Store(tmp_path / "b", trust=Trust(trusted_keys=TRUSTED))
     present = store.scan()
     (old,) = [c for c in present if c.step == 1]
-    options = ReadOptions(trusted_keys=TRUSTED)
+    options = ReadOptions(trust=Trust(trusted_keys=TRUSTED))
     assert verify_checkpoint(store, old, options=options).status is Status.OK
     assert verify_checkpoint(store, old, options=options, present=present).status is Status.DAMAGED
 
@@ -480,7 +511,7 @@ def test_trusted_keys_that_are_none_are_refused(tmp_path: Path) -> None:
 def test_callback_signs_and_resumes_from_what_it_signed(tmp_path: Path) -> None:
     config = CheckpointConfig(signing_key=SIGNER)
     Loop(callbacks=(ModelCheckpoint("net", str(tmp_path), config),)).run(1)
-    (found,) = Store(tmp_path, trusted_keys=TRUSTED, must_authenticate=True).scan()
+    (found,) = Store(tmp_path, trust=Trust(trusted_keys=TRUSTED)).scan()
     assert found.state is State.OK
     assert ModelCheckpoint("net", str(tmp_path), config).resume() is not None
     other = CheckpointConfig(signing_key=OTHER)
@@ -493,7 +524,7 @@ def test_signature_outlives_new_keys_of_a_container(tmp_path: Path) -> None:
     change = KeyChange(keys=ring(KEY), add=(ring(NEW),), remove=(ring(KEY),))
     store = open_for_rekeying(tmp_path, change)
     assert rekey_checkpoint(store, only(store), change).action is Action.HEADER
-    signed_store = Store(tmp_path, key=NEW, trusted_keys=TRUSTED, must_authenticate=True)
+    signed_store = Store(tmp_path, trust=Trust(keys=NEW, trusted_keys=TRUSTED))
     assert signed_store.scan()[0].state is State.OK
 
 
@@ -510,9 +541,9 @@ def test_file_that_is_encrypted_anew_must_be_signed_anew(tmp_path: Path, format:
             rekey_checkpoint(
                 store, only(store), replace(change, is_only=False, remove=(ring(KEY),))
             )
-    store = open_for_rekeying(tmp_path, change, signing_key=SIGNER)
+    store = open_for_rekeying(tmp_path, change, trust=Trust(signing_key=SIGNER))
     reencrypt_checkpoint(store, only(store), change)
-    signed_store = Store(tmp_path, key=NEW, trusted_keys=TRUSTED, must_authenticate=True)
+    signed_store = Store(tmp_path, trust=Trust(keys=NEW, trusted_keys=TRUSTED))
     assert signed_store.scan()[0].state is State.OK
 
 
@@ -521,7 +552,7 @@ def test_file_that_is_encrypted_anew_is_still_the_one_that_the_next_one_names(
 ) -> None:
     train(tmp_path, range(1, 3), enc_key=KEY.raw, format="safetensors")
     change = KeyChange(keys=ring(KEY), add=(ring(NEW),), is_only=True)
-    store = open_for_rekeying(tmp_path, change, signing_key=SIGNER)
+    store = open_for_rekeying(tmp_path, change, trust=Trust(signing_key=SIGNER))
     (first,) = [c for c in store.scan() if c.step == 1]
     reencrypt_checkpoint(store, first, change)
     present = Store(tmp_path).scan()

@@ -16,6 +16,7 @@ from ckptmgr.lease import series_tag
 from ckptmgr.model import Checkpoint, Pin, State
 from ckptmgr.serialization import save_checkpoint
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 from tests.crashmodel import FailingDisk, ModelDisk
 from tests.faults.training import KEY, RUNS, SERIES, ModelProcesses, Trainer, disk_with, name_of
 from tests.manager.damage import copy, flip_bit, manifest_of, put, truncate
@@ -52,7 +53,7 @@ def test_directory_that_is_not_there_is_empty() -> None:
 def test_manifest_that_can_be_read_only_once_is_listed_with_what_the_disk_said() -> None:
     disk = disk_with(10.0, key=KEY)
     failing = FailingDisk(disk, operation="open", call=2)
-    (found,) = Store(RUNS, fs=failing, key=Key(bytes(32)), must_authenticate=True).scan()
+    (found,) = Store(RUNS, fs=failing, trust=Trust(keys=Key(bytes(32)))).scan()
     assert failing.has_failed
     assert found.state is State.CORRUPT
     assert isinstance(found.obstacle, OSError)
@@ -225,7 +226,11 @@ def test_changed_manifest_is_read_back() -> None:
 
 def test_manifest_that_has_no_room_is_named_and_stays_as_it_is() -> None:
     disk = disk_with(10.0, key=KEY)
-    store = Store(RUNS, fs=FailingDisk(disk, space_bytes=0), key=Key(KEY))
+    store = Store(
+        RUNS,
+        fs=FailingDisk(disk, space_bytes=0),
+        trust=Trust(keys=Key(KEY), allow_unencrypted=True),
+    )
     manifest = store.read_manifest(ONE)
     assert manifest is not None
     with pytest.raises(StoreFull, match=f"{ONE}: the disk became full"):
@@ -281,7 +286,12 @@ def test_space_is_checked_with_room_to_spare() -> None:
 
 def test_key_problem_leaves_a_checkpoint_listed_as_unverified() -> None:
     disk = disk_with(10.0, key=KEY)
-    store = Store(RUNS, fs=disk, key=Key(bytes(32)), processes=ModelProcesses(disk))
+    store = Store(
+        RUNS,
+        fs=disk,
+        trust=Trust(keys=Key(bytes(32)), allow_unencrypted=True),
+        processes=ModelProcesses(disk),
+    )
     (found,) = store.scan()
     assert (found.state, found.step) == (State.UNVERIFIED, 1)
     assert "is authenticated under key" in str(found.problem)

@@ -21,6 +21,7 @@ from ckptmgr.manifest import FOREIGN, manifest_name
 from ckptmgr.serialization import load_checkpoint, save_checkpoint
 from ckptmgr.store import Store
 from ckptmgr.stored_kind import check_kind, check_mode
+from ckptmgr.trust import Trust
 from ckptmgr.verify import Level, Status, Verification, verify_checkpoint
 from tests.manager.manifests import manifest
 from tests.manager.saved import only, overwrite
@@ -39,8 +40,10 @@ def save(directory: Path, *, key: Key | None, format: str, mode: str = "AES-GCM"
 
 
 def verify(path: Path, level: Level, *, key: Key | None = None) -> Verification:
-    store = Store(path.parent, key=key)
-    return verify_checkpoint(store, only(store), level=level, options=ReadOptions(key=key))
+    store = Store(path.parent, trust=Trust(keys=key, allow_unencrypted=True))
+    return verify_checkpoint(
+        store, only(store), level=level, options=ReadOptions(trust=Trust(keys=key))
+    )
 
 
 def plain_head(size_bytes: int) -> bytes:
@@ -92,8 +95,8 @@ def test_plain_header_in_place_of_header_copies_is_damage_though_signed(tmp_path
     ).path
     data = path.read_bytes()
     overwrite(path, plain_head(len(data)) + data[BLANK_BYTES:])
-    store = Store(tmp_path, must_authenticate=True, trusted_keys=(signer.public_key,))
-    options = ReadOptions(trusted_keys=(signer.public_key,))
+    store = Store(tmp_path, trust=Trust(trusted_keys=(signer.public_key,)))
+    options = ReadOptions(trust=Trust(trusted_keys=(signer.public_key,)))
     assert verify_checkpoint(store, only(store), options=options).status is Status.DAMAGED
 
 

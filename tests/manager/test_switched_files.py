@@ -18,6 +18,7 @@ from ckptmgr.manifest import manifest_name
 from ckptmgr.saver import SaveOptions
 from ckptmgr.serialization import load_checkpoint, save_checkpoint
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 from tests.manager.saved import KEY as SAVED_KEY
 from tests.manager.saved import save_run
 
@@ -52,7 +53,7 @@ def test_other_save_that_hides_during_the_checks_is_refused(
         ).path
         for name, value in (("described", 1.0), ("other", 2.0))
     )
-    store = Store(tmp_path, key=Key(KEY), must_authenticate=True)
+    store = Store(tmp_path, trust=Trust(keys=Key(KEY)))
     manifest = store.read_manifest(described.name)
     messages = []
     for start in range(14):
@@ -63,7 +64,7 @@ def test_other_save_that_hides_during_the_checks_is_refused(
                     open_source(
                         source,
                         path=described.name,
-                        options=ReadOptions(key=Key(KEY)),
+                        options=ReadOptions(trust=Trust(keys=Key(KEY))),
                         manifest=manifest,
                         is_for_loading=is_for_loading,
                     )
@@ -101,7 +102,7 @@ def test_file_that_becomes_another_save_while_it_is_decrypted_gives_nothing_of_i
         source.write_bytes(described)
         left, target = count, tmp_path / f"{count}.{format}"
         with contextlib.suppress(CkptmgrError):
-            decrypt_file(source, target, options=ReadOptions(key=Key(KEY)))
+            decrypt_file(source, target, options=ReadOptions(trust=Trust(keys=Key(KEY))))
             values.append(float(np.asarray(load_checkpoint(target)["w"])[0]))
     assert set(values) == {1.0}
     assert len(values) < 30
@@ -121,5 +122,7 @@ def test_target_says_what_the_manifest_said_that_vouched_for_the_source(
         return system_open(path, flags, mode)
 
     monkeypatch.setattr(os, "open", without_manifest)
-    done = decrypt_file(source, tmp_path / "p.ckpt", options=ReadOptions(key=SAVED_KEY))
+    done = decrypt_file(
+        source, tmp_path / "p.ckpt", options=ReadOptions(trust=Trust(keys=SAVED_KEY))
+    )
     assert dict(done.target.metrics) == {"loss": 0.5}

@@ -24,6 +24,7 @@ from ckptmgr.manifest import manifest_name
 from ckptmgr.model import Checkpoint
 from ckptmgr.saver import SaveOptions
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 from ckptmgr.verify import Level, Status, Verification, verify_all, verify_checkpoint
 from tests.crashmodel import FailingDisk, ModelDisk
 from tests.manager.saved import (
@@ -39,7 +40,7 @@ from tests.manager.saved import (
 
 SEALED = SaveOptions(key=KEY, has_crc=True)
 PLAIN_CRC = SaveOptions(has_crc=True)
-WITH_KEY = ReadOptions(key=KEY)
+WITH_KEY = ReadOptions(trust=Trust(keys=KEY))
 
 
 def verify(
@@ -50,8 +51,8 @@ def verify(
     strict: bool = True,
 ) -> Verification:
     """Verify one file of a directory."""
-    key = None if options is None else options.key
-    store = Store(path.parent, key=key, must_authenticate=key is not None and strict)
+    key = None if options is None else options.trust.keys
+    store = Store(path.parent, trust=Trust(keys=key, allow_unencrypted=not strict))
     (checkpoint,) = [c for c in store.scan() if c.path == path]
     return verify_checkpoint(store, checkpoint, level=level, options=options)
 
@@ -105,7 +106,7 @@ def test_any_flipped_bit_is_damage(
 ) -> None:
     (path,) = save_run(tmp_path_factory.mktemp("run"), [10], options=options)
     flip(path, data.draw(st.integers(0, path.stat().st_size - 1)))
-    answer = verify(path, options=ReadOptions(key=options.key))
+    answer = verify(path, options=ReadOptions(trust=Trust(keys=options.key)))
     assert answer.status is Status.DAMAGED
     assert "do not match the digest" in answer.problems[0]
 
@@ -141,23 +142,23 @@ def test_wrong_key_is_told_from_damage(tmp_path: Path) -> None:
     (path,) = save_run(tmp_path, [10], options=SEALED)
     manifest = path.with_name(manifest_name(path.name))
     manifest.unlink()
-    assert verify(path, options=ReadOptions(key=OTHER_KEY)).status is Status.WRONG_KEY
+    assert verify(path, options=ReadOptions(trust=Trust(keys=OTHER_KEY))).status is Status.WRONG_KEY
 
 
 def test_manifest_under_another_key_is_a_wrong_key(tmp_path: Path) -> None:
     (path,) = save_run(tmp_path, [10], options=SEALED)
-    answer = verify(path, options=ReadOptions(key=OTHER_KEY))
+    answer = verify(path, options=ReadOptions(trust=Trust(keys=OTHER_KEY)))
     assert answer.status is Status.WRONG_KEY
     assert KEY.key_id in answer.problems[0]
 
 
-def test_plain_file_with_a_key_is_unsealed_unless_allowed(tmp_path: Path) -> None:
+def test_plain_file_with_a_key_is_unproven_unless_allowed(tmp_path: Path) -> None:
     (path,) = save_run(tmp_path, [10])
     answer = verify(path, options=WITH_KEY)
-    assert answer.status is Status.UNSEALED
+    assert answer.status is Status.UNPROVEN
     assert answer.hint is not None
-    assert "--allow-unsealed" in answer.hint
-    allowed = ReadOptions(key=KEY, allow_unsealed=True)
+    assert "--allow-unencrypted" in answer.hint
+    allowed = ReadOptions(trust=Trust(keys=KEY, allow_unencrypted=True))
     assert verify(path, options=allowed, strict=False).status is Status.OK
 
 
@@ -230,9 +231,11 @@ def test_bare_file_with_wrong_crc_is_damage(tmp_path: Path) -> None:
 def test_unsealed_mindspore_file_needs_permission(tmp_path: Path) -> None:
     path = bare(tmp_path, "gcm_pad16.ckpt")
     key = golden_key("gcm_pad16.ckpt")
-    refused = verify(path, options=ReadOptions(key=key))
+    refused = verify(path, options=ReadOptions(trust=Trust(keys=key)))
     assert refused.status is Status.UNSEALED
-    allowed = verify(path, options=ReadOptions(key=key, allow_unsealed=True), strict=False)
+    allowed = verify(
+        path, options=ReadOptions(trust=Trust(keys=key, allow_unsealed=True)), strict=False
+    )
     assert allowed.status is Status.UNVERIFIED
     assert "no seal" in allowed.unchecked[0]
 
@@ -314,8 +317,14 @@ def test_file_that_is_replaced_after_its_manifest_was_read_is_checked_with_the_n
         save_run(tmp_path, [10], options=options, content=items(seed))
 
     changes = [partial(save_again, seed) for seed in (0.5, 0.25)[:times]]
-    store = Store(tmp_path, fs=ChangedBeforeOpening(path, *changes), key=options.key)
-    answer = verify_checkpoint(store, only(store), options=ReadOptions(key=options.key))
+    store = Store(
+        tmp_path,
+        fs=ChangedBeforeOpening(path, *changes),
+        trust=Trust(keys=options.key, allow_unencrypted=True),
+    )
+    answer = verify_checkpoint(
+        store, only(store), options=ReadOptions(trust=Trust(keys=options.key))
+    )
     assert (answer.status, answer.problems) == (Status.OK, ())
 
 
@@ -371,7 +380,7 @@ def test_no_bytes_make_it_raise(tmp_path_factory: pytest.TempPathFactory, data: 
     directory = tmp_path_factory.mktemp("any")
     path = directory / "net-1_1.ckpt"
     path.write_bytes(data)
-    for options in (None, ReadOptions(key=KEY, allow_unsealed=True)):
+    for options in (None, ReadOptions(trust=Trust(keys=KEY, allow_unencrypted=True))):
         for level in Level:
             assert verify(path, level=level, options=options, strict=False).status is not Status.OK
 
@@ -386,16 +395,16 @@ def test_large_file_without_manifest_is_checked_to_its_end(
     only_file = tmp_path / "alone" / path.name
     only_file.parent.mkdir()
     shutil.copy(path, only_file)
-    reading = ReadOptions(key=options.key)
-    assert verify(only_file, options=reading, strict=False).status is Status.OK
+    reading = ReadOptions(trust=Trust(keys=options.key))
+    whole = Status.OK if options.key is None else Status.UNPROVEN
+    assert verify(only_file, options=reading).status is whole
     flip(only_file, offset)
-    answer = verify(only_file, options=reading, strict=False)
-    assert answer.status is Status.DAMAGED
+    assert verify(only_file, options=reading).status is Status.DAMAGED
 
 
 def test_unsealed_file_of_others_is_decrypted_to_its_end(tmp_path: Path) -> None:
     path = bare(tmp_path, "gcm_all_dtypes.ckpt")
-    reading = ReadOptions(key=Key(bytes(range(0x20, 0x40))), allow_unsealed=True)
+    reading = ReadOptions(trust=Trust(keys=Key(bytes(range(0x20, 0x40))), allow_unencrypted=True))
     assert verify(path, options=reading, strict=False).status is Status.UNVERIFIED
     flip(path, path.stat().st_size - 1)
     assert verify(path, options=reading, strict=False).status is Status.WRONG_KEY

@@ -21,6 +21,7 @@ from ckptmgr.parallel.rank_writer import RankWriter
 from ckptmgr.parallel.shard_store import ShardStore
 from ckptmgr.saver import SaveOptions
 from ckptmgr.series import SaveFacts
+from ckptmgr.trust import Trust
 from tests.crashmodel import FailingDisk, ModelDisk
 from tests.faults.training import RUNS, SERIES, ModelProcesses
 
@@ -159,9 +160,11 @@ class Job:
             RUNS,
             clock=self.clock,
             fs=fs or self.disk,
-            key=None if self.key is None else Key(self.key),
+            trust=Trust(
+                keys=None if self.key is None else Key(self.key),
+                allow_unencrypted=not (self.key is not None),
+            ),
             processes=ModelProcesses(self.disk),
-            must_authenticate=self.key is not None,
         )
 
     def writer(

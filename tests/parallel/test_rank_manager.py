@@ -24,6 +24,7 @@ from ckptmgr.parallel.rank_errors import RankFailed, ResumeFailed
 from ckptmgr.store import Store
 from ckptmgr.temp_names import temp_name
 from ckptmgr.tree_nodes import StateMismatch
+from ckptmgr.trust import Trust
 from tests.crashmodel import FailingDisk, ModelDisk
 from tests.faults.training import KEY, KEYS, RUNS, SERIES, ModelProcesses
 from tests.manager.damage import flip_bit
@@ -355,7 +356,9 @@ def test_worker_processes_write_the_files_of_the_ranks(tmp_path: Path, key: byte
     for last in (2, 4):
         meeting = Meeting(2)
         assert [o.must() for o in run_ranks(meeting, one)] == [last] * 2
-    found = Store(tmp_path, key=None if key is None else Key(key)).scan()
+    found = Store(
+        tmp_path, trust=Trust(keys=None if key is None else Key(key), allow_unencrypted=True)
+    ).scan()
     assert {c.state for c in found} == {State.OK}
     assert len(found) == 4
 

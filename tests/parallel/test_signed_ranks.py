@@ -12,6 +12,7 @@ from ckptmgr.loader import ReadOptions
 from ckptmgr.manager import CheckpointManager
 from ckptmgr.model import State
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 from ckptmgr.verify import Status, verify_all
 from tests.crashmodel import ModelDisk
 from tests.faults.training import KEY, RUNS
@@ -40,10 +41,10 @@ def test_all_files_of_all_ranks_verify_with_the_public_key(config: dict[str, Any
             outcome.must()
         disk = disk.restart()
     trusted = (SIGNER.public_key,)
-    store = Store(RUNS, fs=disk, trusted_keys=trusted, must_authenticate=True)
+    store = Store(RUNS, fs=disk, trust=Trust(trusted_keys=trusted))
     found = sorted(store.scan(), key=lambda c: c.order)
     assert [c.state for c in found] == [State.OK] * 4
-    options = ReadOptions(trusted_keys=trusted)
+    options = ReadOptions(trust=Trust(trusted_keys=trusted))
     assert [a.status for a in verify_all(store, found, options=options)] == [Status.OK] * 4
     flip_bit(disk, found[1].shards[1])
     answers = [a.status for a in verify_all(store, found, options=options)]

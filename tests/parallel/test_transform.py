@@ -432,7 +432,7 @@ def test_slice_costs_the_bytes_it_lies_in(dec_key: bytes | None, tmp_path: Path)
         file.unlink()
     fs = CountingFileSystem()
     target = ParallelLayout(device_matrix=(8,), tensor_map=((0,), ()))
-    options = reading_options(dec_key, "AES-GCM", False)
+    options = reading_options(dec_key, "AES-GCM", allow_unsealed=False, allow_unencrypted=False)
     with RankFiles({0: tmp_path / "net.ckpt"}, options, fs=fs) as files:
         tensor = Resharder(files=files, source=None, target=None).tensor("w", target, device=3)
         indexed_bytes = sum(fs.counts)

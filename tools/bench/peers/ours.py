@@ -15,6 +15,7 @@ from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.sm4_lanes import sm4_lanes
 from ckptmgr.loader import ReadOptions
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 from ckptmgr.verify import Status, verify_checkpoint
 from tools.bench.contestant import Action, Background, Contestant, Flight, touch
 from tools.bench.modes import MODES, Mode
@@ -90,8 +91,8 @@ class Library:
 def _verify(path: Path, mode: Mode) -> None:
     secret = mode.load_options.get("dec_key")
     key = None if secret is None else Key(secret)
-    options = ReadOptions(key=key, mode=mode.load_options.get("dec_mode", "AES-GCM"))
-    store = Store(path.parent, key=key)
+    options = ReadOptions(trust=Trust(keys=key), mode=mode.load_options.get("dec_mode", "AES-GCM"))
+    store = Store(path.parent, trust=Trust(keys=key, allow_unencrypted=True))
     manifest = store.read_manifest(path.name)
     assert manifest is not None
     verdict = verify_checkpoint(store, manifest.to_checkpoint(path.parent), options=options)
