@@ -29,12 +29,13 @@ from ckptmgr.crypto.key import Key
 from ckptmgr.loader import ReadOptions
 from ckptmgr.model import Checkpoint
 from ckptmgr.store import Store
+from ckptmgr.trust import Trust
 from ckptmgr.verify import Level, verify_checkpoint
 
 key, paths = Key(bytes(range(32))), sorted(Path(sys.argv[1]).iterdir())
 
 def read(path, key):
-    now, options = datetime(2026, 3, 1, tzinfo=UTC), ReadOptions(key=key)
+    now, options = datetime(2026, 3, 1, tzinfo=UTC), ReadOptions(trust=Trust(keys=key))
     file = Checkpoint(path=path, series="x", step=0, saved_at=now, size_bytes=path.stat().st_size)
     answer = verify_checkpoint(Store(path.parent), file, level=Level.DEEP, options=options)
     try:
