@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import sys
 import traceback
@@ -15,7 +16,7 @@ from pathlib import Path
 import click
 
 from ckptmgr._version import __version__
-from ckptmgr.cli.exits import EPILOG, Exit, UsageProblem, help_text, report
+from ckptmgr.cli.exits import EPILOG, Exit, UsageProblem, escape, help_text, report
 from ckptmgr.cli.options import CONTEXT, Session
 from ckptmgr.cli.typed_keys import misplaced_keys, without_keys
 
@@ -92,6 +93,8 @@ class Commands(click.Group):
     ) -> None:
         """Run and leave the process with an exit code."""
         _open_closed_streams()
+        if logging.lastResort is not None:
+            logging.lastResort.setFormatter(_Escaped())
         arguments = list(sys.argv[1:] if args is None else args)
         sys.exit(int(_run(self, arguments, extra.get("obj"))))
 
@@ -113,9 +116,17 @@ def _run(group: click.Group, arguments: list[str], session: object) -> int:
         # A wrong command line has no trace worth showing, and click's text repeats the arguments: one may be a key.
         keys = misplaced_keys(arguments)
         if is_debug and not isinstance(error, click.UsageError):
-            sys.stderr.write(without_keys(traceback.format_exc(), keys))
+            trace = without_keys(traceback.format_exc(), keys).splitlines()
+            sys.stderr.write("".join(f"{escape(line)}\n" for line in trace))
         return report(error, as_json=as_json, keys=keys)
     return result if isinstance(result, int) else Exit.DONE
+
+
+class _Escaped(logging.Formatter):
+    """Warnings of the library name files, and the names could steer the terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n".join(map(escape, super().format(record).splitlines()))
 
 
 _HELP = """Checkpoints that survive: list, check, decrypt and prune them.

@@ -81,8 +81,8 @@ def _show(output: Output, contents: Contents, *, has_stats: bool) -> None:
         output.result([] if plain is None else _items(plain), _summary(contents))
         return
     if output.is_quiet:
-        for tensor in () if plain is None else plain.tensors:
-            click.echo(tensor.spec.name.encode("utf-8", "surrogatepass"))
+        tensors = () if plain is None else plain.tensors
+        output.names([one.spec.name.encode("utf-8", "surrogatepass") for one in tensors])
         return
     for name, value in _facts(contents):
         output.line(Cell(name.ljust(_FACT_WIDTH), "bold"), f" {value}")

@@ -81,6 +81,16 @@ class Session:
         return datetime.fromtimestamp(self.clock(), UTC)
 
 
+class _Command(click.Command):
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the arguments; -0 includes -q."""
+        rest = super().parse_args(ctx, args)
+        if ctx.params.pop("null", False):
+            ctx.params["quiet"] = True
+            ctx.meta["ckptmgr.nul"] = True
+        return rest
+
+
 def command(
     name: str, *, examples: tuple[str, ...]
 ) -> Callable[[Callable[..., int]], click.Command]:
@@ -90,7 +100,9 @@ def command(
         summary, _, rest = inspect.cleandoc(_docstring(function)).partition("\n")
         shown = "\n".join(f"  $ ckptmgr {example}" for example in examples)
         text = f"{summary}\n\n\b\nExamples:\n{shown}\n{rest}"
-        return click.command(name, help=text, epilog=EPILOG, context_settings=CONTEXT)(function)
+        return click.command(
+            name, cls=_Command, help=text, epilog=EPILOG, context_settings=CONTEXT
+        )(function)
 
     return decorate
 
@@ -112,7 +124,7 @@ def _color_callback(ctx: click.Context, _: click.Parameter, value: str | None) -
 
 
 def output_options(function: Command) -> Command:
-    """Add `--json`, `-q`, `--color` and `--no-color`."""
+    """Add `--json`, `-q`, `-0`, `--color` and `--no-color`."""
     for option in (
         click.option(
             "--no-color",
@@ -129,7 +141,8 @@ def output_options(function: Command) -> Command:
             callback=_color_callback,
             help="When to use colour.  [default: auto]",
         ),
-        click.option("-q", "--quiet", is_flag=True, help="Print paths only."),
+        click.option("-0", "--null", is_flag=True, help="Like -q, each path ended by a NUL byte."),
+        click.option("-q", "--quiet", is_flag=True, help="Print paths only; quoted on a terminal."),
         click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
     ):
         function = option(function)

@@ -10,6 +10,7 @@ import codecs
 import json
 import math
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,13 +21,14 @@ from typing import NamedTuple, TextIO
 
 import click
 
-from ckptmgr.cli.exits import escape
+from ckptmgr.cli.exits import escape, note
 from ckptmgr.cli.options import Session
 from ckptmgr.model import Checkpoint
 
 Json = str | int | float | bool | None | Sequence["Json"] | Mapping[str, "Json"]
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
+_SPELLED = {"\t": r"\t", "\n": r"\n", "\r": r"\r"}
 _AGES = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
@@ -63,6 +65,8 @@ class Output:
         is_quiet: Paths only.
         has_color: Whether text is coloured.
         has_unicode: Whether glyphs outside ASCII may be used.
+        is_terminal: Whether stdout is a terminal.
+        has_nul: Whether a NUL, not a line feed, ends each bare path.
     """
 
     command: str
@@ -71,6 +75,8 @@ class Output:
     is_quiet: bool = False
     has_color: bool = False
     has_unicode: bool = True
+    is_terminal: bool = False
+    has_nul: bool = False
 
     @property
     def is_text(self) -> bool:
@@ -83,7 +89,7 @@ class Output:
 
         if not self.is_text:
             return nullcontext()
-        return ProgressLine(label, size_bytes, has_color=self.has_color)
+        return ProgressLine(escape(label), size_bytes, has_color=self.has_color)
 
     def line(self, *cells: Cell | str) -> None:
         """Print one line of text."""
@@ -112,9 +118,18 @@ class Output:
             self.line(*cells)
 
     def paths(self, paths: Sequence[Path]) -> None:
-        """Print bare paths, byte for byte, one a line."""
-        for path in paths:
-            click.echo(os.fsencode(path))
+        """Print bare paths; see `names`."""
+        self.names([os.fsencode(path) for path in paths])
+
+    def names(self, names: Sequence[bytes]) -> None:
+        """Print bare names, one a line: byte for byte, but quoted on a terminal, which they could steer."""
+        if self.has_nul:
+            click.echo(b"".join(name + b"\0" for name in names), nl=False)
+            return
+        for name in names:
+            click.echo(quoted(name) if self.is_terminal else name)
+        if not self.is_terminal and any(b"\n" in name for name in names):
+            note("a name contains a line feed, so it looks like two; -0 separates names by NUL")
 
     def result(self, items: Sequence[Mapping[str, Json]], summary: Mapping[str, Json]) -> None:
         """Print the JSON object of the command."""
@@ -141,7 +156,27 @@ def make_output(
         is_quiet=quiet,
         has_color=wants_color(str(color), os.environ, is_terminal=stream.isatty()),
         has_unicode=_is_utf8(stream),
+        is_terminal=stream.isatty(),
+        has_nul="ckptmgr.nul" in ctx.meta,
     )
+
+
+def quoted(name: bytes) -> str:
+    """Return a name as a shell reads it: as it is, in quotes, or as `$'...'` where it holds what is not printable."""
+    text = name.decode("utf-8", "surrogateescape")
+    if text.isprintable():
+        return shlex.quote(text)
+    return f"$'{''.join(map(_spelled, text))}'"
+
+
+def _spelled(char: str) -> str:
+    if char in "\\'":
+        return f"\\{char}"
+    if char.isprintable():
+        return char
+    if char in _SPELLED:
+        return _SPELLED[char]
+    return "".join(f"\\{byte:03o}" for byte in char.encode("utf-8", "surrogateescape"))
 
 
 def wants_color(option: str, environment: Mapping[str, str], *, is_terminal: bool) -> bool:
