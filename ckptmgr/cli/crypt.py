@@ -47,7 +47,7 @@ def _target_options(function: Command) -> Command:
     ),
 )
 @_target_options
-@options.trust_options()
+@options.trust_options(has_public_key=True)
 @options.output_options
 @click.pass_context
 def decrypt_command(

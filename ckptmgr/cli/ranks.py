@@ -86,7 +86,7 @@ def _step_option(function: Command) -> Command:
     "--plain", is_flag=True, help="With a key: write plain files instead of encrypted ones."
 )
 @_step_option
-@options.trust_options()
+@options.trust_options(has_public_key=True)
 @options.output_options
 @click.pass_context
 def transform_command(
@@ -108,7 +108,7 @@ def transform_command(
     DIR holds rank_0, rank_1, ... with their files; OUT gets rank_R/PREFIXR. All files are of one training step: the newest
     that all ranks have, unless --step names another one. A slice is taken from any rank that has it, so deduplicated
     checkpoints need nothing special. What no file holds is an error before anything is written. With a key, the output is
-    encrypted with it.
+    encrypted with it. Strategy files are used as they are: no key proves them.
     """
     from ckptmgr.loader import ReadOptions
     from ckptmgr.parallel.transform import rewrite
@@ -142,7 +142,7 @@ def transform_command(
     "--plain", is_flag=True, help="Agree to plain files although the source is encrypted."
 )
 @_step_option
-@options.trust_options()
+@options.trust_options(has_public_key=True)
 @options.output_options
 @click.pass_context
 def unify_command(

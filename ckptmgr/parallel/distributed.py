@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from ckptmgr.config_checks import check_trusted_keys
 from ckptmgr.errors import CheckpointNotFound
 from ckptmgr.formats.strict_json import parse_object, parse_strings
 from ckptmgr.formats.tensor import Item, Tensor
@@ -36,8 +37,11 @@ from ckptmgr.parallel.reshard import Layouts
 from ckptmgr.parallel.resharder import Resharder
 from ckptmgr.parallel.transform import (
     StrategyFile,
+    TrustedKeys,
+    log_notes,
     output_options,
     reading_options,
+    unproven_strategies,
 )
 from ckptmgr.parallel.unified import HYPER_FILE, MAP_FILE
 from ckptmgr.serialization import load_checkpoint
@@ -67,6 +71,7 @@ def load_distributed_checkpoint(
     *,
     allow_unsealed: bool = False,
     allow_unencrypted: bool = False,
+    trusted_keys: TrustedKeys = (),
 ) -> bool | dict[str, Value]:
     """Load what a rank needs of a distributed checkpoint into its network, or write it to files.
 
@@ -89,6 +94,8 @@ def load_distributed_checkpoint(
         return_param_dict: Return the values instead of loading them.
         allow_unsealed: Accept encrypted files without a seal.
         allow_unencrypted: Accept plain files although a key is given.
+        trusted_keys: For `format="ckpt"`: public keys, or their files in PEM; files whose manifest none of them signed are
+            refused.
 
     Returns:
         True, or the values.
@@ -117,12 +124,20 @@ def load_distributed_checkpoint(
             dec_mode,
             allow_unsealed=allow_unsealed,
             allow_unencrypted=allow_unencrypted,
+            trusted_keys=trusted_keys,
         )
         with RankFiles(paths, reading) as files:
             files.one_step()
+            log_notes(unproven_strategies([train_strategy_filename], reading.trust))
             items = Resharder(files=files, source=source, target=target).items(rank)
             return _finish(network, items, strict=strict_load, is_returned=return_param_dict)
-    named = (checkpoint_filenames, train_strategy_filename, None if dec_key is None else "dec_key")
+    trusted = list(trusted_keys) or None
+    named = (
+        checkpoint_filenames,
+        train_strategy_filename,
+        None if dec_key is None else "dec_key",
+        None if trusted is None else "trusted_keys",
+    )
     for argument in named:
         if argument is not None:
             raise ValueError(f"{_FUNCTION} {argument} must be None when format is 'safetensors'.")
@@ -165,6 +180,7 @@ def load_segmented_checkpoints(
     *,
     allow_unsealed: bool = False,
     allow_unencrypted: bool = False,
+    trusted_keys: TrustedKeys = (),
 ) -> dict[str, Value]:
     """Load all `.ckpt` files of a directory, as the parts of one checkpoint.
 
@@ -179,6 +195,7 @@ def load_segmented_checkpoints(
         choice_func: As for `load_checkpoint`.
         allow_unsealed: As for `load_checkpoint`.
         allow_unencrypted: As for `load_checkpoint`.
+        trusted_keys: As for `load_checkpoint`.
 
     Returns:
         Name to value; an empty directory gives none.
@@ -196,12 +213,17 @@ def load_segmented_checkpoints(
         raise ValueError(
             f"The dst_strategy_file: {ckpt_file_dir} doesn't exist. Or it's not a directory"
         )
+    trusted = check_trusted_keys(trusted_keys)
     found: dict[str, Value] = {}
     files = sorted(directory.glob("*.ckpt"))
     with RankFiles(
         dict(enumerate(files)),
         reading_options(
-            dec_key, dec_mode, allow_unsealed=allow_unsealed, allow_unencrypted=allow_unencrypted
+            dec_key,
+            dec_mode,
+            allow_unsealed=allow_unsealed,
+            allow_unencrypted=allow_unencrypted,
+            trusted_keys=trusted,
         ),
     ) as parts:
         parts.one_step()
@@ -215,6 +237,7 @@ def load_segmented_checkpoints(
             choice_func=choice_func,
             allow_unsealed=allow_unsealed,
             allow_unencrypted=allow_unencrypted,
+            trusted_keys=trusted,
         )
         for name, value in values.items():
             if name in found and not _are_equal(found[name], value):

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from ckptmgr.boxes import ByteRun
-from ckptmgr.errors import CheckpointNotFound
+from ckptmgr.errors import CheckpointNotFound, UnprovenCheckpoint
 from ckptmgr.formats.index import TensorEntry, check_content, read_tensor_into
 from ckptmgr.formats.mindspore_entries import MapEntry, TextEntry
 from ckptmgr.formats.source import Source
@@ -32,6 +32,7 @@ from ckptmgr.naming import COMPRESSED_SUFFIX, CONTAINER_SUFFIX
 from ckptmgr.parallel.errors import LayoutError
 from ckptmgr.parallel.rank_steps import refuse_mixture
 from ckptmgr.store import Store
+from ckptmgr.trust import ACCEPT_UNSEALED_HINT
 
 Entry = TensorEntry | TextEntry | MapEntry
 
@@ -140,10 +141,19 @@ class RankFiles:
 
         Raises:
             MixedSteps: The files are proven to be of different steps.
+            UnprovenCheckpoint: A file has no manifest, although keys were given that prove one.
             CkptmgrError: A manifest is damaged, or the key is wrong.
         """
         with self._lock:
             manifests = {rank: self._manifest(rank) for rank in self.paths}
+        if self._options.trust.can_prove:
+            for rank, manifest in manifests.items():
+                if manifest is None:
+                    raise UnprovenCheckpoint(
+                        "there is no manifest, so nothing proves of which training step this file is",
+                        path=self.paths[rank],
+                        hint=ACCEPT_UNSEALED_HINT,
+                    )
         return refuse_mixture(self.paths, manifests, by_lineage=by_lineage)
 
     def file(self, rank: int) -> RankFile:

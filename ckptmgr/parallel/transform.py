@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ckptmgr.config_checks import check_cipher, check_key, check_mode
+from ckptmgr.config_checks import check_cipher, check_key, check_mode, check_trusted_keys
 from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.signing import PublicKey
 from ckptmgr.errors import CheckpointNotFound
 from ckptmgr.loader import ReadOptions
 from ckptmgr.naming import CONTAINER_SUFFIX, FORMATS
@@ -41,6 +42,7 @@ from ckptmgr.trust import Trust
 _logger = logging.getLogger(__name__)
 
 StrategyFile = str | os.PathLike[str] | None
+TrustedKeys = Iterable[str | os.PathLike[str] | PublicKey]
 
 _NOT_COMPARED = ("accu_grads", "adam_v", "adam_m")
 
@@ -61,6 +63,7 @@ def transform_checkpoints(
     allow_unsealed: bool = False,
     allow_unencrypted: bool = False,
     step: int | str | None = None,
+    trusted_keys: TrustedKeys = (),
 ) -> WrittenFiles:
     """Rewrite the checkpoints of all ranks for another strategy.
 
@@ -81,6 +84,7 @@ def transform_checkpoints(
         allow_unencrypted: Accept plain source files although a key is given.
         step: The training step to take, or epoch and step in the epoch (`"3_40"`); ranks without it are left out. None
             for the newest that all ranks have.
+        trusted_keys: Public keys, or their files in PEM: source files whose manifest none of them signed are refused.
 
     Returns:
         The files, in the order of ranks; `step` and `notes` say which step was taken, and what was passed over.
@@ -103,12 +107,16 @@ def transform_checkpoints(
         prefix=ckpt_prefix,
         strategies=(src_strategy_file, dst_strategy_file),
         reading=reading_options(
-            dec_key, dec_mode, allow_unsealed=allow_unsealed, allow_unencrypted=allow_unencrypted
+            dec_key,
+            dec_mode,
+            allow_unsealed=allow_unsealed,
+            allow_unencrypted=allow_unencrypted,
+            trusted_keys=trusted_keys,
         ),
         options=output_options(output_format, enc_key, enc_mode),
         step=checked_step(step),
     )
-    log_notes(files)
+    log_notes(files.notes)
     return files
 
 
@@ -147,7 +155,8 @@ def rewrite(
             file = target_dir / f"rank_{rank}" / f"{prefix}{rank}{suffix}.{options.extension}"
             items = resharder.items(rank)
             written.append(write_file(file, items, options=options, step=global_step))
-    return WrittenFiles(written, step=chosen.step, notes=chosen.notes)
+    notes = (*chosen.notes, *unproven_strategies(strategies, reading.trust))
+    return WrittenFiles(written, step=chosen.step, notes=notes)
 
 
 def transform_checkpoint_by_rank(
@@ -163,6 +172,7 @@ def transform_checkpoint_by_rank(
     enc_mode: str = "AES-GCM",
     allow_unsealed: bool = False,
     allow_unencrypted: bool = False,
+    trusted_keys: TrustedKeys = (),
 ) -> Path:
     """Write the checkpoint of one rank of another strategy.
 
@@ -178,6 +188,7 @@ def transform_checkpoint_by_rank(
         enc_mode: Its cipher mode.
         allow_unsealed: Accept source encrypted files without a seal.
         allow_unencrypted: Accept plain source files although a key is given.
+        trusted_keys: As for `transform_checkpoints`.
 
     Raises:
         TypeError, ValueError: An argument is unusable; messages as MindSpore's.
@@ -199,7 +210,11 @@ def transform_checkpoint_by_rank(
     options = output_options(output_format, enc_key, enc_mode)
     target_file = target_file.with_name(f"{stem}.{options.extension}")
     reading = reading_options(
-        dec_key, dec_mode, allow_unsealed=allow_unsealed, allow_unencrypted=allow_unencrypted
+        dec_key,
+        dec_mode,
+        allow_unsealed=allow_unsealed,
+        allow_unencrypted=allow_unencrypted,
+        trusted_keys=trusted_keys,
     )
     source = None if src_strategy_file is None else read_layouts(src_strategy_file)
     target = None if dst_strategy_file is None else read_layouts(dst_strategy_file)
@@ -212,12 +227,21 @@ def transform_checkpoint_by_rank(
     with RankFiles(checkpoint_files_map, reading) as files:
         step = files.one_step()
         items = Resharder(files=files, source=source, target=target).items(rank_id)
+        log_notes(unproven_strategies((src_strategy_file, dst_strategy_file), reading.trust))
         return write_file(target_file, items, options=options, step=step)
 
 
-def log_notes(files: WrittenFiles) -> None:
+def unproven_strategies(strategies: Sequence[StrategyFile], trust: Trust) -> tuple[str, ...]:
+    """Return a note about strategy files that are used beside keys: no manifest or seal covers them."""
+    named = [os.fspath(one) for one in strategies if one is not None]
+    if not named or (trust.keys is None and not trust.trusted_keys):
+        return ()
+    return (f"not proven by any key: the strategy in {', '.join(named)}; it is used as it is",)
+
+
+def log_notes(notes: Sequence[str]) -> None:
     """Log what a caller who drops the result would miss."""
-    for note in files.notes:
+    for note in notes:
         _logger.warning("%s", note)
 
 
@@ -240,7 +264,12 @@ def output_options(output_format: str, enc_key: bytes | None, enc_mode: str) -> 
 
 
 def reading_options(
-    dec_key: bytes | None, dec_mode: str, *, allow_unsealed: bool, allow_unencrypted: bool
+    dec_key: bytes | None,
+    dec_mode: str,
+    *,
+    allow_unsealed: bool,
+    allow_unencrypted: bool,
+    trusted_keys: TrustedKeys = (),
 ) -> ReadOptions:
     """Return how sources are read.
 
@@ -251,7 +280,12 @@ def reading_options(
     check_mode("dec_mode", dec_mode)
     key = None if dec_key is None else Key(dec_key)
     return ReadOptions(
-        trust=Trust(keys=key, allow_unsealed=allow_unsealed, allow_unencrypted=allow_unencrypted),
+        trust=Trust(
+            keys=key,
+            trusted_keys=check_trusted_keys(trusted_keys),
+            allow_unsealed=allow_unsealed,
+            allow_unencrypted=allow_unencrypted,
+        ),
         mode=None if key is None else dec_mode,
     )
 

@@ -36,10 +36,12 @@ from ckptmgr.parallel.rank_steps import checked_step
 from ckptmgr.parallel.resharder import Resharder
 from ckptmgr.parallel.transform import (
     StrategyFile,
+    TrustedKeys,
     log_notes,
     output_options,
     reading_options,
     source_files,
+    unproven_strategies,
 )
 
 PART_BYTES = 3 << 30
@@ -69,6 +71,7 @@ def unified_safetensors(
     allow_unsealed: bool = False,
     allow_unencrypted: bool = False,
     step: int | str | None = None,
+    trusted_keys: TrustedKeys = (),
 ) -> WrittenFiles:
     """Join the checkpoints of all ranks.
 
@@ -81,13 +84,15 @@ def unified_safetensors(
         file_suffix: Only files whose name ends so, before the dot.
         max_process_num: Accepted; one process keeps the disk busy.
         choice_func: Given a parameter's name, returns False to leave it out, or the name to store it under.
-        split_dst_file: `(number, count)`: write only the parts of this one of `count` machines, from 1.
+        split_dst_file: `(number, count)`: write only the parts of this one of `count` machines, from 1. While the ranks still
+            save, give all machines the same `step`: parts of different steps are refused when they are loaded.
         dec_key: Key of the source.
         dec_mode: Its cipher mode.
         allow_unsealed: Accept source encrypted files without a seal.
         allow_unencrypted: Accept plain source files although a key is given.
         step: The training step to take, or epoch and step in the epoch (`"3_40"`); ranks without it are left out. None
             for the newest that all ranks have.
+        trusted_keys: Public keys, or their files in PEM: source files whose manifest none of them signed are refused.
 
     Returns:
         The files that were written; `step` and `notes` say which step was taken, and what was passed over.
@@ -110,14 +115,18 @@ def unified_safetensors(
         Path(dst_dir),
         strategy=src_strategy_file,
         reading=reading_options(
-            dec_key, dec_mode, allow_unsealed=allow_unsealed, allow_unencrypted=allow_unencrypted
+            dec_key,
+            dec_mode,
+            allow_unsealed=allow_unsealed,
+            allow_unencrypted=allow_unencrypted,
+            trusted_keys=trusted_keys,
         ),
         file_suffix=file_suffix,
         choose=choice_func,
         share=(number, count),
         step=checked_step(step),
     )
-    log_notes(files)
+    log_notes(files.notes)
     return files
 
 
@@ -142,6 +151,7 @@ def unify(
         step=step,
         is_whole=source is None,
     )
+    notes = (*chosen.notes, *unproven_strategies([strategy], reading.trust))
     devices_per_stage(source or {})
     files: dict[str, Sequence[Item]] = {}
     with RankFiles(chosen.paths, reading) as sources:
@@ -171,7 +181,7 @@ def unify(
                 write_small_file(target_dir / MAP_FILE, json.dumps(_UNFINISHED).encode())
             written = move_files(staging, [*files])
     if share[0] > 1:
-        return WrittenFiles(written, step=chosen.step, notes=chosen.notes)
+        return WrittenFiles(written, step=chosen.step, notes=notes)
     if not hyper:
         # One of an earlier call would be loaded with these parts: no map names it.
         remove_file(target_dir / HYPER_FILE)
@@ -179,7 +189,7 @@ def unify(
     total = sum(one.spec.size_bytes for one in tensors)
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=4)
     write_small_file(target_dir / MAP_FILE, text.encode())
-    return WrittenFiles([*written, target_dir / MAP_FILE], step=chosen.step, notes=chosen.notes)
+    return WrittenFiles([*written, target_dir / MAP_FILE], step=chosen.step, notes=notes)
 
 
 def _chosen(resharder: Resharder, names: Sequence[str], choice_func: Choose | None) -> list[Tensor]:

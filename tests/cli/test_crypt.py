@@ -14,9 +14,11 @@ from pathlib import Path
 import pytest
 
 from ckptmgr.cli.exits import Exit
+from ckptmgr.crypto.signing import SigningKey
 from ckptmgr.manifest import manifest_name
 from ckptmgr.saver import SaveOptions
 from tests.cli.running import key_file, process_env, run, run_json, run_process
+from tests.cli.test_verify import SIGNER, signed_run
 from tests.manager.saved import GOLDEN_FILES, KEY, OTHER_KEY, flip, items, save_run
 
 SEALED = SaveOptions(key=KEY, has_crc=True)
@@ -336,3 +338,34 @@ def test_pipe_of_a_bad_file_carries_nothing_but_checked_bytes_and_fails(
     assert result.exit_code == Exit.NO
     assert plain.read_bytes().startswith(result.stdout_bytes)
     assert len(result.stdout_bytes) < plain.stat().st_size
+
+
+def test_decrypt_with_a_public_key_refuses_what_it_did_not_sign(
+    tmp_path: Path, source: str
+) -> None:
+    public = signed_run(tmp_path, SIGNER, options=SaveOptions(key=KEY))
+    (path,) = (tmp_path / "runs").glob("*.ckpt")
+    stranger = tmp_path / "stranger.pem.pub"
+    stranger.write_bytes(SigningKey(bytes(32)).public_key.to_pem())
+    arguments: list[str | Path] = ["decrypt", path, "-o", tmp_path / "out.ckpt", "--key", source]
+    assert run(*arguments, "--public-key", stranger).exit_code == Exit.KEY
+    assert not (tmp_path / "out.ckpt").exists()
+    piped = run("decrypt", path, "-o", "-", "--key", source, "--public-key", stranger)
+    assert (piped.exit_code, piped.stdout_bytes) == (Exit.KEY, b"")
+    done = run(*arguments, "--public-key", public)
+    assert done.exit_code == Exit.DONE, done.stderr
+
+
+def test_decrypt_with_a_public_key_refuses_unsigned_files_of_every_kind(
+    tmp_path: Path, sealed: Path, source: str
+) -> None:
+    public = tmp_path / "sign.pem.pub"
+    public.write_bytes(SIGNER.public_key.to_pem())
+    text = tmp_path / "tokenizer.json"
+    text.write_text("{}")
+    assert run("encrypt", text, "-o", f"{text}.ckpe", "--key", source).exit_code == Exit.DONE
+    for file in (sealed, Path(f"{text}.ckpe")):
+        arguments: list[str | Path] = ["decrypt", file, "-o", tmp_path / "out", "--key", source]
+        refused = run(*arguments, "--public-key", public)
+        assert refused.exit_code == Exit.REFUSED, refused.stderr
+        assert not (tmp_path / "out").exists()

@@ -10,6 +10,7 @@ import pytest
 
 from ckptmgr import CheckpointManager, load_checkpoint, save_checkpoint
 from ckptmgr.cli.exits import Exit
+from ckptmgr.crypto.signing import SigningKey
 from ckptmgr.formats.strategy import OperatorStrategy, Strategy, StrategyLayout, encode_strategy
 from ckptmgr.parallel.layout import read_layouts
 from tests.cli.running import run, run_json
@@ -17,6 +18,7 @@ from tests.cli.running import run, run_json
 GOLDEN = Path(__file__).parent.parent / "golden" / "transform"
 STRATEGIES = GOLDEN / "strategies"
 SHARDED = GOLDEN / "dp2_mp2__to__dp2_mp4"
+SIGNER = SigningKey(bytes(range(32)))
 KEY_ENV = {"RUN_KEY": "00" * 32}
 
 
@@ -200,3 +202,40 @@ def test_merge_prints_the_path_only_when_quiet(tmp_path: Path) -> None:
     result = run("merge", STRATEGIES / "pp2_mp2_stages", "-o", target, "-q")
     assert (result.exit_code, result.stdout) == (Exit.DONE, f"{target}\n")
     assert read_layouts(target) == read_layouts(STRATEGIES / "pp2_mp2.ckpt")
+
+
+def signed_ranks(directory: Path, *, key: bytes | None) -> list[str | Path]:
+    """Make signed files of two ranks, and return what says where they are and how they are cut."""
+    for rank in range(2):
+        path = directory / "in" / f"rank_{rank}" / "net.ckpt"
+        path.parent.mkdir(parents=True)
+        save_checkpoint({"w": np.zeros(2)}, path, enc_key=key, signing_key=SIGNER)
+    (directory / "sign.pem.pub").write_bytes(SIGNER.public_key.to_pem())
+    (directory / "other.pem.pub").write_bytes(SigningKey(bytes(32)).public_key.to_pem())
+    layout = StrategyLayout(name="w", device_matrix=(2,), tensor_maps=((0,),))
+    operators = (OperatorStrategy(name="op", stage=0),)
+    strategy = encode_strategy(Strategy(layouts=(layout,), operators=operators))
+    (directory / "rows.ckpt").write_bytes(strategy)
+    return [directory / "in", "-o", directory / "out", "--from", directory / "rows.ckpt"]
+
+
+@pytest.mark.parametrize("command", ["transform", "unify"])
+def test_public_key_refuses_what_it_did_not_sign(command: str, tmp_path: Path) -> None:
+    arguments = [command, *signed_ranks(tmp_path, key=None)]
+    refused = run(*arguments, "--public-key", tmp_path / "other.pem.pub")
+    assert refused.exit_code == Exit.KEY
+    assert not (tmp_path / "out").exists()
+    done = run(*arguments, "--public-key", tmp_path / "sign.pem.pub")
+    assert done.exit_code == Exit.DONE, done.stderr
+    assert f"note: not proven by any key: the strategy in {tmp_path / 'rows.ckpt'}" in done.stderr
+    (tmp_path / "in/rank_1/net.ckpt.manifest.json").unlink()
+    unsigned = run(*arguments, "--public-key", tmp_path / "sign.pem.pub")
+    assert unsigned.exit_code == Exit.REFUSED
+
+
+def test_unproven_strategy_is_said_in_json_once(tmp_path: Path) -> None:
+    arguments: list[str | Path] = ["transform", *signed_ranks(tmp_path, key=bytes(32))]
+    arguments += ["--to", tmp_path / "rows.ckpt", "--key", "env:RUN_KEY"]
+    notes = run_json(*arguments, env=KEY_ENV)["summary"]["notes"]
+    assert len(notes) == 1
+    assert "not proven by any key" in notes[0]
