@@ -27,7 +27,7 @@ from ckptmgr.formats.tensor import TensorSpec
 from ckptmgr.fsio import FileSystem
 from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source
 from ckptmgr.lower_errors import translated_errors
-from ckptmgr.manifest import Manifest
+from ckptmgr.manifest import Manifest, manifest_name
 from ckptmgr.naming import COMPRESSED_SUFFIX, CONTAINER_SUFFIX
 from ckptmgr.parallel.errors import LayoutError
 from ckptmgr.parallel.rank_steps import refuse_mixture
@@ -115,7 +115,7 @@ class RankFiles:
     ) -> None:
         self._fs = fs
         self._takes = takes
-        self.paths = {rank: Path(path) for rank, path in sorted(paths.items())}
+        self.paths = {rank: _described(Path(path)) for rank, path in sorted(paths.items())}
         self._options = options or ReadOptions()
         self._known: dict[int, RankFile] = {}
         self._manifests: dict[int, Manifest | None] = {}
@@ -254,6 +254,13 @@ class RankFiles:
         while len(self._open) > _OPEN_FILES:
             self._open.popitem(last=False)[1][1].close()
         return opened
+
+
+def _described(path: Path) -> Path:
+    """Return where a link leads, such as `latest.ckpt`, unless a manifest beside the link describes the file."""
+    if path.is_symlink() and not (path.parent / manifest_name(path.name)).exists():
+        return path.resolve()
+    return path
 
 
 class _Content:

@@ -316,6 +316,21 @@ def test_explicit_files_of_two_steps_are_refused(died_at_20: Path, tmp_path: Pat
     assert not (tmp_path / "out.ckpt").exists()
 
 
+@pytest.mark.parametrize("name", ["latest.ckpt", "net-30.ckpt"])
+def test_links_count_as_the_files_they_lead_to(name: str, died_at_20: Path, tmp_path: Path) -> None:
+    for rank, step in enumerate((20, 10)):
+        (died_at_20 / f"rank_{rank}" / name).symlink_to(f"net-{step}.ckpt")
+    strategy = rows_over(tmp_path / "rows.ckpt", 2)
+    files = {rank: died_at_20 / f"rank_{rank}" / name for rank in range(2)}
+    with pytest.raises(MixedSteps, match="rank_1: step 10; rank_0: step 20"):
+        transform_checkpoint_by_rank(0, files, tmp_path / "out.ckpt", strategy)
+    if name == "latest.ckpt":
+        assert rows_in(transformed(died_at_20, tmp_path / "out")) == [10] * 4
+    else:
+        with pytest.raises(MixedSteps, match="rank_1: step 10; rank_0: step 20"):
+            transformed(died_at_20, tmp_path / "out")
+
+
 def test_explicit_files_of_mindspore_of_two_steps_are_refused(tmp_path: Path) -> None:
     source = bare_files(tmp_path / "in", {0: ["CKP-1_20.ckpt"], 1: ["CKP-1_10.ckpt"]})
     strategy = rows_over(tmp_path / "rows.ckpt", 2)
