@@ -240,11 +240,18 @@ class ModelCheckpoint(TrainingHooks):
             if found.newest is not None:
                 told |= about(found.newest[0])
             told["figures"] = {"skipped": len(found.skipped)}
-            told["notes"] = notes_of(found.skipped)
+            doubts = () if found.doubt is None else (found.doubt,)
+            told["notes"] = (*notes_of(found.skipped), *doubts)
         if found.newest is None:
             return None
         checkpoint, (values, kept) = found.newest
-        return Resumed(checkpoint=checkpoint, values=values, skipped=found.skipped, kept=kept)
+        return Resumed(
+            checkpoint=checkpoint,
+            values=values,
+            skipped=found.skipped,
+            kept=kept,
+            doubt=found.doubt,
+        )
 
     def _save_if_due(self, params: Any, *, is_end: bool) -> None:
         step, now = int(params.cur_step_num), self._clock()

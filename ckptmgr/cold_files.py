@@ -16,6 +16,7 @@ import os
 from ckptmgr.aligned import Buffers, copy_into
 from ckptmgr.fsio import InputFile
 from ckptmgr.input_files import DIRECT_IO_ALIGNMENT, CachedFile
+from ckptmgr.retrying_disk import RetryingFile
 from ckptmgr.trail import Trail
 from ckptmgr.transfers import note
 
@@ -41,6 +42,8 @@ def read_once(file: InputFile) -> InputFile:
 
     A file that is read twice, or by several processes, is better left in the page cache.
     """
+    if isinstance(file, RetryingFile):
+        return file.around(read_once(file.file))
     return _ColdFile(file) if isinstance(file, CachedFile) else file
 
 

@@ -25,7 +25,6 @@ from typing import Literal, TypeVar
 from ckptmgr.background import BackgroundSaver
 from ckptmgr.config import CheckpointConfig
 from ckptmgr.formats.tensor import Item
-from ckptmgr.fsio import OsFileSystem
 from ckptmgr.handle import SaveHandle, SaveStats
 from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.memory_config import MemoryConfig
@@ -158,7 +157,7 @@ class SaveEngine:
         watch = EVERYBODY.watch(series="", step=None, why="manual") if watch is None else watch
         if self.mode == "sync":
             return self._run_now(items, save, watch)
-        if self.mode == "process" and not isinstance(store.fs, OsFileSystem):
+        if self.mode == "process" and not store.is_on_real_disk:
             raise ValueError(
                 "async_save='process' needs the real disk; use 'thread' with another file system"
             )

@@ -18,6 +18,7 @@ import contextlib
 import errno
 import os
 import stat
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -176,6 +177,10 @@ class FileSystem(Protocol):
         Yields None when it is held, and is then released at the end or by the death of the process. When somebody else
         holds it, yields the text that they gave as `owner`.
         """
+        ...
+
+    def pause(self, seconds: float) -> None:
+        """Wait before a call is made again that failed with an error that may pass."""
         ...
 
 
@@ -350,6 +355,10 @@ class OsFileSystem:
             locked(path, owner=owner, dir_fd=at.dir_fd) as holder,
         ):
             yield holder
+
+    def pause(self, seconds: float) -> None:
+        """Wait before a call is made again that failed with an error that may pass."""
+        time.sleep(seconds)
 
 
 def _renamed(error: OSError, source: Path, target: Path) -> OSError:

@@ -11,8 +11,10 @@ from pathlib import Path
 from ckptmgr.errors import CheckpointNotFound, CkptmgrError
 from ckptmgr.model import Checkpoint, State
 from ckptmgr.parallel.coordinator import RanksMissing, RanksOutOfStep
+from ckptmgr.parallel.rank_errors import ResumeFailed
+from ckptmgr.passing_errors import may_be_whole
 from ckptmgr.recent_states import RecentState, RecentStates
-from ckptmgr.resume import Skipped, newest_first
+from ckptmgr.resume import Skipped, doubt_of, newest_first
 from ckptmgr.resumption import Resumption
 from ckptmgr.series import SeriesWriter
 from ckptmgr.series_reader import SeriesReader
@@ -56,8 +58,9 @@ def go_back(
     try:
         checkpoint, loaded, skipped = writer.first_that_loads(scan, lambda c: reader.read(c, state))
     except (CkptmgrError, OSError) as error:
-        # Ranks that did not hear each other would go to different steps.
-        if held is None or isinstance(error, (RanksMissing, RanksOutOfStep)):
+        # Ranks that did not hear each other would go to different steps; and a newer one may be whole.
+        is_open = may_be_whole(error) or (isinstance(error, ResumeFailed) and error.may_be_whole)
+        if held is None or is_open or isinstance(error, (RanksMissing, RanksOutOfStep)):
             raise
         _LOG.warning(
             "going back to step %d in memory, as no newer checkpoint loads: %s", held.step, error
@@ -65,7 +68,9 @@ def go_back(
     else:
         if checkpoint is not None and loaded is not None:
             restored = writer.agreed(lambda: loaded.compared(state))()
-            return Resumption.at(checkpoint, restored, skipped=skipped, kept=loaded.kept)
+            return Resumption.at(
+                checkpoint, restored, skipped=skipped, kept=loaded.kept, doubt=doubt_of(skipped)
+            )
     if held is None:
         raise CheckpointNotFound(
             f"no state of step {target} or before: in memory are {recent.steps}, on disk nothing that loads",
@@ -82,6 +87,7 @@ def _from_memory(held: RecentState, restored: object, skipped: list[Skipped]) ->
         state=restored,
         metrics=held.metrics,
         skipped=tuple(skipped),
+        doubt=doubt_of(skipped),
     )
 
 
@@ -90,4 +96,6 @@ def _worth_loading(candidates: list[Checkpoint], held: RecentState | None) -> li
     if held is None:
         return candidates
     step = held.step
-    return list(takewhile(lambda c: c.state is State.CORRUPT or c.step > step, candidates))
+    return list(
+        takewhile(lambda c: c.state in (State.CORRUPT, State.MISSING) or c.step > step, candidates)
+    )

@@ -165,6 +165,7 @@ class Manifest:
             shards=tuple(entry.name for entry in self.shards),
             id=self.id,
             previous=self.previous,
+            parent_run_ids=self.parent_run_ids,
         )
 
 

@@ -13,6 +13,7 @@ from ckptmgr.errors import CkptmgrError, CorruptCheckpoint, KeyProblem, Unproven
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.fsio import FileSystem
 from ckptmgr.manifest import FileEntry, Manifest, manifest_name
+from ckptmgr.passing_errors import tried_again
 from ckptmgr.trust import Trust
 
 # Escaped twice, it must still fit into a manifest.
@@ -159,6 +160,9 @@ class ManifestReader:
         return manifests.decode(data, path=path, trust=trust)
 
     def _content(self, path: Path) -> bytes:
+        return tried_again(lambda: self._read_whole(path), self.fs)
+
+    def _read_whole(self, path: Path) -> bytes:
         with contextlib.closing(self.fs.open(path)) as file:
             if file.size > manifests.MAX_MANIFEST_BYTES:
                 raise CorruptCheckpoint(

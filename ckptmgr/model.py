@@ -48,6 +48,8 @@ class State(enum.Enum):
     """Its manifest is authenticated or signed under another key than those given."""
     CORRUPT = "corrupt"
     """The bytes do not match the manifest, or do not parse."""
+    MISSING = "missing"
+    """The manifest is here and its data is not, and nothing as new of its series is whole."""
     LEFTOVER = "leftover"
     """The remains of an interrupted save or removal."""
     WRITING = "writing"
@@ -108,10 +110,12 @@ class Checkpoint:
         key_id: Short identifier of the key, or None.
         opened_by: What opens it, as its manifest says: `key 0011223344556677`, `passphrase (argon2id, of a run)`.
         problem: Why the state is not OK, or None.
-        obstacle: What kept its manifest from being read although it may be whole: permission, the disk, its version. Or None.
+        obstacle: What kept its manifest from being read although it may be whole: permission, the disk, its version; or that a
+            file is not there, which may come back. Or None.
         shards: Base names of the data files by rank; empty unless many ranks saved together.
         id: Hash of what it is: files, place in the series, and the id of the one before; None without a manifest.
         previous: The one before it in the series, or None.
+        parent_run_ids: The runs that its run was resumed from, newest first.
     """
 
     path: Path
@@ -136,6 +140,7 @@ class Checkpoint:
     shards: tuple[str, ...] = ()
     id: str | None = None
     previous: Link | None = None
+    parent_run_ids: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     @property
     def name(self) -> str:
@@ -163,7 +168,7 @@ class Checkpoint:
     @property
     def is_attested(self) -> bool:
         """Whether what its manifest says counts: nothing was given to prove it with, or the given keys prove it."""
-        return self.state in (State.OK, State.CORRUPT)
+        return self.state in (State.OK, State.CORRUPT, State.MISSING)
 
     @property
     def is_emergency(self) -> bool:

@@ -21,7 +21,7 @@ from ckptmgr.disk_errors import explained, not_enough_space
 from ckptmgr.errors import CkptmgrError, StoreLocked
 from ckptmgr.fsio import FileStatus, FileSystem, InputFile, OutputFile, discard, give_name
 from ckptmgr.held_signals import signals_heard, signals_held
-from ckptmgr.manifest import FOREIGN, FileEntry, Manifest
+from ckptmgr.manifest import FOREIGN, FileEntry, Manifest, manifest_name
 from ckptmgr.manifest_files import ManifestFiles
 from ckptmgr.manifest_reader import ManifestContent
 
@@ -168,6 +168,9 @@ class Publisher:
         # Whoever could read the manifest can do so until the swap, and afterwards if that is undone.
         during = mode if before is None else before.mode
         try:
+            # The temporary file must not be lost in a power cut that the manifest survives: it tells that manifest from one
+            # whose data is missing.
+            self.fs.sync_directory(self.directory)
             self._manifests.put(replace(manifest, replaces=old), series=series, mode=during)
             self.fs.sync_directory(self.directory)
             if self.fs.is_moved(self.directory):
@@ -181,8 +184,14 @@ class Publisher:
             # Ctrl-C, and an answer lost on the way from a file server, also come after the rename was done. The manifest
             # that describes old and new must then stay: it is the only one that is true.
             if self._is_there(temp):
-                discard(self.fs, temp)
                 self._manifests.undo(name, before, series=series)
+                # For the same reason the temporary file goes last, and stays where the manifest cannot be removed.
+                with contextlib.suppress(OSError):
+                    self.fs.sync_directory(self.directory)
+                    if before is not None or not self._is_there(
+                        self.directory / manifest_name(name)
+                    ):
+                        discard(self.fs, temp)
             raise
         # From here on the checkpoint exists. If this sync fails the caller must hear of it, but the published file stays:
         # removing it could remove the only good one.

@@ -2,8 +2,9 @@
 """Clean up after writers that died: remove what they left, finish the overwrites they had committed.
 
 A manifest without data is what an interrupted save or removal leaves, but also what a directory holds that is being copied
-here, small files first. It is removed when the data that it describes is beside it in the unfinished file of a dead writer,
-or when it has been here for a day, by a time that no copy brings along.
+here, small files first, or whose data was lost. It is removed when the data that it describes is beside it in the unfinished
+file of a dead writer; or when a checkpoint as new of its series is whole, and was saved after the manifest came here, or the
+manifest came a day ago, by a time that no copy brings along. Else its data is missing, and it stays to say so.
 
 Everybody who begins to save cleans up for all: for another series or name only while nobody holds its lease.
 """
@@ -19,8 +20,12 @@ from ckptmgr.errors import CkptmgrError, StoreLocked
 from ckptmgr.fsio import FileStatus, FileSystem, remove_name
 from ckptmgr.held_names import hold_name, is_file_name, leased_file
 from ckptmgr.lease import Processes, hold_lease, lease_path, series_tag
+from ckptmgr.lone_manifests import LoneManifest
 from ckptmgr.manifest import Manifest, manifest_name
 from ckptmgr.manifest_files import ManifestFiles
+from ckptmgr.model import Checkpoint
+from ckptmgr.seen_manifests import SeenManifests
+from ckptmgr.store_listing import listed
 from ckptmgr.temp_names import is_temp_of, parse_temp
 from ckptmgr.trash_folder import DEFAULT_GRACE, may_be_in_trash
 from ckptmgr.trust import Trust
@@ -39,13 +44,22 @@ def recover(files: ManifestFiles, processes: Processes, series: str, *, now_s: f
 def remove_dead_temps(fs: FileSystem, directory: Path, processes: Processes) -> list[str]:
     """Remove the unfinished files of writers that are known to be dead; needs no lease.
 
+    Those whose manifest is published stay for `recover`, which removes that manifest first.
+
     Returns:
         What was done, one sentence each.
     """
     done = []
     with fs.hold_directory(directory):
-        for name in sorted(fs.list(directory)):
+        names = fs.list(directory)
+        manifested = (
+            name.removesuffix(manifests.SUFFIX) for name in names if name.endswith(manifests.SUFFIX)
+        )
+        lone = [name for name in manifested if name not in names]
+        for name in sorted(names):
             parts = parse_temp(name)
+            if any(is_temp_of(name, one) for one in lone):
+                continue
             if parts is not None and processes.is_dead(parts[0]) is True:
                 remove_name(fs, directory / name)
                 done.append(f"removed {name}, left by an interrupted save")
@@ -62,25 +76,36 @@ class _Recovery:
         self._processes = processes
         self._series = series
         self._now_s = now_s
+        self._found: list[Checkpoint] | None = None
 
     def run(self) -> list[str]:
         if self._fs.status(self._directory) is None:
             return []
         entries = self._fs.list(self._directory)
-        # Unfinished files go last: without them nothing would show that their manifests are leftovers.
-        names = sorted(entries, key=lambda name: (name.startswith("."), name))
-        repairs = [repair for name in names for repair in self._repairs(name, entries)]
-        if not repairs:
+        # Unfinished files go last, once it is durable that their manifests are gone: without them nothing would show that
+        # the manifests are leftovers.
+        visible = sorted(name for name in entries if not name.startswith("."))
+        hidden = sorted(name for name in entries if name.startswith("."))
+        steps = [
+            [repair for name in names for repair in self._repairs(name, entries)]
+            for names in (visible, hidden)
+        ]
+        if not any(steps):
             return []
-        self._fs.sync_directory(self._directory)
-        done = [_attempted(repair) for repair in repairs]
-        self._fs.sync_directory(self._directory)
+        done: list[str | None] = []
+        try:
+            self._fs.sync_directory(self._directory)
+            for repairs in filter(None, steps):
+                done += [_attempted(repair) for repair in repairs]
+                self._fs.sync_directory(self._directory)
+        except OSError as error:
+            done.append(f"could not clean up: {error}")
         return [sentence for sentence in done if sentence is not None]
 
     def _repairs(self, name: str, entries: dict[str, FileStatus]) -> Iterator[Repair]:
         """Yield what to do about one name."""
         if self._is_dead_temp(name):
-            yield lambda: self._remove(name, "left by an interrupted save")
+            yield lambda: self._remove_temp(name, entries)
         leased = leased_file(name)
         if leased is not None and leased != self._series:
             yield lambda: self._remove_lease(leased)
@@ -105,19 +130,36 @@ class _Recovery:
             yield lambda: self._settle(claimed)
 
     def _is_leftover(self, manifest: Manifest, entries: dict[str, FileStatus]) -> bool:
-        """Return whether a manifest without data is of a dead writer, not of a checkpoint whose data is still to come."""
-        changed_ns = entries[manifest_name(manifest.name)].changed_ns
-        if changed_ns is not None and changed_ns / 1e9 + _GRACE_S <= self._now_s:
+        """Return whether a manifest without data is of a dead writer, and its data is neither missing nor to come."""
+        lone = LoneManifest(manifest)
+        temps = (temp for temp in entries if is_temp_of(temp, manifest.name))
+        if any(
+            self._is_dead_temp(temp) and lone.is_completed_by(self._files, temp) for temp in temps
+        ):
             return True
-        if manifest.replaces is not None:
-            return False  # there was data when it was published
-        return any(
-            is_temp_of(temp, manifest.name)
-            and self._is_dead_temp(temp)
-            and self._files.is_described(self._directory / temp, manifest.file)
-            for temp in entries
-            if temp.startswith(".")
-        )
+        changed_ns = entries[manifest_name(manifest.name)].changed_ns
+        newer = lone.newer_in(self._present())
+        if newer is None or changed_ns is None:
+            return False
+        # A copy changes its files later than what is in them was saved.
+        changed_s = changed_ns / 1e9
+        return changed_s <= newer.saved_at.timestamp() or changed_s + _GRACE_S <= self._now_s
+
+    def _present(self) -> list[Checkpoint]:
+        if self._found is None:
+            self._found = listed(self._files, self._processes, SeenManifests(), now_s=self._now_s)
+        return self._found
+
+    def _remove_temp(self, name: str, entries: dict[str, FileStatus]) -> str | None:
+        """Remove an unfinished file, unless its manifest stays because these keys do not prove it: that would look missing."""
+        for one in entries:
+            data_name = one.removesuffix(manifests.SUFFIX)
+            if one != data_name and data_name not in entries and is_temp_of(name, data_name):
+                with contextlib.suppress(CkptmgrError):
+                    claimed = self._files.load(one, trust=Trust())
+                    if claimed and LoneManifest(claimed).is_completed_by(self._files, name):
+                        return None
+        return self._remove(name, "left by an interrupted save")
 
     def _remove(self, name: str, why: str) -> str:
         remove_name(self._fs, self._directory / name)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from ckptmgr.cold_files import load_once
 from ckptmgr.errors import (
@@ -21,7 +21,8 @@ from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source
 from ckptmgr.lower_errors import translated_errors, unproven
 from ckptmgr.manifest import Manifest
 from ckptmgr.model import UNFINISHED, Checkpoint, State
-from ckptmgr.naming import parse_step_name
+from ckptmgr.naming import is_of_prefix, parse_name, parse_step_name
+from ckptmgr.passing_errors import is_damage, may_be_whole, may_return
 from ckptmgr.shard_names import parse_shard_name
 from ckptmgr.store import Store
 from ckptmgr.temp_names import parse_temp
@@ -32,10 +33,35 @@ _Loaded = TypeVar("_Loaded")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped:
-    """A checkpoint that was passed over."""
+    """A checkpoint that was passed over.
+
+    Attributes:
+        checkpoint: Which.
+        reason: Why.
+        is_damaged: Whether that is proven damage, and no question of keys or versions.
+        may_return: Whether it may still be whole elsewhere, or later: a file is gone, or the disk cannot read it.
+    """
 
     checkpoint: Checkpoint
     reason: str
+    is_damaged: bool = False
+    may_return: bool = False
+
+    @classmethod
+    def because(cls, checkpoint: Checkpoint, error: Exception) -> Self:
+        """Return one that could not be loaded."""
+        return cls(
+            checkpoint=checkpoint,
+            reason=error.message if isinstance(error, CkptmgrError) else str(error),
+            is_damaged=is_damage(error),
+            may_return=may_return(error),
+        )
+
+
+def doubt_of(skipped: Sequence[Skipped]) -> str | None:
+    """Return which checkpoints that were passed over may still be whole elsewhere, or later; or None."""
+    doubts = [f"{one.checkpoint.name}: {one.reason}" for one in skipped if one.may_return]
+    return f"a newer checkpoint may come back: {'; '.join(doubts)}" if doubts else None
 
 
 def notes_of(skipped: Sequence[Skipped]) -> tuple[str, ...]:
@@ -121,44 +147,73 @@ def first_that_loads(
     """Return the first candidate that loads, what it loaded to, and the ones skipped before it.
 
     Raises:
+        OSError: One of them may be whole, but the disk does not give it now. Nothing older may take its place.
         KeyProblem, UnsupportedCheckpoint, OSError: Nothing loads, and not all of it is known to be damaged; some only needs
-            the right key, version or permission. Starting over would silently lose the run.
+            the right key, version or disk. Starting over would silently lose the run.
     """
     skipped = []
     problems: list[Exception] = []
     for checkpoint in candidates:
-        if checkpoint.state is State.CORRUPT:
-            skipped.append(Skipped(checkpoint=checkpoint, reason=checkpoint.problem or "corrupt"))
+        if checkpoint.state in (State.CORRUPT, State.MISSING):
             if checkpoint.obstacle is not None:
+                _refuse_to_pass_over(checkpoint, checkpoint.obstacle)
                 problems.append(checkpoint.obstacle)
+            reason = checkpoint.problem or "corrupt"
+            skipped.append(
+                Skipped(
+                    checkpoint=checkpoint,
+                    reason=reason,
+                    is_damaged=checkpoint.obstacle is None or is_damage(checkpoint.obstacle),
+                    may_return=may_return(checkpoint.obstacle),
+                )
+            )
             continue
         try:
             return checkpoint, load(checkpoint), skipped
         except (CkptmgrError, OSError) as error:
+            _refuse_to_pass_over(checkpoint, error)
             problems.append(error)
-            reason = error.message if isinstance(error, CkptmgrError) else str(error)
-            skipped.append(Skipped(checkpoint=checkpoint, reason=reason))
+            skipped.append(Skipped.because(checkpoint, error))
     for problem in problems:
         if not isinstance(problem, (CorruptCheckpoint, FileNotFoundError)):
             raise problem
     return None, None, skipped
 
 
-def without_manifest(present: Sequence[Checkpoint], prefix: str) -> list[Skipped]:
-    """Return the files that a manager with this prefix would have written, but whose manifests are gone.
+def _refuse_to_pass_over(checkpoint: Checkpoint, error: Exception) -> None:
+    """Raise an error after which nothing older may be used, because the checkpoint may be whole."""
+    if may_be_whole(error):
+        error.add_note(
+            f"ckptmgr: {checkpoint.path} may be whole, so nothing older is used in its place; mend what keeps it from "
+            "being read, or move it away with its manifest to go on without it"
+        )
+        raise error
 
-    They may be anybody's, so they are not resumed from; but whoever copied the data and forgot the manifests must hear of it.
+
+def without_manifest(
+    present: Sequence[Checkpoint], prefix: str, chosen: Checkpoint | None
+) -> list[Skipped]:
+    """Return the files of a prefix whose manifests are gone, and which are not known to be older than the chosen one.
+
+    They may be anybody's, so none is used in place of a checkpoint with a manifest; but whoever copied the data and forgot the
+    manifests must hear of it.
+
+    Args:
+        present: What lies in the directory.
+        prefix: Of the run, and of those before it.
+        chosen: What the run goes on from, or None.
     """
     reason = "it has no manifest, so nothing says that it belongs to this series; copy the .manifest.json files, too"
+    bare = [one for one in present if one.is_bare]
     found = []
-    for checkpoint in present:
-        parsed = parse_step_name(checkpoint.name)
-        if (
-            parsed is not None
-            and parsed.prefix == prefix != checkpoint.series
-            and checkpoint.is_bare
-        ):
-            found.append(Skipped(checkpoint=checkpoint, reason=reason))
+    for one in bare:
+        by_step, by_epoch = parse_step_name(one.name), parse_name(one.name)
+        if by_step is not None and by_step.prefix == prefix != one.series:
+            found.append(Skipped(checkpoint=one, reason=reason))
+        elif by_epoch is not None and is_of_prefix(by_epoch.prefix, prefix):
+            is_older = one.is_emergency or (chosen is not None and one.step <= chosen.step)
+            if chosen is not None and chosen.run_id is not None and not is_older:
+                found.append(Skipped(checkpoint=one, reason=reason))
     return found
 
 
@@ -180,7 +235,8 @@ def why_nothing(present: Sequence[Checkpoint], is_own: Callable[[Checkpoint], bo
         more = f" and {len(names) - _SHOWN_SERIES} more" if len(names) > _SHOWN_SERIES else ""
         shown = ", ".join(names[:_SHOWN_SERIES]) + more
         hints.append(f"there are other series: {shown}; check the prefix")
-    if any(one.state is State.LEFTOVER and is_manifest(one) and is_own(one) for one in present):
+    lone = (one for one in present if one.state in (State.LEFTOVER, State.MISSING))
+    if any(is_manifest(one) and is_own(one) for one in lone):
         hints.append("there are manifests without data; if the rest is still being copied, wait")
     return hints
 

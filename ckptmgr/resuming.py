@@ -13,7 +13,7 @@ from ckptmgr.loader import Value
 from ckptmgr.manifest import Manifest
 from ckptmgr.model import Checkpoint
 from ckptmgr.naming import is_of_prefix
-from ckptmgr.resume import Skipped, newest_first, why_nothing, without_manifest
+from ckptmgr.resume import Skipped, doubt_of, newest_first, why_nothing, without_manifest
 from ckptmgr.resumption import Resumption
 from ckptmgr.run_past import RunPast
 from ckptmgr.series import SeriesWriter
@@ -34,12 +34,14 @@ class Resumed:
         values: Its content, name to array or string.
         skipped: Newer ones that were passed over, and why.
         kept: What no rank has saved for this one, when there are more ranks than before; it is not in `values`.
+        doubt: Why the checkpoint is genuine, but probably not the newest: see `Resumption`; or None.
     """
 
     checkpoint: Checkpoint
     values: dict[str, Value]
     skipped: tuple[Skipped, ...]
     kept: tuple[str, ...] = ()
+    doubt: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +51,7 @@ class Found(Generic[_Loaded]):
     Attributes:
         newest: The checkpoint and what it loaded to, or None.
         skipped: Newer ones that were passed over, and why.
-        doubt: Why it is genuine, but probably not what its name had here last; or None.
+        doubt: Why it is genuine, but probably not what its name had here last; or which newer ones may come back; or None.
     """
 
     newest: tuple[Checkpoint, _Loaded] | None
@@ -63,7 +65,6 @@ def find_newest(
     load: Callable[[Checkpoint], _Loaded],
     *,
     prefix: str,
-    passed_over: Callable[[Sequence[Checkpoint]], list[Skipped]] = lambda present: [],
 ) -> Found[_Loaded]:
     """Return the newest checkpoint that loads; what is skipped, doubtful, or may be why there is none, is logged.
 
@@ -72,7 +73,6 @@ def find_newest(
         is_own: Which checkpoints of the directory come into question.
         load: Loads one; changes nothing yet.
         prefix: What the user calls the run.
-        passed_over: Returns what else of the directory the user should hear of.
 
     Raises:
         KeyProblem, UnsupportedCheckpoint, OSError: Nothing loads, and not because all is damaged.
@@ -85,15 +85,18 @@ def find_newest(
         return newest_first([one for one in present if is_own(one)])
 
     checkpoint, loaded, skipped = writer.first_that_loads(scan, load)
-    skipped = [*skipped, *passed_over(present)]
+    # All that is passed over, each with its reason, comes together here.
+    skipped = [*skipped, *without_manifest(present, prefix, checkpoint)]
     for one in skipped:
         _LOG.warning("skipped %s: %s", one.checkpoint.path, one.reason)
     if checkpoint is None or loaded is None:
         for hint in why_nothing(present, is_own):
             _LOG.warning("%s: nothing to resume as %r: %s", writer.store.directory, prefix, hint)
-        return Found(newest=None, skipped=tuple(skipped))
-    doubt = _doubt(checkpoint, present)
-    return Found(newest=(checkpoint, loaded), skipped=tuple(skipped), doubt=doubt)
+        return Found(newest=None, skipped=tuple(skipped), doubt=doubt_of(skipped))
+    doubts = [one for one in (_doubt(checkpoint, present), doubt_of(skipped)) if one is not None]
+    return Found(
+        newest=(checkpoint, loaded), skipped=tuple(skipped), doubt="; ".join(doubts) or None
+    )
 
 
 def _doubt(checkpoint: Checkpoint, present: Sequence[Checkpoint]) -> str | None:
@@ -121,7 +124,7 @@ def resume_values(writer: SeriesWriter, reader: SeriesReader, *, prefix: str) ->
 
     found = find_newest(writer, lambda one: is_of_prefix(one.series, prefix), load, prefix=prefix)
     if found.newest is None:
-        return Found(newest=None, skipped=found.skipped)
+        return Found(newest=None, skipped=found.skipped, doubt=found.doubt)
     checkpoint, (values, manifest) = found.newest
     writer.continue_from(checkpoint, manifest)
     return Found(newest=(checkpoint, values), skipped=found.skipped, doubt=found.doubt)
@@ -144,11 +147,10 @@ def resume_state(
         lambda one: one.series == writer.series,
         lambda one: reader.read(one, state),
         prefix=writer.series,
-        passed_over=lambda present: without_manifest(present, writer.series),
     )
     if found.newest is None:
         past.start_at(0, is_own=False)
-        return Resumption(step=0, state=state, metrics={}, skipped=found.skipped)
+        return Resumption(step=0, state=state, metrics={}, skipped=found.skipped, doubt=found.doubt)
     checkpoint, loaded = found.newest
     restored = writer.agreed(lambda: loaded.compared(state))()
     writer.continue_from(checkpoint, loaded.manifest)

@@ -26,7 +26,7 @@ class Resumption:
         kept: What no rank has saved for this one, such as its random numbers when there are more ranks than before; it stays
             as it was.
         doubt: Why the checkpoint is genuine, but probably an older one than its name had here last, or of another run; or
-            None.
+            which newer one may come back, because its data is missing or the disk cannot read it; or None.
     """
 
     step: int

@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from ckptmgr.chain import link_to_newest
@@ -24,9 +25,10 @@ from ckptmgr.errors import CkptmgrError, StoreLocked, UnsafePrune
 from ckptmgr.formats.tensor import Item
 from ckptmgr.held_signals import signals_held
 from ckptmgr.manifest import FileEntry, Manifest
-from ckptmgr.model import Checkpoint, Link, Plan
+from ckptmgr.model import Checkpoint, Link, Plan, State
 from ckptmgr.numbering import next_attempt, next_sequence
 from ckptmgr.observe import EVERYBODY, Observers
+from ckptmgr.passing_errors import tried_again
 from ckptmgr.resume import Skipped, first_that_loads
 from ckptmgr.retention import RetentionPolicy, plan
 from ckptmgr.saver import Publish, SaveOptions, SaveOrder, save_items
@@ -96,6 +98,7 @@ class SeriesWriter:
         self.parent_run_ids: tuple[str, ...] = ()
         self.resumed_from: Checkpoint | None = None
         self._last_saved: Checkpoint | None = None
+        self._damaged: dict[tuple[Path, str | None], str] = {}
         self._clock = clock
         self._observers = observers
         self._lease = contextlib.ExitStack()
@@ -127,7 +130,19 @@ class SeriesWriter:
         self, scan: Callable[[], Sequence[Checkpoint]], load: Callable[[Checkpoint], _Loaded]
     ) -> tuple[Checkpoint | None, _Loaded | None, list[Skipped]]:
         """Return the checkpoint to go on from, of those that `scan` finds; see `resume.first_that_loads`."""
-        return first_that_loads(scan(), load)
+        found = first_that_loads(scan(), self.patient(load))
+        self._note_damaged(found[2])
+        return found
+
+    def patient(self, load: Callable[[Checkpoint], _Loaded]) -> Callable[[Checkpoint], _Loaded]:
+        """Return what loads a checkpoint once more, its files opened anew, after an error that may pass."""
+        return lambda checkpoint: tried_again(lambda: load(checkpoint), self.store.fs)
+
+    def _note_damaged(self, skipped: Sequence[Skipped]) -> None:
+        """Note what retention must neither count nor remove, whatever a listing says of it."""
+        for one in skipped:
+            if one.is_damaged:
+                self._damaged[one.checkpoint.path, one.checkpoint.id] = one.reason
 
     def agreed(self, prepare: Callable[[], _Loaded]) -> _Loaded:
         """Return what is prepared, once every process of the run has prepared its own.
@@ -310,7 +325,14 @@ class SeriesWriter:
 
     def _own(self, present: Sequence[Checkpoint]) -> list[Checkpoint]:
         lineage = {self.run_id, *self.parent_run_ids} - {""}
-        return [replace(c, series=self.series) for c in present if c.run_id in lineage]
+        own = [replace(c, series=self.series) for c in present if c.run_id in lineage]
+        return [
+            c
+            if (problem := self._damaged.get((c.path, c.id))) is None
+            # A listing looks at names and sizes only.
+            else replace(c, state=State.CORRUPT, problem=problem)
+            for c in own
+        ]
 
     def planned(self, policy: RetentionPolicy) -> Plan:
         """Return what a retention policy would do to our own checkpoints now.

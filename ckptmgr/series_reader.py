@@ -19,6 +19,7 @@ from ckptmgr.manifest import Manifest
 from ckptmgr.model import UNFINISHED, Checkpoint
 from ckptmgr.naming import step_name
 from ckptmgr.numbering import next_attempt
+from ckptmgr.passing_errors import may_be_whole
 from ckptmgr.pieces import PIECES
 from ckptmgr.resume import newest_first, open_checkpoint
 from ckptmgr.sharded_state import read_sharded
@@ -63,21 +64,38 @@ class SeriesReader:
         return sorted((c for c in found if c.state not in UNFINISHED), key=lambda c: c.order)
 
     def latest(self) -> Checkpoint | None:
-        """Return the newest checkpoint that is not known to be damaged, or None."""
-        return next((c for c in newest_first(self.checkpoints()) if c.is_countable), None)
+        """Return the newest checkpoint that is not known to be damaged, or None.
+
+        Raises:
+            OSError: The disk does not give a manifest now, so nobody knows whether that one is newer.
+        """
+        return next((c for c in newest_first(self._readable()) if c.is_countable), None)
+
+    def _readable(self) -> list[Checkpoint]:
+        """Return what `checkpoints` does.
+
+        Raises:
+            OSError: The disk does not give a manifest now that may be whole.
+        """
+        found = self.checkpoints()
+        for one in found:
+            if one.obstacle is not None and may_be_whole(one.obstacle):
+                raise one.obstacle
+        return found
 
     def best(self, metric: str, mode: str) -> Checkpoint | None:
         """Return the checkpoint with the best finite value of a metric, or None.
 
         Raises:
             ValueError: `mode` is neither `min` nor `max`.
+            OSError: The disk does not give a manifest now.
         """
         if mode not in ("min", "max"):
             raise ValueError(f"mode must be 'min' or 'max', but got {mode!r}")
         sign = 1 if mode == "min" else -1
         ranked = [
             c
-            for c in self.checkpoints()
+            for c in self._readable()
             if c.is_countable and math.isfinite(c.metrics.get(metric, math.nan))
         ]
         # Of equal values the newer one is better, as in the retention rule.

@@ -11,6 +11,7 @@ from ckptmgr.bare_files import entry_of
 from ckptmgr.fsio import FileStatus
 from ckptmgr.manifest import Manifest
 from ckptmgr.model import Checkpoint, State
+from ckptmgr.passing_errors import no_such_file
 from ckptmgr.shard_names import parse_shard_name
 
 
@@ -25,6 +26,14 @@ def problem_of_shards(manifest: Manifest, entries: Mapping[str, FileStatus]) -> 
         if status.size_bytes != entry.digest.size_bytes:
             return f"{entry.name} has {status.size_bytes} bytes, but the manifest says {entry.digest.size_bytes}"
     return None
+
+
+def missing_shard(
+    manifest: Manifest, directory: Path, entries: Mapping[str, FileStatus]
+) -> FileNotFoundError | None:
+    """Return the error of the first file of a sharded checkpoint that a directory lacks, or None."""
+    missing = (entry.name for entry in manifest.shards if entry.name not in entries)
+    return next((no_such_file(directory / name) for name in missing), None)
 
 
 def unnamed_shards(

@@ -52,6 +52,7 @@ class SoundPlans:
 
         Raises:
             UnsafePrune: The policy is refused; see `retention.plan`.
+            OSError: The disk does not give a checkpoint now that may be whole; it must not count as damaged.
         """
         while True:
             decided = plan_with(history, self.damaged, policy, now)
@@ -87,7 +88,9 @@ def plan_with(
 
 def _damage(store: Store, checkpoint: Checkpoint, options: ReadOptions) -> str | None:
     answer = verify_checkpoint(store, checkpoint, options=options)
-    is_damaged = answer.status is Status.DAMAGED
+    if answer.obstacle is not None:
+        raise answer.obstacle
+    is_damaged = answer.status in (Status.DAMAGED, Status.MISSING)
     if answer.status is Status.WRONG_KEY and options.trust.keys is not None:
         # The key proves its manifest and does not open the file: somebody has changed the header.
         is_damaged = checkpoint.state is State.OK

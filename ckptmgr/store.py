@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """One directory of checkpoints: what is in it, and the only ways to change it.
 
-Publishing, in this order: data written and synced under a temporary name; manifest published; directory synced; data renamed
-(the commit point); directory synced. Before the rename the checkpoint does not exist, after it it is whole. When a name is
-overwritten, the new manifest also describes the old data until the swap is durable, so at every instant the name verifies.
+Publishing, in this order: data written and synced under a temporary name; directory synced; manifest published; directory
+synced; data renamed (the commit point); directory synced. Before the rename the checkpoint does not exist, after it it is
+whole. When a name is overwritten, the new manifest also describes the old data until the swap is durable, so at every instant
+the name verifies.
 
 Removing, in this order: directory synced; data unlinked; directory synced; manifest unlinked; directory synced. A half-removed
-checkpoint is a manifest without data, which is listed as a leftover and never as a checkpoint.
+checkpoint is a manifest without data that is older than a whole one: a leftover. One that is newer, without the described data
+in a temporary file beside it, is left by neither: its data is missing (see `lone_manifests`).
+
+Calls that only read are made again when they fail with an error that may pass (see `passing_errors`).
 
 A sharded checkpoint is what its manifest says, and is there when that is (see `shard_names`): the manifest comes last and
 goes first. Data files of ranks that no manifest names are leftovers.
@@ -37,6 +41,7 @@ from ckptmgr.manifest_keys import ManifestKey
 from ckptmgr.model import Checkpoint, Pin
 from ckptmgr.publisher import Publisher
 from ckptmgr.recovery import recover
+from ckptmgr.retrying_disk import RetryingDisk
 from ckptmgr.seen_manifests import SeenManifests
 from ckptmgr.store_listing import listed, listed_alone
 from ckptmgr.trust import NOTHING_GIVEN, Trust
@@ -51,6 +56,9 @@ class Store(Publisher):
         trust: Its keys authenticate, sign and prove manifests.
         processes: Tells dead writers from live ones.
         clock: Seconds since the epoch, as the disk counts them; tells what has been left here for long.
+
+    Attributes:
+        is_on_real_disk: Whether another process that opens the directory sees the same.
     """
 
     def __init__(
@@ -62,6 +70,8 @@ class Store(Publisher):
         processes: Processes | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
+        disk = RetryingDisk.around(OsFileSystem() if fs is None else fs)
+        self.is_on_real_disk = isinstance(disk.disk, OsFileSystem)
         self._clock = clock
         self._seen = SeenManifests()
         self.processes: Processes = processes if processes is not None else ProcProcesses()
@@ -69,7 +79,7 @@ class Store(Publisher):
         super().__init__(
             ManifestFiles(
                 directory,
-                fs=fs if fs is not None else OsFileSystem(),
+                fs=disk,
                 trust=trust,
                 processes=self.processes,
             )
@@ -96,7 +106,8 @@ class Store(Publisher):
     @contextlib.contextmanager
     def lease(self, series: str) -> Iterator[None]:
         """Be the only writer of a series; StoreLocked when somebody else is."""
-        self.fs.make_directory(self.directory, mode=0o700)
+        if self.fs.status(self.directory) is None:  # a save makes sure that it is durable
+            self.fs.make_directory(self.directory, mode=0o700)
         with (
             self.fs.hold_directory(self.directory),
             hold_lease(self.fs, self.directory, series),

@@ -46,6 +46,9 @@ __all__ = [
 ]
 
 
+_WITHOUT_DATA = (State.LEFTOVER, State.MISSING)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """What one prune threw away.
@@ -72,7 +75,7 @@ def batches(store: Store) -> list[Batch]:
     for path, thrown_at in batch_folders(store.fs, store.directory):
         with held_batch(store.fs, path):
             inside = Store(path, fs=store.fs).scan()
-        whole = [c for c in inside if c.state is not State.LEFTOVER]
+        whole = [c for c in inside if c.state not in _WITHOUT_DATA]
         checkpoints = tuple(sorted(whole, key=lambda c: (c.series, c.order, c.name)))
         found.append(Batch(path=path, thrown_at=thrown_at, checkpoints=checkpoints))
     return found
@@ -184,7 +187,7 @@ def finish(store: Store, series: str) -> None:
         OSError: From the disk; calling it again goes on.
     """
     for checkpoint in store.scan():
-        if checkpoint.state is not State.LEFTOVER or series_of(store, checkpoint) != series:
+        if checkpoint.state not in _WITHOUT_DATA or series_of(store, checkpoint) != series:
             continue
         for batch in batches(store):
             with held_batch(store.fs, batch.path), contextlib.ExitStack() as leases:

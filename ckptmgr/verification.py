@@ -53,6 +53,8 @@ class Status(enum.Enum):
     """It does not open with this key."""
     UNREADABLE = "unreadable"
     """The disk failed, or this version does not know such files."""
+    MISSING = "missing"
+    """Its manifest is here, and a data file that it names is not."""
     DAMAGED = "damaged"
     """It is not what was saved."""
 
@@ -70,6 +72,7 @@ class Verification:
         unchecked: What could not be checked, and why.
         nonfinite: With `Level.DEEP`: tensor to (number of NaN, number of Inf), where there are any.
         hint: What to do next, or None.
+        obstacle: What kept it from being read although it may be whole; or None.
     """
 
     checkpoint: Checkpoint
@@ -80,3 +83,4 @@ class Verification:
     unchecked: tuple[str, ...] = ()
     nonfinite: Mapping[str, tuple[int, int]] = field(default_factory=lambda: _NONE, hash=False)
     hint: str | None = None
+    obstacle: Exception | None = field(default=None, compare=False, repr=False)

@@ -32,6 +32,7 @@ from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import Manifest
 from ckptmgr.model import Checkpoint, State
 from ckptmgr.observe import EVERYBODY, about
+from ckptmgr.passing_errors import PAUSES_S, is_bad_medium, may_be_whole, may_pass
 from ckptmgr.read_options import ReadOptions
 from ckptmgr.repair import healing_hint
 from ckptmgr.store import Store
@@ -49,6 +50,7 @@ __all__ = [
 
 _WORST_FIRST = (
     Status.DAMAGED,
+    Status.MISSING,
     Status.UNREADABLE,
     Status.WRONG_KEY,
     Status.UNSEALED,
@@ -90,7 +92,11 @@ def _verify(
 ) -> Verification:
     check = _Check(store, checkpoint, level, options, present)
     check.run()
-    while check.failures and check.has_another_manifest():
+    is_again = any(may_pass(one.error) for one in check.failures)
+    if is_again:
+        store.fs.pause(PAUSES_S[-1])
+    while check.failures and (is_again or check.has_another_manifest()):
+        is_again = False
         check = _Check(store, checkpoint, level, options, present)
         check.run()
     failures, manifest, found = check.failures, check.manifest, check.findings
@@ -104,6 +110,7 @@ def _verify(
         unchecked=tuple(dict.fromkeys(found.unchecked)),
         nonfinite=found.nonfinite,
         hint=None if worst is None else (_cure(store, manifest, worst, level) or worst.hint),
+        obstacle=next((one.error for one in failures if may_be_whole(one.error)), None),
     )
 
 
@@ -128,20 +135,23 @@ def was_removed(store: Store, answer: Verification) -> bool:
     """
     if answer.status in (Status.OK, Status.UNVERIFIED, Status.PARTIAL):
         return False
-    now = store.look(answer.checkpoint.name)
+    now = next((one for one in store.scan() if one.path == answer.checkpoint.path), None)
     return now is None or now.state is State.LEFTOVER
 
 
 def _cure(store: Store, manifest: Manifest | None, worst: _Failure, level: Level) -> str | None:
     """Return how the damage can be healed, where that was looked for and is possible."""
-    if manifest is None or not manifest.shards or worst.status is not Status.DAMAGED:
+    is_curable = worst.status in (Status.DAMAGED, Status.MISSING)
+    if manifest is None or not manifest.shards or not is_curable:
         return None
     return None if level is Level.QUICK else healing_hint(store, manifest)
 
 
-def _status_of(error: Exception) -> Status:
-    if isinstance(error, CorruptCheckpoint):
+def _status_of(error: Exception, *, is_described: bool) -> Status:
+    if isinstance(error, CorruptCheckpoint) or is_bad_medium(error):
         return Status.DAMAGED
+    if isinstance(error, FileNotFoundError) and is_described:
+        return Status.MISSING
     if isinstance(error, UnprovenCheckpoint):
         return Status.UNPROVEN
     if isinstance(error, UnsealedCheckpoint):
@@ -160,6 +170,7 @@ class _Failure:
     status: Status
     problem: str
     hint: str | None
+    error: Exception
 
 
 class _Check:
@@ -212,7 +223,8 @@ class _Check:
         except (CkptmgrError, OSError) as error:
             hint = error.hint if isinstance(error, CkptmgrError) else None
             problem = prefix + _message(error)
-            self.failures.append(_Failure(status=_status_of(error), problem=problem, hint=hint))
+            status = _status_of(error, is_described=self.manifest is not None)
+            self.failures.append(_Failure(status=status, problem=problem, hint=hint, error=error))
 
     def _check_place(self, manifest: Manifest) -> None:
         now = manifest.to_checkpoint(self._store.directory)

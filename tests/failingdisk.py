@@ -66,6 +66,7 @@ class FailingDisk:
 
     Attributes:
         calls: Names of the operations so far.
+        pauses_s: How long the code under test would have waited before it tried again.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class FailingDisk:
         if operation is not None and operation not in POSSIBLE_ERRORS:
             raise ValueError(f"no such operation: {operation}")
         self.calls: list[str] = []
+        self.pauses_s: list[float] = []
         self._disk = disk
         self._error = error
         self._operation = operation
@@ -93,6 +95,10 @@ class FailingDisk:
     def has_failed(self) -> bool:
         """Whether the chosen call has been reached."""
         return self._call is not None and self._counted() >= self._call
+
+    def mend(self) -> None:
+        """Fail no more."""
+        self._call = None
 
     @contextlib.contextmanager
     def hold_directory(self, path: Path) -> Iterator[None]:
@@ -177,6 +183,10 @@ class FailingDisk:
         self._meet("lock", path)
         with self._disk.lock(path, owner=owner) as holder:
             yield holder
+
+    def pause(self, seconds: float) -> None:
+        """Note that the code under test would wait."""
+        self.pauses_s.append(seconds)
 
     def _counted(self) -> int:
         return len(self.calls) if self._operation is None else self.calls.count(self._operation)

@@ -264,6 +264,9 @@ class ModelDisk:
             if holder is None:
                 self._owners.pop(inode)
 
+    def pause(self, seconds: float) -> None:
+        """Take no time."""
+
     @contextlib.contextmanager
     def _powered(self) -> Iterator[None]:
         with self._mutex:

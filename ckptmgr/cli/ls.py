@@ -44,8 +44,8 @@ def ls_command(
     """List the checkpoints of a directory, newest last.
 
     Reads manifests only. With a key they are authenticated, with --public-key their signatures are checked; without
-    either nothing says who wrote them. STATE is ok, unverified (nothing vouches for the file), corrupt, leftover or
-    writing.
+    either nothing says who wrote them. STATE is ok, unverified (nothing vouches for the file), corrupt, missing (the
+    manifest is here, the data is not), leftover or writing.
     """
     from ckptmgr.cli.select import listed
 

@@ -47,6 +47,7 @@ STATE_STYLES: Mapping[str, str] = {
     "partial": "yellow",
     "corrupt": "bold red",
     "damaged": "bold red",
+    "missing": "bold red",
     "leftover": "dim",
     "writing": "cyan",
     "keep": "green",

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from ckptmgr.cli.exits import UsageProblem
+from ckptmgr.cli.exits import UsageProblem, note
 from ckptmgr.cli.options import check_path
 from ckptmgr.errors import CheckpointNotFound
 from ckptmgr.manifest import SUFFIX as MANIFEST_SUFFIX
 from ckptmgr.model import UNFINISHED, Checkpoint, State
 from ckptmgr.naming import DATA_SUFFIXES, stem_of
+from ckptmgr.passing_errors import may_be_whole
+from ckptmgr.resume import is_unreadable
 from ckptmgr.store import Store
 from ckptmgr.trash_folder import TRASH_NAME
 
@@ -145,7 +147,7 @@ Choose = Callable[[list[Checkpoint]], list[Checkpoint]]
 def _chooser(text: str) -> Choose | None:
     """Return the function behind a selector that is not a path, or None."""
     if text == "latest":
-        return lambda found: _usable(found)[-1:]
+        return _latest
     if text == "@pinned":
         return lambda found: [c for c in found if c.pins]
     if text == "best" or text.startswith("best:"):
@@ -158,6 +160,22 @@ def _chooser(text: str) -> Choose | None:
         high = int(match[2]) if match[2] else math.inf
         return lambda found: [c for c in found if low <= c.step <= high]
     return None
+
+
+def _latest(found: list[Checkpoint]) -> list[Checkpoint]:
+    """Return the newest usable one, if there is one; say which newer ones are passed over.
+
+    Raises:
+        OSError: The disk does not give a manifest now, so nobody knows whether that one is newer.
+    """
+    chosen = _usable(found)[-1:]
+    for one in found:
+        if one.obstacle is not None and may_be_whole(one.obstacle):
+            raise one.obstacle
+        is_newer = is_unreadable(one) or not chosen or one.order > chosen[0].order
+        if one.state in (State.CORRUPT, State.MISSING) and is_newer:
+            note(f"latest is not {one.name}: {one.problem}")
+    return chosen
 
 
 def _best(text: str) -> Choose:

@@ -24,6 +24,7 @@ _STATUS_WIDTH = len("unverified")
 # The first that occurs decides the exit code.
 _CODES = (
     ("damaged", Exit.NO),
+    ("missing", Exit.NO),
     ("unreadable", Exit.FAILED),
     ("wrong key", Exit.KEY),
     ("unsealed", Exit.REFUSED),

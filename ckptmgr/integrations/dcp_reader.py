@@ -35,7 +35,8 @@ from ckptmgr.loop_values import checked_count
 from ckptmgr.manifest import Manifest
 from ckptmgr.model import Checkpoint
 from ckptmgr.observe import Observer, Observers, about
-from ckptmgr.resume import newest_first
+from ckptmgr.passing_errors import is_damage, may_be_whole, may_return
+from ckptmgr.resume import Skipped, doubt_of, newest_first
 from ckptmgr.series_reader import SeriesReader
 from ckptmgr.store import Store
 
@@ -100,12 +101,23 @@ class StorageReader(storage.StorageReader):
         self._observers = Observers(observe)
         self._wanted: int | str | None = None if step is None else checked_count("step", step)
         self._found: _Found | None = None
+        self._skipped: tuple[Skipped, ...] = ()
         self._problem: Exception | None = None
 
     @property
     def checkpoint(self) -> Checkpoint | None:
         """The checkpoint that was loaded last, with its step and metrics."""
         return None if self._found is None else self._found.checkpoint
+
+    @property
+    def skipped(self) -> tuple[Skipped, ...]:
+        """The newer checkpoints that were passed over for it, and why."""
+        return self._skipped
+
+    @property
+    def doubt(self) -> str | None:
+        """Which of these may come back, because a file is missing or the disk cannot read it; or None."""
+        return doubt_of(self._skipped)
 
     @property
     def checkpoint_id(self) -> str:
@@ -206,9 +218,9 @@ class StorageReader(storage.StorageReader):
         return self._found
 
     def _find(self) -> _Found:
-        store = self._place.store()
+        store, self._skipped = self._place.store(), ()
         checkpoint = self._checkpoint(store)
-        if checkpoint.obstacle is not None:
+        if checkpoint.obstacle is not None and not is_damage(checkpoint.obstacle):
             raise checkpoint.obstacle
         if checkpoint.problem is not None and not checkpoint.is_countable:
             raise CorruptCheckpoint(checkpoint.problem, path=checkpoint.path)
@@ -227,10 +239,21 @@ class StorageReader(storage.StorageReader):
         reader = SeriesReader(store, self._place.series, options=self._options)
         if self._wanted is not None:
             return reader.find(self._wanted)
+        skipped: list[Skipped] = []
         for one in newest_first(reader.checkpoints()):
+            if one.obstacle is not None and may_be_whole(one.obstacle):
+                raise one.obstacle
             if one.is_countable:
+                self._skipped = tuple(skipped)
                 return one
             _LOG.warning("skipped %s: %s", one.path, one.problem)
+            skipped.append(
+                Skipped(
+                    checkpoint=one,
+                    reason=one.problem or one.state.value,
+                    may_return=may_return(one.obstacle),
+                )
+            )
         directory = self._place.directory
         names = store.fs.list(directory) if store.fs.status(directory) is not None else {}
         if any(name.endswith(_STOCK) for name in names):

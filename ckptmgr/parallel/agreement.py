@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from ckptmgr.errors import CheckpointNotFound
 from ckptmgr.model import Checkpoint
 from ckptmgr.parallel.coordinator import Coordinator, Json, RanksMissing, RanksOutOfStep
 from ckptmgr.parallel.rank_errors import Failure, ResumeFailed
 from ckptmgr.parallel.rounds import Rounds
+from ckptmgr.passing_errors import PAUSES_S
 from ckptmgr.resume import Skipped
 
+_UNSEEN = "unseen"
 _Loaded = TypeVar("_Loaded")
 
 
@@ -28,6 +29,7 @@ def first_that_all_load(
     *,
     prepare: Callable[[], object],
     stop: Callable[[], float],
+    pause: Callable[[float], None] = lambda _: None,
 ) -> tuple[Checkpoint | None, _Loaded | None, list[Skipped]]:
     """Return the first checkpoint that all ranks can load, what this rank loaded, and the ones skipped before it.
 
@@ -38,9 +40,11 @@ def first_that_all_load(
         load: Loads one; nothing may be changed before all agree.
         prepare: What rank 0 does first; a failure is told to all.
         stop: Until when to wait for a round that begins now.
+        pause: Waits before this rank looks again for what it does not see.
 
     Raises:
-        ResumeFailed: A rank cannot go on from any of them, and not because all are damaged.
+        ResumeFailed: A rank cannot go on from any of them, and not because all are damaged; or one of them may be whole, but
+            the disk of a rank does not give it now, and nothing older may take its place.
         RanksMissing: Some ranks did not come in time.
     """
     seen: dict[str, Checkpoint] = {}
@@ -61,31 +65,54 @@ def first_that_all_load(
         loaded: list[_Loaded] = []
 
         def attempt(name: str = name, loaded: list[_Loaded] = loaded) -> Json:
+            for pause_s in (0, *PAUSES_S):
+                if name not in seen:
+                    pause(pause_s)
+                    look()
             if name not in seen:
-                look()
-            if name not in seen:
-                # No damage: this rank may look at another disk, and starting over would lose the run.
-                raise CheckpointNotFound(
-                    f"{name}, which rank 0 sees, is not in the directory of this rank",
-                    hint="all ranks need the same directory; mount it, or wait until the file system shows it",
-                )
+                return _UNSEEN
             loaded.append(load(seen[name]))
             return None
 
         answers = rounds.compared(f"try {index}", attempt, stop=stop())
         failures = [answer for answer in answers if isinstance(answer, Failure)]
+        _refuse_to_pass_over(name, answers)
         if not failures:
             return seen[name], loaded[0], skipped
-        unexpected = [failure for failure in failures if not failure.is_expected]
-        if unexpected:
-            raise ResumeFailed(str(unexpected[0]))
         objections += failures
-        if name in seen:
-            skipped.append(Skipped(checkpoint=seen[name], reason=str(failures[0])))
+        skipped.append(
+            Skipped(
+                checkpoint=seen[name],
+                reason=str(failures[0]),
+                is_damaged=any(one.is_damage for one in failures),
+                may_return=any(one.may_return for one in failures),
+            )
+        )
     for objection in objections:
         if not objection.is_damage:
             raise ResumeFailed(str(objection))
     return None, None, skipped
+
+
+def _refuse_to_pass_over(name: str, answers: Sequence[Json | Failure]) -> None:
+    """Raise when what some ranks cannot load may be whole: the others must not go back with them.
+
+    Raises:
+        ResumeFailed: It may be.
+    """
+    for rank, answer in enumerate(answers):
+        if isinstance(answer, Failure) and (answer.may_be_whole or not answer.is_expected):
+            error = ResumeFailed(str(answer))
+            error.may_be_whole = answer.may_be_whole
+            raise error
+        if answer == _UNSEEN:
+            # This rank may look at another disk, or at an old listing.
+            error = ResumeFailed(
+                f"rank {rank}: CheckpointNotFound: {name}, which rank 0 sees, is not in the directory of this rank",
+                hint="all ranks need the same directory; mount it, or wait until the file system shows it",
+            )
+            error.may_be_whole = True
+            raise error
 
 
 def all_prepared(rounds: Rounds, prepare: Callable[[], _Loaded], *, stop: float) -> _Loaded:

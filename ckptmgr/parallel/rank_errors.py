@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptmgr.errors import CkptmgrError, CorruptCheckpoint, SaveFailed
+from ckptmgr.errors import CkptmgrError, SaveFailed
 from ckptmgr.parallel.coordinator import Json, RanksMissing, shown_ranks
+from ckptmgr.passing_errors import is_damage, may_be_whole, may_return
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +23,8 @@ class Failure:
         message: What it says.
         errno: Number of the error of the operating system, or None.
         is_damage: Whether it says that stored bytes are damaged or gone.
+        may_be_whole: Whether it leaves open that they are whole, so that nothing older may take their place.
+        may_return: Whether they may be whole elsewhere, or later.
         is_expected: Whether it is an error of checkpoints or of the disk, not of the program.
     """
 
@@ -30,6 +33,8 @@ class Failure:
     message: str
     errno: int | None = None
     is_damage: bool = False
+    may_be_whole: bool = False
+    may_return: bool = False
     is_expected: bool = False
 
     @classmethod
@@ -40,7 +45,9 @@ class Failure:
             kind=type(error).__name__,
             message=error.message if isinstance(error, CkptmgrError) else str(error),
             errno=_errno_of(error),
-            is_damage=isinstance(error, (CorruptCheckpoint, FileNotFoundError)),
+            is_damage=is_damage(error),
+            may_be_whole=may_be_whole(error),
+            may_return=may_return(error),
             is_expected=isinstance(error, (CkptmgrError, OSError)),
         )
 
@@ -55,6 +62,8 @@ class Failure:
             message=str(told.get("message", value)),
             errno=number if isinstance(number, int) else None,
             is_damage=told.get("is_damage") is True,
+            may_be_whole=told.get("may_be_whole") is True,
+            may_return=told.get("may_return") is True,
             is_expected=told.get("is_expected") is True,
         )
 
@@ -65,6 +74,8 @@ class Failure:
             "message": self.message,
             "errno": self.errno,
             "is_damage": self.is_damage,
+            "may_be_whole": self.may_be_whole,
+            "may_return": self.may_return,
             "is_expected": self.is_expected,
         }
 
@@ -84,7 +95,13 @@ def _errno_of(error: BaseException | None) -> int | None:
 
 
 class ResumeFailed(CkptmgrError):
-    """Report that the ranks cannot go on together from any checkpoint; names the rank that cannot, and why."""
+    """Report that the ranks cannot go on together from any checkpoint; names the rank that cannot, and why.
+
+    Attributes:
+        may_be_whole: Whether it is because the disk of a rank does not give a checkpoint now that may be whole.
+    """
+
+    may_be_whole: bool = False
 
 
 class RankFailed(SaveFailed):

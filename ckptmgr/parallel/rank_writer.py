@@ -132,14 +132,17 @@ class RankWriter(SeriesWriter):
         self, scan: Callable[[], Sequence[Checkpoint]], load: Callable[[Checkpoint], _Loaded]
     ) -> tuple[Checkpoint | None, _Loaded | None, list[Skipped]]:
         """Return the checkpoint that all ranks go on from, the same on all; see `first_that_all_load`."""
-        return first_that_all_load(
+        found = first_that_all_load(
             self._meetings.begin("resume", what="not resumed"),
             self.coordinator,
             scan,
-            load,
+            self.patient(load),
             prepare=self.open,
             stop=self._meetings.stop,
+            pause=self.store.fs.pause,
         )
+        self._note_damaged(found[2])
+        return found
 
     def agreed(self, prepare: Callable[[], _Loaded]) -> _Loaded:
         """Return what is prepared, once every rank has prepared its own; see `all_prepared`."""

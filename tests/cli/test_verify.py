@@ -16,6 +16,7 @@ from ckptmgr.formats.tensor import tensor_from_array
 from ckptmgr.manifest import manifest_name
 from ckptmgr.saver import SaveOptions
 from ckptmgr.store import Store
+from ckptmgr.temp_names import temp_name
 from ckptmgr.trust import Trust
 from tests.cli.running import key_file, run, run_json
 from tests.manager.saved import GOLDEN_FILES, KEY, OTHER_KEY, flip, only, save_run, tree_of
@@ -152,8 +153,7 @@ def test_foreign_directory_is_told_what_is_looked_for(tmp_path: Path) -> None:
 
 
 def test_directory_of_leftovers_is_told_how_to_list_them(tmp_path: Path) -> None:
-    save_run(tmp_path, [10])
-    (tmp_path / "net-1_10.ckpt").unlink()
+    (tmp_path / temp_name("net-1_10.ckpt", token="dead-1", series="net")).touch()
     assert f"hint: ckptmgr ls --all {tmp_path} lists" in run("verify", tmp_path).stderr
 
 

@@ -69,12 +69,24 @@ def test_directory_that_is_being_copied_back_loses_no_manifest(
 
 
 @pytest.mark.parametrize(("after_s", "is_removed"), [(DAY_S - 1, False), (DAY_S + 1, True)])
-def test_manifest_without_data_goes_a_day_after_it_came_whatever_time_it_brought(
+def test_older_manifest_without_data_goes_a_day_after_it_came_whatever_time_it_brought(
     tmp_path: Path, after_s: float, is_removed: bool
 ) -> None:
-    copy = copied_manifest(tmp_path)
+    with CheckpointManager(tmp_path / "run") as manager:
+        for step in (100, 200):
+            manager.save(step, {"w": np.full(4, 1.0)})
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name in (manifest_name(NAME), manifest_name("ckpt-200.ckpt"), "ckpt-200.ckpt"):
+        shutil.copy2(tmp_path / "run" / name, copy)
     assert bool(store_of(copy, after_s=after_s).recover("ckpt")) == is_removed
     assert (copy / manifest_name(NAME)).exists() != is_removed
+
+
+def test_newest_manifest_without_data_never_goes_by_itself(tmp_path: Path) -> None:
+    copy = copied_manifest(tmp_path)
+    assert store_of(copy, after_s=9 * DAY_S).recover("ckpt") == []
+    assert (copy / manifest_name(NAME)).exists()
 
 
 def test_manifest_goes_with_the_unfinished_file_that_it_describes(tmp_path: Path) -> None:

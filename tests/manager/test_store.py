@@ -52,7 +52,7 @@ def test_directory_that_is_not_there_is_empty() -> None:
 
 def test_manifest_that_can_be_read_only_once_is_listed_with_what_the_disk_said() -> None:
     disk = disk_with(10.0, key=KEY)
-    failing = FailingDisk(disk, operation="open", call=2)
+    failing = FailingDisk(disk, operation="open", call=2, is_lasting=True)
     (found,) = Store(RUNS, fs=failing, trust=Trust(keys=Key(bytes(32)))).scan()
     assert failing.has_failed
     assert found.state is State.CORRUPT
@@ -137,20 +137,29 @@ def test_only_temporary_files_of_dead_writers_and_of_the_own_series_are_reaped(
     assert (disk.status(path) is None) == is_reaped == bool(done)
 
 
-def test_manifest_without_data_is_a_leftover_that_recovery_removes() -> None:
+def test_older_manifest_without_data_is_a_leftover_that_recovery_removes() -> None:
+    disk = disk_with(10.0, 20.0)
+    disk.unlink(RUNS / ONE)
+    store = Trainer(disk).store()
+    assert by_name(store)[ONE].state is State.LEFTOVER
+    with store.lease(SERIES):  # somebody writes that series
+        assert store.recover("other") == []
+    assert store.recover(SERIES) == [f"removed {manifest_of(ONE)}, whose data file is gone"]
+    assert set(by_name(store)) == {TWO}
+
+
+def test_newest_manifest_without_data_is_missing_and_stays() -> None:
     disk = disk_with(10.0, 20.0)
     disk.unlink(RUNS / TWO)
     store = Trainer(disk).store()
-    assert by_name(store)[TWO].state is State.LEFTOVER
-    with store.lease(SERIES):  # somebody writes that series
-        assert store.recover("other") == []
-    assert store.recover(SERIES) == [f"removed {manifest_of(TWO)}, whose data file is gone"]
-    assert set(by_name(store)) == {ONE}
+    assert by_name(store)[TWO].state is State.MISSING
+    assert store.recover(SERIES) == []
+    assert by_name(store)[TWO].state is State.MISSING
 
 
 def test_recovery_that_cannot_clean_up_says_so_and_goes_on() -> None:
     disk = disk_with(10.0, 20.0)
-    disk.unlink(RUNS / TWO)
+    disk.unlink(RUNS / ONE)
     put(disk, RUNS / f".{TWO}.boot9-9.{TAG}.1-1.tmp", b"x")
     failing = FailingDisk(disk, error=errno.EROFS, operation="unlink", call=1)
     store = Trainer(disk, fs=failing).store()

@@ -263,8 +263,10 @@ def test_manifest_of_data_that_was_discarded_is_removed(tmp_path: Path) -> None:
 def test_manifest_without_data_stays_while_the_trash_is_unreadable() -> None:
     disk = saved_disk()
     throw_first_two(model_store(disk))
-    disk.unlink(RUNS / THIRD)
-    failing = FailingDisk(disk, error=errno.EIO, operation="list", call=2)
+    (batch,) = trash.batches(model_store(disk))
+    disk.replace(batch.path / manifest_name(FIRST), RUNS / manifest_name(FIRST))
+    disk.unlink(batch.path / FIRST)
+    failing = FailingDisk(disk, error=errno.EIO, operation="list", call=3, is_lasting=True)
     assert model_store(failing, disk).recover("net") == []
     assert len(model_store(disk).recover("net")) == 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -275,21 +276,42 @@ def test_torch_file_is_unreadable_not_damaged(tmp_path: Path) -> None:
     assert (answer.status, "torch.save" in answer.problems[0]) == (Status.UNREADABLE, True)
 
 
-def test_failing_disk_is_unreadable() -> None:
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (errno.EIO, Status.DAMAGED),
+        (errno.EMFILE, Status.UNREADABLE),
+        (errno.ESTALE, Status.UNREADABLE),
+        (errno.EACCES, Status.UNREADABLE),
+    ],
+)
+def test_disk_that_goes_on_failing_is_damage_only_where_the_bytes_are_lost(
+    error: int, status: Status
+) -> None:
     model, directory = ModelDisk(), Path("/runs")
     save_run(directory, [10], fs=model)
     checkpoint = only(Store(directory, fs=model))
-    failing = FailingDisk(model, error=errno.EIO, operation="read_into", call=2)
+    failing = FailingDisk(model, error=error, operation="read_into", call=2, is_lasting=True)
     answer = verify_checkpoint(Store(directory, fs=failing), checkpoint)
-    assert (answer.status, "Input/output error" in answer.problems[0]) == (Status.UNREADABLE, True)
+    assert (answer.status, os.strerror(error) in answer.problems[0]) == (status, True)
 
 
-def test_vanished_file_is_unreadable(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [errno.EIO, errno.EMFILE, errno.ESTALE, errno.ENOMEM])
+def test_error_that_passes_is_none(error: int) -> None:
+    model, directory = ModelDisk(), Path("/runs")
+    save_run(directory, [10], fs=model)
+    checkpoint = only(Store(directory, fs=model))
+    failing = FailingDisk(model, error=error, operation="read_into", call=2)
+    answer = verify_checkpoint(Store(directory, fs=failing), checkpoint)
+    assert (answer.status, failing.has_failed) == (Status.OK, True)
+
+
+def test_vanished_file_is_missing(tmp_path: Path) -> None:
     (path,) = save_run(tmp_path, [10])
     store = Store(tmp_path)
     checkpoint = only(store)
     path.unlink()
-    assert verify_checkpoint(store, checkpoint).status is Status.UNREADABLE
+    assert verify_checkpoint(store, checkpoint).status is Status.MISSING
 
 
 class ChangedBeforeOpening(OsFileSystem):

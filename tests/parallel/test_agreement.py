@@ -164,7 +164,7 @@ def test_lease_that_rank_0_does_not_get_is_an_error_on_all() -> None:
         assert isinstance(outcome.raised, ResumeFailed)
 
 
-def test_checkpoint_that_only_rank_0_sees_is_skipped_by_all() -> None:
+def test_newest_that_only_rank_0_sees_is_an_error_on_all_and_no_way_back() -> None:
     job, others = job_with(1, 2), job_with(1)
     meeting = Meeting()
 
@@ -180,7 +180,9 @@ def test_checkpoint_that_only_rank_0_sees_is_skipped_by_all() -> None:
         )
         return None if checkpoint is None else checkpoint.name
 
-    assert [o.must() for o in run_ranks(meeting, agree)] == ["net-1.shards"] * 3
+    for outcome in run_ranks(meeting, agree):
+        assert isinstance(outcome.raised, ResumeFailed)
+        assert "net-2.shards, which rank 0 sees, is not in the directory" in str(outcome.raised)
 
 
 def test_rank_0_of_another_version_is_an_error() -> None:

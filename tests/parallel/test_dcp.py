@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import random
 import tempfile
@@ -946,3 +947,44 @@ def test_tensors_that_share_memory_take_what_is_equal_there_and_nothing_else(
     assert isinstance(cause_of(error), StateMismatch)
     assert "'b' overlaps 'a' in memory" in str(cause_of(error))
     assert memory.tolist() == whole.tolist()
+
+
+@pytest.mark.parametrize("error", [errno.EMFILE, errno.ESTALE, errno.EIO])
+def test_one_error_at_any_call_never_leads_to_an_older_checkpoint(
+    tmp_path: Path, error: int
+) -> None:
+    for step in (1, 2):
+        save([StorageWriter(tmp_path, step=step)], [{"w": torch.full((4,), float(step))}])
+    counting = FailingDisk(OsFileSystem())
+    load([StorageReader(tmp_path, fs=counting)], [{"w": torch.zeros(4)}])
+    for call in range(1, len(counting.calls) + 1):
+        state = {"w": torch.zeros(4)}
+        load(
+            [StorageReader(tmp_path, fs=FailingDisk(OsFileSystem(), error=error, call=call))],
+            [state],
+        )
+        assert state["w"].tolist() == [2.0] * 4, call
+
+
+def test_manifest_that_cannot_be_read_now_is_an_error_and_no_older_checkpoint(
+    tmp_path: Path,
+) -> None:
+    for step in (1, 2):
+        save([StorageWriter(tmp_path, step=step)], [{"w": torch.zeros(4)}])
+    failing = FailingDisk(
+        OsFileSystem(), error=errno.EMFILE, operation="open", call=2, is_lasting=True
+    )
+    with pytest.raises(OSError, match="Too many open files"):
+        load([StorageReader(tmp_path, fs=failing)], [{"w": torch.zeros(4)}])
+
+
+def test_newest_of_which_a_file_is_missing_is_passed_over_and_told(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save([StorageWriter(tmp_path, step=step)], [{"w": torch.full((4,), float(step))}])
+    next(tmp_path.glob("ckpt-2.0-of-1.*")).unlink()
+    reader, state = StorageReader(tmp_path), {"w": torch.zeros(4)}
+    load([reader], [state])
+    assert state["w"].tolist() == [1.0] * 4
+    assert [one.checkpoint.name for one in reader.skipped] == ["ckpt-2.shards"]
+    assert reader.doubt is not None
+    assert "ckpt-2.0-of-1." in reader.doubt
