@@ -167,7 +167,7 @@ def test_what_was_proven_under_one_key_is_not_under_another() -> None:
         for key in (Key(KEY), Key(bytes(32)))
     ]
     states = [[c.state for c in store.scan()] for store in stores * 2]
-    assert states == [[State.OK], [State.UNVERIFIED]] * 2
+    assert states == [[State.OK], [State.OTHER_KEY]] * 2
 
 
 STEPS = st.integers(1, 3)
