@@ -83,16 +83,19 @@ class Publisher:
         temp = self._manifests.temp_path(name, series)
         try:
             self.fs.make_directory(self.directory, mode=0o700)
-            self.check_space(size_bytes)
-            before = self._manifests.content(name)
-            old = self._manifest_of_current(name, before)
-            if manifest_mode is None:
-                manifest_mode = mode
-            with signals_held():
-                manifest = self._write_temp(
-                    name, temp, size_bytes, write, describe, mode=mode, read_back=read_back
-                )
-                self._commit(name, temp, manifest, old, before, series=series, mode=manifest_mode)
+            with self.fs.hold_directory(self.directory):
+                self.check_space(size_bytes)
+                before = self._manifests.content(name)
+                old = self._manifest_of_current(name, before)
+                if manifest_mode is None:
+                    manifest_mode = mode
+                with signals_held():
+                    manifest = self._write_temp(
+                        name, temp, size_bytes, write, describe, mode=mode, read_back=read_back
+                    )
+                    self._commit(
+                        name, temp, manifest, old, before, series=series, mode=manifest_mode
+                    )
         except OSError as error:
             raise explained(error, self.directory / name, size_bytes, self.fs) from error
         return manifest

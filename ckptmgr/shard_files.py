@@ -39,7 +39,7 @@ class ShardFiles(Store):
         try:
             self.fs.make_directory(self.directory, mode=0o700)
             self.check_space(size_bytes)
-            with signals_held():
+            with self.fs.hold_directory(self.directory), signals_held():
                 manifest = self._write_temp(
                     name, temp, size_bytes, write, describe, mode=mode, read_back=read_back
                 )

@@ -77,7 +77,7 @@ def sign_command(
         raise UnsafeWrite("exists", path=target, hint="pass --force to replace it")
     output = render.make_output(ctx, path.parent, as_json=as_json, quiet=quiet)
     _check_whole(selected, ReadOptions(trust=trust))
-    write_small_file(target, sign_bundle(path, source))
+    write_small_file(target, sign_bundle(path, source), is_beside_checkpoint=True)
     if output.is_json:
         output.result([{"path": str(path), "bundle": str(target)}], {"count": len(selected)})
     elif output.is_quiet:

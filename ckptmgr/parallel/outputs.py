@@ -164,14 +164,20 @@ def move_files(staging: Staging, names: Sequence[str]) -> list[Path]:
     return [target / name for name in names]
 
 
-def write_small_file(path: Path, data: bytes) -> None:
+def write_small_file(path: Path, data: bytes, *, is_beside_checkpoint: bool = False) -> None:
     """Replace a small file durably; directories are made.
+
+    Args:
+        path: Where to.
+        data: The new content.
+        is_beside_checkpoint: Whether the file belongs to a checkpoint, and so to the owner of its directory.
 
     Raises:
         OSError: From the disk; an older file of this name is intact.
     """
-    fs = OsFileSystem(keeps_owner=True)
+    fs = OsFileSystem(keeps_owner=not is_beside_checkpoint)
     fs.make_directory(path.parent, mode=0o700)
     files = ManifestFiles(path.parent, fs=fs, trust=Trust(), processes=ProcProcesses())
-    files.write(path, data, series=path.name, mode=0o600, is_durable=True)
-    fs.sync_directory(path.parent)
+    with fs.hold_directory(path.parent):
+        files.write(path, data, series=path.name, mode=0o600, is_durable=True)
+        fs.sync_directory(path.parent)

@@ -18,6 +18,7 @@ import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager, save_checkpoint
 from ckptmgr.fsio import OsFileSystem
+from ckptmgr.parallel.outputs import write_small_file
 from ckptmgr.trash import TRASH_NAME
 from tests.cli.running import run
 
@@ -206,6 +207,12 @@ def test_output_and_key_of_root_stay_its_own(runs: Path) -> None:
     command("keygen", "--out", runs / "run.key")
     for name in ("plain.safetensors", "again.safetensors.ckpe", "run.key"):
         assert (runs / name).stat().st_uid == 0, name
+
+
+def test_bundle_of_signatures_is_of_the_user_and_an_output_is_not(runs: Path) -> None:
+    write_small_file(runs / "model.sig", b"{}", is_beside_checkpoint=True)
+    write_small_file(runs / "strategy.json", b"{}")
+    assert [(runs / name).stat().st_uid for name in ("model.sig", "strategy.json")] == [USER, 0]
 
 
 def test_folder_in_use_in_the_place_of_a_new_one_stays_of_root(tmp_path: Path) -> None:
