@@ -6,15 +6,19 @@
 | of at most 64 KiB | no | |
 | JAX array | yes: nobody can change it | |
 | NumPy array, C-contiguous, over `bytes` | yes: nobody can change it | |
-| NumPy array, C-contiguous | yes | samples |
-| torch tensor on the CPU | yes | its version counter; samples, where it is contiguous |
+| any other NumPy array | no | |
+| torch tensor on the CPU whose memory only torch knows | yes | its version counter; samples, where it is contiguous |
 | anything else | no | |
 
 * The version counter misses nothing that torch counts: operations in place that have returned, on the tensor or any view of
-  it. It does not count writes through `.data`, through NumPy, by other processes, or by code that goes past torch.
+  it. It does not count writes through `.data`, through a NumPy view, by fused kernels, or by code that goes past torch. Fused
+  optimizers wait before their step as all others do.
+* Memory that NumPy, another process or a buffer can change as well when the save begins is copied at once; `tree_torch.
+  is_counted` finds it. What is left are views that are made and written to between the save and the update, views of
+  tensors that a load made, and DLPack.
 * Samples are about 128 words of 8 bytes, evenly spread, and the first and the last word of each piece of 16 MiB, as it is
-  copied. An update of the whole array is noticed, before the copy and in the middle of it, wherever the one overtakes the
-  other; an update of a few elements is noticed only if it hits a sample.
+  copied. They find an update of the whole tensor that was not counted, before the copy and in the middle of it, wherever the
+  one overtakes the other. They vouch for nothing: an update of a few elements is found only if it hits a sample.
 * Read-only is no promise: its owner can make a NumPy array writable again, and views made earlier are still writable.
 * What may not wait is copied at once: that costs time, and is always right.
 """
@@ -46,17 +50,20 @@ class Guarded(NamedTuple):
 
     Attributes:
         tensor: It; its content is what the caller must not change meanwhile.
-        is_immutable: Whether it may be read at any time, so that it need not be copied at all.
-        sample: Some of its bytes, or None.
-        counted: A torch tensor with a version counter, or None.
+        counted: A torch tensor with a version counter; None for what nobody can change.
         version: The counter when the guard was made.
+        sample: Some of its bytes, or None.
     """
 
     tensor: Tensor
-    is_immutable: bool = False
-    sample: bytes | None = None
     counted: torch.Tensor | None = None
     version: int = 0
+    sample: bytes | None = None
+
+    @property
+    def is_immutable(self) -> bool:
+        """Whether it may be read at any time, so that it need not be copied at all."""
+        return self.counted is None
 
     def is_counted_as_changed(self) -> bool:
         """Return whether torch has counted a change."""
@@ -96,33 +103,26 @@ def sample_of(content: memoryview) -> bytes:
 def _guard_numpy(tensor: Tensor, array: np.ndarray, changing: Container[int]) -> Guarded | None:
     if array.nbytes <= _SMALL_BYTES or not array.flags.c_contiguous:
         return None
-    buffer = _buffer_of(array)
-    if isinstance(buffer, bytearray):
-        return None  # it cannot grow while somebody looks at it
-    view = flat_memory(array)
-    pinned = _pinned(tensor, view)
-    if isinstance(buffer, bytes):
-        return Guarded(pinned, is_immutable=True)
-    return Guarded(pinned, sample=sample_of(view))
+    is_immutable = isinstance(_buffer_of(array), bytes)
+    return Guarded(_pinned(tensor, flat_memory(array))) if is_immutable else None
 
 
 def _guard_torch(tensor: Tensor, value: torch.Tensor, changing: Container[int]) -> Guarded | None:
-    if not value.is_cpu or value.nbytes <= _SMALL_BYTES:
+    from ckptmgr.tree_torch import is_counted
+
+    if not value.is_cpu or value.nbytes <= _SMALL_BYTES or not is_counted(value):
         return None
     if value.untyped_storage().data_ptr() in changing:
         return None
     # A tensor of its own: the caller may give a parameter other memory.
     value = value.detach()
-    counted = None if value.is_inference() else value
-    version = 0 if counted is None else counted._version
+    sample = None
     if value.is_contiguous() and not value.is_conj() and not value.is_neg():
         view = torch_bytes(value)
         tensor, sample = _pinned(tensor, view), sample_of(view)
-        return Guarded(tensor=tensor, sample=sample, counted=counted, version=version)
-    if counted is None:
-        return None
-    tensor = Tensor(spec=tensor.spec, content=partial(torch_bytes, value))
-    return Guarded(tensor=tensor, counted=counted, version=version)
+    else:
+        tensor = Tensor(spec=tensor.spec, content=partial(torch_bytes, value))
+    return Guarded(tensor, counted=value, version=value._version, sample=sample)
 
 
 def _guard_jax(tensor: Tensor, value: Any, changing: Container[int]) -> Guarded | None:
@@ -133,7 +133,7 @@ def _guard_jax(tensor: Tensor, value: Any, changing: Container[int]) -> Guarded 
         # A view keeps the memory from being donated to a computation. Elsewhere there is none, and reading a donated
         # array is an error that says so.
         tensor = _pinned(tensor, jax_bytes(value))
-    return Guarded(tensor=tensor, is_immutable=True)
+    return Guarded(tensor)
 
 
 _GUARDS: dict[Callable[..., object], Callable[[Tensor, Any, Container[int]], Guarded | None]] = {

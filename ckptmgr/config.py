@@ -102,6 +102,10 @@ class CheckpointConfig:
             then raise, or a function that gets the exception.
         zero_stall: Whether background saves also copy the state in the background, during forward and backward. The loop
             calls `manager.before_update()` before it changes the state in place; torch optimizers do so by themselves.
+            NumPy arrays are copied at once. A change that comes too early fails the save if torch counts it. Torch does
+            not count writes through `.data`, DLPack or a NumPy view that is made after the save began (or of a tensor that a
+            load made), nor those of fused kernels and other code that goes past it: of these, only changes of a whole tensor
+            are noticed for sure.
         verify_after_write: Read every file back from the disk, past the page cache, before it is published; a save whose
             bytes did not arrive fails, and the earlier checkpoints stay.
         compression: "zstd", or None. Only with format "safetensors"; the name then ends in `.ckpz`, with a key in `.ckpe`.

@@ -20,7 +20,7 @@ import numpy as np
 
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.mindspore_entries import CkptEntry
-from ckptmgr.leaves import flat_bytes, framework_of, torch_tensor
+from ckptmgr.leaves import framework_of, memory_of_tensor, torch_tensor
 from ckptmgr.overlaps import clashes, sharing
 from ckptmgr.tree_memory import are_apart, owner_of
 from ckptmgr.tree_nodes import StateMismatch
@@ -175,8 +175,7 @@ def memory_of(value: Any) -> np.ndarray | None:
         return None
     if value.is_conj() or value.is_neg():  # the bytes mean something else
         return None
-    memory: np.ndarray = flat_bytes(value.detach()).numpy()
-    return memory
+    return memory_of_tensor(value)
 
 
 def apart(memories: Mapping[str, np.ndarray | None]) -> dict[str, np.ndarray]:

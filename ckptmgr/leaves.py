@@ -116,18 +116,32 @@ def _dispatch_of(kind: type[Any]) -> object:
 def torch_bytes(value: torch.Tensor) -> memoryview:
     """Return a strided tensor in C order; a view of its memory when it is contiguous and on the CPU."""
     has_its_bytes = value.is_contiguous() and not value.is_conj() and not value.is_neg()
-    if value.is_cpu and has_its_bytes and value.dtype in numpy_types():
-        return flat_memory(value.detach().numpy())
-    host = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return flat_bytes(host).numpy().data
+    if value.is_cpu and has_its_bytes:
+        return memory_of_tensor(value).data
+    return memory_of_tensor(value.detach().resolve_conj().resolve_neg().cpu().contiguous()).data
 
 
-def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a contiguous tensor on the CPU, over the same memory."""
-    import torch
+class _Host:
+    """Gives NumPy the memory of a tensor, which it keeps."""
 
-    # Not reshape: torch calls a tensor of one element contiguous whatever its strides are, and keeps them.
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+    __slots__ = ("__array_interface__", "_tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+        shape = (tensor.nbytes,)
+        data = (tensor.data_ptr(), False)
+        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": shape, "data": data}
+
+
+def memory_of_tensor(tensor: torch.Tensor) -> np.ndarray:
+    """Return the bytes of a contiguous tensor on the CPU, over the same memory.
+
+    Not by `tensor.numpy()`, which notes in the storage that NumPy sees it: `array_guard` asks whether anybody did that.
+    """
+    if not tensor.nbytes:
+        return np.empty(0, np.uint8)
+    # Tensors of zeros that autograd makes have no memory before they are copied.
+    return np.asarray(_Host(tensor if tensor.data_ptr() else tensor.clone()))
 
 
 def torch_tensor(array: np.ndarray) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckptmgr.leaves import flat_bytes
+from ckptmgr.leaves import memory_of_tensor
 from ckptmgr.tree_memory import Finder, Memory, Span, are_apart, array_memory, array_span, owner_of
 
 _Content = Callable[[Any], np.ndarray]
@@ -91,7 +91,7 @@ def bytes_for(target: Any, stored: Any) -> np.ndarray:
     else:
         value = stored.detach().conj() if target.is_conj() else stored.detach()
         value = value.neg() if target.is_neg() else value
-        flat = flat_bytes(value.resolve_conj().resolve_neg().cpu().contiguous()).numpy()
+        flat = memory_of_tensor(value.resolve_conj().resolve_neg().cpu().contiguous())
     return flat.reshape(*target.shape, target.dtype.itemsize)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 
 from ckptmgr.formats.tensor import Tensor
-from ckptmgr.leaves import numpy_types, torch_bytes
+from ckptmgr.leaves import memory_of_tensor, numpy_types, torch_bytes
 from ckptmgr.tree_atoms import decode_float, decode_shape
 from ckptmgr.tree_memory import Finder, Leaf, Memory, Span, extent, stored_as
 from ckptmgr.tree_nodes import Json, Path, TreeError, unsupported
@@ -157,7 +158,7 @@ def _memory(value: torch.Tensor) -> Memory:
     def content(first: int, last: int) -> memoryview:
         flat = torch.empty(0, dtype=torch.uint8, device=value.device)
         flat.set_(storage, first - low, (last - first,), (1,))
-        return flat.cpu().numpy().data
+        return memory_of_tensor(flat.cpu()).data
 
     return Memory(
         device=str(value.device),
@@ -262,6 +263,33 @@ ATOM_DECODERS: dict[str, Callable[[object], object]] = {
 }
 
 
+_alone: set[int] = set()
+"""The addresses of memory that only one tensor looks at: nobody was given the NumPy array that it comes from."""
+
+
 def from_host(memory: np.ndarray) -> torch.Tensor:
-    """Return a tensor over the memory of a NumPy array."""
+    """Return a tensor over the memory of a NumPy array that others may look at, too."""
+    _alone.discard(memory.__array_interface__["data"][0])
     return torch.from_numpy(memory)
+
+
+def taken_over(memory: np.ndarray) -> torch.Tensor:
+    """Return a tensor over the memory of a NumPy array that nobody else looks at."""
+    tensor = torch.from_numpy(memory)
+    address = tensor.data_ptr()
+    if address:
+        _alone.add(address)
+        weakref.finalize(memory, _alone.discard, address).atexit = False
+    return tensor
+
+
+def is_counted(value: torch.Tensor) -> bool:
+    """Return whether torch counts the changes of a tensor: nobody was given its memory in another form.
+
+    `tensor.numpy()`, `from_numpy`, `frombuffer` and DLPack towards torch leave a storage that cannot be resized; shared
+    memory may be changed by other processes, and tensors of the inference mode have no counter.
+    """
+    storage = value.untyped_storage()
+    if value.is_inference() or storage.is_shared():
+        return False
+    return storage.resizable() or storage.data_ptr() in _alone

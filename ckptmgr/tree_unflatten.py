@@ -272,7 +272,7 @@ class Unflattener:
         is_plain = body.keys() <= _PLAIN_TORCH_FIELDS and body["shape"] == list(stored.shape)
         is_plain = is_plain and stored.flags.carray
         if is_plain and _name_of(stored.dtype) == spelling and adapter.is_known_to_numpy(dtype):
-            known: torch.Tensor = adapter.with_flags(adapter.from_host(stored), body)
+            known: torch.Tensor = adapter.with_flags(adapter.taken_over(stored), body)
             return known
         place = self._place(body, dtype.itemsize, spelling)
         if place.name not in self._torch_memory:

@@ -5,7 +5,7 @@
 thread that saves it. The copy must be complete before the next update in place: `before_update()` waits for that (or makes the
 copy, when nobody has begun it), and every torch optimizer of the process calls it before its step.
 
-* Whoever updates without waiting is found out, as exactly as `array_guard` says; such a save fails and names the tensor.
+* An update that does not wait fails the save, which names the tensor, as far as `array_guard` can see it.
 * Arrays that nobody can change are not copied at all (a worker process needs a copy, which then waits for nothing either).
 * Snapshots for `rollback` are copied at once all the same.
 * A copy that fails is a failed save like any other. `handle.staged` is done in every case: the arrays are free again.

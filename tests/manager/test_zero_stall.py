@@ -35,6 +35,8 @@ from tests.manager.held_staging import HeldStaging
 from tests.manager.interrupts import is_interrupted
 from tests.manager.staging_memory import failing, map_tensors, values
 
+torch: Any = pytest.importorskip("torch")
+
 SIZE = 100_000
 in_background = pytest.mark.parametrize("mode", ["thread", "process"])
 
@@ -65,7 +67,7 @@ def manager_of(path: Path, mode: str = "thread", **options: Any) -> CheckpointMa
 
 
 def fresh() -> dict[str, Any]:
-    return {"w": np.zeros(SIZE), "n": 0, "rng": random.Random(1), "small": np.zeros(3)}
+    return {"w": torch.zeros(SIZE), "n": 0, "rng": random.Random(1), "small": np.zeros(3)}
 
 
 def saved(handle: SaveHandle | None) -> SaveHandle:
@@ -132,7 +134,6 @@ def test_large_update_before_the_copy_fails_the_save_and_names_the_array(
 def test_optimizer_step_right_after_save_waits_and_changes_nothing_that_is_written(
     tmp_path: Path, held: HeldStaging, mode: str
 ) -> None:
-    torch: Any = pytest.importorskip("torch")
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(400, 400), torch.nn.BatchNorm1d(400))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -163,7 +164,6 @@ def test_optimizer_step_right_after_save_waits_and_changes_nothing_that_is_writt
 
 
 def test_torch_update_without_waiting_fails_the_save(tmp_path: Path, held: HeldStaging) -> None:
-    torch: Any = pytest.importorskip("torch")
     weights = torch.zeros(SIZE)
     with manager_of(tmp_path) as manager:
         manager.save(1, {"w": weights})
@@ -179,7 +179,7 @@ def test_torch_update_without_waiting_fails_the_save(tmp_path: Path, held: HeldS
 def test_update_after_waiting_is_right_although_the_save_still_runs(
     tmp_path: Path, kind: str, how: str
 ) -> None:
-    weights = np.zeros(SIZE) if kind == "numpy" else pytest.importorskip("torch").zeros(SIZE)
+    weights = np.zeros(SIZE) if kind == "numpy" else torch.zeros(SIZE)
     disk = HeldDisk()
     with manager_of(tmp_path, fs=disk) as manager:
         disk.gate.clear()
@@ -197,7 +197,6 @@ def test_update_after_waiting_is_right_although_the_save_still_runs(
 def test_running_statistics_of_any_size_may_change_in_forward(
     tmp_path: Path, held: HeldStaging
 ) -> None:
-    torch: Any = pytest.importorskip("torch")
     model = torch.nn.BatchNorm1d(50_000)
     with manager_of(tmp_path) as manager:
         manager.save(1, {"model": model})
@@ -208,7 +207,6 @@ def test_running_statistics_of_any_size_may_change_in_forward(
 
 
 def test_sparse_buffers_are_copied_at_once_because_forward_changes_them(tmp_path: Path) -> None:
-    torch: Any = pytest.importorskip("torch")
     model = torch.nn.Module()
     model.register_buffer("graph", torch.ones(200, 200).to_sparse())
     with manager_of(tmp_path) as manager:
@@ -431,7 +429,6 @@ def test_stage_thread_that_cannot_be_started_is_an_error_of_save_and_nothing_sta
 
 
 def test_manager_that_is_dropped_without_close_leaves_no_hook(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
     from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
 
     before = len(hooks)
@@ -448,7 +445,6 @@ def test_manager_that_is_dropped_without_close_leaves_no_hook(tmp_path: Path) ->
 def test_close_leaves_the_optimizers_alone_and_the_next_save_hooks_them_again(
     tmp_path: Path,
 ) -> None:
-    pytest.importorskip("torch")
     from torch.optim.optimizer import _global_optimizer_pre_hooks as hooks
 
     before = len(hooks)
@@ -474,7 +470,7 @@ def test_states_that_were_saved_are_not_remembered_when_nobody_calls_before_upda
 
 _FORK = """
 import os, sys
-import numpy as np
+import torch
 from pathlib import Path
 from ckptmgr import CheckpointConfig, CheckpointManager
 from tests.manager.held import HeldDisk
@@ -486,7 +482,7 @@ import threading
 real = threading.Thread.start
 held = []
 threading.Thread.start = lambda thread: held.append(thread) if thread.name == "ckptmgr-save" else real(thread)
-manager.save(1, {"w": np.zeros(100_000)})
+manager.save(1, {"w": torch.zeros(100_000)})
 child = os.fork()
 if child == 0:
     manager.before_update()  # nothing is being copied here
@@ -509,7 +505,7 @@ def test_deferred_state_holds_all_kinds_of_items() -> None:
     large = tensor_from_array("large", np.zeros(SIZE))
     items: list[Item] = [
         map_tensors("map"),
-        *flatten({"w": np.ones(SIZE), "s": np.ones(2)}).tensors,
+        *flatten({"w": torch.ones(SIZE), "s": np.ones(2)}).tensors,
     ]
     items.append(large)
     with StagingPool() as pool:
@@ -522,7 +518,7 @@ def test_deferred_state_holds_all_kinds_of_items() -> None:
 
 
 def test_copy_at_once_that_fails_is_an_error_of_the_call_and_nothing_stays() -> None:
-    large = flatten({"w": np.zeros(SIZE)}).tensors
+    large = flatten({"w": torch.zeros(SIZE)}).tensors
     with StagingPool() as pool:
         for _ in range(3):
             with pytest.raises(OSError, match="no content"):
@@ -535,7 +531,7 @@ def test_copy_at_once_that_fails_is_an_error_of_the_call_and_nothing_stays() -> 
 def test_child_of_a_fork_forgets_what_its_parent_copies() -> None:
     updates = Updates()
     with StagingPool() as pool:
-        deferred = defer(list(flatten({"w": np.zeros(SIZE)}).tensors), pool)
+        deferred = defer(list(flatten({"w": torch.zeros(SIZE)}).tensors), pool)
         updates.add(deferred)
         updates.forget_parent()
         updates.wait()
@@ -575,7 +571,7 @@ def test_ctrl_c_in_before_update_is_raised_there_and_fails_the_save() -> None:
 
 
 def test_ctrl_c_at_any_point_of_before_update_lets_nobody_wait_for_ever() -> None:
-    items = list(flatten({"w": np.zeros(SIZE)}).tensors)
+    items = list(flatten({"w": torch.zeros(SIZE)}).tensors)
     at = 0
     for at in itertools.count(1):
         with StagingPool() as pool:
@@ -590,7 +586,7 @@ def test_ctrl_c_at_any_point_of_before_update_lets_nobody_wait_for_ever() -> Non
 
 
 def test_ctrl_c_at_any_point_of_registering_a_save_gives_its_memory_back() -> None:
-    items = list(flatten({"w": np.zeros(SIZE), "small": np.zeros(1)}).tensors)
+    items = list(flatten({"w": torch.zeros(SIZE), "small": np.zeros(1)}).tensors)
     at = 0
     for at in itertools.count(1):
         with StagingPool() as pool:

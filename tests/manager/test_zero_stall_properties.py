@@ -100,4 +100,5 @@ def test_published_states_are_those_of_their_saves_and_misuse_is_told(
         if failure is None:
             state: Any = loop.manager.load(step)
             assert set(np.unique(np.asarray(state["w"])).tolist()) == {float(value)}
-        assert step not in loop.misused or failure is not None
+        # NumPy arrays are copied at once, so no update of them comes too early.
+        assert kind == "numpy" or step not in loop.misused or failure is not None
