@@ -33,7 +33,7 @@ from ckptmgr.integrations.dcp_place import checked_config, place_of, set_name_of
 from ckptmgr.integrations.dcp_run import note_resumed
 from ckptmgr.loop_values import checked_count
 from ckptmgr.manifest import Manifest
-from ckptmgr.model import Checkpoint
+from ckptmgr.model import UNPROVEN, Checkpoint
 from ckptmgr.observe import Observer, Observers, about
 from ckptmgr.passing_errors import is_damage, may_be_whole, may_return
 from ckptmgr.resume import Skipped, doubt_of, newest_first
@@ -222,7 +222,8 @@ class StorageReader(storage.StorageReader):
         checkpoint = self._checkpoint(store)
         if checkpoint.obstacle is not None and not is_damage(checkpoint.obstacle):
             raise checkpoint.obstacle
-        if checkpoint.problem is not None and not checkpoint.is_countable:
+        is_refused = not checkpoint.is_countable and checkpoint.state not in UNPROVEN
+        if checkpoint.problem is not None and is_refused:
             raise CorruptCheckpoint(checkpoint.problem, path=checkpoint.path)
         manifest = store.read_manifest(checkpoint.name)
         if manifest is None or not manifest.shards:
@@ -254,6 +255,9 @@ class StorageReader(storage.StorageReader):
                     may_return=may_return(one.obstacle),
                 )
             )
+        for one in skipped:
+            if one.checkpoint.state in UNPROVEN:
+                return one.checkpoint  # whose manifest says what is wrong with the keys
         directory = self._place.directory
         names = store.fs.list(directory) if store.fs.status(directory) is not None else {}
         if any(name.endswith(_STOCK) for name in names):

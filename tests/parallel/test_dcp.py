@@ -491,8 +491,8 @@ def test_what_cannot_be_loaded_says_why(tmp_path: Path) -> None:
     assert refusal(tmp_path / "e", config=other).startswith("KeyProblem: ")
     assert refusal(tmp_path / "e", step=9).startswith("CheckpointNotFound: ")
     dcp.save(state, storage_writer=StorageWriter(tmp_path / "p", step=1))
-    assert refusal(tmp_path / "p", config=other).startswith("UnsealedCheckpoint: ")
-    reader = StorageReader(tmp_path / "p", other, allow_unsealed=True)
+    assert refusal(tmp_path / "p", config=other).startswith("UnprovenCheckpoint: ")
+    reader = StorageReader(tmp_path / "p", other, allow_unencrypted=True)
     dcp.load(state, storage_reader=reader)
 
 
@@ -750,13 +750,13 @@ def test_plans_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     assert isinstance(told, CheckpointNotFound)
 
 
-def test_run_goes_on_with_another_key(tmp_path: Path) -> None:
+def test_run_goes_on_with_another_key_and_removes_only_what_that_proves(tmp_path: Path) -> None:
     keep = "last(1)"
-    for step, key in enumerate((None, KEY, b"y" * 32)):
+    for step, key in enumerate((None, KEY, b"y" * 32, b"y" * 32)):
         config = CheckpointConfig(enc_key=key, keep=keep)
         writer = StorageWriter(tmp_path, config, step=step)
         dcp.save({"w": torch.ones(1)}, storage_writer=writer)
-    assert [c.step for c in Store(tmp_path).scan()] == [2]
+    assert sorted(c.step for c in Store(tmp_path).scan()) == [0, 1, 3]
 
 
 def test_signatures_are_made_and_asked_for(tmp_path: Path) -> None:
