@@ -255,9 +255,9 @@ class StorageReader(storage.StorageReader):
                     may_return=may_return(one.obstacle),
                 )
             )
-        for one in skipped:
-            if one.checkpoint.state in UNPROVEN:
-                return one.checkpoint  # whose manifest says what is wrong with the keys
+        for passed_over in skipped:
+            if passed_over.checkpoint.state in UNPROVEN:
+                return passed_over.checkpoint  # whose manifest says what is wrong with the keys
         directory = self._place.directory
         names = store.fs.list(directory) if store.fs.status(directory) is not None else {}
         if any(name.endswith(_STOCK) for name in names):

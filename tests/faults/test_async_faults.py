@@ -553,7 +553,7 @@ def training_with_a_held_save(
     return start_program(HELD_WORKER, runs, "process", tmp_path / "site"), held
 
 
-MOMENTS = [("pwrite", 3), ("fsync", 7), ("fsync", 8), ("replace", 3), ("replace", 4)]
+MOMENTS = [("pwrite", 3), ("fsync", 8), ("fsync", 9), ("fsync", 10), ("replace", 3), ("replace", 4)]
 
 
 @pytest.mark.parametrize(("operation", "call"), MOMENTS)

@@ -40,14 +40,15 @@ def temporaries(directory: Path) -> list[str]:
 # Calls of the third save, counted from its start: the directory is synced, the data, the manifest, the directory, ...
 ERRORS = {
     "first fsync": "fsync:error=EIO:when=1",
-    "fsync of the data": "fsync:error=EIO:when=3",
+    "fsync of the data": "fsync:error=EIO:when=2",
+    "fsync of the unfinished name": "fsync:error=EIO:when=3",
     "fsync of the manifest": "fsync:error=EIO:when=4",
     "fsync of the directory": "fsync:error=EIO:when=5",
     "disk full while writing": "pwrite64:error=ENOSPC:when=2",
     "disk full while reserving": "fallocate:error=ENOSPC:when=1",
     "i/o error while writing": "pwrite64:error=EIO:when=3",
-    "first rename": "rename:error=EROFS:when=1",
-    "second rename": "rename:error=EROFS:when=2",
+    "first rename": "renameat:error=EROFS:when=1",
+    "second rename": "renameat:error=EROFS:when=2",
 }
 
 
@@ -126,7 +127,7 @@ def test_lie_about_a_write_is_found_by_the_reader(tmp_path: Path) -> None:
 
 @strace
 @pytest.mark.slow
-@pytest.mark.parametrize("call", ["openat", "pwrite64", "fsync", "rename", "unlink"])
+@pytest.mark.parametrize("call", ["openat", "pwrite64", "fsync", "renameat", "unlinkat"])
 def test_death_at_every_call_leaves_a_directory_that_goes_on(tmp_path: Path, call: str) -> None:
     base, directory = tmp_path / "base", tmp_path / "run"
     save_steps(base, 1, 2)
