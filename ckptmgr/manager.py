@@ -20,7 +20,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 from ckptmgr import tree
 from ckptmgr.config import CheckpointConfig, check_config, trust_of
@@ -45,7 +45,7 @@ from ckptmgr.parallel.layout import ParallelLayout
 from ckptmgr.parallel.sharing import Balance
 from ckptmgr.parallel.team import team_for
 from ckptmgr.resume import notes_of
-from ckptmgr.resuming import resume_state
+from ckptmgr.resuming import resume_state, start_anew
 from ckptmgr.resumption import Resumption
 from ckptmgr.run_parts import RunParts
 from ckptmgr.run_past import UnsavedStep
@@ -142,7 +142,9 @@ class CheckpointManager(SavingSeries):
             None if snapshot_steps is None else checked_interval("snapshot_steps", snapshot_steps)
         )
 
-    def resume(self, state: object = None) -> Resumption:
+    def resume(
+        self, state: object = None, *, start: Literal["newest", "new"] = "newest"
+    ) -> Resumption:
         """Restore the newest checkpoint that verifies and loads.
 
         Arrays of `state` that can take their content from the file do so, without a second copy in memory. Every byte is
@@ -153,8 +155,12 @@ class CheckpointManager(SavingSeries):
 
         Args:
             state: The state to restore into, built as for a fresh start; None gives the stored state as new objects.
+            start: `newest`, or `new` to start at step 0 although there are checkpoints; those stay, and count as of another
+                run.
 
         Raises:
+            ValueError: `start` is neither.
+            UnprovenCheckpoint: With a key or trusted keys, files of the series are here without manifests, and nothing else.
             StateMismatch: A whole checkpoint does not fit `state`; names every difference. Nothing was changed.
             ResumeFailed: Another rank cannot resume; names it and its error. Nothing was changed.
             RanksMissing: Other ranks did not come in time. Nothing was changed.
@@ -163,9 +169,16 @@ class CheckpointManager(SavingSeries):
             KeyProblem: There are checkpoints, but none opens with this key.
             StoreLocked: Another live process writes this series.
         """
+        if start not in ("newest", "new"):
+            raise ValueError(f"start must be 'newest' or 'new', but got {start!r}")
         with self._observers.timed("resume", series=self.prefix) as told:
             self._engine.wait_until_idle()  # going back: what is in flight would be newer
-            found = resume_state(state, writer=self._writer, reader=self._reader, past=self._past)
+            if start == "new":
+                found = start_anew(state, writer=self._writer, past=self._past)
+            else:
+                found = resume_state(
+                    state, writer=self._writer, reader=self._reader, past=self._past
+                )
             if found.checkpoint is not None:
                 told |= about(found.checkpoint)
             told["figures"] = {"skipped": len(found.skipped), "starts": found.starts}

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from ckptmgr.chain import contradiction, misfit
+from ckptmgr.errors import UnprovenCheckpoint
 from ckptmgr.loader import Value
 from ckptmgr.manifest import Manifest
 from ckptmgr.model import Checkpoint
@@ -19,6 +20,7 @@ from ckptmgr.run_past import RunPast
 from ckptmgr.series import SeriesWriter
 from ckptmgr.series_reader import NamedValues, SeriesReader
 from ckptmgr.start_count import count_start
+from ckptmgr.trust import Trust
 
 _LOG = logging.getLogger(__name__)
 _MANY_STARTS = 3
@@ -76,6 +78,7 @@ def find_newest(
 
     Raises:
         KeyProblem, UnsupportedCheckpoint, OSError: Nothing loads, and not because all is damaged.
+        UnprovenCheckpoint: Keys were given, nothing loads, and there are files of the series without a manifest.
         ResumeFailed, RanksMissing: The ranks cannot go on together.
     """
     present: list[Checkpoint] = []
@@ -90,6 +93,7 @@ def find_newest(
     for one in skipped:
         _LOG.warning("skipped %s: %s", one.checkpoint.path, one.reason)
     if checkpoint is None or loaded is None:
+        _refuse_to_start_beside(skipped, writer.store.trust)
         for hint in why_nothing(present, is_own):
             _LOG.warning("%s: nothing to resume as %r: %s", writer.store.directory, prefix, hint)
         return Found(newest=None, skipped=tuple(skipped), doubt=doubt_of(skipped))
@@ -97,6 +101,23 @@ def find_newest(
     return Found(
         newest=(checkpoint, loaded), skipped=tuple(skipped), doubt="; ".join(doubts) or None
     )
+
+
+def _refuse_to_start_beside(skipped: Sequence[Skipped], trust: Trust) -> None:
+    """Raise where keys were given and files of the series are here, but nothing says which steps they are.
+
+    Their manifests may have been removed to make the run start over.
+    """
+    unplaced = [one.checkpoint for one in skipped if one.checkpoint.is_bare]
+    if unplaced and trust.is_strict:
+        more = f" (and {len(unplaced) - 1} more)" if len(unplaced) > 1 else ""
+        raise UnprovenCheckpoint(
+            f"belongs to this series by its name{more}, but no manifest proves which step it is, and nothing else is here "
+            "to resume from",
+            path=unplaced[0].path,
+            hint="bring back the .manifest.json files, move the files away, or start anew beside them with "
+            'resume(start="new")',
+        )
 
 
 def _doubt(checkpoint: Checkpoint, present: Sequence[Checkpoint]) -> str | None:
@@ -171,3 +192,11 @@ def resume_state(
         doubt=found.doubt,
         kept=loaded.kept,
     )
+
+
+def start_anew(state: object, *, writer: SeriesWriter, past: RunPast) -> Resumption:
+    """Start at step 0 beside the checkpoints that are there; see `CheckpointManager.resume`."""
+    writer.prepare()
+    writer.forget_parents()
+    past.start_at(0, is_own=False)
+    return Resumption(step=0, state=state, metrics={})

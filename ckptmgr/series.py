@@ -195,6 +195,10 @@ class SeriesWriter:
             self._holder = None
             self._lease.close()
 
+    def forget_parents(self) -> None:
+        """Note that this run goes on from none of the checkpoints that are here."""
+        self.resumed_from, self.parent_run_ids = None, ()
+
     def continue_from(self, checkpoint: Checkpoint, manifest: Manifest | None) -> None:
         """Note that this run goes on where another one was: its checkpoints now count as ours."""
         self.resumed_from = checkpoint

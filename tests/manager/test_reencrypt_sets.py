@@ -263,7 +263,7 @@ def test_signed_set_is_signed_again() -> None:
     disk = saved(enc_key=KEY, signing_key=SIGNER, **SAFETENSORS)
     with pytest.raises(KeyProblem, match="signed"):
         reencrypt(disk)
-    assert reencrypt(disk, signing_key=SIGNER) is Action.REENCRYPT
+    assert reencrypt(disk, trust=Trust(signing_key=SIGNER)) is Action.REENCRYPT
     trusting = Store(
         RUNS,
         fs=disk,

@@ -116,10 +116,12 @@ def test_target_says_what_the_manifest_said_that_vouched_for_the_source(
     )
     system_open = os.open
 
-    def without_manifest(path: str | Path, flags: int, mode: int = 0o777) -> int:
+    def without_manifest(
+        path: str | Path, flags: int, mode: int = 0o777, *, dir_fd: int | None = None
+    ) -> int:
         if path == source:
             source.with_name(manifest_name(source.name)).unlink(missing_ok=True)
-        return system_open(path, flags, mode)
+        return system_open(path, flags, mode, dir_fd=dir_fd)
 
     monkeypatch.setattr(os, "open", without_manifest)
     done = decrypt_file(

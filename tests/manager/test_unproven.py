@@ -270,3 +270,49 @@ def test_plain_file_needs_permission_to_be_unencrypted(tmp_path: Path) -> None:
         assert "--allow-unencrypted" in refused.output
     for command in (("verify", path), ("inspect", path)):
         assert run(*command, "--key", source, "--allow-unencrypted").exit_code == 0
+
+
+def without_manifests(runs: Path) -> None:
+    """Save a run and remove its manifests."""
+    train(runs, range(1, 4))
+    for path in runs.glob(f"*{SUFFIX}"):
+        path.unlink()
+
+
+def test_resume_with_a_key_refuses_to_start_over_beside_files_without_manifests(
+    tmp_path: Path,
+) -> None:
+    without_manifests(tmp_path)
+    with (
+        CheckpointManager(tmp_path, CheckpointConfig(enc_key=KEY), prefix="net") as manager,
+        pytest.raises(UnprovenCheckpoint, match=r'start="new"'),
+    ):
+        manager.resume({"w": np.zeros(3)})
+
+
+def test_resume_starts_anew_where_the_caller_says_so(tmp_path: Path) -> None:
+    without_manifests(tmp_path)
+    state = {"w": np.zeros(3)}
+    with CheckpointManager(tmp_path, CheckpointConfig(enc_key=KEY), prefix="net") as manager:
+        assert manager.resume(state, start="new").step == 0
+        manager.save(1, state)
+        assert manager.resume(state).step == 1
+    assert (tmp_path / "net-3.ckpt").exists()
+
+
+def test_run_that_starts_anew_removes_nothing_of_the_runs_before(tmp_path: Path) -> None:
+    train(tmp_path, range(1, 4))
+    config = CheckpointConfig(enc_key=KEY, keep="last(1)")
+    with CheckpointManager(tmp_path, config, prefix="net") as manager:
+        assert manager.resume(start="new").is_fresh
+        for step in (1, 2):
+            manager.save(step, {"w": np.full(3, step)})
+        assert [c.step for c in manager.checkpoints()] == [1, 2, 3, 2]
+
+
+def test_start_that_is_unknown_is_refused(tmp_path: Path) -> None:
+    with (
+        CheckpointManager(tmp_path) as manager,
+        pytest.raises(ValueError, match="start must be"),
+    ):
+        manager.resume(start="latest")  # type: ignore[arg-type]
