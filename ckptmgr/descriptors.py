@@ -38,6 +38,17 @@ def open_entry(path: Path, flags: int, mode: int = 0o600, *, dir_fd: int | None 
 
 
 @contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let errors of calls on a descriptor name its file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = os.fspath(path)
+        raise
+
+
+@contextlib.contextmanager
 def standard_taken() -> Iterator[None]:
     """Let nothing that is opened within the block have one of the numbers up to 2; also not what duplicates descriptors."""
     with contextlib.ExitStack() as taken:

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from ckptmgr.descriptors import naming
 from ckptmgr.held_directories import HeldDirectories
 from ckptmgr.input_files import CachedFile, UncachedFile
 from ckptmgr.lock_files import locked
@@ -268,7 +269,8 @@ class OsFileSystem:
         """Make the entries of a directory durable."""
         with self._directories.opened(path) as descriptor:
             try:
-                os.fsync(descriptor)
+                with naming(path):
+                    os.fsync(descriptor)
             except OSError as error:
                 # Some network file systems cannot sync directories and say so; there is nothing better to do there.
                 if error.errno not in (errno.EINVAL, errno.ENOTSUP):

@@ -10,7 +10,7 @@ import os
 import stat
 from pathlib import Path
 
-from ckptmgr.descriptors import beyond_standard, open_entry
+from ckptmgr.descriptors import beyond_standard, naming, open_entry
 from ckptmgr.input_files import DIRECT_IO_ALIGNMENT, REFUSALS_OF_DIRECT_IO
 from ckptmgr.transfers import note
 
@@ -146,7 +146,8 @@ class ChangedFile:
         """Write all of `data` at `offset`."""
         view = memoryview(data).cast("B")
         while view.nbytes:
-            written = os.pwrite(self._descriptor, view, offset)
+            with naming(self._path):
+                written = os.pwrite(self._descriptor, view, offset)
             if written == 0:
                 raise OSError(errno.EIO, "a write wrote nothing", str(self._path))
             note("write", written)
@@ -155,13 +156,15 @@ class ChangedFile:
 
     def sync(self) -> None:
         """Make the content durable; an error is final."""
-        os.fsync(self._descriptor)
+        with naming(self._path):
+            os.fsync(self._descriptor)
 
     def close(self) -> None:
         """Release what is open."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            os.close(descriptor)
+            with naming(self._path):
+                os.close(descriptor)
 
 
 def _reopened(descriptor: int, mode: int) -> int:

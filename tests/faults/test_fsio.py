@@ -235,6 +235,14 @@ def test_write_beyond_a_limit_is_reported(tmp_path: Path, size: int) -> None:
     assert caught.value.errno == errno.EFBIG
 
 
+def test_change_that_fails_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "header").write_bytes(bytes(4096))
+    file = DISK.change(tmp_path / "header")
+    with file_size_limit(4096), pytest.raises(OSError, match=r"File too large.*/header'"):
+        file.write_at(4096, bytes(4096))
+    file.close()
+
+
 def test_close_twice_is_harmless(tmp_path: Path) -> None:
     file = DISK.create(tmp_path / "a", mode=0o600)
     file.close()
