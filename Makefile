@@ -12,6 +12,7 @@ VENV ?= .venv
 INTEROP_VENV ?= .venv-interop
 BENCH_VENV ?= .venv-bench
 PROVIDERS_VENV ?= .venv-providers
+SUPPLY_VENV ?= .venv-supply
 JOBS ?= 2
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
@@ -20,6 +21,7 @@ PY := $(VENV)/bin/python
 INTEROP_PY := $(INTEROP_VENV)/bin/python
 BENCH_PY := $(BENCH_VENV)/bin/python
 PROVIDERS_PY := $(PROVIDERS_VENV)/bin/python
+SUPPLY_PY := $(SUPPLY_VENV)/bin/python
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 PYTEST := -m pytest --timeout=300
 
@@ -61,12 +63,29 @@ $(PROVIDERS_VENV)/.stamp: pyproject.toml constraints.txt
 	@echo "installing the libraries of key services into $(PROVIDERS_VENV)"
 	$(call make_venv,$(PROVIDERS_VENV),constraints.txt,providers)
 
+$(SUPPLY_VENV)/.stamp: pyproject.toml constraints.txt
+	@echo "installing the tools that look after dependencies into $(SUPPLY_VENV)"
+	$(PYTHON) -m venv $(SUPPLY_VENV)
+	$(SUPPLY_PY) $(PIP_INSTALL) --constraint constraints.txt --upgrade pip setuptools
+	$(SUPPLY_PY) $(PIP_INSTALL) --constraint constraints.txt --group supply
+	touch $@
+
 # COVERAGE=1 notes which branches the tests reach; `make coverage` then judges them.
 COVERAGE ?=
 .PHONY: test
 test: $(VENV)/.stamp-test ## run the tests (PYTEST_ARGS=..., JOBS=2)
 	@$(if $(COVERAGE),$(PY) -m coverage erase)
 	$(PY) $(if $(COVERAGE),-m coverage run) $(PYTEST) -n $(JOBS) $(PYTEST_ARGS)
+
+# -rs names what this machine could not run.
+.PHONY: test-strace
+test-strace: $(VENV)/.stamp-test ## fail, lie to and kill real savers and commands at every system call
+	@$(PY) $(PYTEST) -n $(JOBS) -rs -m strace tests/faults $(PYTEST_ARGS)
+
+.PHONY: test-root
+test-root: $(VENV)/.stamp-test ## cut the power on ext4, xfs and btrfs images, as root in a mount namespace of its own
+	@namespace=(); if [ "$$(id -u)" = 0 ]; then namespace=(unshare --mount --propagation private); fi
+	"$${namespace[@]}" $(PY) $(PYTEST) -n $(JOBS) -rs -m root tests/faults $(PYTEST_ARGS)
 
 .PHONY: coverage
 coverage: ## run the tests and enforce the branch coverage we promise
@@ -128,8 +147,31 @@ bench: $(BENCH_VENV)/.stamp $(INTEROP_VENV)/.stamp ## measure against MindSpore 
 wheel: $(VENV)/.stamp-test ## build into dist/ and test the installed wheel beside the oldest versions that it allows
 	@PYTHON=$(PY) JOBS=$(JOBS) bash .ci/wheel
 
+# Neither annotations nor the addresses of indexes: the file is the same wherever it is written.
+.PHONY: lock
+lock: $(SUPPLY_VENV)/.stamp ## write requirements.lock anew, from constraints.txt
+	@head -n 3 requirements.lock > requirements.lock.new
+	$(SUPPLY_VENV)/bin/pip-compile --quiet --generate-hashes --no-header --no-annotate --strip-extras --no-emit-index-url \
+	    --no-emit-trusted-host --no-emit-find-links --constraint constraints.txt --output-file - pyproject.toml \
+	    2> /dev/null >> requirements.lock.new
+	mv requirements.lock.new requirements.lock
+
+.PHONY: sbom
+sbom: $(SUPPLY_VENV)/.stamp ## list what requirements.lock installs as CycloneDX in dist/
+	@work=$$(mktemp -d -t ckptmgr-sbom.XXXXXX); trap 'rm -rf "$$work"' EXIT
+	$(PYTHON) -m venv --without-pip "$$work/venv"
+	$(SUPPLY_PY) -m pip --python "$$work/venv/bin/python" install --quiet --require-hashes --requirement requirements.lock
+	mkdir -p dist
+	$(SUPPLY_VENV)/bin/cyclonedx-py environment --pyproject pyproject.toml --output-reproducible \
+	    --output-format JSON --output-file dist/ckptmgr.cdx.json "$$work/venv/bin/python"
+	echo "dist/ckptmgr.cdx.json"
+
+.PHONY: audit
+audit: $(SUPPLY_VENV)/.stamp ## ask PyPI for known weaknesses of what requirements.lock pins; fails where it cannot be asked
+	@$(SUPPLY_VENV)/bin/pip-audit --strict --disable-pip --require-hashes --requirement requirements.lock --progress-spinner off
+
 .PHONY: clean
 clean: ## remove everything that make created
-	@rm -rf $(VENV) $(INTEROP_VENV) $(PROVIDERS_VENV) $(BENCH_VENV) build dist *.egg-info .coverage* demo-run bench-results
+	@rm -rf $(VENV) $(INTEROP_VENV) $(PROVIDERS_VENV) $(SUPPLY_VENV) $(BENCH_VENV) build dist *.egg-info .coverage* demo-run bench-results
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

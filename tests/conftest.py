@@ -51,13 +51,13 @@ def process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Memory, where the machine lets us: there a test that saves a thousand times waits for no disk.
-_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108  not a fixed name
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108  not a fixed name
 
 
 @pytest.fixture
 def fast_path() -> Iterator[Path]:
     """Yield an empty directory, in memory if possible."""
-    with tempfile.TemporaryDirectory(dir=_MEMORY) as name:
+    with tempfile.TemporaryDirectory(dir=MEMORY) as name:
         yield Path(name)
 
 
@@ -70,11 +70,19 @@ def _interop_obstacle(_: pytest.Config) -> str | None:
 def _root_obstacle(config: pytest.Config) -> str | None:
     # Being root by chance, as in many containers, is no permission to mount file systems.
     if "root" not in str(config.getoption("markexpr")):
-        return "mounts file systems: run it as root with -m root"
-    return None if os.geteuid() == 0 else "needs root"
+        return "mounts file systems: make test-root"
+    if os.geteuid() != 0:
+        return "needs root"
+    return _strace_obstacle_here()
 
 
-def _strace_obstacle(_: pytest.Config) -> str | None:
+def _strace_obstacle(config: pytest.Config) -> str | None:
+    if "strace" not in str(config.getoption("markexpr")):
+        return "takes minutes: make test-strace"
+    return _strace_obstacle_here()
+
+
+def _strace_obstacle_here() -> str | None:
     strace = shutil.which("strace")
     if strace is None:
         return "needs strace"

@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real file systems: a full tmpfs, and an ext4 whose power is cut at every call."""
+"""Real file systems: a full tmpfs; ext4, xfs and btrfs whose power is cut at every call of savers and commands."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.faults.straced import ROOT, save_steps, saver_command, straced_save
-from tests.faults.test_strace import check_directory
+from ckptmgr.errors import CkptmgrError
+from tests.faults.photographs import KINDS, Disks, Unavailable, copy, photographs
+from tests.faults.straced import ROOT, Call, changes, straced
+from tests.faults.works import WORKS, each_saver, each_work, prepare_second, without_sync
 
 FULL = """
 import sys
@@ -66,74 +68,74 @@ def test_full_tmpfs_is_reported_and_cleaned_up(tmp_path: Path) -> None:
     assert ".tmp" not in done.stdout
 
 
-def run(*command: str | Path) -> None:
-    subprocess.run(command, check=True, capture_output=True)
+@dataclass(frozen=True, slots=True)
+class Lab:
+    """Disks of one kind, and an empty image of it."""
+
+    disks: Disks
+    empty: Path
+
+    def prepared(self, prepare: Callable[[Path], None]) -> Path:
+        """Return an image on which what a function writes is durable."""
+        image = copy(self.empty, self.disks.folder / "base.img")
+        with self.disks.mounted(image) as disk:
+            prepare(disk)
+            os.sync()
+        return image
 
 
-@contextlib.contextmanager
-def mounted(image: Path, directory: Path) -> Iterator[Path]:
-    """Mount an image; unmounted by its path, whatever happens."""
-    directory.mkdir(exist_ok=True)
-    run("mount", "-o", "loop", image, directory)
+@pytest.fixture(params=KINDS)
+def lab(request: pytest.FixtureRequest, fast_path: Path) -> Lab:
+    """Return a lab for each file system that this machine makes and mounts."""
+    disks = Disks(KINDS[request.param], fast_path)
     try:
-        yield directory
-    finally:
-        run("umount", directory)
-
-
-@pytest.fixture
-def image(tmp_path: Path) -> Path:
-    """Return an ext4 on which steps 1 and 2 are durable."""
-    path = tmp_path / "base.img"
-    with path.open("wb") as file:
-        file.truncate(32 << 20)
-    run("mkfs.ext4", "-q", "-F", path)
-    with mounted(path, tmp_path / "m") as directory:
-        save_steps(directory / "run", 1, 2)
-        os.sync()
-    return path
+        return Lab(disks, disks.new())
+    except Unavailable as reason:
+        pytest.skip(f"{request.param}: {reason}")
 
 
 @pytest.mark.root
 @pytest.mark.slow
-@pytest.mark.parametrize("call", ["pwrite64", "fsync", "rename", "unlink"])
-def test_power_cut_at_every_call_on_ext4(tmp_path: Path, image: Path, call: str) -> None:
-    disk, photo = tmp_path / "disk.img", tmp_path / "photo.img"
-    cut = 0
-    for number in range(1, 30):
-        run("cp", "--sparse=always", image, disk)
-        with mounted(disk, tmp_path / "m") as directory:
-            inject = f"{call}:signal=SIGKILL:when={number}"
-            saver = straced_save(
-                directory / "run", tmp_path / "log", inject, step=3, keep="last(1)"
-            )
-            # A copy of the mounted image holds just what the file system has sent to the device.
-            run("cp", "--sparse=always", disk, photo)
-        with mounted(photo, tmp_path / "m") as directory:
-            must = {2, 3} if saver.is_acknowledged else {2}
-            check_directory(directory / "run", must=must, may={1, 3})
-        cut += 1
-        if not saver.is_killed:
-            break
-    assert cut >= 3
+@each_work
+def test_power_cut_at_every_call_loses_nothing_that_was_acknowledged(lab: Lab, name: str) -> None:
+    work = WORKS[name]
+    taken = photographs(lab.disks, lab.prepared(work.prepare), work.command)
+    for photo in taken:
+        with lab.disks.mounted(photo.image) as disk:
+            try:
+                work.check(disk, photo.is_acknowledged)
+            except AssertionError as error:
+                raise AssertionError(f"after {photo.after}: {error}") from error
+        photo.image.unlink()
+    assert len(taken) >= 7
 
 
 @pytest.mark.root
-def test_photograph_shows_what_was_never_synced(tmp_path: Path, image: Path) -> None:
-    disk, photo = tmp_path / "disk.img", tmp_path / "photo.img"
-    run("cp", "--sparse=always", image, disk)
-    with mounted(disk, tmp_path / "m") as directory:
-        command = [*saver_command(directory / "run", 3, None)]
-        subprocess.run(
-            ["strace", "-f", "-o", tmp_path / "log", "-e", "inject=fsync:retval=0", *command],
-            check=True,
-            capture_output=True,
-            cwd=ROOT,
-        )
-        assert "(INJECTED)" in (tmp_path / "log").read_text(errors="replace")
-        run("cp", "--sparse=always", disk, photo)
-    with (
-        mounted(photo, tmp_path / "m") as directory,
-        pytest.raises(AssertionError),
-    ):
-        check_directory(directory / "run", must={1, 2, 3}, may=set())
+@pytest.mark.slow
+@pytest.mark.parametrize("forgotten", ["data", "manifest", "commit"])
+@each_saver
+def test_saver_without_one_of_its_syncs_is_caught(
+    lab: Lab, tmp_path: Path, name: str, forgotten: str
+) -> None:
+    work = WORKS[name]
+    image, log = lab.prepared(prepare_second), tmp_path / "log"
+    calls: list[Call] = []
+    for trial in (tmp_path / "first", tmp_path / "second"):
+        prepare_second(trial)  # the first run fills the cache of byte code
+        calls = changes(straced(work.command(trial), log).log, trial)
+    with lab.disks.mounted(image) as disk:
+        done = straced(work.command(disk), log, *without_sync(calls, forgotten))
+        assert done.is_injected
+        assert done.is_acknowledged, done.output
+        if forgotten != "commit":
+            commit_journal(disk)
+        photo = copy(image, lab.disks.folder / "photo.img")
+    with lab.disks.mounted(photo) as disk, pytest.raises((AssertionError, CkptmgrError)):
+        work.check(disk, True)
+
+
+def commit_journal(disk: Path) -> None:
+    """Commit names without the contents of other files, as the clock does any moment."""
+    with (disk / "unrelated").open("wb") as file:
+        file.write(b"unrelated")
+        os.fsync(file.fileno())

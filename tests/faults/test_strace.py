@@ -1,164 +1,252 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Real saver processes that meet errors at, or are killed by, chosen system calls."""
+"""Real savers and commands that meet errors at, or are killed by, every system call that changes the directory."""
 
 from __future__ import annotations
 
 import shutil
-import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
 
-from ckptmgr.manager import CheckpointManager
-from ckptmgr.model import State
-from tests.faults.straced import ROOT, save_steps, saver_command, straced_save
-from tests.faults.training import SERIES, state_of, value_of
+from tests.cli.running import run
+from tests.conftest import MEMORY
+from tests.faults.durability import broken_promise
+from tests.faults.straced import Call, Straced, changes, python, straced
+from tests.faults.works import (
+    NEW_KEY,
+    OLD_KEY,
+    SAVERS,
+    WORKS,
+    check_directory,
+    commit_of,
+    each_saver,
+    each_work,
+    prepare_second,
+    save_steps,
+    temporaries,
+    without_sync,
+)
 
-strace = pytest.mark.strace
-MAX_CALLS = 40
+pytestmark = [pytest.mark.strace, pytest.mark.slow]
 
-
-def check_directory(directory: Path, *, must: set[int], may: set[int]) -> None:
-    """Check with a fresh start that what must be there loads, and that nothing else is listed; then go on."""
-    with CheckpointManager(directory, prefix=SERIES) as manager:
-        resumption = manager.resume()
-        found = {checkpoint.step: checkpoint for checkpoint in manager.checkpoints()}
-        assert must <= set(found) <= must | may
-        for step, checkpoint in found.items():
-            assert checkpoint.state is State.OK
-            assert value_of(manager.load(checkpoint)) == 10.0 * step
-        assert resumption.step == max(found, default=0)
-        assert not resumption.skipped
-        manager.save(99, state_of(990.0))
-    assert temporaries(directory) == []
-
-
-def temporaries(directory: Path) -> list[str]:
-    return [path.name for path in directory.iterdir() if path.name.endswith(".tmp")]
-
-
-# Calls of the third save, counted from its start: the directory is synced, the data, the manifest, the directory, ...
 ERRORS = {
-    "first fsync": "fsync:error=EIO:when=1",
-    "fsync of the data": "fsync:error=EIO:when=2",
-    "fsync of the unfinished name": "fsync:error=EIO:when=3",
-    "fsync of the manifest": "fsync:error=EIO:when=4",
-    "fsync of the directory": "fsync:error=EIO:when=5",
-    "disk full while writing": "pwrite64:error=ENOSPC:when=2",
-    "disk full while reserving": "fallocate:error=ENOSPC:when=1",
-    "i/o error while writing": "pwrite64:error=EIO:when=3",
-    "first rename": "renameat:error=EROFS:when=1",
-    "second rename": "renameat:error=EROFS:when=2",
+    "create": "EMFILE",
+    "write": "ENOSPC",
+    "reserve": "ENOSPC",
+    "sync": "EIO",
+    "close": "EIO",
+    "rename": "EROFS",
+    "remove": "EIO",
+}
+SHOWN = {
+    "EMFILE": ("Too many open files",),
+    "ENOSPC": ("bytes needed", "No space left on device"),
+    "EIO": ("Input/output error",),
+    "EROFS": ("Read-only file system",),
 }
 
 
-@strace
-@pytest.mark.parametrize("fault", ERRORS)
-def test_error_of_a_system_call_reaches_the_caller(tmp_path: Path, fault: str) -> None:
-    directory = tmp_path / "run"
-    save_steps(directory, 1, 2)
-    saver = straced_save(directory, tmp_path / "log", ERRORS[fault], step=3)
-    assert saver.is_injected
-    assert not saver.is_acknowledged
-    assert saver.returncode == 1
-    assert "Error" in saver.output.splitlines()[-1] or "hint" in saver.output
-    assert temporaries(directory) == []
-    check_directory(directory, must={1, 2}, may={3})
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """A work, the disk that it starts from, and the calls that it makes.
+
+    Attributes:
+        name: Of the work.
+        folder: For disks and logs.
+        calls: That change the disk, without interference.
+    """
+
+    name: str
+    folder: Path
+    calls: list[Call]
+
+    @property
+    def disk(self) -> Path:
+        """Where the work is done."""
+        return self.folder / "disk"
+
+    def run(self, *options: str, start: str = "before") -> Straced:
+        """Do the work on a new copy of the disk, under strace with these options."""
+        shutil.rmtree(self.disk, ignore_errors=True)
+        shutil.copytree(self.folder / start, self.disk)
+        command = WORKS[self.name].command(self.disk)
+        return straced(command, self.folder / "log", *options)
+
+    def inject(self, call: Call, fault: str) -> Straced:
+        """Do the work with a fault in one call."""
+        injected: list[str] = []
+        for _ in range(3):  # the number of a call may vary, by what Python finds of its byte code
+            done = self.run("-e", f"inject={call.name}:{fault}:when={call.number}")
+            if done.is_killed if "SIGKILL" in fault else done.has_met(call):
+                return done
+            injected = done.injected()
+        raise AssertionError(f"{fault} did not meet {call}, but {injected}")
+
+    def check(self, *, is_acknowledged: bool) -> None:
+        """Check what is there, and finish the work."""
+        WORKS[self.name].check(self.disk, is_acknowledged)
 
 
-@strace
-def test_error_of_a_full_disk_names_the_bytes(tmp_path: Path) -> None:
-    directory = tmp_path / "run"
+_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
+
+
+@pytest.fixture
+def bench(name: str) -> Bench:
+    """Return the bench of a work; each test starts from a new copy of its disk."""
+    return _bench(name)
+
+
+@cache
+def _bench(name: str) -> Bench:
+    _FOLDERS.append(tempfile.TemporaryDirectory(dir=MEMORY))
+    bench = Bench(name, Path(_FOLDERS[-1].name), [])
+    (bench.folder / "before").mkdir()
+    WORKS[name].prepare(bench.folder / "before")
+    bench.run()  # fills the cache of byte code: the second run makes the calls of all later ones
+    done = bench.run()
+    assert done.returncode == 0, done.output
+    bench.check(is_acknowledged=True)
+    bench.calls.extend(changes(done.log, bench.disk))
+    return bench
+
+
+def survivable(bench: Bench) -> Iterator[Call]:
+    """Yield the calls of a saver that may fail: the count of starts, and what follows the commit and its sync."""
+    if bench.name not in SAVERS:
+        return
+    commit = commit_of(bench.calls)
+    for number, call in enumerate(bench.calls):
+        if ".net.starts" in call.line or number > commit + 1:
+            yield call
+
+
+@each_work
+def test_error_at_every_call_is_reported_and_loses_nothing(bench: Bench) -> None:
+    may_fail = list(survivable(bench))
+    met = set()
+    for call in bench.calls:
+        error = ERRORS[call.kind]
+        done = bench.inject(call, f"error={error}")
+        met.add(call.kind)
+        assert not done.is_acknowledged or call in may_fail, call
+        said = any(text in done.output for text in SHOWN[error])
+        assert done.is_acknowledged or said, (call, done.output)
+        assert done.is_acknowledged or str(bench.disk) in done.output, (call, done.output)
+        assert "bug in ckptmgr" not in done.output
+        assert done.returncode in (0, 1, 2, 3), (call, done.output)
+        if call not in may_fail:
+            assert temporaries(bench.disk) == [], call
+        bench.check(is_acknowledged=done.is_acknowledged)
+    assert met >= {"sync", "rename"} or bench.name == "prune --now"
+
+
+@each_work
+def test_death_at_every_call_loses_nothing_and_the_work_can_be_finished(bench: Bench) -> None:
+    killed = 0
+    for call in bench.calls:
+        if call.kind != "close" and not call.is_shared:  # a killed process closes its files itself
+            done = bench.inject(call, "signal=SIGKILL")
+            bench.check(is_acknowledged=done.is_acknowledged)
+            killed += 1
+    assert killed >= 7
+
+
+@each_work
+def test_interrupted_calls_are_made_again(bench: Bench) -> None:
+    calls = "pwrite64,fsync,fdatasync,fallocate"
+    done = bench.run("-e", f"inject={calls}:error=EINTR:when=1+2")
+    assert done.log.count("EINTR (Interrupted system call) (INJECTED)") >= 2
+    assert done.is_acknowledged, done.output
+    bench.check(is_acknowledged=True)
+
+
+@each_work
+def test_write_that_the_kernel_only_claims_is_refused_or_found(bench: Bench) -> None:
+    found = 0
+    for call in bench.calls:
+        if call.kind == "write":
+            done = bench.inject(call, f"retval={call.result}")
+            if is_found_damaged(bench.disk):
+                found += 1
+            else:
+                bench.check(is_acknowledged=done.is_acknowledged)
+    # The header of a container has two copies; prune writes only leases.
+    assert found or bench.name.startswith("prune")
+
+
+def is_found_damaged(disk: Path) -> bool:
+    """Return whether `verify` names damage in what a work wrote, plain or encrypted."""
+    directory = disk / ("out" if (disk / "out").exists() else "run")
+    keys = [key for name in (OLD_KEY, NEW_KEY) if (key := disk / name).exists()]
+    options = [part for key in keys for part in ("--key", f"file:{key}")]
+    return 1 in (run("verify", directory, *given).exit_code for given in ([], options))
+
+
+@each_work
+def test_names_and_contents_are_synced_before_the_work_is_acknowledged(bench: Bench) -> None:
+    assert broken_promise(bench.run().log, bench.disk) is None
+
+
+@each_saver
+def test_saver_without_one_of_its_syncs_is_caught(bench: Bench) -> None:
+    prepare_second(bench.folder / "second")
+    for forgotten in ("data", "manifest", "commit"):
+        done = bench.run(*without_sync(bench.calls, forgotten), start="second")
+        assert done.is_injected
+        assert done.is_acknowledged
+        said = "not synced" if forgotten == "commit" else "published before"
+        assert said in str(broken_promise(done.log, bench.disk))
+
+
+@each_saver
+def test_failed_sync_after_the_commit_is_reported_and_the_file_stays(bench: Bench) -> None:
+    after = bench.calls[commit_of(bench.calls) + 1]
+    assert after.kind == "sync"
+    done = bench.inject(after, "error=EIO")
+    assert not done.is_acknowledged
+    assert (bench.disk / "run" / "net-3.ckpt").exists()
+    check_directory(bench.disk / "run", must={2, 3}, may={1})
+
+
+@each_saver
+def test_error_of_a_full_disk_names_the_bytes(bench: Bench) -> None:
+    (reserved,) = (call for call in bench.calls if call.kind == "reserve")
+    done = bench.inject(reserved, "error=ENOSPC")
+    assert "StoreFull" in done.output
+    assert "bytes needed" in done.output
+
+
+@pytest.mark.parametrize("mode", SAVERS)
+def test_write_that_the_kernel_only_claims_fails_a_verified_save(
+    fast_path: Path, mode: str
+) -> None:
+    directory, log = fast_path / "run", fast_path / "log"
+    command = python("-m", "tests.faults.saver", directory, "2", mode, "verified")
     save_steps(directory, 1)
-    saver = straced_save(directory, tmp_path / "log", ERRORS["disk full while reserving"], step=2)
-    assert saver.is_injected
-    assert "StoreFull" in saver.output
-    assert "bytes needed" in saver.output
-
-
-@strace
-def test_failed_sync_of_the_directory_after_the_commit_is_reported(tmp_path: Path) -> None:
-    directory = tmp_path / "run"
-    save_steps(directory, 1, 2)
-    committed = []
-    for call in range(4, 9):
-        saver = straced_save(
-            directory, tmp_path / "log", f"fsync:error=EIO:when={call}", step=call + 10
-        )
-        if saver.is_injected and (directory / f"net-{call + 10}.ckpt").exists():
-            committed.append(saver.is_acknowledged)
-    # The published file stays, but nobody was told that it is durable.
-    assert committed == [False]
-    check_directory(directory, must={1, 2}, may=set(range(14, 19)))
-
-
-@strace
-def test_interrupted_and_short_writes_are_completed(tmp_path: Path) -> None:
-    directory = tmp_path / "run"
+    written = [
+        call for call in changes(straced(command, log).log, directory) if call.kind == "write"
+    ]
+    data = next(call for call in written if ".net-2.ckpt." in call.path)
+    shutil.rmtree(directory)
     save_steps(directory, 1)
-    saver = straced_save(directory, tmp_path / "log", "pwrite64:error=EINTR:when=2", step=2)
-    assert saver.is_injected
-    assert saver.is_acknowledged
-    check_directory(directory, must={1, 2}, may=set())
-
-
-@strace
-def test_signal_while_space_is_reserved_costs_only_the_reservation(tmp_path: Path) -> None:
-    directory = tmp_path / "run"
-    saver = straced_save(directory, tmp_path / "log", "fallocate:error=EINTR", step=1)
-    assert saver.is_injected
-    assert saver.is_acknowledged
+    done = straced(command, log, "-e", f"inject=pwrite64:retval={data.result}:when={data.number}")
+    assert done.has_met(data)
+    assert not done.is_acknowledged
+    assert "read back" in done.output
     check_directory(directory, must={1}, may=set())
 
 
-@strace
-def test_lie_about_a_write_is_found_by_the_reader(tmp_path: Path) -> None:
-    directory = tmp_path / "run"
+@pytest.mark.parametrize("mode", SAVERS)
+def test_save_without_descriptors_left_is_reported(fast_path: Path, mode: str) -> None:
+    directory = fast_path / "run"
     save_steps(directory, 1)
-    # The second call writes the 230 bytes of data, the first one the text of the lease.
-    saver = straced_save(directory, tmp_path / "log", "pwrite64:retval=230:when=2", step=2)
-    assert saver.is_injected
-    assert saver.is_acknowledged
-    with CheckpointManager(directory, prefix=SERIES) as manager:
-        resumption = manager.resume()
-    assert resumption.step == 1
-    assert [skip.checkpoint.step for skip in resumption.skipped] == [2]
-
-
-@strace
-@pytest.mark.slow
-@pytest.mark.parametrize("call", ["openat", "pwrite64", "fsync", "renameat", "unlinkat"])
-def test_death_at_every_call_leaves_a_directory_that_goes_on(tmp_path: Path, call: str) -> None:
-    base, directory = tmp_path / "base", tmp_path / "run"
-    save_steps(base, 1, 2)
-    first = first_call(base, tmp_path) if call == "openat" else 1
-    killed = 0
-    for number in range(first, first + MAX_CALLS):
-        shutil.rmtree(directory, ignore_errors=True)
-        shutil.copytree(base, directory)
-        inject = f"{call}:signal=SIGKILL:when={number}"
-        saver = straced_save(directory, tmp_path / "log", inject, step=3, keep="last(1)")
-        if not saver.is_killed:
-            assert saver.is_acknowledged
-            break
-        killed += 1
-        # The second one was resumed from; the first one goes only after the third is durable.
-        assert (directory / "net-1.ckpt").exists() or (directory / "net-3.ckpt").exists()
-        must = {2, 3} if saver.is_acknowledged else {2}
-        check_directory(directory, must=must, may={1, 3})
-    assert killed >= 2
-
-
-def first_call(base: Path, tmp_path: Path) -> int:
-    """Return the number of the first openat in the directory; those before load Python and NumPy."""
-    directory, log = tmp_path / "probe", tmp_path / "probe.log"
-    shutil.copytree(base, directory)
-    saver = saver_command(directory, 3, "last(1)")
-    subprocess.run(
-        ["strace", "-f", "-o", str(log), "-e", "trace=openat", *saver],
-        check=True,
-        capture_output=True,
-        cwd=ROOT,
-    )
-    lines = [line for line in log.read_text(errors="replace").splitlines() if "openat(" in line]
-    return 1 + next(i for i, line in enumerate(lines) if str(directory) in line)
+    command = python("-m", "tests.faults.saver", directory, "2", mode, "starved")
+    done = straced(command, fast_path / "log")
+    assert "EMFILE" in done.log
+    assert not done.is_acknowledged
+    assert "Too many open files" in done.output
+    check_directory(directory, must={1, 2}, may={3})
