@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -76,3 +77,35 @@ def test_tools_beside_the_oldest_versions_are_those_of_the_other_tests() -> None
 def test_dependencies_are_all_imported() -> None:
     names = {Requirement(text).name for text in settings()["project"]["dependencies"]}
     assert names - imported_modules() == set()
+
+
+def locked() -> dict[str, tuple[Version, int]]:
+    """Return version and number of hashes of each package in requirements.lock, by canonical name."""
+    entries = re.findall(
+        r"^([\w.-]+)==(\S+) \\\n((?: +--hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)",
+        lock_text(),
+        re.MULTILINE,
+    )
+    return {canonicalize_name(n): (Version(v), h.count("--hash=")) for n, v, h in entries}
+
+
+def lock_text() -> str:
+    return (ROOT / "requirements.lock").read_text(encoding="utf-8")
+
+
+def test_lock_pins_every_dependency_to_the_version_that_is_tested() -> None:
+    names = {
+        canonicalize_name(Requirement(text).name) for text in settings()["project"]["dependencies"]
+    }
+    newest = pins("constraints.txt")
+    assert names <= set(locked())
+    assert {name: version for name, (version, _) in locked().items()} == {
+        name: newest.get(name) for name in locked()
+    }
+
+
+def test_lock_is_nothing_but_pins_with_hashes() -> None:
+    lines = [line for line in lock_text().splitlines() if not line.startswith("#")]
+    hashes = sum(count for _, count in locked().values())
+    assert len(lines) == len(locked()) + hashes
+    assert min(count for _, count in locked().values()) >= 1
