@@ -108,7 +108,7 @@ class CallbackSeries:
         parts: Makes the writers.
 
     Raises:
-        ValueError: There are functions, and many ranks, of which each would call its own.
+        ValueError: There are functions, and many ranks, of which each would call its own; or the names would be too long.
         OSError: The directory cannot be made.
     """
 
@@ -126,6 +126,8 @@ class CallbackSeries:
         has_own = given.prefix_of is not None
         self._series = f"ModelCheckpoint-{id(self):x}" if has_own else given.prefix
         self._is_settled = not given.is_fixed
+        if given.is_fixed:
+            self._writer(self.directory, self._series)  # which refuses names that are too long
         if not parts.team.is_many:
             self.settle()
 
@@ -169,7 +171,8 @@ class CallbackSeries:
             writer = self.writer
         else:
             prefix = f"{prefix}.rank_{ranks.rank}"
-            alone = replace(self._parts, team=ALONE).writer(self.directory, prefix)
+            parts = replace(self._parts, team=ALONE)
+            alone = parts.writer(self.directory, prefix, has_epochs=True)
             writer = self._writers.setdefault((self.directory, prefix), alone)
         names = self._names(writer)
         return writer, restart_prefix(prefix, names, is_breakpoint=True)
@@ -182,7 +185,8 @@ class CallbackSeries:
     def _writer(self, directory: Path, series: str) -> SeriesWriter:
         writer = self._writers.get((directory, series))
         if writer is None:
-            writer = self._writers[directory, series] = self._parts.writer(directory, series)
+            writer = self._parts.writer(directory, series, has_epochs=True)
+            self._writers[directory, series] = writer
         return writer
 
     def _unused_prefix(self) -> str:

@@ -30,9 +30,12 @@ def explained(error: OSError, path: Path, needed: int, fs: FileSystem) -> OSErro
     if isinstance(error, CkptmgrError):
         return error
     if error.errno in _NO_SPACE:
-        free = None
+        free = inodes = None
         with contextlib.suppress(OSError):
             free = fs.free_bytes(path.parent)
+            inodes = fs.free_inodes(path.parent)
+        if error.errno == errno.ENOSPC and inodes == 0:
+            return _no_inodes(error, path, free)
         full = StoreFull(
             f"the disk became full while saving ({error.strerror}): "
             f"{f'{needed} bytes needed, ' if needed else ''}"
@@ -45,6 +48,18 @@ def explained(error: OSError, path: Path, needed: int, fs: FileSystem) -> OSErro
     if error.filename is None:
         return type(error)(error.errno, error.strerror, str(path))
     return error
+
+
+def _no_inodes(error: OSError, path: Path, free: int | None) -> StoreFull:
+    full = StoreFull(
+        f"the file system has no inodes left ({error.strerror}): each file takes one, however small; "
+        f"{'unknown' if free is None else free} bytes are free",
+        path=path,
+        hint="the previous checkpoints are intact; remove files that nothing needs anywhere on this file system (df -i), or"
+        " keep fewer checkpoints",
+    )
+    full.errno = error.errno
+    return full
 
 
 @contextlib.contextmanager

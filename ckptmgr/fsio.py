@@ -172,6 +172,10 @@ class FileSystem(Protocol):
         """Return how many bytes an unprivileged writer may still use, or None when unknown."""
         ...
 
+    def free_inodes(self, path: Path) -> int | None:
+        """Return how many files an unprivileged writer may still create, or None when unknown or unlimited."""
+        ...
+
     def lock(self, path: Path, *, owner: str) -> contextlib.AbstractContextManager[str | None]:
         """Hold an advisory lock on a file, without waiting.
 
@@ -345,6 +349,11 @@ class OsFileSystem:
         """Return how many bytes an unprivileged writer may still use."""
         figures = os.statvfs(path)
         return figures.f_bavail * figures.f_frsize
+
+    def free_inodes(self, path: Path) -> int | None:
+        """Return how many files an unprivileged writer may still create; btrfs and others count none."""
+        figures = os.statvfs(path)
+        return figures.f_favail if figures.f_files else None
 
     def lock(self, path: Path, *, owner: str) -> contextlib.AbstractContextManager[str | None]:
         """Hold an advisory lock (flock) on a file; yields the owner's text when a live process holds it."""

@@ -14,6 +14,7 @@ from ckptmgr.engine import SaveEngine, engine_for
 from ckptmgr.fsio import FileSystem
 from ckptmgr.lease import Processes
 from ckptmgr.loader import ReadOptions
+from ckptmgr.name_limits import check_name_lengths
 from ckptmgr.observe import Observers
 from ckptmgr.parallel.rank_writer import RankWriter
 from ckptmgr.parallel.shard_store import ShardStore
@@ -61,8 +62,24 @@ class RunParts:
             verify_after_write=self.config.verify_after_write,
         )
 
-    def writer(self, directory: Path, series: str) -> SeriesWriter:
-        """Return the writer of a series in a directory; nothing is changed there yet."""
+    def writer(self, directory: Path, series: str, *, has_epochs: bool = False) -> SeriesWriter:
+        """Return the writer of a series in a directory; nothing is changed there yet.
+
+        Args:
+            directory: The directory.
+            series: Name of the series.
+            has_epochs: Whether the names of its files tell an epoch.
+
+        Raises:
+            ValueError: The name is too long for the file system.
+        """
+        check_name_lengths(
+            directory,
+            series,
+            extension=self.options.extension,
+            has_epochs=has_epochs,
+            world=None if self.team.coordinator is None else self.team.coordinator.world,
+        )
         ranks, options, clock = self.team.coordinator, self.options, self.clock
         if ranks is None:
             store = self._made(Store, directory)

@@ -13,7 +13,7 @@ import threading
 from ckptmgr.lease import series_tag
 
 _SUFFIX = ".tmp"
-_MAX_NAME_BYTES = 255
+_MAX_NAME_BYTES = 143  # of eCryptfs; all others take more
 _ATTEMPTS = itertools.count()  # of the process: two stores must never choose the same name
 
 

@@ -30,6 +30,7 @@ POSSIBLE_ERRORS = {
     "create": (errno.EMFILE, errno.ENOSPC, errno.EROFS),
     "free_bytes": (errno.EIO,),
     "hold_directory": (errno.EMFILE, errno.EIO),
+    "free_inodes": (errno.EIO,),
     "is_moved": (errno.EIO,),
     "link": (errno.ENOSPC, errno.EIO),
     "list": (errno.EMFILE, errno.EIO),
@@ -176,6 +177,11 @@ class FailingDisk:
         self._meet("free_bytes", path)
         really_free = self._disk.free_bytes(path)
         return really_free if self._space_bytes is None else self._space_bytes
+
+    def free_inodes(self, path: Path) -> int | None:
+        """Return how many files there may still be."""
+        self._meet("free_inodes", path)
+        return self._disk.free_inodes(path)
 
     @contextlib.contextmanager
     def lock(self, path: Path, *, owner: str) -> Iterator[str | None]:

@@ -236,6 +236,10 @@ class ModelDisk:
             except FileNotFoundError:
                 return None
 
+    def free_inodes(self, path: Path) -> int | None:
+        """Return None: this disk counts none."""
+        return None
+
     def free_bytes(self, path: Path) -> int | None:
         """Return `available_bytes`."""
         with self._powered():

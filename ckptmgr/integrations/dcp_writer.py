@@ -29,6 +29,7 @@ from ckptmgr.integrations.dcp_run import Lineage, Run, end_run, lineage_of, run_
 from ckptmgr.loop_values import checked_count, checked_epoch, checked_metrics
 from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.model import Checkpoint
+from ckptmgr.name_limits import check_name_lengths
 from ckptmgr.observe import Observer, Observers, SaveWatch
 from ckptmgr.parallel.offer import Offer, vote_of, whole
 from ckptmgr.pieces import PIECES
@@ -36,6 +37,7 @@ from ckptmgr.saver import SaveOptions, SaveOrder, save_items
 from ckptmgr.series import SaveFacts
 
 DEFAULT_TIMEOUT_S = 3600.0
+_MOST_RANKS = 10**6  # how many there are is known when they save
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +112,13 @@ class StorageWriter(storage.StorageWriter):
             has_crc=self._config.crc_check,
             compression_level=self._config.compression_level,
             verify_after_write=self._config.verify_after_write,
+        )
+        check_name_lengths(
+            self._place.directory,
+            self._place.series,
+            extension=self._options.extension,
+            has_epochs=False,
+            world=_MOST_RANKS,
         )
         self._save: _Save | None = None
         self._draft: Manifest | None = None
