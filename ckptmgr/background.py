@@ -6,8 +6,8 @@
 * A failure is sticky: it is raised once, at the next `submit`, `check` or `wait`, or handed to `on_error`. Handles
   give their own failure as often as they are asked.
 * The thread is an ordinary one: the interpreter waits for it at exit, so an acknowledged hand-over is never cut off by the end
-  of the program. In functions that `atexit` calls it waits for no thread any more, and `submit` does. A failure that nobody
-  fetched by then is logged.
+  of the program. In functions that `atexit` calls it waits for no thread any more; nothing must be submitted there (see
+  `is_exiting`). A failure that nobody fetched by then is logged.
 * A forked child starts with nothing in flight: the saves are its parent's.
 """
 
@@ -151,8 +151,6 @@ class BackgroundSaver:
                 self._give_up(staged)
                 raise
             handle.stats.blocked_s = time.perf_counter() - started
-        if _is_exiting():
-            self.wait_until_idle()
         return handle
 
     def check(self) -> None:
@@ -326,7 +324,7 @@ class BackgroundSaver:
         return failure
 
 
-def _is_exiting() -> bool:
+def is_exiting() -> bool:
     """Return whether this is called by `atexit`: the main thread, which is over and yet runs."""
     main = threading.main_thread()
     return threading.current_thread() is main and not main.is_alive()

@@ -7,7 +7,8 @@
 | `thread` | one copy of the state into staging memory |
 | `process` | the same copy; encryption and digests then cost this interpreter nothing |
 
-With zero stall the caller does not wait for the copy either, until it changes the state: see `zero_stall`.
+With zero stall the caller does not wait for the copy either, until it changes the state: see `zero_stall`. In functions that
+`atexit` calls every save is of the mode `sync`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from typing import Literal, TypeVar
 
-from ckptmgr.background import BackgroundSaver
+from ckptmgr.background import BackgroundSaver, is_exiting
 from ckptmgr.config import CheckpointConfig
 from ckptmgr.formats.tensor import Item
 from ckptmgr.handle import SaveHandle, SaveStats
@@ -155,7 +156,7 @@ class SaveEngine:
             BaseException: In `sync` mode the failure of this save, otherwise that of an earlier one.
         """
         watch = EVERYBODY.watch(series="", step=None, why="manual") if watch is None else watch
-        if self.mode == "sync":
+        if self._must_run_now():
             return self._run_now(items, save, watch)
         if self.mode == "process" and not store.is_on_real_disk:
             raise ValueError(
@@ -175,7 +176,7 @@ class SaveEngine:
 
     def refuse(self, error: Exception, save: Save, *, watch: SaveWatch) -> SaveHandle | None:
         """Run a save whose state could not be had: what it gets to publish with raises `error`."""
-        if self.mode == "sync":
+        if self._must_run_now():
             return self._run_now((), save, watch, publish=Refusal(error))
         # As text, and without its frames: they would keep the state.
         _LOG.error("nothing to save:\n%s", "".join(traceback.format_exception(error)))
@@ -207,6 +208,19 @@ class SaveEngine:
             lambda deferred, stats: self._finish_deferred(deferred, save, stats, watch=watch),
             handle_of=lambda deferred: deferred.handle,
         )
+
+    def _must_run_now(self) -> bool:
+        """Return whether a save runs in the caller.
+
+        In a function that `atexit` calls it does: the staging memory may be freed already, and no thread may be started.
+
+        Raises:
+            BaseException: The failure of an earlier save.
+        """
+        if self.mode != "sync" and is_exiting():
+            self._background.wait()
+            return True
+        return self.mode == "sync"
 
     def before_update(self) -> None:
         """Return when the state may be changed; at once without zero stall."""
