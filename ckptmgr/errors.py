@@ -13,7 +13,7 @@ CkptmgrError (Exception)
 │   └── UnsealedCheckpoint               a key was given, but the file is not authenticated as a whole
 │       └── UnprovenCheckpoint           keys were given, but none proves which checkpoint the file is
 ├── UnsupportedState (TypeError)         a value in the state cannot be stored without pickling
-├── StoreLocked                          another live process writes this series; names its owner
+├── StoreLocked                          another live process writes this series, or its lease cannot be had or was lost
 ├── StoreFull (OSError)                  not enough disk space; nothing was changed
 ├── StagingExhausted (MemoryError)       a state does not fit the memory given to staging; nothing was saved
 ├── UnsafePrune                          a retention request that would lose the last good checkpoint
@@ -113,7 +113,13 @@ class UnsupportedState(CkptmgrError, TypeError):
 
 
 class StoreLocked(CkptmgrError):
-    """Report that another live process writes this series."""
+    """Report that this process may not write a series: another live one does, or the lease cannot be had, or it was lost.
+
+    Attributes:
+        is_ending: Whether the run that has the series is over, and only its saving process is still there.
+    """
+
+    is_ending: bool = False
 
 
 class StoreFull(CkptmgrError, OSError):

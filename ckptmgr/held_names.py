@@ -12,12 +12,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ckptmgr.errors import CkptmgrError, UnsafePrune
-from ckptmgr.fsio import FileSystem, discard
-from ckptmgr.lease import LEASE_SUFFIX, hold_lease, lease_path
+from ckptmgr.fsio import FileSystem
+from ckptmgr.lease import LEASE_SUFFIX, hold_lease
 from ckptmgr.model import Checkpoint, State
-from ckptmgr.naming import DATA_SUFFIXES
-from ckptmgr.shard_names import is_set_name
-from ckptmgr.trash_folder import TRASH_NAME
 
 
 class HeldNames(NamedTuple):
@@ -35,21 +32,13 @@ def hold_name(fs: FileSystem, directory: Path, name: str) -> Iterator[None]:
         StoreLocked: Somebody else is writing it.
     """
     with fs.hold_directory(directory), hold_lease(fs, directory, name):
-        try:
-            yield
-        finally:
-            discard(fs, lease_path(directory, name))
+        yield
 
 
-def is_file_name(name: str) -> bool:
-    """Return whether the lease of a name is that of a file, or of the trash, and not of a series."""
-    return name.endswith(DATA_SUFFIXES) or is_set_name(name) or name == TRASH_NAME
-
-
-def leased_file(name: str) -> str | None:
-    """Return the file that a lease file is for, or None where it is no lease file, or that of a series, which stays."""
+def leased_name(name: str) -> str | None:
+    """Return the series or the file that a lease file is for, or None where it is no lease file."""
     leased = name.removeprefix(".").removesuffix(LEASE_SUFFIX)
-    return leased if name == f".{leased}{LEASE_SUFFIX}" and is_file_name(leased) else None
+    return leased if name == f".{leased}{LEASE_SUFFIX}" and leased else None
 
 
 @contextlib.contextmanager
@@ -88,13 +77,18 @@ def _is_unchanged(listed: Checkpoint, now: Checkpoint | None) -> bool:
     """
     if now is None or now.state is State.LEFTOVER:
         return False
-    if _identity(now) != _identity(listed):
+    if not is_same(now, listed):
         raise UnsafePrune(
             "was saved again after it was decided that it goes, so it stays",
             path=listed.path,
             hint="the next prune or save looks at it anew",
         )
     return True
+
+
+def is_same(one: Checkpoint, other: Checkpoint) -> bool:
+    """Return whether two listed checkpoints of one name are the same save."""
+    return _identity(one) == _identity(other)
 
 
 def _identity(checkpoint: Checkpoint) -> tuple[object, ...]:

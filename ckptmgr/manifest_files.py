@@ -9,10 +9,10 @@ from pathlib import Path
 
 from ckptmgr import manifest as manifests
 from ckptmgr.crypto.keyring import ring_of
-from ckptmgr.errors import CkptmgrError, KeyProblem
+from ckptmgr.errors import CkptmgrError, KeyProblem, StoreLocked
 from ckptmgr.fsio import FileSystem, discard, give_name
 from ckptmgr.held_signals import signals_held
-from ckptmgr.lease import Processes
+from ckptmgr.lease import Leases, Processes
 from ckptmgr.manifest import Manifest, manifest_name
 from ckptmgr.manifest_keys import ManifestKey
 from ckptmgr.manifest_reader import ManifestContent, ManifestReader
@@ -28,6 +28,9 @@ class ManifestFiles(ManifestReader):
         fs: The disk.
         trust: Its keys authenticate, sign and prove manifests.
         processes: Names this writer, so that its leftovers can be told from those of live ones.
+
+    Attributes:
+        leases: Those that are held in the directory; they are looked at again before each commit.
     """
 
     def __init__(
@@ -39,6 +42,7 @@ class ManifestFiles(ManifestReader):
         processes: Processes,
     ) -> None:
         super().__init__(directory, fs=fs, trust=trust)
+        self.leases = Leases(fs, directory)
         self._processes = processes
 
     def lost_by_rewriting(self, data_name: str) -> str | None:
@@ -89,6 +93,7 @@ class ManifestFiles(ManifestReader):
 
         Raises:
             FileExistsError: Somebody has the name.
+            StoreLocked: The lease is lost. Nothing was changed.
             OSError: From the disk. Nothing has the name because of us, unless the disk does not even tell that.
         """
         data = manifests.encode(manifest, trust=self.trust)
@@ -96,6 +101,7 @@ class ManifestFiles(ManifestReader):
         with signals_held():
             temp = self._write_temp(target, data, series=series, mode=mode, is_durable=True)
             try:
+                self.leases.check(series, manifest.name)
                 self.fs.link(temp, target)
             except OSError:
                 # A file server may have done it, and its answer was lost.
@@ -111,8 +117,10 @@ class ManifestFiles(ManifestReader):
     def undo(self, name: str, before: ManifestContent | None, *, series: str) -> None:
         """Put back the manifest file that data called `name` had before, byte for byte; None for none."""
         path = self.directory / manifest_name(name)
-        # Best effort: an orphan manifest is a leftover, and one that still `replaces` the old data verifies as it.
-        with contextlib.suppress(OSError):
+        # Best effort: an orphan manifest is a leftover, and one that still `replaces` the old data verifies as it. Without
+        # the lease it may be that of another process already.
+        with contextlib.suppress(OSError, StoreLocked):
+            self.leases.check(series, name)
             if before is None:
                 self.fs.unlink(path)
             else:
@@ -149,10 +157,29 @@ class ManifestFiles(ManifestReader):
         return 0o400 if status is None else status.mode
 
     def write(self, path: Path, data: bytes, *, series: str, mode: int, is_durable: bool) -> None:
-        """Replace a small file atomically; durable ones are synced before they get their name."""
+        """Replace a small file atomically; durable ones are synced before they get their name.
+
+        Raises:
+            StoreLocked: The lease is lost; nothing was changed.
+            OSError: From the disk.
+        """
         with signals_held():
             temp = self._write_temp(path, data, series=series, mode=mode, is_durable=is_durable)
-            give_name(self.fs, temp, path)
+            self.give_name(temp, path, series, path.name.removesuffix(manifests.SUFFIX))
+
+    def give_name(self, temp: Path, path: Path, *leased: str) -> None:
+        """Rename a temporary file to its name while the leases on these names are held, or remove it.
+
+        Raises:
+            StoreLocked: A lease is lost.
+            OSError: From the disk.
+        """
+        try:
+            self.leases.check(*leased)
+        except BaseException:
+            discard(self.fs, temp)
+            raise
+        give_name(self.fs, temp, path)
 
     def _write_temp(
         self, path: Path, data: bytes, *, series: str, mode: int, is_durable: bool

@@ -6,9 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-from ckptmgr.fsio import discard
-from ckptmgr.held_names import hold_name, leased_file
-from ckptmgr.lease import lease_path
+from ckptmgr.held_names import leased_name
 from ckptmgr.model import Checkpoint
 from ckptmgr.store import Store
 
@@ -23,8 +21,7 @@ def lease_of_name(store: Store, name: str) -> Iterator[None]:
     Raises:
         StoreLocked: Somebody else is writing it.
     """
-    store.fs.make_directory(store.directory, mode=0o700)
-    with hold_name(store.fs, store.directory, name):
+    with store.lease(name):
         if any(_is_left(found, name) for found in store.fs.list(store.directory)):
             store.recover(name)
         yield
@@ -32,29 +29,12 @@ def lease_of_name(store: Store, name: str) -> Iterator[None]:
 
 def _is_left(found: str, name: str) -> bool:
     """Return whether a file may have been left by a dead writer of single files."""
-    return found.endswith(".tmp") or leased_file(found) not in (None, name)
-
-
-@contextmanager
-def lease_of_series(store: Store, series: str) -> Iterator[None]:
-    """Be the only writer of a series for a moment; no lease file stays behind that was not there before.
-
-    Raises:
-        StoreLocked: Somebody else is writing it.
-    """
-    path = lease_path(store.directory, series)
-    is_new = store.fs.status(path) is None
-    with store.lease(series), ExitStack() as leases:
-        if is_new:
-            leases.callback(discard, store.fs, path)
-        yield
+    return found.endswith(".tmp") or leased_name(found) not in (None, name)
 
 
 @contextmanager
 def lease_of_checkpoint(store: Store, checkpoint: Checkpoint) -> Iterator[None]:
     """Be the only one who changes a checkpoint that is there; whoever prunes, repairs or continues its series waits.
-
-    No lease file stays behind that was not there before.
 
     Raises:
         StoreLocked: Somebody else is writing it, or its series.
@@ -62,6 +42,6 @@ def lease_of_checkpoint(store: Store, checkpoint: Checkpoint) -> Iterator[None]:
     series, name = checkpoint.series, checkpoint.name
     with ExitStack() as leases:
         if series != name:
-            leases.enter_context(lease_of_series(store, series))
+            leases.enter_context(store.lease(series))
         leases.enter_context(lease_of_name(store, name))
         yield

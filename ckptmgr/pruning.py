@@ -17,7 +17,6 @@ from types import MappingProxyType
 from ckptmgr import trash
 from ckptmgr.errors import CheckpointNotFound, StoreLocked, UnsafePrune
 from ckptmgr.model import UNFINISHED, Checkpoint, Plan, State
-from ckptmgr.name_lease import lease_of_series
 from ckptmgr.observe import EVERYBODY
 from ckptmgr.retention import RetentionPolicy
 from ckptmgr.sound_plan import SoundPlans, plan_with
@@ -177,7 +176,7 @@ def _carry_out(store: Store, proposal: Proposal, *, at_once: bool) -> Outcome:
     for one in proposal.plans:
         if one.plan.dropped or has_leftovers:
             try:
-                with lease_of_series(store, one.series):
+                with store.lease(one.series):
                     trash.finish(store, one.series)
                     outcome.notes += store.recover(one.series)
                     _prune_series(store, proposal, one, outcome, None if at_once else into)
@@ -256,7 +255,7 @@ def undo(store: Store, *, is_dry: bool = False) -> Undone:
         if is_dry:
             refused = trash.taken_names(store, chosen)
         else:
-            with lease_of_series(store, series):
+            with store.lease(series):
                 refused = trash.restore(store, batch, chosen)
         taken += refused
         restored += [

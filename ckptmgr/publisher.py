@@ -18,8 +18,8 @@ from typing import TypeVar
 from ckptmgr.bare_files import bare_file
 from ckptmgr.digest import FileDigest, digest_of
 from ckptmgr.disk_errors import explained, not_enough_space
-from ckptmgr.errors import CkptmgrError, StoreLocked
-from ckptmgr.fsio import FileStatus, FileSystem, InputFile, OutputFile, discard, give_name
+from ckptmgr.errors import CkptmgrError
+from ckptmgr.fsio import FileStatus, FileSystem, InputFile, OutputFile, discard
 from ckptmgr.held_signals import signals_heard, signals_held
 from ckptmgr.manifest import FOREIGN, FileEntry, Manifest, manifest_name
 from ckptmgr.manifest_files import ManifestFiles
@@ -77,6 +77,7 @@ class Publisher:
 
         Raises:
             StoreFull: Not enough space; nothing was changed.
+            StoreLocked: A lease on the name or the series was held and is lost; the data was not published.
             OSError: From the disk; before the commit point nothing was changed and no temporary file is left (as far as
                 the disk still lets us remove it).
         """
@@ -113,6 +114,7 @@ class Publisher:
 
         Raises:
             StoreFull: Not enough space; nothing was changed.
+            StoreLocked: The lease is lost; nothing was changed.
             OSError: From the disk; the old file is intact, or the new one is there.
         """
         temp = self._manifests.temp_path(name, name)
@@ -122,7 +124,7 @@ class Publisher:
                 self._write_temp(
                     name, temp, size_bytes, write, lambda _: None, mode=mode, read_back=None
                 )
-                give_name(self.fs, temp, self.directory / name)
+                self._manifests.give_name(temp, self.directory / name, name)
                 self.fs.sync_directory(self.directory)
         except OSError as error:
             raise explained(error, self.directory / name, size_bytes, self.fs) from error
@@ -176,12 +178,7 @@ class Publisher:
             self.fs.sync_directory(self.directory)
             self._manifests.put(replace(manifest, replaces=old), series=series, mode=during)
             self.fs.sync_directory(self.directory)
-            if self.fs.is_moved(self.directory):
-                raise StoreLocked(
-                    "the directory was moved or replaced while it was written to, so nothing was saved",
-                    path=self.directory,
-                    hint="start the run again; it resumes from what is there",
-                )
+            self._manifests.leases.check(series, name)
             self.fs.replace(temp, self.directory / name)
         except BaseException:
             # Ctrl-C, and an answer lost on the way from a file server, also come after the rename was done. The manifest

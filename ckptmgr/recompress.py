@@ -35,7 +35,6 @@ from ckptmgr.formats.safetensors_file import SafetensorsIndex
 from ckptmgr.formats.zstd_plan import plan_frames, runs_of
 from ckptmgr.frame_writer import Figures, frames_sealer, read_once, write_frames
 from ckptmgr.fsio import InputFile, OutputFile
-from ckptmgr.held_names import hold_name
 from ckptmgr.loader import OpenCheckpoint, ReadOptions, open_source, read_through
 from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import FileEntry, Manifest
@@ -201,7 +200,7 @@ class _Change:
             self._publish()
             return outcome
         path = self._store.directory / self.target
-        with hold_name(self._store.fs, self._store.directory, self.target):
+        with self._store.lease(self.target):
             if self._store.fs.status(path) is None:
                 self._publish()
             else:

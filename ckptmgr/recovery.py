@@ -6,7 +6,8 @@ here, small files first, or whose data was lost. It is removed when the data tha
 file of a dead writer; or when a checkpoint as new of its series is whole, and was saved after the manifest came here, or the
 manifest came a day ago, by a time that no copy brings along. Else its data is missing, and it stays to say so.
 
-Everybody who begins to save cleans up for all: for another series or name only while nobody holds its lease.
+Every process that begins to save cleans up for all: for another series or name only while no process holds its lease. Of
+a lease that names a process of another host, nothing is known.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from pathlib import Path
 from ckptmgr import manifest as manifests
 from ckptmgr.errors import CkptmgrError, StoreLocked
 from ckptmgr.fsio import FileStatus, FileSystem, remove_name
-from ckptmgr.held_names import hold_name, is_file_name, leased_file
-from ckptmgr.lease import Processes, hold_lease, lease_path, series_tag
+from ckptmgr.held_names import leased_name
+from ckptmgr.lease import Processes, hold_lease, holders_in, lease_path, read_text, series_tag
 from ckptmgr.lone_manifests import LoneManifest
 from ckptmgr.manifest import Manifest, manifest_name
 from ckptmgr.manifest_files import ManifestFiles
@@ -106,7 +107,7 @@ class _Recovery:
         """Yield what to do about one name."""
         if self._is_dead_temp(name):
             yield lambda: self._remove_temp(name, entries)
-        leased = leased_file(name)
+        leased = leased_name(name)
         if leased is not None and leased != self._series:
             yield lambda: self._remove_lease(leased)
         if not name.endswith(manifests.SUFFIX) or name.startswith("."):
@@ -195,14 +196,22 @@ class _Recovery:
 
     @contextlib.contextmanager
     def _lease(self, name: str) -> Iterator[None]:
-        """Hold a lease, and leave its file behind only where there was one of a series."""
-        is_there = self._fs.status(lease_path(self._directory, name)) is not None
-        hold = hold_lease if is_there and not is_file_name(name) else hold_name
-        with hold(self._fs, self._directory, name):
+        """Hold a lease that no live process has.
+
+        Raises:
+            StoreLocked: One has it, or one of another host may: not every file system locks files for all hosts.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            owner, _ = holders_in(read_text(self._fs, lease_path(self._directory, name)))
+            if owner.token and self._processes.is_dead(owner.token) is None:
+                raise StoreLocked(
+                    f"{name!r} may be in use: {owner.description}", path=self._directory
+                )
+        with hold_lease(self._fs, self._directory, name):
             yield
 
     def _remove_lease(self, name: str) -> None:
-        """Remove the lease file of a dead writer of one file."""
+        """Remove the lease file of a process that was killed."""
         with contextlib.suppress(StoreLocked), self._lease(name):
             pass
 

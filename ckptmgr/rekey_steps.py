@@ -267,6 +267,7 @@ class CheckpointKeys:
         # Opened before it is read: a file that somebody copies to this name meanwhile never gets the header of this one.
         file = self._store.fs.change(path)
         try:
+            self._store.leases.check(self._checkpoint.series, self._checkpoint.name)
             for write in self._plan_header(path, change).writes:
                 file.write_at(write.offset, write.data)
                 file.sync()

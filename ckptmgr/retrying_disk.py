@@ -103,6 +103,10 @@ class RetryingDisk:
         """Return how many bytes an unprivileged writer may still use."""
         return self.disk.free_bytes(path)
 
+    def free_inodes(self, path: Path) -> int | None:
+        """Return how many files an unprivileged writer may still create."""
+        return self.disk.free_inodes(path)
+
     def pause(self, seconds: float) -> None:
         """Wait."""
         self.disk.pause(seconds)

@@ -23,7 +23,7 @@ from typing import NamedTuple, TypeVar
 from ckptmgr.chain import link_to_newest
 from ckptmgr.errors import CkptmgrError, StoreLocked, UnsafePrune
 from ckptmgr.formats.tensor import Item
-from ckptmgr.held_signals import signals_held
+from ckptmgr.held_signals import signals_heard, signals_held
 from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.model import Checkpoint, Link, Plan, State
 from ckptmgr.numbering import next_attempt, next_sequence
@@ -37,6 +37,9 @@ from ckptmgr.store import Store
 FreeName = Callable[[str, Sequence[Checkpoint]], tuple[str, int | None]]
 
 _LOG = logging.getLogger(__name__)
+# How long the saving process of a run that was killed is waited for: it ends as soon as the disk answers it.
+_ENDING_S = 30.0
+_PAUSE_S = 0.05
 _Loaded = TypeVar("_Loaded")
 
 
@@ -79,6 +82,8 @@ class SeriesWriter:
         clock: Seconds since the epoch; stamps the checkpoints.
         run_id: Identifies the run; random by default.
         observers: Hear of removed checkpoints and of leases that were taken over.
+        monotonic: Seconds that never go back.
+        pause: Waits for some seconds.
     """
 
     def __init__(
@@ -90,6 +95,8 @@ class SeriesWriter:
         clock: Callable[[], float],
         run_id: str | None = None,
         observers: Observers = EVERYBODY,
+        monotonic: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
     ) -> None:
         self.store = store
         self.series = series
@@ -100,6 +107,8 @@ class SeriesWriter:
         self._last_saved: Checkpoint | None = None
         self._damaged: dict[tuple[Path, str | None], str] = {}
         self._clock = clock
+        self._monotonic = monotonic
+        self._pause = pause
         self._observers = observers
         self._lease = contextlib.ExitStack()
         self._holder: int | None = None
@@ -162,17 +171,19 @@ class SeriesWriter:
         return [step for step in steps if step <= target]
 
     def open(self) -> None:
-        """Take the lease and clean up after dead writers; does nothing when it is held already.
+        """Take the lease and clean up after dead writers; where it is held already, see that it still is.
 
         Raises:
-            StoreLocked: Another live process writes this series.
+            StoreLocked: Another live process writes this series, or this one has lost the lease; `close` gives it up.
         """
         with signals_held(), self._opening:
-            if self._holder != os.getpid():  # a forked child has no part in the lease of its parent
+            if self._holder == os.getpid():  # a forked child has no part in the lease of its parent
+                self.store.leases.check(self.series)
+            else:
                 self._open()
 
     def _open(self) -> None:
-        self._lease.enter_context(self.store.lease(self.series))
+        self._take_lease()
         self._holder = os.getpid()
         sentences = self.clean_up()
         for sentence in sentences:
@@ -184,6 +195,27 @@ class SeriesWriter:
                 series=self.series,
                 notes=tuple(sentences),
             )
+
+    def _take_lease(self) -> None:
+        """Take the lease; wait a moment for the saving process of a run that was killed."""
+        stop: float | None = None
+        while (locked := self._lease_refused()) is not None:
+            now = self._monotonic()
+            if not locked.is_ending or (stop is not None and now >= stop):
+                raise locked
+            if stop is None:
+                stop = now + _ENDING_S
+                _LOG.warning("%s; waiting for its end, up to %g s", locked.message, _ENDING_S)
+            with signals_heard():
+                self._pause(_PAUSE_S)
+
+    def _lease_refused(self) -> StoreLocked | None:
+        """Take the lease, or return why it cannot be had."""
+        try:
+            self._lease.enter_context(self.store.lease(self.series))
+        except StoreLocked as locked:
+            return locked
+        return None
 
     def clean_up(self) -> list[str]:
         """Remove what dead writers left; the lease must be held. Return what was done, one sentence each."""

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from ckptmgr import tree
 from ckptmgr.engine import SaveEngine
-from ckptmgr.errors import CheckpointNotFound
+from ckptmgr.errors import CheckpointNotFound, CkptmgrError
 from ckptmgr.forecast import Forecast
 from ckptmgr.forecaster import Forecaster
-from ckptmgr.held_names import hold_name
 from ckptmgr.loop_values import given_state
 from ckptmgr.model import Checkpoint, Pin, Plan
 from ckptmgr.observe import about
 from ckptmgr.run_parts import RunParts
+from ckptmgr.series_reader import LATEST
 
 
 class SeriesCatalog:
@@ -64,14 +64,25 @@ class SeriesCatalog:
         """Load one checkpoint, verified.
 
         Args:
-            checkpoint: From `checkpoints()`, a step, or a file name.
+            checkpoint: From `checkpoints()`, a step, a file name, or `latest`: the newest, looked for again while the run that
+                writes the series removes the one that was found.
             state: Restore into this, or None for new objects.
 
         Raises:
-            CheckpointNotFound: There is no such checkpoint.
+            CheckpointNotFound: There is no such checkpoint, or it was removed after it was listed.
             CorruptCheckpoint, KeyProblem: It is damaged, or the key is wrong.
         """
-        found = self._reader.find(checkpoint)
+        while True:
+            found = self._reader.find(checkpoint)
+            try:
+                return self._load(found, state)
+            except (CkptmgrError, OSError) as error:
+                if self._reader.is_there(found):
+                    raise
+                if checkpoint != LATEST:
+                    raise self._reader.removed(found) from error
+
+    def _load(self, found: Checkpoint, state: object) -> object:
         with self._observers.timed("load", **about(found)):
             loaded = self._reader.read(found, state)
             if state is not None:
@@ -132,5 +143,5 @@ class SeriesCatalog:
         with self._writer.changing:
             found = self._reader.find(name)
             # Who overwrites that one file holds no lease but that of its name.
-            with hold_name(self._store.fs, self.directory, found.name):
+            with self._store.lease(found.name):
                 self._store.change_pins(found, change)

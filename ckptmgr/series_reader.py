@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from ckptmgr import tree
 from ckptmgr.errors import CheckpointNotFound, UnsupportedState
+from ckptmgr.held_names import is_same
 from ckptmgr.in_place import InPlaceState, in_place
 from ckptmgr.loader import ReadOptions, Value, read_values
 from ckptmgr.manifest import Manifest
@@ -26,6 +27,9 @@ from ckptmgr.sharded_state import read_sharded
 from ckptmgr.store import Store
 from ckptmgr.stored_state import SKELETON, StoredState
 from ckptmgr.tree_slices import Slicer
+
+LATEST = "latest"
+"""In place of a name: the newest checkpoint that is not known to be damaged."""
 
 
 class NamedValues(NamedTuple):
@@ -60,7 +64,8 @@ class SeriesReader:
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return the committed checkpoints, oldest first."""
-        found = [c for c in self._store.scan() if c.series == self._series]
+        present = self._store.scan_for(lambda c: c.series == self._series and c.is_countable)
+        found = [c for c in present if c.series == self._series]
         return sorted((c for c in found if c.state not in UNFINISHED), key=lambda c: c.order)
 
     def latest(self) -> Checkpoint | None:
@@ -102,13 +107,16 @@ class SeriesReader:
         return min(reversed(ranked), key=lambda c: sign * c.metrics[metric], default=None)
 
     def find(self, checkpoint: Checkpoint | int | str) -> Checkpoint:
-        """Return a checkpoint by itself, by its step, its name or its path.
+        """Return a checkpoint by itself, by its step, its name or its path, or the newest one as `latest`.
 
         Raises:
             CheckpointNotFound: There is no such checkpoint.
         """
         if isinstance(checkpoint, Checkpoint):
             return checkpoint
+        newest = self.latest() if checkpoint == LATEST else None
+        if newest is not None:
+            return newest
         # What the keys prove first: another file may claim the same step.
         newest_first = sorted(
             reversed(self.checkpoints()), key=lambda c: c.is_countable, reverse=True
@@ -118,6 +126,24 @@ class SeriesReader:
                 return found
         raise CheckpointNotFound(
             f"no checkpoint {checkpoint!r} in series {self._series!r}", path=self._store.directory
+        )
+
+    def is_there(self, checkpoint: Checkpoint) -> bool:
+        """Return whether a checkpoint is still what it was when it was listed; True where that cannot be seen."""
+        try:
+            now = self._store.look(checkpoint.name)
+        except OSError:
+            return True
+        return now is not None and now.state not in UNFINISHED and is_same(now, checkpoint)
+
+    def removed(self, checkpoint: Checkpoint) -> CheckpointNotFound:
+        """Return the error for a checkpoint that was listed and is no longer there."""
+        newest = self.latest()
+        there = "there is none now" if newest is None else f"the newest is now {newest.name}"
+        return CheckpointNotFound(
+            f"was removed, or saved again, after it was listed, as by the retention policy of a run; {there}",
+            path=checkpoint.path,
+            hint=f"look again; manager.load({LATEST!r}) does so until it has the newest",
         )
 
     def read(self, checkpoint: Checkpoint, state: object = None) -> StoredState | InPlaceState:

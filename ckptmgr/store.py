@@ -34,7 +34,7 @@ from ckptmgr.errors import KeyProblem, UnsafePrune, UnsupportedCheckpoint
 from ckptmgr.fsio import FileSystem, OsFileSystem, remove_name
 from ckptmgr.held_names import HeldNames, hold_unchanged
 from ckptmgr.held_signals import signals_held
-from ckptmgr.lease import Processes, ProcProcesses, hold_lease
+from ckptmgr.lease import Leases, Processes, ProcProcesses
 from ckptmgr.manifest import Manifest, files_of
 from ckptmgr.manifest_files import ManifestFiles
 from ckptmgr.manifest_keys import ManifestKey
@@ -45,6 +45,9 @@ from ckptmgr.retrying_disk import RetryingDisk
 from ckptmgr.seen_manifests import SeenManifests
 from ckptmgr.store_listing import listed, listed_alone
 from ckptmgr.trust import NOTHING_GIVEN, Trust
+
+# Beside a writer of another series the directory may never come to rest.
+_MOST_LOOKS = 20
 
 
 class Store(Publisher):
@@ -93,6 +96,24 @@ class Store(Publisher):
         """
         return listed(self._manifests, self.processes, self._seen, now_s=self._clock())
 
+    def scan_for(self, is_wanted: Callable[[Checkpoint], bool]) -> list[Checkpoint]:
+        """As `scan`, but look again as long as the directory changes and nothing that is wanted is found.
+
+        A listing is no snapshot. Beside a run that keeps its last checkpoint it may show neither the one that goes nor the
+        one that comes.
+        """
+        before: frozenset[str] | None = None
+        found: list[Checkpoint] = []
+        for _ in range(_MOST_LOOKS):
+            found = self.scan()
+            if any(map(is_wanted, found)) or self.fs.status(self.directory) is None:
+                break
+            names = frozenset(self.fs.list(self.directory))
+            if names == before:
+                break
+            before = names
+        return found
+
     def read_manifest(self, data_name: str) -> Manifest | None:
         """Return the manifest of a data file, or None when it has none.
 
@@ -105,14 +126,21 @@ class Store(Publisher):
 
     @contextlib.contextmanager
     def lease(self, series: str) -> Iterator[None]:
-        """Be the only writer of a series; StoreLocked when somebody else is."""
+        """Be the only writer of a series, or of one file; no lease file stays behind.
+
+        Raises:
+            StoreLocked: Another process is the writer.
+            OSError: From the disk.
+        """
         if self.fs.status(self.directory) is None:  # a save makes sure that it is durable
             self.fs.make_directory(self.directory, mode=0o700)
-        with (
-            self.fs.hold_directory(self.directory),
-            hold_lease(self.fs, self.directory, series),
-        ):
+        with self.leases.hold(series):
             yield
+
+    @property
+    def leases(self) -> Leases:
+        """The leases that are held through this store."""
+        return self._manifests.leases
 
     def look(self, name: str) -> Checkpoint | None:
         """Return what is listed under one name now, or None.
@@ -124,7 +152,13 @@ class Store(Publisher):
 
     @contextlib.contextmanager
     def unchanged(self, checkpoints: Sequence[Checkpoint]) -> Iterator[HeldNames]:
-        """Hold the names of those checkpoints that are still what was listed; the leases of their series must be held."""
+        """Hold the names of those checkpoints that are still what was listed; the leases of their series must be held.
+
+        Raises:
+            StoreLocked: One of those leases is lost.
+            OSError: From the disk.
+        """
+        self.leases.check(*(checkpoint.series for checkpoint in checkpoints))
         with (
             self.fs.hold_directory(self.directory),
             hold_unchanged(self.fs, self.directory, checkpoints, self.look) as held,
@@ -224,6 +258,7 @@ class Store(Publisher):
             staying: What else there is, where the caller has just looked; None to look.
 
         Raises:
+            StoreLocked: A lease is lost; nothing was removed.
             UnsafePrune: It would remove the last countable checkpoint of the directory.
         """
         self.check_not_all(checkpoints, self.scan() if staying is None else staying)
@@ -236,8 +271,10 @@ class Store(Publisher):
         The lease of its name must be held since then.
 
         Raises:
+            StoreLocked: The lease is lost; nothing was removed.
             OSError: From the disk.
         """
+        self.leases.check(checkpoint.series, checkpoint.name)
         for error in self._remove([checkpoint]):
             raise error
 

@@ -27,6 +27,8 @@ from ckptmgr import manifest as manifests
 from ckptmgr.crypto.keyring import Keys, keys_from_document
 from ckptmgr.crypto.signing import PublicKey, SigningKey
 from ckptmgr.descriptors import standard_taken
+from ckptmgr.lease import helper_text
+from ckptmgr.lock_files import note_helper
 from ckptmgr.manifest import FileEntry, Manifest
 from ckptmgr.processors import work_beside_training
 from ckptmgr.saver import SaveOptions, SaveOrder, save_items
@@ -97,9 +99,12 @@ class Worker:
 
 def _answer(order: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
     count = order["regions"]
-    with contextlib.ExitStack() as lease:
+    with contextlib.ExitStack() as locks:
         for descriptor in descriptors[count:]:
-            lease.callback(os.close, descriptor)
+            locks.callback(os.close, descriptor)
+            if order["lease"] is not None:
+                # The parent may die before the save ends: then the lease names a process that lives.
+                note_helper(descriptor, order["lease"][0], helper_text())
         try:
             manifest = _save(order, _mapped(descriptors[:count]))
             return {"manifest": manifests.encode(manifest).decode()}
@@ -127,6 +132,9 @@ def _save(order: dict[str, Any], regions: list[memoryview]) -> Manifest:
 
     kind = ShardFiles if order["is_shard"] else Store
     store = kind(directory, trust=_trust(order["trust"], key))
+    if order["lease"] is not None:
+        text, identity = order["lease"]
+        store.leases.share(draft.series, text=text, identity=tuple(identity))
     ordered = SaveOrder(
         name=order["name"],
         items=items_from(order["items"], regions),

@@ -92,7 +92,8 @@ class WorkerClient:
         def publish(store: Store, order: SaveOrder) -> Manifest:
             entry = FileEntry(name=order.name, digest=_NOTHING, format=order.options.format)
             regions = staged.descriptors()
-            lease = lock_descriptor(lease_path(store.directory, order.series))
+            lease = store.leases.get(order.series)
+            lock = lock_descriptor(lease_path(store.directory, order.series))
             told: dict[str, Any] = {
                 "directory": os.path.abspath(store.directory),  # noqa: PTH100 - no links resolved
                 "name": order.name,
@@ -102,9 +103,10 @@ class WorkerClient:
                 "metadata": None if order.metadata is None else dict(order.metadata),
                 "trust": _trust_to_document(store.trust),
                 "is_shard": isinstance(store, ShardFiles),
+                "lease": None if lease is None else [lease.text, lease.identity],
                 **_described(order.options),
             }
-            descriptors = [*regions.values(), *([] if lease is None else [lease])]
+            descriptors = [*regions.values(), *([] if lock is None else [lock])]
             answer = self._exchange(told, descriptors, store=store, series=order.series)
             if "error" in answer:
                 raise rebuild_error(answer["error"])

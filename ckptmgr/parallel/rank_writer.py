@@ -67,14 +67,19 @@ class RankWriter(SeriesWriter):
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(
-            store, series, options=options, clock=clock, run_id=run_id, observers=observers
+            store,
+            series,
+            options=options,
+            clock=clock,
+            run_id=run_id,
+            observers=observers,
+            monotonic=monotonic,
         )
         self._shards = store
         self._sharing = sharing
         self.coordinator = coordinator
         self.timeout_s = timeout_s
         self._now = clock
-        self._monotonic = monotonic
         self._meetings = Meetings(coordinator, series, timeout_s=timeout_s, monotonic=monotonic)
         self._prefix: str | None = None
 

@@ -104,9 +104,14 @@ class ShardStore(ShardFiles):
 
         Returns:
             What was done, one sentence each.
+
+        Raises:
+            StoreLocked: It is lost; nothing was removed.
+            OSError: From the disk.
         """
         if series not in self.garbage():
             return []
+        self.leases.check(series)
         self.fs.sync_directory(self.directory)
         # Only now is it sure that no manifest comes back that was seen to be gone.
         sentences = [self._collected(name) for name in self.garbage().get(series, ())]

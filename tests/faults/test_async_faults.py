@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import logging
 import os
 import signal
 import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from ckptmgr.callback import ModelCheckpoint
 from ckptmgr.config import CheckpointConfig
 from ckptmgr.errors import StoreLocked
 from ckptmgr.manager import CheckpointManager
+from ckptmgr.saver import SaveOptions
+from ckptmgr.series import SeriesWriter
 from ckptmgr.store import Store
 from tests.manager.held import (
     TIMEOUT_S,
@@ -340,6 +344,31 @@ def test_save_that_is_asked_for_at_exit_is_finished(tmp_path: Path, mode: str) -
     assert (steps(manager), manager.load(2)) == ([1, 2], {"w": 2})
 
 
+EXIT_AND_SAVE_FIRST = """
+import atexit, sys
+atexit.register(lambda: save_the_last())
+from ckptmgr import CheckpointConfig, CheckpointManager
+manager = CheckpointManager(sys.argv[1], CheckpointConfig(async_save=sys.argv[2], zero_stall=bool(sys.argv[3:])))
+def save_the_last():
+    handle = manager.save(2, {"w": 2})
+    print(handle.durable.result().step)
+    manager.close()
+manager.save(1, {"w": 1})
+manager.wait()
+"""
+
+
+@pytest.mark.parametrize("stall", [(), ("zero_stall",)], ids=["copied", "zero_stall"])
+@in_background
+def test_function_registered_before_the_first_save_may_save_at_exit(
+    tmp_path: Path, mode: str, stall: tuple[str, ...]
+) -> None:
+    done = run_program(EXIT_AND_SAVE_FIRST, tmp_path, mode, *stall)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", "")
+    manager = CheckpointManager(tmp_path)
+    assert (steps(manager), manager.load(2)) == ([1, 2], {"w": 2})
+
+
 EXIT_FAILING = (
     PROLOGUE
     + """
@@ -553,6 +582,43 @@ def training_with_a_held_save(
     return start_program(HELD_WORKER, runs, "process", tmp_path / "site"), held
 
 
+def impatient(runs: Path, waited: list[float]) -> SeriesWriter:
+    """Return a writer whose time passes only while it waits; it notes how long."""
+    return SeriesWriter(
+        Store(runs),
+        "ckpt",
+        options=SaveOptions(),
+        clock=lambda: 0.0,
+        monotonic=lambda: sum(waited),
+        pause=waited.append,
+    )
+
+
+def resumed(pid: int) -> Callable[[], None]:
+    """Return a function that lets a stopped process go on."""
+    return lambda: os.kill(pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def on_log(text: str, call: Callable[[], None]) -> Iterator[None]:
+    """Call a function when something is logged; fail if it never is."""
+    calls: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if text in record.getMessage():
+                calls.append(text)
+                call()
+
+    handler = Handler()
+    logging.getLogger("ckptmgr").addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger("ckptmgr").removeHandler(handler)
+    assert calls
+
+
 MOMENTS = [("pwrite", 3), ("fsync", 8), ("fsync", 9), ("fsync", 10), ("replace", 3), ("replace", 4)]
 
 
@@ -569,12 +635,17 @@ def test_parent_killed_during_a_save_leaves_what_the_next_run_cleans_up(
         stop(worker)
         parent.kill()
         parent.wait(TIMEOUT_S)
-        # A worker that is not dead yet may still write: nobody else can before it is.
-        with pytest.raises(StoreLocked), CheckpointManager(runs) as early:
-            early.save(3, {"w": 3})
-        os.kill(worker, signal.SIGCONT)
+        assert temporary_files(runs) != []
+        # A worker that is not dead yet may still write: no other process can before it is.
+        waited: list[float] = []
+        with pytest.raises(StoreLocked) as refused:
+            impatient(runs, waited).open()
+        assert f"by process {worker} on " in refused.value.message
+        assert f"the saving process of process {parent.pid} on " in refused.value.message
+        assert 0 < sum(waited) < TIMEOUT_S
+        with CheckpointManager(runs) as manager, on_log("waiting for its end", resumed(worker)):
+            assert manager.resume().step == 1
         wait_for_end(worker)
-    assert temporary_files(runs) != []
     with CheckpointManager(runs) as manager:
         assert manager.resume().step == 1
         assert temporary_files(runs) == []

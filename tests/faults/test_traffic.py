@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.held_names import leased_file
 from ckptmgr.manager import CheckpointManager
 from ckptmgr.manifest import manifest_name
 from ckptmgr.serialization import load_checkpoint, save_checkpoint
@@ -75,11 +74,9 @@ def test_next_save_of_anybody_collects_what_killed_programs_left(fast_path: Path
     run_traffic(directory, notes, random.Random(3))
     save_checkpoint(traffic.state(0.0), directory / "net-0.ckpt")
     found = {path.name for path in directory.iterdir() if path.is_file()}
-    # The lease file of a series stays: whoever died may have found it there.
-    names = {name for name in found if not name.endswith(".lease") or leased_file(name)}
-    data = {name for name in names if name.endswith(".ckpt")}
+    data = {name for name in found if name.endswith(".ckpt")}
     manifests = {manifest_name(name) for name in data}
     alone = {c.name for c in Store(directory).scan() if c.name not in data}
-    assert names - {manifest_name(name) for name in alone} == data | manifests
+    assert found - {manifest_name(name) for name in alone} == data | manifests
     with CheckpointManager(directory, prefix="net") as manager:
         assert manager.resume().skipped == ()

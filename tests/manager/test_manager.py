@@ -447,7 +447,7 @@ def test_manager_saves_on_a_real_disk(tmp_path: Path) -> None:
         assert steps(manager) == [2, 3]
     modes = {p.name: p.stat().st_mode & 0o777 for p in manager.directory.iterdir()}
     assert modes["ckpt-3.ckpt"] == modes["ckpt-3.ckpt.manifest.json"] == 0o400
-    assert OsFileSystem().status(manager.directory / ".ckpt.lease") is not None
+    assert OsFileSystem().status(manager.directory / ".ckpt.lease") is None
 
 
 def test_safetensors_manager_resumes(tmp_path: Path) -> None:

@@ -22,9 +22,7 @@ from tests.manager.saved import save_run
 
 
 def saved(directory: Path) -> Checkpoint:
-    """Save one checkpoint and remove the lease file of its run, as in a copy of the directory."""
     save(directory, "plain", 1)
-    lease_path(directory, "net").unlink()
     (found,) = Store(directory).scan()
     return found
 
@@ -36,15 +34,6 @@ def test_checkpoint_that_is_changed_is_not_pruned_meanwhile(tmp_path: Path) -> N
             with pytest.raises(StoreLocked), store.lease(name):
                 pass
     assert {one.name for one in tmp_path.iterdir()} == {NAME, manifest_name(NAME)}
-
-
-def test_lease_file_of_a_run_stays(tmp_path: Path) -> None:
-    save(tmp_path, "plain", 1)
-    store = Store(tmp_path)
-    (checkpoint,) = store.scan()
-    with lease_of_checkpoint(store, checkpoint):
-        pass
-    assert lease_path(tmp_path, "net").exists()
 
 
 def test_file_that_is_a_series_of_its_own_has_one_lease(tmp_path: Path) -> None:
@@ -73,7 +62,7 @@ def test_save_of_any_file_collects_what_a_dead_writer_of_another_one_left(tmp_pa
     dead = temp_name(data.name, token=f"{ProcProcesses().token().rpartition('-')[0]}-1", series="x")
     data.rename(tmp_path / dead)
     (data.parent / manifest_name(data.name)).rename(tmp_path / manifest_name(data.name))
-    for name in (data.name, "net-7.shards"):
+    for name in (data.name, "net-7.shards", "net"):
         lease_path(tmp_path, name).touch()
     with lease_of_name(Store(tmp_path), "other.ckpt"):
         pass
@@ -89,4 +78,3 @@ def test_leftover_of_a_series_that_somebody_writes_is_not_touched(tmp_path: Path
     with store.lease("net"), lease_of_name(store, "other.ckpt"):
         pass
     assert (tmp_path / manifest_name(data.name)).exists()
-    assert lease_path(tmp_path, "net").exists()

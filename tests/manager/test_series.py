@@ -2,12 +2,16 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from ckptmgr.errors import StoreLocked
+from ckptmgr.fsio import InputFile
+from ckptmgr.lease import LEASE_SUFFIX
 from ckptmgr.model import Checkpoint, State
 from ckptmgr.numbering import next_attempt
 from ckptmgr.retention import Last, RetentionPolicy
@@ -40,13 +44,22 @@ def test_commits_are_numbered_across_the_series_of_a_directory() -> None:
     assert save(writer(disk, "other"), 1).sequence == 2
 
 
+class FailingReads(FailingDisk):
+    """A disk that fails where checkpoints are read, and not where a run looks at its own lease."""
+
+    def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:
+        if path.name.endswith(LEASE_SUFFIX):
+            return self._disk.open(path, is_uncached=is_uncached)
+        return super().open(path, is_uncached=is_uncached)
+
+
 def saved_after_failed_open(disk: ModelDisk, call: int, *, is_lasting: bool = False) -> Checkpoint:
     """Resume, and save step 4 on a disk on which one `open` after the resume fails."""
-    counting = FailingDisk(disk)
+    counting = FailingReads(disk)
     with Trainer(disk, fs=counting).manager() as manager:
         manager.resume()
     before = counting.calls.count("open")
-    failing = FailingDisk(
+    failing = FailingReads(
         disk, error=errno.EMFILE, operation="open", call=before + call, is_lasting=is_lasting
     )
     with Trainer(disk, fs=failing, keep="last(1)").manager() as manager:
@@ -66,6 +79,19 @@ def test_save_stays_and_is_the_newest_when_older_ones_cannot_be_read(
     checkpoint = saved_after_failed_open(disk, call, is_lasting=is_lasting)
     assert disk.status(checkpoint.path) is not None
     assert Trainer(disk).manager().latest() == checkpoint
+
+
+def test_save_whose_lease_cannot_be_read_changes_nothing() -> None:
+    disk = disk_with(10.0)
+    failing = FailingDisk(disk, error=errno.EACCES, operation="open", call=None)
+    with Trainer(disk, fs=failing).manager() as manager:
+        manager.resume()
+        before = disk.state()
+        failing._call = failing.calls.count("open") + 1
+        with pytest.raises(OSError, match=os.strerror(errno.EACCES)):
+            saved(manager, 2, 20.0)
+        assert disk.state() == before
+        saved(manager, 2, 20.0)
 
 
 def test_retention_of_another_series_needs_its_lease() -> None:

@@ -177,7 +177,7 @@ def test_retention_removes_whole_checkpoints_on_rank_0() -> None:
 
     assert [o.must() for o in run_ranks(job.meeting, save_and_retain)] == [0, 1, 2]
     assert listed(job) == {"net-3.shards": State.OK}
-    assert len(job.disk.list(RUNS)) == WORLD + 2  # and manifest and lease
+    assert len(job.disk.list(RUNS)) == WORLD + 1  # and the manifest
 
 
 def test_files_of_a_failed_attempt_stay_until_it_expires() -> None:
@@ -191,7 +191,7 @@ def test_files_of_a_failed_attempt_stay_until_it_expires() -> None:
     removed = [f"removed {name}, which was never committed" for name in saved.shards]
     assert store.recover("other") == []
     assert store.recover(SERIES) == removed
-    assert set(job.disk.list(RUNS)) == {".net.lease"}
+    assert set(job.disk.list(RUNS)) == set()
 
 
 @pytest.mark.parametrize(
