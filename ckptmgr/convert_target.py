@@ -26,7 +26,7 @@ from ckptmgr.name_lease import lease_of_name
 from ckptmgr.naming import DATA_SUFFIXES, parse_name, stem_of
 from ckptmgr.pipeline import write_image
 from ckptmgr.store import Store
-from ckptmgr.trust import ACCEPT_UNSEALED_HINT, Trust
+from ckptmgr.trust import Trust
 
 _PRIVATE = 0o600
 
@@ -224,12 +224,12 @@ def private_mode(source: Path) -> int:
     return _PRIVATE & stat.S_IMODE(source.stat().st_mode) or stat.S_IRUSR
 
 
-def unproven_name(checkpoint: Checkpoint) -> UnprovenCheckpoint:
+def unproven_name(checkpoint: Checkpoint, trust: Trust) -> UnprovenCheckpoint:
     """Return the error of a file whose name would become a manifest that vouches for its step."""
     return UnprovenCheckpoint(
         "has no manifest, so nothing but its name says which checkpoint it is; it would get one that vouches for that",
         path=checkpoint.path,
-        hint=ACCEPT_UNSEALED_HINT,
+        hint=trust.accept_hint,
     )
 
 

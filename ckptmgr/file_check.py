@@ -96,7 +96,7 @@ class FileCheck:
             else:
                 self._check_plain(raw, manifest)
             if manifest is None and self._is_checkpoint and self._options.trust.is_strict:
-                raise unproven(self._path)
+                raise unproven(self._path, self._options.trust)
 
     def _check_against(self, manifest: Manifest, raw: Source) -> None:
         check_size(raw.size, manifest.file.digest, path=self._path)

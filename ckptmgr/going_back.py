@@ -96,6 +96,8 @@ def _worth_loading(candidates: list[Checkpoint], held: RecentState | None) -> li
     if held is None:
         return candidates
     step = held.step
+    # The step and the place of what is damaged or not proven say nothing: newer ones may follow.
+    passed = (State.CORRUPT, State.MISSING)
     return list(
-        takewhile(lambda c: c.state in (State.CORRUPT, State.MISSING) or c.step > step, candidates)
+        takewhile(lambda c: c.state in passed or c.is_unproven or c.step > step, candidates)
     )

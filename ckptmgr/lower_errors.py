@@ -20,15 +20,15 @@ from ckptmgr.errors import (
     UnsupportedCheckpoint,
 )
 from ckptmgr.formats import errors as format_errors
-from ckptmgr.trust import ACCEPT_UNSEALED_HINT
+from ckptmgr.trust import ACCEPT_UNSEALED_HINT, Trust
 
 
-def unproven(path: str | os.PathLike[str]) -> UnprovenCheckpoint:
-    """Return the error of a file without manifest, where only what keys prove is accepted."""
+def unproven(path: str | os.PathLike[str], trust: Trust) -> UnprovenCheckpoint:
+    """Return the error of a file without manifest, where only what the keys of `trust` prove is accepted."""
     return UnprovenCheckpoint(
         "keys were given, but no manifest proves which checkpoint this file is",
         path=path,
-        hint=ACCEPT_UNSEALED_HINT,
+        hint=trust.accept_hint,
     )
 
 

@@ -65,8 +65,7 @@ class CheckpointManager(SavingSeries):
         prefix: Name of the series; files are called `<prefix>-<step>.<format>`.
         save_policy: Instead of the configuration's steps and seconds.
         clock: Seconds since the epoch; stamps checkpoints and decides about seconds and ages.
-        allow_unsealed: With a key or trusted keys, also take files that are encrypted under the key, but not proven as a
-            whole (MindSpore's own).
+        allow_unsealed: With a key, also take files that are encrypted under it, but not proven as a whole (MindSpore's own).
         allow_unencrypted: With a key or trusted keys, also take plain files.
         trusted_keys: Public keys, or their files in PEM: checkpoints whose manifest none of them signed are not resumed from.
             That of the configuration's `signing_key` is always one of them.

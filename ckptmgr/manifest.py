@@ -119,7 +119,7 @@ def decode(
             signatures,
             trusted_keys=trust.trusted_keys,
             path=path,
-            is_required=trust.needs_signature,
+            accept_hint=trust.accept_hint if trust.needs_signature else None,
         )
     except RecursionError as error:
         raise CorruptCheckpoint("not valid JSON: nested too deeply", path=path) from error

@@ -16,7 +16,6 @@ from ckptmgr.crypto.keyring import Keys, ring_of
 from ckptmgr.crypto.signing import PublicKey, SigningKey, dsse_bytes
 from ckptmgr.errors import CorruptCheckpoint, KeyProblem, TamperedCheckpoint, UnprovenCheckpoint
 from ckptmgr.manifest_keys import ManifestKey, opened_manifest_key
-from ckptmgr.trust import ACCEPT_UNSEALED_HINT
 
 PAYLOAD_TYPE = "application/vnd.ckptmgr.manifest+json"
 AUTH, SIGNATURES = "auth", "signatures"
@@ -108,7 +107,7 @@ def check_signatures(
     *,
     trusted_keys: Sequence[PublicKey],
     path: object,
-    is_required: bool,
+    accept_hint: str | None,
 ) -> str | None:
     """Check the signatures of a document; return the id of the trusted key that signed it, or None.
 
@@ -120,12 +119,12 @@ def check_signatures(
     """
     place = str(path)
     if signatures is None:
-        if is_required:
+        if accept_hint is not None:
             raise UnprovenCheckpoint(
                 "the manifest is not signed although public keys to trust were given",
                 path=place,
                 hint="it was written without a signing key, or its signature was removed; "
-                + ACCEPT_UNSEALED_HINT,
+                + accept_hint,
             )
         return None
     by_id = {key.key_id: key for key in trusted_keys}

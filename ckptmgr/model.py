@@ -58,8 +58,6 @@ class State(enum.Enum):
 
 UNFINISHED = (State.LEFTOVER, State.WRITING)
 """States of what is no checkpoint, or none yet."""
-UNPROVEN = (State.UNPROVEN, State.OTHER_KEY)
-"""States of what the given keys do not prove."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,6 +167,11 @@ class Checkpoint:
     def is_attested(self) -> bool:
         """Whether what its manifest says counts: nothing was given to prove it with, or the given keys prove it."""
         return self.state in (State.OK, State.CORRUPT, State.MISSING)
+
+    @property
+    def is_unproven(self) -> bool:
+        """Whether keys were given, and they do not prove it: it decides nothing, and nothing names it but its own name."""
+        return self.state in (State.UNPROVEN, State.OTHER_KEY)
 
     @property
     def is_emergency(self) -> bool:

@@ -51,7 +51,9 @@ _NAME = re.compile(
     r"(?P<prefix>[^/\0]*)-(?P<epoch>0|[1-9][0-9]{0,17})_(?P<step>0|[1-9][0-9]{0,17})"
     r"(?P<breakpoint>_breakpoint(?=\.ckpt))?\.(?P<format>ckpt|safetensors)(?:\.ckp[ez])?"
 )
-_MAX_SUFFIX_DIGITS = 255  # the longest file name of a POSIX file system
+_MAX_RESTARTS_DIGITS = (
+    9  # a longer number is no count of runs, and the one after it may fit into no name
+)
 
 
 _STEP_NAME = re.compile(
@@ -196,14 +198,16 @@ def restart_prefix(prefix: str, names: Iterable[str], *, is_breakpoint: bool = F
         names: The file names in the directory.
         is_breakpoint: Whether the run looks for a name for a breakpoint; those are numbered on their own.
     """
-    numbers = [
-        _taken_number(name[len(prefix) :])
+    taken = [
+        name[len(prefix) :]
         for name in names
         if name.startswith(prefix)
         and name.endswith(DATA_SUFFIXES)
         and name.endswith(_BREAKPOINT_SUFFIX) == is_breakpoint
     ]
-    number = max(numbers, default=0)
+    number = max(map(_taken_number, taken), default=0)
+    while any(rest.startswith(f"_{number}-") for rest in taken):
+        number += 1  # of a run that began beside the largest number that counts
     return f"{prefix}_{number}" if number else prefix
 
 
@@ -215,7 +219,7 @@ def _taken_number(rest: str) -> int:
     if not head:
         return 1
     # MindSpore takes any character but a letter between prefix and number: CKP.5-1_1.ckpt counts as the fifth run.
-    is_number = head[1:].isdecimal() and len(head) <= _MAX_SUFFIX_DIGITS
+    is_number = head[1:].isdecimal() and len(head) <= 1 + _MAX_RESTARTS_DIGITS
     return int(head[1:]) + 1 if is_number and not head[0].isalpha() else 0
 
 

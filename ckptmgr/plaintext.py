@@ -33,7 +33,7 @@ from ckptmgr.manifest import Manifest
 from ckptmgr.read_options import ReadOptions
 from ckptmgr.scatter import read_checked
 from ckptmgr.stored_kind import check_kind
-from ckptmgr.trust import ACCEPT_UNENCRYPTED_HINT, ACCEPT_UNSEALED_HINT
+from ckptmgr.trust import ACCEPT_UNENCRYPTED_HINT
 from ckptmgr.units import HASHED_BYTES, PIECE_BYTES
 
 _HEAD_BYTES = 16
@@ -74,7 +74,7 @@ def refuse_unsigned(manifest: Manifest | None, *, path: str, options: ReadOption
         raise UnprovenCheckpoint(
             "public keys to trust were given, but there is no manifest that one of them has signed",
             path=path,
-            hint=ACCEPT_UNSEALED_HINT,
+            hint=options.trust.accept_hint,
         )
 
 

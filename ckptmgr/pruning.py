@@ -8,6 +8,7 @@ are removed by a later prune, after a grace time.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
@@ -15,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ckptmgr import trash
-from ckptmgr.errors import CheckpointNotFound, StoreLocked, UnsafePrune
+from ckptmgr.errors import CheckpointNotFound, CkptmgrError, StoreLocked, UnsafePrune
 from ckptmgr.model import UNFINISHED, Checkpoint, Plan, State
 from ckptmgr.observe import EVERYBODY
 from ckptmgr.retention import RetentionPolicy
@@ -122,7 +123,7 @@ def propose(
     for name in sorted({c.series for c in _finished(found, series)}):
         decided = sound.plan(_finished(found, name), policy, now)
         plans.append(SeriesPlan(series=name, plan=decided, damaged=sound.damaged))
-    old = [b for b in trash.batches(store) if b.thrown_at + grace <= now]
+    old = [b for b in trash.batches(store) if now - b.thrown_at >= grace]
     spared = tuple(b for b in old if not _may_go(store, b, found, sound))
     return Proposal(
         now=now,
@@ -230,7 +231,7 @@ class Undone:
 
 
 def undo(store: Store, *, is_dry: bool = False) -> Undone:
-    """Bring the last batch back from the trash.
+    """Bring back the last batch in the trash of which a proven checkpoint can be restored; else the last one.
 
     Args:
         store: The directory.
@@ -246,7 +247,8 @@ def undo(store: Store, *, is_dry: bool = False) -> Undone:
         raise CheckpointNotFound(
             "there is nothing to undo: the trash is empty", path=store.directory
         )
-    batch = filled[-1]
+    # Another one, of checkpoints that no key proves or whose names are taken, must not hide it.
+    batch = next((one for one in reversed(filled) if _can_restore(store, one)), filled[-1])
     restored: list[Checkpoint] = []
     taken: list[str] = []
     series_of = {c.name: _series_of(store, c) for c in batch.checkpoints}
@@ -264,6 +266,18 @@ def undo(store: Store, *, is_dry: bool = False) -> Undone:
     if not is_dry:
         trash.tidy(store, batch.path)
     return Undone(restored=tuple(restored), taken=tuple(taken))
+
+
+def _can_restore(store: Store, batch: Batch) -> bool:
+    proven = [c for c in batch.checkpoints if not c.is_unproven or _has_manifest_outside(store, c)]
+    return len(trash.taken_names(store, proven)) < len(proven)
+
+
+def _has_manifest_outside(store: Store, checkpoint: Checkpoint) -> bool:
+    """Return whether a proven manifest in the directory describes data that an interrupted prune moved alone."""
+    with contextlib.suppress(CkptmgrError, OSError):
+        return checkpoint.is_bare and store.read_manifest(checkpoint.name) is not None
+    return False
 
 
 def _series_of(store: Store, checkpoint: Checkpoint) -> str:

@@ -86,7 +86,7 @@ def open_checkpoint(
             does, on disks that can be trusted: what is written into the file, or read anew because memory ran short,
             shows in arrays that were checked before; and who touches a page of a file that was cut short is killed (SIGBUS).
         trusted_keys: Public keys, or their files in PEM: a file whose manifest none of them signed is refused, unless
-            `allow_unsealed`.
+            `allow_unencrypted`, or `allow_unsealed` with a key.
 
     Raises:
         CheckpointNotFound: There is no such file.

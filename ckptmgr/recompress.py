@@ -192,7 +192,7 @@ class _Change:
         if self._found.manifest is not None:
             self._store.check_rewritable(self._checkpoint)
         elif self._options.trust.is_strict:
-            raise unproven_name(self._checkpoint)
+            raise unproven_name(self._checkpoint, self._options.trust)
         if self._found.header is not None:
             check_recipients(self._found.header, self._keys, path=self._checkpoint.path)
         outcome = Outcome.EXPANDED if self._level is None else Outcome.COMPRESSED

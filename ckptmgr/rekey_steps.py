@@ -199,7 +199,7 @@ class CheckpointKeys:
         if self._manifest is not None:
             self._store.check_rewritable(self._checkpoint)
         elif self._store.trust.is_strict and (self._is_set or not self._is_other_file()):
-            raise unproven_name(self._checkpoint)
+            raise unproven_name(self._checkpoint, self._store.trust)
 
     def _is_other_file(self) -> bool:
         """Return whether it is no checkpoint, and so gets no manifest, whatever its name says."""

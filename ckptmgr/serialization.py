@@ -241,7 +241,7 @@ def load_checkpoint(
             Everything is compared before the first byte is written; damage is found while writing, and an error about it
             leaves the content of the arrays undefined.
         trusted_keys: Public keys, or their files in PEM: a file whose manifest none of them signed is refused, unless
-            `allow_unsealed`.
+            `allow_unencrypted`, or `allow_unsealed` with a key.
 
     Returns:
         Name to array (bf16 by `ml_dtypes`), string, or `MapArrays`, in file order; or the values of `into`.

@@ -119,7 +119,9 @@ class SeriesReader:
             return newest
         # What the keys prove first: another file may claim the same step.
         newest_first = sorted(
-            reversed(self.checkpoints()), key=lambda c: c.is_countable, reverse=True
+            reversed(self.checkpoints()),
+            key=lambda c: (c.is_countable, not c.is_unproven),
+            reverse=True,
         )
         for found in newest_first:
             if found.step == checkpoint or checkpoint in (found.name, str(found.path)):

@@ -46,6 +46,7 @@ __all__ = [
 ]
 
 
+_CLOCK_SKEW = timedelta(days=1)
 _WITHOUT_DATA = (State.LEFTOVER, State.MISSING)
 
 
@@ -74,7 +75,7 @@ def batches(store: Store) -> list[Batch]:
     found = []
     for path, thrown_at in batch_folders(store.fs, store.directory):
         with held_batch(store.fs, path):
-            inside = Store(path, fs=store.fs).scan()
+            inside = Store(path, fs=store.fs, trust=store.trust).scan()
         whole = [c for c in inside if c.state not in _WITHOUT_DATA]
         checkpoints = tuple(sorted(whole, key=lambda c: (c.series, c.order, c.name)))
         found.append(Batch(path=path, thrown_at=thrown_at, checkpoints=checkpoints))
@@ -82,9 +83,12 @@ def batches(store: Store) -> list[Batch]:
 
 
 def new_batch_path(store: Store, now: datetime) -> Path:
-    """Return the folder for a new batch, later than all others; nothing is created."""
-    taken = [batch.thrown_at for batch in batches(store)]
-    latest = max(taken, default=None)
+    """Return the folder for a new batch, later than all others but those of a future day; nothing is created.
+
+    A folder of a far day, which a wrong clock or an attacker made, would keep all later batches beyond their grace time.
+    """
+    found = (thrown_at for _, thrown_at in batch_folders(store.fs, store.directory))
+    latest = max((one for one in found if one - now <= _CLOCK_SKEW), default=None)
     if latest is not None and now <= latest:
         now = latest + timedelta(microseconds=1)
     return store.directory / TRASH_NAME / now.astimezone(UTC).strftime(STAMP)

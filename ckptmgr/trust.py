@@ -30,7 +30,7 @@ class Trust:
         trusted_keys: Public keys whose signatures count.
         signing_key: Signs the manifests that are written.
         allow_unsealed: Accept what is encrypted under `keys` although no seal, authenticated manifest or trusted
-            signature proves it as a whole (files that MindSpore wrote).
+            signature proves it as a whole (files that MindSpore wrote). Without `keys` it accepts nothing.
         allow_unencrypted: Accept plain files, too; includes `allow_unsealed`.
     """
 
@@ -43,7 +43,12 @@ class Trust:
     @property
     def accepts_unsealed(self) -> bool:
         """Whether a file is accepted that is not proven as a whole."""
-        return self.allow_unsealed or self.allow_unencrypted
+        return self.allow_unencrypted or (self.allow_unsealed and self.keys is not None)
+
+    @property
+    def accept_hint(self) -> str:
+        """How to accept a file that is not proven as a whole."""
+        return ACCEPT_UNENCRYPTED_HINT if self.keys is None else ACCEPT_UNSEALED_HINT
 
     @property
     def is_strict(self) -> bool:

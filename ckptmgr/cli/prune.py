@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 )
 @click.option("--undo", is_flag=True, help="Bring back what the last prune dropped.")
 @click.option("-v", "--verbose", is_flag=True, help="List the files that would go.")
-@options.trust_options()
+@options.trust_options(has_public_key=True)
 @options.output_options
 @click.pass_context
 def prune_command(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ckptmgr.cli import render
 from ckptmgr.cli.render import Cell, Json, Output
-from ckptmgr.model import UNPROVEN, Checkpoint, Plan, Reason, State, Verdict
+from ckptmgr.model import Checkpoint, Plan, Reason, State, Verdict
 from ckptmgr.pruning import Outcome, Proposal, SeriesPlan
 from ckptmgr.resume import is_manifest
 from ckptmgr.retention_rules import Best, RetentionPolicy
@@ -86,7 +86,7 @@ class Shown:
         )
         self._timeline(verdicts)
         self._table(proposal, one.plan)
-        unproven = Counter(c.state.value for c in checkpoints if c.state in UNPROVEN)
+        unproven = Counter(c.state.value for c in checkpoints if c.is_unproven)
         for word, found in sorted(unproven.items()):
             number = render.count(found, "checkpoint")
             self.output.line(f"{number} {word}: no rule counts it, and it is removed only by name")
@@ -125,7 +125,7 @@ class Shown:
             "kept": len(proposal.kept),
             "kept_bytes": sum(c.size_bytes for c in proposal.kept),
             "dropped": len(proposal.dropped),
-            "unproven": dict(Counter(c.state.value for c in proposal.kept if c.state in UNPROVEN)),
+            "unproven": dict(Counter(c.state.value for c in proposal.kept if c.is_unproven)),
             "freed_bytes": sum(c.size_bytes for c in proposal.dropped),
             "leftovers": [str(c.path) for c in proposal.leftovers],
             "expired_bytes": sum(batch.size_bytes for batch in proposal.expired),

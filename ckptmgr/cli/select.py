@@ -149,7 +149,7 @@ def _chooser(text: str) -> Choose | None:
     if text == "latest":
         return _latest
     if text == "@pinned":
-        return lambda found: [c for c in found if c.pins]
+        return lambda found: [c for c in found if c.pins and not c.is_unproven]
     if text == "best" or text.startswith("best:"):
         return _best(text)
     if _STEP.fullmatch(text):
@@ -197,8 +197,9 @@ def _usable(found: list[Checkpoint]) -> list[Checkpoint]:
 
 
 def _newest_attempts(found: list[Checkpoint]) -> list[Checkpoint]:
-    # What the keys prove comes last and wins: another file may claim the same step.
-    return list({c.series: c for c in sorted(found, key=lambda c: c.is_countable)}.values())
+    # Another file may claim the same step, in this series or in one of its own: it is meant only where none is proven.
+    proven = [c for c in found if not c.is_unproven] or found
+    return list({c.series: c for c in sorted(proven, key=lambda c: c.is_countable)}.values())
 
 
 def _file(store: Store, path: Path) -> Checkpoint:

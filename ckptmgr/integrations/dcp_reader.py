@@ -33,7 +33,7 @@ from ckptmgr.integrations.dcp_place import checked_config, place_of, set_name_of
 from ckptmgr.integrations.dcp_run import note_resumed
 from ckptmgr.loop_values import checked_count
 from ckptmgr.manifest import Manifest
-from ckptmgr.model import UNPROVEN, Checkpoint
+from ckptmgr.model import Checkpoint
 from ckptmgr.observe import Observer, Observers, about
 from ckptmgr.passing_errors import is_damage, may_be_whole, may_return
 from ckptmgr.resume import Skipped, doubt_of, newest_first
@@ -63,7 +63,7 @@ class StorageReader(storage.StorageReader):
         config: The keys; nothing else in it matters here.
         prefix: Name of the series.
         step: Which one; None for the newest.
-        allow_unsealed: With a key or trusted keys, also accept encrypted files that are not proven as a whole.
+        allow_unsealed: With a key, also accept files encrypted under it that are not proven as a whole.
         allow_unencrypted: With a key or trusted keys, also accept plain files.
         trusted_keys: Public keys, or their files in PEM: what none of them signed is refused.
         observe: A function, or several, that take an `Event` of `ckptmgr.observe`; on every rank.
@@ -222,7 +222,7 @@ class StorageReader(storage.StorageReader):
         checkpoint = self._checkpoint(store)
         if checkpoint.obstacle is not None and not is_damage(checkpoint.obstacle):
             raise checkpoint.obstacle
-        is_refused = not checkpoint.is_countable and checkpoint.state not in UNPROVEN
+        is_refused = not checkpoint.is_countable and not checkpoint.is_unproven
         if checkpoint.problem is not None and is_refused:
             raise CorruptCheckpoint(checkpoint.problem, path=checkpoint.path)
         manifest = store.read_manifest(checkpoint.name)
@@ -256,8 +256,9 @@ class StorageReader(storage.StorageReader):
                 )
             )
         for passed_over in skipped:
-            if passed_over.checkpoint.state in UNPROVEN:
-                return passed_over.checkpoint  # whose manifest says what is wrong with the keys
+            # A run that finds no checkpoint starts anew; this one may only need the right key.
+            if passed_over.checkpoint.is_unproven:
+                store.read_manifest(passed_over.checkpoint.name)
         directory = self._place.directory
         names = store.fs.list(directory) if store.fs.status(directory) is not None else {}
         if any(name.endswith(_STOCK) for name in names):

@@ -32,7 +32,6 @@ from ckptmgr.naming import COMPRESSED_SUFFIX, CONTAINER_SUFFIX
 from ckptmgr.parallel.errors import LayoutError
 from ckptmgr.parallel.rank_steps import refuse_mixture
 from ckptmgr.store import Store
-from ckptmgr.trust import ACCEPT_UNSEALED_HINT
 
 Entry = TensorEntry | TextEntry | MapEntry
 
@@ -152,7 +151,7 @@ class RankFiles:
                     raise UnprovenCheckpoint(
                         "there is no manifest, so nothing proves of which training step this file is",
                         path=self.paths[rank],
-                        hint=ACCEPT_UNSEALED_HINT,
+                        hint=self._options.trust.accept_hint,
                     )
         return refuse_mixture(self.paths, manifests, by_lineage=by_lineage)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from ckptmgr.config_checks import check_cipher, check_key, check_mode, check_trusted_keys
 from ckptmgr.crypto.key import Key
 from ckptmgr.crypto.signing import PublicKey
-from ckptmgr.errors import CheckpointNotFound
+from ckptmgr.errors import CheckpointNotFound, CkptmgrError, KeyProblem
 from ckptmgr.loader import ReadOptions
 from ckptmgr.naming import CONTAINER_SUFFIX, FORMATS
 from ckptmgr.parallel.errors import LayoutError
@@ -37,6 +37,7 @@ from ckptmgr.parallel.rank_steps import Chosen, checked_step, choose_step
 from ckptmgr.parallel.reshard import Layouts
 from ckptmgr.parallel.resharder import Resharder
 from ckptmgr.saver import SaveOptions
+from ckptmgr.store import Store
 from ckptmgr.trust import Trust
 
 _logger = logging.getLogger(__name__)
@@ -325,16 +326,49 @@ def source_files(
     if not found:
         raise _nothing_found(directory, function)
 
+    found, left_out = _proven(found, reading)
+
     def has_step(path: Path, wanted: int) -> bool:
         with RankFiles({0: path}, reading) as file:
             return file.one_step() == wanted
 
     if not is_whole or len(found) == 1:
-        return choose_step(found, step=step, has_step=has_step)
+        chosen = choose_step(found, step=step, has_step=has_step)
+        return replace(chosen, notes=(*left_out, *chosen.notes))
     first, *others = found
     chosen = choose_step({first: found[first]}, step=step, has_step=has_step)
     note = f"read rank_{first} only: no strategy says how the files of {len(others)} other ranks are cut"
-    return replace(chosen, notes=(*chosen.notes, note))
+    return replace(chosen, notes=(*left_out, *chosen.notes, note))
+
+
+def _proven(
+    found: Mapping[int, list[Path]], reading: ReadOptions
+) -> tuple[dict[int, list[Path]], list[str]]:
+    """Return the files that the keys prove, and a note for each other one; all files of a rank without any."""
+    if not reading.trust.can_prove:
+        return dict(found), []
+    kept: dict[int, list[Path]] = {}
+    notes: list[str] = []
+    for rank, paths in found.items():
+        problems = {path: _why_unproven(path, reading) for path in paths}
+        # Where none is proven, the error that follows says why.
+        kept[rank] = [path for path in paths if problems[path] is None] or paths
+        notes += [
+            f"left out rank_{rank}/{path.name}: {problems[path]}"
+            for path in paths
+            if path not in kept[rank]
+        ]
+    return kept, notes
+
+
+def _why_unproven(path: Path, reading: ReadOptions) -> str | None:
+    try:
+        manifest = Store(path.parent, trust=reading.trust).read_manifest(path.name)
+    except KeyProblem as error:
+        return error.message
+    except (CkptmgrError, OSError):
+        return None  # if it is chosen, that is the error
+    return None if manifest is not None else "it has no manifest"
 
 
 def _nothing_found(directory: Path, function: str) -> CheckpointNotFound:

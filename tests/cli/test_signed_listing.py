@@ -39,7 +39,7 @@ def test_checkpoint_that_somebody_else_signed_is_not_believed(tmp_path: Path) ->
     stranger = signed_run(tmp_path / "b", STRANGER)
     runs = tmp_path / "a" / "runs"
     states = {one["state"] for one in run_json("ls", runs, "--public-key", stranger)["items"]}
-    assert states == {"unverified"}
+    assert states == {"other-key"}
     path = next(runs.glob("*.ckpt"))
     assert run("inspect", path, "--public-key", stranger).exit_code == Exit.KEY
 

@@ -67,8 +67,8 @@ def test_pin_of_an_unsigned_checkpoint_is_signed_where_that_is_allowed(
 ) -> None:
     path = save(tmp_path / "runs")
     refused = run("pin", "1", "--dir", path.parent, *signing)
-    assert "--allow-unsealed" in refused.stderr
-    assert run("pin", "1", "--dir", path.parent, *signing, "--allow-unsealed").exit_code == 0
+    assert "--allow-unencrypted" in refused.stderr
+    assert run("pin", "1", "--dir", path.parent, *signing, "--allow-unencrypted").exit_code == 0
     store = Store(path.parent, trust=Trust(trusted_keys=(SIGNER.public_key,)))
     assert [len(one.pins) for one in store.scan()] == [1]
 

@@ -398,7 +398,7 @@ def test_file_that_nobody_trusted_has_signed_does_not_load(tmp_path: Path, kind:
     with pytest.raises(KeyProblem):
         open_checkpoint(path, trusted_keys=TRUSTED)
     if kind != "forged":
-        assert load_checkpoint(path, trusted_keys=TRUSTED, allow_unsealed=True)
+        assert load_checkpoint(path, trusted_keys=TRUSTED, allow_unencrypted=True)
 
 
 def test_signed_file_loads_with_the_file_of_the_public_key(tmp_path: Path) -> None:
@@ -424,7 +424,7 @@ def test_run_that_signs_goes_on_from_its_own_checkpoints_only(tmp_path: Path) ->
     with pytest.raises(UnsealedCheckpoint, match="not signed"):
         train(tmp_path, range(2, 3))
     with CheckpointManager(
-        tmp_path, CheckpointConfig(signing_key=SIGNER), prefix="net", allow_unsealed=True
+        tmp_path, CheckpointConfig(signing_key=SIGNER), prefix="net", allow_unencrypted=True
     ) as manager:
         assert manager.resume().step == 1
 

@@ -265,6 +265,31 @@ def test_newest_whole_checkpoint_is_loaded_unless_told_another_one(tmp_path: Pat
         loaded("elsewhere/net-1")
 
 
+def test_wrong_key_is_an_error_and_no_missing_checkpoint(tmp_path: Path) -> None:
+    own, other = (CheckpointConfig(enc_key=bytes([one]) * 16) for one in (1, 2))
+    state = {"w": torch.ones(3)}
+    with StorageWriter(tmp_path, own, step=1) as writer:
+        save([writer], [state])
+    for step in (None, 1):
+        with pytest.raises(KeyProblem, match="under key"):
+            load([StorageReader(tmp_path, other, step=step)], [state])
+
+
+def test_stranger_that_claims_a_later_step_is_passed_over_and_no_damage(tmp_path: Path) -> None:
+    own, other = (CheckpointConfig(enc_key=bytes([one]) * 16) for one in (1, 2))
+    for folder, config, steps in (("a", own, (1, 2)), ("b", other, (1, 2, 3))):
+        for step in steps:
+            with StorageWriter(tmp_path / folder, config, step=step) as writer:
+                save([writer], [{"w": torch.full((3,), step)}])
+    for path in (tmp_path / "b").glob("ckpt-3*"):
+        path.rename(tmp_path / "a" / path.name)
+    found = {"w": torch.zeros(3, dtype=torch.int64)}
+    load([StorageReader(tmp_path / "a", own)], [found])
+    assert found["w"].tolist() == [2, 2, 2]
+    with pytest.raises(KeyProblem):
+        load([StorageReader(tmp_path / "a", own, step=3)], [found])
+
+
 def test_step_of_a_save_can_come_as_checkpoint_id(tmp_path: Path) -> None:
     with StorageWriter(tmp_path, prefix="net") as writer:
         for checkpoint_id in ("1", "net-2", tmp_path / "net-3", str(tmp_path / "net-4.shards")):

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmgr import CheckpointManager, load_checkpoint, save_checkpoint
-from ckptmgr.errors import CheckpointNotFound
+from ckptmgr import CheckpointConfig, CheckpointManager, load_checkpoint, save_checkpoint
+from ckptmgr.errors import CheckpointNotFound, KeyProblem
 from ckptmgr.formats.strategy import OperatorStrategy, Strategy, StrategyLayout, encode_strategy
 from ckptmgr.parallel import (
     LayoutError,
@@ -400,3 +400,29 @@ def test_files_chosen_are_of_the_newest_common_step_or_of_none(steps: dict[int, 
     assert chosen.step == f"3_{max(common)}"
     assert {path.name for path in chosen.paths.values()} == {f"net-3_{max(common)}.ckpt"}
     assert bool(chosen.notes) == any(max(own) > max(common) for own in steps.values())
+
+
+def test_newest_step_that_the_key_does_not_prove_is_left_out_and_said(tmp_path: Path) -> None:
+    keys = bytes(16), bytes(range(16))
+    source, elsewhere = tmp_path / "in", tmp_path / "elsewhere"
+    for key, place, steps in ((keys[0], source, (10, 20)), (keys[1], elsewhere, (30,))):
+        for rank in range(2):
+            config = CheckpointConfig(enc_key=key, keep="all")
+            with CheckpointManager(place / f"rank_{rank}", config, prefix="net") as manager:
+                for step in steps:
+                    manager.save(step, {"w": value_of(step)})
+    for rank in range(2):
+        for path in (elsewhere / f"rank_{rank}").glob("net-30.*"):
+            shutil.copy(path, source / f"rank_{rank}")
+    # Damage of what is not taken does not matter.
+    manifest = source / "rank_0" / "net-10.ckpt.manifest.json"
+    manifest.chmod(0o600)
+    manifest.write_text("{")
+    files = transformed(source, tmp_path / "out", dec_key=keys[0])
+    assert (rows_in(files), files.step) == ([20] * 4, "20")
+    assert [note.partition(":")[0] for note in files.notes[:2]] == [
+        "left out rank_0/net-30.ckpt",
+        "left out rank_1/net-30.ckpt",
+    ]
+    with pytest.raises(KeyProblem):
+        transformed(elsewhere, tmp_path / "none", dec_key=keys[0])
