@@ -15,7 +15,12 @@ from ckptmgr.crypto.container import ContainerSealer
 from ckptmgr.crypto.keyring import Keys
 from ckptmgr.crypto.mindspore_blocks import BlockSealer
 from ckptmgr.digest import FileDigest
-from ckptmgr.errors import CheckpointNotFound, UnprovenCheckpoint, UnsafeWrite
+from ckptmgr.errors import (
+    CheckpointNotFound,
+    UnprovenCheckpoint,
+    UnsafeWrite,
+    UnsupportedCheckpoint,
+)
 from ckptmgr.formats.image import Image
 from ckptmgr.fsio import OsFileSystem, OutputFile
 from ckptmgr.lease import lease_path
@@ -24,6 +29,7 @@ from ckptmgr.manifest import SUFFIX, FileEntry, Manifest, manifest_name
 from ckptmgr.model import Checkpoint, State
 from ckptmgr.name_lease import lease_of_name
 from ckptmgr.naming import DATA_SUFFIXES, parse_name, stem_of
+from ckptmgr.numbering import LARGEST_FOLLOWED
 from ckptmgr.pipeline import write_image
 from ckptmgr.store import Store
 from ckptmgr.trust import Trust
@@ -264,6 +270,13 @@ def _description(
     series = stem_of(target.name) if parsed is None else parsed.prefix
     placeholder = FileEntry(name=target.name, digest=FileDigest(size_bytes=0, ranges=()), format="")
     if manifest is not None:
+        if manifest.sequence > LARGEST_FOLLOWED:
+            raise UnsupportedCheckpoint(
+                f"its manifest says that it is commit {manifest.sequence}; proven by a key, that would leave no number to "
+                "later saves",
+                path=source,
+                hint="the manifest was probably changed; without it the file can be converted, too",
+            )
         run_id = "" if source.parent == target.parent else manifest.run_id
         return replace(
             manifest,

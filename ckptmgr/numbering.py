@@ -18,7 +18,7 @@ _LOG = logging.getLogger(__name__)
 
 MAX_LEAD = 1 << 20
 """How far unproven numbers are followed beyond the largest proven one."""
-_LARGEST_RESUMED = 1 << 63
+LARGEST_FOLLOWED = 1 << 63
 """Beyond it there would soon be no number left; only this process itself, or a key, vouches for such a number."""
 
 
@@ -40,7 +40,7 @@ def next_sequence(
     others = [*present, *([] if resumed_from is None else [resumed_from])]
     proven = [] if saved is None else [saved.sequence]
     proven += [c.sequence for c in others if _is_proven(c, trust)]
-    if resumed_from is not None and resumed_from.sequence <= _LARGEST_RESUMED:
+    if resumed_from is not None and resumed_from.sequence <= LARGEST_FOLLOWED:
         proven.append(resumed_from.sequence)
     return 1 + _largest(others, lambda c: c.sequence, floor=max(proven, default=0))
 

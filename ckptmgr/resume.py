@@ -152,12 +152,12 @@ def first_that_loads(
             the right key, version or disk. Starting over would silently lose the run.
     """
     skipped = []
-    problems: list[Exception] = []
+    problems: list[tuple[Checkpoint, Exception]] = []
     for checkpoint in candidates:
         if checkpoint.state in (State.CORRUPT, State.MISSING):
             if checkpoint.obstacle is not None:
                 _refuse_to_pass_over(checkpoint, checkpoint.obstacle)
-                problems.append(checkpoint.obstacle)
+                problems.append((checkpoint, checkpoint.obstacle))
             reason = checkpoint.problem or "corrupt"
             skipped.append(
                 Skipped(
@@ -172,9 +172,10 @@ def first_that_loads(
             return checkpoint, load(checkpoint), skipped
         except (CkptmgrError, OSError) as error:
             _refuse_to_pass_over(checkpoint, error)
-            problems.append(error)
+            problems.append((checkpoint, error))
             skipped.append(Skipped.because(checkpoint, error))
-    for problem in problems:
+    # A stranger must not hide what is wrong with the caller's own checkpoints.
+    for _, problem in sorted(problems, key=lambda one: one[0].is_unproven):
         if not isinstance(problem, (CorruptCheckpoint, FileNotFoundError)):
             raise problem
     return None, None, skipped

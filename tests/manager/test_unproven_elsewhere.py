@@ -12,7 +12,7 @@ import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint, load_checkpoint
 from ckptmgr.crypto.signing import SigningKey
-from ckptmgr.errors import UnprovenCheckpoint
+from ckptmgr.errors import UnprovenCheckpoint, UnsupportedCheckpoint
 from ckptmgr.manifest import SUFFIX, manifest_name
 from ckptmgr.model import State
 from tests.cli.running import run, run_json
@@ -26,6 +26,7 @@ from tests.manager.test_unproven import (
     key_source,
     train,
 )
+from tests.parallel.ranks import Meeting, Seat, run_ranks
 
 SIGNER = SigningKey(bytes(range(32)))
 TRASH = ".ckptmgr-trash"
@@ -206,3 +207,36 @@ def test_checkpoint_whose_manifest_cannot_be_read_is_listed_in_its_series(
         found = ours.resume()
     assert states[name] == (3, State.CORRUPT)
     assert (found.step, [one.checkpoint.name for one in found.skipped]) == (2, [name])
+
+
+def test_encrypting_a_file_proves_no_number_that_leaves_none_to_later_saves(tmp_path: Path) -> None:
+    runs, plain = tmp_path / "runs", tmp_path / "plain"
+    train(runs, range(1, 3))
+    train(plain, range(5, 6), key=None)
+    add(plain, 6, sequence=2**64 - 1)
+    key = ("--key", key_source(tmp_path))
+    refused = run("encrypt", plain / "net-6.ckpt", "-o", runs / "net-6.ckpt", *key)
+    assert refused.exit_code != 0
+    assert "would leave no number" in refused.output
+    assert run("encrypt", plain / "net-5.ckpt", "-o", runs / "net-5.ckpt", *key).exit_code == 0
+    with manager(runs) as ours:
+        ours.save(7, {"w": np.zeros(3)})
+        assert [c.step for c in ours.checkpoints()][-1] == 7
+
+
+def test_error_of_a_resume_is_about_the_own_checkpoint_and_not_about_a_stranger(
+    tmp_path: Path,
+) -> None:
+    runs, meeting = tmp_path / "runs", Meeting(2)
+    config = CheckpointConfig(enc_key=KEY, keep="all")
+
+    def save(rank: int) -> bool:
+        seat = Seat(meeting, rank)
+        with CheckpointManager(runs, config, prefix="net", coordinator=seat) as ours:
+            return ours.save(1, {"w": np.full(3, rank)}) is not None
+
+    for outcome in run_ranks(meeting, save):
+        assert outcome.must()
+    add(runs, 900, sequence=1000)
+    with manager(runs) as ours, pytest.raises(UnsupportedCheckpoint, match="net-1"):
+        ours.resume({"w": np.zeros(3)})
