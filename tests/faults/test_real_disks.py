@@ -79,8 +79,9 @@ class Lab:
         """Return an image on which what a function writes is durable."""
         image = copy(self.empty, self.disks.folder / "base.img")
         with self.disks.mounted(image) as disk:
-            prepare(disk)
-            os.sync()
+            prepare(
+                disk
+            )  # unmounting makes it durable; os.sync() would also sync the disks of other tests
         return image
 
 
