@@ -68,6 +68,34 @@ def test_rekey_rotates_a_directory_and_says_so(runs: Path, rotation: tuple[str, 
     assert (again.exit_code, "0 checkpoints changed" in again.stdout) == (0, True)
 
 
+@pytest.mark.parametrize("form", ["ckpt", "safetensors"])
+def test_rekey_with_both_keys_at_hand_may_be_done_twice(
+    tmp_path: Path, rotation: tuple[str, ...], form: str
+) -> None:
+    runs = tmp_path / "runs"
+    save_run(directory=runs, form=form)
+    both = ("--key", source(tmp_path, NEW), *rotation)
+    first = next(runs.glob(f"*-1.{form}*"))
+    assert run("rekey", first, *both, "--yes").exit_code == 0  # as if it had been cut after that
+    result = run("rekey", runs, *both, "--yes")
+    assert (result.exit_code, "1 checkpoint changed" in result.stdout) == (0, True)
+    again = run("rekey", runs, *both, "--yes")
+    assert (again.exit_code, "0 checkpoints changed" in again.stdout) == (0, True), again.stderr
+    assert who_opens(runs) == [[1], [1]]
+
+
+def test_rekey_of_a_ckpt_never_proposes_to_remove_the_key_that_is_added(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    save_run(directory=runs, form="ckpt")
+    old, new, other = (source(tmp_path, key) for key in (OLD, NEW, OTHER))
+    result = run("rekey", runs, "--key", old, "--add", old, "--add", new, "--yes")
+    assert result.exit_code == 13
+    assert "--remove" not in result.stderr
+    assert f"--add one key, the one that opens it now ({OLD.key_id})" in result.stderr
+    result = run("rekey", runs, "--key", old, "--add", other, "--yes")
+    assert f"--add SOURCE --remove {OLD.key_id}" in result.stderr
+
+
 def test_rekey_in_json_tells_what_was_done(runs: Path, rotation: tuple[str, ...]) -> None:
     planned = run_json("rekey", runs, *rotation, "--dry-run")
     assert planned["schema"] == "ckptmgr.rekey/1"

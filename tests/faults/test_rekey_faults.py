@@ -122,6 +122,23 @@ def test_rekeying_that_fails_at_any_call_can_be_finished() -> None:
         check(disk, is_finished=False)
 
 
+BOTH_GIVEN = KeyChange(keys=ring(OLD, NEW), add=(ring(NEW),), remove=(ring(OLD),))
+
+
+@pytest.mark.parametrize("name", ["container", "ckpt"])
+def test_rekeying_with_both_keys_at_hand_is_finished_after_every_power_cut(name: str) -> None:
+    def run(disk: ModelDisk) -> list[Action]:
+        processes = ModelProcesses(disk)
+        return [one.action for one in rekey(BOTH_GIVEN, fs=disk, processes=processes)]
+
+    crashes = every_crash(disk_of(name), run, order=Order.JOURNALED, tears=1)
+    for crash in {crash.disk.state(): crash for crash in crashes}.values():
+        again = crash.disk.restart()
+        run(again)
+        assert run(again) == [Action.NOTHING]
+        assert [opens(only(again), keys, fs=again) for keys in BOTH] == [False, True], crash
+
+
 ANEW = KeyChange(keys=BOTH[0], add=(BOTH[1],), is_only=True)
 
 
