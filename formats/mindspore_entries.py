@@ -12,7 +12,7 @@ from .errors import FormatError, UnsupportedError
 from .index import TensorEntry
 from .mindspore import MAP_PARTS, MAX_TEXT_BYTES, SCALAR_DIMS, TEXT_TYPE
 from .mindspore_records import MapRecord, TensorRecord
-from .tensor import TensorSpec
+from .tensor import TensorSpec, check_shape
 from .wire import WireReader
 
 
@@ -160,7 +160,9 @@ def _entry(
     name: str, dtype: DType, shape: tuple[int, ...], records: Sequence[TensorRecord]
 ) -> TensorEntry:
     pieces = tuple([record.piece for record in records if record.piece.length])
-    return TensorEntry(spec=TensorSpec(name=name, dtype=dtype, shape=shape), pieces=pieces)
+    spec = TensorSpec(name=name, dtype=dtype, shape=shape)
+    check_shape(spec, offset=records[0].offset)
+    return TensorEntry(spec=spec, pieces=pieces)
 
 
 def _check_size(

@@ -16,7 +16,6 @@ from .index import TensorEntry, entries_of
 from .mindspore import (
     CHECKPOINT_VALUE,
     MAX_DIM,
-    MAX_RANK,
     TENSOR_CONTENT,
     TENSOR_DIMS,
     TENSOR_TYPE,
@@ -24,6 +23,7 @@ from .mindspore import (
     VALUE_TENSOR,
 )
 from .mindspore_entries import kind_of
+from .tensor import check_count, most_dimensions
 from .wire import AHEAD_BYTES, LENGTH_DELIMITED, VARINT, WireReader
 
 _MAX_LAYOUTS = 4096
@@ -78,6 +78,7 @@ class PlainTensors:
                     offset = contents.pop() - found.popitem()[1].content
                 break
             offset = start + at
+            check_count(len(taken) + len(found))
         taken.update(found)
         layouts = found.values()
         entries = entries_of(
@@ -152,7 +153,9 @@ def _read_head(data: bytes, at: int, stop: int) -> tuple[int, DType, tuple[int, 
     type_stop, at = _length(data, at, _TYPE_KEY)
     type_name = data[at:type_stop]
     content_stop, at = _length(data, type_stop, _CONTENT_KEY)
-    if not stop == end == content_stop or len(dims) > MAX_RANK or max(dims, default=0) > MAX_DIM:
+    if not stop == end == content_stop or len(dims) > most_dimensions():
+        return None
+    if max(dims, default=0) > MAX_DIM:
         return None
     kind = kind_of(type_name.decode(), tuple(dims), stop - at)
     return None if kind is None else (at, *kind)

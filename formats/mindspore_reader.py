@@ -26,6 +26,7 @@ from .mindspore_records import (
 )
 from .source import Source
 from .strict_json import parse_object, parse_strings
+from .tensor import check_count
 from .trailer import TRAILER_BYTES, crc32, decode_trailer
 from .wire import Field, WireReader
 
@@ -188,6 +189,7 @@ class _IndexReader:
                     "two parameters have this name", offset=record.offset, tensor=record.name
                 )
             self._names.add(record.name)
+            check_count(len(self._names))
         self._run.append(record)
 
     def _take_metadata(self, field: Field) -> None:

@@ -34,8 +34,11 @@ from .mindspore import (
 )
 from .segments import Segments
 from .strict_json import encode_object, is_encodable
-from .tensor import Item, MapTensors, Tensor, TensorSpec, Text, checked_content
-from .wire import encode_bytes_field, encode_length_prefix, encode_varint_field
+from .tensor import Item, MapTensors, Tensor, TensorSpec, Text, check_count, checked_content
+from .wire import MAX_FIELDS, encode_bytes_field, encode_length_prefix, encode_varint_field
+
+# Besides those of the dimensions.
+_TEXT_FIELDS, _TENSOR_FIELDS, _MAP_FIELDS = 6, 5, 12
 
 
 def build_ckpt_image(
@@ -55,7 +58,7 @@ def build_ckpt_image(
 
     Raises:
         FormatError: A name, text, shape or content that a `.ckpt` cannot hold; names the tensor.
-        UnsupportedError: An element type that MindSpore cannot load.
+        UnsupportedError: An element type that MindSpore cannot load, or more items than a reader takes.
 
     Source: `checkpoint.proto`, `_exec_save` of MindSpore 2.10.
     """
@@ -64,6 +67,7 @@ def build_ckpt_image(
     if not items and metadata is None:
         raise FormatError("there is nothing to save: a .ckpt without parameters cannot be loaded")
     _check_names(items)
+    _check_counts(items, slice_bytes)
     segments = Segments()
     if metadata is not None:
         segments.add(_metadata_field(metadata))
@@ -86,6 +90,35 @@ def _check_names(items: Sequence[Item]) -> None:
         if not is_encodable(name):
             raise FormatError("the name holds a lone surrogate, not valid in UTF-8", tensor=name)
         seen.add(name)
+
+
+def _check_counts(items: Sequence[Item], slice_bytes: int) -> None:
+    """Raise unless a reader takes so many: what is no plain tensor it takes apart field by field, and the one before it."""
+    check_count(len(items))
+    fields = before = 0
+    for item in items:
+        size, own = _fields_of(item, slice_bytes)
+        if size is None or not 0 < size <= slice_bytes:
+            fields += before + own
+        before = own
+    if fields > MAX_FIELDS:
+        raise UnsupportedError(
+            f"texts, maps, and tensors that are empty or of more than {slice_bytes} bytes take"
+            f" {fields} fields, of {MAX_FIELDS}"
+        )
+
+
+def _fields_of(item: Item, slice_bytes: int) -> tuple[int | None, int]:
+    """Return the size of a tensor, or None of what is none, and how many fields an item has."""
+    if isinstance(item, Text):
+        return None, _TEXT_FIELDS
+    if isinstance(item, Tensor):
+        size = item.spec.size_bytes
+        return size, max(1, -(-size // slice_bytes)) * (_TENSOR_FIELDS + len(item.spec.shape))
+    size = sum(part.spec.size_bytes for part in (item.key, item.value, item.status))
+    slices = min(max(1, item.key.spec.size_bytes), 2 * -(-size // slice_bytes) + 1)
+    ranks = sum(len(part.spec.shape) for part in (item.key, item.value, item.status))
+    return None, slices * (_MAP_FIELDS + ranks)
 
 
 def _name(item: Item) -> str:

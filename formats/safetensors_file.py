@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from math import prod
 
 from .dtypes import BY_NAME, BY_SAFETENSORS, DType
 from .errors import FormatError, TruncatedError, UnsupportedError
@@ -32,7 +31,7 @@ from .safetensors_plain import read_plain_header
 from .segments import Segments
 from .source import Source, read_bytes
 from .strict_json import encode_object, is_encodable, parse_object, parse_strings, quoted
-from .tensor import Item, Tensor, TensorSpec, checked_content
+from .tensor import Item, Tensor, TensorSpec, check_count, check_shape, checked_content
 
 MAX_HEADER_BYTES = 100_000_000
 """The bound of the stock library and of MindSpore."""
@@ -61,8 +60,9 @@ def build_safetensors_image(
 
     Raises:
         FormatError: A text, a map parameter, or a name the format cannot hold; names the tensor.
-        UnsupportedError: An element type without spelling, or a scalar MindSpore has no CRC for.
+        UnsupportedError: An element type without spelling, a scalar MindSpore has no CRC for, or too many tensors.
     """
+    check_count(len(items))
     tensors = sorted(map(_as_tensor, items), key=_placing)
     stored = {_FORMAT_KEY: "ms", **(metadata or {})}
     _check_names(tensors, stored, crc=crc)
@@ -227,17 +227,22 @@ _Described = tuple[dict[str, str], list[TensorEntry]]
 def _read_plain(encoded: bytes, size: int) -> _Described | None:
     """Return what a plain header describes, as `_read_strictly` does; None of any other."""
     data_start = LENGTH_BYTES + len(encoded)
-    plain = read_plain_header(encoded, data_start=data_start, data_bytes=size - data_start)
+    plain = read_plain_header(encoded, data_start=data_start)
     if plain is None:
         return None
     metadata = parse_strings(plain.metadata, what=_METADATA, offset=LENGTH_BYTES)
-    return None if _INT4_MARK in metadata.values() else (metadata, plain.entries)
+    if _INT4_MARK in metadata.values():
+        return None
+    if sum(plain.entries[-1].pieces[0]) != size:
+        _check_layout(plain.entries, data_start, size)
+    return metadata, plain.entries
 
 
 def _read_strictly(encoded: bytes, size: int) -> _Described:
     """Return the metadata and the tensors that a header describes, of a file of so many bytes."""
     header = parse_object(encoded, what="header", offset=LENGTH_BYTES, shorten=_fields)
     metadata = parse_strings(header.pop(_METADATA, {}), what=_METADATA, offset=LENGTH_BYTES)
+    check_count(len(header))
     data_start = LENGTH_BYTES + len(encoded)
     # Taken out one by one, so that not all is there twice.
     entries = [_read_entry(name, header.pop(name), metadata, data_start) for name in list(header)]
@@ -326,19 +331,18 @@ def _read_entry(
     dtype = _read_dtype(name, spelling, metadata)
     _check_integers(name, shape, "shape")
     _check_integers(name, offsets, "data_offsets")
-    if len(shape) > _MAX_RANK:
-        raise UnsupportedError(f"more than {_MAX_RANK} dimensions", tensor=name)
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         raise FormatError("data_offsets are not a range", offset=LENGTH_BYTES, tensor=name)
     start, stop = offsets
-    needed = prod(shape) * dtype.item_bytes
+    spec = TensorSpec(name=name, dtype=dtype, shape=shape)
+    needed = spec.size_bytes
     if stop - start != needed:
         raise FormatError(
             f"the content has {stop - start} bytes, but {dtype.name}{list(shape)} needs {needed}",
             offset=data_start + start,
             tensor=name,
         )
-    spec = TensorSpec(name=name, dtype=dtype, shape=shape)
+    check_shape(spec, offset=data_start + start)
     return TensorEntry(spec, (Piece(data_start + start, stop - start),))
 
 

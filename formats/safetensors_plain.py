@@ -12,17 +12,20 @@ Source: safetensors 0.8.0 (`Metadata` and `TensorInfo` as serde spells them).
 from __future__ import annotations
 
 import re
-from math import prod
 from typing import NamedTuple
 
 from .dtypes import BY_SAFETENSORS, DType
+from .errors import UnsupportedError
 from .index import TensorEntry, entries_of
-from .strict_json import parse_value
+from .strict_json import has_too_many_values, parse_value
+from .tensor import TensorSpec, check_count, check_shape
 
 _METADATA = '{"__metadata__":'
 _BETWEEN = '},"'
 # A header of 100 MB can be cut into no more pieces than it can have tensors.
 _LEAST_CHARS = len('":{"dtype":"I8","shape":[],"data_offsets":[0,0]},"')
+# An object without objects in it, such as metadata are: where it ends is found without building it.
+_FLAT_OBJECT = re.compile(r'\{[^"{}]*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"[^"{}]*+)*+\}', re.DOTALL)
 _SIZE = "(?:0|[1-9][0-9]{0,17})"
 _FORM = re.compile(
     rf'"dtype":"([A-Z0-9_]+)","shape":\[((?:{_SIZE}(?:,{_SIZE}){{0,63}})?)\],"data_offsets":'
@@ -45,13 +48,15 @@ class _Form(NamedTuple):
     size_bytes: int
 
 
-def read_plain_header(encoded: bytes, *, data_start: int, data_bytes: int) -> PlainHeader | None:
-    """Return what a header says, or None for everything unusual.
+def read_plain_header(encoded: bytes, *, data_start: int) -> PlainHeader | None:
+    """Return what a header says, or None for everything unusual. The contents follow each other without gaps.
 
     Args:
         encoded: The header.
         data_start: Where the data starts in the file.
-        data_bytes: Bytes of data in the file.
+
+    Raises:
+        UnsupportedError: It has too many tensors.
     """
     try:
         text = encoded.decode().rstrip(" ")
@@ -60,23 +65,31 @@ def read_plain_header(encoded: bytes, *, data_start: int, data_bytes: int) -> Pl
     found: tuple[object, int] | None = {}, 0
     opening = '{"'
     if text.startswith(_METADATA):
-        found, opening = parse_value(text, len(_METADATA)), ',"'
+        found, opening = _metadata(text, encoded), ',"'
     if found is None:
         return None
     metadata, start = found
     if not text.startswith(opening, start) or not text.endswith("]}}"):
         return None
     tensors = text[start + len(opening) : -len("}}")]
+    check_count(tensors.count(_BETWEEN) + 1)
     is_too_short = len(tensors) < tensors.count(_BETWEEN) * _LEAST_CHARS
     if is_too_short or tensors.encode().translate(None, _ORDINARY):
         return None
-    entries = _read_tensors(tensors.split(_BETWEEN), data_start=data_start, data_bytes=data_bytes)
+    entries = _read_tensors(tensors.split(_BETWEEN), data_start=data_start)
     return None if entries is None else PlainHeader(metadata, entries)
 
 
-def _read_tensors(
-    texts: list[str], *, data_start: int, data_bytes: int
-) -> list[TensorEntry] | None:
+def _metadata(text: str, encoded: bytes) -> tuple[object, int] | None:
+    """Return the metadata that a text starts with, and where they end; None where they are unusual, or too many."""
+    if has_too_many_values(encoded):  # most of which may be tensors
+        match = _FLAT_OBJECT.match(text, len(_METADATA))
+        if match is None or has_too_many_values(match[0].encode()):
+            return None
+    return parse_value(text, len(_METADATA))
+
+
+def _read_tensors(texts: list[str], *, data_start: int) -> list[TensorEntry] | None:
     """Return tensors that are spelled `name":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]`, or None."""
     forms: dict[str, _Form | None] = {}
     found: dict[str, _Form] = {}
@@ -96,7 +109,7 @@ def _read_tensors(
         found[name] = form
         offsets.append(data_start + offset)
         offset = stop
-    if len(found) < len(texts) or offset != data_bytes or "__metadata__" in found:
+    if len(found) < len(texts) or "__metadata__" in found:
         return None
     shapes = [form.shape for form in found.values()]
     return entries_of(
@@ -115,4 +128,9 @@ def _read_form(spelling: str) -> _Form | None:
     if match is None or dtype is None:
         return None
     shape = tuple(map(int, match[2].split(","))) if match[2] else ()
-    return _Form(dtype, shape, prod(shape) * dtype.item_bytes)
+    spec = TensorSpec("", dtype, shape)
+    try:
+        check_shape(spec)
+    except UnsupportedError:
+        return None
+    return _Form(dtype, shape, spec.size_bytes)

@@ -37,7 +37,9 @@ from .strategy_values import (
     Strategy,
     StrategyLayout,
     check_layout,
+    check_operator,
     check_unique,
+    check_unsigned,
 )
 from .strict_json import is_encodable
 
@@ -80,6 +82,9 @@ def encode_strategy(strategy: Strategy, *, kind: Kind = "protobuf") -> bytes:
     Raises:
         FormatError: It could not be read back: a layout contradicts itself, or a name comes twice or is not UTF-8.
     """
+    check_unsigned(strategy.current_stage, what="current_stage")
+    for operator in strategy.operators:
+        check_operator(operator)
     parameters = [check_layout(layout).name for layout in strategy.layouts]
     check_unique(parameters, what="parameter")
     for name in parameters + [one.name for one in strategy.operators]:

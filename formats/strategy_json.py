@@ -11,7 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .errors import FormatError
-from .strategy_values import OperatorStrategy, Strategy, StrategyLayout, check_layout
+from .strategy_values import (
+    OperatorStrategy,
+    Strategy,
+    StrategyLayout,
+    check_layout,
+    check_operator,
+    check_unsigned,
+)
 from .strict_json import encode_object, parse_object
 
 _WHAT = "strategy file"
@@ -29,7 +36,7 @@ def read_json(data: bytes) -> Strategy:
     return Strategy(
         layouts=tuple(_layout(name, value) for name, value in layouts.items()),
         operators=tuple(_operator(name, value) for name, value in operators.items()),
-        current_stage=_number(top, "current_stage", ""),
+        current_stage=check_unsigned(_number(top, "current_stage", ""), what="current_stage"),
     )
 
 
@@ -70,11 +77,12 @@ def _operator(name: str, value: object) -> OperatorStrategy:
     pieces = item.get("parallel_strategy", [])
     if not isinstance(pieces, list):
         raise FormatError("parallel_strategy is not a list", tensor=name)
-    return OperatorStrategy(
+    operator = OperatorStrategy(
         name=name,
         stage=_number(item, "stage", name),
         strategy=tuple(_numbers(one, "parallel_strategy", name) for one in pieces),
     )
+    return check_operator(operator)
 
 
 def _layout(name: str, value: object) -> StrategyLayout:

@@ -16,11 +16,14 @@ from .source import BytesSource
 from .strategy_values import (
     MAX_AXES,
     MAX_DEVICES,
+    MAX_UINT32,
     OperatorStrategy,
     Strategy,
     StrategyLayout,
     check_layout,
+    check_operator,
     check_unique,
+    check_unsigned,
 )
 from .wire import (
     LENGTH_DELIMITED,
@@ -39,7 +42,6 @@ _LAYOUT_FIELD, _LAYOUT_STEP, _LAYOUT_SIZE = 5, 6, 7
 _GROUP_RANKS = 2
 _DIM = 1
 
-_MAX_UINT32 = (1 << 32) - 1
 _INT64_BITS = 64
 _MAX_FIELDS = 2 * MAX_DEVICES
 
@@ -56,7 +58,8 @@ def read_protobuf(data: bytes) -> Strategy:
     layouts: list[StrategyLayout] = []
     for field in wire.fields(0, wire.size):
         if field.number == _MAP_STAGE:
-            stages.append(_number(field, "current_stage"))
+            stage = _number(field, "current_stage")
+            stages.append(check_unsigned(stage, what="current_stage", offset=field.offset))
         elif field.number == _MAP_OPERATOR:
             operators.append(_read_operator(_Message(wire, field, what="a strategy item")))
         elif field.number == _MAP_LAYOUT:
@@ -123,7 +126,7 @@ class _Message:
     def unsigned(self, number: int, label: str) -> tuple[int, ...]:
         values = self.signed(number)
         for value in values:
-            if not 0 <= value <= _MAX_UINT32:
+            if not 0 <= value <= MAX_UINT32:
                 raise self._error(f"has {label} of {value}", None)
         return values
 
@@ -161,7 +164,7 @@ class _Message:
 def _read_operator(item: _Message) -> OperatorStrategy:
     name = item.text(_ITEM_NAME)
     value = item.message(_ITEM_VALUE, "the strategy of an operator")
-    return OperatorStrategy(
+    operator = OperatorStrategy(
         name=name,
         stage=value.number(_OPERATOR_STAGE, "stage"),
         strategy=tuple(
@@ -169,6 +172,7 @@ def _read_operator(item: _Message) -> OperatorStrategy:
             for one in value.messages(_OPERATOR_INPUT, "the strategy of an input")
         ),
     )
+    return check_operator(operator, offset=item.offset)
 
 
 def _read_layout(item: _Message) -> StrategyLayout:
@@ -205,7 +209,7 @@ def _number(field: Field, label: str, *, tensor: str | None = None) -> int:
             f"{label} has wire type {field.wire_type}", offset=field.offset, tensor=tensor
         )
     value = _from_twos_complement(field.value)
-    if not -_MAX_UINT32 <= value <= _MAX_UINT32:
+    if not -MAX_UINT32 <= value <= MAX_UINT32:
         raise FormatError(f"{label} is {value}", offset=field.offset, tensor=tensor)
     return value
 

@@ -16,6 +16,8 @@ MAX_DEVICES = 1 << 20
 """Devices of one pipeline stage; MindSpore itself stops at 4096."""
 MAX_AXES = 64
 
+MAX_UINT32 = (1 << 32) - 1
+
 _MAX_INT32 = (1 << 31) - 1
 _MAX_INT64 = (1 << 63) - 1
 
@@ -104,6 +106,33 @@ def check_layout(layout: StrategyLayout, *, offset: int | None = None) -> Strate
     if problem is not None:
         raise FormatError(problem, offset=offset, tensor=layout.name)
     return layout
+
+
+def check_operator(operator: OperatorStrategy, *, offset: int | None = None) -> OperatorStrategy:
+    """Return an operator whose stage and pieces are unsigned numbers of 32 bits.
+
+    Raises:
+        FormatError: They are not; names offset and operator.
+    """
+    check_unsigned(operator.stage, what="stage", offset=offset, name=operator.name)
+    for number in chain.from_iterable(operator.strategy):
+        check_unsigned(number, what="a number of pieces", offset=offset, name=operator.name)
+    return operator
+
+
+def check_unsigned(
+    value: int, *, what: str, offset: int | None = None, name: str | None = None
+) -> int:
+    """Return a number that protobuf stores as uint32.
+
+    Raises:
+        FormatError: It does not fit.
+    """
+    if not 0 <= value <= MAX_UINT32:
+        raise FormatError(
+            f"{what} is {value}, outside 0 to {MAX_UINT32}", offset=offset, tensor=name
+        )
+    return value
 
 
 def check_unique(names: Sequence[str], *, what: str, offset: int | None = None) -> None:

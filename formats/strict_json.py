@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON from strangers: one object, UTF-8, no duplicate keys, no NaN, no fractions, no absurd nesting or numbers.
+"""JSON from strangers: one object, UTF-8, no duplicate keys, no NaN, no fractions, no absurd nesting, numbers or counts.
 
 >>> parse_object(b'{"a": 1}', what="header", offset=8)
 {'a': 1}
@@ -8,14 +8,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import NoReturn
 
-from .errors import FormatError
+from .errors import FormatError, UnsupportedError
 
 # Enough for every unsigned 64-bit number; Python's own limit of 4300 digits would raise a bare ValueError.
 _MAX_DIGITS = 20
+MAX_VALUES = 1 << 21
+"""Of one object: a value takes up to two bytes of JSON, and hundreds of memory."""
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+_STARTS_OF_VALUES = (b",", b"[", b"{")
 _MANY_DIGITS = b"0" * _MAX_DIGITS
 _DIGITS_AS_ZEROS = bytes(ord("0") if chr(byte).isdigit() else 0 for byte in range(128)) + bytes(128)
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
@@ -41,10 +46,13 @@ def parse_object(
         shorten: Takes each object inside and returns what is kept of it: with many of them, dicts cost more than parsing.
 
     Raises:
+        UnsupportedError: More than `MAX_VALUES` values.
         FormatError: Anything else.
     """
     if not data.startswith(b"{"):
         raise FormatError(f"the {what} does not start with '{{'", offset=offset)
+    if has_too_many_values(data):
+        raise UnsupportedError(f"the {what} has more than {MAX_VALUES} values", offset=offset)
     # A call for each number would take most of the time; only where one may be too long is it worth it.
     may_be_long = _MANY_DIGITS in data.translate(_DIGITS_AS_ZEROS)
     decoder = _decoder(_parse_int if may_be_long else int, shorten)
@@ -61,6 +69,17 @@ def parse_object(
     if not isinstance(value, dict):
         raise FormatError(f"the {what} is no table of names", offset=offset)
     return value
+
+
+def has_too_many_values(data: bytes) -> bool:
+    """Return whether some JSON has more than `MAX_VALUES` values, without building any; what stands in strings is no value."""
+    if _starts_in(data) <= MAX_VALUES:
+        return False
+    return _starts_in(_STRING.sub(b"", data)) > MAX_VALUES
+
+
+def _starts_in(data: bytes) -> int:
+    return sum(data.count(start) for start in _STARTS_OF_VALUES)
 
 
 def parse_value(text: str, start: int) -> tuple[object, int] | None:

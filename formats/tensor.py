@@ -10,17 +10,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from .dtypes import DType, dtype_of
-from .errors import FormatError
+from .errors import FormatError, UnsupportedError
 
 if TYPE_CHECKING:
     import numpy as np
 
+MAX_TENSORS = 1 << 19
+"""Of one file: five times as many as the largest models have. Each takes about a KiB and some microseconds."""
+
 _NUMBERS = "biufc"
+_MAX_ARRAY_BYTES = (1 << 63) - 1
 
 
 class TensorSpec(NamedTuple):
@@ -72,8 +76,45 @@ class MapTensors:
 Item = Tensor | Text | MapTensors
 
 
+def check_shape(spec: TensorSpec, *, offset: int | None = None) -> None:
+    """Raise unless there can be an array of this shape.
+
+    A tensor without elements may have other dimensions of any length: no content bounds them.
+
+    Raises:
+        UnsupportedError: NumPy has no such array; names offset and tensor.
+    """
+    most = most_dimensions()
+    if len(spec.shape) > most:
+        raise UnsupportedError(f"more than {most} dimensions", offset=offset, tensor=spec.name)
+    if prod(filter(None, spec.shape)) * spec.dtype.item_bytes > _MAX_ARRAY_BYTES:
+        raise UnsupportedError(
+            f"no array has the shape {list(spec.shape)}: its dimensions are too long",
+            offset=offset,
+            tensor=spec.name,
+        )
+
+
+@cache
+def most_dimensions() -> int:
+    """Return how many dimensions an array may have: twice as many since NumPy 2."""
+    import numpy as np
+
+    return 64 if int(np.__version__.partition(".")[0]) >= 2 else 32
+
+
+def check_count(count: int) -> None:
+    """Raise unless a file may have so many tensors.
+
+    Raises:
+        UnsupportedError: They are too many.
+    """
+    if count > MAX_TENSORS:
+        raise UnsupportedError(f"more than {MAX_TENSORS} tensors in one file")
+
+
 def content_of(tensor: Tensor) -> memoryview:
-    """Return a tensor's content with its promise checked: `size_bytes` bytes, one dimension, format B.
+    """Return a tensor's content with its promise checked: `size_bytes` bytes, one dimension, format B, bools of 0 and 1.
 
     Raises:
         FormatError: It is shorter or longer than shape and type say; names the tensor.
@@ -85,7 +126,19 @@ def content_of(tensor: Tensor) -> memoryview:
             f" needs {spec.size_bytes}",
             tensor=spec.name,
         )
-    return view if view.ndim == 1 and view.itemsize == 1 else view.cast("B")
+    view = view if view.ndim == 1 and view.itemsize == 1 else view.cast("B")
+    return _as_bools(view) if spec.dtype.name == "bool" else view
+
+
+def _as_bools(view: memoryview) -> memoryview:
+    """Return truth values as 0 and 1: memory that nobody has filled holds others, which no reader accepts."""
+    import numpy as np
+
+    stored = np.frombuffer(view, np.uint8)
+    if stored.max(initial=0) <= 1:
+        return view
+    filled: np.ndarray = (stored != 0).view(np.uint8)
+    return filled.data
 
 
 def checked_content(tensor: Tensor) -> Callable[[], memoryview]:

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from .errors import FormatError, TruncatedError
+from .errors import FormatError, TruncatedError, UnsupportedError
 from .source import Source, read_bytes
 
 VARINT, FIXED64, LENGTH_DELIMITED, FIXED32 = 0, 1, 2, 5
@@ -34,6 +34,9 @@ _WINDOW_BYTES = 16 * 1024
 # Where windows follow each other, nearly everything is read anyway: in fewer, longer reads.
 _LONGEST_WINDOW_BYTES = 256 * 1024
 AHEAD_BYTES = 1024
+MAX_FIELDS = 1 << 20
+"""Of all messages that one reader takes apart, numbers of packed fields included. A field takes some microseconds and as
+little as two bytes, so the length of a file alone would not bound the time."""
 
 
 class Field(NamedTuple):
@@ -64,6 +67,7 @@ class WireReader:
         self._window = b""
         self._window_start = 0
         self._window_bytes = _WINDOW_BYTES
+        self._taken = 0
         self.size = source.size
 
     def fields(self, start: int, stop: int) -> Iterator[Field]:
@@ -72,6 +76,7 @@ class WireReader:
         Raises:
             FormatError: A tag, varint or length that the wire format does not allow.
             TruncatedError: A field reaches past the end of the source.
+            UnsupportedError: The reader took more than `MAX_FIELDS` fields apart.
         """
         offset = start
         while offset < stop:
@@ -86,6 +91,7 @@ class WireReader:
             return
         offset = field.start
         while offset < field.stop:
+            self._count(offset)
             value, offset = self._varint(offset, field.stop)
             yield value
 
@@ -108,6 +114,7 @@ class WireReader:
 
     def field(self, offset: int, stop: int) -> Field:
         """Return the field at `offset` of a message that ends at `stop`; raises as `fields` does."""
+        self._count(offset)
         tag, start = self._varint(offset, stop)
         number, wire_type = tag >> 3, tag & 7
         if not 0 < tag >> 3 < 1 << 29:
@@ -125,6 +132,11 @@ class WireReader:
         if end > stop:
             raise self._overrun(offset, end, stop)
         return Field(number, wire_type, offset, start, end, value)
+
+    def _count(self, offset: int) -> None:
+        self._taken += 1
+        if self._taken > MAX_FIELDS:
+            raise UnsupportedError(f"more than {MAX_FIELDS} fields", offset=offset)
 
     def _varint(self, offset: int, stop: int) -> tuple[int, int]:
         position = offset - self._window_start

@@ -178,6 +178,11 @@ MANY_DIMS = tensor_message(*[1] * 65)
         (record("w", tensor_message(2**31)), FormatError, "dimension is negative or more"),
         (record("w", tensor_message(*[2**31 - 1] * 64)), FormatError, "has 4 bytes"),
         (record("w", MANY_DIMS), FormatError, "more than 64 dimensions"),
+        (
+            record("w", tensor_message(2**31 - 1, 2**31 - 1, 2**31 - 1, 0, content=b"")),
+            UnsupportedError,
+            "no array has the shape",
+        ),
         (record("w", tensor_message(1, type_name=b"float32")), UnsupportedError, "'float32'"),
         (record("w", tensor_message(1, type_name=b"Complex64")), UnsupportedError, "'Complex64'"),
         (record("w", tensor_message(1, type_name=b"\xff")), UnsupportedError, "unknown element"),

@@ -93,6 +93,39 @@ def test_json_spelling_says_the_same_as_protobuf() -> None:
     assert from_json.layouts == parse_strategy((FILES / "dp2_mp2.ckpt").read_bytes()).layouts
 
 
+JSON_TOP = {"current_stage": 0, "parallel_strategy_item": {}, "parallel_layout_item": {}}
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (encode_varint_field(1, (1 << 64) - 1), "current_stage is -1"),
+        (json.dumps({**JSON_TOP, "current_stage": -1}).encode(), "current_stage is -1"),
+        (
+            json.dumps({**JSON_TOP, "parallel_strategy_item": {"op": {"stage": 1 << 32}}}).encode(),
+            "stage is 4294967296.*'op'",
+        ),
+        (
+            json.dumps(
+                {
+                    **JSON_TOP,
+                    "parallel_strategy_item": {"op": {"stage": 0, "parallel_strategy": [[-1]]}},
+                }
+            ).encode(),
+            "a number of pieces is -1.*'op'",
+        ),
+    ],
+)
+def test_number_that_could_not_be_written_again_is_refused(data: bytes, problem: str) -> None:
+    with pytest.raises(FormatError, match=problem):
+        parse_strategy(data)
+
+
+def test_strategy_of_a_negative_stage_is_not_written() -> None:
+    with pytest.raises(FormatError, match="current_stage is -1"):
+        encode_strategy(Strategy(layouts=(), current_stage=-1))
+
+
 def test_nested_tensor_map_keeps_the_axes_of_each_dimension() -> None:
     (layout, *_) = parse_strategy((FILES / "nested_2x2x2.ckpt").read_bytes()).layouts
     assert (layout.device_count, layout.axes_by_dimension) == (8, ((1, 0), ()))
