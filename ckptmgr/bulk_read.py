@@ -27,6 +27,7 @@ from ckptmgr.frame_reader import check_frames, read_frames
 from ckptmgr.glimpses import Glimpses
 from ckptmgr.open_file import OpenCheckpoint
 from ckptmgr.scatter import Placement, read_scattered
+from ckptmgr.tensor_stats import chunks_of
 from ckptmgr.units import PIECE_BYTES
 
 _offset_of = operator.attrgetter("offset")
@@ -67,6 +68,19 @@ def read_through(
         )
     if crc is not None:
         check_stored_crc(opened.index.crc, crc.value())
+
+
+def check_values(opened: OpenCheckpoint) -> None:
+    """Check the contents of which a reader does not accept every value: a bool is 0 or 1.
+
+    Raises:
+        FormatError: A bool has another value.
+    """
+    index = opened.index
+    for entry in index.tensors() if isinstance(index, CkptIndex) else index.entries:
+        if entry.spec.dtype.name == "bool":
+            for _ in chunks_of(opened.source, entry):
+                pass
 
 
 def _stated_crc(opened: OpenCheckpoint) -> FileCrc | None:

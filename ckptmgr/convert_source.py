@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import Manifest
 from ckptmgr.naming import OPAQUE
 from ckptmgr.plaintext import plaintext_of
+from ckptmgr.real_files import real_file
 from ckptmgr.store import Store
 from ckptmgr.units import PIECE_BYTES
 
@@ -141,13 +141,13 @@ def open_bytes(path: Path) -> Iterator[InputFile]:
 @contextlib.contextmanager
 def open_raw(path: Path) -> Iterator[InputFile]:
     """Open a file, through links."""
-    real = Path(os.path.realpath(path))
+    real = real_file(path)
     with contextlib.closing(Store(real.parent).fs.open(real)) as raw:
         yield raw
 
 
 def _manifest_of(path: Path, options: ReadOptions) -> Manifest | None:
-    real = Path(os.path.realpath(path))
+    real = real_file(path)
     return store_of(real, options).read_manifest(real.name)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from ckptmgr.aligned import copy_into
+from ckptmgr.bulk_read import check_values
 from ckptmgr.crypto.block_reader import Buffers
 from ckptmgr.crypto.container_source import ContainerSource
 from ckptmgr.digest import RANGE_BYTES, FileDigest, VerifyingSource
@@ -43,6 +44,7 @@ def checked_at_once(
     if opened.source is source:
         checked = VerifyingSource(raw, digest, path=path)
         read_through(replace(opened, source=checked, unit_bytes=RANGE_BYTES), check_crc=True)
+        check_values(opened)
         return checks
     if not opened.is_sealed or not opened.unit_bytes:
         return None
@@ -50,7 +52,10 @@ def checked_at_once(
     source.start(head_bytes=0 if container is None else container.head_bytes)
     # The pieces of a range in order: what comes early has to be copied, and waits.
     read_through(opened, check_crc=True, units_at_once=RANGE_BYTES // opened.unit_bytes)
-    return checks if source.finish() else None
+    if not source.finish():
+        return None
+    check_values(opened)
+    return checks
 
 
 class DigestedSource:
@@ -90,7 +95,7 @@ class DigestedSource:
         Raises:
             ChecksumMismatch: A range does not.
         """
-        digests = self._digests
+        digests, self._digests = self._digests, None
         if digests is None:
             return False
         end = 0

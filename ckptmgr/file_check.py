@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass, field, replace
 
-from ckptmgr.bulk_read import read_every_byte, read_through
+from ckptmgr.bulk_read import check_values, read_every_byte, read_through
 from ckptmgr.cold_files import read_once
 from ckptmgr.container_reader import (
     container_mode,
@@ -211,6 +211,7 @@ class FileCheck:
         has_crc = opened.index.crc is not None
         if has_crc or is_encrypted or opened.compressed_bytes is not None:
             read_through(opened, check_crc=True)
+        check_values(opened)
         if has_crc:
             self._findings.checked.append("CRC32")
         if opened.compressed_bytes is not None:

@@ -14,6 +14,7 @@ from ckptmgr.formats.source import read_bytes
 from ckptmgr.fsio import FileSystem
 from ckptmgr.manifest import FileEntry, Manifest, manifest_name
 from ckptmgr.passing_errors import tried_again
+from ckptmgr.real_files import no_regular_file
 from ckptmgr.trust import Trust
 
 # Escaped twice, it must still fit into a manifest.
@@ -45,6 +46,17 @@ class ManifestContent:
             return None
 
 
+def check_is_file(fs: FileSystem, path: Path) -> None:
+    """Raise unless a data file that a manifest describes is a regular file, or absent.
+
+    Raises:
+        CorruptCheckpoint: It is a link, a directory, or another thing.
+    """
+    status = fs.status(path)
+    if status is not None and not status.is_file:
+        raise no_regular_file(path)
+
+
 class ManifestReader:
     """The manifests of a directory, to be read.
 
@@ -72,9 +84,12 @@ class ManifestReader:
         keys are not needed for the old half: the manifest of that is kept, and counts as it did before they came.
 
         Raises:
-            CorruptCheckpoint, TamperedCheckpoint, KeyProblem: It is damaged, changed, or under another key.
+            CorruptCheckpoint, TamperedCheckpoint, KeyProblem: It is damaged, changed, or under another key; or a link has the
+                name of the data file.
         """
         half = self._read(data_name, self.trust)
+        if half is not None:
+            check_is_file(self.fs, self.directory / data_name)
         if half is not None and half.is_made_up and self.trust.is_strict:
             raise UnprovenCheckpoint(
                 "nothing proves who wrote this file: it was here when a save that was to replace it failed",

@@ -184,7 +184,7 @@ class OpenShards:
         manifest = self.manifest.of_shard(rank)
         path = self._store.directory / manifest.name
         with contextlib.ExitStack() as stack:
-            raw = stack.enter_context(contextlib.closing(self._store.fs.open(path)))
+            raw = stack.enter_context(contextlib.closing(self._store.open_data(path)))
             opened = open_source(
                 raw, path=str(path), options=self._options, manifest=manifest, is_for_loading=True
             )

@@ -32,7 +32,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import TypeVar
 
 from ckptmgr.checkpoint_reader import CheckpointReader
@@ -51,6 +50,7 @@ from ckptmgr.loader import (
 from ckptmgr.lower_errors import translated_errors
 from ckptmgr.manifest import Manifest
 from ckptmgr.mapped import MappedTensors
+from ckptmgr.real_files import real_file
 from ckptmgr.store import Store
 from ckptmgr.trust import Trust
 
@@ -113,7 +113,7 @@ def open_checkpoint(
     )
     if not isinstance(path, str | os.PathLike):
         return _opened_source(path, options, is_mapped=mmap)
-    real = Path(os.path.realpath(path))
+    real = real_file(path)
     if not real.exists():
         raise CheckpointNotFound("no such file", path=path)
     store = Store(

@@ -94,7 +94,7 @@ def open_checkpoint(
         if manifest is None and options.trust.is_strict:
             # The seal proves who wrote the file, not which step of the run it is: an old one could have been renamed.
             raise unproven(checkpoint.path, options.trust)
-        file = store.fs.open(path)
+        file = store.open_data(path)
         with contextlib.closing(load_once(file) if is_read_once else file) as raw:
             opened = open_source(
                 raw,

@@ -13,6 +13,7 @@ from ckptmgr.formats.detect import Kind, detect
 from ckptmgr.fsio import OsFileSystem
 from ckptmgr.loader import everything
 from ckptmgr.naming import extension_of, without_envelope
+from ckptmgr.real_files import real_file
 
 _FORMATS = ("ckpt", "safetensors")
 
@@ -78,7 +79,7 @@ def load_path(name: object, format: str | None) -> Path:
         for sentence in _what_it_is(Path(text)):
             wrong.add_note(sentence)
         raise wrong
-    path = Path(os.path.realpath(text))
+    path = real_file(text)
     if not path.exists():
         raise CheckpointNotFound(
             f"For 'load_checkpoint', the checkpoint file: {path} does not exist, please check whether the "

@@ -31,13 +31,14 @@ from pathlib import Path
 
 from ckptmgr.disk_errors import explained_errors
 from ckptmgr.errors import KeyProblem, UnsafePrune, UnsupportedCheckpoint
-from ckptmgr.fsio import FileSystem, OsFileSystem, remove_name
+from ckptmgr.fsio import FileSystem, InputFile, OsFileSystem, remove_name
 from ckptmgr.held_names import HeldNames, hold_unchanged
 from ckptmgr.held_signals import signals_held
 from ckptmgr.lease import Leases, Processes, ProcProcesses
 from ckptmgr.manifest import Manifest, files_of
 from ckptmgr.manifest_files import ManifestFiles
 from ckptmgr.manifest_keys import ManifestKey
+from ckptmgr.manifest_reader import check_is_file
 from ckptmgr.model import Checkpoint, Pin
 from ckptmgr.publisher import Publisher
 from ckptmgr.recovery import recover
@@ -123,6 +124,16 @@ class Store(Publisher):
             CorruptCheckpoint, TamperedCheckpoint, KeyProblem: It is damaged, changed, or under another key.
         """
         return self._manifests.read(data_name)
+
+    def open_data(self, path: Path) -> InputFile:
+        """Open a data file that a manifest of the directory describes.
+
+        Raises:
+            CorruptCheckpoint: A link has its name.
+            OSError: From the disk.
+        """
+        check_is_file(self.fs, path)
+        return self.fs.open(path)
 
     @contextlib.contextmanager
     def lease(self, series: str) -> Iterator[None]:

@@ -15,6 +15,7 @@ from ckptmgr.manifest import SUFFIX, Manifest, manifest_name
 from ckptmgr.manifest_reader import ManifestReader
 from ckptmgr.model import Checkpoint, State
 from ckptmgr.naming import DATA_SUFFIXES, parse_name
+from ckptmgr.real_files import NO_REGULAR_FILE
 from ckptmgr.seen_manifests import SeenInListing, SeenManifests
 from ckptmgr.shard_listing import missing_shard, problem_of_shards, unnamed_shards
 from ckptmgr.shard_names import is_set_name, parse_shard_name
@@ -122,7 +123,7 @@ class _Listing:
         data = self._entries.get(data_name)
         path = self._directory / data_name
         if data is not None and not data.is_file:
-            problem = "the data file is a link or no regular file; put the file itself here"
+            problem = f"{NO_REGULAR_FILE}; put the file itself here"
             return entry_of(path, data, State.CORRUPT, problem)
         is_lone = data is None and not is_set_name(data_name)
         key_problem = None

@@ -47,13 +47,17 @@ def stats_of(source: Source, entry: TensorEntry) -> TensorStats:
     """
     dtype = entry.spec.dtype.to_numpy()
     total = _Total()
-    for view in _chunks(source, entry):
+    for view in chunks_of(source, entry):
         total.add(np.frombuffer(view, dtype))
     return total.stats()
 
 
-def _chunks(source: Source, entry: TensorEntry) -> Iterator[memoryview]:
-    """Yield the content in views that hold whole elements, though the pieces of the file may not."""
+def chunks_of(source: Source, entry: TensorEntry) -> Iterator[memoryview]:
+    """Yield the content in views that hold whole elements, though the pieces of the file may not.
+
+    Raises:
+        FormatError: A bool is neither 0 nor 1, or the source became shorter.
+    """
     buffer = memoryview(bytearray(min(READ_BYTES, entry.spec.size_bytes)))
     filled = 0
     for piece in entry.pieces:

@@ -241,4 +241,4 @@ class _Check:
         check = FileCheck(
             self._path, level=self._level, options=self._options, findings=self.findings
         )
-        check.run(self._store.fs.open(Path(self._path)), manifest)
+        check.run(self._store.open_data(Path(self._path)), manifest)

@@ -18,6 +18,7 @@ from ckptmgr.manifest import SUFFIX as MANIFEST_SUFFIX
 from ckptmgr.model import UNFINISHED, Checkpoint, State
 from ckptmgr.naming import DATA_SUFFIXES, stem_of
 from ckptmgr.passing_errors import may_be_whole
+from ckptmgr.real_files import real_file
 from ckptmgr.resume import is_unreadable
 from ckptmgr.store import Store
 from ckptmgr.trash_folder import TRASH_NAME
@@ -204,7 +205,7 @@ def _newest_attempts(found: list[Checkpoint]) -> list[Checkpoint]:
 
 def _file(store: Store, path: Path) -> Checkpoint:
     # A manifest stands for what it describes: shells put both in the place of `runs/*`.
-    real = Path(os.path.realpath(path).removesuffix(MANIFEST_SUFFIX))
+    real = Path(str(real_file(path)).removesuffix(MANIFEST_SUFFIX))
     # First, because no file has the name of a checkpoint of many ranks.
     found = store.scan() if store.directory.is_dir() else []
     known = next((c for c in found if c.path == real), None)

@@ -156,7 +156,7 @@ class ShardSet:
     def _opened(self, rank: int) -> Iterator[OpenCheckpoint]:
         manifest = self._manifest.of_shard(rank)
         path = self._store.directory / manifest.name
-        with contextlib.closing(self._store.fs.open(path)) as raw:
+        with contextlib.closing(self._store.open_data(path)) as raw:
             yield open_source(
                 raw,
                 path=os.fspath(path),
