@@ -16,6 +16,7 @@ SUPPLY_VENV ?= .venv-supply
 JOBS ?= 2
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+FUZZ_ARGS ?=
 
 PY := $(VENV)/bin/python
 INTEROP_PY := $(INTEROP_VENV)/bin/python
@@ -143,6 +144,10 @@ demo: $(VENV)/.stamp-demo ## train a small model, kill it, resume it
 bench: $(BENCH_VENV)/.stamp $(INTEROP_VENV)/.stamp ## measure against MindSpore and others (BENCH_ARGS=--quick)
 	@$(BENCH_PY) -m tools.bench --python mindspore=$(INTEROP_PY) --output bench-results $(BENCH_ARGS)
 
+.PHONY: fuzz
+fuzz: $(VENV)/.stamp-test ## feed every parser with hostile inputs for 10 minutes (FUZZ_ARGS="--target wire --inputs 1000000")
+	@nice -n 19 $(PY) -m tools.fuzz $(FUZZ_ARGS)
+
 .PHONY: wheel
 wheel: $(VENV)/.stamp-test ## build into dist/ and test the installed wheel beside the oldest versions that it allows
 	@PYTHON=$(PY) JOBS=$(JOBS) bash .ci/wheel
@@ -172,6 +177,6 @@ audit: $(SUPPLY_VENV)/.stamp ## ask PyPI for known weaknesses of what requiremen
 
 .PHONY: clean
 clean: ## remove everything that make created
-	@rm -rf $(VENV) $(INTEROP_VENV) $(PROVIDERS_VENV) $(SUPPLY_VENV) $(BENCH_VENV) build dist *.egg-info .coverage* demo-run bench-results
+	@rm -rf $(VENV) $(INTEROP_VENV) $(PROVIDERS_VENV) $(SUPPLY_VENV) $(BENCH_VENV) build dist *.egg-info .coverage* demo-run bench-results .fuzz-corpus
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

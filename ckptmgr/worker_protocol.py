@@ -72,10 +72,12 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 def _parsed(body: bytes) -> dict[str, Any]:
     try:
-        message: dict[str, Any] = json.loads(body)
-    except ValueError as error:
+        message = json.loads(body)
+    except (ValueError, RecursionError) as error:
         raise EOFError from error
-    return message
+    if isinstance(message, dict):
+        return message
+    raise EOFError
 
 
 def _batch(connection: socket.socket, most: int) -> list[int]:
@@ -114,9 +116,16 @@ def describe_error(error: BaseException) -> dict[str, Any]:
 def rebuild_error(described: dict[str, Any]) -> Exception:
     """Return the error that `describe_error` described.
 
-    It has the same class where it is one of ours, an OSError, or one of the common kinds; else it is a SaveFailed that names
-    its class.
+    It has the same class where it is one of ours, an OSError, or one of the common kinds; else, or where the description does
+    not fit the class, it is a SaveFailed that names the class.
     """
+    try:
+        return _rebuilt(described)
+    except (TypeError, ValueError, OverflowError):
+        return _unnamed(described)
+
+
+def _rebuilt(described: dict[str, Any]) -> Exception:
     kind = getattr(errors, str(described.get("type")), None)
     if isinstance(kind, type) and issubclass(kind, CkptmgrError):
         return _rebuild_ours(kind, described)
@@ -125,6 +134,10 @@ def rebuild_error(described: dict[str, Any]) -> Exception:
     builtin = _BUILTIN.get(str(described.get("type")))
     if builtin is not None:
         return builtin(described.get("text"))
+    return _unnamed(described)
+
+
+def _unnamed(described: dict[str, Any]) -> SaveFailed:
     return SaveFailed(f"{described.get('type')}: {described.get('text')}")
 
 

@@ -164,6 +164,16 @@ def test_other_errors_arrive_as_failures_that_name_them(error: Exception) -> Non
     assert str(arrived) == f"{type(error).__name__}: what"
 
 
-@pytest.mark.parametrize("described", [{}, {"type": "os"}, {"type": "CkptmgrError"}])
+@pytest.mark.parametrize(
+    "described",
+    [
+        {},
+        {"type": "os"},
+        {"type": "CkptmgrError"},
+        {"type": "StoreLocked", "path": 4096},
+        {"type": "BlockingIOError", "errno": errno.EAGAIN, "strerror": "x", "filename": 0.5},
+        {"type": "BlockingIOError", "errno": errno.EAGAIN, "strerror": "x", "filename": 1 << 70},
+    ],
+)
 def test_odd_descriptions_are_errors_too(described: dict[str, object]) -> None:
     assert isinstance(rebuild_error(described), CkptmgrError)
