@@ -123,7 +123,11 @@ class Training(RuleBasedStateMachine):
 
     def listed(self) -> dict[str, Checkpoint]:
         found = self.trainer().store().scan()
-        return {c.name: c for c in found if c.state not in (State.LEFTOVER, State.WRITING)}
+        return {
+            c.name: c
+            for c in found
+            if c.state not in (State.LEFTOVER, State.WRITING, State.MISSING)
+        }
 
     @precondition(lambda self: self.run is not None)
     @rule(

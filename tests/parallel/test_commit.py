@@ -196,7 +196,7 @@ def test_files_of_a_failed_attempt_stay_until_it_expires() -> None:
 
 @pytest.mark.parametrize(
     ("keys", "state"),
-    [((None, None), State.CORRUPT), ((KEY, KEY[::-1]), State.UNVERIFIED)],
+    [((None, None), State.CORRUPT), ((KEY, KEY[::-1]), State.OTHER_KEY)],
     ids=["plain", "another key"],
 )
 def test_files_whose_manifest_another_run_has_overwritten_stay(
