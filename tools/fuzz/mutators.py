@@ -24,7 +24,7 @@ INTEGERS = (*_NUMBERS, *_EDGES, *(-number for number in (*_NUMBERS, *_EDGES)), 8
 # What `json.dumps` cannot write; put into the text in place of these strings.
 _SPELLED = {
     '"@digits"': "9" * 5000,
-    '"@deep"': "[" * 20_000,
+    '"@deep"': "[" * 2000,
     '"@float"': "1e999",
     '"@minus"': "-0",
     '"@fraction"': "1.5",
