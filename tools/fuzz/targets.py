@@ -471,6 +471,7 @@ def _worker_seeds() -> list[bytes]:
 
 def _state() -> dict[str, Any]:
     weights = np.arange(6, dtype=np.float32).reshape(2, 3)
+    generator, numbers = np.random.default_rng(7), [1, 2]
     state: dict[str, Any] = {
         "w": weights,
         "view": weights[1],
@@ -479,7 +480,8 @@ def _state() -> dict[str, Any]:
         "list": [1, 2.5, None, True, "é", b"bytes", bytearray(b"x"), 1 + 2j, 10**30],
         "tuple": (1, (2, {3}), frozenset({4})),
         "ordered": OrderedDict(a=1, b=np.arange(3)),
-        "rng": np.random.default_rng(7),
+        "rng": generator,
+        "shared": {"rng": [generator, generator], "numbers": [numbers, numbers]},
         "empty": np.zeros((0, 3)),
         "date": np.datetime64("2026-03-01"),
     }
@@ -511,6 +513,19 @@ def _flat() -> tuple[list[bytes], dict[str, np.ndarray]]:
             array = np.frombuffer(bytes(tensor.content()), tensor.spec.dtype.to_numpy())
             stored[tensor.spec.name] = array.reshape(tensor.spec.shape)
     return skeletons, stored
+
+
+def _mutate_skeleton(rng: Random, data: bytes) -> bytes:
+    """Change what single nodes say: a program of which a node is missing takes what is not there, and ends."""
+    with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):
+        document = json.loads(data)
+        nodes = list(document["nodes"])
+        if rng.randrange(6):
+            for _ in range(rng.choice((1, 1, 2))):
+                at = rng.randrange(len(nodes))
+                nodes[at] = changed_json(rng, nodes[at])
+            return dumped(rng, {**document, "nodes": nodes})
+    return mutate_json(rng, data)
 
 
 def _run_skeleton(data: bytes) -> object:
@@ -602,6 +617,6 @@ TARGETS: Sequence[Target] = (
         run=_run_skeleton,
         errors=(CkptmgrError,),
         seeds=lambda: _flat()[0],
-        mutate=mutate_json,
+        mutate=_mutate_skeleton,
     ),
 )
