@@ -62,6 +62,7 @@ _STEP_NAME = re.compile(
 )
 
 _RESTART = re.compile(r"_\d+")
+_LAST_RESTART = re.compile(r"_\d+$")
 ATTEMPT = re.compile(r"-r[1-9][0-9]{0,8}$")
 """How a name ends whose step was saved before."""
 
@@ -188,6 +189,16 @@ def is_of_prefix(series: str, prefix: str) -> bool:
     """
     number = series.removeprefix(prefix)
     return series.startswith(prefix) and (not number or _RESTART.fullmatch(number) is not None)
+
+
+def is_same_prefix(series: str, other: str) -> bool:
+    """Return whether two series can be of one prefix: of a run, and of those that continued it.
+
+    >>> [is_same_prefix("net_1", other) for other in ("net", "net_2", "net-2", "network")]
+    [True, True, False, False]
+    """
+    first, second = (_LAST_RESTART.sub("", one) for one in (series, other))
+    return first == second
 
 
 def restart_prefix(prefix: str, names: Iterable[str], *, is_breakpoint: bool = False) -> str:

@@ -23,11 +23,13 @@ from ckptmgr.manifest import Manifest
 from ckptmgr.model import UNFINISHED, Checkpoint, State
 from ckptmgr.naming import is_of_prefix, parse_name, parse_step_name
 from ckptmgr.passing_errors import is_damage, may_be_whole, may_return
+from ckptmgr.shard_listing import lone_sets
 from ckptmgr.shard_names import parse_shard_name
 from ckptmgr.store import Store
 from ckptmgr.temp_names import parse_temp
 
 _SHOWN_SERIES = 5
+_LONE_SET = "the save was interrupted before its end, or the manifest was lost; if there is one, copy it here, too"
 _Loaded = TypeVar("_Loaded")
 
 
@@ -215,6 +217,11 @@ def without_manifest(
             is_older = one.is_emergency or (chosen is not None and one.step <= chosen.step)
             if chosen is not None and chosen.run_id is not None and not is_older:
                 found.append(Skipped(checkpoint=one, reason=reason))
+    found += [
+        Skipped(checkpoint=one, reason=f"{one.problem}: {_LONE_SET}")
+        for one in lone_sets(present)
+        if one.series == prefix or (one.epoch is not None and is_of_prefix(one.series, prefix))
+    ]
     return found
 
 

@@ -7,7 +7,7 @@
    directory synced. A second attempt at the same checkpoint finds the name taken.
 
 An attempt tells in its name until when it may be committed. Files that no manifest names are removed after that, never before;
-nor while their manifest is in the trash.
+nor while their manifest is in the trash; nor where those of all ranks are here, until a newer checkpoint is whole.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ckptmgr.lease import Processes
 from ckptmgr.manifest import Manifest, manifest_name
 from ckptmgr.model import State
 from ckptmgr.shard_files import ShardFiles
-from ckptmgr.shard_listing import problem_of_shards
+from ckptmgr.shard_listing import lone_sets, problem_of_shards
 from ckptmgr.shard_names import parse_shard_name
 from ckptmgr.trash_folder import may_be_in_trash
 from ckptmgr.trust import NOTHING_GIVEN, Trust
@@ -119,12 +119,17 @@ class ShardStore(ShardFiles):
         return sentences
 
     def garbage(self) -> dict[str, list[str]]:
-        """Return the names of the files of ranks that will never be part of a checkpoint, by their series."""
+        """Return the names of the files of ranks that will never be part of a checkpoint, by their series.
+
+        Those of all ranks stay until a newer checkpoint is whole: their manifest may have been lost, or be copied later.
+        """
         names: dict[str, list[str]] = {}
         now = self._clock()
-        for found in self.scan():
+        present = self.scan()
+        lone = {name for one in lone_sets(present) for name in one.shards}
+        for found in present:
             shard = parse_shard_name(found.name)
-            if shard is None or found.state is not State.LEFTOVER:
+            if shard is None or found.state is not State.LEFTOVER or found.name in lone:
                 continue
             if shard.has_expired(now) and not self._is_half_in_trash(shard.set_name):
                 names.setdefault(shard.series, []).append(found.name)

@@ -92,11 +92,15 @@ def check_whole(job: Job, checkpoint: Checkpoint) -> None:
 
 
 def check_goes_on(job: Job) -> None:
-    """Check that the job can start anew, save, and leaves nothing behind once everything has expired."""
+    """Check that the job can start anew, save, and leaves nothing behind once everything has expired.
+
+    The files of all ranks, whose manifest may have been lost, go once a newer checkpoint is whole.
+    """
     there = listed(job)
     again = restarted(job, later_s=3 * TIMEOUT_S)
     for outcome in again.save_all(3):
         outcome.must()
+    again.store().recover(SERIES)
     assert listed(again) == there | {"net-3.shards"}
     wanted = set()
     for checkpoint in again.store().scan():
@@ -166,8 +170,9 @@ def test_failure_of_a_rank_is_the_same_error_on_all(rank: int, error: int) -> No
         if outcomes[0].raised is None:
             assert listed(left) == {OLD, NEW}
         check_goes_on(left)
-    # Some calls of rank 0 are only there to clean up.
-    assert outcomes_seen == ({False, True} if rank == 0 else {True})
+    # Some calls of rank 0 are only there to clean up, and reads that fail with EIO are made again.
+    has_harmless = rank == 0 or error == errno.EIO
+    assert outcomes_seen == ({False, True} if has_harmless else {True})
 
 
 def check_told(raised: BaseException | None, rank: int, error: int) -> None:
