@@ -270,6 +270,10 @@ class Leases:
             if lease is not None:
                 lease.check()
 
+    def check_all(self) -> None:
+        """Raise if any lease that is held is lost; see `check`."""
+        self.check(*self._held)
+
 
 @contextlib.contextmanager
 def hold_lease(fs: FileSystem, directory: Path, series: str) -> Iterator[Lease]:

@@ -57,8 +57,15 @@ def locked(path: Path, *, owner: str, dir_fd: int | None = None) -> Iterator[str
 
 
 def note_helper(descriptor: int, owner: str, text: str) -> None:
-    """Write behind the text of the holder of a lock which other process has a copy of its descriptor."""
-    _write(descriptor, text, offset=len(owner.encode()))
+    """Write behind the text of the holder of a lock which other process has a copy of its descriptor.
+
+    Where the disk was full when the lock was taken, both are written; what another process wrote there stays.
+    """
+    there = os.pread(descriptor, _MAX_OWNER_BYTES, 0)
+    if not there:
+        _write(descriptor, owner + text, offset=0)
+    elif there.startswith(owner.encode()):
+        _write(descriptor, text, offset=len(owner.encode()))
 
 
 class _LockFile:

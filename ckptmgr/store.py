@@ -169,11 +169,12 @@ class Store(Publisher):
             StoreLocked: One of those leases is lost.
             OSError: From the disk.
         """
-        self.leases.check(*(checkpoint.series for checkpoint in checkpoints))
         with (
             self.fs.hold_directory(self.directory),
             hold_unchanged(self.fs, self.directory, checkpoints, self.look) as held,
         ):
+            # Last, because to take the leases of many names takes long.
+            self.leases.check(*(checkpoint.series for checkpoint in checkpoints))
             yield held
 
     def update_manifest(self, manifest: Manifest, *, mode: int | None = None) -> None:

@@ -24,7 +24,6 @@ from pathlib import Path
 
 from ckptmgr.errors import CkptmgrError, StoreLocked, UnsafePrune
 from ckptmgr.fsio import FileSystem, remove_name
-from ckptmgr.held_names import hold_name
 from ckptmgr.held_signals import signals_held
 from ckptmgr.manifest import SUFFIX, files_of, manifest_name
 from ckptmgr.model import Checkpoint, State
@@ -139,16 +138,17 @@ def restore(store: Store, batch: Batch, checkpoints: Sequence[Checkpoint]) -> li
     A name is taken, too, while somebody saves under it.
 
     Raises:
-        StoreLocked: Somebody removes old batches, or restores one.
+        StoreLocked: Another process removes old batches, or restores one; or a lease was lost. Nothing was moved.
         OSError: From the disk; calling it again goes on where it stopped.
     """
     with contextlib.ExitStack() as leases:
-        leases.enter_context(hold_name(store.fs, store.directory, TRASH_NAME))
+        leases.enter_context(store.lease(TRASH_NAME))
         leases.enter_context(held_batch(store.fs, batch.path))
         busy = [c.name for c in checkpoints if not _is_held(store, c, leases)]
         taken = list(dict.fromkeys(busy + taken_names(store, checkpoints)))
         others = dict(files_of(c) for c in checkpoints if c.name not in taken)
         rest = [name for names in others.values() for name in names]
+        store.leases.check_all()
         for files, may_be_missing in ((rest, True), (list(others), False)):
             failures, _ = _move_all(
                 store, files, batch.path, store.directory, may_be_missing=may_be_missing
@@ -162,7 +162,7 @@ def _is_held(store: Store, checkpoint: Checkpoint, leases: contextlib.ExitStack)
     """Return whether we are the only writer of a name from now on."""
     try:
         if checkpoint.name != checkpoint.series:
-            leases.enter_context(hold_name(store.fs, store.directory, checkpoint.name))
+            leases.enter_context(store.lease(checkpoint.name))
     except StoreLocked:
         return False
     return True
@@ -205,6 +205,7 @@ def finish(store: Store, series: str) -> None:
 def _finish(store: Store, data_name: str, into: Path) -> None:
     if store.fs.status(store.directory / data_name) is not None:
         return  # somebody saved under that name again, and the manifest is that of the new file
+    store.leases.check_all()
     failures, _ = _move_all(
         store, [manifest_name(data_name)], store.directory, into, may_be_missing=True
     )
@@ -219,9 +220,10 @@ def discard(store: Store, batch: Batch) -> None:
         StoreLocked: Somebody restores it, or removes it.
         OSError: From the disk; calling it again goes on where it stopped.
     """
-    with hold_name(store.fs, store.directory, TRASH_NAME):
+    with store.lease(TRASH_NAME):
         # Another prune may have been faster.
         with contextlib.suppress(FileNotFoundError), held_batch(store.fs, batch.path):
+            store.leases.check_all()
             _remove_files(store.fs, batch.path)
         tidy(store, batch.path)
 

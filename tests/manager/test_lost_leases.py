@@ -9,16 +9,21 @@ from __future__ import annotations
 import contextlib
 import shutil
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint
+from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint, trash
 from ckptmgr.errors import StoreLocked
 from ckptmgr.fsio import OsFileSystem, OutputFile
 from ckptmgr.lease import lease_path
+from ckptmgr.lock_files import lock_descriptor, note_helper
 from ckptmgr.name_lease import lease_of_checkpoint, lease_of_name
+from ckptmgr.policy_text import parse_policy
+from ckptmgr.pruning import carry_out, propose, undo
 from ckptmgr.store import Store
+from ckptmgr.trash_folder import TRASH_NAME
 from tests.manager.saved import save_run
 from tests.manager.surface import Loop
 
@@ -217,3 +222,84 @@ def test_single_file_is_not_published_without_its_lease(tmp_path: Path) -> None:
                 "x.txt", size_bytes=1, write=lambda file: file.write_at(0, b"x"), mode=0o600
             )
     assert list(tmp_path.iterdir()) == []
+
+
+@in_every_mode
+def test_run_that_began_on_a_full_disk_saves_once_there_is_space(
+    tmp_path: Path, mode: bool | str
+) -> None:
+    with CheckpointManager(tmp_path, CheckpointConfig(async_save=mode)) as manager:
+        manager.save(1, {"step": 1})
+        manager.wait()
+        lease_path(tmp_path, "ckpt").write_text("")  # the text that the disk had no room for
+        for step in (2, 3):
+            manager.save(step, {"step": step})
+            manager.wait()
+        assert [one.step for one in manager.checkpoints()] == [1, 2, 3]
+
+
+def test_worker_leaves_the_text_of_another_holder_as_it_is(tmp_path: Path) -> None:
+    path, text = tmp_path / ".ckpt.lease", "process 7 on elsewhere\nhost-boot-7-7 aaaa\n"
+    with OsFileSystem().lock(path, owner="mine\n"):
+        descriptor = lock_descriptor(path)
+        assert descriptor is not None
+        note_helper(descriptor, "mine\n", "worker\n")
+        assert path.read_text() == "mine\nworker\n"
+        path.write_text(text)  # by a host that does not see the lock
+        note_helper(descriptor, "mine\n", "worker\n")
+        assert path.read_text() == text
+
+
+class Robbed(OsFileSystem):
+    """A disk on which another host takes the lease of a series while this process takes another lease."""
+
+    def __init__(self, suffix: str) -> None:
+        super().__init__()
+        self._suffix = suffix
+
+    def lock(self, path: Path, *, owner: str) -> contextlib.AbstractContextManager[str | None]:
+        if path.name.endswith(self._suffix):
+            lease_path(path.parent, "net").write_text(
+                "process 7 on elsewhere\nhost-boot-7-7 aaaa\n"
+            )
+        return super().lock(path, owner=owner)
+
+
+@pytest.mark.parametrize("is_undone", [False, True], ids=["prune", "undo"])
+def test_prune_and_undo_that_lose_the_lease_on_their_way_move_nothing(
+    tmp_path: Path, is_undone: bool
+) -> None:
+    save_run(tmp_path, [10, 20, 30])
+    now, policy = datetime(2026, 3, 2, tzinfo=UTC), parse_policy("last(1)")
+    if is_undone:
+        store = Store(tmp_path)
+        assert not carry_out(store, propose(store, policy, now=now)).failures
+    store = Store(tmp_path, fs=Robbed(f"{TRASH_NAME}.lease" if is_undone else "10.ckpt.lease"))
+    before = sorted(path for path in tmp_path.rglob("*.ckpt"))
+    if is_undone:
+        with pytest.raises(StoreLocked, match="process 7 on elsewhere has taken it"):
+            undo(store)
+    else:
+        (failure,) = carry_out(store, propose(store, policy, now=now)).failures
+        assert "process 7 on elsewhere has taken it" in str(failure)
+    assert sorted(path for path in tmp_path.rglob("*.ckpt")) == before
+
+
+def test_batch_of_the_trash_is_not_removed_without_its_lease(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20])
+    now, policy = datetime(2026, 3, 2, tzinfo=UTC), parse_policy("last(1)")
+    store = Store(tmp_path)
+    carry_out(store, propose(store, policy, now=now))
+    (batch,) = trash.batches(store)
+
+    class Late(OsFileSystem):
+        """A disk on which the lease of the trash is removed before its batch is opened."""
+
+        def hold_directory(self, path: Path) -> contextlib.AbstractContextManager[None]:
+            if path == batch.path:
+                lease_path(tmp_path, TRASH_NAME).unlink()
+            return super().hold_directory(path)
+
+    with pytest.raises(StoreLocked, match="its lease file was removed"):
+        trash.discard(Store(tmp_path, fs=Late()), batch)
+    assert len(list(batch.path.iterdir())) == 2
