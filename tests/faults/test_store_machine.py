@@ -32,6 +32,7 @@ class Known:
         writers: Name to the run that wrote it.
         pinned: Names that retention must not touch.
         undurable: Names that are there, but that nobody promised: their writer died or got an error.
+        lone: Names whose data was deleted: their manifests stay for a while, as missing or as leftovers.
     """
 
     intact: dict[str, float] = field(default_factory=dict)
@@ -39,6 +40,12 @@ class Known:
     writers: dict[str, int] = field(default_factory=dict)
     pinned: set[str] = field(default_factory=set)
     undurable: set[str] = field(default_factory=set)
+    lone: set[str] = field(default_factory=set)
+
+    @property
+    def unusable(self) -> set[str]:
+        """Names that may be listed or skipped, but never load."""
+        return self.spoiled | self.lone
 
 
 @dataclass
@@ -79,7 +86,7 @@ class Training(RuleBasedStateMachine):
         newest = next(reversed(self.known.intact), None)
         found = resumption.checkpoint
         assert (None if found is None else found.name) == newest
-        assert {skip.checkpoint.name for skip in resumption.skipped} <= self.known.spoiled
+        assert {skip.checkpoint.name for skip in resumption.skipped} <= self.known.unusable
         self.step = resumption.step
         self.run = self.new_run(manager, newest)
 
@@ -123,11 +130,7 @@ class Training(RuleBasedStateMachine):
 
     def listed(self) -> dict[str, Checkpoint]:
         found = self.trainer().store().scan()
-        return {
-            c.name: c
-            for c in found
-            if c.state not in (State.LEFTOVER, State.WRITING, State.MISSING)
-        }
+        return {c.name: c for c in found if c.state not in (State.LEFTOVER, State.WRITING)}
 
     @precondition(lambda self: self.run is not None)
     @rule(
@@ -266,7 +269,7 @@ class Training(RuleBasedStateMachine):
         self.disk.settle()
         self.spoil(name)
         if not is_manifest:
-            self.known.spoiled.discard(name)  # gone for good, and the name may be used again
+            self.known.lone.add(name)
 
     def spoil(self, name: str) -> None:
         del self.known.intact[name]
@@ -278,7 +281,7 @@ class Training(RuleBasedStateMachine):
         listed = self.listed()
         for name in self.known.intact:
             assert listed[name].state is State.OK, listed[name]
-        assert set(listed) <= self.known.intact.keys() | self.known.spoiled
+        assert set(listed) <= self.known.intact.keys() | self.known.unusable
         manager = self.trainer().manager()
         for name, value in self.known.intact.items():
             assert value_of(manager.load(name)) == value
@@ -296,7 +299,7 @@ class Training(RuleBasedStateMachine):
             manager.resume()
             manager.save(10_000, state_of(0.0))
         names = set(disk.list(RUNS)) - {f".{SERIES}.lease", f".{SERIES}.starts"}
-        damaged = {kept for name in self.known.spoiled for kept in (name, manifest_of(name))}
+        damaged = {kept for name in self.known.unusable for kept in (name, manifest_of(name))}
         data = {name for name in names - damaged if name.endswith(".ckpt")}
         assert names - damaged == data | {manifest_of(name) for name in data}
 
