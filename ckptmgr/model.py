@@ -174,6 +174,11 @@ class Checkpoint:
         return self.state in (State.UNPROVEN, State.OTHER_KEY)
 
     @property
+    def is_unreadable(self) -> bool:
+        """Whether it has a manifest from which nothing could be read."""
+        return self.state is State.CORRUPT and self.run_id is None
+
+    @property
     def is_emergency(self) -> bool:
         """Whether it was saved while an exception unwound the training loop."""
         return self.why.startswith("exception")

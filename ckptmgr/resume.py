@@ -133,14 +133,9 @@ def newest_first(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
     usable = [c for c in checkpoints if c.state not in UNFINISHED]
     return sorted(
         usable,
-        key=lambda c: (is_unreadable(c), not c.is_emergency, *c.order, c.saved_at),
+        key=lambda c: (c.is_unreadable, not c.is_emergency, *c.order, c.saved_at),
         reverse=True,
     )
-
-
-def is_unreadable(checkpoint: Checkpoint) -> bool:
-    """Return whether there is a manifest that nothing could be learned from."""
-    return checkpoint.state is State.CORRUPT and checkpoint.run_id is None
 
 
 def first_that_loads(

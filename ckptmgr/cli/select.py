@@ -19,7 +19,6 @@ from ckptmgr.model import UNFINISHED, Checkpoint, State
 from ckptmgr.naming import DATA_SUFFIXES, stem_of
 from ckptmgr.passing_errors import may_be_whole
 from ckptmgr.real_files import real_file
-from ckptmgr.resume import is_unreadable
 from ckptmgr.store import Store
 from ckptmgr.trash_folder import TRASH_NAME
 
@@ -173,7 +172,7 @@ def _latest(found: list[Checkpoint]) -> list[Checkpoint]:
     for one in found:
         if one.obstacle is not None and may_be_whole(one.obstacle):
             raise one.obstacle
-        is_newer = is_unreadable(one) or not chosen or one.order > chosen[0].order
+        is_newer = one.is_unreadable or not chosen or one.order > chosen[0].order
         if one.state in (State.CORRUPT, State.MISSING) and is_newer:
             note(f"latest is not {one.name}: {one.problem}")
     return chosen

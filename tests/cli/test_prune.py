@@ -492,7 +492,7 @@ def test_directory_that_is_replaced_at_the_question_is_not_pruned(
     runs.symlink_to(other)
     terminal.answer(b"y\n")
     assert tree_of(other) == before
-    assert len(steps(tmp_path / "moved")) == 7
+    assert len(steps(tmp_path / "moved")) == 8
 
 
 @pytest.mark.parametrize("is_trash", [False, True])

@@ -101,14 +101,20 @@ def test_recovery_does_not_sign_what_nobody_signed(tmp_path: Path) -> None:
     assert (tmp_path / manifest_name(NAME)).read_bytes() == before
 
 
+class PowerCut(FailingRename):
+    """Loses power at the rename of the data."""
+
+    def __init__(self) -> None:
+        super().__init__(is_power_cut=True)
+
+
 def test_single_file_that_a_signed_save_was_to_replace_is_not_trusted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / NAME
     save_checkpoint({"w": np.full(3, 666.0)}, path)
-    disk = FailingRename(is_power_cut=True)
     with monkeypatch.context() as patch:
-        patch.setattr("ckptmgr.store.OsFileSystem", lambda: disk)
+        patch.setattr("ckptmgr.store.OsFileSystem", PowerCut)
         with pytest.raises(OSError, match="the disk is gone"):
             save_checkpoint({"w": np.ones(3)}, path, signing_key=SIGNER)
     store = Store(tmp_path, trust=Trust(trusted_keys=(SIGNER.public_key,)))

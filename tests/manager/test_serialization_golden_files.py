@@ -165,7 +165,7 @@ BOTH_REFUSE: dict[str, type[CkptmgrError]] = {
     "cbc_magic_only.ckpt": TruncatedCheckpoint,
     "cbc_flip_last.ckpt": KeyProblem,
     "sm4_intact.ckpt": KeyProblem,
-    "sm4_flip_magic.ckpt": CorruptCheckpoint,
+    "sm4_flip_magic.ckpt": UnsealedCheckpoint,  # not known as encrypted any more
     "sm4_trunc_header.ckpt": TruncatedCheckpoint,
     "sm4_magic_only.ckpt": TruncatedCheckpoint,
     "sm4_flip_last.ckpt": KeyProblem,

@@ -22,7 +22,7 @@ from ckptmgr import load_checkpoint, save_checkpoint
 from ckptmgr.errors import (
     CheckpointNotFound,
     KeyProblem,
-    UnsealedCheckpoint,
+    UnprovenCheckpoint,
     UnsupportedCheckpoint,
     UnsupportedState,
 )
@@ -104,8 +104,8 @@ DIFFERENCES: dict[str, tuple[type[object], str, str]] = {
         "CRC and key work together here",
     ),
     "'ld/a.safetensors',format='safetensors',dec_key=b'0'*16": (
-        UnsealedCheckpoint,
-        "a key was given, but the file is not encrypted",
+        UnprovenCheckpoint,
+        "the manifest is not authenticated although a key was given",
         "MindSpore prints the key",
     ),
 }
