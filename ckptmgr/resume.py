@@ -212,12 +212,16 @@ def without_manifest(
             is_older = one.is_emergency or (chosen is not None and one.step <= chosen.step)
             if chosen is not None and chosen.run_id is not None and not is_older:
                 found.append(Skipped(checkpoint=one, reason=reason))
-    found += [
+    return [*found, *skipped_sets(present, prefix)]
+
+
+def skipped_sets(present: Sequence[Checkpoint], prefix: str) -> list[Skipped]:
+    """Return the checkpoints of many ranks of a prefix that lack only their manifest; see `lone_sets`."""
+    return [
         Skipped(checkpoint=one, reason=f"{one.problem}: {_LONE_SET}")
         for one in lone_sets(present)
         if one.series == prefix or (one.epoch is not None and is_of_prefix(one.series, prefix))
     ]
-    return found
 
 
 def why_nothing(present: Sequence[Checkpoint], is_own: Callable[[Checkpoint], bool]) -> list[str]:

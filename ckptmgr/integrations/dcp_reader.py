@@ -36,7 +36,7 @@ from ckptmgr.manifest import Manifest
 from ckptmgr.model import Checkpoint
 from ckptmgr.observe import Observer, Observers, about
 from ckptmgr.passing_errors import is_damage, may_be_whole, may_return
-from ckptmgr.resume import Skipped, doubt_of, newest_first
+from ckptmgr.resume import Skipped, doubt_of, newest_first, skipped_sets
 from ckptmgr.series_reader import SeriesReader
 from ckptmgr.store import Store
 
@@ -240,7 +240,9 @@ class StorageReader(storage.StorageReader):
         reader = SeriesReader(store, self._place.series, options=self._options)
         if self._wanted is not None:
             return reader.find(self._wanted)
-        skipped: list[Skipped] = []
+        skipped = skipped_sets(store.scan(), self._place.series)
+        for lone in skipped:
+            _LOG.warning("skipped %s: %s", lone.checkpoint.path, lone.reason)
         for one in newest_first(reader.checkpoints()):
             if one.obstacle is not None and may_be_whole(one.obstacle):
                 raise one.obstacle

@@ -1003,6 +1003,23 @@ def test_manifest_that_cannot_be_read_now_is_an_error_and_no_older_checkpoint(
         load([StorageReader(tmp_path, fs=failing)], [{"w": torch.zeros(4)}])
 
 
+def test_newest_whose_manifest_is_lost_is_told_and_stays_until_a_newer_one_is_whole(
+    tmp_path: Path,
+) -> None:
+    for step in (1, 2):
+        save([StorageWriter(tmp_path, step=step)], [{"w": torch.full((4,), float(step))}])
+    (tmp_path / "ckpt-2.shards.manifest.json").unlink()
+    reader, state = StorageReader(tmp_path), {"w": torch.zeros(4)}
+    load([reader], [state])
+    assert state["w"].tolist() == [1.0] * 4
+    (skipped,) = reader.skipped
+    assert (skipped.checkpoint.name, skipped.checkpoint.step) == ("ckpt-2.shards", 2)
+    assert "no manifest" in skipped.reason
+    save([StorageWriter(tmp_path, step=3)], [{"w": torch.full((4,), 3.0)}])
+    load([reader], [state])
+    assert (state["w"].tolist(), reader.skipped) == ([3.0] * 4, ())
+
+
 def test_newest_of_which_a_file_is_missing_is_passed_over_and_told(tmp_path: Path) -> None:
     for step in (1, 2):
         save([StorageWriter(tmp_path, step=step)], [{"w": torch.full((4,), float(step))}])
