@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -167,14 +168,12 @@ def test_interrupt_at_any_call_of_the_coordinator_never_harms_a_committed_checkp
         own = disk.copy()
         failing = Interrupted(own)
         failing.at = call
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             save_step(2, [failing, own])
-        except KeyboardInterrupt:
-            pass
-        else:
-            if len(failing.calls) < call:
-                break
-        forget()  # what a program does when it goes on, or ends
+            forget()  # what a program does when it goes on, or ends
+        forget()
+        if len(failing.calls) < call:
+            break
         seen.add(newest(own))
         save_step(3, [own] * WORLD)
         assert newest(own) == 3

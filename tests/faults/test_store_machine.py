@@ -10,8 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ckptmgr.errors import StoreLocked
-from ckptmgr.manager import CheckpointManager
+from ckptmgr.errors import StoreLocked, UnprovenCheckpoint
+from ckptmgr.manager import CheckpointManager, Resumption
 from ckptmgr.model import Checkpoint, State
 from tests.crashmodel import FailingDisk, ModelDisk, Order, PowerCut
 from tests.faults.training import KEYS, RUNS, SERIES, Trainer, state_of, value_of
@@ -82,13 +82,22 @@ class Training(RuleBasedStateMachine):
     @rule(keep=policies)
     def start(self, keep: str) -> None:
         manager = self.trainer(keep).manager()
-        resumption = manager.resume()
+        resumption = self.resumed(manager)
         newest = next(reversed(self.known.intact), None)
         found = resumption.checkpoint
         assert (None if found is None else found.name) == newest
         assert {skip.checkpoint.name for skip in resumption.skipped} <= self.known.unusable
         self.step = resumption.step
         self.run = self.new_run(manager, newest)
+
+    def resumed(self, manager: CheckpointManager) -> Resumption:
+        """Resume; start anew where only files without a manifest are left beside a key."""
+        try:
+            return manager.resume()
+        except UnprovenCheckpoint:
+            assert self.key is not None
+            assert not self.known.intact
+            return manager.resume(start="new")
 
     def new_run(self, manager: CheckpointManager, resumed_from: str | None) -> Run:
         number = len(self.runs)
@@ -130,7 +139,8 @@ class Training(RuleBasedStateMachine):
 
     def listed(self) -> dict[str, Checkpoint]:
         found = self.trainer().store().scan()
-        return {c.name: c for c in found if c.state not in (State.LEFTOVER, State.WRITING)}
+        unfinished = (State.LEFTOVER, State.WRITING, State.MISSING)
+        return {c.name: c for c in found if c.state not in unfinished}
 
     @precondition(lambda self: self.run is not None)
     @rule(
@@ -193,12 +203,12 @@ class Training(RuleBasedStateMachine):
     def run_on_a_failing_disk(self, keep: str, call: int, error: int, is_lasting: bool) -> None:
         calls = FailingDisk(self.disk)
         with self.trainer(keep, calls).manager() as manager:
-            self.step = manager.resume().step
+            self.step = self.resumed(manager).step
         failing = FailingDisk(
             self.disk, error=error, call=len(calls.calls) + call, is_lasting=is_lasting
         )
         with self.trainer(keep, failing).manager() as manager:
-            found = manager.resume().checkpoint
+            found = self.resumed(manager).checkpoint
             run = self.new_run(manager, None if found is None else found.name)
             is_promised = self.is_saved(run, error)
         self.found_after_fault(run, is_promised=is_promised)
@@ -269,6 +279,7 @@ class Training(RuleBasedStateMachine):
         self.disk.settle()
         self.spoil(name)
         if not is_manifest:
+            self.known.spoiled.discard(name)  # gone for good, and the name may be used again
             self.known.lone.add(name)
 
     def spoil(self, name: str) -> None:
@@ -296,7 +307,7 @@ class Training(RuleBasedStateMachine):
     def teardown(self) -> None:
         disk = self.disk.restart()
         with Trainer(disk, key=self.key).manager() as manager:
-            manager.resume()
+            self.resumed(manager)
             manager.save(10_000, state_of(0.0))
         names = set(disk.list(RUNS)) - {f".{SERIES}.lease", f".{SERIES}.starts"}
         damaged = {kept for name in self.known.unusable for kept in (name, manifest_of(name))}
