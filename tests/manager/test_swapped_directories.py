@@ -116,11 +116,11 @@ def swapped_at_every_call(
             if batch.is_dir():
                 (batch / "precious").write_bytes(b"precious")
 
-        def visit(mine: Path = mine, victim: Path = victim) -> None:
+        def swap_once(of: Path = mine, by: Path = victim) -> None:
             with contextlib.suppress(FileNotFoundError):
-                swap(mine, victim)
+                swap(of, by)
 
-        disk = VisitedDisk(visit, at)
+        disk = VisitedDisk(swap_once, at)
         # The first call: from here on it is clear which directory is meant.
         with (
             disk.hold_directory(mine),

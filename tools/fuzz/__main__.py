@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -92,9 +93,7 @@ def run_apart(target: Target, limits: Limits, *, seed: int, corpus: Path) -> dic
     return report
 
 
-def _waited_for(
-    child: multiprocessing.process.BaseProcess, ours: Connection, shared: Shared
-) -> dict[str, Any] | None:
+def _waited_for(child: BaseProcess, ours: Connection, shared: Shared) -> dict[str, Any] | None:
     last, since = -1, time.monotonic()
     while not ours.poll(1.0):
         count = shared.get()[0]
@@ -175,9 +174,7 @@ def add_up(path: Path, name: str, report: dict[str, Any]) -> None:
 def main(arguments: list[str] | None = None) -> int:
     """Run the targets that the command line names; return 1 when something was found."""
     names = [target.name for target in TARGETS]
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.fuzz", description=__doc__.splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m tools.fuzz", description="Fuzz the parsers.")
     parser.add_argument(
         "--target", choices=names, action="append", help="run only this; may be repeated"
     )
