@@ -120,7 +120,7 @@ def swapped_at_every_call(
             with contextlib.suppress(FileNotFoundError):
                 swap(of, by)
 
-        disk = VisitedDisk(swap_once, at)
+        disk: VisitedDisk = VisitedDisk(swap_once, at)
         # The first call: from here on it is clear which directory is meant.
         with (
             disk.hold_directory(mine),
