@@ -13,7 +13,7 @@ a lease that names a process of another host, nothing is known.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from ckptmgr import manifest as manifests
@@ -83,6 +83,7 @@ class _Recovery:
         if self._fs.status(self._directory) is None:
             return []
         entries = self._fs.list(self._directory)
+        self._remove_leases(entries)
         # Unfinished files go last, once it is durable that their manifests are gone: without them nothing would show that
         # the manifests are leftovers.
         visible = sorted(name for name in entries if not name.startswith("."))
@@ -107,9 +108,6 @@ class _Recovery:
         """Yield what to do about one name."""
         if self._is_dead_temp(name):
             yield lambda: self._remove_temp(name, entries)
-        leased = leased_name(name)
-        if leased is not None and leased != self._series:
-            yield lambda: self._remove_lease(leased)
         if not name.endswith(manifests.SUFFIX) or name.startswith("."):
             return
         data_name = name.removesuffix(manifests.SUFFIX)
@@ -210,10 +208,12 @@ class _Recovery:
         with hold_lease(self._fs, self._directory, name):
             yield
 
-    def _remove_lease(self, name: str) -> None:
-        """Remove the lease file of a process that was killed."""
-        with contextlib.suppress(StoreLocked), self._lease(name):
-            pass
+    def _remove_leases(self, names: Iterable[str]) -> None:
+        """Remove the lease files of processes that were killed; they need not be gone for good, so nothing is synced."""
+        leased = {found for name in names if (found := leased_name(name)) is not None}
+        for name in leased - {self._series}:
+            with contextlib.suppress(StoreLocked, OSError), self._lease(name):
+                pass
 
     def _is_dead_temp(self, name: str) -> bool:
         parts = parse_temp(name)
