@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from ckptmgr.crypto.pages import new_pages
+from ckptmgr.errors import StoreLocked
 from ckptmgr.formats.errors import TruncatedError
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.fsio import OsFileSystem
@@ -460,7 +461,10 @@ def test_lock_that_a_forked_child_unwinds_stays_with_its_parent(tmp_path: Path) 
 def test_lock_refuses_a_link(tmp_path: Path) -> None:
     (tmp_path / "precious").write_bytes(b"precious")
     (tmp_path / "lock").symlink_to("precious")
-    with pytest.raises(OSError, match="symbolic links"), DISK.lock(tmp_path / "lock", owner="me"):
+    with (
+        pytest.raises(StoreLocked, match="symbolic link"),
+        DISK.lock(tmp_path / "lock", owner="me"),
+    ):
         pytest.fail("locked through a link")
     assert (tmp_path / "precious").read_bytes() == b"precious"
 

@@ -16,6 +16,7 @@ from hypothesis import assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from ckptmgr.errors import StoreLocked
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.fsio import FileSystem, OsFileSystem, OutputFile
@@ -136,8 +137,11 @@ class SameAsTheRealDisk(RuleBasedStateMachine):
     def lock_twice(self, name: str, owner: str) -> None:
         def holders(disk: FileSystem) -> tuple[str | None, str | None]:
             path = self.root / name
-            with disk.lock(path, owner=owner) as first, disk.lock(path, owner="late") as second:
-                return first, second
+            try:
+                with disk.lock(path, owner=owner) as first, disk.lock(path, owner="late") as second:
+                    return first, second
+            except StoreLocked as error:  # the real disk names what has the name of the lock
+                raise IsADirectoryError(errno.EISDIR, error.message, str(path)) from error
 
         self.both(holders)
 

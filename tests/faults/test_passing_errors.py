@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptmgr.errors import StoreLocked
 from ckptmgr.manager import Resumption
 from ckptmgr.manifest import manifest_name
 from ckptmgr.parallel.rank_errors import ResumeFailed
@@ -143,11 +144,13 @@ def test_error_that_stays_is_raised_and_never_leads_to_an_older_checkpoint(
 
 
 def outcome_of(run: Callable[[], int]) -> int | None:
-    """Return what a run returns, or the errno that it raised."""
+    """Return what a run returns, or the errno that it raised; a stale lease file is a lease that is lost."""
     try:
         return run()
     except OSError as raised:
         return raised.errno
+    except StoreLocked as raised:
+        return getattr(raised.__cause__, "errno", None)
 
 
 @for_each_passing

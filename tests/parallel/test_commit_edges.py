@@ -220,12 +220,13 @@ def test_retention_that_cannot_clean_up_does_not_raise() -> None:
 
 def test_retention_collects_what_has_expired_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     job = Job(ModelDisk())
-    job.save_all(1)
+    saved = job.save_all(1)[0].must()
     job.disk.unlink(RUNS / manifest_name("net-1.shards"))
+    job.disk.unlink(RUNS / saved.shards[0])  # whole sets stay: only their manifest may be lost
     job.clock.now += 3 * TIMEOUT_S
     job.writer(0).retain(RetentionPolicy((Last(1),)))
     assert job.store().scan() == []
-    assert caplog.text.count("which was never committed") == 3
+    assert caplog.text.count("which was never committed") == 2
 
 
 def test_options_of_one_save_count() -> None:
