@@ -54,7 +54,7 @@ class ForgetfulDisk(FailingDisk):
     def unlink(self, path: Path) -> None:
         """Remove a name."""
         super().unlink(path)
-        if not _is_manifest(path):
+        if not _is_manifest(path) and path.suffix != ".lease":
             self._last_change = Forgotten.SYNC_AFTER_REMOVAL
 
     def sync_directory(self, path: Path) -> None:
