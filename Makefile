@@ -130,7 +130,7 @@ interop: $(INTEROP_VENV)/.stamp ## exchange files with the real MindSpore
 providers: $(PROVIDERS_VENV)/.stamp ## call key services and model-signing through their real libraries
 	@export COVERAGE_FILE=.coverage-providers
 	judged=crypto/providers/aws_kms.py,ckptmgr/integrations/openssf.py
-	if command -v softhsm2-util > /dev/null; then judged+=,crypto/providers/pkcs11_token.py; fi
+	if command -v softhsm2-util > /dev/null; then judged+=,crypto/providers/pkcs11.py; fi
 	$(PROVIDERS_PY) -m coverage erase
 	$(PROVIDERS_PY) -m coverage run $(PYTEST) -m providers tests/crypto $(PYTEST_ARGS)
 	$(PROVIDERS_PY) -m coverage combine --quiet 2> .coverage-killed || { cat .coverage-killed; exit 1; }

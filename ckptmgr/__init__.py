@@ -10,19 +10,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ckptmgr._version import __version__
-from ckptmgr.errors import CkptmgrError
+from ckptmgr.core.errors import CkptmgrError
 
 if TYPE_CHECKING:
-    from ckptmgr.callback import ModelCheckpoint
-    from ckptmgr.config import CheckpointConfig
-    from ckptmgr.manager import CheckpointManager, Resumption
-    from ckptmgr.model import Checkpoint, Plan
-    from ckptmgr.network import load_param_into_net
-    from ckptmgr.policy_text import parse_policy
-    from ckptmgr.ranges import RangeSource
-    from ckptmgr.reader import open_checkpoint
-    from ckptmgr.retention import plan
-    from ckptmgr.serialization import load_checkpoint, save_checkpoint
+    from ckptmgr.config.config import CheckpointConfig
+    from ckptmgr.core.model import Checkpoint, Plan
+    from ckptmgr.files.load.network import load_param_into_net
+    from ckptmgr.files.open_checkpoint import open_checkpoint
+    from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
+    from ckptmgr.io.object_store import RangeSource
+    from ckptmgr.policy.retention import plan
+    from ckptmgr.policy.text import parse_policy
+    from ckptmgr.training.callback import ModelCheckpoint
+    from ckptmgr.training.manager import CheckpointManager, Resumption
 
 __all__ = [
     "Checkpoint",
@@ -43,19 +43,19 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Checkpoint": "model",
-    "CheckpointConfig": "config",
-    "CheckpointManager": "manager",
-    "ModelCheckpoint": "callback",
-    "Plan": "model",
-    "RangeSource": "ranges",
-    "Resumption": "manager",
-    "load_checkpoint": "serialization",
-    "load_param_into_net": "network",
-    "open_checkpoint": "reader",
-    "parse_policy": "policy_text",
-    "plan": "retention",
-    "save_checkpoint": "serialization",
+    "Checkpoint": "core.model",
+    "CheckpointConfig": "config.config",
+    "CheckpointManager": "training.manager",
+    "ModelCheckpoint": "training.callback",
+    "Plan": "core.model",
+    "RangeSource": "io.object_store",
+    "Resumption": "training.manager",
+    "load_checkpoint": "files.serialization",
+    "load_param_into_net": "files.load.network",
+    "open_checkpoint": "files.open_checkpoint",
+    "parse_policy": "policy.text",
+    "plan": "policy.retention",
+    "save_checkpoint": "files.serialization",
 }
 
 

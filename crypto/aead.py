@@ -18,7 +18,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, CipherAlgorithm, algo
 from .ciphers import AES_CBC, SM4_CBC, CbcMode
 from .errors import DecryptionError
 from .gcm import GcmDecryption
-from .key import Key
+from .keys.key import Key
 
 _BLOCK_BYTES = 16
 _GCM_IV_BYTES = 12

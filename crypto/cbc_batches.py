@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from .ciphers import CipherMode
 from .errors import DecryptionError
-from .key import Key
-from .sm4_lanes import LANES, Chain, Sm4Lanes, sm4_lanes
+from .keys.key import Key
+from .sm4_ipp import LANES, Chain, Sm4Lanes, sm4_lanes
 
 FindLanes = Callable[[CipherMode], Sm4Lanes | None]
 

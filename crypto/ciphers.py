@@ -28,7 +28,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, CipherAlgorithm, algo
 
 from .errors import DecryptionError, KeyLengthError, UnsupportedSuiteError
 from .gcm import GcmDecryption
-from .key import Key
+from .keys.key import Key
 
 IV_BYTES = 16
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import enum
 
-from .mindspore import CHECKPOINT_METADATA, CHECKPOINT_VALUE
+from .compressed.table import MAGIC as COMPRESSED_MAGIC
+from .mindspore.fields import CHECKPOINT_METADATA, CHECKPOINT_VALUE
+from .mindspore.wire import encode_length_prefix
 from .safetensors_file import MAX_HEADER_BYTES
 from .source import Source, read_bytes
-from .wire import encode_length_prefix
-from .zstd_table import MAGIC as COMPRESSED_MAGIC
 
 
 class Kind(enum.Enum):

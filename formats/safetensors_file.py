@@ -27,7 +27,7 @@ from .errors import FormatError, TruncatedError, UnsupportedError
 from .image import MOST_LATE_BYTES, Image, LateHead
 from .index import READ_BYTES, Piece, TensorEntry, check_buffer, check_content
 from .safetensors_crc import ContentsCrc, check_scalar, fold_crc
-from .safetensors_plain import read_plain_header
+from .safetensors_fast import read_plain_header
 from .segments import Segments
 from .source import Source, read_bytes
 from .strict_json import encode_object, is_encodable, parse_object, parse_strings, quoted

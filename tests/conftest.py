@@ -15,7 +15,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from ckptmgr.crypto import child_environment, stretching
+from ckptmgr.crypto.keys import child_environment
+from ckptmgr.crypto.slots import stretching
 
 # A busy machine makes examples slow, which says nothing about the code; so no deadline anywhere.
 settings.register_profile(

@@ -10,7 +10,7 @@ import pytest
 
 from ckptmgr import CheckpointConfig
 from ckptmgr.cli.options import _SCHEMES
-from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.providers.registry import BUILT_IN
 
 ROOT = Path(__file__).parent.parent

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
-COMPLETE_FOLDERS = ("formats/", "crypto/")
-COMPLETE_MODULES = ("config", "forecast", "naming", "policy_text", "retention", "save_policy")
+COMPLETE_FOLDERS = ("formats/", "crypto/", "ckptmgr/policy/")
+COMPLETE_MODULES = ("ckptmgr/config/config.py", "ckptmgr/config/checks.py", "ckptmgr/core/names.py")
 REST_MINIMUM_PERCENT = 95.0
 
 
@@ -57,15 +57,12 @@ class Count:
 def promise(path: str) -> str | None:
     """Return the folder or module whose files must be covered completely that a file belongs to.
 
-    `ckptmgr/retention_rules.py` is a part of `retention` that was split off.
+    `ckptmgr/policy/rules.py` is a part of `retention` that was split off.
     """
     for folder in COMPLETE_FOLDERS:
         if path.startswith(folder):
             return folder
-    for module in COMPLETE_MODULES:
-        if path == f"ckptmgr/{module}.py" or path.startswith(f"ckptmgr/{module}_"):
-            return module
-    return None
+    return path if path in COMPLETE_MODULES else None
 
 
 def count(reports: list[FileReport]) -> Count:

@@ -20,8 +20,8 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 from ckptmgr import CheckpointConfig, ModelCheckpoint
-from ckptmgr.crypto.keys import load_key
-from ckptmgr.fsio import OsFileSystem, OutputFile
+from ckptmgr.crypto.keys.sources import load_key
+from ckptmgr.io.filesystem import OsFileSystem, OutputFile
 
 BATCH = 64
 EPOCHS = 12

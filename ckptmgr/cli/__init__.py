@@ -53,7 +53,7 @@ class Commands(click.Group):
         """Return a command."""
         if cmd_name not in _COMMANDS:
             return super().get_command(ctx, cmd_name)
-        module = import_module(f"ckptmgr.cli.{_COMMANDS[cmd_name][0]}")
+        module = import_module(f"ckptmgr.cli.commands.{_COMMANDS[cmd_name][0]}")
         found: click.Command = getattr(module, f"{cmd_name}_command")
         return found
 

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 
 import click
 
-from ckptmgr import errors
 from ckptmgr.cli.typed_keys import without_keys
+from ckptmgr.core import errors
 
 
 class Exit(enum.IntEnum):

@@ -15,14 +15,14 @@ import click
 from ckptmgr.cli import options, render
 from ckptmgr.cli.exits import Exit, UsageProblem, code_of, note, report
 from ckptmgr.cli.render import Cell, Json, Output
-from ckptmgr.errors import CkptmgrError, KeyProblem, UnsafeWrite
+from ckptmgr.core.errors import CkptmgrError, KeyProblem, UnsafeWrite
 
 if TYPE_CHECKING:
-    from ckptmgr.cli.select import OpenStore, Selected
-    from ckptmgr.model import Checkpoint
-    from ckptmgr.rekey import Rekeying
-    from ckptmgr.rekey_header import KeyChange
-    from ckptmgr.store import Store
+    from ckptmgr.cli.selectors import OpenStore, Selected
+    from ckptmgr.core.model import Checkpoint
+    from ckptmgr.maintenance.rekey import Rekeying
+    from ckptmgr.maintenance.rekey_change import KeyChange
+    from ckptmgr.store.store import Store
 
 _Step = Callable[["Store", "Checkpoint", "KeyChange"], "Rekeying"]
 
@@ -54,7 +54,7 @@ def plan_options(function: options.Command) -> options.Command:
 
 
 def _opener(change: KeyChange, given: options.GivenTrust) -> OpenStore:
-    from ckptmgr.rekey import open_for_rekeying
+    from ckptmgr.maintenance.rekey import open_for_rekeying
 
     trust = given.with_keys(None)
 
@@ -101,7 +101,7 @@ class KeyChanges:
         Raises:
             UsageProblem, CkptmgrError: It cannot be done; nothing was changed.
         """
-        from ckptmgr.cli.select import select
+        from ckptmgr.cli.selectors import select
 
         given = self._given
         selected = select(

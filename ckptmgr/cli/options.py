@@ -18,13 +18,13 @@ import click
 
 from ckptmgr.cli.exits import EPILOG, UsageProblem
 from ckptmgr.cli.typed_keys import is_misplaced_key
-from ckptmgr.errors import KeyProblem
+from ckptmgr.core.errors import KeyProblem
 
 if TYPE_CHECKING:
-    from ckptmgr.crypto.keyring import Keys
-    from ckptmgr.crypto.signing import PublicKey, SigningKey
-    from ckptmgr.store import Store
-    from ckptmgr.trust import Trust
+    from ckptmgr.core.trust import Trust
+    from ckptmgr.crypto.keys.ring import Keys
+    from ckptmgr.crypto.keys.signing import PublicKey, SigningKey
+    from ckptmgr.store.store import Store
 
 Command = TypeVar("Command", bound=Callable[..., object])
 
@@ -194,7 +194,7 @@ class GivenTrust:
 
     def with_keys(self, keys: Keys | None) -> Trust:
         """Return the trust in keys that were loaded elsewhere; see `load`."""
-        from ckptmgr.trust import Trust
+        from ckptmgr.core.trust import Trust
 
         signing_key = load_signing_key(self.signing_source)
         trusted = load_public_keys(self.public_keys)
@@ -341,7 +341,8 @@ def load_keys(option: str, sources: Sequence[str], *, is_new: bool = False) -> K
             f"{option} takes the source of a key, never the key itself (not shown)",
             hint=f"use {_SOURCES}; every user of the machine can read a command line",
         )
-    from ckptmgr.crypto import errors, key_sources
+    from ckptmgr.crypto import errors
+    from ckptmgr.crypto.keys import material as key_sources
 
     try:
         return key_sources.load_keys(sources, asked_for=option, is_new=is_new)
@@ -359,7 +360,7 @@ def load_signing_key(source: str | None) -> SigningKey | None:
     if source is None:
         return None
     check_source("--signing-key", source)
-    from ckptmgr.config_checks import check_signing_key
+    from ckptmgr.config.checks import check_signing_key
 
     return check_signing_key(source)
 
@@ -381,7 +382,7 @@ def load_public_keys(files: Sequence[str]) -> tuple[PublicKey, ...]:
     """
     if not files:
         return ()
-    from ckptmgr.config_checks import check_trusted_keys
+    from ckptmgr.config.checks import check_trusted_keys
 
     return check_trusted_keys(files)
 
@@ -394,7 +395,7 @@ def _from_environment(environment: Mapping[str, str]) -> Sequence[str]:
 
 def open_store(directory: Path, *, trust: Trust) -> Store:
     """Return the store of a directory."""
-    from ckptmgr.store import Store
+    from ckptmgr.store.store import Store
 
     absolute = Path(os.path.abspath(directory))  # noqa: PTH100 - resolve() would follow links
     return Store(absolute, trust=trust)

@@ -23,7 +23,7 @@ import click
 
 from ckptmgr.cli.exits import escape, note
 from ckptmgr.cli.options import Session
-from ckptmgr.model import Checkpoint
+from ckptmgr.core.model import Checkpoint
 
 Json = str | int | float | bool | None | Sequence["Json"] | Mapping[str, "Json"]
 
@@ -86,7 +86,7 @@ class Output:
 
     def progress(self, label: str, size_bytes: int) -> AbstractContextManager[object]:
         """Return what shows progress on a terminal while a file is read, within a `with` block."""
-        from ckptmgr.progress_line import ProgressLine
+        from ckptmgr.cli.progress import ProgressLine
 
         if not self.is_text:
             return nullcontext()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 
-from ckptmgr.crypto.source_names import spells_key
+from ckptmgr.crypto.keys.source_names import spells_key
 
 _LEAST_PIECE = 12
 _NOT_SHOWN = "(not shown: it looks like a key)"

@@ -11,9 +11,9 @@ import os
 import tempfile
 from pathlib import Path
 
+from ckptmgr.core.errors import KeyProblem, UnsupportedCheckpoint
 from ckptmgr.crypto.errors import CryptoError
-from ckptmgr.crypto.keys import load_secret
-from ckptmgr.errors import KeyProblem, UnsupportedCheckpoint
+from ckptmgr.crypto.keys.sources import load_secret
 
 BUNDLE_NAME = "model.sig"
 BUNDLE_SUFFIX = ".sig"

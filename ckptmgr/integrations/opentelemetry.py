@@ -15,7 +15,7 @@ from __future__ import annotations
 from opentelemetry.metrics import Meter, get_meter
 
 from ckptmgr._version import __version__
-from ckptmgr.events import MOMENTS, Event, direction_of
+from ckptmgr.observe.events import MOMENTS, Event, direction_of
 
 
 class OpenTelemetryObserver:

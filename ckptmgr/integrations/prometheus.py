@@ -26,7 +26,7 @@ from prometheus_client import (
     write_to_textfile,
 )
 
-from ckptmgr.events import MOMENTS, Event, direction_of
+from ckptmgr.observe.events import MOMENTS, Event, direction_of
 
 _BUCKETS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 

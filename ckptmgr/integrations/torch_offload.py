@@ -8,7 +8,7 @@ With `snapshot_place="disk"` (`offload_checkpoint`) they go to a spill file, wit
 host budget; when automatic, to the host first and to the disk when the budget is full.
 
 >>> import torch
->>> from ckptmgr.memory_config import MemoryConfig
+>>> from ckptmgr.config.memory import MemoryConfig
 >>> weight = torch.ones(3, requires_grad=True)
 >>> with SavedTensorOffload(MemoryConfig(snapshot_place="host", smallest_evictee_bytes=0)) as offload:
 ...     loss = (weight * 2).exp().sum()
@@ -29,11 +29,11 @@ from types import TracebackType
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from ckptmgr.errors import StagingExhausted
-from ckptmgr.leaves import torch_bytes
-from ckptmgr.memory_config import MemoryConfig
-from ckptmgr.staging_ledger import Ledger
-from ckptmgr.staging_spill import SpillFile
+from ckptmgr.config.memory import MemoryConfig
+from ckptmgr.core.errors import StagingExhausted
+from ckptmgr.engine.budget import Ledger
+from ckptmgr.engine.spill import SpillFile
+from ckptmgr.state.arrays import torch_bytes
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)

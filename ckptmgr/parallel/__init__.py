@@ -15,27 +15,30 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ckptmgr.parallel.balance import BalancedPlan, Replicated, Share, balance_by_bytes
-    from ckptmgr.parallel.context import AutoParallelContext, ParallelMode
     from ckptmgr.parallel.coordinator import Coordinator, KeyValueCoordinator
-    from ckptmgr.parallel.distributed import (
+    from ckptmgr.parallel.errors import LayoutError, MixedSteps, SliceMissing
+    from ckptmgr.parallel.foreign_layouts import from_dtensor, from_named_sharding, from_placements
+    from ckptmgr.parallel.layout import ParallelLayout, read_layouts
+    from ckptmgr.parallel.mindspore.context import AutoParallelContext, ParallelMode
+    from ckptmgr.parallel.mindspore.distributed import (
         load_distributed_checkpoint,
         load_segmented_checkpoints,
     )
-    from ckptmgr.parallel.errors import LayoutError, MixedSteps, SliceMissing
-    from ckptmgr.parallel.foreign import from_dtensor, from_named_sharding, from_placements
-    from ckptmgr.parallel.layout import ParallelLayout, read_layouts
-    from ckptmgr.parallel.merge import SlicedParameter, merge_sliced_parameter
-    from ckptmgr.parallel.outputs import WrittenFiles
-    from ckptmgr.parallel.redundancy import get_parameter_redundancy, remove_param_redundancy
-    from ckptmgr.parallel.reshard import plan_region, plan_slice, rank_list_for_transform
-    from ckptmgr.parallel.shared_directory import SharedDirectory
-    from ckptmgr.parallel.strategy_files import (
+    from ckptmgr.parallel.mindspore.merge import SlicedParameter, merge_sliced_parameter
+    from ckptmgr.parallel.mindspore.outputs import WrittenFiles
+    from ckptmgr.parallel.mindspore.reshard import plan_region, plan_slice, rank_list_for_transform
+    from ckptmgr.parallel.mindspore.strategy_files import (
         build_searched_strategy,
         merge_pipeline_strategys,
         restore_group_info_list,
     )
-    from ckptmgr.parallel.transform import transform_checkpoint_by_rank, transform_checkpoints
-    from ckptmgr.parallel.unified import unified_safetensors
+    from ckptmgr.parallel.mindspore.transform import (
+        transform_checkpoint_by_rank,
+        transform_checkpoints,
+    )
+    from ckptmgr.parallel.mindspore.unified import unified_safetensors
+    from ckptmgr.parallel.redundancy import get_parameter_redundancy, remove_param_redundancy
+    from ckptmgr.parallel.shared_directory import SharedDirectory
 
 __all__ = [
     "AutoParallelContext",
@@ -74,39 +77,39 @@ __all__ = [
 ]
 
 _HOMES = {
-    "AutoParallelContext": "context",
+    "AutoParallelContext": "mindspore.context",
     "BalancedPlan": "balance",
     "Coordinator": "coordinator",
     "KeyValueCoordinator": "coordinator",
     "LayoutError": "errors",
     "MixedSteps": "errors",
     "ParallelLayout": "layout",
-    "ParallelMode": "context",
+    "ParallelMode": "mindspore.context",
     "Replicated": "balance",
     "Share": "balance",
     "SharedDirectory": "shared_directory",
     "SliceMissing": "errors",
-    "SlicedParameter": "merge",
-    "WrittenFiles": "outputs",
+    "SlicedParameter": "mindspore.merge",
+    "WrittenFiles": "mindspore.outputs",
     "balance_by_bytes": "balance",
-    "build_searched_strategy": "strategy_files",
-    "from_dtensor": "foreign",
-    "from_named_sharding": "foreign",
-    "from_placements": "foreign",
+    "build_searched_strategy": "mindspore.strategy_files",
+    "from_dtensor": "foreign_layouts",
+    "from_named_sharding": "foreign_layouts",
+    "from_placements": "foreign_layouts",
     "get_parameter_redundancy": "redundancy",
-    "load_distributed_checkpoint": "distributed",
-    "load_segmented_checkpoints": "distributed",
-    "merge_pipeline_strategys": "strategy_files",
-    "merge_sliced_parameter": "merge",
-    "plan_region": "reshard",
-    "plan_slice": "reshard",
-    "rank_list_for_transform": "reshard",
+    "load_distributed_checkpoint": "mindspore.distributed",
+    "load_segmented_checkpoints": "mindspore.distributed",
+    "merge_pipeline_strategys": "mindspore.strategy_files",
+    "merge_sliced_parameter": "mindspore.merge",
+    "plan_region": "mindspore.reshard",
+    "plan_slice": "mindspore.reshard",
+    "rank_list_for_transform": "mindspore.reshard",
     "read_layouts": "layout",
     "remove_param_redundancy": "redundancy",
-    "restore_group_info_list": "strategy_files",
-    "transform_checkpoint_by_rank": "transform",
-    "transform_checkpoints": "transform",
-    "unified_safetensors": "unified",
+    "restore_group_info_list": "mindspore.strategy_files",
+    "transform_checkpoint_by_rank": "mindspore.transform",
+    "transform_checkpoints": "mindspore.transform",
+    "unified_safetensors": "mindspore.unified",
 }
 
 

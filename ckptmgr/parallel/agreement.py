@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from ckptmgr.model import Checkpoint
+from ckptmgr.core.model import Checkpoint
+from ckptmgr.io.passing_errors import PAUSES_S
 from ckptmgr.parallel.coordinator import Coordinator, Json, RanksMissing, RanksOutOfStep
 from ckptmgr.parallel.rank_errors import Failure, ResumeFailed
 from ckptmgr.parallel.rounds import Rounds
-from ckptmgr.passing_errors import PAUSES_S
-from ckptmgr.resume import Skipped
+from ckptmgr.series.candidates import Skipped
 
 _UNSEEN = "unseen"
 _Loaded = TypeVar("_Loaded")

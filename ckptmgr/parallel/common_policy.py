@@ -10,7 +10,7 @@ import logging
 
 from ckptmgr.parallel.coordinator import RanksMissing, RanksOutOfStep
 from ckptmgr.parallel.meetings import Meetings
-from ckptmgr.save_policy import AnyOf, EverySteps, LastSave, Never, SaveDecision, SavePolicy
+from ckptmgr.policy.save import AnyOf, EverySteps, LastSave, Never, SaveDecision, SavePolicy
 
 _LOG = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias, runtime_checkable
 
-from ckptmgr.errors import CkptmgrError
+from ckptmgr.core.errors import CkptmgrError
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 _SHOWN_RANKS = 8

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from ckptmgr.errors import CheckpointNotFound, CkptmgrError
+from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError
 
 
 class LayoutError(CkptmgrError, ValueError):

@@ -18,7 +18,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ckptmgr.errors import CheckpointNotFound, TruncatedCheckpoint
+from ckptmgr.core.error_translation import translated_errors
+from ckptmgr.core.errors import CheckpointNotFound, TruncatedCheckpoint
 from ckptmgr.formats.dtypes import DType
 from ckptmgr.formats.strategy import (
     MAX_STRATEGY_BYTES,
@@ -27,7 +28,6 @@ from ckptmgr.formats.strategy import (
     parse_strategy,
     split_stages,
 )
-from ckptmgr.lower_errors import translated_errors
 from ckptmgr.parallel.errors import LayoutError
 
 MAX_DEVICES = 1 << 20

@@ -6,18 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from ckptmgr.errors import SaveFailed
-from ckptmgr.manifest import (
-    FileEntry,
-    Manifest,
-    entry_from_document,
-    entry_to_document,
-)
-from ckptmgr.manifest_fields import link_from_document
-from ckptmgr.model import Link
+from ckptmgr.core.errors import SaveFailed
+from ckptmgr.core.model import Link
+from ckptmgr.core.shard_names import SET_FORMAT, shard_name
 from ckptmgr.parallel.coordinator import Json, RanksOutOfStep
-from ckptmgr.series import Place, SaveFacts
-from ckptmgr.shard_names import SET_FORMAT, shard_name
+from ckptmgr.series.writer import Place, SaveFacts
+from ckptmgr.store.manifest.codec import FileEntry, Manifest, entry_from_document, entry_to_document
+from ckptmgr.store.manifest.fields import link_from_document
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

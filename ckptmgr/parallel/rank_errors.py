@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptmgr.errors import CkptmgrError, SaveFailed
+from ckptmgr.core.errors import CkptmgrError, SaveFailed
+from ckptmgr.io.passing_errors import is_damage, may_be_whole, may_return
 from ckptmgr.parallel.coordinator import Json, RanksMissing, shown_ranks
-from ckptmgr.passing_errors import is_damage, may_be_whole, may_return
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,26 +10,26 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TypeVar
 
-from ckptmgr.errors import SaveFailed, StoreLocked
+from ckptmgr.core.errors import SaveFailed, StoreLocked
+from ckptmgr.core.model import Checkpoint, Plan
+from ckptmgr.core.names import is_of_prefix
+from ckptmgr.core.shard_names import SET_FORMAT, new_attempt_id, stem_of
+from ckptmgr.files.save.saver import Publish, Refusal, SaveOptions, SaveOrder, save_items
 from ckptmgr.formats.tensor import Item
-from ckptmgr.manifest import FileEntry, Manifest
-from ckptmgr.model import Checkpoint, Plan
-from ckptmgr.naming import is_of_prefix
-from ckptmgr.observe import EVERYBODY, Observers
+from ckptmgr.observe.observers import EVERYBODY, Observers
 from ckptmgr.parallel.agreement import all_prepared, first_that_all_load, steps_of_all
-from ckptmgr.parallel.commit import Deadline, TwoPhaseSave
 from ckptmgr.parallel.coordinator import Coordinator, Json, RanksMissing
+from ckptmgr.parallel.dedup import Sharing
 from ckptmgr.parallel.meetings import Meetings
 from ckptmgr.parallel.offer import Offer, chosen_series
 from ckptmgr.parallel.rank_errors import not_begun
 from ckptmgr.parallel.rounds import Rounds
 from ckptmgr.parallel.shard_store import ShardStore
-from ckptmgr.parallel.sharing import Sharing
-from ckptmgr.resume import Skipped
-from ckptmgr.retention import RetentionPolicy
-from ckptmgr.saver import Publish, Refusal, SaveOptions, SaveOrder, save_items
-from ckptmgr.series import FreeName, SaveFacts, SeriesWriter
-from ckptmgr.shard_names import SET_FORMAT, new_attempt_id, stem_of
+from ckptmgr.parallel.two_phase_commit import Deadline, TwoPhaseSave
+from ckptmgr.policy.retention import RetentionPolicy
+from ckptmgr.series.candidates import Skipped
+from ckptmgr.series.writer import FreeName, SaveFacts, SeriesWriter
+from ckptmgr.store.manifest.codec import FileEntry, Manifest
 
 _LOG = logging.getLogger(__name__)
 _Loaded = TypeVar("_Loaded")

@@ -29,7 +29,7 @@ from ckptmgr.parallel.layout import (
     rank_of_process,
     read_strategy,
 )
-from ckptmgr.parallel.slices import equal_groups
+from ckptmgr.parallel.mindspore.slices import equal_groups
 
 Groups = tuple[tuple[int, ...], ...]
 """Ranks that hold the same bytes, one tuple for each distinct slice."""

@@ -16,16 +16,16 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 
-from ckptmgr.errors import SaveFailed
-from ckptmgr.fsio import FileSystem, remove_name
-from ckptmgr.lease import Processes
-from ckptmgr.manifest import Manifest, manifest_name
-from ckptmgr.model import State
-from ckptmgr.shard_files import ShardFiles
-from ckptmgr.shard_listing import lone_sets, problem_of_shards
-from ckptmgr.shard_names import parse_shard_name
-from ckptmgr.trash_folder import may_be_in_trash
-from ckptmgr.trust import NOTHING_GIVEN, Trust
+from ckptmgr.core.errors import SaveFailed
+from ckptmgr.core.model import State
+from ckptmgr.core.shard_names import parse_shard_name
+from ckptmgr.core.trust import NOTHING_GIVEN, Trust
+from ckptmgr.io.filesystem import FileSystem, remove_name
+from ckptmgr.io.leases import Processes
+from ckptmgr.store.manifest.codec import Manifest, manifest_name
+from ckptmgr.store.shard_listing import lone_sets, problem_of_shards
+from ckptmgr.store.shards import ShardFiles
+from ckptmgr.store.trash_folder import may_be_in_trash
 
 
 class ShardStore(ShardFiles):

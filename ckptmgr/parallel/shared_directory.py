@@ -22,11 +22,11 @@ from hashlib import blake2s
 from pathlib import Path
 
 from ckptmgr.formats.source import read_bytes
-from ckptmgr.fsio import FileSystem, OsFileSystem, discard
-from ckptmgr.lease import ProcProcesses
+from ckptmgr.io.filesystem import FileSystem, OsFileSystem, discard
+from ckptmgr.io.leases import ProcProcesses
+from ckptmgr.io.temp_names import temp_name
 from ckptmgr.parallel.coordinator import KeyValueCoordinator, RanksOutOfStep, checked_rank
 from ckptmgr.parallel.session import agreed_session
-from ckptmgr.temp_names import temp_name
 
 _LOG = logging.getLogger(__name__)
 _FIRST_PAUSE_S = 0.001

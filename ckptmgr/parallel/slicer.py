@@ -8,17 +8,17 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckptmgr.boxes import Region, lengths_of
-from ckptmgr.errors import UnsupportedState
+from ckptmgr.core.errors import UnsupportedState
+from ckptmgr.core.regions import Region, lengths_of
+from ckptmgr.files.load.shard_pieces import PIECES
+from ckptmgr.files.load.state import index_of
 from ckptmgr.formats.tensor import Item, Tensor, TensorSpec
-from ckptmgr.jax_slices import box_of, held_here, is_spread
 from ckptmgr.parallel.errors import LayoutError
-from ckptmgr.parallel.foreign import from_dtensor
+from ckptmgr.parallel.foreign_layouts import from_dtensor
 from ckptmgr.parallel.layout import ParallelLayout, for_shape
-from ckptmgr.parallel.slices import full_shape, region_of
-from ckptmgr.pieces import PIECES
-from ckptmgr.stored_state import index_of
-from ckptmgr.tree_slices import Slice
+from ckptmgr.parallel.mindspore.slices import full_shape, region_of
+from ckptmgr.state.jax_shards import box_of, held_here, is_spread
+from ckptmgr.state.slices import Slice
 
 Layouts = Mapping[str, ParallelLayout]
 _SHOWN = 5

@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ckptmgr.config import CheckpointConfig
+from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.config.failure import parse_on_error
 from ckptmgr.parallel.coordinator import Coordinator
+from ckptmgr.parallel.dedup import Balance, Sharing
 from ckptmgr.parallel.layout import ParallelLayout
 from ckptmgr.parallel.rank_writer import DEFAULT_TIMEOUT_S
-from ckptmgr.parallel.sharing import Balance, Sharing
 from ckptmgr.parallel.slicer import LayoutSlicer
-from ckptmgr.save_failure import parse_on_error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

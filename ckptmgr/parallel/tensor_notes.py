@@ -8,11 +8,11 @@ from base64 import b64decode, b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckptmgr.boxes import Region, region_at
+from ckptmgr.core.regions import Region, region_at
+from ckptmgr.files.load.shard_pieces import PIECES, read_index
 from ckptmgr.formats.dtypes import BY_NAME
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.parallel.coordinator import Json, RanksOutOfStep, from_json, to_json
-from ckptmgr.pieces import PIECES, read_index
 
 _MAX_NOTES_BYTES = 1 << 30
 

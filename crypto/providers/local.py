@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from cryptography.hazmat.primitives.keywrap import InvalidUnwrap, aes_key_unwrap, aes_key_wrap
 
 from ..errors import KeySourceError
-from ..key import Key, derive
-from ..keys import load_key
+from ..keys.key import Key, derive
+from ..keys.sources import load_key
 from .errors import ProviderRefusedError
 from .provider import check_key, check_unwrapped, context_bytes
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from ..errors import KeySourceError
-from ..key import KEY_SIZES
+from ..keys.key import KEY_SIZES
 from .errors import ProviderAnswerError
 
 MAX_BLOB_BYTES = 16 * 1024

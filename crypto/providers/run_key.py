@@ -19,7 +19,7 @@ from types import MappingProxyType
 
 from ..ciphers import Random
 from ..errors import KeySourceError
-from ..key import Key
+from ..keys.key import Key
 from .provider import KeyGenerator, KeyProvider, check_blob, check_unwrapped, context_bytes
 
 _RUN_KEY_BYTES = 32

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from ckptmgr.cli import cli
 from ckptmgr.cli.options import Session
-from tests.manager.saved import KEY, START_S
+from tests.support.saved import KEY, START_S
 
 NOW_S = START_S + 86_400
 CLEAN = {

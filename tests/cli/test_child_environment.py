@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.config import CheckpointConfig
+from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.crypto.providers.errors import ProviderError
-from ckptmgr.crypto.providers.exec_provider import ExecProvider
-from ckptmgr.manager import CheckpointManager
-from ckptmgr.saver import SaveOptions
+from ckptmgr.crypto.providers.exec import ExecProvider
+from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.training.manager import CheckpointManager
 from tests.cli.running import run_process
-from tests.manager.saved import KEY, OTHER_KEY, save_run
+from tests.support.saved import KEY, OTHER_KEY, save_run
 
 SECRET = OTHER_KEY.raw.hex()[:-1] + "7"
 

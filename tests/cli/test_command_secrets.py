@@ -15,16 +15,16 @@ from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from ckptmgr import CheckpointConfig, CheckpointManager, save_checkpoint
 from ckptmgr.cli import cli
-from ckptmgr.crypto.key import Key
-from ckptmgr.crypto.providers.key_file import load_wrapped_key
+from ckptmgr.crypto.keys.key import Key
+from ckptmgr.crypto.keys.signing import load_signing_key
 from ckptmgr.crypto.providers.registry import open_provider
-from ckptmgr.crypto.signing import load_signing_key
+from ckptmgr.crypto.providers.wrapped_file import load_wrapped_key
 from tests.cli.running import run
 from tests.cli.test_ranks import STRATEGIES
 from tests.cli.test_secrets import Transcript, make_key, transcript
-from tests.manager import test_repair
-from tests.manager.test_repair import damage
-from tests.manager.test_repair import saved as save_ranks
+from tests.maintenance import test_repair
+from tests.maintenance.test_repair import damage
+from tests.maintenance.test_repair import saved as save_ranks
 
 __all__ = ["transcript"]  # the fixture
 

@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.config import CheckpointConfig
-from ckptmgr.crypto.signing import SigningKey
+from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.core.trust import Trust
+from ckptmgr.crypto.keys.signing import SigningKey
+from ckptmgr.files.save.saver import SaveOptions
 from ckptmgr.formats.tensor import tensor_from_array
-from ckptmgr.manager import CheckpointManager
-from ckptmgr.saver import SaveOptions
-from ckptmgr.store import Store
-from ckptmgr.trust import Trust
+from ckptmgr.store.store import Store
+from ckptmgr.training.manager import CheckpointManager
 from tests.cli.running import key_file, run, run_json
-from tests.manager.saved import KEY, flip, save_run
+from tests.support.saved import KEY, flip, save_run
 
 WEIGHTS = (np.random.default_rng(0).standard_normal(20_000) * 0.02).astype(np.float32)
 CONTENT = [tensor_from_array("w", WEIGHTS), tensor_from_array("m", np.zeros(9000, np.int64))]

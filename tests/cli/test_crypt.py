@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from ckptmgr.cli.exits import Exit
-from ckptmgr.crypto.signing import SigningKey
-from ckptmgr.manifest import manifest_name
-from ckptmgr.saver import SaveOptions
+from ckptmgr.crypto.keys.signing import SigningKey
+from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.store.manifest.codec import manifest_name
 from tests.cli.running import key_file, process_env, run, run_json, run_process
 from tests.cli.test_verify import SIGNER, signed_run
-from tests.manager.saved import GOLDEN_FILES, KEY, OTHER_KEY, flip, items, save_run
+from tests.support.saved import GOLDEN_FILES, KEY, OTHER_KEY, flip, items, save_run
 
 SEALED = SaveOptions(key=KEY, has_crc=True)
 

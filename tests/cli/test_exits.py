@@ -12,12 +12,12 @@ from typing import Any
 import click
 import pytest
 
-import ckptmgr.policy_text
-from ckptmgr import errors
+import ckptmgr.policy.text
 from ckptmgr.cli import _COMMANDS, cli, options
 from ckptmgr.cli.exits import CODES, MEANINGS, Exit, code_of, escape, report
+from ckptmgr.core import errors
 from tests.cli.running import process_env, run, run_process
-from tests.manager.saved import save_run, tree_of
+from tests.support.saved import save_run, tree_of
 
 DOCUMENTED = {0, 1, 2, 3, 10, 11, 12, 13, 130, 141}
 

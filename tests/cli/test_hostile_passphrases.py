@@ -11,13 +11,13 @@ import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager, load_checkpoint
 from ckptmgr.cli.exits import Exit
-from ckptmgr.crypto.key import Key
+from ckptmgr.core.errors import KeyProblem, UnsupportedCheckpoint
+from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.slots import Slot, SlotType
-from ckptmgr.crypto.stretching import MOST_STRETCHING_KIB
-from ckptmgr.errors import KeyProblem, UnsupportedCheckpoint
+from ckptmgr.crypto.slots.stretching import MOST_STRETCHING_KIB
 from tests.cli.running import run, run_json
-from tests.crypto.containers import seal
-from tests.stretches import (
+from tests.crypto.container.containers import seal
+from tests.support.stretches import (
     DEAREST,
     DEAREST_KIB,
     Stretches,

@@ -10,15 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.config import CheckpointConfig
+from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.core.model import Pin
+from ckptmgr.files.save.saver import SaveOptions
 from ckptmgr.formats.tensor import MapTensors, Text, tensor_from_array
-from ckptmgr.manager import CheckpointManager
-from ckptmgr.model import Pin
-from ckptmgr.saver import SaveOptions
-from ckptmgr.store import Store
+from ckptmgr.store.store import Store
+from ckptmgr.training.manager import CheckpointManager
 from tests.cli.running import key_file, run, run_json
-from tests.manager.saved import GOLDEN_FILES, KEY, flip, save_run
 from tests.parallel.ranks import Meeting, Seat, run_ranks
+from tests.support.saved import GOLDEN_FILES, KEY, flip, save_run
 
 SEALED = SaveOptions(key=KEY, has_crc=True)
 

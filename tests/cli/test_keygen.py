@@ -13,13 +13,13 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 
 from ckptmgr.crypto.errors import KeySourceError
-from ckptmgr.crypto.keys import load_key
-from ckptmgr.crypto.providers.key_file import load_wrapped_key
+from ckptmgr.crypto.keys.signing import load_public_key, load_signing_key
+from ckptmgr.crypto.keys.sources import load_key
 from ckptmgr.crypto.providers.registry import open_provider
-from ckptmgr.crypto.signing import load_public_key, load_signing_key
-from ckptmgr.saver import SaveOptions
+from ckptmgr.crypto.providers.wrapped_file import load_wrapped_key
+from ckptmgr.files.save.saver import SaveOptions
 from tests.cli.running import run, run_json
-from tests.manager.saved import save_run
+from tests.support.saved import save_run
 
 
 def test_keygen_writes_a_private_file_that_is_a_key_source(tmp_path: Path) -> None:

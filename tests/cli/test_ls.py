@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.manifest import manifest_name
-from ckptmgr.model import Pin
-from ckptmgr.saver import SaveOptions
-from ckptmgr.store import Store
+from ckptmgr.core.model import Pin
+from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.store.manifest.codec import manifest_name
+from ckptmgr.store.store import Store
 from tests.cli.running import key_file, run, run_json
-from tests.manager.saved import GOLDEN_FILES, KEY, OTHER_KEY, overwrite, save_run, tree_of
+from tests.support.saved import GOLDEN_FILES, KEY, OTHER_KEY, overwrite, save_run, tree_of
 
 METRICS = {
     10: {"loss": 0.5, "acc": 0.25, "lr": 1e-3},

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.manifest import Manifest
-from ckptmgr.store import Store
+from ckptmgr.store.manifest.codec import Manifest
+from ckptmgr.store.store import Store
 from tests.cli.running import process_env
-from tests.manager.saved import overwrite, save_run
+from tests.support.saved import overwrite, save_run
 
 HANG_GUARD_S = 120.0
 NAN = {10: {"loss": math.nan}}
@@ -22,7 +22,7 @@ LOAD = "import sys, ckptmgr; ckptmgr.load_checkpoint(sys.argv[1])"
 OPEN = "import sys, ckptmgr; ckptmgr.open_checkpoint(sys.argv[1]).read('fc.weight')"
 RESUME = """
 import os, sys, ckptmgr
-from ckptmgr.errors import CorruptCheckpoint
+from ckptmgr.core.errors import CorruptCheckpoint
 with ckptmgr.CheckpointManager(os.path.dirname(sys.argv[1]), prefix="net") as manager:
     assert manager.resume(None).skipped
     raise CorruptCheckpoint("skipped")

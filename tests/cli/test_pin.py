@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.manifest import encode, manifest_name
-from ckptmgr.model import State
-from ckptmgr.saver import SaveOptions
-from ckptmgr.store import Store
-from ckptmgr.trust import Trust
+from ckptmgr.core.model import State
+from ckptmgr.core.trust import Trust
+from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.store.manifest.codec import encode, manifest_name
+from ckptmgr.store.store import Store
 from tests.cli.running import key_file, run, run_json
-from tests.manager.saved import GOLDEN_FILES, KEY, save_run
-from tests.manager.shard_sets import CONTENTS, SET, shard, sharded
+from tests.support.saved import GOLDEN_FILES, KEY, save_run
+from tests.support.shard_sets import CONTENTS, SET, shard, sharded
 
 
 def test_pin_is_listed_and_survives_prune(tmp_path: Path) -> None:

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr import trash
-from ckptmgr.lease import ProcProcesses
-from ckptmgr.saver import SaveOptions
-from ckptmgr.store import Store
-from ckptmgr.temp_names import temp_name
+from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.io.leases import ProcProcesses
+from ckptmgr.io.temp_names import temp_name
+from ckptmgr.store import trash
+from ckptmgr.store.store import Store
 from tests.cli.running import NOW_S, process_env, run, run_json, run_process
-from tests.manager.saved import GOLDEN_FILES, KEY, flip, overwrite, save_run, tree_of
+from tests.support.saved import GOLDEN_FILES, KEY, flip, overwrite, save_run, tree_of
 
 KEEP = "last(2) | best(2, loss, min) | every(4000)"
 DAY_S = 86_400
@@ -393,8 +393,8 @@ def test_encrypted_run_is_pruned_without_and_with_its_key(tmp_path: Path) -> Non
 def test_failure_after_something_was_removed_is_partly_done(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from ckptmgr.cli.prune import _code
-    from ckptmgr.pruning import Outcome
+    from ckptmgr.cli.commands.prune import _code
+    from ckptmgr.maintenance.prune import Outcome
 
     gone = Store(runs).scan()[:1]
     outcome = Outcome(removed=gone, failures=[OSError(5, "Input/output error", "/x")])

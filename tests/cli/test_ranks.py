@@ -10,7 +10,7 @@ import pytest
 
 from ckptmgr import CheckpointManager, load_checkpoint, save_checkpoint
 from ckptmgr.cli.exits import Exit
-from ckptmgr.crypto.signing import SigningKey
+from ckptmgr.crypto.keys.signing import SigningKey
 from ckptmgr.formats.strategy import OperatorStrategy, Strategy, StrategyLayout, encode_strategy
 from ckptmgr.parallel.layout import read_layouts
 from tests.cli.running import run, run_json

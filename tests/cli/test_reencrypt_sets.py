@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckptmgr.crypto.key import Key
+from ckptmgr.crypto.keys.key import Key
 from tests.cli.running import run, run_json
 from tests.cli.test_rekey import source
 from tests.faults.training import KEY, RUNS
-from tests.manager.rekeying import NEW
-from tests.manager.test_repair_sealed import WEIGHTS, ZSTD, saved
+from tests.maintenance.test_repair_sealed import WEIGHTS, ZSTD, saved
+from tests.support.rekeying import NEW
 
 
 def test_set_is_encrypted_anew_and_old_files_that_were_left_are_removed(tmp_path: Path) -> None:

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ckptmgr.crypto.key import Key
-from ckptmgr.crypto.key_files import generate_pair
-from ckptmgr.manifest import manifest_name
-from ckptmgr.store import Store
+from ckptmgr.crypto.keys.key import Key
+from ckptmgr.crypto.keys.pem import generate_pair
+from ckptmgr.store.manifest.codec import manifest_name
+from ckptmgr.store.store import Store
 from tests.cli.running import run, run_json
 from tests.cli.test_prune import Terminal
-from tests.manager.rekeying import NEW, OLD, OTHER, openers, ring, save_run
-from tests.manager.saved import flip, tree_of
+from tests.support.rekeying import NEW, OLD, OTHER, openers, ring, save_run
+from tests.support.saved import flip, tree_of
 
 HEAD = 2 * 4096
 
@@ -185,7 +185,7 @@ def test_rekey_mends_a_damaged_header_copy(runs: Path, tmp_path: Path) -> None:
 
 
 def test_rekey_leaves_plain_files_alone(tmp_path: Path, rotation: tuple[str, ...]) -> None:
-    from tests.manager.saved import save_run as save_plain
+    from tests.support.saved import save_run as save_plain
 
     save_plain(tmp_path / "runs", [1])
     path = tmp_path / "runs" / "net-1_1.ckpt"

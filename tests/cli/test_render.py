@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from ckptmgr.cli import _COMMANDS, render
 from ckptmgr.cli.options import load_key
-from ckptmgr.progress_line import ProgressLine
+from ckptmgr.cli.progress import ProgressLine
 from tests.cli.running import process_env, run, run_process
-from tests.manager.saved import save_run
+from tests.support.saved import save_run
 
 NOW = datetime(2026, 3, 2, 12, tzinfo=UTC)
 ANSI = re.compile(r"\x1b\[[0-9;]*m")

@@ -17,13 +17,13 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from ckptmgr import CheckpointConfig, CheckpointManager, CkptmgrError, load_checkpoint
-from ckptmgr.crypto.key import Key
-from ckptmgr.crypto.keys import load_key
-from ckptmgr.crypto.providers.key_file import load_wrapped_key
+from ckptmgr.crypto.keys.key import Key
+from ckptmgr.crypto.keys.signing import load_signing_key
+from ckptmgr.crypto.keys.sources import load_key
 from ckptmgr.crypto.providers.registry import open_provider
-from ckptmgr.crypto.signing import load_signing_key
+from ckptmgr.crypto.providers.wrapped_file import load_wrapped_key
 from tests.cli.running import run, run_process
-from tests.manager.saved import flip
+from tests.support.saved import flip
 
 
 def spellings(secret: bytes) -> dict[str, bytes]:

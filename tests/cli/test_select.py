@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.cli.select import Selected, select, select_one
-from ckptmgr.errors import CheckpointNotFound
-from ckptmgr.model import Pin, State
-from ckptmgr.store import Store
+from ckptmgr.cli.selectors import Selected, select, select_one
+from ckptmgr.core.errors import CheckpointNotFound
+from ckptmgr.core.model import Pin, State
+from ckptmgr.store.store import Store
 from tests.cli.running import run
-from tests.manager.saved import overwrite, save_run
+from tests.support.saved import overwrite, save_run
 
 METRICS = {10: {"loss": 0.5}, 20: {"loss": 0.25}, 30: {"loss": math.nan}, 40: {"loss": 0.25}}
 

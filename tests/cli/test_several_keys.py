@@ -10,15 +10,15 @@ import pytest
 from safetensors.numpy import save_file
 
 from ckptmgr.cli.exits import Exit
-from ckptmgr.config import CheckpointConfig
-from ckptmgr.crypto.key_files import generate_pair
-from ckptmgr.manager import CheckpointManager
-from ckptmgr.store import Store
+from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.crypto.keys.pem import generate_pair
+from ckptmgr.store.store import Store
+from ckptmgr.training.manager import CheckpointManager
 from tests.cli.running import run, run_json
 from tests.cli.test_rekey import source, text
-from tests.manager.rekeying import NEW, OLD, OTHER, openers, rekey, ring, save_run
-from tests.manager.rekeying import ROTATION as TO_NEW
-from tests.manager.saved import only
+from tests.support.rekeying import NEW, OLD, OTHER, openers, rekey, ring, save_run
+from tests.support.rekeying import ROTATION as TO_NEW
+from tests.support.saved import only
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_key_that_is_given_twice_counts_once(tmp_path: Path, keys: list[str]) ->
 
 
 def test_file_that_takes_one_key_is_not_encrypted_for_two(tmp_path: Path, keys: list[str]) -> None:
-    from tests.manager.saved import save_run as save_plain
+    from tests.support.saved import save_run as save_plain
 
     (path,) = save_plain(tmp_path / "runs", [1])
     result = run("encrypt", path, "-o", tmp_path / "out.ckpt", *keys)

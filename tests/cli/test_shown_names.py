@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 
 from ckptmgr import save_checkpoint
 from ckptmgr.cli.render import quoted
-from ckptmgr.saver import SaveOptions
+from ckptmgr.files.save.saver import SaveOptions
 from tests.cli.running import key_file, process_env, run, run_process
-from tests.manager.saved import KEY, flip, items, save_run
+from tests.support.saved import KEY, flip, items, save_run
 
 EVIL = "\x1b]0;owned\x07\nx\r"
 """Sets the title of the window, and looks like two names."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ckptmgr sign`: what it refuses before anything is signed. With the real package: tests/crypto/test_model_signing.py."""
+"""`ckptmgr sign`: what it refuses first. With the real package: tests/crypto/keys/test_model_signing.py."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from ckptmgr.integrations.openssf import bundle_path
 from tests.cli.running import run, run_json
-from tests.manager.saved import flip, save_run
+from tests.support.saved import flip, save_run
 
 SOURCE = "env:BUNDLE_KEY"
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from ckptmgr.cli.exits import Exit
-from ckptmgr.crypto.signing import SigningKey
-from ckptmgr.saver import SaveOptions
+from ckptmgr.crypto.keys.signing import SigningKey
+from ckptmgr.files.save.saver import SaveOptions
 from tests.cli.running import run, run_json
 from tests.cli.test_verify import SIGNER, signed_run
-from tests.manager.saved import KEY
+from tests.support.saved import KEY
 
 STRANGER = SigningKey(bytes(32))
 

@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from ckptmgr.cli.exits import Exit
-from ckptmgr.config import CheckpointConfig
-from ckptmgr.crypto.key_files import generate_pair
-from ckptmgr.crypto.signing import SigningKey
-from ckptmgr.errors import KeyProblem
-from ckptmgr.manager import CheckpointManager
-from ckptmgr.reader import open_checkpoint
-from ckptmgr.serialization import load_checkpoint
+from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.core.errors import KeyProblem
+from ckptmgr.crypto.keys.pem import generate_pair
+from ckptmgr.crypto.keys.signing import SigningKey
+from ckptmgr.files.open_checkpoint import open_checkpoint
+from ckptmgr.files.serialization import load_checkpoint
+from ckptmgr.training.manager import CheckpointManager
 from tests.cli.running import run, run_process
-from tests.manager.saved import KEY, save_run
+from tests.support.saved import KEY, save_run
 
 SIGNER = SigningKey(bytes(range(32)))
 PRIVATE, PUBLIC = generate_pair("x25519")

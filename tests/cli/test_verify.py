@@ -11,15 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptmgr.crypto.signing import SigningKey
+from ckptmgr.core.trust import Trust
+from ckptmgr.crypto.keys.signing import SigningKey
+from ckptmgr.files.save.saver import SaveOptions
 from ckptmgr.formats.tensor import tensor_from_array
-from ckptmgr.manifest import manifest_name
-from ckptmgr.saver import SaveOptions
-from ckptmgr.store import Store
-from ckptmgr.temp_names import temp_name
-from ckptmgr.trust import Trust
+from ckptmgr.io.temp_names import temp_name
+from ckptmgr.store.manifest.codec import manifest_name
+from ckptmgr.store.store import Store
 from tests.cli.running import key_file, run, run_json
-from tests.manager.saved import GOLDEN_FILES, KEY, OTHER_KEY, flip, only, save_run, tree_of
+from tests.support.saved import GOLDEN_FILES, KEY, OTHER_KEY, flip, only, save_run, tree_of
 
 
 def test_whole_run_is_ok_and_nothing_is_written(tmp_path: Path) -> None:

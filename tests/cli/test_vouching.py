@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager
-from ckptmgr.crypto.key_files import generate_pair
-from ckptmgr.crypto.signing import SigningKey
-from ckptmgr.manifest import manifest_name
-from ckptmgr.store import Store
-from ckptmgr.trust import Trust
+from ckptmgr.core.trust import Trust
+from ckptmgr.crypto.keys.pem import generate_pair
+from ckptmgr.crypto.keys.signing import SigningKey
+from ckptmgr.store.manifest.codec import manifest_name
+from ckptmgr.store.store import Store
 from tests.cli.running import run
 from tests.cli.test_rekey import source, text
-from tests.manager.rekeying import NEW, OLD, save_run
-from tests.manager.saved import overwrite
+from tests.support.rekeying import NEW, OLD, save_run
+from tests.support.saved import overwrite
 
 SIGNER = SigningKey(bytes(range(32)))
 TAMPERED, REFUSED = 1, 13

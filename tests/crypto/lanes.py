@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from ckptmgr.crypto.ciphers import CipherMode
-from ckptmgr.crypto.sm4_lanes import LANES, Sm4Lanes, find_lanes
+from ckptmgr.crypto.sm4_ipp import LANES, Sm4Lanes, find_lanes
 
 FEATURES = 0xFF_0F3B_EFFF
 """What a CPU of 2022 answers."""

@@ -12,16 +12,16 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from ckptmgr.crypto.block_source import BlockSource
 from ckptmgr.crypto.cbc_batches import FindLanes, lanes_for
 from ckptmgr.crypto.ciphers import mode_of
 from ckptmgr.crypto.errors import CryptoError, DecryptionError, TamperedError
-from ckptmgr.crypto.mindspore_blocks import BlockSealer, open_blocks
-from ckptmgr.crypto.records import RecordHead, pack_head
-from ckptmgr.crypto.seal import Seal, block_digest, encode_seal
+from ckptmgr.crypto.mindspore.blocks import BlockSealer, open_blocks
+from ckptmgr.crypto.mindspore.records import RecordHead, pack_head
+from ckptmgr.crypto.mindspore.seal import Seal, block_digest, encode_seal
+from ckptmgr.crypto.mindspore.source import BlockSource
 from ckptmgr.formats.source import BytesSource
 from tests.crypto.lanes import Library, finder, no_lanes
-from tests.crypto.sealing import KEY, OTHER_KEY, read_range, split
+from tests.crypto.mindspore.sealing import KEY, OTHER_KEY, read_range, split
 
 BLOCK = 64
 MODE = mode_of("SM4-CBC")

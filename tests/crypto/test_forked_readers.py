@@ -8,11 +8,12 @@ from collections.abc import Callable
 
 import pytest
 
-from ckptmgr.crypto.container_source import ContainerSource
-from ckptmgr.crypto.mindspore_blocks import BlockSource, open_blocks
+from ckptmgr.crypto.container.source import ContainerSource
+from ckptmgr.crypto.mindspore.blocks import BlockSource, open_blocks
 from ckptmgr.formats.source import BytesSource
 
-from . import containers, sealing
+from .container import containers
+from .mindspore import sealing
 
 _BLOCKS = 10
 

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import pytest
 
-from .containers import HEAD, opened
-from .containers import MODES as CONTAINER_MODES
-from .containers import seal as container
-from .sealing import MODES, seal, split
+from .container.containers import HEAD, opened
+from .container.containers import MODES as CONTAINER_MODES
+from .container.containers import seal as container
+from .mindspore.sealing import MODES, seal, split
 
 
 @pytest.mark.parametrize("mode", CONTAINER_MODES)

@@ -12,10 +12,10 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr.crypto import sm4_lanes
+from ckptmgr.crypto import sm4_ipp as sm4_lanes
 from ckptmgr.crypto.cbc_batches import batch_of, lanes_for
 from ckptmgr.crypto.ciphers import MODES
-from ckptmgr.crypto.sm4_lanes import LANES, Chain, Sm4Lanes, find_lanes, library_files
+from ckptmgr.crypto.sm4_ipp import LANES, Chain, Sm4Lanes, find_lanes, library_files
 from tests.crypto.lanes import FEATURES, Library, lanes_of
 
 REAL = sm4_lanes.sm4_lanes()

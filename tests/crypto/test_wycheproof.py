@@ -13,7 +13,7 @@ from cryptography.hazmat.primitives import hashes
 
 from ckptmgr.crypto.ciphers import AES_CBC, AES_GCM, CipherMode
 from ckptmgr.crypto.errors import CryptoError, DecryptionError
-from ckptmgr.crypto.key import Key, derive
+from ckptmgr.crypto.keys.key import Key, derive
 
 VECTORS = Path(__file__).parents[3] / "shared" / "vectors" / "wycheproof"
 

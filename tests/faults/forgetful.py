@@ -6,11 +6,11 @@ from __future__ import annotations
 import enum
 from pathlib import Path
 
-from ckptmgr.fsio import OutputFile
-from ckptmgr.manifest import SUFFIX
-from tests.crashmodel import ModelDisk
-from tests.failingdisk import FailingDisk
+from ckptmgr.io.filesystem import OutputFile
+from ckptmgr.store.manifest.codec import SUFFIX
 from tests.faults.training import RUNS
+from tests.support.crashmodel import ModelDisk
+from tests.support.failingdisk import FailingDisk
 
 
 class Forgotten(enum.Enum):

@@ -73,7 +73,7 @@ def main(plan: dict[str, Any]) -> None:
     import numpy as np
 
     from ckptmgr import CheckpointConfig, ModelCheckpoint, save_checkpoint
-    from tests.manager.surface import KEY, Loop
+    from tests.support.surface import KEY, Loop
 
     config = dict(plan.get("config", {}))
     if config.get("enc_mode"):

@@ -57,15 +57,15 @@ def main(part: Part) -> None:
 
     import numpy as np
 
-    from ckptmgr import tree
-    from ckptmgr.errors import SaveFailed
-    from ckptmgr.fsio import OsFileSystem
+    from ckptmgr.core.errors import SaveFailed
+    from ckptmgr.files.save.saver import SaveOptions
+    from ckptmgr.io.filesystem import OsFileSystem
     from ckptmgr.parallel.rank_writer import RankWriter
     from ckptmgr.parallel.shard_store import ShardStore
     from ckptmgr.parallel.shared_directory import SharedDirectory
-    from ckptmgr.saver import SaveOptions
-    from ckptmgr.series import SaveFacts
-    from tests.failingdisk import FailingDisk
+    from ckptmgr.series.writer import SaveFacts
+    from ckptmgr.state import tree
+    from tests.support.failingdisk import FailingDisk
 
     class Deadly(FailingDisk):
         def _meet(self, operation: str, path: Path) -> None:

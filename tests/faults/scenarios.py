@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckptmgr.fsio import FileSystem
-from tests.crashmodel import Crash, ModelDisk, Order, every_crash, every_kill
+from ckptmgr.io.filesystem import FileSystem
 from tests.faults.training import (
     RUNS,
     Content,
@@ -21,6 +20,7 @@ from tests.faults.training import (
     name_of,
     state_of,
 )
+from tests.support.crashmodel import Crash, ModelDisk, Order, every_crash, every_kill
 
 ONE, TWO, THREE = name_of(1), name_of(2), name_of(3)
 OLD: Content = {ONE: [10.0], TWO: [20.0]}

@@ -18,14 +18,14 @@ import numpy as np
 import pytest
 
 from ckptmgr import load_checkpoint
-from ckptmgr.callback import ModelCheckpoint
-from ckptmgr.config import CheckpointConfig
-from ckptmgr.errors import StoreLocked
-from ckptmgr.manager import CheckpointManager
-from ckptmgr.saver import SaveOptions
-from ckptmgr.series import SeriesWriter
-from ckptmgr.store import Store
-from tests.manager.held import (
+from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.core.errors import StoreLocked
+from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.series.writer import SeriesWriter
+from ckptmgr.store.store import Store
+from ckptmgr.training.callback import ModelCheckpoint
+from ckptmgr.training.manager import CheckpointManager
+from tests.support.held import (
     TIMEOUT_S,
     HeldDisk,
     Interference,
@@ -35,7 +35,7 @@ from tests.manager.held import (
     temporary_files,
     wait_for_end,
 )
-from tests.manager.surface import Loop, data_files
+from tests.support.surface import Loop, data_files
 
 in_background = pytest.mark.parametrize("mode", ["thread", "process"])
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -285,7 +285,7 @@ PROLOGUE = """
 import os, signal, sys, threading
 from pathlib import Path
 from ckptmgr import CheckpointConfig, CheckpointManager
-from ckptmgr.fsio import OsFileSystem
+from ckptmgr.io.filesystem import OsFileSystem
 runs, mode, *rest = sys.argv[1:]
 main = threading.main_thread()
 
@@ -480,9 +480,9 @@ FORK_AND_STAGE = (
     + """
 import numpy as np
 from ckptmgr.formats.tensor import tensor_from_array
-from ckptmgr.saver import SaveOptions
-from ckptmgr.series import SaveFacts, SeriesWriter
-from ckptmgr.store import Store
+from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.series.writer import SaveFacts, SeriesWriter
+from ckptmgr.store.store import Store
 manager.save(1, {"w": np.full(4, 1)})
 manager.wait()
 arrived, go = threading.Event(), threading.Event()

@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.crashmodel import Crash, ModelDisk, Order
 from tests.faults.forgetful import ForgetfulDisk, Forgotten
 from tests.faults.scenarios import (
     NEXT_SAVE,
@@ -19,6 +18,7 @@ from tests.faults.scenarios import (
     resume,
 )
 from tests.faults.training import Trainer, check_after_fault
+from tests.support.crashmodel import Crash, ModelDisk, Order
 
 BOTH = (Order.JOURNALED, Order.WEAK)
 # A journal keeps changes of a directory in order, so that the syncs between them matter only without one.

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.crashmodel import Crash, ModelDisk, Order, PowerCut, every_crash, every_kill
 from tests.faults.writers import DATA, NEW, OLD, TARGET, TEMPORARY, Mistake, write
+from tests.support.crashmodel import Crash, ModelDisk, Order, PowerCut, every_crash, every_kill
 
 CRASH_MISTAKES = (
     Mistake.NO_FILE_SYNC,

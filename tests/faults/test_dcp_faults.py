@@ -14,16 +14,16 @@ import pytest
 torch: Any = pytest.importorskip("torch")
 pytest.importorskip("torch.distributed.checkpoint")
 
-from ckptmgr.config import CheckpointConfig  # noqa: E402 - only where there is torch
-from ckptmgr.errors import CheckpointNotFound, SaveFailed  # noqa: E402
-from ckptmgr.fsio import FileSystem  # noqa: E402
-from ckptmgr.integrations import dcp_run  # noqa: E402
+from ckptmgr.config.config import CheckpointConfig  # noqa: E402 - only where there is torch
+from ckptmgr.core.errors import CheckpointNotFound, SaveFailed  # noqa: E402
+from ckptmgr.core.model import State  # noqa: E402
 from ckptmgr.integrations.dcp import StorageReader, StorageWriter  # noqa: E402
-from ckptmgr.model import State  # noqa: E402
-from ckptmgr.store import Store  # noqa: E402
-from tests.crashmodel import FailingDisk, ModelDisk, Order, every_crash, every_failure  # noqa: E402
+from ckptmgr.integrations.dcp import run as dcp_run  # noqa: E402
+from ckptmgr.io.filesystem import FileSystem  # noqa: E402
+from ckptmgr.store.store import Store  # noqa: E402
 from tests.faults.training import RUNS  # noqa: E402
-from tests.parallel.dcp_ranks import cut, load, save  # noqa: E402
+from tests.integrations.dcp.dcp_ranks import cut, load, save  # noqa: E402
+from tests.support.crashmodel import FailingDisk, ModelDisk, Order, every_crash, every_failure  # noqa: E402
 
 WORLD = 2
 CONFIG = CheckpointConfig(keep="last(1)")

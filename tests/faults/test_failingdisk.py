@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from ckptmgr.formats.source import read_bytes
-from ckptmgr.fsio import FileSystem, OsFileSystem
-from tests.crashmodel import FailingDisk, Failure, ModelDisk, Order, every_failure
+from ckptmgr.io.filesystem import FileSystem, OsFileSystem
 from tests.faults.writers import DATA, NEW, OLD, TARGET, TEMPORARY, Mistake, write
+from tests.support.crashmodel import FailingDisk, Failure, ModelDisk, Order, every_failure
 
 
 def disk_with_old() -> ModelDisk:

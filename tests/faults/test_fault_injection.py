@@ -8,10 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.errors import StoreFull
-from ckptmgr.manager import CheckpointManager
-from ckptmgr.model import State
-from tests.crashmodel import FailingDisk, Failure, ModelDisk, Order, every_failure
+from ckptmgr.core.errors import StoreFull
+from ckptmgr.core.model import State
+from ckptmgr.training.manager import CheckpointManager
 from tests.faults.scenarios import (
     FIRST_SAVE,
     NEXT_SAVE,
@@ -32,6 +31,7 @@ from tests.faults.training import (
     saved,
     state_of,
 )
+from tests.support.crashmodel import FailingDisk, Failure, ModelDisk, Order, every_failure
 
 SAVES = {"first save": FIRST_SAVE, "next save": NEXT_SAVE, "overwrite": OVERWRITE}
 all_saves = pytest.mark.parametrize("name", SAVES)

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckptmgr.crypto.key import Key
-from ckptmgr.loader import ReadOptions
-from ckptmgr.store import Store
-from ckptmgr.trust import Trust
-from ckptmgr.verify import Status, verify_checkpoint
-from tests.crashmodel import Crash, ModelDisk, Order, every_crash
+from ckptmgr.core.trust import Trust
+from ckptmgr.crypto.keys.key import Key
+from ckptmgr.files.load.values import ReadOptions
+from ckptmgr.maintenance.verify import Status, verify_checkpoint
+from ckptmgr.store.store import Store
 from tests.faults.scenarios import first_broken
 from tests.faults.training import KEY, RUNS, SERIES, ModelProcesses, Trainer, disk_with, name_of
+from tests.support.crashmodel import Crash, ModelDisk, Order, every_crash
 
 ONE = name_of(1)
 THEIRS = KEY[::-1]

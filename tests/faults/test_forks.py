@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.manager.held import run_program
+from tests.support.held import run_program
 
 # The alarm ends a child that waits forever.
 PROLOGUE = """
@@ -73,7 +73,7 @@ def test_child_forked_while_buffers_are_lent_saves_and_loads(tmp_path: Path, mod
 READER = (
     PROLOGUE
     + """
-from ckptmgr.crypto.block_reader import Buffers
+from ckptmgr.crypto.mindspore.reader import Buffers
 
 buffers = Buffers(4096)
 buffers.give(buffers.take())
@@ -144,7 +144,7 @@ def test_child_does_not_keep_the_staging_memory_of_its_parent(tmp_path: Path, ho
 BLOCKED = (
     PROLOGUE
     + """
-from ckptmgr.fsio import OsFileSystem
+from ckptmgr.io.filesystem import OsFileSystem
 
 saving, go_on = threading.Event(), threading.Event()
 class Slow(OsFileSystem):
@@ -188,7 +188,7 @@ ASKING = (
     BLOCKED
     + """
 import asyncio, concurrent.futures
-from ckptmgr.handle import SaveHandle
+from ckptmgr.core.handle import SaveHandle
 
 called = []
 def told(ask):

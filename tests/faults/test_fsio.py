@@ -20,12 +20,12 @@ from pathlib import Path
 
 import pytest
 
+from ckptmgr.core.errors import StoreLocked
 from ckptmgr.crypto.pages import new_pages
-from ckptmgr.errors import StoreLocked
 from ckptmgr.formats.errors import TruncatedError
 from ckptmgr.formats.source import read_bytes
-from ckptmgr.fsio import OsFileSystem
-from ckptmgr.input_files import DIRECT_IO_ALIGNMENT
+from ckptmgr.io.files import DIRECT_IO_ALIGNMENT
+from ckptmgr.io.filesystem import OsFileSystem
 
 ROOT_OF_PROJECT = Path(__file__).parents[2]
 DISK = OsFileSystem()
@@ -54,7 +54,7 @@ def child(code: str, *command: str) -> subprocess.Popen[str]:
 STRAY_PRINTS = """
     import contextlib, os, sys
     from pathlib import Path
-    from ckptmgr.fsio import OsFileSystem
+    from ckptmgr.io.filesystem import OsFileSystem
     path = Path(sys.argv[1])
     file = OsFileSystem().change(path) if path.exists() else OsFileSystem().create(path, mode=0o600)
     file.write_at(0, b"content")
@@ -82,11 +82,11 @@ STRAY_PRINTS_INTO_A_SAVE = """
     import contextlib, os, sys
     from pathlib import Path
     import numpy as np
-    from ckptmgr.config import CheckpointConfig
+    from ckptmgr.config.config import CheckpointConfig
     from ckptmgr.formats.tensor import tensor_from_array
-    from ckptmgr.manager import CheckpointManager
-    from ckptmgr.memory_config import MemoryConfig
-    from ckptmgr.staging import StagingPool
+    from ckptmgr.training.manager import CheckpointManager
+    from ckptmgr.config.memory import MemoryConfig
+    from ckptmgr.engine.staging import StagingPool
 
     def print_strays():
         for descriptor in range(3):
@@ -170,7 +170,7 @@ def test_read_only_file_is_written_past_the_page_cache_by_everybody(tmp_path: Pa
         f"""
         import os
         from pathlib import Path
-        from ckptmgr.fsio import OsFileSystem
+        from ckptmgr.io.filesystem import OsFileSystem
 
         def direct(mode):
             file = OsFileSystem().create(Path({str(tmp_path)!r}) / oct(mode), mode=mode)
@@ -399,7 +399,7 @@ def test_free_bytes_is_what_statvfs_says(tmp_path: Path) -> None:
 def test_lock_of_a_live_process_shows_its_owner_and_dies_with_it(tmp_path: Path) -> None:
     holder = child(f"""
         from pathlib import Path
-        from ckptmgr.fsio import OsFileSystem
+        from ckptmgr.io.filesystem import OsFileSystem
         with OsFileSystem().lock(Path({str(tmp_path / "lock")!r}), owner="rank 3"):
             print("held", flush=True)
             input()
@@ -419,7 +419,7 @@ def test_lock_is_not_kept_by_a_child_that_was_forked_under_it(tmp_path: Path) ->
     trainer = child(f"""
         import os, time
         from pathlib import Path
-        from ckptmgr.fsio import OsFileSystem
+        from ckptmgr.io.filesystem import OsFileSystem
         with OsFileSystem().lock(Path({str(tmp_path / "lock")!r}), owner="trainer"):
             if os.fork() == 0:
                 print("loader", flush=True)
@@ -443,7 +443,7 @@ def test_lock_that_a_forked_child_unwinds_stays_with_its_parent(tmp_path: Path) 
     trainer = child(f"""
         import os
         from pathlib import Path
-        from ckptmgr.fsio import OsFileSystem
+        from ckptmgr.io.filesystem import OsFileSystem
         with OsFileSystem().lock(Path({str(tmp_path / "lock")!r}), owner="trainer"):
             is_child = os.fork() == 0
             if not is_child:
@@ -481,7 +481,7 @@ def test_full_disk_is_reported_and_can_still_be_locked(tmp_path: Path) -> None:
         """
         import errno, os
         from pathlib import Path
-        from ckptmgr.fsio import OsFileSystem
+        from ckptmgr.io.filesystem import OsFileSystem
         disk = OsFileSystem()
         file = disk.create(Path("/mnt/a"), mode=0o600)
         for call in (lambda: file.reserve(2 << 20), lambda: file.write_at(0, bytes(2 << 20))):

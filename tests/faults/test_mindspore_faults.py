@@ -20,11 +20,11 @@ import numpy as np
 import pytest
 
 from ckptmgr import CheckpointConfig, ModelCheckpoint, load_checkpoint, save_checkpoint
-from ckptmgr.errors import StoreFull
-from ckptmgr.fsio import OsFileSystem, OutputFile
-from tests.crashmodel import FailingDisk
+from ckptmgr.core.errors import StoreFull
+from ckptmgr.io.filesystem import OsFileSystem, OutputFile
 from tests.faults.killed import kill_during_write
-from tests.manager.surface import KEY, Loop, data_files
+from tests.support.crashmodel import FailingDisk
+from tests.support.surface import KEY, Loop, data_files
 
 MIB = 1 << 20
 _NOBODY = 65534

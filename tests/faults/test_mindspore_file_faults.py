@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from ckptmgr import CheckpointConfig, ModelCheckpoint, load_checkpoint, save_checkpoint
-from ckptmgr.errors import (
+from ckptmgr.core.errors import (
     ChecksumMismatch,
     CorruptCheckpoint,
     KeyProblem,
@@ -23,7 +23,7 @@ from ckptmgr.errors import (
     UnsupportedCheckpoint,
     UnsupportedState,
 )
-from tests.manager.surface import KEY, Loop, bare
+from tests.support.surface import KEY, Loop, bare
 
 _BLOCK_BYTES = 4 << 20
 _MODES = ["AES-GCM", "AES-CBC", "SM4-CBC"]

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from ckptmgr import load_checkpoint, save_checkpoint
-from ckptmgr.errors import CkptmgrError, CorruptCheckpoint, UnsupportedCheckpoint
-from ckptmgr.formats.wire import encode_bytes_field, encode_varint_field
-from tests.manager.surface import bare
+from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr.formats.mindspore.wire import encode_bytes_field, encode_varint_field
+from tests.support.surface import bare
 
 _DIMS = encode_varint_field(1, 1)
 _TYPE = encode_bytes_field(2, b"Float32")

@@ -16,11 +16,11 @@ from hypothesis import assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ckptmgr.errors import StoreLocked
+from ckptmgr.core.errors import StoreLocked
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.source import read_bytes
-from ckptmgr.fsio import FileSystem, OsFileSystem, OutputFile
-from tests.crashmodel import ModelDisk
+from ckptmgr.io.filesystem import FileSystem, OsFileSystem, OutputFile
+from tests.support.crashmodel import ModelDisk
 
 FAST_DIRECTORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # noqa: S108  not a fixed name
 NAMES = st.sampled_from(["a", "b", "d", "d/a", "d/b", "d/e", "d/e/a", "a/x", "n" * 256])

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager, save_checkpoint
-from ckptmgr.fsio import OsFileSystem
-from ckptmgr.parallel.outputs import write_small_file
-from ckptmgr.trash import TRASH_NAME
+from ckptmgr.io.filesystem import OsFileSystem
+from ckptmgr.parallel.mindspore.outputs import write_small_file
+from ckptmgr.store.trash import TRASH_NAME
 from tests.cli.running import run
 
 USER, GROUP = 12345, 23456

@@ -9,20 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.errors import StoreLocked
-from ckptmgr.manager import Resumption
-from ckptmgr.manifest import manifest_name
+from ckptmgr.core.errors import StoreLocked
+from ckptmgr.files.load.options import ReadOptions
+from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.maintenance.prune import propose
+from ckptmgr.maintenance.sound_plan import SoundPlans
 from ckptmgr.parallel.rank_errors import ResumeFailed
-from ckptmgr.policy_text import parse_policy
-from ckptmgr.pruning import propose
-from ckptmgr.read_options import ReadOptions
-from ckptmgr.resuming import resume_values
-from ckptmgr.saver import SaveOptions
-from ckptmgr.series import SeriesWriter
-from ckptmgr.series_reader import SeriesReader
-from ckptmgr.sound_plan import SoundPlans
-from ckptmgr.store import Store
-from tests.crashmodel import FailingDisk, ModelDisk
+from ckptmgr.policy.text import parse_policy
+from ckptmgr.series.reader import SeriesReader
+from ckptmgr.series.writer import SeriesWriter
+from ckptmgr.store.manifest.codec import manifest_name
+from ckptmgr.store.store import Store
+from ckptmgr.training.manager import Resumption
+from ckptmgr.training.resume import resume_values
 from tests.faults.training import (
     KEYS,
     RUNS,
@@ -34,10 +33,11 @@ from tests.faults.training import (
     state_of,
     value_of,
 )
-from tests.manager.policies import NOW
 from tests.parallel.ranks import Meeting, run_ranks
 from tests.parallel.test_rank_manager import manager as rank_manager
 from tests.parallel.test_rank_manager import state as rank_state
+from tests.support.crashmodel import FailingDisk, ModelDisk
+from tests.support.policies import NOW
 
 ONE, TWO = name_of(1), name_of(2)
 PASSING = (

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.errors import ChecksumMismatch, SaveFailed
-from ckptmgr.fsio import FileSystem, OutputFile
-from ckptmgr.model import Checkpoint, State
+from ckptmgr.core.errors import ChecksumMismatch, SaveFailed
+from ckptmgr.core.model import Checkpoint, State
+from ckptmgr.io.filesystem import FileSystem, OutputFile
+from ckptmgr.maintenance.verify import check_digests
 from ckptmgr.parallel.rank_errors import RankFailed
-from ckptmgr.verify import check_digests
-from tests.crashmodel import Crash, FailingDisk, ModelDisk, Order, every_crash
 from tests.faults.training import RUNS, SERIES
 from tests.parallel.ranks import (
     TIMEOUT_S,
@@ -29,6 +28,7 @@ from tests.parallel.ranks import (
     RankDisk,
     run_ranks,
 )
+from tests.support.crashmodel import Crash, FailingDisk, ModelDisk, Order, every_crash
 
 OLD, NEW = "net-1.shards", "net-2.shards"
 RANKS = range(WORLD)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.model import State
+from ckptmgr.core.model import State
+from ckptmgr.maintenance.verify import Status, verify_checkpoint
 from ckptmgr.parallel.shard_store import ShardStore
-from ckptmgr.store import Store
-from ckptmgr.verify import Status, verify_checkpoint
+from ckptmgr.store.store import Store
 from tests.faults.killed_rank import Part, run_parts
 
 WORLD = 3

@@ -11,16 +11,15 @@ from functools import cache
 
 import pytest
 
-from ckptmgr import tree
-from ckptmgr.engine import SaveEngine
-from ckptmgr.errors import SaveFailed
+from ckptmgr.core.errors import SaveFailed
+from ckptmgr.core.model import Checkpoint
+from ckptmgr.engine.engine import SaveEngine
+from ckptmgr.files.save.saver import Publish
 from ckptmgr.formats.tensor import Item
-from ckptmgr.model import Checkpoint
 from ckptmgr.parallel.coordinator import Json
 from ckptmgr.parallel.rank_errors import RankFailed
-from ckptmgr.saver import Publish
-from ckptmgr.series import SaveFacts
-from tests.crashmodel import ModelDisk
+from ckptmgr.series.writer import SaveFacts
+from ckptmgr.state import tree
 from tests.faults.test_rank_faults import check_goes_on, listed, restarted
 from tests.parallel.ranks import (
     TIMEOUT_S,
@@ -33,6 +32,7 @@ from tests.parallel.ranks import (
     run_ranks,
     state_of,
 )
+from tests.support.crashmodel import ModelDisk
 
 WORLD = 2
 OLD, NEW = "net-1.shards", "net-2.shards"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.errors import CkptmgrError
+from ckptmgr.core.errors import CkptmgrError
 from tests.faults.photographs import KINDS, Disks, Unavailable, copy, photographs
 from tests.faults.straced import ROOT, Call, changes, straced
 from tests.faults.works import WORKS, each_saver, each_work, prepare_second, without_sync
@@ -21,9 +21,9 @@ from tests.faults.works import WORKS, each_saver, each_work, prepare_second, wit
 FULL = """
 import sys
 import numpy
-from ckptmgr.errors import StoreFull
-from ckptmgr.fsio import OsFileSystem
-from ckptmgr.manager import CheckpointManager
+from ckptmgr.core.errors import StoreFull
+from ckptmgr.io.filesystem import OsFileSystem
+from ckptmgr.training.manager import CheckpointManager
 
 class Unknowing(OsFileSystem):
     def free_bytes(self, path):

@@ -6,18 +6,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckptmgr.config import CheckpointConfig
-from ckptmgr.crypto.key import Key
-from ckptmgr.loader import ReadOptions
-from ckptmgr.manager import CheckpointManager
-from ckptmgr.model import Checkpoint, State
-from ckptmgr.recompress import recompress
-from ckptmgr.store import Store
-from ckptmgr.trust import Trust
-from ckptmgr.verify import Status, verify_checkpoint
-from tests.crashmodel import Crash, ModelDisk, Order, every_crash
+from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.core.model import Checkpoint, State
+from ckptmgr.core.trust import Trust
+from ckptmgr.crypto.keys.key import Key
+from ckptmgr.files.load.values import ReadOptions
+from ckptmgr.maintenance.recompress import recompress
+from ckptmgr.maintenance.verify import Status, verify_checkpoint
+from ckptmgr.store.store import Store
+from ckptmgr.training.manager import CheckpointManager
 from tests.faults.scenarios import first_broken
 from tests.faults.training import KEY, RUNS, ModelProcesses
+from tests.support.crashmodel import Crash, ModelDisk, Order, every_crash
 
 STATE = {"w": np.zeros(2000, np.float32)}
 

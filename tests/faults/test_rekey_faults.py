@@ -7,19 +7,26 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ckptmgr.crypto.key import Key
-from ckptmgr.crypto.key_files import generate_pair
-from ckptmgr.crypto.keyring import KeyRing
-from ckptmgr.errors import CkptmgrError, KeyProblem, UnsafeWrite
-from ckptmgr.fsio import FileSystem, OutputFile
-from ckptmgr.model import Checkpoint, State
-from ckptmgr.rekey import Action, Rekeying, open_for_rekeying, reencrypt_checkpoint
-from ckptmgr.rekey_header import KeyChange
-from ckptmgr.store import Store
-from ckptmgr.trust import Trust
-from tests.crashmodel import Crash, FailingDisk, ModelDisk, Order, every_crash, every_failure
+from ckptmgr.core.errors import CkptmgrError, KeyProblem, UnsafeWrite
+from ckptmgr.core.model import Checkpoint, State
+from ckptmgr.core.trust import Trust
+from ckptmgr.crypto.keys.key import Key
+from ckptmgr.crypto.keys.pem import generate_pair
+from ckptmgr.crypto.keys.ring import KeyRing
+from ckptmgr.io.filesystem import FileSystem, OutputFile
+from ckptmgr.maintenance.rekey import Action, Rekeying, open_for_rekeying, reencrypt_checkpoint
+from ckptmgr.maintenance.rekey_change import KeyChange
+from ckptmgr.store.store import Store
 from tests.faults.training import RUNS, ModelProcesses
-from tests.manager.rekeying import NEW, OLD, ROTATION, opens, rekey, ring, save_run, save_set
+from tests.support.crashmodel import (
+    Crash,
+    FailingDisk,
+    ModelDisk,
+    Order,
+    every_crash,
+    every_failure,
+)
+from tests.support.rekeying import NEW, OLD, ROTATION, opens, rekey, ring, save_run, save_set
 
 BOTH = (ring(OLD), ring(NEW))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.crashmodel import Crash, ModelDisk, Order, every_crash
 from tests.faults.scenarios import (
     NEXT_SAVE,
     ONE,
@@ -20,6 +19,7 @@ from tests.faults.scenarios import (
     resume,
 )
 from tests.faults.training import KEY, KEYS, Content, Trainer, check_after_fault, disk_with
+from tests.support.crashmodel import Crash, ModelDisk, Order, every_crash
 
 pytestmark = pytest.mark.parametrize("order", Order)
 with_and_without_key = pytest.mark.parametrize("key", KEYS, ids=["plain", "encrypted"])

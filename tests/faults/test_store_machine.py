@@ -10,12 +10,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from ckptmgr.errors import StoreLocked, UnprovenCheckpoint
-from ckptmgr.manager import CheckpointManager, Resumption
-from ckptmgr.model import Checkpoint, State
-from tests.crashmodel import FailingDisk, ModelDisk, Order, PowerCut
+from ckptmgr.core.errors import StoreLocked, UnprovenCheckpoint
+from ckptmgr.core.model import Checkpoint, State
+from ckptmgr.training.manager import CheckpointManager, Resumption
 from tests.faults.training import KEYS, RUNS, SERIES, Trainer, state_of, value_of
-from tests.manager.damage import flip_bit, manifest_of, truncate
+from tests.support.crashmodel import FailingDisk, ModelDisk, Order, PowerCut
+from tests.support.damage import flip_bit, manifest_of, truncate
 
 POLICIES = ("all", "last(1)", "last(2)", "last(1) | every(3)", "best(1, loss, max) | last(1)")
 policies = st.sampled_from(POLICIES)

@@ -12,15 +12,15 @@ from pathlib import Path
 
 import numpy as np
 
-from ckptmgr.config import CheckpointConfig
-from ckptmgr.errors import CkptmgrError, StoreLocked
-from ckptmgr.manager import CheckpointManager
-from ckptmgr.model import State
-from ckptmgr.policy_text import parse_policy
-from ckptmgr.pruning import carry_out, propose
-from ckptmgr.serialization import save_checkpoint
-from ckptmgr.store import Store
-from ckptmgr.verify import Status, verify_checkpoint, was_removed
+from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.core.errors import CkptmgrError, StoreLocked
+from ckptmgr.core.model import State
+from ckptmgr.files.serialization import save_checkpoint
+from ckptmgr.maintenance.prune import carry_out, propose
+from ckptmgr.maintenance.verify import Status, verify_checkpoint, was_removed
+from ckptmgr.policy.text import parse_policy
+from ckptmgr.store.store import Store
+from ckptmgr.training.manager import CheckpointManager
 
 OVERWRITTEN = -1.0
 

@@ -10,18 +10,18 @@ from pathlib import Path
 
 import numpy as np
 
-from ckptmgr import tree
-from ckptmgr.config import CheckpointConfig
-from ckptmgr.crypto.key import Key
-from ckptmgr.fsio import FileSystem
-from ckptmgr.manager import CheckpointManager, Resumption
-from ckptmgr.model import Checkpoint, State
-from ckptmgr.observe import Observer
-from ckptmgr.saver import SaveOptions
-from ckptmgr.series import SaveFacts, SeriesWriter
-from ckptmgr.store import Store
-from ckptmgr.trust import Trust
-from tests.crashmodel import ModelDisk
+from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.core.model import Checkpoint, State
+from ckptmgr.core.trust import Trust
+from ckptmgr.crypto.keys.key import Key
+from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.io.filesystem import FileSystem
+from ckptmgr.observe.observers import Observer
+from ckptmgr.series.writer import SaveFacts, SeriesWriter
+from ckptmgr.state import tree
+from ckptmgr.store.store import Store
+from ckptmgr.training.manager import CheckpointManager, Resumption
+from tests.support.crashmodel import ModelDisk
 
 RUNS = Path("/runs/digits")
 SERIES = "net"

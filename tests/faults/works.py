@@ -17,11 +17,11 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.config import CheckpointConfig
-from ckptmgr.errors import KeyProblem
-from ckptmgr.manager import CheckpointManager
-from ckptmgr.model import State
-from ckptmgr.serialization import load_checkpoint
+from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.core.errors import KeyProblem
+from ckptmgr.core.model import State
+from ckptmgr.files.serialization import load_checkpoint
+from ckptmgr.training.manager import CheckpointManager
 from tests.cli.running import run
 from tests.faults.straced import Call, python
 from tests.faults.training import SERIES, state_of, value_of

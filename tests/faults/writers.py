@@ -6,7 +6,7 @@ from __future__ import annotations
 import enum
 from pathlib import Path
 
-from ckptmgr.fsio import FileSystem
+from ckptmgr.io.filesystem import FileSystem
 
 DATA = Path("/data")
 TARGET = DATA / "weights"

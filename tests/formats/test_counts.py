@@ -10,10 +10,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from ckptmgr.formats import mindspore_writer, strict_json, tensor, wire
+from ckptmgr.formats import strict_json, tensor
 from ckptmgr.formats.errors import FormatError, UnsupportedError
-from ckptmgr.formats.mindspore_reader import read_ckpt_index
-from ckptmgr.formats.mindspore_writer import build_ckpt_image
+from ckptmgr.formats.mindspore import wire
+from ckptmgr.formats.mindspore import writer as mindspore_writer
+from ckptmgr.formats.mindspore.reader import read_ckpt_index
+from ckptmgr.formats.mindspore.wire import MAX_FIELDS, WireReader, encode_bytes_field
+from ckptmgr.formats.mindspore.writer import build_ckpt_image
 from ckptmgr.formats.safetensors_file import build_safetensors_image, read_safetensors_index
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.strategy import parse_strategy
@@ -26,9 +29,8 @@ from ckptmgr.formats.tensor import (
     Text,
     tensor_from_array,
 )
-from ckptmgr.formats.wire import MAX_FIELDS, WireReader, encode_bytes_field
-from tests.stored import image_bytes
-from tests.strategies import named_tensor
+from tests.support.stored import image_bytes
+from tests.support.strategies import named_tensor
 
 PART = 64  # of the real limits, because a million of anything takes a test too long
 MILLION = 1_000_000 // PART

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from ckptmgr.formats.detect import Kind, detect
-from ckptmgr.formats.mindspore_writer import build_ckpt_image
+from ckptmgr.formats.mindspore.writer import build_ckpt_image
 from ckptmgr.formats.safetensors_file import build_safetensors_image
 from ckptmgr.formats.source import BytesSource
-from tests.stored import image_bytes
-from tests.strategies import named_tensor
+from tests.support.stored import image_bytes
+from tests.support.strategies import named_tensor
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "files"
 

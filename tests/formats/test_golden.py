@@ -20,12 +20,12 @@ from ckptmgr.formats.errors import (
     TruncatedError,
     UnsupportedError,
 )
-from ckptmgr.formats.mindspore_writer import build_ckpt_image
+from ckptmgr.formats.mindspore.writer import build_ckpt_image
 from ckptmgr.formats.safetensors_file import build_safetensors_image, read_safetensors_index
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import Item, TensorSpec, Text
-from tests.stored import Stored, StoredItem, image_bytes, read_ckpt, read_safetensors
-from tests.strategies import tensor_of
+from tests.support.stored import Stored, StoredItem, image_bytes, read_ckpt, read_safetensors
+from tests.support.strategies import tensor_of
 
 FILES = Path(__file__).parents[1] / "golden" / "files"
 ENCRYPTED_NAMES = ("gcm", "cbc", "sm4")

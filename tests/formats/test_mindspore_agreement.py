@@ -12,11 +12,11 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from ckptmgr.formats.dtypes import BY_MINDSPORE, BY_NAME
-from ckptmgr.formats.mindspore_writer import build_ckpt_image
+from ckptmgr.formats.mindspore.writer import build_ckpt_image
 from ckptmgr.formats.safetensors_file import build_safetensors_image
 from ckptmgr.formats.tensor import Item, Tensor
-from tests.stored import Stored, StoredItem, image_bytes, stored_items
-from tests.strategies import MINDSPORE_DTYPES, ckpt_items, item_name, metadata, tensors
+from tests.support.stored import Stored, StoredItem, image_bytes, stored_items
+from tests.support.strategies import MINDSPORE_DTYPES, ckpt_items, item_name, metadata, tensors
 
 pytestmark = [
     pytest.mark.interop,

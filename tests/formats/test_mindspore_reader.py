@@ -16,20 +16,27 @@ from ckptmgr.formats.errors import (
     UnsupportedError,
 )
 from ckptmgr.formats.index import READ_BYTES, TensorEntry, check_crc
-from ckptmgr.formats.mindspore import MAX_METADATA_BYTES, MAX_TEXT_BYTES
-from ckptmgr.formats.mindspore_reader import body_crc, read_all_into, read_ckpt_index
-from ckptmgr.formats.mindspore_writer import build_ckpt_image
-from ckptmgr.formats.source import BytesSource
-from ckptmgr.formats.tensor import Item, Text
-from ckptmgr.formats.trailer import crc32, encode_trailer
-from ckptmgr.formats.wire import (
+from ckptmgr.formats.mindspore.fields import MAX_METADATA_BYTES, MAX_TEXT_BYTES
+from ckptmgr.formats.mindspore.reader import body_crc, read_all_into, read_ckpt_index
+from ckptmgr.formats.mindspore.wire import (
     encode_bytes_field,
     encode_length_prefix,
     encode_varint,
     encode_varint_field,
 )
-from tests.stored import Stored, format_error, image_bytes, read_ckpt, read_entry, stored_items
-from tests.strategies import ckpt_items, named_tensor
+from ckptmgr.formats.mindspore.writer import build_ckpt_image
+from ckptmgr.formats.source import BytesSource
+from ckptmgr.formats.tensor import Item, Text
+from ckptmgr.formats.trailer import crc32, encode_trailer
+from tests.support.stored import (
+    Stored,
+    format_error,
+    image_bytes,
+    read_ckpt,
+    read_entry,
+    stored_items,
+)
+from tests.support.strategies import ckpt_items, named_tensor
 
 METADATA_FIELD = 17229
 

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from ckptmgr.formats.dtypes import DTYPES
 from ckptmgr.formats.errors import FormatError, UnsupportedError
-from ckptmgr.formats.mindspore import MAX_METADATA_BYTES, MAX_RANK, MAX_TEXT_BYTES
-from ckptmgr.formats.mindspore_reader import read_ckpt_index
-from ckptmgr.formats.mindspore_writer import build_ckpt_image
+from ckptmgr.formats.mindspore.fields import MAX_METADATA_BYTES, MAX_RANK, MAX_TEXT_BYTES
+from ckptmgr.formats.mindspore.reader import read_ckpt_index
+from ckptmgr.formats.mindspore.writer import build_ckpt_image
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import Item, MapTensors, Tensor, TensorSpec, Text
-from tests.stored import image_bytes, read_ckpt, stored_items
-from tests.strategies import ckpt_items, encodable_texts, named_tensor, tensor_of
+from tests.support.stored import image_bytes, read_ckpt, stored_items
+from tests.support.strategies import ckpt_items, encodable_texts, named_tensor, tensor_of
 
 BROKEN = Path(__file__).parents[1] / "golden" / "files" / "broken"
 

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 import pytest
 
 from ckptmgr.formats.errors import FormatError
-from ckptmgr.formats.mindspore_reader import read_ckpt_index
-from ckptmgr.formats.mindspore_writer import build_ckpt_image
+from ckptmgr.formats.mindspore.reader import read_ckpt_index
+from ckptmgr.formats.mindspore.writer import build_ckpt_image
 from ckptmgr.formats.safetensors_file import build_safetensors_image
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import Item, MapTensors, Tensor, Text
-from tests.stored import StoredItem, image_bytes, read_ckpt, read_safetensors, stored_items
-from tests.strategies import named_tensor
+from tests.support.stored import StoredItem, image_bytes, read_ckpt, read_safetensors, stored_items
+from tests.support.strategies import named_tensor
 
 TENSORS: list[Tensor] = [
     named_tensor("fc.weight", "float32", (2, 3)),

@@ -9,22 +9,22 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ckptmgr.formats import mindspore_plain
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.index import TensorEntry
-from ckptmgr.formats.mindspore import MAX_DIM, MAX_RANK
-from ckptmgr.formats.mindspore_entries import CkptEntry, join_records
-from ckptmgr.formats.mindspore_plain import PlainTensors
-from ckptmgr.formats.mindspore_reader import CkptIndex, read_ckpt_index
-from ckptmgr.formats.mindspore_records import expect_bytes, read_record
-from ckptmgr.formats.source import BytesSource
-from ckptmgr.formats.wire import (
+from ckptmgr.formats.mindspore import fast_reader as mindspore_plain
+from ckptmgr.formats.mindspore.entries import CkptEntry, join_records
+from ckptmgr.formats.mindspore.fast_reader import PlainTensors
+from ckptmgr.formats.mindspore.fields import MAX_DIM, MAX_RANK
+from ckptmgr.formats.mindspore.reader import CkptIndex, read_ckpt_index
+from ckptmgr.formats.mindspore.records import expect_bytes, read_record
+from ckptmgr.formats.mindspore.wire import (
     WireReader,
     encode_bytes_field,
     encode_length_prefix,
     encode_varint,
     encode_varint_field,
 )
+from ckptmgr.formats.source import BytesSource
 
 
 def message(
@@ -75,7 +75,7 @@ def index_of(data: bytes, monkeypatch: pytest.MonkeyPatch, *, is_strict: bool) -
     """Return the index of a file, or why there is none."""
     with monkeypatch.context() as patch:
         if is_strict:
-            patch.setattr("ckptmgr.formats.mindspore_reader.PlainTensors", NO_SHORT_CUT)
+            patch.setattr("ckptmgr.formats.mindspore.reader.PlainTensors", NO_SHORT_CUT)
         try:
             return read_ckpt_index(BytesSource(data))
         except FormatError as error:

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from hypothesis import given
 
-from ckptmgr.formats.mindspore import MAP_PARTS
-from ckptmgr.formats.mindspore_writer import build_ckpt_image
+from ckptmgr.formats.mindspore.fields import MAP_PARTS
+from ckptmgr.formats.mindspore.writer import build_ckpt_image
 from ckptmgr.formats.tensor import Item, MapTensors, Tensor, Text
-from tests.stored import image_bytes, read_ckpt, stored_items
-from tests.strategies import ckpt_items
+from tests.support.stored import image_bytes, read_ckpt, stored_items
+from tests.support.strategies import ckpt_items
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("google") is None

@@ -24,8 +24,8 @@ from ckptmgr.formats.safetensors_file import (
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import Tensor, TensorSpec
 from ckptmgr.formats.trailer import crc32_combine
-from tests.stored import image_bytes, read_safetensors
-from tests.strategies import is_negative_scalar, named_tensor, safetensors_items, tensor_of
+from tests.support.stored import image_bytes, read_safetensors
+from tests.support.strategies import is_negative_scalar, named_tensor, safetensors_items, tensor_of
 
 
 def entry(

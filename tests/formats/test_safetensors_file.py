@@ -22,8 +22,8 @@ from ckptmgr.formats.safetensors_file import (
 )
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import Item, MapTensors, Tensor, Text, tensor_from_array
-from tests.stored import Stored, format_error, image_bytes, read_safetensors, stored_items
-from tests.strategies import (
+from tests.support.stored import Stored, format_error, image_bytes, read_safetensors, stored_items
+from tests.support.strategies import (
     is_negative_scalar,
     metadata,
     named_tensor,

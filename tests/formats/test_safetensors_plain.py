@@ -13,16 +13,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckptmgr.formats.errors import FormatError
+from ckptmgr.formats.safetensors_fast import read_plain_header
 from ckptmgr.formats.safetensors_file import (
     SafetensorsIndex,
     build_safetensors_image,
     read_safetensors_index,
 )
-from ckptmgr.formats.safetensors_plain import read_plain_header
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import Tensor
-from tests.stored import image_bytes
-from tests.strategies import metadata, named_tensor, safetensors_items
+from tests.support.stored import image_bytes
+from tests.support.strategies import metadata, named_tensor, safetensors_items
 
 A: dict[str, Any] = {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}
 B: dict[str, Any] = {"dtype": "F16", "shape": [1, 1], "data_offsets": [2, 4]}

@@ -11,7 +11,7 @@ from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.image import Image, Segment
 from ckptmgr.formats.segments import Segments
 from ckptmgr.formats.tensor import Tensor
-from tests.strategies import named_tensor, tensor_of
+from tests.support.strategies import named_tensor, tensor_of
 
 RUN_BYTES = 256 << 10
 

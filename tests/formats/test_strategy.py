@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmgr.formats import strategy_protobuf, strategy_values
 from ckptmgr.formats.errors import FormatError, TruncatedError
+from ckptmgr.formats.mindspore.wire import encode_bytes_field, encode_varint_field
 from ckptmgr.formats.strategy import (
     MAX_DEVICES,
     Kind,
@@ -26,8 +26,9 @@ from ckptmgr.formats.strategy import (
     read_restore_ranks,
     split_stages,
 )
-from ckptmgr.formats.wire import encode_bytes_field, encode_varint_field
-from tests.stored import format_error
+from ckptmgr.formats.strategy import protobuf as strategy_protobuf
+from ckptmgr.formats.strategy import values as strategy_values
+from tests.support.stored import format_error
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 FILES = GOLDEN / "transform" / "strategies"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.strict_json import encode_object, parse_object, parse_strings
-from tests.strategies import encodable_texts
+from tests.support.strategies import encodable_texts
 
 
 @given(st.dictionaries(encodable_texts(), encodable_texts()))

@@ -18,7 +18,7 @@ from ckptmgr.formats.image import Image, LateHead, Segment
 from ckptmgr.formats.source import BytesSource, read_bytes
 from ckptmgr.formats.tensor import checked_content, tensor_from_array
 from ckptmgr.formats.trailer import crc32, crc32_combine, decode_trailer, encode_trailer
-from tests.strategies import named_tensor, tensor_of
+from tests.support.strategies import named_tensor, tensor_of
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: dtype.name)

@@ -8,15 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptmgr.formats.errors import FormatError, TruncatedError
-from ckptmgr.formats.source import BytesSource
-from ckptmgr.formats.wire import (
+from ckptmgr.formats.mindspore.wire import (
     WireReader,
     encode_bytes_field,
     encode_length_prefix,
     encode_varint,
     encode_varint_field,
 )
-from tests.stored import format_error
+from ckptmgr.formats.source import BytesSource
+from tests.support.stored import format_error
 
 
 class CountingSource(BytesSource):

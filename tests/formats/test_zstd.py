@@ -12,15 +12,15 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptmgr.formats.compressed.frames import FramePacker
+from ckptmgr.formats.compressed.plan import PlannedFrame, Run, plan_frames, runs_of
+from ckptmgr.formats.compressed.source import open_frames
+from ckptmgr.formats.compressed.table import FRAME_BYTES, HEAD, STORED, ZSTD
 from ckptmgr.formats.detect import Kind, detect
 from ckptmgr.formats.errors import ChecksumError, FormatError, TruncatedError, UnsupportedError
 from ckptmgr.formats.safetensors_file import build_safetensors_image, read_safetensors_index
 from ckptmgr.formats.source import BytesSource, read_bytes
 from ckptmgr.formats.tensor import tensor_from_array
-from ckptmgr.formats.zstd_frames import FramePacker
-from ckptmgr.formats.zstd_plan import PlannedFrame, Run, plan_frames, runs_of
-from ckptmgr.formats.zstd_source import open_frames
-from ckptmgr.formats.zstd_table import FRAME_BYTES, HEAD, STORED, ZSTD
 from tests.formats.zstd_files import compressed, expanded, file_of, file_of_frame, packed
 
 WEIGHTS = (np.random.default_rng(0).standard_normal(3000) * 0.02).astype(np.float32)

@@ -8,9 +8,16 @@ import struct
 import pytest
 from blake3 import blake3
 
+from ckptmgr.formats.compressed.table import (
+    HEAD,
+    ZSTD,
+    Frame,
+    encode_tail,
+    frame_digest,
+    read_table,
+)
 from ckptmgr.formats.errors import ChecksumError, FormatError, UnsupportedError
 from ckptmgr.formats.source import BytesSource
-from ckptmgr.formats.zstd_table import HEAD, ZSTD, Frame, encode_tail, frame_digest, read_table
 
 ONE = b"0123456789abcdef"
 

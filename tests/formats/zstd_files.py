@@ -5,11 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ckptmgr.formats.compressed.frames import FramePacker, Packed
+from ckptmgr.formats.compressed.plan import PlannedFrame
+from ckptmgr.formats.compressed.source import open_frames
+from ckptmgr.formats.compressed.table import HEAD, ZSTD, Frame, encode_tail, frame_digest
 from ckptmgr.formats.source import BytesSource, read_bytes
-from ckptmgr.formats.zstd_frames import FramePacker, Packed
-from ckptmgr.formats.zstd_plan import PlannedFrame
-from ckptmgr.formats.zstd_source import open_frames
-from ckptmgr.formats.zstd_table import HEAD, ZSTD, Frame, encode_tail, frame_digest
 
 
 def packed(raw: bytes, plan: Sequence[PlannedFrame], *, level: int = 1) -> list[Packed]:

@@ -21,8 +21,8 @@ def main(directory: Path) -> None:
     init()
 
     from ckptmgr import CheckpointConfig, ModelCheckpoint
+    from ckptmgr.files.load.network import load_into
     from ckptmgr.integrations.mindspore_ranks import mindspore_coordinator
-    from ckptmgr.network import load_into
     from tests.interop import training
 
     ranks = mindspore_coordinator(directory / "meeting")

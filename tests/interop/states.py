@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ckptmgr.loader import Value
+from ckptmgr.files.load.values import Value
 
 State = dict[str, Any]
 Facts = dict[str, str | tuple[str, tuple[int, ...], bytes]]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ckptmgr import load_checkpoint, save_checkpoint
-from ckptmgr.errors import CorruptCheckpoint, UnsealedCheckpoint
+from ckptmgr.core.errors import CorruptCheckpoint, UnsealedCheckpoint
 from tests.interop.states import (
     ENCRYPTED,
     ENCRYPTED_WITH_CRC,

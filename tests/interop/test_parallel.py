@@ -24,8 +24,8 @@ from ckptmgr.parallel import (
     transform_checkpoints,
     unified_safetensors,
 )
-from ckptmgr.parallel.slices import region_of
-from tests.parallel.layouts import shape_for
+from ckptmgr.parallel.mindspore.slices import region_of
+from tests.parallel.mindspore.layouts import shape_for
 
 mindspore = pytest.importorskip("mindspore", reason="needs MindSpore: make interop")
 pytestmark = [

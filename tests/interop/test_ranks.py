@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from ckptmgr import load_checkpoint
-from ckptmgr.model import State
-from ckptmgr.store import Store
-from tests.parallel import engine_job
-from tests.parallel.engine_job import ROOT, Plan
-from tests.parallel.test_engines import TIMEOUT_S, WORLD, check_ranks, free_address
+from ckptmgr.core.model import State
+from ckptmgr.store.store import Store
+from tests.integrations import engine_job
+from tests.integrations.engine_job import ROOT, Plan
+from tests.integrations.test_engines import TIMEOUT_S, WORLD, check_ranks, free_address
 
 mindspore = pytest.importorskip("mindspore", reason="needs MindSpore: make interop")
 training = pytest.importorskip("tests.interop.training")

@@ -14,7 +14,7 @@ import numpy as np
 
 from ckptmgr import CheckpointConfig, ModelCheckpoint
 from ckptmgr.integrations.job import job_coordinator
-from tests.manager.surface import Loop
+from tests.support.surface import Loop
 
 
 def main(directory: Path) -> None:

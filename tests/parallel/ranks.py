@@ -12,18 +12,18 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from ckptmgr import tree
-from ckptmgr.crypto.key import Key
-from ckptmgr.fsio import FileSystem
-from ckptmgr.model import Checkpoint
+from ckptmgr.core.model import Checkpoint
+from ckptmgr.core.trust import Trust
+from ckptmgr.crypto.keys.key import Key
+from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.parallel.coordinator import Json, RanksMissing
 from ckptmgr.parallel.rank_writer import RankWriter
 from ckptmgr.parallel.shard_store import ShardStore
-from ckptmgr.saver import SaveOptions
-from ckptmgr.series import SaveFacts
-from ckptmgr.trust import Trust
-from tests.crashmodel import FailingDisk, ModelDisk
+from ckptmgr.series.writer import SaveFacts
+from ckptmgr.state import tree
 from tests.faults.training import RUNS, SERIES, ModelProcesses
+from tests.support.crashmodel import FailingDisk, ModelDisk
 
 T = TypeVar("T")
 WORLD = 3

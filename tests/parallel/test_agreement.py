@@ -7,20 +7,20 @@ from collections.abc import Callable
 
 import pytest
 
-from ckptmgr.errors import ChecksumMismatch, KeyProblem, UnsupportedCheckpoint
-from ckptmgr.loader import ReadOptions
-from ckptmgr.manifest import manifest_name
-from ckptmgr.model import Checkpoint
+from ckptmgr.core.errors import ChecksumMismatch, KeyProblem, UnsupportedCheckpoint
+from ckptmgr.core.model import Checkpoint
+from ckptmgr.files.load.values import ReadOptions
+from ckptmgr.maintenance.verify import Status, verify_checkpoint
 from ckptmgr.parallel.agreement import all_prepared, first_that_all_load
 from ckptmgr.parallel.coordinator import RanksMissing, RanksOutOfStep
 from ckptmgr.parallel.rank_errors import ResumeFailed
 from ckptmgr.parallel.rounds import Rounds
-from ckptmgr.resume import newest_first, open_checkpoint
-from ckptmgr.verify import Status, verify_checkpoint
-from tests.crashmodel import ModelDisk
+from ckptmgr.series.candidates import newest_first, open_checkpoint
+from ckptmgr.store.manifest.codec import manifest_name
 from tests.faults.training import RUNS
-from tests.manager.damage import flip_bit
 from tests.parallel.ranks import TIMEOUT_S, WORLD, Job, Meeting, Outcome, Seat, run_ranks
+from tests.support.crashmodel import ModelDisk
+from tests.support.damage import flip_bit
 
 Load = Callable[[int, Checkpoint], str]
 

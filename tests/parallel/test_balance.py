@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ckptmgr.parallel.balance import BalancedPlan, Replicated, balance_by_bytes
 from ckptmgr.parallel.layout import ParallelLayout
 from ckptmgr.parallel.redundancy import Groups, groups_of
-from tests.parallel.layouts import layouts
+from tests.parallel.mindspore.layouts import layouts
 
 Shapes = Sequence[tuple[str, tuple[int, ...]]]
 

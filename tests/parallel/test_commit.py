@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.errors import SaveFailed, StoreFull
-from ckptmgr.model import Checkpoint, State
+from ckptmgr.core.errors import SaveFailed, StoreFull
+from ckptmgr.core.model import Checkpoint, State
+from ckptmgr.core.shard_names import parse_shard_name
 from ckptmgr.parallel.coordinator import Json, RanksMissing
 from ckptmgr.parallel.rank_errors import RankFailed
-from ckptmgr.retention import Last, RetentionPolicy
-from ckptmgr.shard_names import parse_shard_name
-from tests.crashmodel import FailingDisk, ModelDisk
+from ckptmgr.policy.retention import Last, RetentionPolicy
 from tests.faults.training import KEY, KEYS, RUNS, SERIES, disk_with
-from tests.manager.damage import put
 from tests.parallel.ranks import START, TIMEOUT_S, WORLD, Job, Outcome, Seat, run_ranks, save_step
+from tests.support.crashmodel import FailingDisk, ModelDisk
+from tests.support.damage import put
 
 with_and_without_key = pytest.mark.parametrize("key", KEYS, ids=["plain", "encrypted"])
 

@@ -9,21 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.errors import SaveFailed
-from ckptmgr.fsio import FileStatus
-from ckptmgr.manifest import encode, entry_to_document, manifest_name
-from ckptmgr.model import Checkpoint, State
+from ckptmgr.core.errors import SaveFailed
+from ckptmgr.core.model import Checkpoint, State
+from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.io.filesystem import FileStatus
 from ckptmgr.parallel.coordinator import Json, RanksOutOfStep
 from ckptmgr.parallel.offer import Offer, vote_of, whole
 from ckptmgr.parallel.rank_errors import Failure, RankFailed
 from ckptmgr.parallel.shard_store import ShardStore
-from ckptmgr.retention import Last, RetentionPolicy
-from ckptmgr.saver import SaveOptions
-from ckptmgr.series import SaveFacts
-from tests.crashmodel import FailingDisk, ModelDisk
+from ckptmgr.policy.retention import Last, RetentionPolicy
+from ckptmgr.series.writer import SaveFacts
+from ckptmgr.store.manifest.codec import encode, entry_to_document, manifest_name
 from tests.faults.training import RUNS
-from tests.manager.damage import put
-from tests.manager.shard_sets import CONTENTS, SET, shard, sharded
 from tests.parallel.ranks import (
     TIMEOUT_S,
     Job,
@@ -33,6 +30,9 @@ from tests.parallel.ranks import (
     run_ranks,
     save_step,
 )
+from tests.support.crashmodel import FailingDisk, ModelDisk
+from tests.support.damage import put
+from tests.support.shard_sets import CONTENTS, SET, shard, sharded
 
 OFFER = Offer(
     stem="net-1", attempt_id="0" * 16, format="ckpt", sequence=1, attempt=0, at=1.5, run_id="run"

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.config import CheckpointConfig
-from ckptmgr.manager import CheckpointManager
+from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.parallel.common_policy import described
 from ckptmgr.parallel.coordinator import Json, RanksOutOfStep
-from ckptmgr.parallel.joint_policy import for_all_ranks
 from ckptmgr.parallel.rank_errors import RankFailed
-from ckptmgr.save_policy import (
+from ckptmgr.parallel.rank_policy import for_all_ranks
+from ckptmgr.policy.save import (
     AnyOf,
     EverySeconds,
     EverySteps,
@@ -23,7 +22,8 @@ from ckptmgr.save_policy import (
     SaveDecision,
     SavePolicy,
 )
-from ckptmgr.store import Store
+from ckptmgr.store.store import Store
+from ckptmgr.training.manager import CheckpointManager
 from tests.parallel.ranks import WORLD, Meeting, Seat, run_ranks
 
 

@@ -20,8 +20,8 @@ from ckptmgr.parallel.coordinator import (
     shown_ranks,
 )
 from ckptmgr.parallel.shared_directory import SharedDirectory
-from tests.crashmodel import FailingDisk, ModelDisk
-from tests.manager.damage import put
+from tests.support.crashmodel import FailingDisk, ModelDisk
+from tests.support.damage import put
 
 ROOT = Path("/job")
 SESSION = ROOT / "42.0"

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr.errors import UnsupportedCheckpoint
-from ckptmgr.manager import CheckpointManager
+from ckptmgr.core.errors import UnsupportedCheckpoint
 from ckptmgr.parallel.layout import ParallelLayout
 from ckptmgr.parallel.rank_errors import ResumeFailed
-from tests.crashmodel import ModelDisk
+from ckptmgr.training.manager import CheckpointManager
 from tests.parallel.test_sharded_state import alone, job
+from tests.support.crashmodel import ModelDisk
 
 TWO_BY_TWO = {"w": ParallelLayout(device_matrix=(2, 2), tensor_map=((0,),))}
 WHOLE = {"w": ParallelLayout(device_matrix=(2,), tensor_map=((),))}

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from ckptmgr.parallel.errors import LayoutError
-from ckptmgr.parallel.foreign import from_dtensor, from_named_sharding, from_placements
+from ckptmgr.parallel.foreign_layouts import from_dtensor, from_named_sharding, from_placements
 from ckptmgr.parallel.layout import ParallelLayout
+from ckptmgr.parallel.mindspore.slices import region_of
 from ckptmgr.parallel.redundancy import groups_of
-from ckptmgr.parallel.slices import region_of
 
 
 def mesh_of(*sizes: int) -> SimpleNamespace:

@@ -10,13 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr.config import CheckpointConfig
-from ckptmgr.manager import CheckpointManager
+from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.parallel.coordinator import Json, RanksOutOfStep
-from ckptmgr.parallel.joint_policy import JointPolicy, for_all_ranks
 from ckptmgr.parallel.rank_errors import RankFailed
+from ckptmgr.parallel.rank_policy import JointPolicy, for_all_ranks
 from ckptmgr.parallel.shared_directory import SharedDirectory
-from ckptmgr.save_policy import (
+from ckptmgr.policy.save import (
     AnyOf,
     EverySeconds,
     EverySteps,
@@ -25,7 +24,8 @@ from ckptmgr.save_policy import (
     SaveDecision,
     SavePolicy,
 )
-from ckptmgr.store import Store
+from ckptmgr.store.store import Store
+from ckptmgr.training.manager import CheckpointManager
 from tests.parallel.ranks import START, WORLD, Clock, Meeting, Outcome, Seat, run_ranks
 
 

@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr.config import CheckpointConfig
-from ckptmgr.errors import CorruptCheckpoint, UnsupportedCheckpoint
-from ckptmgr.manager import CheckpointManager
-from ckptmgr.serialization import load_checkpoint
-from ckptmgr.sharded import ShardedCheckpoint
-from ckptmgr.store import Store
-from tests.crashmodel import ModelDisk
+from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.core.errors import CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr.files.load.shards import ShardedCheckpoint
+from ckptmgr.files.serialization import load_checkpoint
+from ckptmgr.store.store import Store
+from ckptmgr.training.manager import CheckpointManager
 from tests.faults.training import RUNS, SERIES
-from tests.manager.damage import put, truncate
 from tests.parallel.ranks import Meeting, Seat, run_ranks
 from tests.parallel.test_sharded_edges import WHOLE
 from tests.parallel.test_sharded_state import alone, job
+from tests.support.crashmodel import ModelDisk
+from tests.support.damage import put, truncate
 
 WORLD = 4
 Damage = Callable[[ModelDisk, str], None]

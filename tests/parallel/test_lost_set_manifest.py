@@ -8,16 +8,16 @@ from datetime import UTC, datetime
 
 import pytest
 
-from ckptmgr.config import CheckpointConfig
-from ckptmgr.manager import CheckpointManager, Resumption
-from ckptmgr.manifest import manifest_name
-from ckptmgr.model import Checkpoint, State
-from ckptmgr.shard_listing import lone_sets
-from ckptmgr.store import Store
-from tests.crashmodel import ModelDisk
+from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.core.model import Checkpoint, State
+from ckptmgr.store.manifest.codec import manifest_name
+from ckptmgr.store.shard_listing import lone_sets
+from ckptmgr.store.store import Store
+from ckptmgr.training.manager import CheckpointManager, Resumption
 from tests.faults.training import RUNS, SERIES, ModelProcesses
 from tests.parallel.ranks import START, Clock, Meeting, Seat, run_ranks
 from tests.parallel.test_rank_manager import run, state, train
+from tests.support.crashmodel import ModelDisk
 
 LATER_S = 100_000.0
 

@@ -16,22 +16,19 @@ import numpy as np
 import pytest
 
 from ckptmgr import load_checkpoint
-from ckptmgr.callback import ModelCheckpoint, Resumed
-from ckptmgr.config import CheckpointConfig
-from ckptmgr.errors import SaveFailed, UnsupportedState
-from ckptmgr.fsio import FileSystem
-from ckptmgr.loader import MapArrays, ReadOptions
-from ckptmgr.model import State
+from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.core.errors import SaveFailed, UnsupportedState
+from ckptmgr.core.model import State
+from ckptmgr.core.shard_names import parse_shard_name
+from ckptmgr.files.load.shards import ShardedCheckpoint
+from ckptmgr.files.load.values import MapArrays, ReadOptions
+from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.parallel.coordinator import Json, RanksMissing, RanksOutOfStep
 from ckptmgr.parallel.layout import ParallelLayout
 from ckptmgr.parallel.rank_errors import RankFailed
-from ckptmgr.shard_names import parse_shard_name
-from ckptmgr.sharded import ShardedCheckpoint
-from ckptmgr.store import Store
-from tests.crashmodel import FailingDisk, ModelDisk, Order
+from ckptmgr.store.store import Store
+from ckptmgr.training.callback import ModelCheckpoint, Resumed
 from tests.faults.training import KEY, RUNS, ModelProcesses
-from tests.manager.damage import flip_bit, put
-from tests.manager.surface import Loop
 from tests.parallel.ranks import (
     TIMEOUT_S,
     Clock,
@@ -42,6 +39,9 @@ from tests.parallel.ranks import (
     Seat,
     run_ranks,
 )
+from tests.support.crashmodel import FailingDisk, ModelDisk, Order
+from tests.support.damage import flip_bit, put
+from tests.support.surface import Loop
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[2]

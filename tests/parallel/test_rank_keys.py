@@ -5,16 +5,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckptmgr.crypto.key import Key
-from ckptmgr.crypto.key_files import generate_pair
+from ckptmgr.crypto.keys.key import Key
+from ckptmgr.crypto.keys.pem import generate_pair
+from ckptmgr.maintenance.rekey_change import KeyChange
 from ckptmgr.parallel.rank_errors import ResumeFailed
-from ckptmgr.rekey_header import KeyChange
-from ckptmgr.store import Store
-from tests.crashmodel import ModelDisk
+from ckptmgr.store.store import Store
 from tests.faults.training import KEY, RUNS, ModelProcesses
-from tests.manager.rekeying import NEW, openers, rekey, ring
 from tests.parallel.ranks import WORLD
 from tests.parallel.test_rank_manager import run, train
+from tests.support.crashmodel import ModelDisk
+from tests.support.rekeying import NEW, openers, rekey, ring
 
 OLD = Key(KEY)
 

@@ -11,25 +11,25 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 import pytest
 
-from ckptmgr.config import CheckpointConfig
-from ckptmgr.crypto.key import Key
-from ckptmgr.errors import CheckpointNotFound, UnsupportedCheckpoint
-from ckptmgr.fsio import FileStatus, FileSystem
-from ckptmgr.manager import CheckpointManager, Resumption
-from ckptmgr.memory_config import MemoryConfig
-from ckptmgr.model import State
-from ckptmgr.observe import Event, Observer
+from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.config.memory import MemoryConfig
+from ckptmgr.core.errors import CheckpointNotFound, UnsupportedCheckpoint
+from ckptmgr.core.model import State
+from ckptmgr.core.trust import Trust
+from ckptmgr.crypto.keys.key import Key
+from ckptmgr.io.filesystem import FileStatus, FileSystem
+from ckptmgr.io.temp_names import temp_name
+from ckptmgr.observe.observers import Event, Observer
 from ckptmgr.parallel.coordinator import Json, RanksMissing, RanksOutOfStep
 from ckptmgr.parallel.rank_errors import RankFailed, ResumeFailed
-from ckptmgr.store import Store
-from ckptmgr.temp_names import temp_name
-from ckptmgr.tree_nodes import StateMismatch
-from ckptmgr.trust import Trust
-from tests.crashmodel import FailingDisk, ModelDisk
+from ckptmgr.state.paths import StateMismatch
+from ckptmgr.store.store import Store
+from ckptmgr.training.manager import CheckpointManager, Resumption
 from tests.faults.training import KEY, KEYS, RUNS, SERIES, ModelProcesses
-from tests.manager.damage import flip_bit
-from tests.manager.held import interfere
 from tests.parallel.ranks import START, WORLD, Clock, Meeting, Outcome, Seat, run_ranks
+from tests.support.crashmodel import FailingDisk, ModelDisk
+from tests.support.damage import flip_bit
+from tests.support.held import interfere
 
 T = TypeVar("T")
 

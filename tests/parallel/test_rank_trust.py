@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from ckptmgr import load_checkpoint, save_checkpoint
-from ckptmgr.crypto.signing import SigningKey
-from ckptmgr.errors import KeyProblem, UnprovenCheckpoint
+from ckptmgr.core.errors import KeyProblem, UnprovenCheckpoint
+from ckptmgr.crypto.keys.signing import SigningKey
 from ckptmgr.parallel import (
     WrittenFiles,
     load_distributed_checkpoint,
@@ -21,7 +21,7 @@ from ckptmgr.parallel import (
     transform_checkpoints,
     unified_safetensors,
 )
-from tests.parallel.test_rank_steps import rows_over, value_of
+from tests.parallel.mindspore.test_rank_steps import rows_over, value_of
 
 KEY = bytes(range(32))
 SIGNER = SigningKey(bytes(range(32)))

@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from ckptmgr.errors import CheckpointNotFound, CorruptCheckpoint
+from ckptmgr.core.errors import CheckpointNotFound, CorruptCheckpoint
 from ckptmgr.parallel.errors import LayoutError
 from ckptmgr.parallel.layout import ParallelLayout
+from ckptmgr.parallel.mindspore.slices import region_of
 from ckptmgr.parallel.redundancy import (
     Groups,
     get_parameter_redundancy,
     groups_of,
     remove_param_redundancy,
 )
-from ckptmgr.parallel.slices import region_of
-from tests.parallel.layouts import layouts, shape_for
+from tests.parallel.mindspore.layouts import layouts, shape_for
 
 CASES: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parent.parent / "golden" / "redundancy.json").read_text()

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr.config import CheckpointConfig
-from ckptmgr.fsio import InputFile, OsFileSystem
-from ckptmgr.manager import CheckpointManager
+from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.core.shard_names import parse_shard_name
+from ckptmgr.io.filesystem import InputFile, OsFileSystem
 from ckptmgr.parallel.layout import ParallelLayout
-from ckptmgr.shard_names import parse_shard_name
+from ckptmgr.training.manager import CheckpointManager
 from tests.faults.training import KEY
 from tests.parallel.ranks import Meeting, Seat, run_ranks
 

@@ -11,29 +11,29 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr import open_shards
-from ckptmgr.boxes import Interval
-from ckptmgr.errors import CkptmgrError, CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr.core.model import Checkpoint
+from ckptmgr.core.regions import Interval
+from ckptmgr.files.load import shard_files as open_shards
+from ckptmgr.files.load.shard_state import read_sharded
+from ckptmgr.files.load.shards import ShardedCheckpoint
+from ckptmgr.files.load.state import SKELETON
+from ckptmgr.files.load.stored_pieces import StoredPiece
+from ckptmgr.files.load.values import ReadOptions
 from ckptmgr.formats.tensor import Item, Text, tensor_from_array
-from ckptmgr.loader import ReadOptions
-from ckptmgr.manager import CheckpointManager
-from ckptmgr.manifest import Manifest
-from ckptmgr.model import Checkpoint
 from ckptmgr.parallel.layout import ParallelLayout
 from ckptmgr.parallel.slicer import LayoutSlicer
-from ckptmgr.series import SaveFacts
-from ckptmgr.sharded import ShardedCheckpoint
-from ckptmgr.sharded_state import read_sharded
-from ckptmgr.store import Store
-from ckptmgr.stored_pieces import StoredPiece
-from ckptmgr.stored_state import SKELETON
-from ckptmgr.tree import StateMismatch
-from ckptmgr.tree_nodes import dump_skeleton
-from tests.crashmodel import ModelDisk
+from ckptmgr.series.writer import SaveFacts
+from ckptmgr.state.paths import dump_skeleton
+from ckptmgr.state.tree import StateMismatch
+from ckptmgr.store.manifest.codec import Manifest
+from ckptmgr.store.store import Store
+from ckptmgr.training.manager import CheckpointManager
 from tests.faults.training import RUNS, SERIES, ModelProcesses
-from tests.manager.damage import put
 from tests.parallel.ranks import Job, run_ranks
 from tests.parallel.test_sharded_state import alone, job
+from tests.support.crashmodel import ModelDisk
+from tests.support.damage import put
 
 WHOLE = ReadOptions()
 

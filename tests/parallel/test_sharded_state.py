@@ -15,26 +15,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr.config import CheckpointConfig
-from ckptmgr.errors import (
+from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.core.errors import (
     CheckpointNotFound,
     CorruptCheckpoint,
     SaveFailed,
     UnsealedCheckpoint,
     UnsupportedCheckpoint,
 )
-from ckptmgr.manager import CheckpointManager, Resumption
-from ckptmgr.model import State
+from ckptmgr.core.model import State
+from ckptmgr.files.serialization import load_checkpoint
 from ckptmgr.parallel.coordinator import Json
 from ckptmgr.parallel.errors import LayoutError
 from ckptmgr.parallel.layout import ParallelLayout
-from ckptmgr.serialization import load_checkpoint
-from ckptmgr.store import Store
-from tests.crashmodel import ModelDisk
+from ckptmgr.store.store import Store
+from ckptmgr.training.manager import CheckpointManager, Resumption
 from tests.faults.training import KEY, RUNS, SERIES, ModelProcesses
-from tests.manager.damage import flip_bit
-from tests.parallel.layouts import held_by, layouts, shape_for
+from tests.parallel.mindspore.layouts import held_by, layouts, shape_for
 from tests.parallel.ranks import Clock, Meeting, RankDied, Seat, run_ranks
+from tests.support.crashmodel import ModelDisk
+from tests.support.damage import flip_bit
 
 T = TypeVar("T")
 Layouts = Mapping[str, ParallelLayout]
@@ -177,8 +177,8 @@ def payload(disk: ModelDisk) -> list[int]:
 
 
 def payload_of(store: Store) -> list[int]:
-    from ckptmgr.loader import ReadOptions
-    from ckptmgr.sharded import ShardedCheckpoint
+    from ckptmgr.files.load.shards import ShardedCheckpoint
+    from ckptmgr.files.load.values import ReadOptions
 
     found = max(store.scan(), key=lambda checkpoint: checkpoint.step)
     manifest = store.read_manifest(found.name)

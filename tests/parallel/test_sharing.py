@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ckptmgr.files.load.shard_pieces import PIECES, Index, Piece, read_index
 from ckptmgr.formats.tensor import Item, Text, tensor_from_array
 from ckptmgr.parallel.coordinator import Coordinator, Json, RanksMissing, RanksOutOfStep
+from ckptmgr.parallel.dedup import Sharing
 from ckptmgr.parallel.errors import LayoutError
 from ckptmgr.parallel.rank_errors import RankFailed
 from ckptmgr.parallel.rounds import Rounds
-from ckptmgr.parallel.sharing import Sharing
-from ckptmgr.pieces import PIECES, Index, Piece, read_index
 from tests.parallel.ranks import Meeting, Outcome, Seat, run_ranks
 
 

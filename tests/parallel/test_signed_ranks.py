@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from ckptmgr.crypto.signing import SigningKey
-from ckptmgr.loader import ReadOptions
-from ckptmgr.manager import CheckpointManager
-from ckptmgr.model import State
-from ckptmgr.store import Store
-from ckptmgr.trust import Trust
-from ckptmgr.verify import Status, verify_all
-from tests.crashmodel import ModelDisk
+from ckptmgr.core.model import State
+from ckptmgr.core.trust import Trust
+from ckptmgr.crypto.keys.signing import SigningKey
+from ckptmgr.files.load.values import ReadOptions
+from ckptmgr.maintenance.verify import Status, verify_all
+from ckptmgr.store.store import Store
+from ckptmgr.training.manager import CheckpointManager
 from tests.faults.training import KEY, RUNS
-from tests.manager.damage import flip_bit
 from tests.parallel.test_rank_manager import run, state
+from tests.support.crashmodel import ModelDisk
+from tests.support.damage import flip_bit
 
 SIGNER = SigningKey(bytes(range(32)))
 

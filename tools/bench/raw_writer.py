@@ -13,7 +13,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from ckptmgr.worker import NICENESS
+from ckptmgr.engine.worker import NICENESS
 from tools.bench.contestant import Flight
 from tools.bench.raw_disk import RawDisk, Shape
 

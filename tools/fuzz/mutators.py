@@ -13,7 +13,7 @@ from functools import lru_cache
 from random import Random
 from typing import Any
 
-from ckptmgr.formats.wire import encode_varint
+from ckptmgr.formats.mindspore.wire import encode_varint
 
 Mutate = Callable[[Random, bytes], bytes]
 

@@ -29,16 +29,21 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
 from ckptmgr.cli.exits import UsageProblem
-from ckptmgr.cli.policy import CONFIG_NAME, load_policy
-from ckptmgr.crypto.container_source import open_container
-from ckptmgr.crypto.container_unlock import find_copies, unlock
+from ckptmgr.cli.policy_file import CONFIG_NAME, load_policy
+from ckptmgr.core.errors import CkptmgrError, StoreLocked
+from ckptmgr.core.trust import Trust
+from ckptmgr.crypto.container.source import open_container
+from ckptmgr.crypto.container.unlock import find_copies, unlock
 from ckptmgr.crypto.errors import CryptoError
-from ckptmgr.crypto.key import Key
-from ckptmgr.crypto.public_slots import X25519Identity
-from ckptmgr.crypto.wrapping import RawKey
-from ckptmgr.errors import CkptmgrError, StoreLocked
+from ckptmgr.crypto.keys.key import Key
+from ckptmgr.crypto.slots.public import X25519Identity
+from ckptmgr.crypto.slots.secret import RawKey
+from ckptmgr.engine.worker_protocol import describe_error, rebuild_error, receive
+from ckptmgr.files.load.values import ReadOptions, open_source, read_values
+from ckptmgr.formats.compressed.source import open_frames
 from ckptmgr.formats.dtypes import BY_SAFETENSORS
 from ckptmgr.formats.errors import FormatError
+from ckptmgr.formats.mindspore.wire import WireReader
 from ckptmgr.formats.source import BytesSource, read_bytes
 from ckptmgr.formats.strategy import (
     Strategy,
@@ -47,18 +52,13 @@ from ckptmgr.formats.strategy import (
     read_restore_ranks,
     split_stages,
 )
-from ckptmgr.formats.wire import WireReader
-from ckptmgr.formats.zstd_source import open_frames
-from ckptmgr.fsio import OsFileSystem
-from ckptmgr.lease import ProcProcesses, hold_lease, lease_path
-from ckptmgr.loader import ReadOptions, open_source, read_values
-from ckptmgr.manifest import decode, encode, manifest_name
-from ckptmgr.manifest_keys import ManifestKey
-from ckptmgr.manifest_proof import authenticated_by
-from ckptmgr.policy_text import format_policy, parse_policy
-from ckptmgr.tree import flatten, unflatten
-from ckptmgr.trust import Trust
-from ckptmgr.worker_protocol import describe_error, rebuild_error, receive
+from ckptmgr.io.filesystem import OsFileSystem
+from ckptmgr.io.leases import ProcProcesses, hold_lease, lease_path
+from ckptmgr.policy.text import format_policy, parse_policy
+from ckptmgr.state.tree import flatten, unflatten
+from ckptmgr.store.manifest.codec import decode, encode, manifest_name
+from ckptmgr.store.manifest.keys import ManifestKey
+from ckptmgr.store.manifest.proofs import authenticated_by
 from tools.fuzz.mutators import (
     MAX_INPUT_BYTES,
     Mutate,

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 import ckptmgr
-from ckptmgr.crypto.key import Key
-from ckptmgr.crypto.sm4_lanes import sm4_lanes
-from ckptmgr.loader import ReadOptions
-from ckptmgr.store import Store
-from ckptmgr.trust import Trust
-from ckptmgr.verify import Status, verify_checkpoint
+from ckptmgr.core.trust import Trust
+from ckptmgr.crypto.keys.key import Key
+from ckptmgr.crypto.sm4_ipp import sm4_lanes
+from ckptmgr.files.load.values import ReadOptions
+from ckptmgr.maintenance.verify import Status, verify_checkpoint
+from ckptmgr.store.store import Store
 from tools.bench.contestant import Action, Background, Contestant, Flight, touch
 from tools.bench.modes import MODES, Mode
 from tools.bench.workload import State

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ckptmgr ls`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ckptmgr.cli import options, render
+from ckptmgr.cli.exits import Exit
+from ckptmgr.cli.options import Session
+from ckptmgr.cli.render import Cell, Json, Output
+from ckptmgr.core.model import Checkpoint
+from ckptmgr.formats.errors import FormatError
+
+if TYPE_CHECKING:
+    from ckptmgr.store.store import Store
+
+_HEADER = ("STEP", "SAVED", "SIZE", "METRIC", "FORMAT", "CIPHER", "STATE", "TAGS")
+_SHOWN_METRICS = 2
+
+
+@options.command("ls", examples=("ls runs/resnet50", "ls runs/resnet50 --json"))
+@click.argument("directory", type=options.PATH, default=Path())
+@click.option("--all", "show_all", is_flag=True, help="Also what interrupted saves left.")
+@options.series_option
+@options.trust_options(has_public_key=True)
+@options.output_options
+@click.pass_context
+def ls_command(
+    ctx: click.Context,
+    directory: Path,
+    show_all: bool,
+    series: str | None,
+    given_trust: options.GivenTrust,
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    """List the checkpoints of a directory, newest last.
+
+    Reads manifests only. With a key they are authenticated, with --public-key their signatures are checked; without
+    either nothing says who wrote them. STATE is ok, unverified (nothing vouches for the file), corrupt, missing (the
+    manifest is here, the data is not), leftover or writing.
+    """
+    from ckptmgr.cli.selectors import listed
+
+    store = options.open_store(directory, trust=given_trust.load())
+    found = [_sniffed(store, c) for c in listed(store, series=series, with_leftovers=show_all)]
+    output = render.make_output(ctx, store.directory, as_json=as_json, quiet=quiet)
+    if output.is_json:
+        output.result([render.checkpoint_json(c) for c in found], _summary(found))
+    elif output.is_quiet:
+        output.paths([c.path for c in found])
+    else:
+        _print(output, found, ctx.ensure_object(Session))
+    return Exit.DONE
+
+
+def _sniffed(store: Store, checkpoint: Checkpoint) -> Checkpoint:
+    """Return a bare file with the cipher that its first bytes name; all others as they are."""
+    from ckptmgr.crypto.detect import cipher_of
+
+    if not checkpoint.is_bare:
+        return checkpoint
+    try:
+        with contextlib.closing(store.fs.open(checkpoint.path)) as file:
+            return replace(checkpoint, cipher=cipher_of(file))
+    except (OSError, FormatError):
+        return checkpoint
+
+
+def _summary(found: list[Checkpoint]) -> dict[str, Json]:
+    return {
+        "count": len(found),
+        "size_bytes": sum(c.size_bytes for c in found),
+        "states": dict(sorted(Counter(c.state.value for c in found).items())),
+    }
+
+
+def _print(output: Output, found: list[Checkpoint], session: Session) -> None:
+    has_series = len({c.series for c in found}) > 1
+    header = ("SERIES", *_HEADER) if has_series else _HEADER
+    now = session.now()
+    if found:
+        rows = []
+        for checkpoint in found:
+            row = _row(checkpoint, saved=render.age(checkpoint.saved_at, now))
+            rows.append([Cell(checkpoint.series), *row] if has_series else row)
+        output.table(header, rows, right="STEP SAVED SIZE")
+    for checkpoint in found:
+        if checkpoint.problem is not None and checkpoint.state.value not in ("unverified",):
+            output.line(f"{checkpoint.name}: {checkpoint.problem}")
+    total = render.size(sum(c.size_bytes for c in found))
+    states = Counter(c.state.value for c in found)
+    others = "".join(f", {n} {word}" for word, n in sorted(states.items()) if word != "ok")
+    output.line(f"{render.count(len(found), 'checkpoint')}, {total}{others}")
+
+
+def _row(checkpoint: Checkpoint, *, saved: str) -> list[Cell]:
+    return [
+        Cell(render.step(checkpoint)),
+        Cell(saved),
+        Cell(render.size(checkpoint.size_bytes)),
+        Cell(_metrics(checkpoint)),
+        Cell(checkpoint.format),
+        Cell(checkpoint.cipher or "-"),
+        render.state(checkpoint.state.value),
+        Cell(_tags(checkpoint)),
+    ]
+
+
+def _metrics(checkpoint: Checkpoint) -> str:
+    names = sorted(checkpoint.metrics)
+    shown = [f"{name}={render.number(checkpoint.metrics[name])}" for name in names[:_SHOWN_METRICS]]
+    if len(names) > _SHOWN_METRICS:
+        shown.append(f"+{len(names) - _SHOWN_METRICS}")
+    return " ".join(shown) or "-"
+
+
+def _tags(checkpoint: Checkpoint) -> str:
+    tags = [f"@{pin.name}" for pin in checkpoint.pins]
+    if checkpoint.is_emergency:
+        tags.append("emergency")
+    return " ".join(tags) or "-"

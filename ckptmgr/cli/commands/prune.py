@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ckptmgr prune`."""
+
+from __future__ import annotations
+
+import sys
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ckptmgr.cli import options, render
+from ckptmgr.cli.exits import Exit, UsageProblem, code_of, note, report
+from ckptmgr.cli.options import Session
+from ckptmgr.core.errors import CheckpointNotFound, UnsafePrune
+
+if TYPE_CHECKING:
+    from ckptmgr.cli.prune_table import Shown
+    from ckptmgr.maintenance.prune import Outcome, Proposal
+    from ckptmgr.policy.rules import RetentionPolicy
+    from ckptmgr.store.store import Store
+
+
+@options.command(
+    "prune",
+    examples=(
+        "prune runs/resnet50 --keep 'last(3) | best(2, loss, min)' --dry-run",
+        "prune runs/resnet50 --undo",
+    ),
+)
+@click.argument("directory", type=options.PATH, default=Path())
+@click.option("--keep", metavar="EXPR", help="What to keep, e.g. 'last(3) | every(1000) | pinned'.")
+@options.series_option
+@click.option("-n", "--dry-run", is_flag=True, help="Show the plan; write nothing at all.")
+@click.option("--check", is_flag=True, help="Write nothing; exit 1 if anything would go.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@click.option("--now", "at_once", is_flag=True, help="Remove at once instead of into the trash.")
+@click.option(
+    "--grace", metavar="TIME", default="24h", show_default=True, help="Life of the trash."
+)
+@click.option("--undo", is_flag=True, help="Bring back what the last prune dropped.")
+@click.option("-v", "--verbose", is_flag=True, help="List the files that would go.")
+@options.trust_options(has_public_key=True)
+@options.output_options
+@click.pass_context
+def prune_command(
+    ctx: click.Context,
+    directory: Path,
+    keep: str | None,
+    series: str | None,
+    dry_run: bool,
+    check: bool,
+    yes: bool,
+    at_once: bool,
+    grace: str,
+    undo: bool,
+    verbose: bool,
+    given_trust: options.GivenTrust,
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    """Remove the checkpoints that a policy does not keep.
+
+    The policy is --keep, else the key keep of ckptmgr.toml in the directory; without one nothing is done. It is applied
+    to each series by itself. The newest, pinned and damaged ones always stay; where anything would go, the newest that
+    stays is verified first, with --key its header, too. What goes lies in .ckptmgr-trash for the grace time and is
+    removed by the next prune after it; until then --undo brings the last batch back.
+    """
+    from ckptmgr.cli.policy_file import load_policy
+    from ckptmgr.cli.prune_table import Shown
+    from ckptmgr.maintenance.prune import propose
+
+    store = options.open_store(directory, trust=given_trust.load())
+    if not store.directory.is_dir():
+        raise CheckpointNotFound("no such directory", path=directory)
+    # What is shown and agreed to is of this directory, whatever gets its path meanwhile.
+    ctx.with_resource(store.fs.hold_directory(store.directory))
+    output = render.make_output(ctx, store.directory, as_json=as_json, quiet=quiet)
+    if undo:
+        if keep is not None or check or at_once:
+            raise UsageProblem("--undo stands alone", hint="drop --keep, --check and --now")
+        return _undo(store, output, is_dry=dry_run)
+    policy = load_policy(keep, store.directory)
+    now, life = ctx.ensure_object(Session).now(), _duration(grace)
+    if not (dry_run or check or yes):
+        _check_that_somebody_can_agree(store, policy, series=series, now=now)
+    with output.progress("the newest", 0):
+        proposal = propose(store, policy, now=now, series=series, grace=life)
+    shown = Shown(output=output, directory=directory, series=series, verbose=verbose)
+    if dry_run or check:
+        shown.plan(proposal)
+        shown.result(proposal, None)
+        return Exit.NO if check and proposal.dropped else Exit.DONE
+    if not quiet:
+        shown.plan(proposal)
+    if proposal.is_empty:
+        shown.result(proposal, None)
+        return Exit.DONE
+    if not (yes or _agreed(proposal, at_once=at_once)):
+        note("nothing was changed")
+        return Exit.NO
+    return _act(store, proposal, shown, at_once=at_once)
+
+
+def _duration(text: str) -> timedelta:
+    from ckptmgr.policy.text import parse_duration
+
+    value = parse_duration(text)
+    if value is None:
+        raise UsageProblem(f"{text[:40]!r} is not a time", hint="write 90s, 30m, 12h, 2d or 1w")
+    return value
+
+
+def _check_that_somebody_can_agree(
+    store: Store, policy: RetentionPolicy, *, series: str | None, now: datetime
+) -> None:
+    """Raise UnsafePrune if anything would go and nobody can be asked; the newest, which may be large, is not read for that."""
+    from ckptmgr.cli.selectors import listed
+    from ckptmgr.policy.retention import plan
+
+    if sys.stdin.isatty():
+        return
+    found = listed(store, series=series)
+    for name in {c.series for c in found}:
+        if plan([c for c in found if c.series == name], policy, now).dropped:
+            raise _nobody_to_ask()
+
+
+def _nobody_to_ask() -> UnsafePrune:
+    return UnsafePrune(
+        "nobody can be asked here, so nothing was changed",
+        hint="look at the plan (--dry-run), then pass --yes",
+    )
+
+
+def _agreed(proposal: Proposal, *, at_once: bool) -> bool:
+    """Ask the person at the terminal.
+
+    Raises:
+        UnsafePrune: There is none.
+    """
+    if not sys.stdin.isatty():
+        raise _nobody_to_ask()
+    dropped = render.count(len(proposal.dropped), "checkpoint")
+    what = f"Remove {dropped} for good?" if at_once else f"Move {dropped} to the trash?"
+    return click.confirm(what if proposal.dropped else "Clean up?", err=True)
+
+
+def _act(store: Store, proposal: Proposal, shown: Shown, *, at_once: bool) -> int:
+    from ckptmgr.maintenance.prune import carry_out
+
+    outcome = carry_out(store, proposal, at_once=at_once)
+    for sentence in outcome.notes:
+        note(sentence)
+    shown.result(proposal, outcome)
+    if outcome.batch is not None:
+        note(
+            "the disk space is freed by the first prune after the grace time; --now frees it at once"
+        )
+    return _code(outcome, as_json=shown.output.is_json)
+
+
+def _code(outcome: Outcome, *, as_json: bool) -> int:
+    """Report what failed; the exit code is that of the first failure, or 3 when it is no class of its own."""
+    codes = [report(error, as_json=as_json) for error in outcome.failures]
+    if not codes:
+        return Exit.DONE
+    is_partial = bool(outcome.removed) and code_of(outcome.failures[0]) is Exit.FAILED
+    return Exit.PARTLY if is_partial else codes[0]
+
+
+def _undo(store: Store, output: render.Output, *, is_dry: bool) -> int:
+    from ckptmgr.maintenance.prune import undo
+
+    undone = undo(store, is_dry=is_dry)
+    verb = "would be restored" if is_dry else "restored"
+    for name in undone.taken:
+        note(f"{name} stays in the trash: there is a new checkpoint of that name")
+    if output.is_json:
+        summary: dict[str, render.Json] = {"is_done": not is_dry, "taken": list(undone.taken)}
+        output.result([render.checkpoint_json(c) for c in undone.restored], summary)
+    elif output.is_quiet:
+        output.paths([c.path for c in undone.restored])
+    else:
+        for checkpoint in undone.restored:
+            output.line(f"{checkpoint.name}  {render.size(checkpoint.size_bytes)}")
+        total = sum(c.size_bytes for c in undone.restored)
+        restored = render.count(len(undone.restored), "checkpoint")
+        output.line(f"{restored} {verb}, {render.size(total)}")
+    return Exit.PARTLY if undone.taken else Exit.DONE

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ckptmgr verify`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ckptmgr.cli import options, render
+from ckptmgr.cli.exits import Exit, UsageProblem
+from ckptmgr.cli.render import Json, Output
+
+if TYPE_CHECKING:
+    from ckptmgr.core.model import Checkpoint
+    from ckptmgr.maintenance.verify import Verification
+    from ckptmgr.store.manifest.chain import Expected
+
+_STATUS_WIDTH = len("unverified")
+# The first that occurs decides the exit code.
+_CODES = (
+    ("damaged", Exit.NO),
+    ("missing", Exit.NO),
+    ("unreadable", Exit.FAILED),
+    ("wrong key", Exit.KEY),
+    ("unsealed", Exit.REFUSED),
+    ("unproven", Exit.REFUSED),
+    ("partial", Exit.PARTLY),
+)
+
+
+@options.command(
+    "verify",
+    examples=(
+        "verify runs/resnet50",
+        "verify latest --dir runs --deep",
+        "verify runs/resnet50 --expect-step 4000",
+        "verify runs/resnet50 --public-key sign.pem.pub",
+    ),
+)
+@click.argument("selectors", nargs=-1, metavar="[SEL]...")
+@options.dir_option
+@options.series_option
+@click.option("--quick", "level", flag_value="quick", help="Sizes, headers and structure only.")
+@click.option("--deep", "level", flag_value="deep", help="Also decode all tensors and count NaN.")
+@click.option(
+    "--expect-step",
+    type=click.IntRange(min=0),
+    help="A step that was reached: one as late must be here.",
+)
+@click.option(
+    "--expect-id",
+    metavar="ID",
+    help="Of a checkpoint that was saved: it must be here, or the next one.",
+)
+@options.trust_options(has_public_key=True)
+@options.output_options
+@click.pass_context
+def verify_command(
+    ctx: click.Context,
+    selectors: tuple[str, ...],
+    directory: Path,
+    series: str | None,
+    level: str | None,
+    expect_step: int | None,
+    expect_id: str | None,
+    given_trust: options.GivenTrust,
+    as_json: bool,
+    quiet: bool,
+) -> int:
+    """Check that checkpoints are what was saved, one line each.
+
+    SEL is a path, a directory, a step, latest, best:METRIC:min, best:METRIC:max, @pinned or 1000..5000; without any,
+    all of --dir are checked. Checks every digest of the manifest and the CRC32, and with a key the seal and every
+    cipher block. A line says what was checked and, where that is not all, what was not. -q prints the bad paths.
+
+    A file that was replaced by an older one is found by the next one, which names it. That the newest ones were removed,
+    nothing in the directory can tell: say with --expect-step or --expect-id what you know (ls --json shows the ids).
+
+    With --public-key nobody needs the secret key: the signature vouches for the digests, and the digests for every byte.
+    """
+    from ckptmgr.cli.selectors import select
+    from ckptmgr.files.load.values import ReadOptions
+    from ckptmgr.maintenance.verify import Level, verify_checkpoint, was_removed
+
+    trust = given_trust.load()
+    opener = partial(options.open_store, trust=trust)
+    selected = select(selectors, directory, opener, series=series)
+    expected = _expected(expect_step, expect_id)
+    reading = ReadOptions(trust=trust)
+    depth = Level(level or "full")
+    root = opener(directory).directory
+    output = render.make_output(ctx, root, as_json=as_json, quiet=quiet)
+    bundles = _bundles([one.checkpoint for one in selected], selectors or (str(directory),))
+
+    def answers() -> Iterator[Verification]:
+        present: dict[Path, list[Checkpoint]] = {}
+        for one in selected:
+            around = present.get(one.store.directory)
+            if around is None:
+                around = present[one.store.directory] = one.store.scan()
+            with output.progress(one.checkpoint.name, one.checkpoint.size_bytes):
+                answer = verify_checkpoint(
+                    one.store, one.checkpoint, level=depth, options=reading, present=around
+                )
+            if not was_removed(one.store, answer):
+                yield answer
+
+    return _show(output, answers(), depth.value, expected, bundles)
+
+
+def _bundles(checkpoints: Iterable[Checkpoint], selectors: Iterable[str]) -> list[Path]:
+    """Return the OpenSSF bundles that lie beside what is verified."""
+    folders = [Path(text) for text in selectors if Path(text).is_dir()]
+    candidates = [path / "model.sig" for path in folders]
+    candidates += [c.path.with_name(c.name + ".sig") for c in checkpoints]
+    return [path for path in candidates if path.is_file()]
+
+
+def _expected(step: int | None, identity: str | None) -> Expected:
+    from ckptmgr.store.manifest.chain import Expected
+
+    try:
+        return Expected(step=step, id=identity)
+    except ValueError as error:
+        raise UsageProblem(f"--expect-id: {error}", hint="ls --json shows the ids") from error
+
+
+def _show(
+    output: Output,
+    answers: Iterable[Verification],
+    level: str,
+    expected: Expected,
+    bundles: Sequence[Path],
+) -> int:
+    done: list[Verification] = []
+    for answer in answers:
+        done.append(answer)
+        if output.is_quiet and answer.status.value not in ("ok", "unverified"):
+            output.paths([answer.checkpoint.path])
+        elif output.is_text:
+            _print(output, answer)
+    counts = Counter(answer.status.value for answer in done)
+    missing = expected.missing(
+        [one.checkpoint for one in done if one.status.value in ("ok", "unverified", "partial")]
+    )
+    if output.is_json:
+        summary: dict[str, Json] = {
+            "level": level,
+            "count": len(done),
+            "statuses": dict(sorted(counts.items())),
+            "missing": missing,
+            "bundles": [str(path) for path in bundles],
+        }
+        output.result([_item(answer) for answer in done], summary)
+    elif output.is_text:
+        words = ", ".join(f"{n} {word}" for word, n in sorted(counts.items()))
+        output.line(f"{render.count(len(done), 'checkpoint')} ({level}): {words}")
+        for path in bundles:
+            output.line(
+                f"{path}: an OpenSSF bundle, not checked here; model_signing verify key does"
+            )
+        for sentence in missing:
+            output.line(f"{sentence}: newer ones were removed, or the directory was put back")
+    if missing:
+        return Exit.NO
+    return next((code for word, code in _CODES if counts[word]), Exit.DONE)
+
+
+def _print(output: Output, answer: Verification) -> None:
+    parts = [f"  {answer.checkpoint.name}"]
+    if answer.problems:
+        parts.append(f": {'; '.join(answer.problems)}")
+    elif answer.checked:
+        parts.append(f"  checked {', '.join(answer.checked)}")
+    if answer.unchecked:
+        parts.append(f"; not checked: {'; '.join(answer.unchecked)}")
+    for name, (nan_count, inf_count) in answer.nonfinite.items():
+        parts.append(f"; {name} has {nan_count} NaN, {inf_count} Inf")
+    word = answer.status.value
+    output.line(render.state(word), " " * (_STATUS_WIDTH - len(word)), *parts)
+    if answer.hint is not None:
+        output.line(f"  hint: {answer.hint}")
+
+
+def _item(answer: Verification) -> dict[str, Json]:
+    return {
+        **render.checkpoint_json(answer.checkpoint),
+        "status": answer.status.value,
+        "problems": list(answer.problems),
+        "checked": list(answer.checked),
+        "unchecked": list(answer.unchecked),
+        "nonfinite": {
+            name: {"nan_count": nan_count, "inf_count": inf_count}
+            for name, (nan_count, inf_count) in answer.nonfinite.items()
+        },
+        "hint": answer.hint,
+    }

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One line about what takes long: bytes, rate, time left. Only on a terminal, only after a second, gone when it is done.
+
+```
+with ProgressLine("resuming", checkpoint.size_bytes):
+    manager.resume(state)
+```
+
+It counts what the files of this process read (or, with `direction="write"`, write) meanwhile. Work that goes over a file
+more than once starts the bar anew and says so. Nothing is shown without a terminal or without `rich`, and nothing that goes
+wrong with the line is more than a line that is not there.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Self, TextIO
+
+from ckptmgr.io.byte_counters import Direction, counting
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+_PATIENCE_S = 1.0
+_REDRAW_S = 0.1
+
+
+class ProgressLine:
+    """Shows progress within a `with` block.
+
+    Args:
+        label: What is done.
+        total_bytes: Size of the file.
+        direction: What counts.
+        stream: The terminal; standard error by default.
+        clock: Seconds on any monotonic clock.
+        has_color: Whether the line is coloured; where it may be, NO_COLOR decides.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        total_bytes: int,
+        *,
+        direction: Direction = "read",
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        has_color: bool = True,
+    ) -> None:
+        self._label = label
+        self._total_bytes = max(1, total_bytes)
+        self._direction = direction
+        self._stream = sys.stderr if stream is None else stream
+        self._clock = clock
+        self._has_color = has_color
+        self._lock = threading.Lock()
+        self._done_bytes = 0
+        self._shown: tuple[Progress, TaskID] | None = None
+        self._next_s = 0.0
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Self:
+        if self._stream.isatty() and os.environ.get("TERM") != "dumb":
+            self._next_s = self._clock() + _PATIENCE_S
+            self._stack.enter_context(counting(self._count))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+        with self._lock:
+            shown, self._shown = self._shown, None
+            self._next_s = float("inf")  # a thread may still be counting
+        if shown is not None:
+            _ignoring_errors(shown[0].stop)
+
+    def _count(self, direction: Direction, count: int) -> None:
+        if direction != self._direction:
+            return
+        with self._lock:
+            self._done_bytes += count
+            now = self._clock()
+            if now < self._next_s:
+                return
+            self._next_s = now + _REDRAW_S
+            if not _ignoring_errors(self._draw):
+                self._next_s = float("inf")
+
+    def _draw(self) -> None:
+        if self._shown is None:
+            self._shown = self._start()
+        progress, task = self._shown
+        rounds, done_bytes = divmod(self._done_bytes, self._total_bytes)
+        label = f"{self._label} (pass {rounds + 1})" if rounds else self._label
+        progress.update(task, completed=done_bytes, description=label, refresh=True)
+
+    def _start(self) -> tuple[Progress, TaskID]:
+        from rich.console import Console
+        from rich.markup import escape
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+            TransferSpeedColumn,
+        )
+
+        self._label = escape(self._label)
+        progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(),
+            console=Console(file=self._stream, no_color=None if self._has_color else True),
+            transient=True,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        task = progress.add_task(self._label, total=self._total_bytes)
+        progress.start()
+        return progress, task
+
+
+def _ignoring_errors(work: Callable[[], object]) -> bool:
+    """Do what only concerns the line; return whether it went well."""
+    try:
+        work()
+    except Exception:  # a closed terminal, no rich: the work the line is about goes on
+        return False
+    return True

@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a prune plan looks: a header, a timeline, a row with reasons for every checkpoint, and what would be freed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptmgr.cli import render
+from ckptmgr.cli.render import Cell, Json, Output
+from ckptmgr.core.model import Checkpoint, Plan, Reason, State, Verdict
+from ckptmgr.maintenance.prune import Outcome, Proposal, SeriesPlan
+from ckptmgr.policy.rules import Best, RetentionPolicy
+from ckptmgr.series.candidates import is_manifest
+
+_TIMELINE_WIDTH = 60
+_UNICODE_MARKS = {"keep": "■", "drop": "·", "corrupt": "✗"}
+_ASCII_MARKS = {"keep": "#", "drop": ".", "corrupt": "x"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shown:
+    """Where and how plans and results are shown.
+
+    Attributes:
+        output: Decides between text, JSON and paths.
+        directory: The directory as the person named it.
+        series: The filter, or None.
+        verbose: Whether to list the files that would go.
+    """
+
+    output: Output
+    directory: Path
+    series: str | None
+    verbose: bool
+
+    def plan(self, proposal: Proposal) -> None:
+        """Show what would be done; nothing with JSON, which is printed once, at the end."""
+        if self.output.is_quiet:
+            self.output.paths([c.path for c in proposal.dropped])
+        if not self.output.is_text:
+            return
+        for one in proposal.plans:
+            self._series(proposal, one, has_others=len(proposal.plans) > 1)
+        for leftover in proposal.leftovers:
+            self.output.line(f"{leftover.path.name}: {leftover.problem}; {_fate(leftover)}")
+        for batch in (*proposal.expired, *proposal.spared):
+            stored = f"{render.count(len(batch.checkpoints), 'checkpoint')}, {render.size(batch.size_bytes)}"
+            fate = "would be removed for good"
+            if batch in proposal.spared:
+                fate = "stays, because outside the trash nothing whole of a series is left"
+            self.output.line(f"trash {batch.path.name}: {stored}; {fate}")
+        freed = render.size(sum(c.size_bytes for c in proposal.dropped))
+        stays = render.size(sum(c.size_bytes for c in proposal.kept))
+        verb = "stays" if len(proposal.kept) == 1 else "stay"
+        self.output.line(f"would free {freed}; {len(proposal.kept)} {verb} ({stays})")
+
+    def result(self, proposal: Proposal, outcome: Outcome | None) -> None:
+        """Show what was done; None for nothing."""
+        if self.output.is_json:
+            self.output.result(_items(proposal), self._summary(proposal, outcome))
+        elif outcome is not None and self.output.is_quiet:
+            self.output.paths([c.path for c in outcome.removed])
+        elif outcome is not None:
+            removed = render.count(len(outcome.removed), "checkpoint")
+            size = render.size(sum(c.size_bytes for c in outcome.removed))
+            where = (
+                ""
+                if outcome.batch is None
+                else f" to {outcome.batch.relative_to(self.output.root)}"
+            )
+            verb = "removed" if outcome.batch is None else "moved"
+            self.output.line(f"{verb} {removed}, {size}{where}")
+
+    def _series(self, proposal: Proposal, one: SeriesPlan, *, has_others: bool) -> None:
+        verdicts = one.plan.verdicts
+        checkpoints = [verdict.checkpoint for verdict in verdicts]
+        total = render.size(sum(c.size_bytes for c in checkpoints))
+        name = f"{self.directory} [{one.series}]" if has_others else str(self.directory)
+        filters = f"   filter series={self.series}" if self.series is not None else ""
+        self.output.line(
+            Cell(name, "bold"),
+            f"  {render.count(len(checkpoints), 'checkpoint')}, {total}   policy {one.plan.policy}{filters}",
+        )
+        self._timeline(verdicts)
+        self._table(proposal, one.plan)
+        unproven = Counter(c.state.value for c in checkpoints if c.is_unproven)
+        for word, found in sorted(unproven.items()):
+            number = render.count(found, "checkpoint")
+            self.output.line(f"{number} {word}: no rule counts it, and it is removed only by name")
+
+    def _timeline(self, verdicts: Sequence[Verdict]) -> None:
+        marks = _UNICODE_MARKS if self.output.has_unicode else _ASCII_MARKS
+        oldest_first = [v for v in reversed(verdicts) if render.step(v.checkpoint) != "-"]
+        if not oldest_first:
+            return
+        per_mark = -(-len(oldest_first) // _TIMELINE_WIDTH)
+        groups = [oldest_first[i : i + per_mark] for i in range(0, len(oldest_first), per_mark)]
+        line = "".join(marks[_mark(group)] for group in groups)
+        first, last = (_short(oldest_first[i].checkpoint.step) for i in (0, -1))
+        self.output.line(f" step {first} {line} {last}")
+        legend = f"{marks['keep']} keep  {marks['drop']} drop"
+        if any(_mark([v]) == "corrupt" for v in oldest_first):
+            legend += f"  {marks['corrupt']} corrupt (does not count towards any rule)"
+        if per_mark > 1:
+            legend += f"  (each for up to {per_mark} checkpoints)"
+        self.output.line(" " * len(f" step {first} ") + legend)
+
+    def _table(self, proposal: Proposal, plan: Plan) -> None:
+        metrics = _metrics(proposal.policy)
+        header = ("", "STEP", "SAVED", "SIZE", *(name.upper() for name in metrics), "STATE", "WHY")
+        rows = [_row(proposal, verdict, metrics) for verdict in plan.verdicts]
+        right = " ".join(("STEP", "SAVED", "SIZE", *(name.upper() for name in metrics)))
+        self.output.table(header, rows, right=right)
+        if self.verbose:
+            for checkpoint in plan.dropped:
+                self.output.line(f"  {checkpoint.name}  {render.size(checkpoint.size_bytes)}")
+
+    def _summary(self, proposal: Proposal, outcome: Outcome | None) -> dict[str, Json]:
+        return {
+            "policy": str(proposal.policy),
+            "filters": {"series": self.series},
+            "kept": len(proposal.kept),
+            "kept_bytes": sum(c.size_bytes for c in proposal.kept),
+            "dropped": len(proposal.dropped),
+            "unproven": dict(Counter(c.state.value for c in proposal.kept if c.is_unproven)),
+            "freed_bytes": sum(c.size_bytes for c in proposal.dropped),
+            "leftovers": [str(c.path) for c in proposal.leftovers],
+            "expired_bytes": sum(batch.size_bytes for batch in proposal.expired),
+            "spared_bytes": sum(batch.size_bytes for batch in proposal.spared),
+            "is_done": outcome is not None,
+            "removed": [] if outcome is None else [str(c.path) for c in outcome.removed],
+            "trash": str(outcome.batch) if outcome is not None and outcome.batch else None,
+            "notes": [] if outcome is None else list(outcome.notes),
+        }
+
+
+def _items(proposal: Proposal) -> list[dict[str, Json]]:
+    return [
+        {
+            **render.checkpoint_json(verdict.checkpoint),
+            "keep": verdict.is_kept,
+            "reasons": [_reason(reason) for reason in verdict.reasons],
+            "nearest": [_reason(reason) for reason in verdict.nearest],
+        }
+        for one in proposal.plans
+        for verdict in one.plan.verdicts
+    ]
+
+
+def _reason(reason: Reason) -> dict[str, Json]:
+    return {
+        "rule": reason.rule,
+        "detail": reason.detail,
+        "rank": reason.rank,
+        "of": reason.of,
+        "value": reason.value,
+    }
+
+
+def _metrics(policy: RetentionPolicy) -> list[str]:
+    return list(dict.fromkeys(rule.metric for rule in policy.rules if isinstance(rule, Best)))
+
+
+def _row(proposal: Proposal, verdict: Verdict, metrics: Sequence[str]) -> list[Cell]:
+    checkpoint = verdict.checkpoint
+    word = "keep" if verdict.is_kept else "drop"
+    why = "; ".join(reason.detail for reason in verdict.reasons)
+    if not verdict.is_kept:
+        why = "nearest: " + (", ".join(reason.detail for reason in verdict.nearest) or "none")
+    return [
+        render.state(word),
+        Cell(render.step(checkpoint)),
+        Cell(render.age(checkpoint.saved_at, proposal.now)),
+        Cell(render.size(checkpoint.size_bytes)),
+        *(Cell(render.number(checkpoint.metrics.get(name))) for name in metrics),
+        render.state(checkpoint.state.value),
+        Cell(why),
+    ]
+
+
+def _fate(leftover: Checkpoint) -> str:
+    if leftover.state is State.WRITING:
+        return "stays"
+    # The data of a manifest may still be on the way here.
+    return (
+        "goes when it has been here for a day" if is_manifest(leftover) else "would be cleaned up"
+    )
+
+
+def _mark(group: Sequence[Verdict]) -> str:
+    if any(verdict.checkpoint.state is State.CORRUPT for verdict in group):
+        return "corrupt"
+    return "keep" if any(verdict.is_kept for verdict in group) else "drop"
+
+
+def _short(steps: int) -> str:
+    return f"{steps // 1000}k" if steps and steps % 1000 == 0 else str(steps)

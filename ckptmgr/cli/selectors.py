@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which checkpoints a person means: a path, a directory, a step, `latest`, `best:loss:min`, `@pinned`, `1000..5000`."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ckptmgr.cli.exits import UsageProblem, note
+from ckptmgr.cli.options import check_path
+from ckptmgr.core.errors import CheckpointNotFound
+from ckptmgr.core.model import UNFINISHED, Checkpoint, State
+from ckptmgr.core.names import DATA_SUFFIXES, stem_of
+from ckptmgr.io.passing_errors import may_be_whole
+from ckptmgr.store.manifest.codec import SUFFIX as MANIFEST_SUFFIX
+from ckptmgr.store.real_files import real_file
+from ckptmgr.store.store import Store
+from ckptmgr.store.trash_folder import TRASH_NAME
+
+OpenStore = Callable[[Path], Store]
+
+_STEP = re.compile(r"[0-9]{1,18}")
+_RANGE = re.compile(r"([0-9]{0,18})\.\.([0-9]{0,18})")
+_NOTE_SUFFIXES = (".lease", ".starts")
+_FORMS = "a path, a step, latest, best:METRIC:min, best:METRIC:max, @pinned or 1000..5000"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selected:
+    """A checkpoint and the store it lies in."""
+
+    store: Store
+    checkpoint: Checkpoint
+
+
+def select(
+    texts: Sequence[str], directory: Path, open_store: OpenStore, *, series: str | None = None
+) -> list[Selected]:
+    """Return what the selectors name, each checkpoint once, in the order named; everything when there are none.
+
+    Args:
+        texts: The selectors.
+        directory: Where those that are not paths are looked up.
+        open_store: Makes the store of a directory.
+        series: Look only at this series.
+
+    Raises:
+        CheckpointNotFound: A selector names nothing.
+        UsageProblem: A selector cannot be understood.
+    """
+    chosen: dict[Path, Selected] = {}
+    for text in texts or [str(directory)]:
+        if len(texts) > 1 and _is_bookkeeping(Path(text).name):
+            continue  # Python's glob("*") gives hidden files, too
+        for selected in _select_one(text, directory, open_store, series):
+            chosen.setdefault(selected.checkpoint.path, selected)
+    return list(chosen.values())
+
+
+def select_one(
+    text: str, directory: Path, open_store: OpenStore, *, series: str | None = None
+) -> Selected:
+    """Return the one checkpoint that a selector names.
+
+    Raises:
+        CheckpointNotFound, UsageProblem: It names none, or several.
+    """
+    found = select([text], directory, open_store, series=series)
+    if len(found) > 1:
+        names = ", ".join(one.checkpoint.name for one in found[:5])
+        more = ", ..." if len(found) > 5 else ""
+        raise UsageProblem(
+            f"{text!r} names {len(found)} checkpoints: {names}{more}",
+            hint="name one by its path, or narrow it down with --series",
+        )
+    return found[0]
+
+
+def listed(
+    store: Store, *, series: str | None = None, with_leftovers: bool = False
+) -> list[Checkpoint]:
+    """Return the checkpoints of a directory, oldest first; unfinished ones only when asked for.
+
+    Raises:
+        CheckpointNotFound: There is no such directory.
+    """
+    if not store.directory.is_dir():
+        if store.directory.exists():
+            raise CheckpointNotFound(
+                "not a directory",
+                path=store.directory,
+                hint="ckptmgr inspect shows what a file holds, verify checks it",
+            )
+        raise CheckpointNotFound("no such directory", path=store.directory)
+    found = store.scan_for(lambda c: c.is_countable and series in (None, c.series))
+    if not with_leftovers:
+        found = [c for c in found if c.state not in UNFINISHED]
+    if series is not None:
+        found = [c for c in found if c.series == series]
+    return sorted(found, key=lambda c: (c.order, c.saved_at, c.name))
+
+
+def _select_one(
+    text: str, directory: Path, open_store: OpenStore, series: str | None
+) -> list[Selected]:
+    check_path(text)
+    choose = _chooser(text)
+    if choose is not None:
+        store = open_store(directory)
+        found = choose(listed(store, series=series))
+        place = store.directory
+    else:
+        path = Path(text)
+        store = open_store(path if path.is_dir() else Path(os.path.realpath(path)).parent)
+        found = listed(store, series=series) if path.is_dir() else [_file(store, path)]
+        place = path
+    if not found:
+        raise CheckpointNotFound(
+            f"no checkpoint is {text!r}" if choose is not None else "no checkpoints here",
+            path=place,
+            hint=_where_to_look(store, place),
+        )
+    return [Selected(store=store, checkpoint=checkpoint) for checkpoint in found]
+
+
+def _where_to_look(store: Store, place: Path) -> str:
+    if store.scan():
+        all_too = "" if listed(store) else "--all "
+        return f"ckptmgr ls {all_too}{place} lists what is there"
+    endings = ", ".join(DATA_SUFFIXES)
+    return f"files that end in {endings} are looked for, not in the folders of a directory"
+
+
+def _is_bookkeeping(name: str) -> bool:
+    """Return whether a name in a directory of checkpoints is that of no checkpoint, but of what a run notes there."""
+    return name == TRASH_NAME or (name.startswith(".") and name.endswith(_NOTE_SUFFIXES))
+
+
+Choose = Callable[[list[Checkpoint]], list[Checkpoint]]
+
+
+def _chooser(text: str) -> Choose | None:
+    """Return the function behind a selector that is not a path, or None."""
+    if text == "latest":
+        return _latest
+    if text == "@pinned":
+        return lambda found: [c for c in found if c.pins and not c.is_unproven]
+    if text == "best" or text.startswith("best:"):
+        return _best(text)
+    if _STEP.fullmatch(text):
+        return lambda found: _newest_attempts([c for c in found if c.step == int(text)])
+    match = _RANGE.fullmatch(text)
+    if match is not None and any(match.groups()):
+        low = int(match[1] or 0)
+        high = int(match[2]) if match[2] else math.inf
+        return lambda found: [c for c in found if low <= c.step <= high]
+    return None
+
+
+def _latest(found: list[Checkpoint]) -> list[Checkpoint]:
+    """Return the newest usable one, if there is one; say which newer ones are passed over.
+
+    Raises:
+        OSError: The disk does not give a manifest now, so nobody knows whether that one is newer.
+    """
+    chosen = _usable(found)[-1:]
+    for one in found:
+        if one.obstacle is not None and may_be_whole(one.obstacle):
+            raise one.obstacle
+        is_newer = one.is_unreadable or not chosen or one.order > chosen[0].order
+        if one.state in (State.CORRUPT, State.MISSING) and is_newer:
+            note(f"latest is not {one.name}: {one.problem}")
+    return chosen
+
+
+def _best(text: str) -> Choose:
+    metric, _, mode = text.removeprefix("best").removeprefix(":").rpartition(":")
+    if not metric or mode not in ("min", "max"):
+        raise UsageProblem(f"{text!r} is not complete", hint="write best:loss:min or best:acc:max")
+    sign = 1 if mode == "min" else -1
+
+    def choose(found: list[Checkpoint]) -> list[Checkpoint]:
+        ranked = [c for c in _usable(found) if math.isfinite(c.metrics.get(metric, math.nan))]
+        # Of equal values the newer one is better; `found` is oldest first and min() takes the first.
+        return [min(reversed(ranked), key=lambda c: sign * c.metrics[metric])] if ranked else []
+
+    return choose
+
+
+def _usable(found: list[Checkpoint]) -> list[Checkpoint]:
+    return [c for c in found if c.is_countable]
+
+
+def _newest_attempts(found: list[Checkpoint]) -> list[Checkpoint]:
+    # Another file may claim the same step, in this series or in one of its own: it is meant only where none is proven.
+    proven = [c for c in found if not c.is_unproven] or found
+    return list({c.series: c for c in sorted(proven, key=lambda c: c.is_countable)}.values())
+
+
+def _file(store: Store, path: Path) -> Checkpoint:
+    # A manifest stands for what it describes: shells put both in the place of `runs/*`.
+    real = Path(str(real_file(path)).removesuffix(MANIFEST_SUFFIX))
+    # First, because no file has the name of a checkpoint of many ranks.
+    found = store.scan() if store.directory.is_dir() else []
+    known = next((c for c in found if c.path == real), None)
+    if known is not None:
+        return known
+    if _is_bookkeeping(real.name):
+        raise CheckpointNotFound(
+            "this is no checkpoint, but what a run notes beside them", path=path
+        )
+    if not real.exists():
+        raise CheckpointNotFound("no such checkpoint", path=path, hint=f"give {_FORMS}")
+    status = real.stat()
+    return Checkpoint(
+        path=real,
+        series=stem_of(real.name),
+        step=0,
+        saved_at=datetime.fromtimestamp(status.st_mtime, UTC),
+        size_bytes=status.st_size,
+        state=State.UNVERIFIED,
+        problem="no manifest: nothing vouches for this file",
+    )

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`CheckpointConfig` and `MemoryConfig`: MindSpore's options, checked at construction."""

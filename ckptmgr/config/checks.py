@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checks behind `CheckpointConfig`: MindSpore's exception types and messages, and ours where it would fail later.
+
+Source: `mindspore/train/callback/_checkpoint.py` and `mindspore/_checkparam.py`, 2.10.0 (the wording).
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import os
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
+
+from ckptmgr.core.errors import KeyProblem
+from ckptmgr.crypto.errors import CryptoError
+from ckptmgr.crypto.keys.signing import PublicKey, SigningKey, load_public_key, load_signing_key
+
+KEY_LENGTHS_BYTES: Mapping[str, tuple[int, ...]] = {
+    "AES-GCM": (16, 24, 32),
+    "AES-CBC": (16, 24, 32),
+    "SM4-CBC": (16,),
+}
+CONTAINER_KEY_LENGTHS_BYTES: Mapping[str, tuple[int, ...]] = dict.fromkeys(
+    (*KEY_LENGTHS_BYTES, "SM4-GCM"), (16, 24, 32)
+)
+"""Cipher mode to the lengths of key it takes."""
+
+MAX_ZSTD_LEVEL = 19
+
+_COUNTERS = ("epoch_num", "step_num")
+_INT64_BITS = 63
+_MINDSPORE_VALUES = frozenset({"Parameter", "Tensor", "Generator"})
+_T = TypeVar("_T")
+_logger = logging.getLogger(__name__)
+
+
+def check_count(value: object) -> int | None:
+    """Return a number of steps, seconds, files or minutes; None passes."""
+    if value is None:
+        return None
+    if not isinstance(value, int):
+        raise TypeError(f"The input value must be int, but got '{type(value).__name__}'")
+    if isinstance(value, bool):
+        raise TypeError(_out_of_range(value))
+    if value < 0 or value.bit_length() > _INT64_BITS:
+        raise ValueError(_out_of_range(value))
+    return value
+
+
+def check_any_set(*counts: int | None) -> None:
+    """Raise when nothing says when to save or what to keep."""
+    if not any(counts):
+        raise ValueError(
+            "For 'CheckpointConfig', the input arguments 'save_checkpoint_steps', 'save_checkpoint_seconds', "
+            "'keep_checkpoint_max' and 'keep_checkpoint_per_n_minutes' can't be all None or 0."
+        )
+
+
+def check_bool(value: object) -> bool:
+    """Return a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"The input value must be a bool, but got {type(value).__name__}.")
+    return value
+
+
+def check_type(name: str, value: object, wanted: type[_T]) -> _T:
+    """Return a value of the wanted type; a wrong type is a ValueError, as in MindSpore."""
+    if not isinstance(value, wanted):
+        # Bytes may be the key in the wrong place.
+        is_secret = isinstance(value, bytes | bytearray | memoryview)
+        shown = f"<redacted {type(value).__name__}>" if is_secret else value
+        raise ValueError(  # noqa: TRY004 - the type that MindSpore raises
+            f"The parameter '{name}' must be isinstance of {wanted}, but got {shown}."
+        )
+    return value
+
+
+def check_async_save(value: object) -> bool | str:
+    """Return how a save runs in the background."""
+    if not isinstance(value, bool | str):
+        raise TypeError(
+            f"For 'save_checkpoint', the parameter 'async_save' must be bool or str, but got {type(value)}."
+        )
+    if isinstance(value, str) and value not in ("process", "thread"):
+        raise ValueError(
+            f"For 'save_checkpoint', the argument 'async_save' can only be 'process' or 'thread',but got {value}."
+        )
+    return value
+
+
+def check_network(network: object) -> object:
+    """Return None, an object with parameters, or a mapping of names to arrays."""
+    if network is None or _has_parameters(network):
+        return network
+    raise TypeError(
+        f"For 'CheckpointConfig', the type of 'saved_network' must be None or Cell, but got {type(network)}."
+    )
+
+
+def check_append_info(info: object) -> dict[str, object] | None:
+    """Return the values to append to every checkpoint, counters with their start values; None for nothing."""
+    if info is None or info == []:
+        return None
+    if not isinstance(info, list):
+        raise TypeError(
+            f"For 'CheckpointConfig', the type of 'append_info' must be list,but got {type(info)}."
+        )
+    values: dict[str, object] = {name: 0 for name in _COUNTERS if name in info}
+    has_dict = False
+    for element in info:
+        if not isinstance(element, str | dict):
+            raise TypeError(
+                "For 'CheckpointConfig', the type of 'append_info' element must be str or dict,"
+                f"but got {type(element)}."
+            )
+        if isinstance(element, str):
+            _check_counter_name(element)
+            continue
+        if has_dict:
+            # The braces are MindSpore's: its message lacks the f that would fill them in.
+            raise TypeError(
+                "For 'CheckpointConfig', the element of 'append_info' must has only one dict, but got {dict_num}"
+            )
+        has_dict = True
+        values |= _check_append_dict(element)
+    return values
+
+
+def check_key(name: str, key: object) -> bytes | None:
+    """Return a key or None. The message never shows what was given."""
+    if key is not None and not isinstance(key, bytes):
+        raise ValueError(
+            f"The parameter '{name}' must be isinstance of (<class 'NoneType'>, <class 'bytes'>), "
+            f"but got <redacted {type(key).__name__}>."
+        )
+    return key
+
+
+def check_mode(name: str, mode: object) -> str:
+    """Return the name of a cipher mode; whether it is known is checked only together with a key."""
+    return check_type(name, mode, str)
+
+
+def check_signing_key(key: object) -> SigningKey | None:
+    """Return the key that a source gives, or None. The message never shows what it gave."""
+    if key is None or isinstance(key, SigningKey):
+        return key
+    if not isinstance(key, str):
+        raise TypeError(
+            f"'signing_key' must be the source of a key, such as 'file:sign.pem', but got <redacted {type(key).__name__}>"
+        )
+    try:
+        return load_signing_key(key)
+    except CryptoError as error:
+        raise KeyProblem(error.message, hint=error.hint) from error
+
+
+def check_trusted_keys(keys: Iterable[str | os.PathLike[str] | PublicKey]) -> tuple[PublicKey, ...]:
+    """Return public keys that are given themselves or as files in PEM."""
+    if isinstance(keys, str | bytes | os.PathLike):
+        raise TypeError("'trusted_keys' must be a list of public key files, not one of them")
+    try:
+        return tuple(one if isinstance(one, PublicKey) else load_public_key(one) for one in keys)
+    except CryptoError as error:
+        raise KeyProblem(error.message, hint=error.hint) from error
+
+
+def check_is_bool(name: str, value: object) -> bool:
+    """Return a bool; a wrong type is a ValueError, unlike in `check_bool`."""
+    return check_type(name, value, bool)
+
+
+def check_cipher(key: bytes | None, mode: str, *, format: str = "ckpt") -> None:
+    """Raise KeyProblem unless there is no key, or the cipher mode is known and takes a key of this length.
+
+    A container, which encrypted safetensors files are, has one mode more and takes any key in every mode.
+    """
+    if key is None:
+        return
+    known = CONTAINER_KEY_LENGTHS_BYTES if format == "safetensors" else KEY_LENGTHS_BYTES
+    lengths = known.get(mode)
+    if lengths is None:
+        raise KeyProblem(
+            f"the cipher mode must be one of {', '.join(known)}, but got {mode}",
+            hint=_did_you_mean(mode.upper(), known),
+        )
+    if len(key) not in lengths:
+        wanted = " or ".join(map(str, lengths))
+        raise KeyProblem(f"a key for {mode} must be {wanted} bytes long, but got {len(key)}")
+
+
+def check_compression(method: object, level: object, *, format: str) -> int | None:
+    """Return the level of zstd that files are compressed with, or None when they are not."""
+    if method is None:
+        return None
+    if method != "zstd":
+        raise ValueError(f"compression must be None or 'zstd', but got {method!r}")
+    if format != "safetensors":
+        raise ValueError(
+            "compression needs format='safetensors': a .ckpt is for MindSpore, which would not read it"
+        )
+    if not isinstance(level, int) or isinstance(level, bool) or not 1 <= level <= MAX_ZSTD_LEVEL:
+        raise ValueError(
+            f"compression_level must be 1 (fast) to {MAX_ZSTD_LEVEL}, but got {level!r}"
+        )
+    return level
+
+
+def warn_unknown_options(
+    names: Iterable[str], *, options: Iterable[str], known: Iterable[str]
+) -> None:
+    """Log a warning for each option that will have no effect; the values are never logged."""
+    known = [*options, *known]
+    for name in names:
+        if name not in known:
+            hint = _did_you_mean(name, known)
+            _logger.warning(
+                "CheckpointConfig ignores the unknown option %r%s",
+                name,
+                f"; {hint}" if hint else "",
+            )
+
+
+def _out_of_range(value: int) -> str:
+    # Past 4300 digits Python itself refuses to print an int, so a huge one is described.
+    is_huge = value.bit_length() > _INT64_BITS
+    shown = f"a number of {value.bit_length()} bits" if is_huge else str(value)
+    return f"The input value must be int and must >= 0, but got '{shown}' with type '{type(value).__name__}'."
+
+
+def _has_parameters(network: object) -> bool:
+    if isinstance(network, Mapping):
+        return all(
+            isinstance(name, str) and hasattr(array, "shape") and hasattr(array, "dtype")
+            for name, array in network.items()
+        )
+    methods = ("state_dict", "parameters_dict", "get_parameters")
+    return not isinstance(network, type) and any(
+        callable(getattr(network, method, None)) for method in methods
+    )
+
+
+def _check_counter_name(name: str) -> None:
+    if name not in _COUNTERS:
+        raise ValueError(
+            "For 'CheckpointConfig', the value of element in the argument 'append_info' must be in "
+            f"{list(_COUNTERS)}, but got {name}."
+        )
+
+
+def _check_append_dict(given: dict[object, object]) -> dict[str, object]:
+    values: dict[str, object] = {}
+    for name, value in given.items():
+        if not isinstance(name, str) or not _is_appendable(value):
+            raise TypeError(
+                "For 'CheckpointConfig', the key type of the dict 'append_info' must be string, the value type must "
+                f"be int or float or bool, but got key type {type(name)}, value type {type(value)}"
+            )
+        if isinstance(value, int) and not -(2**63) <= value < 2**63:
+            raise ValueError(
+                f"For 'CheckpointConfig', the value of '{name}' in 'append_info' does not fit in 64 bits."
+            )
+        if name in _COUNTERS and not isinstance(value, int | float):
+            raise TypeError(
+                f"For 'CheckpointConfig', the value of '{name}' in 'append_info' is what counting starts "
+                f"from, it must be int or float, but got {type(value)}."
+            )
+        values[name] = value
+    return values
+
+
+def _is_appendable(value: object) -> bool:
+    if isinstance(value, int | float | str):
+        return True
+    return any(
+        base.__name__ in _MINDSPORE_VALUES and base.__module__.partition(".")[0] == "mindspore"
+        for base in type(value).__mro__
+    )
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str | None:
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f"did you mean {close[0]!r}?" if close else None

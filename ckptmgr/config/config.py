@@ -1,0 +1,432 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`CheckpointConfig`: MindSpore's configuration surface, with the faults refused at construction.
+
+Parameters, defaults, properties, normalisation and messages are those of `mindspore.train.CheckpointConfig` 2.10.0
+(`mindspore/train/callback/_checkpoint.py`), in the order it checks them. What differs, and why:
+
+* A key of the wrong length, an unknown `enc_mode` with a key, an unknown `format`, and an appended integer of more than
+  64 bits are refused here. MindSpore accepts them, and when it saves it deletes the oldest checkpoint before it fails.
+* `crc_check` together with `enc_key` works; MindSpore writes files that cannot be loaded.
+* The configuration is never changed by a run. MindSpore counts in the shared `append_dict`, so that a second callback
+  with the same configuration continues the counts of the first.
+* The key is in no message and no repr, and the configuration is not pickled with one.
+* `keep=` takes any retention policy, as text or value.
+
+>>> config = CheckpointConfig(save_checkpoint_steps=100, keep="last(3) | best(2, loss, min)")
+>>> config.save_policy()
+EverySteps(interval_steps=100)
+>>> str(config.retention_policy())
+'last(3) | best(2, loss, min)'
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Iterable, Sequence
+
+from ckptmgr.config.checks import (
+    check_any_set,
+    check_append_info,
+    check_async_save,
+    check_bool,
+    check_cipher,
+    check_compression,
+    check_count,
+    check_is_bool,
+    check_key,
+    check_mode,
+    check_network,
+    check_signing_key,
+    check_trusted_keys,
+    check_type,
+    warn_unknown_options,
+)
+from ckptmgr.config.failure import BackPressure, OnError, check_back_pressure, parse_on_error
+from ckptmgr.config.keys import check_given_key, check_recipients, chosen_keys
+from ckptmgr.config.memory import MemoryConfig
+from ckptmgr.core.names import FORMATS, extension_of
+from ckptmgr.core.trust import Trust
+from ckptmgr.crypto.keys.ring import Keys
+from ckptmgr.crypto.keys.signing import PublicKey, SigningKey
+from ckptmgr.policy.retention import Best, Every, Last, PerMinutes, Pinned, RetentionPolicy, Rule
+from ckptmgr.policy.save import EverySeconds, EverySteps, Never, Overhead, SavePolicy
+from ckptmgr.policy.text import parse_policy
+
+__all__ = [
+    "CheckpointConfig",
+    "check_async_save",
+    "check_bool",
+    "check_cipher",
+    "check_config",
+    "check_is_bool",
+    "check_key",
+    "check_mode",
+]
+
+DEFAULT_KEEP_MAX = 5
+_OPTIONS = ("incremental", "enable_redundance")
+
+
+class CheckpointConfig:
+    """When to save, what to keep, and how a checkpoint file is written.
+
+    Args:
+        save_checkpoint_steps: Save every so many steps; None or 0 for not by steps.
+        save_checkpoint_seconds: Save every so many seconds; has no effect together with steps, whose default is 1.
+        keep_checkpoint_max: How many of the newest checkpoints stay; None or 0 for not by number.
+        keep_checkpoint_per_n_minutes: Keep about one checkpoint for so many minutes; has no effect together with
+            `keep_checkpoint_max`, whose default is 5. When both are None or 0, one checkpoint is kept.
+        integrated_save: Whether split tensors are merged before saving.
+        async_save: False, True or "thread" for a background thread, "process" for a background process.
+        saved_network: What to save instead of the training network: an object with parameters (a MindSpore Cell,
+            anything with `state_dict()`), or a mapping of names to arrays.
+        append_info: "epoch_num", "step_num", and at most one dict of names to int, float, bool or str (or MindSpore
+            Parameter, Tensor, Generator).
+        enc_key: The key, 16, 24 or 32 bytes (SM4-CBC: 16), or None for a plain file. Or a source: of the key
+            (`file:run.key`, `env:RUN_KEY`, `cmd:...`, `fd:3`, `prompt:`, `wrapped:FILE`), of a passphrase
+            (`passphrase:prompt:`), or of a private or public key (`file:alice.pem`). Sources are read once, here; a
+            person is asked twice, so that no file depends on a slip of the fingers.
+        enc_mode: "AES-GCM", "AES-CBC" or "SM4-CBC"; without a key it means nothing.
+        exception_save: Whether to save when training fails.
+        crc_check: Whether the file ends with a CRC-32 of its content; with a key it lies inside the encryption.
+        remove_redundancy: Whether each rank of a parallel run saves only what no other rank saves.
+        format: "ckpt" or "safetensors".
+        keep: A retention policy instead of the two `keep_checkpoint_*`, e.g. "last(3) | best(2, loss, min)".
+        save_checkpoint_overhead: Instead of steps and seconds: save as often as saving holds the training up for at most this
+            share of its time, e.g. 0.03.
+        memory: Budget and kind of the memory in which background saves stage the state.
+        back_pressure: What happens to a background save while another one runs: "wait" for that one, "skip" this one, or
+            "coalesce": keep only the newest as the next to run.
+        on_error: What happens when a background save fails: "raise" at the next step, "warn" in the log, "retry(n)" and
+            then raise, or a function that gets the exception.
+        zero_stall: Whether background saves also copy the state in the background, during forward and backward. The loop
+            calls `manager.before_update()` before it changes the state in place; torch optimizers do so by themselves.
+            NumPy arrays are copied at once. A change that comes too early fails the save if torch counts it. Torch does
+            not count writes through `.data`, DLPack or a NumPy view that is made after the save began (or of a tensor that a
+            load made), nor those of fused kernels and other code that goes past it: of these, only changes of a whole tensor
+            are noticed for sure.
+        verify_after_write: Read every file back from the disk, past the page cache, before it is published; a save whose
+            bytes did not arrive fails, and the earlier checkpoints stay.
+        compression: "zstd", or None. Only with format "safetensors"; the name then ends in `.ckpz`, with a key in `.ckpe`.
+        compression_level: 1 (fast) to 19; above 1 hardly pays for weights, but for sparse states.
+        enc_recipients: Sources of those who open the files besides, usually files of public keys (`file:alice.pem.pub`).
+            Without `enc_key`, only they do: then nothing here can read what is saved.
+        signing_key: The source of an Ed25519 private key (`file:sign.pem` of `ckptmgr keygen --type ed25519`) that signs the
+            manifest of every checkpoint, so that anybody with the public key can verify it.
+        options: `incremental` and `enable_redundance`, as in MindSpore. Others are ignored with a logged warning.
+
+    Raises:
+        TypeError: A value of a wrong type.
+        ValueError: A value out of range, a combination that cannot work, or a `keep` that cannot be understood.
+        KeyProblem: A key that does not fit the mode; also a ValueError.
+    """
+
+    def __init__(
+        self,
+        save_checkpoint_steps: int | None = 1,
+        save_checkpoint_seconds: int | None = 0,
+        keep_checkpoint_max: int | None = DEFAULT_KEEP_MAX,
+        keep_checkpoint_per_n_minutes: int | None = 0,
+        integrated_save: bool = True,
+        async_save: bool | str = False,
+        saved_network: object = None,
+        append_info: list[str | dict[str, object]] | None = None,
+        enc_key: bytes | str | None = None,
+        enc_mode: str = "AES-GCM",
+        exception_save: bool = False,
+        crc_check: bool = False,
+        remove_redundancy: bool = False,
+        format: str = "ckpt",
+        *,
+        keep: str | RetentionPolicy | Rule | None = None,
+        save_checkpoint_overhead: float | None = None,
+        memory: MemoryConfig | None = None,
+        back_pressure: BackPressure = "wait",
+        on_error: OnError = "raise",
+        zero_stall: bool = False,
+        verify_after_write: bool = False,
+        enc_recipients: Sequence[str] = (),
+        signing_key: str | SigningKey | None = None,
+        compression: str | None = None,
+        compression_level: int = 1,
+        **options: object,
+    ) -> None:
+        # The order of the checks decides which of two mistakes is reported; it is MindSpore's.
+        steps = check_count(save_checkpoint_steps)
+        seconds = check_count(save_checkpoint_seconds)
+        keep_max = check_count(keep_checkpoint_max)
+        keep_minutes = check_count(keep_checkpoint_per_n_minutes)
+        self._saved_network = check_network(saved_network)
+        check_any_set(steps, seconds, keep_max, keep_minutes)
+        self.exception_save = check_bool(exception_save)
+        self._save_steps = steps
+        self._save_seconds = None if steps else seconds
+        self._keep_max = 1 if not keep_max and not keep_minutes else keep_max
+        self._keep_minutes = None if keep_max else keep_minutes
+        self._integrated_save = check_bool(integrated_save)
+        self._async_save = check_async_save(async_save)
+        self._append = check_append_info(append_info)
+        self._enc_key = check_given_key("enc_key", enc_key)
+        self._enc_recipients = check_recipients(enc_recipients)
+        self._enc_mode = check_mode("enc_mode", enc_mode)
+        self._crc_check = check_is_bool("crc_check", crc_check)
+        self._format = check_type("format", format, str)
+        self._map_param_inc = options.get("incremental", False)
+        self.enable_redundance = options.get("enable_redundance", False)
+        self.remove_redundancy = check_is_bool("remove_redundancy", remove_redundancy)
+        self._check_format()
+        self._keys = chosen_keys(
+            "enc_key",
+            self._enc_key,
+            mode=self._enc_mode,
+            format=self._format,
+            recipients=self._enc_recipients,
+        )
+        self._compression_level = check_compression(
+            compression, compression_level, format=self._format
+        )
+        self._keep = _check_keep(keep, keep_max, keep_minutes)
+        self._overhead = (
+            None if save_checkpoint_overhead is None else Overhead(save_checkpoint_overhead)
+        )
+        if memory is not None and not isinstance(memory, MemoryConfig):
+            raise TypeError(f"memory must be a MemoryConfig, but got {type(memory)}.")
+        self.memory = memory
+        self.back_pressure: BackPressure = check_back_pressure(back_pressure)
+        self.on_error: OnError = on_error
+        parse_on_error(on_error)
+        self.signing_key = check_signing_key(signing_key)
+        self.verify_after_write = check_is_bool("verify_after_write", verify_after_write)
+        self.zero_stall = check_is_bool("zero_stall", zero_stall)
+        if zero_stall and not async_save:
+            raise ValueError(
+                "zero_stall is about background saves: it needs async_save=True or 'process'"
+            )
+        warn_unknown_options(options, options=_OPTIONS, known=_PARAMETERS)
+
+    def __repr__(self) -> str:
+        if not hasattr(self, "zero_stall"):  # one that was refused, in its traceback
+            return "CheckpointConfig(...)"
+        key = None if self._keys is None else "<redacted>"
+        network = None if self._saved_network is None else type(self._saved_network).__name__
+        return (
+            f"CheckpointConfig(save={self.save_policy()!r}, keep='{self.retention_policy()}', "
+            f"async_save={self._async_save!r}, saved_network={network}, "
+            f"append_info={None if self._append is None else sorted(self._append)}, "
+            f"enc_key={key}, enc_mode={self._enc_mode!r}, exception_save={self.exception_save!r}, "
+            f"crc_check={self._crc_check!r}, format={self._format!r})"
+        )
+
+    @property
+    def save_checkpoint_steps(self) -> int | None:
+        """Steps between saves."""
+        return self._save_steps
+
+    @property
+    def save_checkpoint_seconds(self) -> int | None:
+        """Seconds between saves; None when steps decide."""
+        return self._save_seconds
+
+    @property
+    def keep_checkpoint_max(self) -> int | None:
+        """How many of the newest checkpoints stay."""
+        return self._keep_max
+
+    @property
+    def keep_checkpoint_per_n_minutes(self) -> int | None:
+        """Minutes for which about one checkpoint stays; None when the number decides."""
+        return self._keep_minutes
+
+    @property
+    def integrated_save(self) -> bool:
+        """Whether split tensors are merged before saving."""
+        return self._integrated_save
+
+    @property
+    def async_save(self) -> bool | str:
+        """Whether, or how, saves run in the background."""
+        return self._async_save
+
+    @property
+    def saved_network(self) -> object:
+        """What is saved instead of the training network, or None."""
+        return self._saved_network
+
+    @property
+    def enc_key(self) -> bytes | str | None:
+        """The key or its source, as given."""
+        return self._enc_key
+
+    @property
+    def keys(self) -> Keys | None:
+        """What encrypts and opens, loaded; None for plain files."""
+        return self._keys
+
+    @property
+    def enc_mode(self) -> str:
+        """The cipher mode."""
+        return self._enc_mode
+
+    @property
+    def crc_check(self) -> bool:
+        """Whether the file ends with a CRC-32."""
+        return self._crc_check
+
+    @property
+    def format(self) -> str:
+        """`ckpt` or `safetensors`."""
+        return self._format
+
+    @property
+    def compression_level(self) -> int | None:
+        """Level of zstd, or None when files are not compressed."""
+        return self._compression_level
+
+    @property
+    def extension(self) -> str:
+        """What follows the dot in the names of files: the format, and the ending of a container or a compressed file."""
+        return extension_of(
+            self._format,
+            is_encrypted=self._keys is not None,
+            is_compressed=self._compression_level is not None,
+        )
+
+    @property
+    def append_dict(self) -> dict[str, object] | None:
+        """What is appended to every checkpoint, with the values the counters start from; a new dict each time."""
+        return None if self._append is None else dict(self._append)
+
+    @property
+    def map_param_inc(self) -> object:
+        """Whether map parameters are saved incrementally (the option `incremental`, as given)."""
+        return self._map_param_inc
+
+    def get_checkpoint_policy(self) -> dict[str, object]:
+        """Return MindSpore's policy dict: the four numbers after normalisation, and the saved network."""
+        return {
+            "save_checkpoint_steps": self.save_checkpoint_steps,
+            "save_checkpoint_seconds": self.save_checkpoint_seconds,
+            "keep_checkpoint_max": self.keep_checkpoint_max,
+            "keep_checkpoint_per_n_minutes": self.keep_checkpoint_per_n_minutes,
+            "saved_network": self.saved_network,
+        }
+
+    def save_policy(self) -> SavePolicy:
+        """Return when to save: by overhead, else by steps, else by seconds, else never."""
+        if self._overhead is not None:
+            return self._overhead
+        if self._save_steps:
+            return EverySteps(self._save_steps)
+        return EverySeconds(self._save_seconds) if self._save_seconds else Never()
+
+    def retention_policy(self) -> RetentionPolicy:
+        """Return what to keep: `keep`, else the newest by number, else one for some minutes.
+
+        A `keep` of only `every`, `best` and `pinned` is joined with `last(1)`: early in a run those keep nothing yet,
+        which `plan` would refuse. The newest checkpoint stays under every policy, so nothing else changes.
+        """
+        if self._keep is not None:
+            is_sparse = all(isinstance(rule, Every | Best | Pinned) for rule in self._keep.rules)
+            return self._keep | Last(1) if is_sparse else self._keep
+        if self._keep_minutes:
+            return RetentionPolicy((PerMinutes(self._keep_minutes),))
+        return RetentionPolicy((Last(self._keep_max or 1),))
+
+    def append_values(self, epoch: int, *, step: int) -> dict[str, object] | None:
+        """Return what to append to a checkpoint: the counters run on from their start values. None for nothing."""
+        values = self.append_dict
+        for name, counted in (("epoch_num", epoch), ("step_num", step)):
+            start = values.get(name) if values else None
+            if values is not None and isinstance(start, int | float):
+                values[name] = start + counted
+        return values
+
+    def _check_format(self) -> None:
+        has_key = self._enc_key is not None or bool(self._enc_recipients)
+        is_default = (
+            (has_key or self._enc_mode == "AES-GCM")
+            and not self._crc_check
+            and not self.exception_save
+            and not self._map_param_inc
+        )
+        if self._format == "safetensors" and not is_default:
+            raise ValueError(
+                "For 'save_checkpoint', when format is 'safetensors', other param must be default."
+            )
+        if self._format not in FORMATS:
+            raise ValueError(
+                "For 'save_checkpoint', the format must be 'safetensors' or 'ckpt', "
+                f"but got {self._format}."
+            )
+
+
+def check_config(config: object) -> CheckpointConfig:
+    """Return a configuration given to `ModelCheckpoint`; None stands for the default one.
+
+    Raises:
+        TypeError: It is something else.
+    """
+    if config is None:
+        return CheckpointConfig()
+    if not isinstance(config, CheckpointConfig):
+        raise TypeError(
+            "For 'ModelCheckpoint', the type of argument 'config' should be 'CheckpointConfig', "
+            f"but got {type(config)}."
+        )
+    return config
+
+
+def _check_keep(
+    keep: object, keep_max: int | None, keep_minutes: int | None
+) -> RetentionPolicy | None:
+    if keep is None:
+        return None
+    if keep_max != DEFAULT_KEEP_MAX or keep_minutes != 0:
+        raise ValueError(
+            "For 'CheckpointConfig', 'keep' replaces 'keep_checkpoint_max' and 'keep_checkpoint_per_n_minutes'; "
+            "give one or the other."
+        )
+    if isinstance(keep, str):
+        return parse_policy(keep)
+    if isinstance(keep, Rule):
+        return RetentionPolicy((keep,))
+    if not isinstance(keep, RetentionPolicy):
+        raise TypeError(
+            "For 'CheckpointConfig', the type of 'keep' must be str or RetentionPolicy, "
+            f"but got {type(keep)}."
+        )
+    if not keep.rules:
+        raise ValueError(
+            "For 'CheckpointConfig', 'keep' has no rules; name what to keep, e.g. last(5)."
+        )
+    return keep
+
+
+_PARAMETERS = tuple(
+    name for name in inspect.signature(CheckpointConfig).parameters if name != "options"
+)
+
+
+def trust_of(
+    config: CheckpointConfig,
+    *,
+    trusted_keys: Iterable[str | os.PathLike[str] | PublicKey] = (),
+    allow_unsealed: bool = False,
+    allow_unencrypted: bool = False,
+) -> Trust:
+    """Return what a run with a configuration trusts; its own signing key is always one of the trusted ones.
+
+    Raises:
+        TypeError, ValueError, KeyProblem: An argument is unusable.
+    """
+    check_is_bool("allow_unsealed", allow_unsealed)
+    check_is_bool("allow_unencrypted", allow_unencrypted)
+    own = () if config.signing_key is None else (config.signing_key.public_key,)
+    return Trust(
+        keys=config.keys,
+        trusted_keys=(*own, *check_trusted_keys(trusted_keys)),
+        signing_key=config.signing_key,
+        allow_unsealed=allow_unsealed,
+        allow_unencrypted=allow_unencrypted,
+    )

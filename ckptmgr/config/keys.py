@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The keys that the API takes: bytes, as MindSpore does, or the source of a key, a passphrase, a private or public key.
+
+>>> chosen_keys("enc_key", bytes(16), mode="AES-GCM", format="ckpt")
+Key(16 bytes, id fcaf80b25b219f3f)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ckptmgr.config.checks import check_cipher, check_key
+from ckptmgr.core.errors import KeyProblem
+from ckptmgr.crypto.errors import CryptoError
+from ckptmgr.crypto.keys.key import Key
+from ckptmgr.crypto.keys.material import SCHEMES, load_material
+from ckptmgr.crypto.keys.ring import KeyMaterial, KeyRing, Keys
+from ckptmgr.crypto.secret_bytes import Unshown
+
+_ANY_KEY = bytes(16)  # of a length that every mode takes
+
+
+def check_given_key(name: str, given: object) -> bytes | str | None:
+    """Return a key, the source of one, or None. The message never shows what was given."""
+    if isinstance(given, str) and given.startswith(SCHEMES):
+        return given
+    key = check_key(name, given)
+    return None if key is None else Unshown(key)
+
+
+def check_recipients(given: Iterable[str]) -> tuple[str, ...]:
+    """Return the sources of further recipients. The message never shows what was given."""
+    if isinstance(given, str | bytes):
+        raise TypeError("'enc_recipients' must be a list of sources, not one of them")
+    sources: tuple[object, ...] = tuple(given)
+    checked = tuple(one for one in sources if isinstance(one, str) and one.startswith(SCHEMES))
+    if len(checked) < len(sources):
+        raise KeyProblem(
+            "'enc_recipients' are sources of keys (not shown)",
+            hint="such as 'file:alice.pem.pub' or 'passphrase:env:NAME'",
+        )
+    return checked
+
+
+def chosen_keys(
+    name: str,
+    given: object,
+    *,
+    mode: str,
+    format: str,
+    recipients: Iterable[str] = (),
+    is_for_reading: bool = False,
+) -> Keys | None:
+    """Return what encrypts and opens, or None for plain files. Sources are read now, once.
+
+    A person who gives what encrypts is asked twice. Whether files exist already that it opens is not known here.
+
+    Args:
+        name: Of the parameter, for messages.
+        given: Bytes, a source, or None.
+        mode: The cipher mode.
+        format: `ckpt` or `safetensors`.
+        recipients: Sources of those who open files besides.
+        is_for_reading: Whether it is the file that decides what opens it.
+
+    Raises:
+        ValueError: It is neither bytes nor a source; the message is MindSpore's.
+        KeyProblem: The mode is unknown, a source gives nothing, or the format takes keys of one kind only.
+    """
+    checked, others = check_given_key(name, given), check_recipients(recipients)
+    if not isinstance(checked, str) and not others:
+        check_cipher(checked, mode, format=format)
+        return None if checked is None else Key(checked)
+    keys = _loaded(name, checked, others, is_new=not is_for_reading)
+    if isinstance(keys, Key):
+        check_cipher(keys.raw, mode, format=format)
+        return keys
+    check_cipher(_ANY_KEY, mode, format=format)
+    if format == "ckpt" and not is_for_reading:
+        raise KeyProblem(
+            "an encrypted .ckpt, which MindSpore can open, takes one key and nothing else",
+            hint="format='safetensors' takes passphrases, public keys and several recipients",
+        )
+    return keys
+
+
+def _loaded(
+    name: str, given: bytes | str | None, recipients: tuple[str, ...], *, is_new: bool
+) -> Keys:
+    try:
+        own = []
+        if isinstance(given, str):
+            own = [load_material(given, asked_for=name, is_new=is_new)]
+        elif given is not None:
+            own = [KeyMaterial.of_key(Key(given))]
+        others = [
+            load_material(source, asked_for="enc_recipients", is_new=True) for source in recipients
+        ]
+        ring = KeyRing(own, others)
+    except CryptoError as error:
+        raise KeyProblem(error.message, hint=error.hint) from error
+    return ring if ring.sole_key is None or not own else ring.sole_key

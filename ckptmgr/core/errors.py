@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can go wrong, and what to do about it.
+
+```
+CkptmgrError (Exception)
+├── CheckpointNotFound (LookupError, ValueError)  no such run, checkpoint or selector
+├── CorruptCheckpoint (ValueError)       the bytes are damaged; names file, offset, tensor
+│   ├── TruncatedCheckpoint              ... they end too early
+│   ├── ChecksumMismatch                 ... a CRC or digest does not match
+│   └── TamperedCheckpoint               ... under the right key: changed, reordered or spliced
+├── UnsupportedCheckpoint (ValueError)   well-formed, but of a kind this version cannot handle
+├── KeyProblem (ValueError)              key missing, wrong, of the wrong length, or not obtainable
+│   └── UnsealedCheckpoint               a key was given, but the file is not authenticated as a whole
+│       └── UnprovenCheckpoint           keys were given, but none proves which checkpoint the file is
+├── UnsupportedState (TypeError)         a value in the state cannot be stored without pickling
+├── StoreLocked                          another live process writes this series, or its lease cannot be had or was lost
+├── StoreFull (OSError)                  not enough disk space; nothing was changed
+├── StagingExhausted (MemoryError)       a state does not fit the memory given to staging; nothing was saved
+├── UnsafePrune                          a retention request that would lose the last good checkpoint
+├── UnsafeWrite                          output that would destroy a file: its own input, or an existing one
+├── SaveFailed                           the save did not become durable; the previous state is intact
+│   └── SaveSuperseded                   ... because a newer one took its place before it was started
+└── NotBuiltYet (NotImplementedError)    accepted by MindSpore, planned here, not built yet
+```
+
+An `OSError` that is not about a checkpoint passes through untouched. Errors carry `path` and `hint`; the text already
+contains both.
+"""
+
+from __future__ import annotations
+
+import os
+
+
+class CkptmgrError(Exception):
+    """Report a failure of the checkpoint manager.
+
+    Args:
+        message: What is wrong, as a lower-case sentence.
+        path: The file or directory it is about, or None.
+        hint: What to do next, or None.
+    """
+
+    def __init__(
+        self, message: str, *, path: str | os.PathLike[str] | None = None, hint: str | None = None
+    ) -> None:
+        self.message = message
+        self.path = None if path is None else os.fspath(path)
+        self.hint = hint
+        text = message if self.path is None else f"{self.path}: {message}"
+        super().__init__(text if hint is None else f"{text}\nhint: {hint}")
+
+
+class CheckpointNotFound(CkptmgrError, LookupError, ValueError):
+    """Report that no such run, checkpoint or selector exists.
+
+    A ValueError, too, because that is what MindSpore's `load_checkpoint` raises for a missing file.
+    """
+
+
+class CorruptCheckpoint(CkptmgrError, ValueError):
+    """Report damaged bytes.
+
+    Attributes:
+        offset: Byte offset of the damage, or None.
+        tensor: Name of the tensor it lies in, or None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | os.PathLike[str] | None = None,
+        hint: str | None = None,
+        offset: int | None = None,
+        tensor: str | None = None,
+    ) -> None:
+        super().__init__(message, path=path, hint=hint)
+        self.offset = offset
+        self.tensor = tensor
+
+
+class TruncatedCheckpoint(CorruptCheckpoint):
+    """Report a checkpoint that ends too early."""
+
+
+class ChecksumMismatch(CorruptCheckpoint):
+    """Report content that does not match its stored CRC or digest."""
+
+
+class TamperedCheckpoint(CorruptCheckpoint):
+    """Report an authenticated checkpoint that was changed, reordered or spliced."""
+
+
+class UnsupportedCheckpoint(CkptmgrError, ValueError):
+    """Report a well-formed file or option that this version cannot handle."""
+
+
+class KeyProblem(CkptmgrError, ValueError):
+    """Report a key that is missing, wrong, of the wrong length, or not obtainable."""
+
+
+class UnsealedCheckpoint(KeyProblem):
+    """Report a file that is not authenticated as a whole although a key was given."""
+
+
+class UnprovenCheckpoint(UnsealedCheckpoint):
+    """Report a file of which nothing proves which checkpoint it is, although keys were given for that."""
+
+
+class UnsupportedState(CkptmgrError, TypeError):
+    """Report a value in the state that cannot be stored without pickling; names its path in the tree."""
+
+
+class StoreLocked(CkptmgrError):
+    """Report that this process may not write a series: another live one does, or the lease cannot be had, or it was lost.
+
+    Attributes:
+        is_ending: Whether the run that has the series is over, and only its saving process is still there.
+    """
+
+    is_ending: bool = False
+
+
+class StoreFull(CkptmgrError, OSError):
+    """Report that the disk has not enough free space for a save."""
+
+
+class StagingExhausted(CkptmgrError, MemoryError):
+    """Report that a copy of a state does not fit the memory given to checkpointing, or cannot be made as configured."""
+
+
+class UnsafePrune(CkptmgrError):
+    """Report a retention request that is refused for safety."""
+
+
+class UnsafeWrite(CkptmgrError):
+    """Report output that is refused because it would overwrite something."""
+
+
+class SaveFailed(CkptmgrError):
+    """Report a save that did not become durable."""
+
+
+class SaveSuperseded(SaveFailed):
+    """Report a save that never started because a newer one took its place (`back_pressure="coalesce"`)."""
+
+
+class NotBuiltYet(CkptmgrError, NotImplementedError):
+    """Report a feature that is accepted in the configuration but not built yet."""

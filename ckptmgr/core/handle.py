@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The handle of a save: when the caller may go on, when the checkpoint is safe, and what it cost."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+from ckptmgr.core.errors import SaveFailed
+from ckptmgr.core.model import Checkpoint
+
+_LOG = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True, kw_only=True)
+class SaveStats:
+    """What a save cost, in seconds and bytes; filled in while it proceeds.
+
+    Attributes:
+        blocked_s: How long the caller was held up.
+        queue_s: How long the save waited for the one before it.
+        stage_s: Copying the state into staging memory.
+        write_s: Gathering, encrypting, digesting and writing, which overlap.
+        sync_s: Waiting for the disk to confirm.
+        commit_s: Manifest, rename and directory syncs.
+        size_bytes: Size of the file.
+        staged_bytes: Bytes copied into staging memory.
+        staging_bytes: All staging memory there is, kept for the next save.
+        buffer_bytes: The buffers between memory and disk, which all saves and loads of the writing process share.
+    """
+
+    blocked_s: float = 0.0
+    queue_s: float = 0.0
+    stage_s: float = 0.0
+    write_s: float = 0.0
+    sync_s: float = 0.0
+    commit_s: float = 0.0
+    size_bytes: int = 0
+    staged_bytes: int = 0
+    staging_bytes: int = 0
+    buffer_bytes: int = 0
+
+    def note_written(
+        self, figures: Mapping[str, float], *, size_bytes: int, passed_s: float
+    ) -> None:
+        """Take over what was measured while the file was written.
+
+        Args:
+            figures: As in the manifest.
+            size_bytes: Of the file.
+            passed_s: Seconds from the first byte until the checkpoint was durable.
+        """
+        self.size_bytes = size_bytes
+        self.write_s = figures.get("write_s", 0.0)
+        until_synced_s = figures.get("until_synced_s", self.write_s)
+        self.sync_s = until_synced_s - self.write_s
+        self.commit_s = max(0.0, passed_s - until_synced_s)
+        self.buffer_bytes = int(figures.get("buffer_bytes", 0))
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most memory beside the state itself that the save needed; it stays allocated for the next one."""
+        return self.staging_bytes + self.buffer_bytes
+
+    @property
+    def gigabytes_per_s(self) -> float:
+        """Bytes of the file over the time it took to write and sync it, in units of 10^9."""
+        seconds = self.write_s + self.sync_s + self.commit_s
+        return self.size_bytes / seconds / 1e9 if seconds > 0 else 0.0
+
+
+class _Outcome(Future[_T]):
+    """A future that nobody can cancel: a save goes on even if the task that waits for it is given up.
+
+    Its callbacks cannot end the thread that saves: not even by sys.exit(), which a plain one lets through. In a child that is
+    forked before it is done it fails, because the child would never hear; the callbacks stay with the parent.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.set_running_or_notify_cancel()
+        self._process = os.getpid()
+        _unfinished.add(self)
+
+    def set_result(self, result: _T) -> None:
+        """Note that it went well."""
+        super().set_result(result)
+        _unfinished.discard(self)
+
+    def set_exception(self, exception: BaseException | None) -> None:
+        """Note that it failed."""
+        super().set_exception(exception)
+        _unfinished.discard(self)
+
+    def forget_parent(self) -> None:
+        """Fail, with locks that no thread of the parent holds; for a forked child."""
+        process = self._process
+        _Outcome.__init__(self)
+        self.set_exception(_not_told(process))
+
+    def add_done_callback(self, fn: Callable[[Future[_T]], object]) -> None:
+        """Call `fn` with the future when it is done; what it raises then is logged."""
+        super().add_done_callback(partial(_call, fn))
+
+
+def _call(fn: Callable[[Future[_T]], object], future: Future[_T]) -> None:
+    try:
+        fn(future)
+    except Exception:
+        raise  # logged by whoever calls it
+    except BaseException:
+        if threading.current_thread() is threading.main_thread():
+            raise  # Ctrl-C, and whoever wants to end the program
+        _LOG.exception("a callback of a save failed")
+
+
+def _not_told(process: int) -> RuntimeError:
+    return RuntimeError(
+        f"process {process} is saving this, and process {os.getpid()}, a fork of it, is not told when it is "
+        "durable: wait there, or look for it with CheckpointManager.latest()"
+    )
+
+
+def _forget_parent() -> None:
+    for outcome in list(_unfinished):
+        outcome.forget_parent()
+
+
+_unfinished: weakref.WeakSet[_Outcome[Any]] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_forget_parent)
+
+
+def waits_for_itself() -> SaveFailed:
+    """Return why `on_error` cannot wait."""
+    return SaveFailed(
+        "on_error cannot wait for saves: the one that failed is over only when it returns",
+        hint="it may call save(), which then runs next, but neither wait() nor close()",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveHandle:
+    """A save in progress or done.
+
+    Attributes:
+        staged: Done when the caller may change its arrays again.
+        durable: Done when the checkpoint survives a power cut; its result is the checkpoint, its exception the failure.
+            Both can be awaited with `asyncio.wrap_future`; neither can be cancelled.
+        stats: What it cost so far.
+        process: Id of the process that saves. In one that was forked from it meanwhile the futures fail with a RuntimeError.
+        asked_by: The thread that saves, if the save was asked for there, by `on_error`; None otherwise.
+    """
+
+    staged: Future[None] = field(default_factory=_Outcome)
+    durable: Future[Checkpoint] = field(default_factory=_Outcome)
+    stats: SaveStats = field(default_factory=SaveStats)
+    process: int = field(default_factory=os.getpid)
+    asked_by: threading.Thread | None = None
+
+    def wait(self, timeout_s: float | None = None) -> Checkpoint:
+        """Return the checkpoint once it is durable, or raise why it is not.
+
+        Raises:
+            TimeoutError: It is still being saved after `timeout_s` seconds.
+            RuntimeError: It is saved by the process that this one was forked from, which alone hears when it is durable.
+            SaveFailed: Called by `on_error`, which would wait for itself.
+        """
+        if self.asked_by is threading.current_thread() and not self.durable.done():
+            raise waits_for_itself()
+        if self.process != os.getpid() and not self.durable.done():
+            # It was forked from C, so the futures have not been told either.
+            raise _not_told(self.process)
+        return self.durable.result(timeout_s)

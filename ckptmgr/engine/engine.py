@@ -1,0 +1,433 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How saves run: in the caller, in a thread, or in a worker process. The promises are the same; the waiting is not.
+
+| mode | the caller waits for |
+|---|---|
+| `sync` | the disk |
+| `thread` | one copy of the state into staging memory |
+| `process` | the same copy; encryption and digests then cost this interpreter nothing |
+
+With zero stall the caller does not wait for the copy either, until it changes the state: see `zero_stall`. In functions that
+`atexit` calls every save is of the mode `sync`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal, TypeVar
+
+from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.config.failure import BackPressure, OnError
+from ckptmgr.config.memory import MemoryConfig
+from ckptmgr.core.handle import SaveHandle, SaveStats
+from ckptmgr.core.model import Checkpoint
+from ckptmgr.engine.background import BackgroundSaver, is_exiting
+from ckptmgr.engine.staged_state import StagedState
+from ckptmgr.engine.staging import Ledger, StagingPool, has_no_room
+from ckptmgr.engine.worker_client import WorkerClient
+from ckptmgr.engine.zero_stall import DeferredState, Updates, changing_in_forward, defer
+from ckptmgr.files.save.saver import Publish, Refusal, SaveOrder, save_items
+from ckptmgr.formats.tensor import Item
+from ckptmgr.observe.observers import EVERYBODY, SaveWatch
+from ckptmgr.state.devices import accelerators, settle
+from ckptmgr.store.manifest.codec import FileEntry, Manifest
+from ckptmgr.store.store import Store
+
+_LOG = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+Mode = Literal["sync", "thread", "process"]
+Save = Callable[[Sequence[Item], Publish], Checkpoint]
+
+
+def mode_of(async_save: bool | str) -> Mode:
+    """Return the mode that MindSpore's `async_save` asks for: False, True or "thread", "process"."""
+    if async_save is False:
+        return "sync"
+    return "process" if async_save == "process" else "thread"
+
+
+def engine_for(
+    config: CheckpointConfig, *, has_before_update: bool = False, has_peers: bool = False
+) -> SaveEngine:
+    """Return the engine that a configuration asks for.
+
+    With a key nothing is spilled: the files would hold the plaintext that the key is to protect.
+
+    Args:
+        config: The configuration.
+        has_before_update: Whether the caller can be told to wait before it changes its state.
+        has_peers: As for `SaveEngine`.
+
+    Raises:
+        ValueError: The configuration asks for zero stall, and it cannot.
+    """
+    if config.zero_stall and not has_before_update:
+        raise ValueError(
+            "zero_stall needs a loop that calls before_update(): use CheckpointManager, not a callback"
+        )
+    memory = config.memory
+    if config.keys is not None and memory is not None and memory.spill_directory is not None:
+        _LOG.warning(
+            "staging and snapshots do not spill to %s: the state is saved encrypted",
+            memory.spill_directory,
+        )
+        memory = replace(memory, spill_directory=None)
+    return SaveEngine(
+        mode_of(config.async_save),
+        memory=memory,
+        back_pressure=config.back_pressure,
+        on_error=config.on_error,
+        has_zero_stall=config.zero_stall,
+        has_peers=has_peers,
+    )
+
+
+class SaveEngine:
+    """Runs saves, one at a time.
+
+    Args:
+        mode: Where they run.
+        memory: Budget and kind of the staging memory.
+        back_pressure: What happens to a save while another one runs: `wait`, `skip` or `coalesce`.
+        on_error: What happens to a failure in the background: `raise`, `warn`, `retry(n)` or a function.
+        has_zero_stall: Whether states are copied in the background, too; not in `sync` mode.
+        has_peers: Whether others save at the same time and wait for us. The saving function is then called even when the
+            state could not be copied, with what raises why to publish with.
+
+    Attributes:
+        mode: As given.
+        memory: As given.
+        ledger: The account of its budget, for whatever lives on it, too.
+        make_room: Gives some of that back when a state does not fit; returns whether it did. Set before the first save.
+    """
+
+    def __init__(
+        self,
+        mode: Mode = "sync",
+        *,
+        memory: MemoryConfig | None = None,
+        back_pressure: BackPressure = "wait",
+        on_error: OnError = "raise",
+        has_zero_stall: bool = False,
+        has_peers: bool = False,
+    ) -> None:
+        self.mode: Mode = mode
+        self._has_peers = has_peers
+        self.memory = memory
+        self.ledger = Ledger(MemoryConfig() if memory is None else memory)
+        self.make_room: Callable[[], bool] = has_no_room
+        self._background = BackgroundSaver(back_pressure=back_pressure, on_error=on_error)
+        self._pool: StagingPool | None = None
+        self._worker = WorkerClient()
+        # Reentrant: the handler of a signal may save, too.
+        self._saving_now = threading.RLock()
+        self._saves_now = 0
+        self._free_pool: Callable[[], object] = _nothing
+        self._updates = Updates() if has_zero_stall else None
+        _engines.add(self)
+
+    def run(
+        self,
+        store: Store,
+        items: Sequence[Item],
+        save: Save,
+        *,
+        watch: SaveWatch | None = None,
+        state: object = None,
+    ) -> SaveHandle | None:
+        """Save `items`; return the handle, or None when the save was skipped under back-pressure.
+
+        Args:
+            store: Where to; a worker process can only reach the real disk.
+            items: What to save. They may change as soon as `handle.staged` is done, which it is on return without zero stall.
+            save: Saves items with the function it is given and returns the checkpoint; runs in the background.
+            watch: Hears how the save proceeds.
+            state: What the items are from. Torch modules in it tell what changes in the forward pass.
+
+        Raises:
+            BaseException: In `sync` mode the failure of this save, otherwise that of an earlier one.
+        """
+        watch = EVERYBODY.watch(series="", step=None, why="manual") if watch is None else watch
+        if self._must_run_now():
+            return self._run_now(items, save, watch)
+        if self.mode == "process" and not store.is_on_real_disk:
+            raise ValueError(
+                "async_save='process' needs the real disk; use 'thread' with another file system"
+            )
+        failures: list[Exception] = []
+        try:
+            handle = self._submit(items, save, watch, state=state, failures=failures)
+        except Exception:
+            if not (failures and self._has_peers):
+                raise
+            return self.refuse(failures.pop(), save, watch=watch)
+        finally:
+            failures.clear()  # their tracebacks hold this frame: a cycle would keep what they hold
+        watch.follow(handle)
+        return handle
+
+    def refuse(self, error: Exception, save: Save, *, watch: SaveWatch) -> SaveHandle | None:
+        """Run a save whose state could not be had: what it gets to publish with raises `error`."""
+        if self._must_run_now():
+            return self._run_now((), save, watch, publish=Refusal(error))
+        # As text, and without its frames: they would keep the state.
+        _LOG.error("nothing to save:\n%s", "".join(traceback.format_exception(error)))
+        refusal = Refusal(error.with_traceback(None))
+        handle = self._background.submit(_NoState, lambda _, stats: save((), refusal))
+        watch.follow(handle)
+        return handle
+
+    def _submit(
+        self,
+        items: Sequence[Item],
+        save: Save,
+        watch: SaveWatch,
+        *,
+        state: object,
+        failures: list[Exception],
+    ) -> SaveHandle | None:
+        """Hand a save over; a failure to copy the state is noted, to be told from that of an earlier save."""
+        updates = self._updates
+        if updates is None:
+            return self._background.submit(
+                lambda: _noting(failures, lambda: self._stage(items)),
+                lambda staged, stats: self._finish(staged, save, stats, watch=watch),
+            )
+        return self._background.submit(
+            lambda: _noting(
+                failures, lambda: self._defer(items, updates, changing_in_forward(state))
+            ),
+            lambda deferred, stats: self._finish_deferred(deferred, save, stats, watch=watch),
+            handle_of=lambda deferred: deferred.handle,
+        )
+
+    def _must_run_now(self) -> bool:
+        """Return whether a save runs in the caller.
+
+        In a function that `atexit` calls it does: the staging memory may be freed already, and no thread may be started.
+
+        Raises:
+            BaseException: The failure of an earlier save.
+        """
+        if self.mode != "sync" and is_exiting():
+            self._background.wait()
+            return True
+        return self.mode == "sync"
+
+    def before_update(self) -> None:
+        """Return when the state may be changed; at once without zero stall."""
+        if self._updates is not None:
+            self._updates.wait()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is in flight."""
+        return self._saves_now > 0 or self._background.is_busy
+
+    def _run_now(
+        self, items: Sequence[Item], save: Save, watch: SaveWatch, *, publish: Publish = save_items
+    ) -> SaveHandle:
+        started = time.perf_counter()
+        handle = SaveHandle()
+        stats = handle.stats
+
+        def note_blocked() -> None:
+            stats.blocked_s = time.perf_counter() - started
+
+        watch.costs(stats, note=note_blocked)
+        if not isinstance(publish, Refusal):
+            publish = _measured(publish, stats)
+        settle(items, accelerators())
+        with self._saving_now:  # another thread would choose the same name
+            stats.queue_s = time.perf_counter() - started
+            try:
+                self._saves_now += 1
+                checkpoint = save(items, publish)
+            finally:
+                self._saves_now -= 1
+        note_blocked()
+        handle.staged.set_result(None)
+        handle.durable.set_result(checkpoint)
+        return handle
+
+    def _stage(self, items: Sequence[Item]) -> StagedState:
+        if self.mode == "process":
+            self._worker.start()
+        return self._staging_pool().stage(items)
+
+    def _defer(
+        self, items: Sequence[Item], updates: Updates, changing: Container[int]
+    ) -> DeferredState:
+        is_process = self.mode == "process"
+        if is_process:
+            self._worker.start()
+        deferred = defer(items, self._staging_pool(), changing=changing, copies_all=is_process)
+        try:
+            updates.add(deferred)
+            if deferred.has_more and not self._background.begins_at_once:
+                threading.Thread(target=deferred.copy, name="ckptmgr-stage", daemon=False).start()
+        except BaseException:
+            deferred.release()
+            raise
+        return deferred
+
+    def _finish(
+        self, staged: StagedState, save: Save, stats: SaveStats, *, watch: SaveWatch
+    ) -> Checkpoint:
+        return save(staged.items, self._publisher(staged, stats, watch))
+
+    def _finish_deferred(
+        self, deferred: DeferredState, save: Save, stats: SaveStats, *, watch: SaveWatch
+    ) -> Checkpoint:
+        try:
+            deferred.wait()
+        except Exception as error:
+            if not self._has_peers:
+                raise
+            return save((), Refusal(error))
+        publish = self._publisher(deferred.staged, stats, watch)
+        return save(deferred.items, publish)
+
+    def _publisher(self, staged: StagedState, stats: SaveStats, watch: SaveWatch) -> Publish:
+        publish: Publish = save_items
+        if self.mode == "process":
+            publish = self._worker.publisher(staged)
+        stats.staging_bytes = self._staging_pool().host_bytes
+        watch.costs(stats)
+        return _measured(publish, stats)
+
+    def _staging_pool(self) -> StagingPool:
+        if self._pool is None:
+            self._pool = StagingPool(
+                self.memory,
+                is_shared=self.mode == "process",
+                ledger=self.ledger,
+                make_room=self.make_room,
+            )
+            # Memory that a worker maps has descriptors, which only close() gives back.
+            self._free_pool = weakref.finalize(self, self._pool.close)
+        return self._pool
+
+    def check(self) -> None:
+        """Raise the failure of an earlier background save, once."""
+        self._background.check()
+
+    def wait(self) -> None:
+        """Wait for what is in flight, also in other threads; then raise a failure, if any."""
+        with self._saving_now:
+            pass
+        self._background.wait()
+
+    def wait_until_idle(self) -> None:
+        """Wait for what is in flight; a failure stays to be raised by the next call."""
+        with self._saving_now:
+            pass
+        self._background.wait_until_idle()
+
+    def close(self) -> None:
+        """Wait, then free the staging memory and end the worker; saving again starts anew.
+
+        Raises:
+            BaseException: The failure of a background save that nobody has fetched.
+        """
+        try:
+            self.wait()
+        finally:
+            # After Ctrl-C the save goes on, and the end of the program waits for it.
+            if not self.is_busy:
+                self._free()
+                if self._updates is not None:
+                    self._updates.close()
+
+    def _free(self) -> None:
+        self._worker.close()
+        free, self._free_pool, self._pool = self._free_pool, _nothing, None
+        free()
+
+    def forget_parent(self) -> None:
+        """Leave the staging memory to the parent, which may be saving from it; for a forked child."""
+        self._saving_now, self._saves_now = threading.RLock(), 0
+        if isinstance(self._free_pool, weakref.finalize):
+            self._free_pool.detach()
+        if self._pool is not None:
+            self._pool.forget_parent()
+        self._free_pool, self._pool = _nothing, None
+        # Somebody may have held the locks of the old one; only copies that were inherited remain on it.
+        self.ledger, self.make_room = Ledger(self.ledger.config), has_no_room
+        if self._updates is not None:
+            self._updates.forget_parent()
+
+
+class _NoState:
+    size_bytes = 0
+
+    def release(self) -> None:
+        pass
+
+
+def _noting(failures: list[Exception], work: Callable[[], _T]) -> _T:
+    try:
+        return work()
+    except Exception as error:
+        failures.append(error)
+        raise
+
+
+def _nothing() -> None:
+    pass
+
+
+_engines: weakref.WeakSet[SaveEngine] = weakref.WeakSet()
+
+
+def _forget_parent() -> None:
+    for engine in list(_engines):
+        engine.forget_parent()
+
+
+os.register_at_fork(after_in_child=_forget_parent)
+
+
+def _measured(publish: Publish, stats: SaveStats) -> Publish:
+    """Return `publish`, noting what it costs.
+
+    Args:
+        publish: Saves items.
+        stats: Where the cost is noted.
+    """
+
+    def measured(store: Store, order: SaveOrder) -> Manifest:
+        def describe_cost(entry: FileEntry, figures: Mapping[str, float]) -> Manifest:
+            return order.describe(entry, {**_known_early(stats), **figures})
+
+        started = time.perf_counter()
+        manifest = publish(store, replace(order, describe=describe_cost))
+        stats.note_written(
+            manifest.stats,
+            size_bytes=manifest.file.digest.size_bytes,
+            passed_s=time.perf_counter() - started,
+        )
+        return manifest
+
+    return measured
+
+
+def _known_early(stats: SaveStats) -> dict[str, float]:
+    """Return what a manifest can say about a save in the background: the figures from before the writing."""
+    if stats.staged_bytes == 0:
+        return {}
+    return {
+        "blocked_s": stats.blocked_s,
+        "queue_s": stats.queue_s,
+        "stage_s": stats.stage_s,
+        "staged_bytes": stats.staged_bytes,
+        "staging_bytes": stats.staging_bytes,
+    }

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recent states in memory, for a rollback that takes milliseconds instead of a load.
+
+* A snapshot is a copy of its own: what is saved or trained afterwards does not change it.
+* One that is not committed (not durable as a checkpoint) is the only copy of its state and is never evicted.
+* The cache never exceeds its budget: it makes room first, and refuses what does not fit with `StagingExhausted`.
+
+>>> import numpy as np
+>>> from ckptmgr.formats.tensor import tensor_from_array
+>>> weights = np.zeros(2)
+>>> with SnapshotCache() as cache:
+...     for step in (1, 2, 3):
+...         weights += 1
+...         _ = cache.put(step, [tensor_from_array("w", weights)])
+...     print(np.frombuffer(cache.newest(steps_back=2).items[0].content()))
+[1. 1.]
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ckptmgr.config.memory import MemoryConfig
+from ckptmgr.core.errors import CheckpointNotFound, StagingExhausted
+from ckptmgr.engine.snapshot_eviction import Evictee, choose_victim
+from ckptmgr.engine.staging import Ledger, StagedState, StagingPool
+from ckptmgr.formats.tensor import Item
+from ckptmgr.state.items import tensors_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A state in the cache.
+
+    Attributes:
+        step: Its step.
+        items: Its tensors and texts; their contents are views that are valid until it is evicted or dropped.
+        size_bytes: Bytes of all contents.
+        is_committed: Whether it is durable as a checkpoint, too.
+    """
+
+    step: int
+    items: Sequence[Item]
+    size_bytes: int
+    is_committed: bool
+
+
+@dataclass(slots=True)
+class _Entry:
+    state: StagedState
+    evictee: Evictee
+
+
+class SnapshotCache:
+    """Holds recent states. Safe to use from several threads.
+
+    Args:
+        config: `snapshot_budget_bytes` and the eviction rules, `snapshot_place`, and the host and disk budgets.
+        clock: Seconds on any monotonic clock.
+        ledger: That of the staging pool, when both live on one budget; a new one by default.
+    """
+
+    def __init__(
+        self,
+        config: MemoryConfig | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        ledger: Ledger | None = None,
+    ) -> None:
+        self._config = MemoryConfig() if config is None else config
+        self._clock = clock
+        # Evicting must free memory at once, and several snapshots live side by side.
+        own = replace(self._config, staging_place=self._config.snapshot_place, allocation="exact")
+        self._pool = StagingPool(own, ledger=ledger, most_states=None)
+        self._entries: dict[int, _Entry] = {}
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> SnapshotCache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of all snapshots."""
+        with self._lock:
+            return sum(entry.state.size_bytes for entry in self._entries.values())
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps there are, in order."""
+        with self._lock:
+            return sorted(self._entries)
+
+    def put(
+        self,
+        step: int,
+        items: Sequence[Item],
+        *,
+        is_committed: bool = False,
+        restore_s: float = 1.0,
+        restore_bytes: int = 0,
+    ) -> list[int]:
+        """Copy a state into the cache; one of the same step is replaced.
+
+        Args:
+            step: Its step.
+            items: What to copy.
+            is_committed: Whether it is durable already; `commit` says so later.
+            restore_s: Seconds that loading it would take, measured or estimated.
+            restore_bytes: Extra memory that loading it would need.
+
+        Returns:
+            The steps that were evicted to make room.
+
+        Raises:
+            StagingExhausted: There is not enough room, not even without all that may be evicted. A snapshot of the same
+                step stays.
+        """
+        size = sum(tensor.spec.size_bytes for item in items for tensor in tensors_of(item))
+        with self._lock:
+            evicted = self._make_room(size, replaced=step)
+            state, more = self._stage(items)
+            self._drop(step)
+            evictee = Evictee(
+                step=step,
+                size_bytes=size,
+                restore_s=restore_s,
+                restore_bytes=restore_bytes,
+                used_at_s=self._clock(),
+                is_pinned=not is_committed,
+            )
+            self._entries[step] = _Entry(state, evictee)
+            return evicted + more
+
+    def commit(self, step: int) -> None:
+        """Say that a snapshot is durable as a checkpoint, so that it may be evicted; does nothing when it is gone."""
+        with self._lock:
+            entry = self._entries.get(step)
+            if entry is not None:
+                entry.evictee = replace(entry.evictee, is_pinned=False)
+
+    def get(self, step: int) -> Snapshot:
+        """Return the snapshot of a step.
+
+        Raises:
+            CheckpointNotFound: It was never put, or evicted.
+        """
+        with self._lock:
+            entry = self._entries.get(step)
+            if entry is None:
+                raise CheckpointNotFound(
+                    f"there is no snapshot of step {step} in memory; there are {self.steps}",
+                    hint="load the checkpoint instead, or raise snapshot_budget_bytes"
+                    " (eviction_threshold)",
+                )
+            entry.evictee = replace(entry.evictee, used_at_s=self._clock())
+            return Snapshot(
+                step=step,
+                items=entry.state.items,
+                size_bytes=entry.state.size_bytes,
+                is_committed=not entry.evictee.is_pinned,
+            )
+
+    def newest(self, *, steps_back: int = 0) -> Snapshot:
+        """Return the newest snapshot that is at least `steps_back` steps older than the newest one.
+
+        Raises:
+            CheckpointNotFound: There is none.
+        """
+        with self._lock:
+            steps = self.steps
+            old = [step for step in steps if step <= steps[-1] - steps_back]
+            if not old:
+                raise CheckpointNotFound(
+                    f"no snapshot is {steps_back} steps old; there are {steps}",
+                    hint="load a checkpoint instead",
+                )
+            return self.get(old[-1])
+
+    def drop(self, step: int) -> None:
+        """Drop the snapshot of a step, if there is one."""
+        with self._lock:
+            self._drop(step)
+
+    def drop_after(self, step: int) -> None:
+        """Drop the snapshots of later steps: after a rollback they are another future."""
+        with self._lock:
+            for later in [known for known in self._entries if known > step]:
+                self._drop(later)
+
+    def evict(self) -> int | None:
+        """Drop the snapshot that is missed least; return its step, or None when none may be evicted."""
+        with self._lock:
+            return self._evict(keep=None)
+
+    def close(self) -> None:
+        """Drop everything. Calling it again is fine."""
+        with self._lock:
+            for step in list(self._entries):
+                self._drop(step)
+            self._pool.close()
+
+    def _make_room(self, size_bytes: int, *, replaced: int) -> list[int]:
+        budget = self._config.snapshot_budget_bytes
+        evicted: list[int] = []
+        if budget is None:
+            return evicted
+        while self._resident_without(replaced) + size_bytes > budget:
+            step = self._evict(keep=replaced)
+            if step is None:
+                raise StagingExhausted(
+                    f"a snapshot of {size_bytes} bytes does not fit: of {budget} bytes"
+                    f" {self.resident_bytes} are taken by steps {self.steps}, and none of them may"
+                    " be evicted",
+                    hint="raise snapshot_budget_bytes (eviction_threshold), or put fewer snapshots"
+                    " between commits",
+                )
+            evicted.append(step)
+        return evicted
+
+    def _resident_without(self, step: int) -> int:
+        entry = self._entries.get(step)
+        return self.resident_bytes - (0 if entry is None else entry.state.size_bytes)
+
+    def _stage(self, items: Sequence[Item]) -> tuple[StagedState, list[int]]:
+        evicted: list[int] = []
+        while True:
+            try:
+                return self._pool.stage(items), evicted
+            except StagingExhausted:
+                # The budget that is shared with staging is full: what can be restored gives way.
+                step = self._evict(keep=None)
+                if step is None:
+                    raise
+                evicted.append(step)
+
+    def _evict(self, *, keep: int | None) -> int | None:
+        evictees = [entry.evictee for step, entry in self._entries.items() if step != keep]
+        choice = choose_victim(evictees, self._config, now_s=self._clock())
+        if choice.step is not None:
+            self._drop(choice.step)
+        return choice.step
+
+    def _drop(self, step: int) -> None:
+        entry = self._entries.pop(step, None)
+        if entry is not None:
+            entry.state.release()

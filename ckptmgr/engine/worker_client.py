@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The parent's end of the worker process: start it, give it orders, notice when it dies."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptmgr.core.errors import SaveFailed
+from ckptmgr.core.trust import Trust
+from ckptmgr.crypto.keys.child_environment import child_environment
+from ckptmgr.crypto.keys.ring import keys_to_document
+from ckptmgr.engine.staged_state import StagedState
+from ckptmgr.engine.worker_protocol import IGNORED_SIGNALS, rebuild_error, receive, send
+from ckptmgr.files.save.saver import Publish, SaveOptions, SaveOrder
+from ckptmgr.io.descriptors import standard_taken
+from ckptmgr.io.digest import FileDigest
+from ckptmgr.io.leases import lease_path
+from ckptmgr.io.locks import lock_descriptor
+from ckptmgr.store.manifest import codec as manifests
+from ckptmgr.store.manifest.codec import FileEntry, Manifest
+from ckptmgr.store.shards import ShardFiles
+from ckptmgr.store.store import Store
+
+_LOG = logging.getLogger(__name__)
+_STOP_TIMEOUT_S = 60.0
+_NOTHING = FileDigest(size_bytes=0, ranges=())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Running:
+    process: subprocess.Popen[bytes]
+    connection: socket.socket
+    at_exit: weakref.finalize[..., WorkerClient]
+
+    def end(self) -> str:
+        """End the process, which is idle or dead, and say how it ended."""
+        self.at_exit.detach()
+        return _end(self.process, self.connection)
+
+    def forget(self) -> None:
+        """Let go of the process, which is that of a parent."""
+        self.at_exit.detach()
+        self.connection.close()
+        self.process.returncode = 0  # nothing to wait for, nothing to warn about
+
+
+class WorkerClient:
+    """One worker process; started with the first save, restarted after its death. Safe to use from several threads.
+
+    What it raises instead of `save_items`: SaveFailed when the worker died; the earlier checkpoints are then intact.
+    """
+
+    def __init__(self) -> None:
+        self._in_use = threading.Lock()
+        self._running: _Running | None = None
+        _clients.add(self)
+
+    @property
+    def pid(self) -> int | None:
+        """The process id of the worker, or None while there is none."""
+        running = self._running
+        return None if running is None else running.process.pid
+
+    def start(self) -> None:
+        """Start the worker unless it runs; its start-up overlaps with the training.
+
+        Raises:
+            SaveFailed: The system does not start another process.
+        """
+        # In use means that it runs; whoever uses it deals with its death.
+        if self._in_use.acquire(blocking=False):
+            try:
+                self._ensure_running()
+            finally:
+                self._in_use.release()
+
+    def publisher(self, staged: StagedState) -> Publish:
+        """Return a function like `save_items` that saves in the worker; the items must lie in `staged`."""
+
+        def publish(store: Store, order: SaveOrder) -> Manifest:
+            entry = FileEntry(name=order.name, digest=_NOTHING, format=order.options.format)
+            regions = staged.descriptors()
+            lease = store.leases.get(order.series)
+            lock = lock_descriptor(lease_path(store.directory, order.series))
+            told: dict[str, Any] = {
+                "directory": os.path.abspath(store.directory),  # noqa: PTH100 - no links resolved
+                "name": order.name,
+                "items": staged.describe(order.items),  # the worker builds them from this
+                "regions": len(regions),
+                "draft": manifests.encode(order.describe(entry, {})).decode(),
+                "metadata": None if order.metadata is None else dict(order.metadata),
+                "trust": _trust_to_document(store.trust),
+                "is_shard": isinstance(store, ShardFiles),
+                "lease": None if lease is None else [lease.text, lease.identity],
+                **_described(order.options),
+            }
+            descriptors = [*regions.values(), *([] if lock is None else [lock])]
+            answer = self._exchange(told, descriptors, store=store, series=order.series)
+            if "error" in answer:
+                raise rebuild_error(answer["error"])
+            text = str(answer["manifest"]).encode()
+            return manifests.decode(
+                text, path=store.directory / manifests.manifest_name(order.name)
+            )
+
+        return publish
+
+    def _exchange(
+        self, order: dict[str, Any], descriptors: Sequence[int], *, store: Store, series: str
+    ) -> dict[str, Any]:
+        with self._in_use:
+            running = self._ensure_running()
+            try:
+                send(running.connection, order, descriptors)
+                return receive(running.connection)[0]
+            except (EOFError, OSError) as error:
+                end = self._bury(running)
+                # Its half-written file would stay as long as this run.
+                with contextlib.suppress(OSError):
+                    for sentence in store.recover_from_worker(series):
+                        _LOG.warning("%s: %s", store.directory, sentence)
+                raise SaveFailed(
+                    f"the saving process died ({end}); the earlier checkpoints are intact",
+                    hint=_hint_about(end),
+                ) from error
+            except BaseException:  # the next save must not get the answer to this one
+                self._bury(running)
+                raise
+
+    def _ensure_running(self) -> _Running:
+        running = self._running
+        if running is not None and running.process.poll() is None:
+            return running
+        if running is not None:
+            _LOG.warning("the saving process died while idle (%s)", self._bury(running))
+        self._running = _start(self)
+        return self._running
+
+    def _bury(self, running: _Running) -> str:
+        self._running = None
+        return running.end()
+
+    def close(self) -> None:
+        """End the worker; it has nothing to do when this is called. The next save starts another one."""
+        with self._in_use:
+            if self._running is not None:
+                self._bury(self._running)
+
+    def forget_parent(self) -> None:
+        """Leave the worker to the parent, and do not keep it alive; for a forked child."""
+        self._in_use = threading.Lock()
+        running, self._running = self._running, None
+        if running is not None:
+            running.forget()
+
+
+def _start(owner: WorkerClient) -> _Running:
+    with standard_taken():
+        ours, theirs = socket.socketpair()
+    with theirs, contextlib.ExitStack() as undo:
+        undo.callback(ours.close)
+        descriptor = str(theirs.fileno())
+        # -P: the parent's import path, not a file of that name in the working directory.
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "ckptmgr.engine.worker",
+            descriptor,
+            str(os.getpid()),
+        ]
+        try:
+            with _blocked(IGNORED_SIGNALS):
+                process = subprocess.Popen(  # noqa: S603 - our own interpreter and module
+                    command,
+                    pass_fds=[theirs.fileno()],
+                    env={**child_environment(), "PYTHONPATH": _import_path()},
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                )
+        except OSError as error:
+            raise SaveFailed(
+                f"the saving process could not be started: {error}",
+                hint="use async_save='thread', which needs no process",
+            ) from error
+        undo.pop_all()
+    # An interpreter that ends, or drops its client, leaves no child behind.
+    at_exit = weakref.finalize(owner, _end, process, ours)
+    return _Running(process=process, connection=ours, at_exit=at_exit)
+
+
+def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> str:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+    try:
+        code = process.wait(_STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        code = process.wait()
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+@contextlib.contextmanager
+def _blocked(signals: Sequence[signal.Signals]) -> Iterator[None]:
+    """Block signals in this thread: a process that it starts has them blocked until it can ignore them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _import_path() -> str:
+    # Not the empty entry: it means the working directory, which may have changed, and may hold anything.
+    paths = []
+    for path in filter(None, sys.path):
+        with contextlib.suppress(FileNotFoundError):  # relative to a directory that is gone
+            paths.append(os.path.abspath(path))  # noqa: PTH100
+    return os.pathsep.join([*paths, str(Path(__file__).parents[2])])
+
+
+def _described(options: SaveOptions) -> dict[str, Any]:
+    return {
+        "format": options.format,
+        "mode": options.mode,
+        "has_crc": options.has_crc,
+        "compression_level": options.compression_level,
+        "file_mode": options.file_mode,
+        "verify_after_write": options.verify_after_write,
+        "keys": None if options.key is None else keys_to_document(options.key),
+    }
+
+
+def _hint_about(end: str) -> str:
+    if end == signal.SIGKILL.name:
+        return "look for the out-of-memory killer in the system log; the next save starts a new process"
+    return "its own words, if any, are on standard error; the next save starts a new process"
+
+
+_clients: weakref.WeakSet[WorkerClient] = weakref.WeakSet()
+
+
+def _forget_parent() -> None:
+    for client in list(_clients):
+        client.forget_parent()
+
+
+os.register_at_fork(after_in_child=_forget_parent)
+
+
+def _trust_to_document(trust: Trust) -> dict[str, Any]:
+    """Return what the worker trusts; the keys travel with the options of the save."""
+    return {
+        "signing_key": None if trust.signing_key is None else trust.signing_key.raw.hex(),
+        "trusted_keys": [key.raw.hex() for key in trust.trusted_keys],
+        "allow_unsealed": trust.allow_unsealed,
+        "allow_unencrypted": trust.allow_unencrypted,
+    }

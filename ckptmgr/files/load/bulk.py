@@ -1,0 +1,233 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read the contents of an opened file in one pass, in parallel: into memory that exists, or only to have them checked.
+
+What describes the contents is checked on the way, where opening the file left that to this pass, and so is its CRC32.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from ckptmgr.core.errors import ChecksumMismatch
+from ckptmgr.files.load.compressed import check_frames, read_frames
+from ckptmgr.files.load.open import OpenCheckpoint
+from ckptmgr.files.load.statistics import chunks_of
+from ckptmgr.formats import safetensors_file
+from ckptmgr.formats.compressed.source import FramesSource
+from ckptmgr.formats.file_crc import BodyCrc, FileCrc
+from ckptmgr.formats.index import TensorEntry, check_content, read_tensor_into
+from ckptmgr.formats.index import check_crc as check_stored_crc
+from ckptmgr.formats.mindspore import reader as mindspore_reader
+from ckptmgr.formats.mindspore.reader import CkptIndex
+from ckptmgr.formats.safetensors_crc import ContentsCrc
+from ckptmgr.formats.source import Source
+from ckptmgr.formats.tensor import flat_memory
+from ckptmgr.io.clusters import Clusters
+from ckptmgr.io.gc_pause import collector_paused
+from ckptmgr.io.scatter import Placement, read_scattered
+from ckptmgr.io.units import PIECE_BYTES
+from ckptmgr.io.unverified_reads import Glimpses
+
+_offset_of = operator.attrgetter("offset")
+
+
+def confirm_index(opened: OpenCheckpoint) -> None:
+    """Check the bytes that the index was made from, where that was left to the reading of the contents.
+
+    Raises:
+        FormatError, CryptoError, CkptmgrError: They are damaged.
+    """
+    fill_arrays(opened, [], {})
+
+
+def read_through(
+    opened: OpenCheckpoint, *, check_crc: bool = False, units_at_once: int = 1
+) -> None:
+    """Read everything and keep nothing: the source checks all of it on the way.
+
+    Args:
+        opened: The checkpoint.
+        check_crc: Also compare the CRC32 of the whole file with the stored one, where there is one.
+        units_at_once: How many units of the source one thread reads one after the other.
+
+    Raises:
+        FormatError, CryptoError, CkptmgrError: What the source raises, or the CRC32 differs.
+    """
+    crc = _stated_crc(opened) if check_crc else None
+    if isinstance(opened.source, FramesSource):
+        check_frames(opened.source, crc=crc)
+    else:
+        read_every_byte(
+            opened.source,
+            unit_bytes=opened.unit_bytes,
+            units_at_once=units_at_once,
+            crc=crc,
+            glimpses=opened.glimpses,
+        )
+    if crc is not None:
+        check_stored_crc(opened.index.crc, crc.value())
+
+
+def check_values(opened: OpenCheckpoint) -> None:
+    """Check the contents of which a reader does not accept every value: a bool is 0 or 1.
+
+    Raises:
+        FormatError: A bool has another value.
+    """
+    index = opened.index
+    for entry in index.tensors() if isinstance(index, CkptIndex) else index.entries:
+        if entry.spec.dtype.name == "bool":
+            for _ in chunks_of(opened.source, entry):
+                pass
+
+
+def _stated_crc(opened: OpenCheckpoint) -> FileCrc | None:
+    """Return what computes the CRC32 that a file states, or None where it states none."""
+    index = opened.index
+    if index.crc is None:
+        return None
+    return BodyCrc(index.body_bytes) if isinstance(index, CkptIndex) else ContentsCrc(index.entries)
+
+
+def read_every_byte(
+    source: Source,
+    *,
+    unit_bytes: int,
+    units_at_once: int = 1,
+    crc: FileCrc | None = None,
+    glimpses: Glimpses | None = None,
+) -> None:
+    """Read a source and keep nothing.
+
+    Args:
+        source: Checks what is read.
+        unit_bytes: What it checks at once, for reading in parallel; 0 reads piece after piece.
+        units_at_once: How many of these one thread reads one after the other.
+        crc: Is given every byte.
+        glimpses: What was seen of the source before; checked where it is read in parallel.
+
+    Raises:
+        FormatError, CryptoError, CkptmgrError: What the source raises.
+    """
+    if unit_bytes:
+        read_scattered(
+            source,
+            [],
+            unit_bytes=unit_bytes,
+            crc=crc,
+            glimpses=glimpses,
+            also_units=range(-(-source.size // unit_bytes)),
+            units_at_once=units_at_once,
+        )
+        return
+    buffer = memoryview(bytearray(min(PIECE_BYTES, source.size)))
+    for start in range(0, source.size, PIECE_BYTES):
+        view = buffer[: source.size - start]
+        source.read_into(start, view)
+        if crc is not None:
+            crc.add(start, view)
+
+
+def fill_arrays(
+    opened: OpenCheckpoint,
+    entries: Sequence[TensorEntry],
+    arrays: Mapping[int, np.ndarray],
+    *,
+    check_crc: bool = False,
+    clusters: Clusters | None = None,
+) -> None:
+    """Read the contents of some tensors into C-contiguous memory that exists.
+
+    Args:
+        opened: The checkpoint.
+        entries: The tensors, in file order.
+        arrays: `id` of an entry to its memory.
+        check_crc: Compare the CRC32 of the whole file with the stored one.
+        clusters: Other tensors, which are made as they are read; only where the file is read in pieces.
+
+    Raises:
+        FormatError, CryptoError, CkptmgrError: Damage was found; the memory is then undefined.
+    """
+    if check_crc:
+        _refuse_missing_crc(opened)
+    crc = _stated_crc(opened) if check_crc else None
+    if opened.unit_bytes or isinstance(opened.source, FramesSource):
+        _read(opened, entries, arrays, crc=crc, clusters=clusters)
+        if crc is not None:
+            check_stored_crc(opened.index.crc, crc.value())
+    elif crc is not None:
+        buffers = {key: flat_memory(array) for key, array in arrays.items()}
+        check_stored_crc(opened.index.crc, _read_all_in_order(opened, buffers))
+    else:
+        for entry in entries:
+            read_tensor_into(opened.source, entry, flat_memory(arrays[id(entry)]))
+
+
+def _refuse_missing_crc(opened: OpenCheckpoint) -> None:
+    index = opened.index
+    is_vouched_for = opened.cipher is not None or opened.has_digests
+    if isinstance(index, CkptIndex) and index.crc is None and not is_vouched_for:
+        raise ChecksumMismatch(
+            "crc_check was asked for, but the file has no CRC32: it was saved without one, or its end was cut off",
+            path=opened.path,
+            offset=index.body_bytes,
+            hint="load it without crc_check if you know that it was saved without a CRC",
+        )
+
+
+def _read_all_in_order(opened: OpenCheckpoint, buffers: Mapping[int, memoryview]) -> int:
+    """Read each tensor into the buffer for the `id` of its entry, if there is one; return the CRC32 that a file states."""
+    index = opened.index
+    if isinstance(index, CkptIndex):
+        return mindspore_reader.read_all_into(
+            opened.source, index, lambda entry: buffers.get(id(entry))
+        )
+    return safetensors_file.read_all_into(
+        opened.source, index, lambda entry: buffers.get(id(entry))
+    )
+
+
+def _read(
+    opened: OpenCheckpoint,
+    entries: Sequence[TensorEntry],
+    arrays: Mapping[int, np.ndarray],
+    *,
+    crc: FileCrc | None,
+    clusters: Clusters | None,
+) -> None:
+    """Fill the arrays from a file that is read in pieces."""
+    with collector_paused():
+        placements = sorted(_placements(entries, arrays), key=_offset_of)
+    if isinstance(opened.source, FramesSource):
+        read_frames(opened.source, placements, crc=crc)
+    else:
+        made = [] if clusters is None else clusters.found
+        read_scattered(
+            opened.source,
+            sorted([*placements, *made], key=_offset_of) if made else placements,
+            unit_bytes=opened.unit_bytes,
+            crc=crc,
+            glimpses=opened.glimpses,
+            also_units=() if opened.glimpses is None else opened.glimpses.units(opened.unit_bytes),
+        )
+    for entry in entries:
+        if entry.spec.dtype.name == "bool" and entry.pieces:
+            content = flat_memory(arrays[id(entry)])
+            check_content(entry, content, offset=entry.pieces[0].offset)
+
+
+def _placements(
+    entries: Iterable[TensorEntry], arrays: Mapping[int, np.ndarray]
+) -> Iterator[Placement]:
+    for entry in entries:
+        target = flat_memory(arrays[id(entry)])
+        pieces = entry.pieces
+        if len(pieces) == 1:
+            yield Placement(pieces[0].offset, target)
+            continue
+        for piece in pieces:
+            yield Placement(piece.offset, target[: piece.length])
+            target = target[piece.length :]

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Open an encrypted container that lies on a disk, with a key, and as the very file its manifest describes."""
+
+from __future__ import annotations
+
+import logging
+
+from ckptmgr.core.errors import ChecksumMismatch, KeyProblem
+from ckptmgr.core.names import CONTAINER_SUFFIX, OPAQUE
+from ckptmgr.crypto.container.floe import HEADER_BYTES
+from ckptmgr.crypto.container.header import Content
+from ckptmgr.crypto.container.source import ContainerSource, open_container
+from ckptmgr.crypto.container.unlock import CopyState, find_copies
+from ckptmgr.crypto.errors import CryptoError
+from ckptmgr.crypto.keys.ring import Keys, ring_of
+from ckptmgr.formats.detect import Kind, detect
+from ckptmgr.formats.source import Source, read_bytes
+from ckptmgr.io.scatter import read_checked
+from ckptmgr.io.units import PIECE_BYTES
+
+_LOG = logging.getLogger(__name__)
+
+ENCRYPTED = (Kind.MINDSPORE_ENCRYPTED, Kind.CKPTMGR_CONTAINER)
+"""The kinds of files that need a key."""
+
+_FORMATS = {
+    Content.SAFETENSORS: "safetensors",
+    Content.MINDSPORE_CKPT: "ckpt",
+    Content.OPAQUE: OPAQUE,
+    Content.FRAMES: "safetensors",
+}
+
+
+def open_container_file(
+    raw: Source, checked: Source, *, path: str, key: Keys | None, mode: str | None
+) -> ContainerSource:
+    """Return the plaintext of a container.
+
+    Args:
+        raw: The file.
+        checked: The same, compared with the digests of its manifest as it is read; `raw` itself when there is none.
+        path: For messages.
+        key: The key.
+        mode: The cipher mode to insist on, or None.
+
+    Raises:
+        KeyProblem: There is no key, or the mode is another one.
+        ChecksumMismatch: It is not the file that the manifest describes.
+        CryptoError: As `open_container`.
+    """
+    if key is None:
+        raise KeyProblem(
+            f"the file is encrypted ({container_mode(raw)}); a key is needed",
+            path=path,
+            hint="pass dec_key or --key",
+        )
+    ring = ring_of(key)
+    if not ring.can_open:
+        raise KeyProblem(
+            f"there are only public keys here ({', '.join(ring.labels)}), which encrypt and do not open",
+            path=path,
+            hint="give the private key, such as enc_key='file:alice.key' (CLI: --key file:alice.key)",
+        )
+    try:
+        container = open_container(raw, ring.identities)
+    except CryptoError:
+        read_bytes(checked, 0, min(1, raw.size))  # is it the file that was saved?
+        raise
+    if mode not in (None, container.mode):
+        raise KeyProblem(
+            f"the file says {container.mode}, not {mode}",
+            path=path,
+            hint=f"open it with mode {container.mode}",
+        )
+    for name, state in zip("AB", container.unlocked.states, strict=True):
+        if state is not CopyState.CURRENT:
+            _LOG.warning(
+                "%s: header copy %s is %s, the other one was used; ckptmgr rekey %s --key SOURCE mends it",
+                path,
+                name,
+                state.value,
+                path,
+            )
+    if checked is raw:
+        return container
+    # Every segment is bound to what was unlocked; the manifest must be the one of this very save. Another read of the file
+    # could give other bytes than those that were unlocked. The start of the payload commits to the header before it.
+    start = read_checked(checked, container.head_bytes - HEADER_BYTES, HEADER_BYTES)
+    if start != container.unlocked.message.header:
+        raise ChecksumMismatch("the file changed while it was being read", path=path)
+    return container
+
+
+def kind_of(raw: Source, *, name: str) -> Kind:
+    """Return what kind of file this is; one with the name of a container may have its first header copy damaged."""
+    kind = detect(raw)
+    is_named = kind in (Kind.UNKNOWN, Kind.ZIP_PICKLE) and name.endswith(CONTAINER_SUFFIX)
+    return Kind.CKPTMGR_CONTAINER if is_named else kind
+
+
+def format_in(container: ContainerSource) -> str:
+    """Return what an opened container holds: `safetensors`, `ckpt`, or `OPAQUE`."""
+    return _FORMATS[container.content]
+
+
+def unit_of(container: ContainerSource) -> int:
+    """Return how many plaintext bytes are best read at once: whole segments, or 0 where one is longer than a piece."""
+    return PIECE_BYTES // container.block_bytes * container.block_bytes
+
+
+def container_format(raw: Source) -> str:
+    """Return what the header of a container says that it holds; needs no key and proves nothing.
+
+    Raises:
+        CryptoError: The header cannot be parsed.
+    """
+    return _FORMATS[find_copies(raw)[0].header.fixed.content]
+
+
+def container_openers(raw: Source) -> tuple[str, ...]:
+    """Return what opens a container, for people, as its newest header says; needs no key and proves nothing.
+
+    Raises:
+        CryptoError: The header cannot be parsed.
+    """
+    return tuple(slot.label for slot in find_copies(raw)[0].header.slots)
+
+
+def container_mode(raw: Source) -> str:
+    """Return the cipher mode that the header of a container names; needs no key and proves nothing.
+
+    Raises:
+        CryptoError: The header cannot be parsed.
+    """
+    return find_copies(raw)[0].header.fixed.suite.mode

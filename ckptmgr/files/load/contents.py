@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a checkpoint file holds, as values: the envelope without a key, and with it the tensors.
+
+Reading the contents of a file checks them like loading does; only figures are kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from ckptmgr.core.error_translation import translated_errors
+from ckptmgr.core.errors import CheckpointNotFound, UnsupportedCheckpoint
+from ckptmgr.core.model import Checkpoint
+from ckptmgr.core.names import OPAQUE
+from ckptmgr.crypto.detect import cipher_of
+from ckptmgr.files.load.container import ENCRYPTED, container_format, container_openers, kind_of
+from ckptmgr.files.load.plaintext import Plaintext, plaintext_of
+from ckptmgr.files.load.shards import ShardedCheckpoint
+from ckptmgr.files.load.statistics import TensorStats, stats_of
+from ckptmgr.files.load.values import OpenCheckpoint, ReadOptions, open_indexed
+from ckptmgr.formats.detect import Kind
+from ckptmgr.formats.index import TensorEntry
+from ckptmgr.formats.mindspore.entries import MapEntry, TextEntry
+from ckptmgr.formats.tensor import TensorSpec
+from ckptmgr.store.manifest.codec import Manifest
+from ckptmgr.store.store import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """One tensor, and its figures when they were asked for.
+
+    Attributes:
+        spec: As it is stored; of a checkpoint of many ranks the whole of it.
+        stats: Its figures.
+        ranks: Of a checkpoint of many ranks: whose it is, where ranks differ.
+    """
+
+    spec: TensorSpec
+    stats: TensorStats | None = None
+    ranks: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plain:
+    """What is known once the file is decrypted.
+
+    Attributes:
+        format: `ckpt`, `safetensors`, or `OPAQUE`: a file that is no checkpoint.
+        size_bytes: Size of the plaintext, expanded where it is compressed.
+        compressed_bytes: Size of the plaintext as it is stored where it is compressed, else None.
+        is_sealed: Whether an encrypted file is authenticated as a whole.
+        crc: The CRC32 that is stored, not checked here; or None.
+        metadata: Strings kept in the file.
+        tensors: Those that were chosen, in file order; parts of a map parameter are `map.key`, `map.value`,
+            `map.status`.
+        texts: Named strings that were chosen.
+    """
+
+    format: str
+    size_bytes: int
+    compressed_bytes: int | None
+    is_sealed: bool
+    crc: int | None
+    metadata: Mapping[str, str]
+    tensors: tuple[StoredTensor, ...]
+    texts: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contents:
+    """What is known about one checkpoint file.
+
+    Attributes:
+        checkpoint: As listed.
+        manifest: Its manifest, or None.
+        stored_bytes: Size of the file.
+        cipher: The cipher mode that its first bytes name, or None.
+        plain: What is inside; None for an encrypted file without a key.
+    """
+
+    checkpoint: Checkpoint
+    manifest: Manifest | None
+    stored_bytes: int
+    cipher: str | None
+    plain: Plain | None
+
+
+def read_contents(
+    store: Store,
+    checkpoint: Checkpoint,
+    *,
+    options: ReadOptions,
+    choose: Callable[[str], bool] = lambda _: True,
+    has_stats: bool = False,
+) -> Contents:
+    """Return what a checkpoint holds.
+
+    Args:
+        store: The directory it lies in.
+        checkpoint: As listed by the store.
+        options: The key, and whether a file without a seal is accepted.
+        choose: Which tensors and texts to list.
+        has_stats: Whether to read the tensors for their figures.
+
+    Raises:
+        CkptmgrError: It is damaged, does not open with the key, or is of an unknown kind.
+        OSError: From the disk.
+    """
+    path = str(checkpoint.path)
+    if checkpoint.shards:
+        if has_stats:
+            raise UnsupportedCheckpoint(
+                f"was saved by {len(checkpoint.shards)} ranks; figures are those of single files",
+                path=path,
+                hint=f"look at one of them: {checkpoint.shards[0]}",
+            )
+        return _of_many_ranks(store, checkpoint, options, choose)
+    with translated_errors(path), contextlib.closing(store.fs.open(checkpoint.path)) as raw:
+        manifest = store.read_manifest(checkpoint.name)
+        plain, kind = None, kind_of(raw, name=path)
+        if kind is Kind.CKPTMGR_CONTAINER:
+            format = container_format(raw) if manifest is None else checkpoint.format
+            checkpoint = replace(checkpoint, opened_by=container_openers(raw), format=format)
+        if options.trust.keys is not None or kind not in ENCRYPTED:
+            source = plaintext_of(raw, path=path, options=options, manifest=manifest)
+            plain = _plain(
+                source, path, choose, has_manifest=manifest is not None, has_stats=has_stats
+            )
+        return Contents(
+            checkpoint=checkpoint,
+            manifest=manifest,
+            stored_bytes=raw.size,
+            cipher=cipher_of(raw),
+            plain=plain,
+        )
+
+
+def _of_many_ranks(
+    store: Store, checkpoint: Checkpoint, options: ReadOptions, choose: Callable[[str], bool]
+) -> Contents:
+    manifest = store.read_manifest(checkpoint.name)
+    if manifest is None or not manifest.shards:
+        raise CheckpointNotFound("there is no manifest", path=checkpoint.path)
+    plain = None
+    if options.trust.keys is not None or manifest.file.cipher is None:
+        with ShardedCheckpoint(store, manifest, options=options) as files:
+            found = [(spec, ranks) for spec, ranks in files.tensors() if choose(spec.name)]
+            plain = Plain(
+                format=manifest.file.format,
+                size_bytes=files.piece_bytes,
+                compressed_bytes=None,
+                is_sealed=manifest.file.cipher is not None,
+                crc=None,
+                metadata={},
+                tensors=tuple(StoredTensor(spec=spec, ranks=ranks) for spec, ranks in found),
+                texts={},
+            )
+    return Contents(
+        checkpoint=checkpoint,
+        manifest=manifest,
+        stored_bytes=checkpoint.size_bytes,
+        cipher=manifest.file.cipher,
+        plain=plain,
+    )
+
+
+def tensors_of(opened: OpenCheckpoint) -> Iterator[tuple[str, TensorEntry]]:
+    """Yield every tensor with its name, those of map parameters as `map.key`, `map.value`, `map.status`."""
+    for entry in opened.index.entries:
+        if isinstance(entry, MapEntry):
+            for part in (entry.key, entry.value, entry.status):
+                yield f"{entry.name}.{part.name}", part
+        elif not isinstance(entry, TextEntry):
+            yield entry.name, entry
+
+
+def _plain(
+    plain: Plaintext,
+    path: str,
+    choose: Callable[[str], bool],
+    *,
+    has_manifest: bool,
+    has_stats: bool,
+) -> Plain:
+    if plain.format == OPAQUE:
+        return Plain(
+            format=OPAQUE,
+            size_bytes=plain.source.size,
+            compressed_bytes=None,
+            is_sealed=plain.is_sealed,
+            crc=None,
+            metadata={},
+            tensors=(),
+            texts={},
+        )
+    opened = open_indexed(plain, path=path, has_digests=has_manifest, is_for_loading=False)
+    texts = [entry for entry in opened.index.entries if isinstance(entry, TextEntry)]
+    return Plain(
+        format=opened.format,
+        size_bytes=opened.source.size,
+        compressed_bytes=opened.compressed_bytes,
+        is_sealed=opened.is_sealed,
+        crc=opened.index.crc,
+        metadata=opened.metadata,
+        tensors=tuple(
+            StoredTensor(
+                spec=TensorSpec(name=name, dtype=entry.spec.dtype, shape=entry.spec.shape),
+                stats=stats_of(opened.source, entry) if has_stats else None,
+            )
+            for name, entry in tensors_of(opened)
+            if choose(name)
+        ),
+        texts={entry.name: entry.text for entry in texts if choose(entry.name)},
+    )

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A checkpoint whose tensors go from the file straight into the state that they are restored into.
+
+Every byte is verified before the first one of the state is written, so that a damaged checkpoint changes nothing. The price
+is a second look at the file, the first time for its digests and then for its contents; what that saves is memory for a
+second copy of the state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from ckptmgr.core.error_translation import translated_errors
+from ckptmgr.core.errors import CkptmgrError
+from ckptmgr.crypto.errors import CryptoError
+from ckptmgr.files.load.values import OpenCheckpoint, bytes_of, fill_arrays, read_through
+from ckptmgr.formats.errors import FormatError
+from ckptmgr.formats.index import TensorEntry, read_tensor_into
+from ckptmgr.state.tree import Restoration
+from ckptmgr.store.manifest.codec import Manifest
+
+_WORTH_IT = 0.5  # of the bytes; else reading the file twice costs more than the copies
+
+
+class InPlaceState:
+    """A verified checkpoint and where its tensors go; made by `in_place`.
+
+    Attributes:
+        manifest: Of the file, or None.
+        kept: What is left as it is; nothing, as the file is that of this very rank.
+    """
+
+    kept: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        opened: OpenCheckpoint,
+        plan: Restoration,
+        arrays: Mapping[str, np.ndarray],
+        *,
+        manifest: Manifest | None,
+    ) -> None:
+        self.manifest = manifest
+        self._opened = opened
+        self._plan = plan
+        self._arrays = {**arrays, **plan.direct}
+        self._file = contextlib.ExitStack()
+
+    def close_with(self, file: contextlib.ExitStack) -> None:
+        """Take over the open file; it is closed when the state is put back."""
+        self._file = file
+
+    def compared(self, state: object) -> Callable[[], object]:
+        """Return what fills the state that it was compared with."""
+        return lambda: self.put_back(state)
+
+    def put_back(self, state: object) -> object:
+        """Fill the state that it was compared with, and return it.
+
+        Raises:
+            CorruptCheckpoint, OSError: The file changed or cannot be read any more, after it was verified.
+        """
+        del state
+        entries = [one for one in tensors_in(self._opened) if one.name in self._arrays]
+        arrays = {id(one): self._arrays[one.name] for one in entries}
+        try:
+            with self._file, translated_errors(self._opened.path):
+                fill_arrays(self._opened, entries, arrays)
+        except BaseException as error:
+            error.add_note("the file was verified before, but the state is partly overwritten now")
+            raise
+        return self._plan.finish()
+
+
+def tensors_in(opened: OpenCheckpoint) -> list[TensorEntry]:
+    """Return the tensors of a file, those of map parameters left out."""
+    return [one for one in opened.index.entries if isinstance(one, TensorEntry)]
+
+
+def in_place(
+    opened: OpenCheckpoint,
+    state: object,
+    *,
+    skeleton: str,
+    manifest: Manifest | None,
+) -> InPlaceState | None:
+    """Return a checkpoint that was verified and compared with a state, or None where it is better loaded another way.
+
+    None also stands for everything that is wrong with it: the other way says what.
+
+    Args:
+        opened: The checkpoint.
+        state: What it will be restored into.
+        skeleton: Of the state tree; not verified yet.
+        manifest: Of the file.
+    """
+    entries = {one.name: one for one in tensors_in(opened)}
+    is_parallel = opened.unit_bytes or opened.compressed_bytes is not None
+    if not is_parallel or not (opened.has_digests or opened.is_sealed):
+        return None
+    arrays: dict[str, np.ndarray] = {}
+
+    def read(name: str) -> np.ndarray:
+        spec = entries[name].spec
+        arrays[name] = np.empty(spec.shape, spec.dtype.to_numpy())
+        return arrays[name]
+
+    def fill(name: str) -> None:
+        read_tensor_into(opened.source, entries[name], bytes_of(arrays[name]))
+
+    with contextlib.suppress(CkptmgrError, FormatError, CryptoError):
+        plan = Restoration(state, skeleton, read, fill=fill)
+        # A bool is checked again when it is read, which may be too late.
+        for name in [name for name in plan.direct if arrays[name].dtype == np.bool_]:
+            del plan.direct[name]
+        if _bytes(plan.direct) < _WORTH_IT * max(1, _bytes(arrays)):
+            return None
+        read_through(opened)
+        return InPlaceState(opened, plan, arrays, manifest=manifest)
+    return None
+
+
+def _bytes(arrays: Mapping[str, np.ndarray]) -> int:
+    return sum(one.nbytes for one in arrays.values())

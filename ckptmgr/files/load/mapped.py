@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensors of a plain file as memory that is mapped, not copied: their pages are those of the page cache.
+
+* Where digests vouch for the file, the ranges in which a tensor lies are checked once, before it is handed out.
+* A tensor whose bytes lie in several pieces, or not aligned for its element type, cannot be mapped.
+* The memory lives as long as the last array over it, whether or not the file was closed or removed meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+
+import numpy as np
+
+from ckptmgr.core.errors import UnsupportedCheckpoint
+from ckptmgr.files.load.values import OpenCheckpoint
+from ckptmgr.formats.index import TensorEntry, check_content
+from ckptmgr.io.digest import RANGE_BYTES, VerifyingSource
+from ckptmgr.io.files import CachedFile
+from ckptmgr.io.units import PIECE_BYTES, each_unit
+
+
+class MappedTensors:
+    """The tensors of one open file.
+
+    Args:
+        file: The file, open.
+        opened: The same, indexed.
+
+    Raises:
+        UnsupportedCheckpoint: It is encrypted or compressed.
+        TruncatedError: It has become shorter since it was opened.
+    """
+
+    def __init__(self, file: CachedFile, opened: OpenCheckpoint) -> None:
+        if opened.cipher is not None:
+            raise UnsupportedCheckpoint(
+                f"is encrypted ({opened.cipher}); only plain files can be mapped",
+                path=opened.path,
+                hint="open it without mmap",
+            )
+        if opened.compressed_bytes is not None:
+            raise UnsupportedCheckpoint(
+                "is compressed; only plain files can be mapped",
+                path=opened.path,
+                hint="open it without mmap",
+            )
+        self._file = file
+        self._source = opened.source
+        self._memory = memoryview(file.map())
+        self._checked: set[int] = set()
+
+    def part(self, entry: TensorEntry, skipped: int, shape: tuple[int, ...]) -> np.ndarray | None:
+        """Return a part of a tensor as a read-only array, or None where it cannot be mapped.
+
+        Args:
+            entry: The tensor.
+            skipped: Bytes of its content before the part.
+            shape: Shape of the part.
+
+        Raises:
+            ChecksumMismatch: A range it lies in does not match its digest.
+            OSError: From the disk.
+        """
+        dtype = entry.spec.dtype.to_numpy()
+        length = prod(shape) * dtype.itemsize
+        if len(entry.pieces) != 1 or not length:
+            return None
+        start = entry.pieces[0].offset + skipped
+        if start % dtype.alignment:
+            return None
+        if isinstance(self._source, VerifyingSource):
+            if self._source.range_bytes != RANGE_BYTES:
+                return None
+            self._check(
+                self._source, range(start // RANGE_BYTES, (start + length - 1) // RANGE_BYTES + 1)
+            )
+        view = self._memory[start : start + length]
+        check_content(entry, view, offset=start)
+        array: np.ndarray = np.frombuffer(view, dtype)
+        return array.reshape(shape)
+
+    def _check(self, source: VerifyingSource, ranges: Iterable[int]) -> None:
+        """Compare ranges with their digests, each once; what is hashed is the memory that is handed out."""
+
+        def check(index: int, buffer: memoryview) -> None:
+            del buffer
+            start = index * RANGE_BYTES
+            stop = min(start + RANGE_BYTES, source.size)
+            self._file.will_need(start, stop - start)
+            reader = source.open_range(index)
+            for first in range(start, stop, PIECE_BYTES):
+                reader.take(self._memory[first : min(first + PIECE_BYTES, stop)])
+            reader.finish()
+            self._checked.add(index)
+
+        each_unit([one for one in ranges if one not in self._checked], check)

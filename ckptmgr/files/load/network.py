@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Put loaded values into a network: a mapping of arrays, a PyTorch module, or a MindSpore Cell.
+
+Names that only the file has are ignored (appended counters, an optimiser's state). Everything is checked before the first
+value is written, so that a network is never half loaded.
+
+>>> network = {"w": np.zeros(2, np.float32)}
+>>> load_into(network, {"w": np.array([1.0, 2.0]), "epoch_num": np.array(3)})
+>>> network["w"].tolist()
+[1.0, 2.0]
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ckptmgr.files.load.values import Value
+from ckptmgr.formats.dtypes import BY_NAME
+from ckptmgr.state.arrays import framework_of, torch_tensor
+from ckptmgr.state.destinations import check_shared
+
+_LOG = logging.getLogger(__name__)
+_FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
+_INTEGERS = frozenset({"int8", "int16", "int32", "int64"})
+_WRONG = "May you need to check whether the checkpoint you loaded is correct"
+
+
+def load_into(net: Any, values: Mapping[str, Value], *, strict: bool = False) -> None:
+    """Put loaded values into a network.
+
+    Args:
+        net: A mapping of names to NumPy arrays or torch tensors (filled in place), an object with `load_state_dict()`,
+            or a MindSpore Cell.
+        values: Name to value.
+        strict: For a mapping and a Cell: refuse other element types, instead of converting one float or signed integer
+            type to another.
+
+    Raises:
+        TypeError: It is none of these.
+        RuntimeError: A value has another shape or type than the network's, or (PyTorch modules) is missing.
+        StateMismatch: Arrays of the network share memory, and their values differ there. Nothing was changed.
+    """
+    _check_mapping(values)
+    if hasattr(net, "parameters_and_names"):
+        from ckptmgr.files.load.mindspore_cell import load_into_cell
+
+        load_into_cell(net, values, strict=strict)
+    elif _is_torch_module(net):
+        state = net.state_dict()
+        _check_shared(state, values)
+        net.load_state_dict({name: _for_torch(values[name]) for name in state if name in values})
+    elif hasattr(net, "load_state_dict"):
+        net.load_state_dict(dict(values))
+    elif isinstance(net, Mapping):
+        _fill(net, values, strict=strict)
+    else:
+        raise TypeError(
+            f"For 'load_param_into_net', the argument 'net' should be a Cell, but got {type(net)}."
+        )
+
+
+def load_param_into_net(
+    net: Any,
+    parameter_dict: Mapping[str, Any],
+    strict_load: bool = False,
+    remove_redundancy: bool = False,
+) -> tuple[list[str], list[str]]:
+    """Put what `load_checkpoint` returned into a network; MindSpore's function, which takes no arrays itself.
+
+    >>> load_param_into_net({"w": np.zeros(2), "b": np.zeros(1)}, {"w": np.ones(2), "epoch_num": np.array(3)})
+    (['b'], ['epoch_num'])
+
+    Args:
+        net: As for `load_checkpoint`; a MindSpore Cell may be an optimizer, too.
+        parameter_dict: Name to array or, for a Cell, to MindSpore parameter; names may have been changed or taken out.
+        strict_load: Refuse other element types, instead of converting one float or signed integer type to another.
+        remove_redundancy: For a Cell: MindSpore's, which broadcasts what other ranks saved.
+
+    Returns:
+        The names of the network that were not loaded, and those of the dict that the network does not have.
+
+    Raises:
+        TypeError: `net` is no network, or `parameter_dict` no mapping.
+        RuntimeError: A value has another shape or type than the network's, or (PyTorch modules) is missing.
+        StateMismatch: Arrays of the network share memory, and their values differ there. Nothing was changed.
+    """
+    _check_mapping(parameter_dict)
+    if hasattr(net, "parameters_and_names"):
+        from ckptmgr.files.load.mindspore_cell import load_into_cell
+
+        return load_into_cell(
+            net, parameter_dict, strict=strict_load, remove_redundancy=remove_redundancy
+        )
+    load_into(net, parameter_dict, strict=strict_load)
+    names = _names_of(net, parameter_dict)
+    missing = [name for name in names if name not in parameter_dict]
+    return missing, [name for name in parameter_dict if name not in names]
+
+
+def _check_mapping(values: object) -> None:
+    if not isinstance(values, Mapping):
+        raise TypeError(
+            "For 'load_param_into_net', the argument 'parameter_dict' should be a dict, "
+            f"but got {type(values)}."
+        )
+
+
+def _names_of(net: Any, loaded: Mapping[str, object]) -> Mapping[str, object]:
+    if isinstance(net, Mapping):
+        return net
+    return net.state_dict() if _is_torch_module(net) else loaded
+
+
+def _is_torch_module(net: object) -> bool:
+    torch_module = sys.modules.get("torch")
+    return torch_module is not None and isinstance(net, torch_module.nn.Module)
+
+
+def _for_torch(value: Value) -> object:
+    return torch_tensor(value) if isinstance(value, np.ndarray) else value
+
+
+def _fill(net: Mapping[str, Any], values: Mapping[str, Value], *, strict: bool) -> None:
+    missing = [name for name in net if name not in values]
+    if missing:
+        _LOG.warning("not in the checkpoint, left as they are: %s", ", ".join(missing))
+    fitting = {
+        name: _fitting(name, net[name], values[name], strict=strict)
+        for name in net
+        if name in values
+    }
+    _check_shared(net, fitting)
+    for name, value in fitting.items():
+        mine = net[name]
+        if isinstance(mine, np.ndarray):
+            mine[...] = value
+        else:
+            # Not in place through autograd: weights are leaves, and loading is no step of a computation.
+            mine.detach().copy_(torch_tensor(value))
+
+
+def _check_shared(net: Mapping[str, Any], values: Mapping[str, Value]) -> None:
+    arrays = {
+        name: value
+        for name, value in values.items()
+        if isinstance(value, np.ndarray) and getattr(net.get(name), "shape", None) == value.shape
+    }
+    check_shared(net, arrays, what="the network")
+
+
+def _fitting(name: str, mine: Any, theirs: Value, *, strict: bool) -> np.ndarray:
+    """Return a value in the shape and type of the network's array `mine`."""
+    is_array = isinstance(mine, np.ndarray) or framework_of(mine) == "torch"
+    if not is_array or not isinstance(theirs, np.ndarray):
+        raise TypeError(
+            f"{name!r} cannot be filled in place: the network has a {type(mine).__name__}, "
+            f"the checkpoint a {type(theirs).__name__}"
+        )
+    shape = tuple(mine.shape)
+    if shape != theirs.shape:
+        raise RuntimeError(
+            f"{_should(name, 'shape')} But got its shape {shape} in the argument 'net' and shape {theirs.shape} in "
+            f"the argument 'parameter_dict'.{_WRONG} or the batch size and so on in the 'net' and 'parameter_dict' "
+            "are same."
+        )
+    wanted = str(mine.dtype).removeprefix("torch.")
+    found = theirs.dtype.name
+    if wanted == found:
+        return theirs
+    pair = {wanted, found}
+    if not strict and (pair <= _FLOATS or pair <= _INTEGERS):
+        converted = theirs.astype(BY_NAME[wanted].to_numpy())
+        # A float loses digits, as everybody expects of it; an integer would become another number.
+        if pair <= _FLOATS or np.array_equal(converted, theirs):
+            return converted
+    raise RuntimeError(
+        f"{_should(name, 'type')} but got its type {_spelling(wanted)} in the argument 'net' and type "
+        f"{_spelling(found)} in the argument 'parameter_dict'.{_WRONG}."
+    )
+
+
+def _should(name: str, what: str) -> str:
+    return (
+        f"For 'load_param_into_net', {name} in the argument 'net' should have the same {what} as {name} in the "
+        "argument 'parameter_dict'."
+    )
+
+
+def _spelling(dtype: str) -> str:
+    row = BY_NAME.get(dtype)
+    return dtype if row is None or row.mindspore is None else row.mindspore

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Open a checkpoint file: raw bytes -> checked -> decrypted -> indexed, all through one descriptor.
+
+Each stage is a source over the one below; no byte leaves a stage unchecked, and nothing is read that is not needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+from ckptmgr.core.error_translation import translated_errors
+from ckptmgr.core.errors import UnsupportedCheckpoint
+from ckptmgr.core.names import OPAQUE
+from ckptmgr.files.load.options import ReadOptions
+from ckptmgr.files.load.plaintext import Plaintext, plaintext_of
+from ckptmgr.formats import safetensors_file
+from ckptmgr.formats.compressed.source import FramesSource
+from ckptmgr.formats.detect import Kind, detect
+from ckptmgr.formats.errors import FormatError
+from ckptmgr.formats.mindspore import reader as mindspore_reader
+from ckptmgr.formats.mindspore.reader import CkptIndex
+from ckptmgr.formats.safetensors_file import SafetensorsIndex
+from ckptmgr.formats.source import Source
+from ckptmgr.io.gc_pause import collector_paused
+from ckptmgr.io.units import PIECE_BYTES
+from ckptmgr.io.unverified_reads import Glimpses
+from ckptmgr.store.manifest.codec import Manifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenCheckpoint:
+    """A checkpoint file that was opened, checked as far as it was read, and indexed.
+
+    Attributes:
+        path: For messages.
+        source: The plaintext.
+        index: What it holds and where.
+        cipher: The cipher mode, or None for a plain file.
+        is_sealed: Whether the file as a whole is authenticated.
+        has_digests: Whether a manifest vouches for every byte that is read.
+        unit_bytes: What the source checks at once; 0 where it is read tensor by tensor.
+        glimpses: What the index was made from, where that is still to be checked by reading the contents.
+    """
+
+    path: str
+    source: Source
+    index: CkptIndex | SafetensorsIndex
+    cipher: str | None
+    is_sealed: bool
+    has_digests: bool
+    unit_bytes: int = PIECE_BYTES
+    glimpses: Glimpses | None = None
+
+    @property
+    def format(self) -> str:
+        """`ckpt` or `safetensors`."""
+        return "ckpt" if isinstance(self.index, CkptIndex) else "safetensors"
+
+    @property
+    def compressed_bytes(self) -> int | None:
+        """Bytes of the compressed file that the source expands, or None when it is not compressed."""
+        return self.source.stored_bytes if isinstance(self.source, FramesSource) else None
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """The metadata strings of the file."""
+        return dict(self.index.metadata or {})
+
+
+def open_source(
+    raw: Source,
+    *,
+    path: str,
+    options: ReadOptions,
+    manifest: Manifest | None = None,
+    is_for_loading: bool = False,
+) -> OpenCheckpoint:
+    """Open a checkpoint over raw bytes.
+
+    Args:
+        raw: The bytes as stored.
+        path: For messages.
+        options: Key and what to accept.
+        manifest: Checks every byte that is read against its digests.
+        is_for_loading: All contents will be read with `read_values`, which also checks the index; otherwise that is done
+            here, at the price of reading most of a `.ckpt` once more.
+
+    Raises:
+        CorruptCheckpoint, KeyProblem, UnsupportedCheckpoint: See `ckptmgr.errors`.
+    """
+    with translated_errors(path):
+        plain = plaintext_of(raw, path=path, options=options, manifest=manifest)
+    return open_indexed(
+        plain, path=path, has_digests=manifest is not None, is_for_loading=is_for_loading
+    )
+
+
+def open_indexed(
+    plain: Plaintext, *, path: str, has_digests: bool, is_for_loading: bool
+) -> OpenCheckpoint:
+    """Open the checkpoint that a plaintext is.
+
+    Args:
+        plain: The plaintext.
+        path: For messages.
+        has_digests: Whether a manifest vouches for it.
+        is_for_loading: As for `open_source`.
+
+    Raises:
+        CorruptCheckpoint: It is damaged.
+        UnsupportedCheckpoint: It is no checkpoint.
+    """
+    if plain.format == OPAQUE:
+        raise UnsupportedCheckpoint(
+            "holds a file that is no checkpoint",
+            path=path,
+            hint="ckptmgr decrypt gives that file back",
+        )
+    with translated_errors(path):
+        glimpses = plain.glimpses if is_for_loading else None
+        index = None
+        if glimpses is not None:
+            # Where unchecked bytes make no sense, the checked ones say what is wrong.
+            with contextlib.suppress(FormatError):
+                index = _index(glimpses, path, plain.format)
+        if index is None:
+            index, glimpses = _index(plain.source, path, plain.format), None
+        return OpenCheckpoint(
+            path=path,
+            source=plain.source,
+            index=index,
+            cipher=plain.cipher,
+            is_sealed=plain.is_sealed,
+            has_digests=has_digests,
+            unit_bytes=plain.unit_bytes,
+            glimpses=glimpses,
+        )
+
+
+def _index(source: Source, path: str, format: str | None) -> CkptIndex | SafetensorsIndex:
+    if format is None:
+        is_named = path.endswith(".safetensors") or isinstance(source, FramesSource)
+        is_safetensors = is_named or detect(source) is Kind.SAFETENSORS
+        format = "safetensors" if is_safetensors else "ckpt"
+    with collector_paused():
+        if format == "safetensors":
+            return safetensors_file.read_safetensors_index(source)
+        return mindspore_reader.read_ckpt_index(source)

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plaintext of a checkpoint file: what kind of file it is, and the sources that check and decrypt it.
+
+Which kind it is, is looked up in unchecked bytes, because checking them would cost a whole range. Nothing depends on it: the
+contents are checked later, and where the look-up makes no sense the checked bytes are asked what is wrong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckptmgr.core.errors import (
+    ChecksumMismatch,
+    CorruptCheckpoint,
+    KeyProblem,
+    TruncatedCheckpoint,
+    UnprovenCheckpoint,
+    UnsealedCheckpoint,
+    UnsupportedCheckpoint,
+)
+from ckptmgr.core.trust import ACCEPT_UNENCRYPTED_HINT
+from ckptmgr.crypto.container.header import Content
+from ckptmgr.crypto.container.source import ContainerSource
+from ckptmgr.crypto.errors import CryptoError
+from ckptmgr.crypto.mindspore.block_keys import open_blocks_with
+from ckptmgr.crypto.mindspore.blocks import sniff_mode
+from ckptmgr.files.load.container import format_in, kind_of, open_container_file, unit_of
+from ckptmgr.files.load.options import ReadOptions
+from ckptmgr.files.load.stored_kind import check_kind
+from ckptmgr.formats.compressed.source import FramesSource, open_frames
+from ckptmgr.formats.detect import Kind, detect
+from ckptmgr.formats.source import Source, read_bytes
+from ckptmgr.io.digest import RANGE_BYTES, VerifyingSource
+from ckptmgr.io.scatter import read_checked
+from ckptmgr.io.units import HASHED_BYTES, PIECE_BYTES
+from ckptmgr.io.unverified_reads import Glimpses
+from ckptmgr.store.manifest.codec import Manifest
+
+_HEAD_BYTES = 16
+_READABLE = (
+    Kind.MINDSPORE_CKPT,
+    Kind.SAFETENSORS,
+    Kind.MINDSPORE_ENCRYPTED,
+    Kind.CKPTMGR_CONTAINER,
+    Kind.COMPRESSED,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plaintext:
+    """The plaintext of a file.
+
+    Attributes:
+        source: Its bytes, checked.
+        cipher: The cipher mode, or None for a plain file.
+        is_sealed: Whether the file as a whole is authenticated.
+        unit_bytes: What the source checks at once; 0 where it is read tensor by tensor, or frame by frame.
+        glimpses: Reads it unchecked, where checking costs more than the bytes that are wanted.
+        format: What it is, where an authenticated header says so.
+    """
+
+    source: Source
+    cipher: str | None = None
+    is_sealed: bool = False
+    unit_bytes: int = PIECE_BYTES
+    glimpses: Glimpses | None = None
+    format: str | None = None
+
+
+def refuse_unsigned(manifest: Manifest | None, *, path: str, options: ReadOptions) -> None:
+    """Raise UnprovenCheckpoint when a signature is wanted, and there is none that covers the file."""
+    is_signed = manifest is not None and manifest.signed_by is not None
+    if options.trust.needs_signature and not is_signed:
+        raise UnprovenCheckpoint(
+            "public keys to trust were given, but there is no manifest that one of them has signed",
+            path=path,
+            hint=options.trust.accept_hint,
+        )
+
+
+def plaintext_of(
+    raw: Source, *, path: str, options: ReadOptions, manifest: Manifest | None
+) -> Plaintext:
+    """Return the plaintext in a file.
+
+    Args:
+        raw: The bytes as stored.
+        path: For messages.
+        options: Key and what to accept.
+        manifest: Checks every byte that is read against its digests.
+
+    Raises:
+        CkptmgrError, CryptoError: It cannot be read, or not like this.
+    """
+    refuse_unsigned(manifest, path=path, options=options)
+    if manifest is None:
+        plain = Plaintext(source=raw)
+    else:
+        checked = VerifyingSource(raw, manifest.file.digest, path=path)
+        plain = Plaintext(source=checked, unit_bytes=0)
+        if manifest.file.digest.range_bytes == RANGE_BYTES:
+            glimpses = Glimpses(raw.size, raw.read_into, piece_bytes=HASHED_BYTES, path=path)
+            plain = Plaintext(source=checked, unit_bytes=RANGE_BYTES, glimpses=glimpses)
+    kind = kind_of(raw, name=path)
+    if kind is not Kind.CKPTMGR_CONTAINER:
+        kind = detect(plain.glimpses or plain.source)
+    if kind not in _READABLE:
+        kind = detect(plain.source)  # it is of another kind, or it is damaged
+    check_kind(kind, manifest, path=path)
+    if kind is Kind.MINDSPORE_ENCRYPTED:
+        return _open_encrypted(raw, plain.source, path=path, options=options)
+    if kind is Kind.CKPTMGR_CONTAINER:
+        container = open_container_file(
+            raw, plain.source, path=path, key=options.trust.keys, mode=options.mode
+        )
+        if container.content is Content.FRAMES:
+            frames = _frames_in(container, path)
+            return Plaintext(source=frames, cipher=container.mode, is_sealed=True, unit_bytes=0)
+        return Plaintext(
+            source=container,
+            cipher=container.mode,
+            is_sealed=True,
+            unit_bytes=unit_of(container),
+            format=format_in(container),
+        )
+    _refuse_unreadable(kind, path)
+    if options.trust.needs_encryption:
+        raise UnsealedCheckpoint(
+            "a key was given, but the file is not encrypted, so nothing proves who wrote it",
+            path=path,
+            hint=ACCEPT_UNENCRYPTED_HINT,
+        )
+    if kind is Kind.COMPRESSED:
+        # The table is checked against the manifest; its digests vouch for the frames, at the price of those that are read.
+        return Plaintext(source=open_frames(raw, table_from=plain.source), unit_bytes=0)
+    return plain
+
+
+def _frames_in(container: ContainerSource, path: str) -> FramesSource:
+    frames = open_frames(container)
+    stated = container.unlocked.header.fixed.plaintext_size
+    if frames.size != stated:
+        raise CorruptCheckpoint(
+            f"the frames expand to {frames.size} bytes, the header says {stated}", path=path
+        )
+    return frames
+
+
+def _open_encrypted(raw: Source, checked: Source, *, path: str, options: ReadOptions) -> Plaintext:
+    mode = sniff_mode(read_bytes(raw, 0, min(_HEAD_BYTES, raw.size)))
+    if options.trust.keys is None:
+        raise KeyProblem(
+            f"the file is encrypted ({mode}); a key is needed",
+            path=path,
+            hint="pass dec_key or --key",
+        )
+    wanted = options.mode or str(mode)
+    try:
+        blocks = open_blocks_with(
+            raw, options.trust.keys, wanted, allow_unsealed=options.trust.accepts_unsealed
+        )
+    except CryptoError:
+        read_bytes(checked, 0, min(_HEAD_BYTES, raw.size))  # is the mode the one that was saved?
+        raise
+    if blocks.block_bytes is None:
+        # Without a seal the digests are all there is; they are checked below the decryption.
+        blocks = open_blocks_with(checked, options.trust.keys, wanted, allow_unsealed=True)
+        return Plaintext(source=blocks, cipher=mode, unit_bytes=0)
+    # The seal authenticates every block. The manifest must still be the one of this very save: its digests of the end of
+    # the file must be those of the seal that is in use. Another read could give other bytes than the one it came from.
+    seal = read_checked(checked, blocks.seal_offset, checked.size - blocks.seal_offset)
+    if not blocks.is_sealed_by(seal):
+        raise ChecksumMismatch("the file changed while it was being read", path=path)
+    unit_bytes = PIECE_BYTES // blocks.block_bytes * blocks.block_bytes
+    return Plaintext(
+        source=blocks,
+        cipher=mode,
+        is_sealed=True,
+        unit_bytes=unit_bytes,
+        glimpses=Glimpses(blocks.size, blocks.peek_into, piece_bytes=unit_bytes, path=path)
+        if unit_bytes
+        else None,
+    )
+
+
+def _refuse_unreadable(kind: Kind, path: str) -> None:
+    if kind is Kind.ZIP_PICKLE:
+        raise UnsupportedCheckpoint(
+            "this is a torch.save file (zip with pickled code), which is never loaded here",
+            path=path,
+            hint="convert it with torch.load(weights_only=True) and ckptmgr.save_checkpoint",
+        )
+    if kind is Kind.EMPTY:
+        raise TruncatedCheckpoint("the file is empty", path=path, offset=0)

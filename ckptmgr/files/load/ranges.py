@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read some bytes of an open checkpoint into memory, proven, whatever way its file is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ckptmgr.files.load.compressed import read_frames
+from ckptmgr.files.load.values import OpenCheckpoint
+from ckptmgr.formats.compressed.source import FramesSource
+from ckptmgr.io.scatter import Placement, read_scattered
+
+
+def read_parts(
+    opened: OpenCheckpoint, placements: Sequence[Placement], *, is_confirmed: bool
+) -> None:
+    """Fill the targets of `placements`, in order of their offsets.
+
+    Frames are proven by their table, cipher blocks by their tags, plain files by the digests of the ranges that are read.
+
+    Args:
+        opened: The checkpoint.
+        placements: Which of its bytes go where.
+        is_confirmed: Whether an earlier read has confirmed what was seen of the file when it was opened. Otherwise the ranges
+            that its description lies in are read, too, and compared.
+
+    Raises:
+        CorruptCheckpoint: What was read is damaged, or the description was; the targets are then undefined.
+        OSError: From the disk.
+    """
+    if isinstance(opened.source, FramesSource):
+        read_frames(opened.source, placements)
+        return
+    if not opened.unit_bytes:
+        for one in placements:
+            opened.source.read_into(one.offset, one.target)
+        return
+    glimpses = None if is_confirmed else opened.glimpses
+    read_scattered(
+        opened.source,
+        placements,
+        unit_bytes=opened.unit_bytes,
+        glimpses=glimpses,
+        also_units=() if glimpses is None else glimpses.units(opened.unit_bytes),
+    )

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A state tree inside a checkpoint: its tensors, and its skeleton among the metadata strings of the file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from ckptmgr.core.errors import CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr.files.load.shard_pieces import PIECES, Index, Piece
+from ckptmgr.files.load.values import OpenCheckpoint, read_values
+from ckptmgr.formats.tensor import TensorSpec
+from ckptmgr.state import tree
+from ckptmgr.state.skeletons import with_shapes
+from ckptmgr.state.slices import Slice
+from ckptmgr.store.manifest.codec import Manifest
+
+SKELETON = "ckptmgr.tree"
+
+
+def metadata_of(flat: tree.FlatState) -> dict[str, str]:
+    """Return the metadata strings that a file needs to give the state back."""
+    found = {**flat.aliases, SKELETON: flat.skeleton}
+    stored = {tensor.spec.name: tensor.spec for tensor in flat.tensors}
+    slices = {name: one for name, one in flat.slices.items() if name in stored}
+    if slices:
+        found[PIECES] = index_of(slices, stored).to_text()
+    return found
+
+
+def as_held_here(flat: tree.FlatState) -> tree.FlatState:
+    """Return a state whose skeleton has the shapes of the slices that this process holds, not those of whole tensors."""
+    lengths = {name: one.lengths for name, one in flat.slices.items()}
+    return replace(flat, skeleton=with_shapes(flat.skeleton, lengths))
+
+
+def index_of(slices: Mapping[str, Slice], stored: Mapping[str, TensorSpec]) -> Index:
+    """Return the index of a file whose tensors are parts of larger ones, as far as they are in `slices`."""
+    pieces = {}
+    for name, one in slices.items():
+        # Elements that no format knows are stored as bytes, which adds a dimension.
+        more = stored[name].shape[len(one.lengths) :]
+        pieces[name] = Piece(
+            tensor=name, shape=(*one.shape, *more), start=(*one.start, *(0 for _ in more))
+        )
+    return Index(pieces=pieces)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredState:
+    """What was read from a checkpoint, verified.
+
+    Attributes:
+        path: Where from.
+        skeleton: Of the state tree, or None in a file that holds plain named tensors.
+        arrays: Name to array.
+        manifest: Of the file, or None.
+        kept: What nobody has saved for this process and is left as it is, by its path in the state.
+    """
+
+    path: Path
+    skeleton: str | None
+    arrays: Mapping[str, np.ndarray]
+    manifest: Manifest | None
+    kept: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, opened: OpenCheckpoint, *, path: Path, manifest: Manifest | None) -> StoredState:
+        """Read everything; raises as `read_values` does."""
+        skeleton = opened.metadata.get(SKELETON)
+        values = read_values(opened)
+        arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
+        return cls(path=path, skeleton=skeleton, arrays=arrays, manifest=manifest)
+
+    def put_back(self, state: object) -> object:
+        """Restore into `state`, or return new objects when it is None; raises as `compared`, and nothing was changed then."""
+        return self.compared(state)()
+
+    def compared(self, state: object) -> Callable[[], object]:
+        """Return what restores into `state`, or returns new objects when it is None.
+
+        Raises:
+            StateMismatch: It does not fit.
+            CorruptCheckpoint: A tensor is missing.
+            UnsupportedCheckpoint: The file has no state tree, and there is a state to restore into.
+        """
+        if self.skeleton is not None:
+            return compared(state, self.skeleton, self._array)
+        if state is None:
+            return lambda: dict(self.arrays)
+        raise UnsupportedCheckpoint(
+            "this file holds named tensors without a state tree (it was not saved by a CheckpointManager)",
+            path=self.path,
+            hint="load it with ckptmgr.load_checkpoint",
+        )
+
+    def _array(self, name: str) -> np.ndarray:
+        try:
+            return self.arrays[name]
+        except KeyError:
+            raise CorruptCheckpoint("a tensor is missing", path=self.path, tensor=name) from None
+
+
+def compared(state: object, skeleton: str, read: tree.Read) -> Callable[[], object]:
+    """Return what restores a state tree into `state`, which it fits, or returns new objects when that is None."""
+    if state is not None:
+        return tree.compared(state, skeleton, read)
+    restored = tree.unflatten(skeleton, read)
+    return lambda: restored

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors of one open file, each read and checked by itself; see `reader`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from math import prod
+from typing import Self
+
+import numpy as np
+
+from ckptmgr.core.error_translation import translated_errors
+from ckptmgr.core.errors import CheckpointNotFound, UnsupportedCheckpoint
+from ckptmgr.files.load.compressed import read_frames
+from ckptmgr.files.load.mapped import MappedTensors
+from ckptmgr.files.load.values import MapArrays, OpenCheckpoint, Value, bytes_of
+from ckptmgr.formats.compressed.source import FramesSource
+from ckptmgr.formats.index import TensorEntry, check_content
+from ckptmgr.formats.mindspore.entries import CkptEntry, MapEntry, TextEntry
+from ckptmgr.formats.tensor import TensorSpec
+from ckptmgr.io.scatter import Placement, read_scattered
+from ckptmgr.io.units import PIECE_BYTES
+
+
+class CheckpointReader:
+    """The tensors of one open file; made by `open_checkpoint`."""
+
+    def __init__(
+        self,
+        opened: OpenCheckpoint,
+        held: contextlib.ExitStack | None = None,
+        mapped: MappedTensors | None = None,
+    ) -> None:
+        self._opened = opened
+        self._held = held or contextlib.ExitStack()
+        self._mapped = mapped
+        self._entries: dict[str, CkptEntry] = {one.name: one for one in opened.index.entries}
+        self._heads = _heads(opened)
+        self._confirmed: set[int] = set()
+
+    @property
+    def format(self) -> str:
+        """`ckpt` or `safetensors`."""
+        return self._opened.format
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether a seal or digests vouch for what is read."""
+        return self._opened.is_sealed or self._opened.has_digests
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """The metadata strings of the file."""
+        return self._opened.metadata
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all values, in file order.
+
+        Raises:
+            CorruptCheckpoint: What describes them is damaged.
+            OSError: From the disk.
+        """
+        self._confirm_index()
+        return tuple(self._entries)
+
+    def spec(self, name: str) -> TensorSpec:
+        """Return name, element type and shape of a tensor.
+
+        Raises:
+            CheckpointNotFound: There is no such value; a LookupError, too.
+            UnsupportedCheckpoint: It is a text or a map parameter.
+            CorruptCheckpoint: What describes it is damaged.
+            OSError: From the disk.
+        """
+        return self._tensor(name).spec
+
+    def read(self, name: str, *, rows: slice | None = None) -> Value:
+        """Return one value, checked.
+
+        Args:
+            name: From `names()`.
+            rows: Which part along the first dimension of a tensor; steps other than 1 are refused.
+
+        Raises:
+            CheckpointNotFound: There is no such value; a LookupError, too.
+            UnsupportedCheckpoint: `rows` of something without rows.
+            TypeError, ValueError: `rows` is no slice, or has another step.
+            CorruptCheckpoint: It is damaged.
+            OSError: From the disk.
+        """
+        entry = self._entry(name)
+        if rows is not None:
+            return self._rows(self._tensor(name), rows)
+        if isinstance(entry, TensorEntry):
+            return self._part(entry, 0, entry.spec.shape)
+        if isinstance(entry, TextEntry):
+            self._confirm(entry)
+            return entry.text
+        parts = (entry.key, entry.value, entry.status)
+        return MapArrays(*(self._part(one, 0, one.spec.shape) for one in parts))
+
+    def _rows(self, entry: TensorEntry, rows: slice) -> np.ndarray:
+        if not isinstance(rows, slice):  # Python does not check what is only annotated
+            raise TypeError(f"rows is a slice, such as slice(0, 2), but got {rows!r}")
+        shape = entry.spec.shape
+        if not shape:
+            raise UnsupportedCheckpoint(
+                f"{entry.name!r} has no rows: it is a scalar", path=self._opened.path
+            )
+        start, stop, step = rows.indices(shape[0])
+        if step != 1:
+            raise ValueError(f"rows can be read with a step of 1, not of {step}")
+        row_bytes = prod(shape[1:]) * entry.spec.dtype.item_bytes
+        return self._part(entry, start * row_bytes, (max(0, stop - start), *shape[1:]))
+
+    def _part(self, entry: TensorEntry, skipped: int, shape: tuple[int, ...]) -> np.ndarray:
+        """Return a part of a tensor: that of this shape after so many bytes."""
+        self._confirm(entry)
+        if self._mapped is not None:
+            with translated_errors(self._opened.path):
+                mapped = self._mapped.part(entry, skipped, shape)
+            if mapped is not None:
+                return mapped
+        array: np.ndarray = np.empty(shape, entry.spec.dtype.to_numpy())
+        placements = []
+        target = bytes_of(array)
+        for piece in entry.pieces:
+            start = min(skipped, piece.length)
+            length = min(piece.length - start, target.nbytes)
+            placements.append(Placement(piece.offset + start, target[:length]))
+            skipped, target = skipped - start, target[length:]
+        with translated_errors(self._opened.path):
+            self._fill(placements)
+            for one in placements[:1]:
+                check_content(entry, bytes_of(array), offset=one.offset)
+        array.flags.writeable = self._mapped is None
+        return array
+
+    def _fill(self, placements: list[Placement]) -> None:
+        opened = self._opened
+        is_large = sum(one.target.nbytes for one in placements) > PIECE_BYTES
+        if is_large and isinstance(opened.source, FramesSource):
+            read_frames(opened.source, placements)
+            return
+        if is_large and opened.unit_bytes:
+            read_scattered(opened.source, placements, unit_bytes=opened.unit_bytes)
+            return
+        for one in placements:  # the source keeps the range or block at hand for the next tensor
+            opened.source.read_into(one.offset, one.target)
+
+    def _confirm(self, entry: CkptEntry) -> None:
+        """Check what describes a value, where that was not done when the file was opened."""
+        seen = self._seen_units()
+        self._confirm_units(self._heads.get(id(entry), seen) & seen)
+
+    def _confirm_index(self) -> None:
+        """Check what describes all values, where that was not done when the file was opened."""
+        self._confirm_units(self._seen_units())
+
+    def _seen_units(self) -> set[int]:
+        """Return the units in which something unchecked was seen."""
+        opened = self._opened
+        if opened.glimpses is None or opened.is_sealed or opened.format == "safetensors":
+            return set()
+        return opened.glimpses.units(opened.unit_bytes)
+
+    def _confirm_units(self, units: set[int]) -> None:
+        opened = self._opened
+        units = units - self._confirmed
+        if not units:
+            return
+        with translated_errors(opened.path):
+            read_scattered(
+                opened.source,
+                [],
+                unit_bytes=opened.unit_bytes,
+                glimpses=opened.glimpses,
+                also_units=units,
+            )
+        self._confirmed |= units
+
+    def _entry(self, name: str) -> CkptEntry:
+        try:
+            return self._entries[name]
+        except KeyError:
+            self._confirm_index()  # damage that looks like another name
+            raise CheckpointNotFound(
+                f"there is no value {name!r} in it", path=self._opened.path
+            ) from None
+
+    def _tensor(self, name: str) -> TensorEntry:
+        entry = self._entry(name)
+        self._confirm(entry)
+        if isinstance(entry, TensorEntry):
+            return entry
+        kind = "map parameter" if isinstance(entry, MapEntry) else "text"
+        raise UnsupportedCheckpoint(
+            f"{name!r} is a {kind}, not a tensor", path=self._opened.path, hint="use read(name)"
+        )
+
+    def close(self) -> None:
+        """Close the file; arrays that were mapped stay."""
+        self._mapped = None
+        self._held.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _heads(opened: OpenCheckpoint) -> dict[int, set[int]]:
+    """Return, for each tensor with content, the units between its content and the content before: what describes it."""
+    if not opened.unit_bytes:
+        return {}
+    tensors: list[TensorEntry] = []
+    for entry in opened.index.entries:
+        if isinstance(entry, MapEntry):
+            tensors += (entry.key, entry.value, entry.status)
+        elif isinstance(entry, TensorEntry):
+            tensors.append(entry)
+    pieces = sorted((piece, id(entry)) for entry in tensors for piece in entry.pieces)
+    heads: dict[int, set[int]] = {}
+    end = 0
+    for piece, owner in pieces:
+        units = range(end // opened.unit_bytes, piece.offset // opened.unit_bytes + 1)
+        heads.setdefault(owner, set()).update(units)
+        end = piece.offset + piece.length
+    return heads

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Load the values of an opened checkpoint file, into new arrays or into those that exist."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ckptmgr.core.error_translation import translated_errors
+from ckptmgr.files.load.bulk import confirm_index, fill_arrays, read_every_byte, read_through
+from ckptmgr.files.load.open import OpenCheckpoint, open_indexed, open_source
+from ckptmgr.files.load.options import ReadOptions
+from ckptmgr.formats.compressed.source import FramesSource
+from ckptmgr.formats.index import TensorEntry
+from ckptmgr.formats.mindspore.entries import CkptEntry, MapEntry
+from ckptmgr.formats.tensor import flat_memory
+from ckptmgr.io.clusters import Clusters
+from ckptmgr.io.scatter import piece_bytes_of
+from ckptmgr.state.destinations import check_shared, match
+from ckptmgr.state.paths import StateMismatch
+
+__all__ = [
+    "MapArrays",
+    "OpenCheckpoint",
+    "ReadOptions",
+    "Value",
+    "bytes_of",
+    "confirm_index",
+    "everything",
+    "fill_arrays",
+    "open_indexed",
+    "open_source",
+    "read_every_byte",
+    "read_into",
+    "read_through",
+    "read_values",
+]
+
+
+class MapArrays(NamedTuple):
+    """The arrays of a MindSpore MapParameter."""
+
+    key: np.ndarray
+    value: np.ndarray
+    status: np.ndarray
+
+
+Value = np.ndarray | str | MapArrays
+
+
+def everything(name: str) -> bool:
+    """Choose every name."""
+    del name
+    return True
+
+
+def read_values(
+    opened: OpenCheckpoint,
+    *,
+    choose: Callable[[str], bool] = everything,
+    check_crc: bool = False,
+) -> dict[str, Value]:
+    """Read tensors straight into new arrays, in file order.
+
+    Args:
+        opened: The checkpoint.
+        choose: Which names to read.
+        check_crc: Compare the CRC32 of the whole file with the stored one.
+
+    Raises:
+        CorruptCheckpoint: Damage was found; nothing is returned.
+        ChecksumMismatch: The CRC differs, or a plain `.ckpt` that nothing else vouches for has none: its end may be cut off.
+    """
+    with translated_errors(opened.path):
+        arrays: dict[int, np.ndarray] = {}
+        chosen: Sequence[CkptEntry] = opened.index.entries
+        if choose is not everything:
+            chosen = [entry for entry in chosen if choose(entry.name)]
+        entries = list(_tensors_in(chosen))
+        clusters = _clusters(opened, arrays)
+        if clusters is not None:
+            entries = clusters.take(entries)
+        for one in entries:
+            arrays[id(one)] = np.empty(one.spec.shape, one.spec.dtype.to_numpy())
+        fill_arrays(opened, entries, arrays, check_crc=check_crc, clusters=clusters)
+        return {entry.name: _value(entry, arrays) for entry in chosen}
+
+
+def _clusters(opened: OpenCheckpoint, arrays: dict[int, np.ndarray]) -> Clusters | None:
+    """Return what takes small tensors, where the file is read in pieces."""
+    if not opened.unit_bytes or isinstance(opened.source, FramesSource):
+        return None
+    return Clusters(arrays, grid_bytes=piece_bytes_of(opened.unit_bytes))
+
+
+def read_into(
+    opened: OpenCheckpoint, into: Mapping[str, object], *, check_crc: bool = False
+) -> None:
+    """Read the tensors that `into` names straight into the arrays there.
+
+    Args:
+        opened: The checkpoint.
+        into: Name to NumPy array or torch tensor; see `ckptmgr.destinations`.
+        check_crc: Compare the CRC32 of the whole file with the stored one.
+
+    Raises:
+        StateMismatch: What is stored does not fit all arrays; names every difference. Nothing was changed.
+        CorruptCheckpoint: Damage was found while reading; the content of the arrays is then undefined.
+    """
+    with translated_errors(opened.path):
+        try:
+            found = match(opened.index.entries, into)
+        except StateMismatch:
+            confirm_index(opened)  # damage that looks like a difference
+            raise
+    if found.sharing:
+        values = read_values(opened, choose=found.sharing.__contains__)
+        check_shared(into, {n: one for n, one in values.items() if isinstance(one, np.ndarray)})
+    try:
+        with translated_errors(opened.path):
+            fill_arrays(opened, found.entries, found.arrays, check_crc=check_crc)
+    except BaseException as error:
+        error.add_note("the content of the arrays given as into is undefined now; load them again")
+        raise
+    found.finish()
+
+
+def _tensors_in(chosen: Iterable[CkptEntry]) -> Iterator[TensorEntry]:
+    for entry in chosen:
+        if isinstance(entry, TensorEntry):
+            yield entry
+        elif isinstance(entry, MapEntry):
+            yield from (entry.key, entry.value, entry.status)
+
+
+def _value(entry: CkptEntry, arrays: Mapping[int, np.ndarray]) -> Value:
+    if isinstance(entry, TensorEntry):
+        return arrays[id(entry)]
+    if isinstance(entry, MapEntry):
+        return MapArrays(*(arrays[id(part)] for part in (entry.key, entry.value, entry.status)))
+    return entry.text
+
+
+def bytes_of(array: np.ndarray) -> memoryview:
+    """Return the memory of a C-contiguous array."""
+    return flat_memory(array)

@@ -1,0 +1,177 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`open_checkpoint`: one tensor of a file, or some rows of one, without reading the others.
+
+```
+with ckptmgr.open_checkpoint("net-1000.ckpt") as reader:
+    for name in reader.names():
+        print(reader.spec(name))
+    head = reader.read("embedding.weight", rows=slice(0, 100))
+```
+
+What is returned was checked, as by `load_checkpoint`, and that sets the price of a read:
+
+* with a manifest: the digest ranges (16 MiB) in which the tensor and its own description lie; in a `.ckpt` descriptions
+  lie between the tensors, so `names()` once reads each range that has one, most of a file of small tensors;
+* compressed: the frames (4 MiB) in which it lies, and the table at the end;
+* encrypted: the cipher blocks (4 MiB) in which it lies, and once, when the file is opened, those of all descriptions;
+* a plain file without a manifest: only its bytes, and nothing vouches for them.
+
+An object store is read by ranges, for the same price in bytes:
+
+```
+source = ckptmgr.RangeSource(get_range, size_bytes=size, name="s3://runs/net-1000.safetensors.ckpe")
+with ckptmgr.open_checkpoint(source, dec_key="file:run.key") as reader:
+    head = reader.read("embedding.weight", rows=slice(0, 100))
+```
+
+With `mmap=True` a tensor of a plain file is checked as above and then not copied: its array is the memory of the page cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from ckptmgr.config.checks import check_is_bool, check_trusted_keys
+from ckptmgr.config.keys import chosen_keys
+from ckptmgr.core.error_translation import translated_errors
+from ckptmgr.core.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr.core.trust import Trust
+from ckptmgr.crypto.keys.signing import PublicKey
+from ckptmgr.files.load.mapped import MappedTensors
+from ckptmgr.files.load.tensors import CheckpointReader
+from ckptmgr.files.load.values import OpenCheckpoint, ReadOptions, confirm_index, open_source
+from ckptmgr.formats.source import Source
+from ckptmgr.io.files import CachedFile
+from ckptmgr.store.manifest.codec import Manifest
+from ckptmgr.store.real_files import real_file
+from ckptmgr.store.store import Store
+
+__all__ = ["CheckpointReader", "open_checkpoint", "with_its_manifest"]
+
+_Result = TypeVar("_Result")
+
+
+def open_checkpoint(
+    path: str | os.PathLike[str] | Source,
+    *,
+    dec_key: bytes | str | None = None,
+    dec_mode: str | None = None,
+    allow_unsealed: bool = False,
+    allow_unencrypted: bool = False,
+    mmap: bool = False,
+    trusted_keys: Iterable[str | os.PathLike[str] | PublicKey] = (),
+) -> CheckpointReader:
+    """Open a file for reading single tensors; close the reader, or use it in a `with` block.
+
+    Args:
+        path: A `.ckpt` or `.safetensors` file, plain or encrypted; or a source of its bytes, such as a `RangeSource`: with a
+            `size` and a `read_into(offset, buffer)` that several threads may call. It is not closed. No manifest is
+            looked for beside it, so what is not encrypted is not verified.
+        dec_key: The key, or a source as for `CheckpointConfig`; files that are not authenticated as a whole are then refused,
+            unless `allow_unsealed`.
+        dec_mode: The cipher mode to insist on, or None for the one that the file names.
+        allow_unsealed: With a key, accept encrypted files that are not proven as a whole (MindSpore's own).
+        allow_unencrypted: With a key, accept plain files, too.
+        mmap: Return read-only arrays, over the mapped file instead of copies where a tensor lies in one piece and aligned
+            for its type: most of a safetensors file, of a `.ckpt` what happens to. Processes that map one file share its
+            memory, and the arrays may outlive the reader. Only for files that nobody changes in place, as ckptmgr never
+            does, on disks that can be trusted: what is written into the file, or read anew because memory ran short,
+            shows in arrays that were checked before; and who touches a page of a file that was cut short is killed (SIGBUS).
+        trusted_keys: Public keys, or their files in PEM: a file whose manifest none of them signed is refused, unless
+            `allow_unencrypted`, or `allow_unsealed` with a key.
+
+    Raises:
+        CheckpointNotFound: There is no such file.
+        CorruptCheckpoint: What describes the tensors is damaged.
+        KeyProblem: Wrong or missing key, or no seal.
+        UnsupportedCheckpoint: It is a file of another kind, or encrypted and to be mapped.
+        OSError: From the disk.
+    """
+    check_is_bool("mmap", mmap)
+    options = ReadOptions(
+        trust=Trust(
+            keys=chosen_keys(
+                "dec_key",
+                dec_key,
+                mode=dec_mode or "AES-GCM",
+                format="ckpt" if dec_mode else "safetensors",
+                is_for_reading=True,
+            ),
+            trusted_keys=check_trusted_keys(trusted_keys),
+            allow_unsealed=allow_unsealed,
+            allow_unencrypted=allow_unencrypted,
+        ),
+        mode=dec_mode,
+    )
+    if not isinstance(path, str | os.PathLike):
+        return _opened_source(path, options, is_mapped=mmap)
+    real = real_file(path)
+    if not real.exists():
+        raise CheckpointNotFound("no such file", path=path)
+    store = Store(
+        real.parent,
+        trust=options.trust,
+    )
+    return with_its_manifest(
+        store,
+        real.name,
+        lambda manifest: _opened_file(
+            CachedFile(real), str(path), options, manifest, is_mapped=mmap
+        ),
+    )
+
+
+def with_its_manifest(
+    store: Store, name: str, read: Callable[[Manifest | None], _Result]
+) -> _Result:
+    """Return what `read` makes of a file, given the manifest that describes it, though somebody may be replacing both."""
+    manifest = store.read_manifest(name)
+    while True:
+        try:
+            return read(manifest)
+        except CorruptCheckpoint:
+            # A writer may have replaced both files since the manifest was read; then the new one describes the data.
+            latest = store.read_manifest(name)
+            if latest == manifest:
+                raise
+            manifest = latest
+
+
+def _opened_file(
+    raw: CachedFile,
+    path: str,
+    options: ReadOptions,
+    manifest: Manifest | None,
+    *,
+    is_mapped: bool,
+) -> CheckpointReader:
+    with contextlib.ExitStack() as stack:
+        stack.callback(raw.close)
+        opened = _opened(raw, path, options, manifest)
+        with translated_errors(path):
+            mapped = MappedTensors(raw, opened) if is_mapped else None
+        return CheckpointReader(opened, stack.pop_all(), mapped)
+
+
+def _opened_source(source: Source, options: ReadOptions, *, is_mapped: bool) -> CheckpointReader:
+    if not (hasattr(source, "size") and hasattr(source, "read_into")):
+        raise TypeError(f"a path or a source with size and read_into is wanted, not {source!r}")
+    name = getattr(source, "name", None)
+    path = name if isinstance(name, str) else "<source>"
+    if is_mapped:
+        raise UnsupportedCheckpoint("only files can be mapped", path=path)
+    return CheckpointReader(_opened(source, path, options, None))
+
+
+def _opened(
+    raw: Source, path: str, options: ReadOptions, manifest: Manifest | None
+) -> OpenCheckpoint:
+    opened = open_source(raw, path=path, options=options, manifest=manifest, is_for_loading=True)
+    if opened.is_sealed or opened.format == "safetensors":
+        # Who can change bytes could lead the eye from one tensor to another; and here all descriptions lie together.
+        with translated_errors(path):
+            confirm_index(opened)
+    return opened

@@ -1,0 +1,376 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`save_checkpoint` and `load_checkpoint`: MindSpore's functions, for one file at a time.
+
+Same parameters, defaults and argument errors. Different on purpose, each for safety:
+
+* A save is atomic and durable, replaces a file only when the new one is on disk, and leaves a manifest with digests.
+* Mixed dictionaries are saved whole; a name that appears twice is an error, never a silent replacement.
+* `enc_key` with `crc_check` works: the CRC goes inside the encryption.
+* Encrypted files are sealed. Given `dec_key`, a file without a seal is refused unless `allow_unsealed=True`.
+* What MindSpore fills with zeros, cuts or crashes on is an error that names file, offset and tensor.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from ckptmgr.config.checks import (
+    check_async_save,
+    check_bool,
+    check_compression,
+    check_is_bool,
+    check_mode,
+    check_signing_key,
+    check_trusted_keys,
+)
+from ckptmgr.config.keys import check_given_key, chosen_keys
+from ckptmgr.core.errors import TruncatedCheckpoint, UnsupportedState
+from ckptmgr.core.handle import SaveStats
+from ckptmgr.core.model import Checkpoint
+from ckptmgr.core.names import CONTAINER_SUFFIX, parse_name, stem_of
+from ckptmgr.core.shard_names import is_set_name
+from ckptmgr.core.trust import Trust
+from ckptmgr.crypto.keys.signing import PublicKey, SigningKey
+from ckptmgr.files.load.network import load_into
+from ckptmgr.files.load.shard_state import load_sharded
+from ckptmgr.files.load.values import (
+    OpenCheckpoint,
+    ReadOptions,
+    everything,
+    open_source,
+    read_into,
+    read_values,
+)
+from ckptmgr.files.open_checkpoint import with_its_manifest
+from ckptmgr.files.save.saver import SaveOptions, SaveOrder, save_items
+from ckptmgr.files.serialization_arguments import (
+    check_append_dict,
+    check_safetensors_options,
+    chooser,
+    load_path,
+    save_path,
+)
+from ckptmgr.formats.source import BytesSource
+from ckptmgr.formats.tensor import Item, Tensor
+from ckptmgr.io.gc_pause import collector_paused
+from ckptmgr.io.page_cache import load_once
+from ckptmgr.io.signals import signals_heard, signals_held
+from ckptmgr.observe.observers import EVERYBODY
+from ckptmgr.state.arrays import named_tensors
+from ckptmgr.store.change_leases import lease_of_name
+from ckptmgr.store.manifest.codec import FileEntry, Manifest
+from ckptmgr.store.store import Store
+
+_EMPTY_RESULT = (
+    "The loaded parameter dict is empty after filter or specify, please check whether 'filter_prefix' or "
+    "'specify_prefix' are set correctly."
+)
+
+
+def save_checkpoint(
+    save_obj: object,
+    ckpt_file_name: str | os.PathLike[str],
+    integrated_save: bool = True,
+    async_save: bool | str = False,
+    append_dict: Mapping[str, object] | None = None,
+    enc_key: bytes | str | None = None,
+    enc_mode: str = "AES-GCM",
+    choice_func: Callable[[str], bool] | None = None,
+    crc_check: bool = False,
+    format: str = "ckpt",
+    *,
+    verify_after_write: bool = False,
+    signing_key: str | SigningKey | None = None,
+    compression: str | None = None,
+    compression_level: int = 1,
+    **kwargs: object,
+) -> Checkpoint:
+    """Save tensors to one file; when it returns, they survive a power cut.
+
+    After Ctrl-C the directory holds what it held before, or the new checkpoint whole. So it does after `kill -9` or a power
+    cut, but an unfinished file, a manifest without data or a lease file may be left, which are no checkpoint to anybody;
+    the next save into that directory removes them, a manifest that nothing shows to be left over after a day.
+
+    Args:
+        save_obj: A mapping of names to arrays or strings, MindSpore's list of `{"name", "data"}`, an object with
+            `state_dict()`, or a MindSpore Cell.
+        ckpt_file_name: Where; `.ckpt`, `.safetensors`, `.safetensors.ckpe` (with a key) or `.safetensors.ckpz` (compressed) is
+            made of its end as needed.
+        integrated_save: Accepted; it matters for sharded parameters only.
+        async_save: Accepted (`True`, `"thread"`, `"process"`); this version saves before it returns.
+        append_dict: More values to store: int, float, bool, str, arrays.
+        enc_key: 16, 24 or 32 bytes (SM4-CBC in a `.ckpt`: 16) encrypt and seal the file; or a source, as for
+            `CheckpointConfig`.
+        enc_mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`; for safetensors also `SM4-GCM`.
+        choice_func: Which names to save.
+        crc_check: Store a CRC32; with a key, inside the encryption.
+        format: `ckpt` or `safetensors`.
+        verify_after_write: Read the file back from the disk, past the page cache, before it is published.
+        compression: "zstd", or None; for safetensors only.
+        compression_level: 1 (fast) to 19; above 1 hardly pays for weights, but for sparse states.
+        signing_key: The source of an Ed25519 private key, such as `file:sign.pem`; signs the manifest.
+        kwargs: MindSpore's `remove_redundancy` (noted in safetensors metadata); others are ignored as MindSpore does.
+
+    Returns:
+        The checkpoint as listed.
+
+    Raises:
+        TypeError, ValueError, IsADirectoryError: An argument is unusable; messages as MindSpore's.
+        StoreLocked: Another process is saving this file now.
+        StoreFull: Not enough disk space; nothing was changed.
+        SaveFailed: With `verify_after_write`: the disk does not hold what was written; nothing was changed.
+        OSError: From the disk; an older file of this name is intact.
+    """
+    path = save_path(
+        save_obj,
+        ckpt_file_name,
+        format,
+        is_encrypted=enc_key is not None,
+        is_compressed=compression is not None,
+    )
+    check_bool(integrated_save)
+    check_async_save(async_save)
+    check_append_dict(append_dict)
+    check_given_key("enc_key", enc_key)
+    check_mode("enc_mode", enc_mode)
+    check_is_bool("crc_check", crc_check)
+    remove_redundancy = kwargs.get("remove_redundancy")
+    if remove_redundancy is not None:
+        check_is_bool("remove_redundancy", remove_redundancy)
+    check_safetensors_options(format, enc_key, enc_mode, kwargs.get("incremental", False))
+    key = chosen_keys("enc_key", enc_key, mode=enc_mode, format=format)
+    level = check_compression(compression, compression_level, format=format)
+    with collector_paused():
+        items = join_items(named_tensors(save_obj), named_tensors(dict(append_dict or {})))
+    if choice_func is not None:
+        items = [item for item in items if choice_func(name_of(item))]
+    metadata = None
+    if format == "safetensors" and remove_redundancy is not None:
+        metadata = {"remove_redundancy": str(remove_redundancy)}
+    options = SaveOptions(
+        format=format,
+        key=key,
+        mode=enc_mode,
+        has_crc=crc_check,
+        compression_level=level,
+        verify_after_write=check_is_bool("verify_after_write", verify_after_write),
+    )
+    if not path.parent.is_dir():
+        raise FileNotFoundError(2, os.strerror(2), str(path))
+    facts = dict(append_dict or {})
+    store = Store(
+        path.parent,
+        trust=Trust(keys=key, signing_key=check_signing_key(signing_key), allow_unencrypted=True),
+    )
+    order = SaveOrder(
+        name=path.name,
+        items=items,
+        options=options,
+        series=path.name,
+        describe=lambda entry, stats: _manifest(entry, stats, path, facts),
+        metadata=metadata,
+    )
+    started = time.perf_counter()
+    with (
+        EVERYBODY.watch(series=path.name, step=None, why="manual") as watch,
+        signals_held(),
+        lease_of_name(store, path.name),
+    ):
+        with signals_heard():
+            manifest = save_items(store, order)
+        cost = SaveStats(blocked_s=time.perf_counter() - started)
+        cost.note_written(
+            manifest.stats,
+            size_bytes=manifest.file.digest.size_bytes,
+            passed_s=cost.blocked_s,
+        )
+        watch.costs(cost)
+        watch.durable(path)
+    return manifest.to_checkpoint(path.parent)
+
+
+def load_checkpoint(
+    ckpt_file_name: str | os.PathLike[str] | io.BytesIO,
+    net: Any = None,
+    strict_load: bool = False,
+    filter_prefix: str | Sequence[str] | None = None,
+    dec_key: bytes | str | None = None,
+    dec_mode: str = "AES-GCM",
+    specify_prefix: str | Sequence[str] | None = None,
+    choice_func: Callable[[str], bool] | None = None,
+    crc_check: bool = False,
+    remove_redundancy: bool = False,
+    format: str | None = None,
+    *,
+    allow_unsealed: bool = False,
+    allow_unencrypted: bool = False,
+    into: Mapping[str, Any] | None = None,
+    trusted_keys: Iterable[str | os.PathLike[str] | PublicKey] = (),
+) -> dict[str, Any]:
+    """Load one file; a damaged one is an error, never a wrong value.
+
+    Args:
+        ckpt_file_name: A `.ckpt` or `.safetensors` file, a safetensors file in a BytesIO, or the name of a checkpoint of many
+            ranks, which ends in `.shards`: its tensors are then whole, and what differs is that of rank 0.
+        net: Load into this as well: a mapping of names to arrays, a PyTorch module, an object with `load_state_dict()`, or
+            a MindSpore Cell.
+        strict_load: Refuse other element types, instead of converting one float or signed integer type to another.
+        filter_prefix: Leave out names that start so.
+        dec_key: The key, or a source as for `CheckpointConfig`; files without a seal are then refused, unless
+            `allow_unsealed`.
+        dec_mode: The cipher mode.
+        specify_prefix: Only names that start so.
+        choice_func: Which names to load; ignored with either prefix, as in MindSpore.
+        crc_check: Compare the CRC32.
+        remove_redundancy: Accepted; it matters for sharded parameters only.
+        format: `ckpt` or `safetensors`; None goes by the file.
+        allow_unsealed: With a key, accept encrypted files that are not proven as a whole (MindSpore's own).
+        allow_unencrypted: With a key, accept plain files, too.
+        into: Name to NumPy array or torch tensor: these names are read, straight into their memory, and nothing else.
+            Everything is compared before the first byte is written; damage is found while writing, and an error about it
+            leaves the content of the arrays undefined.
+        trusted_keys: Public keys, or their files in PEM: a file whose manifest none of them signed is refused, unless
+            `allow_unencrypted`, or `allow_unsealed` with a key.
+
+    Returns:
+        Name to array (bf16 by `ml_dtypes`), string, or `MapArrays`, in file order; or the values of `into`.
+
+    Raises:
+        CorruptCheckpoint: Damaged; names file, offset and tensor. Also a ValueError.
+        KeyProblem: Wrong or missing key, or no seal. Also a ValueError.
+        CheckpointNotFound: There is no such file. Also a ValueError.
+        TypeError, ValueError: An argument is unusable; messages as MindSpore's.
+        RuntimeError: A value has another shape or type than the one in `net`.
+        StateMismatch: The file does not fit `into`; names every difference. Nothing was changed.
+    """
+    check_given_key("dec_key", dec_key)
+    check_mode("dec_mode", dec_mode)
+    check_is_bool("crc_check", crc_check)
+    check_is_bool("remove_redundancy", remove_redundancy)
+    choose = chooser(filter_prefix, specify_prefix, choice_func)
+    if into is not None and (net is not None or choose is not everything):
+        raise ValueError(
+            "'into' says what is loaded; it goes with neither 'net' nor a choice of names"
+        )
+    is_container = str(ckpt_file_name).endswith(CONTAINER_SUFFIX)
+    key = chosen_keys(
+        "dec_key",
+        dec_key,
+        mode=dec_mode,
+        format="safetensors" if is_container else "ckpt",
+        is_for_reading=True,
+    )
+    options = ReadOptions(
+        trust=Trust(
+            keys=key,
+            trusted_keys=check_trusted_keys(trusted_keys),
+            allow_unsealed=allow_unsealed,
+            allow_unencrypted=allow_unencrypted,
+        ),
+        mode=dec_mode,
+    )
+
+    def wanted(opened: OpenCheckpoint) -> dict[str, Any]:
+        if into is None:
+            return dict(read_values(opened, choose=choose, check_crc=crc_check))
+        read_into(opened, into, check_crc=crc_check)
+        return dict(into)
+
+    if isinstance(ckpt_file_name, io.BytesIO):
+        if format != "safetensors":
+            raise TypeError(
+                "ckpt don't support BytesIO as input type, please change to safetensors."
+            )
+        source = BytesSource(ckpt_file_name.getvalue())
+        values = wanted(open_source(source, path="<BytesIO>", options=options, is_for_loading=True))
+    elif _is_of_many_ranks(ckpt_file_name):
+        if into is not None:
+            raise ValueError("'into' takes one file; a checkpoint of many ranks has several")
+        values = dict(load_sharded(Path(ckpt_file_name), options=options, choose=choose))
+    else:
+        path = load_path(ckpt_file_name, format)
+        with EVERYBODY.timed("load", path=path) as told:
+            values = _read_file(path, options, wanted)
+            with suppress(OSError):  # its name may be gone by now
+                told["size_bytes"] = path.stat().st_size
+    if not values:
+        raise ValueError(_EMPTY_RESULT)
+    if net is not None:
+        load_into(net, values, strict=strict_load)
+    return values
+
+
+def _is_of_many_ranks(name: object) -> bool:
+    return isinstance(name, (str, os.PathLike)) and is_set_name(str(name))
+
+
+def join_items(items: Sequence[Item], appended: Sequence[Item]) -> list[Item]:
+    """Return the items of the network and those appended to it.
+
+    Raises:
+        UnsupportedState: A name is in both: one would silently replace the other.
+    """
+    taken = {name_of(item) for item in items} if appended else set()
+    for item in appended:
+        if name_of(item) in taken:
+            raise UnsupportedState(
+                f"{name_of(item)!r} is the name of a parameter and of an appended value",
+                hint="rename the appended value; saving both would lose the parameter",
+            )
+    return [*items, *appended]
+
+
+def name_of(item: Item) -> str:
+    """Return the name an item is stored under."""
+    return item.spec.name if isinstance(item, Tensor) else item.name
+
+
+def _read_file(
+    path: Path, options: ReadOptions, read: Callable[[OpenCheckpoint], dict[str, Any]]
+) -> dict[str, Any]:
+    store = Store(
+        path.parent,
+        trust=options.trust,
+    )
+
+    def read_with(manifest: Manifest | None) -> dict[str, Any]:
+        with closing(load_once(store.fs.open(path))) as raw:
+            if raw.size == 0 and manifest is None:  # programs may look for what MindSpore says
+                message = f"the file is empty; {_EMPTY_RESULT}"
+                raise TruncatedCheckpoint(message, path=path, offset=0)
+            return read(
+                open_source(
+                    raw, path=str(path), options=options, manifest=manifest, is_for_loading=True
+                )
+            )
+
+    return with_its_manifest(store, path.name, read_with)
+
+
+def _manifest(
+    entry: FileEntry, stats: Mapping[str, float], path: Path, facts: Mapping[str, object]
+) -> Manifest:
+    parsed = parse_name(path.name)
+    epoch = _counter(facts, "epoch_num")
+    return Manifest(
+        file=entry,
+        series=stem_of(path.name) if parsed is None else parsed.prefix,
+        run_id="",
+        step=_counter(facts, "step_num") or 0,
+        epoch=epoch if parsed is None or epoch is not None else parsed.epoch,
+        sequence=0,
+        saved_at=datetime.fromtimestamp(time.time(), UTC),
+        stats=stats,
+    )
+
+
+def _counter(facts: Mapping[str, object], name: str) -> int | None:
+    value = facts.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None

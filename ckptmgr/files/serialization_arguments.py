@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arguments of `save_checkpoint` and `load_checkpoint`, checked as MindSpore checks them, with its messages."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, suppress
+from pathlib import Path
+
+from ckptmgr.core.errors import CheckpointNotFound
+from ckptmgr.core.names import extension_of, without_envelope
+from ckptmgr.files.load.values import everything
+from ckptmgr.formats.detect import Kind, detect
+from ckptmgr.io.filesystem import OsFileSystem
+from ckptmgr.store.real_files import real_file
+
+_FORMATS = ("ckpt", "safetensors")
+
+
+def save_path(
+    save_obj: object, name: object, format: str, *, is_encrypted: bool, is_compressed: bool
+) -> Path:
+    """Return the file that a save is to write: where the name leads, with the end that its format has.
+
+    Raises:
+        TypeError, ValueError, IsADirectoryError: An argument is unusable; messages as MindSpore's.
+    """
+    if format not in _FORMATS:
+        raise ValueError(
+            f"For 'save_checkpoint', the format must be 'safetensors' or 'ckpt', but got {format}."
+        )
+    is_network = hasattr(save_obj, "state_dict") or hasattr(save_obj, "parameters_and_names")
+    if not isinstance(save_obj, (list, Mapping)) and not is_network:
+        raise TypeError(
+            "For 'save_checkpoint', the parameter 'save_obj' must be nn.Cell, list or dict, "
+            f"but got {type(save_obj)}."
+        )
+    if not isinstance(name, (str, os.PathLike)):
+        raise TypeError(
+            f"For 'save_checkpoint', the parameter {name} for checkpoint file name is invalid,"
+            f"'ckpt_file_name' must be string, but got {type(name)}."
+        )
+    path = Path(os.path.realpath(name))
+    if path.is_dir():
+        raise IsADirectoryError(
+            f"For 'save_checkpoint', the parameter `ckpt_file_name`: {path} is a directory, it must be a file name."
+        )
+    extension = extension_of(format, is_encrypted=is_encrypted, is_compressed=is_compressed)
+    if path.name.endswith(extension):
+        return path
+    if path.name.endswith(format):
+        return path.with_name(path.name + extension.removeprefix(format))
+    return path.with_name(f"{path.name}.{extension}")
+
+
+def load_path(name: object, format: str | None) -> Path:
+    """Return the file that a name leads to.
+
+    Raises:
+        TypeError, ValueError: An argument is unusable; messages as MindSpore's.
+        CheckpointNotFound: There is no such file.
+    """
+    if not isinstance(name, (str, os.PathLike)):
+        raise TypeError(
+            f"For 'load_checkpoint', the argument 'ckpt_file_name' must be string, but got {type(name)}."
+        )
+    if format is not None and format not in _FORMATS:
+        raise ValueError(
+            f"For 'load_checkpoint', the format must be 'safetensors' or 'ckpt', but got {format}."
+        )
+    text = os.fspath(name)
+    endings = (format,) if format is not None else _FORMATS
+    if not without_envelope(text).endswith(endings):
+        wrong = ValueError(
+            "For 'load_checkpoint', the checkpoint file format must same with 'format', but got "
+            f"file_name:'{text}', format:'{format or 'ckpt'}'"
+        )
+        for sentence in _what_it_is(Path(text)):
+            wrong.add_note(sentence)
+        raise wrong
+    path = real_file(text)
+    if not path.exists():
+        raise CheckpointNotFound(
+            f"For 'load_checkpoint', the checkpoint file: {path} does not exist, please check whether the "
+            "'ckpt_file_name' is correct."
+        )
+    return path
+
+
+def _what_it_is(path: Path) -> Iterator[str]:
+    """Yield what a path that is no name of a checkpoint names, and the way out."""
+    with suppress(OSError, ValueError):  # no such file, or no such name
+        if path.is_dir():
+            yield "this is a directory: name a file in it, or use CheckpointManager(directory).resume()"
+        elif path.is_file():
+            with closing(OsFileSystem().open(path)) as file:
+                kind = detect(file)
+            if kind is Kind.ZIP_PICKLE:
+                yield "this is a torch.save file; convert it with torch.load(weights_only=True) and save_checkpoint"
+            elif kind not in (Kind.UNKNOWN, Kind.EMPTY):
+                yield f"this is a {kind.value} file under another name: rename it"
+
+
+def chooser(
+    filter_prefix: object, specify_prefix: object, choice_func: Callable[[str], bool] | None
+) -> Callable[[str], bool]:
+    """Return which names are to be loaded.
+
+    Raises:
+        TypeError, ValueError: A prefix is unusable; messages as MindSpore's.
+    """
+    filtered, specified = _prefixes(filter_prefix), _prefixes(specify_prefix)
+    if filtered is None and specified is None:
+        return choice_func if choice_func is not None else everything
+
+    def choose(name: str) -> bool:
+        if filtered is not None and name.startswith(filtered):
+            return False
+        return specified is None or name.startswith(specified)
+
+    return choose
+
+
+def _prefixes(given: object) -> tuple[str, ...] | None:
+    if given is None:
+        return None
+    if not isinstance(given, (str, list, tuple)):
+        raise TypeError(
+            "For 'load_checkpoint', the type of 'specify_prefix' or 'filter_prefix' must be string, list[string] or "
+            f"tuple[string], but got {type(given)}."
+        )
+    if not given and not isinstance(given, str):
+        raise ValueError(
+            "For 'load_checkpoint', the argument 'specify_prefix' or 'filter_prefix' can't be empty when "
+            "'specify_prefix' or 'filter_prefix' is list or tuple."
+        )
+    prefixes = (given,) if isinstance(given, str) else tuple(given)
+    for index, prefix in enumerate(prefixes):
+        if not isinstance(prefix, str):
+            raise TypeError(
+                "For 'load_checkpoint', when 'specify_prefix' or 'filter_prefix' is list or tuple, the element in it "
+                f"must be string, but got {type(prefix)} at index {index}."
+            )
+        if prefix == "":
+            raise ValueError(
+                "For 'load_checkpoint', the value of 'specify_prefix' or 'filter_prefix' can't include ''."
+            )
+    return prefixes
+
+
+def check_append_dict(append_dict: object) -> None:
+    """Raise MindSpore's TypeError unless these are names and values that can be appended."""
+    if append_dict is None:
+        return
+    if not isinstance(append_dict, Mapping):
+        raise TypeError(
+            f"For 'save_checkpoint', the argument 'append_dict' must be dict, but got {type(append_dict)}."
+        )
+    for name, value in append_dict.items():
+        if (
+            not isinstance(name, str)
+            or value is None
+            or isinstance(value, (bytes, complex, list, tuple, dict))
+        ):
+            raise TypeError(
+                "For 'save_checkpoint', the type of dict 'append_info' must be key: string, value: int, float, bool or "
+                f"Generator, but got key: {type(name)}, value: {type(value)}"
+            )
+
+
+def check_safetensors_options(
+    format: str, enc_key: bytes | str | None, enc_mode: str, incremental: object
+) -> None:
+    """Raise MindSpore's ValueError for options that safetensors files do not have."""
+    if format != "safetensors":
+        return
+    start = "For 'save_checkpoint', when format is 'safetensors', the parameter "
+    if enc_key is None and enc_mode != "AES-GCM":
+        raise ValueError(
+            f"{start}'enc_mode' must be set to default value 'AES-GCM', but got '{enc_mode}'."
+        )
+    if incremental is not False:
+        raise ValueError(
+            f"{start}'map_param_inc' must be set to default value 'False', but got '{incremental}'."
+        )

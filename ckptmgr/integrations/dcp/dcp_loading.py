@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a load plan wants from the file of one rank, read into the tensors of its planner.
+
+Contents go straight into tensors on the CPU that are contiguous and of the stored type; all others, and memory that two
+tensors share, are filled through buffers of at most 256 MiB together.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+
+from ckptmgr.core.regions import region_at, whole_region
+from ckptmgr.integrations.dcp.files import ShardFile, ShardSet, Want
+from ckptmgr.integrations.dcp.index import Piece, piece_name
+from ckptmgr.state.destinations import apart, has_memory, memory_of
+from ckptmgr.state.overlaps import clashes, sharing
+from ckptmgr.state.paths import StateMismatch
+
+_BUFFERED_BYTES = 256 << 20
+_SHOWN_DIFFERENCES = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Job:
+    """An item to read.
+
+    Attributes:
+        item: The item.
+        target: Where the planner wants it.
+        dtype: The stored element type.
+        memory: The memory of the target, when it can be filled as the file has it; else None.
+    """
+
+    item: ReadItem
+    target: torch.Tensor
+    dtype: torch.dtype
+    memory: np.ndarray | None
+
+    @property
+    def buffered_bytes(self) -> int:
+        """How much memory it takes besides its target."""
+        return prod(self.item.lengths) * self.dtype.itemsize if self.memory is None else 0
+
+
+class Loading:
+    """Reads from the file of one rank.
+
+    Args:
+        file: The file.
+        metadata: Of the checkpoint, from `metadata_from`.
+        planner: Says where things go.
+    """
+
+    def __init__(self, file: ShardFile, metadata: Metadata, planner: LoadPlanner) -> None:
+        self._file = file
+        self._pieces: Mapping[MetadataIndex, Piece] = metadata.storage_data
+        self._kinds = metadata.state_dict_metadata
+        self._planner = planner
+
+    def run(self, items: Sequence[ReadItem]) -> None:
+        """Read the items; raises as `StorageReader.read_data`."""
+        self._read_objects([item for item in items if item.type == LoadItemType.BYTE_IO])
+        tensors = [item for item in items if item.type != LoadItemType.BYTE_IO]
+        tensors.sort(key=lambda item: (self._file.offset(_name(item)), item.storage_offsets))
+        for jobs in _batches(self._jobs(tensors)):
+            self._read(jobs)
+
+    def values(self, items: Sequence[ReadItem]) -> list[torch.Tensor]:
+        """Return what the targets of some items are to be given, each of the type of its target; raises as `run`."""
+        jobs = [replace(self._job(item), memory=None) for item in items]
+        buffers = self._filled(jobs)
+        return [buffers[id(job)].to(job.target.dtype) for job in jobs]
+
+    def _read_objects(self, items: Sequence[ReadItem]) -> None:
+        wants = []
+        for item in items:
+            size_bytes = self._file.size_bytes(_name(item))
+            whole = whole_region([size_bytes])
+            target = memoryview(bytearray(size_bytes))
+            wants.append(
+                Want(name=_name(item), stored=whole, wanted=whole, item_bytes=1, target=target)
+            )
+        self._file.read(wants)
+        for item, want in zip(items, wants, strict=True):
+            self._planner.load_bytes(item, io.BytesIO(want.target))
+
+    def _jobs(self, items: Sequence[ReadItem]) -> list[_Job]:
+        jobs = [self._job(item) for item in items]
+        direct = apart({str(number): job.memory for number, job in enumerate(jobs)})
+        return [replace(job, memory=direct.get(str(number))) for number, job in enumerate(jobs)]
+
+    def _job(self, item: ReadItem) -> _Job:
+        target = self._planner.resolve_tensor(item).detach()
+        if target.size() != item.lengths:
+            raise StateMismatch(
+                f"{item.dest_index.fqn!r} takes {list(target.size())} where {list(item.lengths)} are stored"
+            )
+        kind = self._kinds[item.storage_index.fqn]
+        assert isinstance(kind, TensorStorageMetadata)  # noqa: S101 - the planner went by it
+        dtype = kind.properties.dtype
+        memory = memory_of(target) if target.dtype == dtype else None
+        return _Job(item=item, target=target, dtype=dtype, memory=memory)
+
+    def _read(self, jobs: Sequence[_Job]) -> None:
+        buffers = self._filled(jobs)
+        for job in jobs:
+            if id(job) in buffers:
+                job.target.copy_(buffers[id(job)])
+            self._planner.commit_tensor(job.item, job.target)
+
+    def _filled(self, jobs: Sequence[_Job]) -> dict[int, torch.Tensor]:
+        """Read what some jobs want, and return by `id` of a job the buffers of those without memory."""
+        buffers = {
+            id(job): torch.empty(job.item.lengths, dtype=job.dtype)
+            for job in jobs
+            if job.memory is None
+        }
+        wants = []
+        for job in jobs:
+            memory = memory_of(buffers[id(job)]) if job.memory is None else job.memory
+            wants.append(self._want(job, memory))
+        self._file.read(wants)
+        return buffers
+
+    def _want(self, job: _Job, memory: np.ndarray | None) -> Want:
+        assert memory is not None  # noqa: S101 - a new tensor on the CPU has memory
+        item = job.item
+        return Want(
+            name=_name(item),
+            stored=whole_region(self._pieces[item.storage_index].sizes),
+            wanted=region_at(item.storage_offsets, item.lengths),
+            item_bytes=job.dtype.itemsize,
+            target=memory.reshape(-1).view(np.uint8).data,
+        )
+
+
+def check_shared(
+    shards: ShardSet,
+    items: Mapping[int, Sequence[ReadItem]],
+    metadata: Metadata,
+    planner: LoadPlanner,
+) -> None:
+    """Check that tensors which share memory are given the same values there; nothing is changed.
+
+    Args:
+        shards: The files.
+        items: What is wanted, by the rank whose file it is in.
+        metadata: Of the checkpoint, from `metadata_from`.
+        planner: Says where things go.
+
+    Raises:
+        StateMismatch: They are not; names both. Or a target has another size than what is read into it.
+        CorruptCheckpoint, OSError: As `StorageReader.read_data`.
+    """
+    # A planner of another kind may take memory whenever it is asked for a target.
+    if not isinstance(planner, DefaultLoadPlanner):
+        return
+    wanted = [
+        (rank, item)
+        for rank, own in items.items()
+        for item in own
+        if item.type != LoadItemType.BYTE_IO
+    ]
+    found = {n: planner.resolve_tensor(item).detach() for n, (_, item) in enumerate(wanted)}
+    targets = {number: target for number, target in found.items() if has_memory(target)}
+    numbers = [n for group in sharing(targets) if _is_of_several(group, wanted) for n in group]
+    values: dict[int, torch.Tensor] = {}
+    for rank in sorted({wanted[number][0] for number in numbers}):
+        own_numbers = [number for number in numbers if wanted[number][0] == rank]
+        with shards.file(rank) as file:
+            read = Loading(file, metadata, planner).values([wanted[n][1] for n in own_numbers])
+        values |= zip(own_numbers, read, strict=True)
+
+    def name(number: int) -> str:
+        return repr(wanted[number][1].dest_index.fqn)
+
+    problems = [
+        f"{name(one.later)} {one.naming(name)}"
+        for one in clashes({n: targets[n] for n in sorted(values)}, values)
+    ]
+    if problems:
+        raise StateMismatch(
+            "the checkpoint does not fit this state; nothing was changed:\n  "
+            + "\n  ".join(sorted(set(problems))[:_SHOWN_DIFFERENCES]),
+            hint="give tensors that do not share memory, or tie those that were tied when they were saved",
+        )
+
+
+def _is_of_several(group: Sequence[int], wanted: Sequence[tuple[int, ReadItem]]) -> bool:
+    """Return whether targets belong to several tensors; the parts of one tensor are apart."""
+    return len(group) == 1 or len({wanted[number][1].dest_index.fqn for number in group}) > 1
+
+
+def _batches(jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
+    batch: list[_Job] = []
+    buffered = 0
+    for job in jobs:
+        if batch and buffered + job.buffered_bytes > _BUFFERED_BYTES:
+            yield batch
+            batch, buffered = [], 0
+        batch.append(job)
+        buffered += job.buffered_bytes
+    if batch:
+        yield batch
+
+
+def _name(item: ReadItem) -> str:
+    return piece_name(item.storage_index.fqn, item.storage_index.offset)

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who writes what several ranks have: each byte once, every rank about as many, large tensors cut by rows.
+
+DCP itself gives whole tensors to the rank with the least so far, so one large table makes one rank write it all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+
+from ckptmgr.integrations.dcp.metadata import tensor_data
+from ckptmgr.parallel.balance import MAX_CHUNK_BYTES, Chunk, Replicated, balance_by_bytes
+
+# Smaller pieces cost more in reading than they save in writing.
+LEAST_CHUNK_BYTES = 1 << 20
+# So many chunks a rank bring the largest load within 2 % of the mean.
+_CHUNKS_PER_RANK = 50
+
+
+def balanced(plans: Sequence[SavePlan]) -> list[SavePlan]:
+    """Return the plans of all ranks with every item in one of them, or its rows in several.
+
+    Of values that are no tensors the one of the lowest rank is kept.
+    """
+    holders: dict[MetadataIndex, list[int]] = {}
+    items: dict[MetadataIndex, WriteItem] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            holders.setdefault(item.index, []).append(rank)
+            items.setdefault(item.index, item)
+    shared = {
+        index: item
+        for index, item in items.items()
+        if len(holders[index]) > 1 and _size_bytes([item])
+    }
+    kept: list[list[WriteItem]] = [[] for _ in plans]
+    for index, item in items.items():
+        if index not in shared:
+            kept[holders[index][0]].append(item)
+    for rank, item in _dealt_out(shared, holders, own_bytes=list(map(_size_bytes, kept))):
+        kept[rank].append(item)
+    return [replace(plan, items=one) for plan, one in zip(plans, kept, strict=True)]
+
+
+def rows_of(whole: torch.Tensor, item: WriteItem, part: WriteItem) -> torch.Tensor:
+    """Return the rows of the tensor of an item that a part of it is about."""
+    chunk = tensor_data(part).chunk
+    start = chunk.offsets[0] - tensor_data(item).chunk.offsets[0]
+    return whole.narrow(0, start, chunk.sizes[0])
+
+
+def is_part(part: WriteItem, item: WriteItem) -> bool:
+    """Return whether an item is some rows of another one of the same tensor, and not all of it."""
+    if item.type == WriteItemType.BYTE_IO:
+        return False
+    outer, inner = tensor_data(item).chunk, tensor_data(part).chunk
+    return (
+        outer.sizes != inner.sizes
+        and outer.offsets[1:] == inner.offsets[1:]
+        and outer.sizes[1:] == inner.sizes[1:]
+        and outer.offsets[0] <= inner.offsets[0]
+        and inner.offsets[0] + inner.sizes[0] <= outer.offsets[0] + outer.sizes[0]
+    )
+
+
+def _dealt_out(
+    shared: Mapping[MetadataIndex, WriteItem],
+    holders: Mapping[MetadataIndex, Sequence[int]],
+    *,
+    own_bytes: Sequence[int],
+) -> Iterator[tuple[int, WriteItem]]:
+    """Yield who writes which rows of the items that several ranks have."""
+    if not shared:
+        return
+    names = {f"{number:09}": index for number, index in enumerate(shared)}
+    tensors = [
+        Replicated(
+            name=name,
+            shape=tuple(tensor_data(shared[index]).chunk.sizes),
+            item_bytes=tensor_data(shared[index]).properties.dtype.itemsize,
+            groups=(tuple(holders[index]),),
+        )
+        for name, index in names.items()
+    ]
+    for rank, size_bytes in enumerate(own_bytes):
+        own = Replicated(name=f"own {rank}", shape=(1, size_bytes), item_bytes=1, groups=((rank,),))
+        tensors.append(own)
+    total = sum(one.size_bytes for one in tensors)
+    even = total // (_CHUNKS_PER_RANK * len(own_bytes))
+    chunk_bytes = max(LEAST_CHUNK_BYTES, min(MAX_CHUNK_BYTES, even))
+    for chunk, stop_row in _joined(balance_by_bytes(tensors, chunk_bytes=chunk_bytes).chunks):
+        index = names.get(chunk.name)
+        if index is not None:
+            yield _saver(chunk), _rows(shared[index], chunk.start_row, stop_row)
+
+
+def _joined(chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, int]]:
+    """Yield chunks, with the row at which those end that follow and have the same saver."""
+    first: Chunk | None = None
+    stop_row = 0
+    for chunk in chunks:
+        if first is not None:
+            if (first.name, _saver(first)) == (chunk.name, _saver(chunk)):
+                stop_row = chunk.stop_row
+                continue
+            yield first, stop_row
+        first, stop_row = chunk, chunk.stop_row
+    if first is not None:
+        yield first, stop_row
+
+
+def _saver(chunk: Chunk) -> int:
+    return int(chunk.savers[0, 0])
+
+
+def _rows(item: WriteItem, start: int, stop: int) -> WriteItem:
+    """Return the part of an item that some of its rows are."""
+    data = tensor_data(item)
+    if not data.chunk.sizes or stop - start == data.chunk.sizes[0]:
+        return item
+    offsets = torch.Size((data.chunk.offsets[0] + start, *data.chunk.offsets[1:]))
+    sizes = torch.Size((stop - start, *data.chunk.sizes[1:]))
+    return WriteItem(
+        index=MetadataIndex(item.index.fqn, offsets),
+        type=WriteItemType.SHARD,
+        tensor_data=replace(data, chunk=ChunkStorageMetadata(offsets=offsets, sizes=sizes)),
+    )
+
+
+def _size_bytes(items: Sequence[WriteItem]) -> int:
+    return sum(
+        prod(tensor_data(item).chunk.sizes) * tensor_data(item).properties.dtype.itemsize
+        for item in items
+        if item.type != WriteItemType.BYTE_IO
+    )

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The files of a checkpoint that ranks saved through DCP: its index, and the pieces that somebody wants, checked."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from ckptmgr.core.error_translation import translated_errors
+from ckptmgr.core.errors import CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr.core.regions import Region, byte_runs, lengths_of
+from ckptmgr.files.load.ranges import read_parts
+from ckptmgr.files.load.values import (
+    OpenCheckpoint,
+    ReadOptions,
+    confirm_index,
+    open_source,
+    read_values,
+)
+from ckptmgr.formats.index import TensorEntry, check_content
+from ckptmgr.integrations.dcp.index import INDEX_NAME, MARK, VERSION, Index, parse_index
+from ckptmgr.io.scatter import Placement
+from ckptmgr.store.manifest.codec import Manifest
+from ckptmgr.store.store import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Want:
+    """A part of a piece, and where it goes.
+
+    Attributes:
+        name: Under which the piece is stored.
+        stored: The piece; its elements count from 0.
+        wanted: The part of it.
+        item_bytes: Bytes of an element.
+        target: Memory of the size of the part, flat and writable.
+    """
+
+    name: str
+    stored: Region
+    wanted: Region
+    item_bytes: int
+    target: memoryview
+
+
+class ShardFile:
+    """The open file of one rank."""
+
+    def __init__(self, opened: OpenCheckpoint) -> None:
+        self._opened = opened
+        self._entries: Mapping[str, TensorEntry] = {
+            one.name: one for one in opened.index.entries if isinstance(one, TensorEntry)
+        }
+        self._is_confirmed = opened.glimpses is None
+
+    def size_bytes(self, name: str) -> int:
+        """Return the size of a piece; raises as `read`."""
+        return self._entry(name).spec.size_bytes
+
+    def offset(self, name: str) -> int:
+        """Return where a piece begins; raises as `read`."""
+        return self._entry(name).pieces[0].offset
+
+    def read(self, wants: Sequence[Want]) -> None:
+        """Read parts of pieces into their memory.
+
+        Raises:
+            CorruptCheckpoint: The bytes are damaged, or not what the index says. The memory is then undefined.
+            OSError: From the disk.
+        """
+        placements = [one for want in wants for one in self._placements(want)]
+        with translated_errors(self._opened.path):
+            for batch in _apart(placements):
+                self._fill(batch)
+            for want in wants:
+                entry = self._entry(want.name)
+                check_content(entry, want.target, offset=entry.pieces[0].offset)
+
+    def _placements(self, want: Want) -> Iterator[Placement]:
+        entry = self._entry(want.name)
+        size_bytes = prod(lengths_of(want.stored)) * want.item_bytes
+        if entry.spec.size_bytes != size_bytes:
+            raise self._damaged(
+                f"has {entry.spec.size_bytes} bytes, but the index says {size_bytes}", want.name
+            )
+        start = entry.pieces[0].offset
+        for run in byte_runs(want.stored, want.wanted, want.wanted, item_bytes=want.item_bytes):
+            target = want.target[run.target_offset :][: run.length]
+            yield Placement(start + run.source_offset, target)
+
+    def _fill(self, placements: Sequence[Placement]) -> None:
+        read_parts(self._opened, placements, is_confirmed=self._is_confirmed)
+        self._is_confirmed = True
+
+    def _entry(self, name: str) -> TensorEntry:
+        entry = self._entries.get(name)
+        if entry is None:
+            raise self._damaged("is not in the file, but the index says so", name)
+        return entry
+
+    def _damaged(self, problem: str, name: str) -> CorruptCheckpoint:
+        with translated_errors(self._opened.path):
+            confirm_index(self._opened)  # damage that looks like a difference
+        return CorruptCheckpoint(f"{name!r} {problem}", path=self._opened.path, tensor=name)
+
+
+class ShardSet:
+    """The files of one committed checkpoint.
+
+    Args:
+        store: The directory.
+        manifest: Of the checkpoint.
+        options: The key, and what to accept.
+    """
+
+    def __init__(self, store: Store, manifest: Manifest, *, options: ReadOptions) -> None:
+        self._store = store
+        self._manifest = manifest
+        self._options = options
+
+    def index(self) -> Index:
+        """Return what the checkpoint holds.
+
+        Raises:
+            UnsupportedCheckpoint: It was not saved through DCP.
+            CorruptCheckpoint, KeyProblem: It is damaged, or the key is wrong.
+        """
+        with self._opened(0) as opened:
+            if opened.metadata.get(MARK) != str(VERSION):
+                with translated_errors(opened.path):
+                    confirm_index(opened)
+                raise UnsupportedCheckpoint(
+                    "was not saved through torch.distributed.checkpoint, or by a newer ckptmgr",
+                    path=opened.path,
+                    hint="load it with ckptmgr.CheckpointManager",
+                )
+            values = read_values(opened, choose=lambda name: name == INDEX_NAME)
+            stored = values.get(INDEX_NAME)
+            if not isinstance(stored, np.ndarray):
+                raise CorruptCheckpoint("has no index", path=opened.path, tensor=INDEX_NAME)
+            with translated_errors(opened.path):
+                index = parse_index(stored.tobytes())
+            if index.world != len(self._manifest.shards):
+                raise CorruptCheckpoint(
+                    f"the index is of {index.world} files, but there are {len(self._manifest.shards)}",
+                    path=opened.path,
+                )
+            return index
+
+    @contextlib.contextmanager
+    def file(self, rank: int) -> Iterator[ShardFile]:
+        """Open the file of a rank; raises as `index`."""
+        with self._opened(rank) as opened:
+            yield ShardFile(opened)
+
+    @contextlib.contextmanager
+    def _opened(self, rank: int) -> Iterator[OpenCheckpoint]:
+        manifest = self._manifest.of_shard(rank)
+        path = self._store.directory / manifest.name
+        with contextlib.closing(self._store.open_data(path)) as raw:
+            yield open_source(
+                raw,
+                path=os.fspath(path),
+                options=self._options,
+                manifest=manifest,
+                is_for_loading=True,
+            )
+
+
+def _apart(placements: Iterable[Placement]) -> Iterator[list[Placement]]:
+    """Yield the placements in ascending order, in batches that do not overlap."""
+    left = sorted(placements, key=lambda one: one.offset)
+    while left:
+        batch: list[Placement] = []
+        later: list[Placement] = []
+        stop = 0
+        for one in left:
+            if one.offset >= stop:
+                batch.append(one)
+                stop = one.stop
+            else:
+                later.append(one)
+        yield batch
+        left = later

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DCP's default planners without their pickles: what is no tensor is stored as a state tree in a small safetensors file."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem, WriteItemType
+
+from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint, UnsupportedState
+from ckptmgr.files.load.state import StoredState, metadata_of
+from ckptmgr.files.load.values import ReadOptions, open_source
+from ckptmgr.formats.safetensors_file import build_safetensors_image
+from ckptmgr.formats.source import BytesSource
+from ckptmgr.integrations.dcp.dcp_compare import ComparedPlan, has_peers, one_for_all, told, untold
+from ckptmgr.integrations.dcp.dedup import balanced, is_part, rows_of
+from ckptmgr.state import tree
+
+_NOWHERE = Path()
+
+
+class SavePlanner(DefaultSavePlanner):
+    """`DefaultSavePlanner`, with the same options, that never pickles, and gives every rank about as many bytes to write."""
+
+    def create_local_plan(self) -> SavePlan:
+        """Return what this rank has, with digests of what others may have, too.
+
+        Raises:
+            UnsupportedState: A tensor cannot be stored.
+        """
+        super().create_local_plan()
+        self._own: dict[str, list[WriteItem]] = {}
+        # All of it, also where the cache says that it is known: what is the same on all ranks may have changed.
+        for item in self.plan.items:
+            self._own.setdefault(item.index.fqn, []).append(item)
+        is_alone = self.is_coordinator and not has_peers()
+        return untold(self.plan) if is_alone else told(self.plan, self)
+
+    def _dedup_save_plans(self, all_plans: list[SavePlan]) -> list[SavePlan]:
+        if len(all_plans) > 1:
+            all_plans = [
+                told(plan, self)
+                if isinstance(plan, ComparedPlan) and plan.digests is None
+                else plan
+                for plan in all_plans
+            ]
+        plans = one_for_all(all_plans)
+        if self.dedup_save_to_lowest_rank:
+            return super()._dedup_save_plans(plans)
+        return balanced(plans)
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Return what is to be written: a tensor, some rows of one, or bytes."""
+        for item in self._own.get(write_item.index.fqn, ()):
+            if is_part(write_item, item):
+                tensor = super().resolve_data(item)
+                assert isinstance(tensor, torch.Tensor)  # noqa: S101 - values have no parts
+                return rows_of(tensor, item, write_item)
+        return super().resolve_data(write_item)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Return the plans of all ranks, whole ones also with `enable_plan_caching`: each save has files of its own."""
+        _, metadata = super().create_global_plan(all_plans)
+        return self.global_plan, metadata
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """Return a tensor as it is, and the bytes of anything else.
+
+        Raises:
+            UnsupportedState: It cannot be stored without pickling; names its path.
+        """
+        if write_item.type != WriteItemType.BYTE_IO:
+            return object
+        return io.BytesIO(encode_object(write_item.index.fqn, object))
+
+
+class LoadPlanner(DefaultLoadPlanner):
+    """`DefaultLoadPlanner`, with the same options, that never unpickles."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put a value that is no tensor where it belongs in the state.
+
+        Raises:
+            CorruptCheckpoint: The bytes are damaged.
+        """
+        fqn = read_item.dest_index.fqn
+        found = decode_object(fqn, value.getvalue())
+        if self.flatten_state_dict:
+            _put(self.original_state_dict, self.mappings[fqn], found)
+        else:
+            self.state_dict[fqn] = found
+
+
+def encode_object(fqn: str, value: object) -> bytes:
+    """Return a value as a safetensors file.
+
+    Args:
+        fqn: Its name, for messages.
+        value: Any state that `ckptmgr.tree` takes.
+
+    Raises:
+        UnsupportedState: It cannot be stored without pickling; names its path.
+    """
+    try:
+        flat = tree.flatten(value)
+    except UnsupportedState as error:
+        raise UnsupportedState(f"{fqn!r}: {error.message}", hint=error.hint) from error
+    image = build_safetensors_image(flat.tensors, metadata=metadata_of(flat))
+    return b"".join(image.views(0, image.size))
+
+
+def decode_object(fqn: str, data: bytes) -> object:
+    """Return the value that `encode_object` was given; nothing in it is imported or called.
+
+    Raises:
+        CorruptCheckpoint: It is something else.
+    """
+    try:
+        opened = open_source(BytesSource(data), path=repr(fqn), options=ReadOptions())
+        stored = StoredState.read(opened, path=_NOWHERE, manifest=None)
+        if stored.skeleton is None:
+            raise CorruptCheckpoint("it has no state tree", tensor=fqn)
+        return stored.put_back(None)
+    except CkptmgrError as error:
+        raise CorruptCheckpoint(
+            f"the value of {fqn!r} is damaged: {error.message}", tensor=fqn
+        ) from error
+
+
+def _put(state: Any, path: tuple[str | int, ...], value: object) -> None:
+    """Put a value into a nested state, at a path that DCP has found in it."""
+    *parents, last = path
+    for key in parents:
+        state = state[_own_key(state, key)]
+    state[_own_key(state, last)] = value
+
+
+def _own_key(container: object, key: str | int) -> object:
+    # DCP makes strings of all keys, also of the numbers under which optimizers keep their states.
+    if not isinstance(container, Mapping) or key in container:
+        return key
+    return next((own for own in container if str(own) == key), key)

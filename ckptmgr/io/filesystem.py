@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only room that changes a disk: every open-for-write, fsync, rename, link and unlink lives here or in `output_files`.
+
+Everything above works on a `FileSystem`, so that tests can put a model of a disk (every legal state after a power cut)
+or a failing disk in its place. Rules:
+
+* A file is created with `O_EXCL` under a name nobody else uses. The header of a container is all that is ever written into a
+  file that exists (`change`), because it has two copies of which one is always whole.
+* `sync` failing is final: the pages may be gone, so nothing is retried on that file (Linux marks them clean after EIO).
+* A directory entry is durable only after `sync_directory`.
+* Whatever removes, moves or writes files does so in a directory that it holds (`hold_directory`): another user who may write
+  to the directory could put a link in its place at any moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from ckptmgr.io.descriptors import naming
+from ckptmgr.io.directories import HeldDirectories
+from ckptmgr.io.files import CachedFile, UncachedFile
+from ckptmgr.io.locks import locked
+from ckptmgr.io.output_files import ChangedFile, NewFile, adopt_owner
+
+_PRIVATE = 0o400
+
+
+class FileStatus(NamedTuple):
+    """What a directory says about one entry; a tuple, because a large directory has thousands at every save.
+
+    Attributes:
+        size_bytes: Size of the file.
+        modified_at: Modification time in seconds since the epoch; for display, never for decisions.
+        is_file: Whether it is a regular file (not a link, directory, FIFO or device).
+        is_directory: Whether it is a directory.
+        identity: Device and inode: two names with the same identity are the same file.
+        mode: Permission bits; of a link, or anything else that is no file, those that a file in its place should have.
+        changed_ns: When the disk last noted a change of the file, in nanoseconds since the epoch; None where it does not tell.
+            Unlike `modified_at` nobody can choose it, except by the clock of the machine.
+    """
+
+    size_bytes: int
+    modified_at: float
+    is_file: bool
+    is_directory: bool
+    identity: tuple[int, int]
+    mode: int = _PRIVATE
+    changed_ns: int | None = None
+
+
+class OutputFile(Protocol):
+    """A new file being written by offset. Safe to use from several threads."""
+
+    def reserve(self, size_bytes: int) -> None:
+        """Ask the file system to set aside `size_bytes`; the file then has that size and reads as zeros.
+
+        Raises ENOSPC before anything is written; does nothing where the file system cannot reserve.
+        """
+        ...
+
+    def write_at(self, offset: int, data: memoryview | bytes) -> None:
+        """Write all of `data` at `offset`.
+
+        Direct I/O is used where the file system allows it and offset, length and memory are aligned; otherwise the page
+        cache. Callers need not know.
+        """
+        ...
+
+    def sync(self) -> None:
+        """Make the content durable; an error is final."""
+        ...
+
+    def close(self) -> None:
+        """Release the descriptor. Errors of close are errors of the save."""
+        ...
+
+
+class InputFile(Protocol):
+    """An open file as a source: everything is read through one descriptor, so a swapped name cannot mix two files."""
+
+    @property
+    def size(self) -> int:
+        """The number of bytes when it was opened."""
+        ...
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset` on, or raise TruncatedError."""
+        ...
+
+    def close(self) -> None:
+        """Release the descriptor."""
+        ...
+
+
+class FileSystem(Protocol):
+    """What the store asks of a disk. Paths are absolute."""
+
+    def hold_directory(self, path: Path) -> contextlib.AbstractContextManager[None]:
+        """Reach the entries of a directory through one descriptor of it, whatever gets its path meanwhile.
+
+        No link in it is followed. A directory in a held one must be no link, and must not belong to a stranger. Holding a
+        directory again keeps the descriptor that there is.
+        """
+        ...
+
+    def is_moved(self, path: Path) -> bool:
+        """Return whether the path of a held directory leads elsewhere now, or nowhere."""
+        ...
+
+    def create(self, path: Path, *, mode: int, owner_of: Path | None = None) -> OutputFile:
+        """Create a new file for writing; FileExistsError when the name is taken.
+
+        If root creates it, it gets the owner of the file `owner_of` in the same directory, which it will replace, or the
+        owner of the directory where there is none; with None it stays root's.
+        """
+        ...
+
+    def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:
+        """Open a regular file for reading; FIFOs and devices are refused, and links where the directory is held.
+
+        With `is_uncached`, what the disk holds is read, as far as the page cache lets itself be passed by.
+        """
+        ...
+
+    def change(self, path: Path) -> OutputFile:
+        """Open a regular file that exists, to overwrite some of its bytes; links are refused, also hard ones."""
+        ...
+
+    def replace(self, source: Path, target: Path) -> None:
+        """Rename, replacing the target atomically."""
+        ...
+
+    def link(self, source: Path, target: Path) -> None:
+        """Give a file a second name; FileExistsError when that is taken."""
+        ...
+
+    def unlink(self, path: Path) -> None:
+        """Remove a name; FileNotFoundError when it is gone."""
+        ...
+
+    def sync_directory(self, path: Path) -> None:
+        """Make the entries of a directory durable."""
+        ...
+
+    def make_directory(self, path: Path, *, mode: int) -> None:
+        """Create a directory and its missing parents durably; no error when it exists.
+
+        One that root creates in a held directory gets the owner of that directory.
+        """
+        ...
+
+    def remove_directory(self, path: Path) -> None:
+        """Remove an empty directory; an OSError when something is in it."""
+        ...
+
+    def list(self, path: Path) -> dict[str, FileStatus]:
+        """Return name to status for a directory."""
+        ...
+
+    def status(self, path: Path) -> FileStatus | None:
+        """Return the status of a name without following links, or None when it is absent."""
+        ...
+
+    def free_bytes(self, path: Path) -> int | None:
+        """Return how many bytes an unprivileged writer may still use, or None when unknown."""
+        ...
+
+    def free_inodes(self, path: Path) -> int | None:
+        """Return how many files an unprivileged writer may still create, or None when unknown or unlimited."""
+        ...
+
+    def lock(self, path: Path, *, owner: str) -> contextlib.AbstractContextManager[str | None]:
+        """Hold an advisory lock on a file, without waiting.
+
+        Yields None when it is held, and is then released at the end or by the death of the process. When somebody else
+        holds it, yields the text that they gave as `owner`.
+        """
+        ...
+
+    def pause(self, seconds: float) -> None:
+        """Wait before a call is made again that failed with an error that may pass."""
+        ...
+
+
+def discard(fs: FileSystem, path: Path) -> None:
+    """Remove a file that nobody needs, as far as the disk lets us."""
+    with contextlib.suppress(OSError):
+        fs.unlink(path)
+
+
+def give_name(fs: FileSystem, temp: Path, path: Path) -> None:
+    """Rename a temporary file to its name, replacing what has it; where that fails, remove the temporary file."""
+    try:
+        fs.replace(temp, path)
+    except BaseException:
+        discard(fs, temp)
+        raise
+
+
+def remove_name(fs: FileSystem, path: Path) -> None:
+    """Remove a file that may be gone already."""
+    with contextlib.suppress(FileNotFoundError):
+        fs.unlink(path)
+
+
+class OsFileSystem:
+    """The real disk.
+
+    Args:
+        keeps_owner: Whether what root creates stays root's, whatever `owner_of` says: for outputs that no run reads.
+    """
+
+    def __init__(self, *, keeps_owner: bool = False) -> None:
+        self._directories = HeldDirectories()
+        self._keeps_owner = keeps_owner
+
+    def hold_directory(self, path: Path) -> contextlib.AbstractContextManager[None]:
+        """Reach the entries of a directory through one descriptor of it, whatever gets its path meanwhile."""
+        return self._directories.hold(path)
+
+    def is_moved(self, path: Path) -> bool:
+        """Return whether the path of a held directory leads elsewhere now, or nowhere."""
+        return self._directories.is_moved(path)
+
+    def create(self, path: Path, *, mode: int, owner_of: Path | None = None) -> OutputFile:
+        """Create a new file for writing; FileExistsError when the name is taken."""
+        with self._directories.entry(path) as at:
+            owner = None
+            if owner_of is not None and not self._keeps_owner:
+                owner = self._owner(owner_of)
+            return NewFile(path, mode, dir_fd=at.dir_fd, owner=owner)
+
+    def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:
+        """Open a regular file for reading; FIFOs and devices are refused, links in a held directory, too."""
+        kind = UncachedFile if is_uncached else CachedFile
+        with self._directories.entry(path) as at:
+            return kind(path, dir_fd=at.dir_fd)
+
+    def change(self, path: Path) -> OutputFile:
+        """Open a regular file that exists, to overwrite some of its bytes; links are refused, also hard ones."""
+        with self._directories.entry(path) as at:
+            return ChangedFile(path, dir_fd=at.dir_fd)
+
+    def replace(self, source: Path, target: Path) -> None:
+        """Rename, replacing the target atomically."""
+        with self._directories.entry(source) as old, self._directories.entry(target) as new:
+            try:
+                os.replace(old.name, new.name, src_dir_fd=old.dir_fd, dst_dir_fd=new.dir_fd)
+            except OSError as error:
+                raise _renamed(error, source, target) from None
+
+    def link(self, source: Path, target: Path) -> None:
+        """Give a file a second name; FileExistsError when that is taken."""
+        with self._directories.entry(source) as old, self._directories.entry(target) as new:
+            try:
+                os.link(old.name, new.name, src_dir_fd=old.dir_fd, dst_dir_fd=new.dir_fd)
+            except OSError as error:
+                raise _renamed(error, source, target) from None
+
+    def unlink(self, path: Path) -> None:
+        """Remove a name."""
+        with self._directories.entry(path) as at:
+            os.unlink(at.name, dir_fd=at.dir_fd)
+
+    def sync_directory(self, path: Path) -> None:
+        """Make the entries of a directory durable."""
+        with self._directories.opened(path) as descriptor:
+            try:
+                with naming(path):
+                    os.fsync(descriptor)
+            except OSError as error:
+                # Some network file systems cannot sync directories and say so; there is nothing better to do there.
+                if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                    raise
+
+    def make_directory(self, path: Path, *, mode: int) -> None:
+        """Create a directory and its missing parents durably."""
+        if self._directories.is_held(path):
+            return
+        with self._directories.entry(path) as at:
+            if at.dir_fd is not None:
+                self._make_inside(path, at.name, at.dir_fd, mode)
+                return
+        missing = []
+        current = path
+        while not current.exists():
+            missing.append(current)
+            current = current.parent
+        # The deepest one that exists may be the work of a process that died before it synced the parent.
+        with contextlib.suppress(PermissionError):
+            self.sync_directory(current.parent)
+        for directory in reversed(missing):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(directory, mode)
+            self.sync_directory(directory.parent)
+        if not path.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, "exists and is not a directory", str(path))
+
+    def _make_inside(self, path: Path, name: str, dir_fd: int, mode: int) -> None:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, mode, dir_fd=dir_fd)
+            with self._directories.opened(path) as descriptor:
+                # In the place of the new one, another user may have put one that is in use.
+                if not os.listdir(descriptor):
+                    adopt_owner(descriptor, os.fstat(dir_fd))
+        self.sync_directory(path.parent)
+        with self._directories.hold(path):
+            pass
+
+    def remove_directory(self, path: Path) -> None:
+        """Remove an empty directory; an OSError when something is in it."""
+        with self._directories.entry(path) as at:
+            os.rmdir(at.name, dir_fd=at.dir_fd)
+
+    def list(self, path: Path) -> dict[str, FileStatus]:
+        """Return name to status for a directory; entries that vanish meanwhile are left out."""
+        entries = {}
+        with self._directories.opened(path) as descriptor, os.scandir(descriptor) as scan:
+            for entry in scan:
+                with contextlib.suppress(FileNotFoundError):
+                    entries[entry.name] = _status(entry.stat(follow_symlinks=False))
+        return entries
+
+    def status(self, path: Path) -> FileStatus | None:
+        """Return the status of a name without following links, or None when it is absent."""
+        try:
+            with self._directories.entry(path) as at:
+                return _status(os.stat(at.name, dir_fd=at.dir_fd, follow_symlinks=False))
+        except FileNotFoundError:
+            return None
+
+    def _owner(self, path: Path) -> os.stat_result:
+        """Return the status of a regular file, or that of its directory where there is none."""
+        with self._directories.entry(path) as at, contextlib.suppress(FileNotFoundError):
+            figures = os.stat(at.name, dir_fd=at.dir_fd, follow_symlinks=False)
+            if stat.S_ISREG(figures.st_mode):
+                return figures
+        with self._directories.opened(path.parent) as descriptor:
+            return os.fstat(descriptor)
+
+    def free_bytes(self, path: Path) -> int | None:
+        """Return how many bytes an unprivileged writer may still use."""
+        figures = os.statvfs(path)
+        return figures.f_bavail * figures.f_frsize
+
+    def free_inodes(self, path: Path) -> int | None:
+        """Return how many files an unprivileged writer may still create; btrfs and others count none."""
+        figures = os.statvfs(path)
+        return figures.f_favail if figures.f_files else None
+
+    def lock(self, path: Path, *, owner: str) -> contextlib.AbstractContextManager[str | None]:
+        """Hold an advisory lock (flock) on a file; yields the owner's text when a live process holds it."""
+        return self._locked(path, owner)
+
+    @contextlib.contextmanager
+    def _locked(self, path: Path, owner: str) -> Iterator[str | None]:
+        with (
+            self._directories.entry(path) as at,
+            locked(path, owner=owner, dir_fd=at.dir_fd) as holder,
+        ):
+            yield holder
+
+    def pause(self, seconds: float) -> None:
+        """Wait before a call is made again that failed with an error that may pass."""
+        time.sleep(seconds)
+
+
+def _renamed(error: OSError, source: Path, target: Path) -> OSError:
+    """Return the error of a rename or link with the whole paths."""
+    return OSError(error.errno, error.strerror, os.fspath(source), None, os.fspath(target))
+
+
+def _status(figures: os.stat_result) -> FileStatus:
+    is_file = stat.S_ISREG(figures.st_mode)
+    return FileStatus(
+        size_bytes=figures.st_size,
+        modified_at=figures.st_mtime,
+        is_file=is_file,
+        is_directory=stat.S_ISDIR(figures.st_mode),
+        identity=(figures.st_dev, figures.st_ino),
+        mode=stat.S_IMODE(figures.st_mode) if is_file else _PRIVATE,
+        changed_ns=figures.st_ctime_ns,
+    )

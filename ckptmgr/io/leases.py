@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who writes: the identity of a process that survives in file names, and the lease on a series.
+
+A series has one writer at a time. The lease is a locked file, `.<series>.lease`; the kernel drops the lock when its holder
+dies, so a stale lease needs no guessing. The holder removes the file before it lets go.
+
+Its text names the holder, in two lines: a description for people; the token of the process and a random number. A worker
+process that saves for the holder adds the same two lines of its own.
+
+A lock does not see everything: the file, or the directory, may be removed or replaced under a live run, and some file systems
+are mounted so that each host has its own locks. So the holder looks again before each commit, at the file that has the name
+and at the text in it. If one is not its own, it has lost the lease and no longer writes. Between this look and the commit a
+moment remains.
+
+Temporary files carry the token of their writer, so that only those of dead writers are reaped. A token is dead when it comes
+from this host and another boot, or from this boot and a process that is gone (pid and start time, so a reused pid does not
+count as alive). Of other hosts nothing is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2s
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from ckptmgr.core.errors import StoreLocked
+from ckptmgr.formats.source import read_bytes
+from ckptmgr.io.filesystem import FileSystem, discard
+from ckptmgr.io.space_errors import explained
+
+LEASE_SUFFIX = ".lease"
+
+_MAX_TEXT_BYTES = 4096
+_MAX_SHOWN = 200
+_READING = "CheckpointManager.load(), load_checkpoint() and open_checkpoint() read without being the writer"
+_OTHER_HINT = (
+    "two writers would overwrite each other: stop that process, or use another prefix or directory; "
+    + _READING
+)
+_OWN_HINT = "that is this process: close() the manager or callback that wrote it before, or use it in a with block"
+_LOST_HINT = (
+    "nothing was committed or removed since. Let only one run go on: end the other one, then close() and resume() this one, or"
+    " start it again. If both had the lease, the file system locks files for each host alone (Lustre: localflock; NFS:"
+    " local_lock, nolock): mount it with locks that all hosts see"
+)
+
+
+class Processes(Protocol):
+    """What is known about writing processes."""
+
+    def token(self) -> str:
+        """Return the token of this process: only letters, digits and `-`."""
+        ...
+
+    def is_dead(self, token: str) -> bool | None:
+        """Return whether the process of a token is gone; None when that cannot be known."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ProcProcesses:
+    """Processes as seen through /proc."""
+
+    proc: Path = Path("/proc")
+
+    def token(self) -> str:
+        """Return `<host>-<boot>-<pid>-<start time>`, host and boot hashed."""
+        return f"{self._host()}-{self._boot()}-{os.getpid()}-{self._start_time(os.getpid()) or 0}"
+
+    def is_dead(self, token: str) -> bool | None:
+        """Return whether the process of a token is gone; None for other hosts, odd spellings, and without /proc."""
+        parts = token.split("-")
+        if len(parts) != 4 or not (parts[2].isdecimal() and parts[3].isdecimal()):
+            return None
+        host, boot, pid, start = parts
+        if host != self._host() or self._start_time(os.getpid()) is None:
+            return None
+        return boot != self._boot() or self._start_time(int(pid)) != int(start)
+
+    def _host(self) -> str:
+        # The pid namespace belongs to the identity: two containers may share the host name and the boot.
+        namespace = ""
+        with contextlib.suppress(OSError):
+            namespace = str((self.proc / "self/ns/pid").readlink())
+        return _short_hash(f"{socket.gethostname()} {namespace}")
+
+    def _boot(self) -> str:
+        with contextlib.suppress(OSError):
+            return _short_hash((self.proc / "sys/kernel/random/boot_id").read_text())
+        return "0"
+
+    def _start_time(self, pid: int) -> int | None:
+        """Return the start time of a process in clock ticks since boot, or None when it is gone or only waited for."""
+        try:
+            text = (self.proc / str(pid) / "stat").read_text()
+        except OSError:
+            return None
+        # The second field is the command in parentheses and may itself contain spaces and parentheses.
+        fields = text.rpartition(")")[2].split()
+        # The init process of a container may never wait for orphans: a zombie is dead.
+        return None if fields[0] in ("Z", "X") else int(fields[19])
+
+
+def describe_owner() -> str:
+    """Return a text that names this process to a person."""
+    return f"process {os.getpid()} on {socket.gethostname()}"
+
+
+def lease_path(directory: Path, series: str) -> Path:
+    """Return the path of the lease file of a series."""
+    return directory / f".{series}{LEASE_SUFFIX}"
+
+
+class Holder(NamedTuple):
+    """A process that a lease file names.
+
+    Attributes:
+        description: For people; only printable characters.
+        token: Of the process; empty where the text has none.
+    """
+
+    description: str
+    token: str
+
+
+def new_owner_text() -> str:
+    """Return what this process writes into a lease file: no other process, and no other lease, has the same text."""
+    return f"{helper_text()}{secrets.token_hex(8)}\n"
+
+
+def helper_text() -> str:
+    """Return what a worker process adds to the text of the process that it saves for."""
+    return f"{describe_owner()}\n{ProcProcesses().token()} "
+
+
+def holders_in(text: str) -> tuple[Holder, Holder | None]:
+    """Return the holder that the text of a lease file names, and the worker process that saves for it, if any."""
+    lines = [*text.splitlines(), "", "", "", ""]
+    owner, helper = (_holder(*lines[at : at + 2]) for at in (0, 2))
+    return owner, helper if helper.token else None
+
+
+def _holder(description: str, token_line: str) -> Holder:
+    shown = "".join(one for one in description if one.isprintable())[:_MAX_SHOWN]
+    return Holder(shown, token_line.partition(" ")[0])
+
+
+class Lease:
+    """A lease that this process holds.
+
+    Args:
+        fs: The disk.
+        path: Of the lease file.
+        text: What the holder has written into it.
+        identity: Device and inode of the file.
+    """
+
+    def __init__(
+        self, fs: FileSystem, path: Path, *, text: str, identity: tuple[int, int] | None
+    ) -> None:
+        self.text = text
+        self.identity = identity
+        self._fs = fs
+        self._path = path
+        self._pid = os.getpid()
+
+    def check(self) -> None:
+        """Raise unless the file that was locked still has its name, and the text of this holder.
+
+        Raises:
+            StoreLocked: The lease is lost.
+            OSError: From the disk.
+        """
+        # The rest is seen through the descriptor of the directory that was locked.
+        if self._fs.is_moved(self._path.parent):
+            raise self._lost("its directory was removed, moved or replaced")
+        # The status first: on network file systems only opening a file asks the server how it is now.
+        status = self._fs.status(self._path)
+        try:
+            text = read_text(self._fs, self._path)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESTALE):
+                raise
+            raise self._lost("its lease file was removed") from error
+        # It is empty where the disk was full when the lease was taken.
+        if text and not text.startswith(self.text):
+            owner, _ = holders_in(text)
+            raise self._lost(f"{owner.description or 'another process'} has taken it")
+        if status is None or status.identity != self.identity:
+            raise self._lost("another file has the name of its lease file")
+
+    def remove(self) -> None:
+        """Remove the file while the lock is held, if it is still that of this process; as far as the disk lets us."""
+        if os.getpid() == self._pid:  # a forked child has no part in the lease of its parent
+            with contextlib.suppress(OSError, StoreLocked):
+                self.check()
+                discard(self._fs, self._path)
+
+    def _lost(self, reason: str) -> StoreLocked:
+        series = self._path.name.removeprefix(".").removesuffix(LEASE_SUFFIX)
+        return StoreLocked(
+            f"this process has lost the right to write {series!r}: {reason}",
+            path=self._path.parent,
+            hint=_LOST_HINT,
+        )
+
+
+def read_text(fs: FileSystem, path: Path) -> str:
+    """Return the text of a lease file.
+
+    Raises:
+        OSError: It is not there, or cannot be read.
+    """
+    with contextlib.closing(fs.open(path)) as file:
+        data = read_bytes(file, 0, min(file.size, _MAX_TEXT_BYTES))
+    return data.decode(errors="replace")
+
+
+class Leases:
+    """The leases that are held in one directory, by name.
+
+    Args:
+        fs: The disk.
+        directory: Where the lease files are.
+    """
+
+    def __init__(self, fs: FileSystem, directory: Path) -> None:
+        self._fs = fs
+        self._directory = directory
+        self._held: dict[str, Lease] = {}
+
+    @contextlib.contextmanager
+    def hold(self, name: str) -> Iterator[None]:
+        """Be the only writer of a series, or of a file; see `hold_lease`."""
+        with (
+            self._fs.hold_directory(self._directory),
+            hold_lease(self._fs, self._directory, name) as lease,
+        ):
+            self._held[name] = lease
+            try:
+                yield
+            finally:
+                self._held.pop(name, None)
+
+    def share(self, name: str, *, text: str, identity: tuple[int, int] | None) -> None:
+        """Hold a lease together with the process that has taken it."""
+        path = lease_path(self._directory, name)
+        self._held[name] = Lease(self._fs, path, text=text, identity=identity)
+
+    def get(self, name: str) -> Lease | None:
+        """Return the lease that is held on a name, or None."""
+        return self._held.get(name)
+
+    def check(self, *names: str) -> None:
+        """Raise if a lease on one of the names was held and is lost; called before each commit.
+
+        Raises:
+            StoreLocked: It is lost.
+            OSError: From the disk.
+        """
+        for name in dict.fromkeys(names):
+            lease = self._held.get(name)
+            if lease is not None:
+                lease.check()
+
+    def check_all(self) -> None:
+        """Raise if any lease that is held is lost; see `check`."""
+        self.check(*self._held)
+
+
+@contextlib.contextmanager
+def hold_lease(fs: FileSystem, directory: Path, series: str) -> Iterator[Lease]:
+    """Be the only writer of a series, or of a file; no lease file stays behind where the block is left.
+
+    Raises:
+        StoreLocked: A live process holds the lease.
+        StoreFull: The disk has no room for the lease file.
+        OSError: The directory cannot be written to.
+    """
+    path, text = lease_path(directory, series), new_owner_text()
+    with contextlib.ExitStack() as stack:
+        try:
+            other = stack.enter_context(fs.lock(path, owner=text))
+            if other is not None:
+                raise _locked(series, directory, other)
+            status = fs.status(path)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EROFS):
+                error.add_note(f"only writers need this file; {_READING}")
+            elif error.errno == errno.ENOSPC:
+                raise explained(error, path, 0, fs) from error
+            raise
+        identity = None if status is None else status.identity
+        lease = Lease(fs, path, text=text, identity=identity)
+        is_dropped = False
+        try:
+            yield lease
+        except GeneratorExit:
+            # A manager that was not closed is collected, perhaps at the end of the interpreter: the lock goes, the file stays.
+            is_dropped = True
+            raise
+        finally:
+            if not is_dropped:
+                lease.remove()
+
+
+def _locked(series: str, directory: Path, text: str) -> StoreLocked:
+    """Return the error for a lease that another process holds; it names one that is alive."""
+    owner, helper = holders_in(text)
+    name = owner.description or "another process"
+    is_own = owner.token == ProcProcesses().token()
+    is_over = ProcProcesses().is_dead(owner.token) is True
+    if is_over and helper is not None:
+        name = f"{helper.description}, the saving process of {name}, which has ended"
+    elif is_over:
+        name = f"a process that was started by {name}, which has ended"
+    error = StoreLocked(
+        f"series {series!r} is being written by {name}",
+        path=directory,
+        hint=_OWN_HINT if is_own else _OTHER_HINT,
+    )
+    error.is_ending = is_over
+    return error
+
+
+def series_tag(series: str) -> str:
+    """Return a short tag that ties a temporary file to its series."""
+    return _short_hash(series)
+
+
+def _short_hash(text: str) -> str:
+    return blake2s(text.encode("utf-8", "surrogatepass"), digest_size=4).hexdigest()

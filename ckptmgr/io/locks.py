@@ -1,0 +1,228 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lock files of the real disk: the kernel lets go of one when its holder dies, so a stale one needs no guessing.
+
+A lock file has a name that everybody can predict, in a directory that others may write to. So it is opened without
+truncating and without following links, and it is written to only if it is a regular file with one name, of an owner whose
+file it may be: otherwise a link planted there would have its target overwritten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import pwd
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+from ckptmgr.core.errors import StoreLocked
+from ckptmgr.io.descriptors import beyond_standard, open_entry
+from ckptmgr.io.output_files import adopt_owner
+
+_MAX_OWNER_BYTES = 4096
+_NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+@contextlib.contextmanager
+def locked(path: Path, *, owner: str, dir_fd: int | None = None) -> Iterator[str | None]:
+    """Hold an advisory lock (flock) on a file, without waiting; yields the holder's text when another process has it.
+
+    Args:
+        path: The file.
+        owner: Text of this holder.
+        dir_fd: Its directory, where that is held open.
+
+    Raises:
+        StoreLocked: The file may not be written to, or its file system cannot lock files.
+        OSError: From the disk.
+    """
+    descriptor, is_held = _open_lock(path, dir_fd)
+    with contextlib.closing(_LockFile(descriptor, path if is_held else None)):
+        if not is_held:
+            yield os.pread(descriptor, _MAX_OWNER_BYTES, 0).decode(errors="replace")
+            return
+        _write(descriptor, owner, offset=0)
+        yield None
+
+
+def note_helper(descriptor: int, owner: str, text: str) -> None:
+    """Write behind the text of the holder of a lock which other process has a copy of its descriptor.
+
+    Where the disk was full when the lock was taken, both are written; what another process wrote there stays.
+    """
+    there = os.pread(descriptor, _MAX_OWNER_BYTES, 0)
+    if not there:
+        _write(descriptor, owner + text, offset=0)
+    elif there.startswith(owner.encode()):
+        _write(descriptor, text, offset=len(owner.encode()))
+
+
+class _LockFile:
+    """An open lock file. Forked children close theirs at once: a data loader must not keep the lock of a dead trainer."""
+
+    _open: ClassVar[set[_LockFile]] = set()
+
+    def __init__(self, descriptor: int, held: Path | None) -> None:
+        self._descriptor = descriptor
+        self._held = held
+        self._open.add(self)
+
+    def close(self) -> None:
+        self._open.discard(self)
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    @classmethod
+    def close_inherited(cls) -> None:
+        for file in list(cls._open):
+            file.close()
+
+    @classmethod
+    def descriptor_of(cls, path: Path) -> int | None:
+        return next((file._descriptor for file in list(cls._open) if file._held == path), None)
+
+
+def lock_descriptor(path: Path) -> int | None:
+    """Return the descriptor of a lock that `OsFileSystem` holds, or None.
+
+    A worker process that has a copy of it holds the lock, too: it is free only when both are gone.
+    """
+    return _LockFile.descriptor_of(path)
+
+
+os.register_at_fork(after_in_child=_LockFile.close_inherited)
+
+
+def _open_lock(path: Path, dir_fd: int | None) -> tuple[int, bool]:
+    """Return a descriptor of a lock file, and whether the lock is ours."""
+    while True:
+        try:
+            descriptor = _opened(path, dir_fd)
+        except FileExistsError:
+            continue  # another process was faster
+        try:
+            _check_owner(path, os.fstat(descriptor), _folder(path, dir_fd))
+            _flock(descriptor, path)
+            named, figures = _status(path, dir_fd), os.fstat(descriptor)
+            if os.path.samestat(named, figures) and figures.st_nlink > 1:
+                raise _refusal(path, figures, f"has {figures.st_nlink} names (hard links)")
+        except BlockingIOError:
+            return descriptor, False
+        except FileNotFoundError:
+            os.close(descriptor)
+            continue
+        except BaseException:
+            os.close(descriptor)
+            raise
+        # Its last holder may remove the file before letting go: a lock on a file without a name keeps no process out.
+        if os.path.samestat(named, figures):
+            return descriptor, True
+        os.close(descriptor)
+
+
+def _opened(path: Path, dir_fd: int | None) -> int:
+    """Open a lock file, or make it.
+
+    Raises:
+        FileExistsError: Another process makes it meanwhile.
+        StoreLocked: Something that is no file has its name.
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        return beyond_standard(open_entry(path, flags, dir_fd=dir_fd))
+    except FileNotFoundError:
+        descriptor = open_entry(path, flags | os.O_CREAT | os.O_EXCL, dir_fd=dir_fd)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
+            figures = _status(path, dir_fd)
+            raise _refusal(path, figures, f"is {_kind_of(figures)}") from error
+        raise
+    adopt_owner(descriptor, _folder(path, dir_fd))
+    return beyond_standard(descriptor)
+
+
+def _status(path: Path, dir_fd: int | None) -> os.stat_result:
+    name = path if dir_fd is None else path.name
+    return os.stat(name, dir_fd=dir_fd, follow_symlinks=False)
+
+
+def _folder(path: Path, dir_fd: int | None) -> os.stat_result:
+    return path.parent.stat() if dir_fd is None else os.fstat(dir_fd)
+
+
+def _check_owner(path: Path, figures: os.stat_result, folder: os.stat_result) -> None:
+    """Raise unless this is a regular file of an owner who may have made it as a lock file."""
+    if not stat.S_ISREG(figures.st_mode):
+        raise _refusal(path, figures, f"is {_kind_of(figures)}")
+    owner = figures.st_uid
+    if owner in (os.geteuid(), 0, folder.st_uid):
+        return
+    is_shared = folder.st_mode & (stat.S_IWGRP | stat.S_ISGID)
+    if not is_shared or folder.st_gid not in _groups_of(owner):
+        raise _refusal(path, figures, "is of a user who neither owns this directory nor shares it")
+
+
+def _groups_of(user: int) -> list[int]:
+    try:
+        entry = pwd.getpwuid(user)
+    except KeyError:
+        return []
+    return os.getgrouplist(entry.pw_name, entry.pw_gid)
+
+
+def _refusal(path: Path, figures: os.stat_result, reason: str) -> StoreLocked:
+    owner = _name_of(figures.st_uid)
+    return StoreLocked(
+        f"is no lock file to be written to: it {reason}; its owner is {owner}",
+        path=path,
+        hint="nothing was changed; find out who put it there, and remove it",
+    )
+
+
+def _kind_of(figures: os.stat_result) -> str:
+    return _KINDS.get(stat.S_IFMT(figures.st_mode), "no regular file")
+
+
+def _name_of(user: int) -> str:
+    with contextlib.suppress(KeyError):
+        return f"{pwd.getpwuid(user).pw_name} (uid {user})"
+    return f"uid {user}"
+
+
+def _flock(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        raise StoreLocked(
+            f"the file system of this directory cannot lock files (flock: {error.strerror}), so nothing would keep a second"
+            " writer out",
+            path=path.parent,
+            hint="mount it with locks that all hosts see (Lustre: -o flock; NFS: without nolock and local_lock), or save to"
+            " another file system",
+        ) from error
+
+
+def _write(descriptor: int, text: str, *, offset: int) -> None:
+    data = text.encode()[: _MAX_OWNER_BYTES - offset]
+    try:
+        os.pwritev(descriptor, [data], offset)
+        os.ftruncate(descriptor, offset + len(data))
+    except OSError as error:
+        # The lock holds without the text, and a command that frees space on a full disk needs the lock.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        os.ftruncate(descriptor, offset)

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which errors of the disk pass, which are damage, and after which of them nothing older may be used instead.
+
+| error | tried again | then |
+|---|---|---|
+| EAGAIN, EINTR, EMFILE, ENFILE, ENOMEM, MemoryError, ESTALE, ETIMEDOUT | yes | raised |
+| EIO, EBADMSG, EUCLEAN: the disk cannot give the bytes | yes, and with the file opened anew | damage of that file |
+| no such file, or none of the right kind | no | damage of that file |
+| all others, such as EACCES | no | raised |
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint
+
+_PASSING = frozenset(
+    {
+        errno.EAGAIN,
+        errno.EINTR,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOMEM,
+        errno.ESTALE,
+        errno.ETIMEDOUT,
+    }
+)
+_BAD_MEDIUM = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN})
+_NO_SUCH_FILE = frozenset(
+    {errno.ENOENT, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENOTDIR, errno.ENXIO}
+)
+PAUSES_S = (0.05, 0.5)
+"""Before each further attempt."""
+_Done = TypeVar("_Done")
+
+
+class Waiting(Protocol):
+    """What can wait."""
+
+    def pause(self, seconds: float) -> None:
+        """Wait."""
+        ...
+
+
+def may_pass(error: BaseException) -> bool:
+    """Return whether the same call may succeed when it is made again."""
+    if isinstance(error, CkptmgrError):
+        return False
+    if isinstance(error, OSError):
+        return error.errno in _PASSING or is_bad_medium(error)
+    return isinstance(error, MemoryError)
+
+
+def is_bad_medium(error: BaseException | None) -> bool:
+    """Return whether the disk says that it cannot give the bytes of a file."""
+    return isinstance(error, OSError) and error.errno in _BAD_MEDIUM
+
+
+def is_damage(error: BaseException) -> bool:
+    """Return whether an error, once all attempts are made, says that stored bytes are damaged or gone."""
+    if isinstance(error, OSError) and not isinstance(error, CkptmgrError):
+        return error.errno in _BAD_MEDIUM | _NO_SUCH_FILE
+    return isinstance(error, CorruptCheckpoint)
+
+
+def may_be_whole(error: BaseException) -> bool:
+    """Return whether an error leaves open that the file is whole and belongs to the run: nothing older may replace it."""
+    if isinstance(error, CkptmgrError):
+        return False
+    return isinstance(error, (OSError, MemoryError)) and not is_damage(error)
+
+
+def may_return(error: BaseException | None) -> bool:
+    """Return whether what is damage here may still be whole elsewhere, or later: the file is gone, or the disk failed."""
+    return isinstance(error, FileNotFoundError) or is_bad_medium(error)
+
+
+def no_such_file(path: Path) -> FileNotFoundError:
+    """Return the error of a file that is gone."""
+    return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+
+
+def tried_again(work: Callable[[], _Done], disk: Waiting) -> _Done:
+    """Return what `work` returns; it is done once more, with its files opened anew, after an error that may pass.
+
+    Raises:
+        Exception: What `work` raised, the second time if there was one.
+    """
+    try:
+        return work()
+    except (OSError, MemoryError) as error:
+        if not may_pass(error):
+            raise
+    disk.pause(PAUSES_S[-1])
+    return work()

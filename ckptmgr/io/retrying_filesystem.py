@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A disk that makes a read call again when it failed with an error that may pass; writes fail at once, as their callers want.
+
+Nothing is opened again under a file that is open: its name may be that of another file by now.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from ckptmgr.io.filesystem import FileStatus, FileSystem, InputFile, OutputFile
+from ckptmgr.io.passing_errors import PAUSES_S, may_pass
+
+_Done = TypeVar("_Done")
+
+
+class RetryingDisk:
+    """A `FileSystem` around another one.
+
+    Args:
+        disk: Does the work.
+
+    Attributes:
+        disk: As given.
+    """
+
+    def __init__(self, disk: FileSystem) -> None:
+        self.disk = disk
+        # Errors that outlasted all attempts: a disk that fails for every file is not waited for at each.
+        self._lasting: set[int | None] = set()
+
+    @classmethod
+    def around(cls, disk: FileSystem) -> RetryingDisk:
+        """Return one around a disk; a disk that is one already is returned."""
+        return disk if isinstance(disk, cls) else cls(disk)
+
+    @contextlib.contextmanager
+    def hold_directory(self, path: Path) -> Iterator[None]:
+        """Reach the entries of a directory through one descriptor of it."""
+        with contextlib.ExitStack() as held:
+            yield self.again(lambda: held.enter_context(self.disk.hold_directory(path)))
+
+    def is_moved(self, path: Path) -> bool:
+        """Return whether the path of a held directory leads elsewhere now, or nowhere."""
+        return self.again(lambda: self.disk.is_moved(path))
+
+    def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:
+        """Open a regular file for reading."""
+        file = self.again(lambda: self.disk.open(path, is_uncached=is_uncached))
+        return RetryingFile(file, self)
+
+    def list(self, path: Path) -> dict[str, FileStatus]:
+        """Return name to status for a directory."""
+        return self.again(lambda: self.disk.list(path))
+
+    def status(self, path: Path) -> FileStatus | None:
+        """Return the status of a name, or None when it is absent."""
+        return self.again(lambda: self.disk.status(path))
+
+    @contextlib.contextmanager
+    def lock(self, path: Path, *, owner: str) -> Iterator[str | None]:
+        """Hold an advisory lock on a file, or yield the text of its holder."""
+        with contextlib.ExitStack() as held:
+            yield self.again(lambda: held.enter_context(self.disk.lock(path, owner=owner)))
+
+    def create(self, path: Path, *, mode: int, owner_of: Path | None = None) -> OutputFile:
+        """Create a new file for writing."""
+        return self.disk.create(path, mode=mode, owner_of=owner_of)
+
+    def change(self, path: Path) -> OutputFile:
+        """Open a regular file that exists, to overwrite some of its bytes."""
+        return self.disk.change(path)
+
+    def replace(self, source: Path, target: Path) -> None:
+        """Rename, replacing the target atomically."""
+        self.disk.replace(source, target)
+
+    def link(self, source: Path, target: Path) -> None:
+        """Give a file a second name."""
+        self.disk.link(source, target)
+
+    def unlink(self, path: Path) -> None:
+        """Remove a name."""
+        self.disk.unlink(path)
+
+    def sync_directory(self, path: Path) -> None:
+        """Make the entries of a directory durable."""
+        self.disk.sync_directory(path)
+
+    def make_directory(self, path: Path, *, mode: int) -> None:
+        """Create a directory and its missing parents durably."""
+        self.disk.make_directory(path, mode=mode)
+
+    def remove_directory(self, path: Path) -> None:
+        """Remove an empty directory."""
+        self.disk.remove_directory(path)
+
+    def free_bytes(self, path: Path) -> int | None:
+        """Return how many bytes an unprivileged writer may still use."""
+        return self.disk.free_bytes(path)
+
+    def free_inodes(self, path: Path) -> int | None:
+        """Return how many files an unprivileged writer may still create."""
+        return self.disk.free_inodes(path)
+
+    def pause(self, seconds: float) -> None:
+        """Wait."""
+        self.disk.pause(seconds)
+
+    def again(self, call: Callable[[], _Done]) -> _Done:
+        """Return what a call returns, made a few times while it fails with an error that may pass.
+
+        Raises:
+            OSError, MemoryError: What it raised last.
+        """
+        failed: int | None = None
+        for pause_s in PAUSES_S:
+            try:
+                done = call()
+            except (OSError, MemoryError) as error:
+                if not may_pass(error):
+                    raise
+                failed = error.errno if isinstance(error, OSError) else errno.ENOMEM
+            else:
+                self._lasting.discard(failed)
+                return done
+            if failed not in self._lasting:
+                self.pause(pause_s)
+        try:
+            done = call()
+        except (OSError, MemoryError):
+            self._lasting.add(failed)
+            raise
+        self._lasting.discard(failed)
+        return done
+
+
+class RetryingFile:
+    """An open file of a `RetryingDisk`.
+
+    Attributes:
+        file: Of the disk beneath.
+    """
+
+    def __init__(self, file: InputFile, disk: RetryingDisk) -> None:
+        self.file = file
+        self._disk = disk
+
+    @property
+    def size(self) -> int:
+        """The number of bytes when it was opened."""
+        return self.file.size
+
+    def around(self, file: InputFile) -> InputFile:
+        """Return another file beneath, read in the same way."""
+        return RetryingFile(file, self._disk)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` from `offset` on, or raise TruncatedError."""
+        self._disk.again(lambda: self.file.read_into(offset, buffer))
+
+    def close(self) -> None:
+        """Release the descriptor."""
+        self.file.close()

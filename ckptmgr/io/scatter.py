@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read a file into many arrays at once: the mirror of `pipeline`.
+
+The file is taken in units (digest ranges of 16 MiB, or cipher blocks of 4 MiB). A few threads each read a unit, ranges in
+pieces of 2 MiB: straight into the array where a piece lies in one, else into a recycled buffer from which its parts are
+copied. So reads are large whatever the sizes of the tensors, several are in flight, every byte is hashed while it is in
+cache, and the only fresh pages that are touched are those of the arrays.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from ckptmgr.formats.file_crc import FileCrc
+from ckptmgr.formats.source import Source, read_bytes
+from ckptmgr.io.buffers import GIL_FREE_COPY_BYTES, copy_into
+from ckptmgr.io.digest import VerifyingSource
+from ckptmgr.io.units import HASHED_BYTES, PIECE_BYTES, each_unit
+from ckptmgr.io.unverified_reads import Glimpses
+
+
+class Placement(NamedTuple):
+    """Where a run of the file's bytes goes.
+
+    Attributes:
+        offset: First byte in the file.
+        target: The memory, flat and writable.
+    """
+
+    offset: int
+    target: memoryview
+
+    @property
+    def stop(self) -> int:
+        """One past the last byte in the file."""
+        return self.offset + self.target.nbytes
+
+
+class Cluster(NamedTuple):
+    """A run of the file's bytes that somebody takes as a whole; it lies in one of the pieces that are read.
+
+    Attributes:
+        offset: First byte in the file.
+        stop: One past the last.
+        take: Called once with the bytes, in any thread; they are checked only when everything was read.
+    """
+
+    offset: int
+    stop: int
+    take: Callable[[memoryview], None]
+
+
+def piece_bytes_of(unit_bytes: int) -> int:
+    """Return in pieces of how many bytes, from multiples of that on, `read_scattered` reads units."""
+    return unit_bytes if unit_bytes <= PIECE_BYTES else HASHED_BYTES
+
+
+def read_scattered(
+    source: Source,
+    placements: Sequence[Placement | Cluster],
+    *,
+    unit_bytes: int,
+    crc: FileCrc | None = None,
+    glimpses: Glimpses | None = None,
+    also_units: Iterable[int] = (),
+    units_at_once: int = 1,
+) -> None:
+    """Fill the targets of all placements.
+
+    Args:
+        source: The file.
+        placements: In ascending order, not overlapping.
+        unit_bytes: What the source checks at once: its ranges of digests; of other sources at most 4 MiB. Of a unit no more
+            is read than is wanted, unless the source has digests or it holds bytes of the CRC.
+        crc: Also read everything that it covers, and give it every byte.
+        glimpses: What was seen of the file before; compared with those bytes that are read.
+        also_units: Units to read as a whole, whether or not somebody wants them, to have them checked.
+        units_at_once: How many units in a row one thread reads one after the other.
+
+    Raises:
+        CkptmgrError, FormatError, CryptoError, OSError: What the source raises; targets are then undefined.
+    """
+    if not 0 < unit_bytes <= PIECE_BYTES and not isinstance(source, VerifyingSource):
+        raise ValueError(f"a unit of {unit_bytes} bytes is no unit")
+    _Reader(source, placements, unit_bytes, crc, glimpses).run(also_units, units_at_once)
+
+
+def read_checked(source: Source, offset: int, length: int) -> bytes:
+    """Return bytes of a file whose digests are checked in passing, in pieces, so that no range of them is kept."""
+    if not isinstance(source, VerifyingSource):
+        return read_bytes(source, offset, length)
+    content = bytearray(length)
+    wanted = Placement(offset, memoryview(content))
+    read_scattered(source, [wanted], unit_bytes=source.range_bytes)
+    return bytes(content)
+
+
+class _Reader:
+    def __init__(
+        self,
+        source: Source,
+        placements: Sequence[Placement | Cluster],
+        unit_bytes: int,
+        crc: FileCrc | None,
+        glimpses: Glimpses | None,
+    ) -> None:
+        self._source = source
+        self._targets: list[memoryview | Callable[[memoryview], None]] = []
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+        for one in placements:
+            if one.stop > one.offset:
+                self._targets.append(one.target if isinstance(one, Placement) else one.take)
+                self._starts.append(one.offset)
+                self._stops.append(one.stop)
+        self._unit_bytes = unit_bytes
+        self._crc = crc
+        self._glimpses = glimpses
+        self._whole_units = set(range(-(-(0 if crc is None else crc.stop) // unit_bytes)))
+
+    def _wanted_units(self) -> list[int]:
+        units = set(self._whole_units)
+        size = self._unit_bytes
+        after = 0  # the units before it are counted
+        for start, stop in zip(self._starts, self._stops, strict=True):
+            if stop > after:
+                units.update(range(start // size, (stop - 1) // size + 1))
+                after = -(-stop // size) * size
+        return sorted(units)
+
+    def run(self, also_units: Iterable[int], units_at_once: int) -> None:
+        self._whole_units.update(also_units)
+        runs: dict[int, list[int]] = {}
+        for unit in self._wanted_units():
+            runs.setdefault(unit // units_at_once, []).append(unit)
+
+        def read(run: int, buffer: memoryview) -> None:
+            for unit in runs[run]:
+                self._read(unit, buffer)
+
+        each_unit(runs, read)
+
+    def _read(self, unit: int, buffer: memoryview) -> None:
+        start = unit * self._unit_bytes
+        stop = min(start + self._unit_bytes, self._source.size)
+        if isinstance(self._source, VerifyingSource):
+            reader = self._source.open_range(unit)
+            for first in range(start, stop, HASHED_BYTES):
+                last = min(first + HASHED_BYTES, stop)
+                self._scatter(first, last, self._parts(first, last), buffer, reader.read_into)
+            reader.finish()
+            return
+        parts = self._parts(start, stop)
+        if unit not in self._whole_units:
+            start = max(start, self._starts[parts[0]])
+            stop = min(stop, self._stops[parts[-1]])
+        self._scatter(start, stop, parts, buffer, partial(self._source.read_into, start))
+
+    def _parts(self, start: int, stop: int) -> range:
+        """Return which placements want bytes of `[start, stop)`."""
+        first = bisect_right(self._stops, start)
+        return range(first, bisect_left(self._starts, stop, lo=first))
+
+    def _scatter(
+        self,
+        start: int,
+        stop: int,
+        parts: range,
+        buffer: memoryview,
+        read_into: Callable[[memoryview], None],
+    ) -> None:
+        """Read `[start, stop)` and put it where it is wanted."""
+        only = self._targets[parts[0]] if len(parts) == 1 else None
+        if (
+            isinstance(only, memoryview)
+            and self._starts[parts[0]] <= start
+            and stop <= self._stops[parts[0]]
+        ):
+            # All of it belongs to one array: no copy.
+            at = start - self._starts[parts[0]]
+            view = only[at : at + stop - start]
+            read_into(view)
+            self._note(start, view)
+            return
+        view = buffer[: stop - start]
+        read_into(view)
+        self._note(start, view)
+        for index in parts:
+            first, last = self._starts[index], self._stops[index]
+            target = self._targets[index]
+            if not isinstance(target, memoryview):
+                target(view[first - start : last - start])
+                continue
+            if first < start or last > stop:
+                low, high = max(start, first), min(stop, last)
+                target, first, last = target[low - first : high - first], low, high
+            if last - first < GIL_FREE_COPY_BYTES:
+                target[:] = view[first - start : last - start]
+            else:
+                copy_into(target, view[first - start : last - start])
+
+    def _note(self, start: int, view: memoryview) -> None:
+        if self._glimpses is not None:
+            self._glimpses.check(start, view)
+        if self._crc is not None and start < self._crc.stop:
+            self._crc.add(start, view)

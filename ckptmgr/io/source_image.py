@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A source as an image, to be written somewhere else: read in windows of 4 MiB, each once, in memory that is used again.
+
+The ranges of the output are made in any order by several threads, and neighbours share the windows between them. Whoever
+comes first reads a window; when all of it was used, its memory is free for another. So what is held is a few windows for
+each thread, whatever the size of the source.
+
+A digest covers several windows. It is computed as they arrive, so damage may be found only after other bytes of its range
+were handed out: an image must not be published before all of it was asked for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+from ckptmgr.crypto.mindspore.reader import Buffers
+from ckptmgr.formats.image import Image
+from ckptmgr.formats.source import Source
+from ckptmgr.io.digest import RANGE_BYTES, VerifyingSource
+from ckptmgr.io.range_digests import RangeDigests
+from ckptmgr.io.units import PIECE_BYTES
+from ckptmgr.io.unverified_reads import Glimpses
+
+
+@dataclass(slots=True)
+class _Window:
+    """Some bytes of the source, in memory from the first use to the last.
+
+    Attributes:
+        unused: Bytes that somebody will still ask for, and one for each digest that still needs them.
+        buffer: Its memory.
+        view: Its bytes.
+    """
+
+    unused: int
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    buffer: memoryview | None = None
+    view: memoryview | None = None
+
+
+class SourceImage(Image):
+    """The first bytes of a source. Every byte is asked for once, with `views`, and given back with `done_with`.
+
+    Args:
+        source: Where they are read from.
+        size: How many; at most a CRC trailer follows them.
+        window_bytes: What the source best reads at once; ignored where it has digests.
+        has_crc_trailer: Whether the CRC trailer is made anew.
+        glimpses: What was seen of the source before, in pieces of the length of a window; compared with what is read.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        size: int,
+        *,
+        window_bytes: int = PIECE_BYTES,
+        has_crc_trailer: bool = False,
+        glimpses: Glimpses | None = None,
+    ) -> None:
+        super().__init__((), has_crc_trailer=has_crc_trailer)
+        self.body_size = size
+        self._source = source
+        self._digests: RangeDigests | None = None
+        if isinstance(source, VerifyingSource) and source.range_bytes == RANGE_BYTES:
+            self._digests, window_bytes = RangeDigests(source), PIECE_BYTES
+        self._window_bytes = window_bytes
+        self._glimpses = glimpses
+        self._windows: dict[int, _Window] = {}
+        self._lock = threading.Lock()
+        self._buffers = Buffers(window_bytes + source.size - size)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory that are in use now."""
+        with self._lock:
+            return sum(
+                one.buffer.nbytes for one in self._windows.values() if one.buffer is not None
+            )
+
+    def views(self, offset: int, length: int) -> Iterator[memoryview]:
+        """Yield views that together are the bytes `[offset, offset + length)`; they are valid until `done_with`.
+
+        Raises:
+            CkptmgrError, FormatError, CryptoError, OSError: What the source raises.
+        """
+        for index, at, count in self._parts(offset, length):
+            yield self._window(index)[at : at + count]
+
+    def done_with(self, offset: int, length: int) -> None:
+        """Give bytes back."""
+        for index, _, count in self._parts(offset, length):
+            self._used(index, count)
+
+    def _parts(self, offset: int, length: int) -> Iterator[tuple[int, int, int]]:
+        while length > 0:
+            index, at = divmod(offset, self._window_bytes)
+            count = min(length, self._window_bytes - at)
+            yield index, at, count
+            offset, length = offset + count, length - count
+
+    def _window(self, index: int) -> memoryview:
+        start = index * self._window_bytes
+        with self._lock:
+            unused = min(self._window_bytes, self.body_size - start)
+            window = self._windows.setdefault(index, _Window(unused))
+        with window.lock:
+            if window.view is None:
+                if window.buffer is None:
+                    window.buffer = self._buffers.take()
+                view = window.buffer[: self._end_of(index) - start]
+                self._read(index, window, view)
+                if self._glimpses is not None:
+                    self._glimpses.check(index * self._window_bytes, view)
+                window.view = view
+            return window.view
+
+    def _end_of(self, index: int) -> int:
+        """Return where a window ends; the last one also holds what follows the image: digests cover it."""
+        end = (index + 1) * self._window_bytes
+        return end if end < self.body_size else self._source.size
+
+    def _read(self, index: int, window: _Window, view: memoryview) -> None:
+        start = index * self._window_bytes
+        if self._digests is None:
+            self._source.read_into(start, view)
+            return
+        parts = self._digests.read(start, view)
+        with self._lock:
+            window.unused += len(parts)
+        for offset, part in parts:
+            self._digests.take(offset, part, partial(self._used, index, 1))
+
+    def _used(self, index: int, count: int) -> None:
+        with self._lock:
+            window = self._windows[index]
+            window.unused -= count
+            if window.unused:
+                return
+            del self._windows[index]
+        if window.buffer is not None:
+            self._buffers.give(window.buffer)

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a failed save says: the file, and for a full disk the figures and the way out."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+
+from ckptmgr.core.errors import CkptmgrError, StoreFull
+from ckptmgr.io.filesystem import FileSystem
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def not_enough_space(path: Path, needed: int, free: int) -> StoreFull:
+    """Return the error for a save that was not begun."""
+    error = StoreFull(
+        f"not enough disk space: {needed} bytes needed, {free} free, {needed - free} missing",
+        path=path,
+        hint="nothing was changed; free some space (ckptmgr prune) or keep fewer checkpoints",
+    )
+    error.errno = errno.ENOSPC
+    return error
+
+
+def explained(error: OSError, path: Path, needed: int, fs: FileSystem) -> OSError:
+    """Return the error to raise for a failed save: it names the file and, for a full disk, the figures."""
+    if isinstance(error, CkptmgrError):
+        return error
+    if error.errno in _NO_SPACE:
+        free = inodes = None
+        with contextlib.suppress(OSError):
+            free = fs.free_bytes(path.parent)
+            inodes = fs.free_inodes(path.parent)
+        if error.errno == errno.ENOSPC and inodes == 0:
+            return _no_inodes(error, path, free)
+        full = StoreFull(
+            f"the disk became full while saving ({error.strerror}): "
+            f"{f'{needed} bytes needed, ' if needed else ''}"
+            f"{'unknown' if free is None else free} free after cleaning up",
+            path=path,
+            hint="the previous checkpoints are intact; free some space or keep fewer checkpoints",
+        )
+        full.errno = error.errno
+        return full
+    if error.filename is None:
+        return type(error)(error.errno, error.strerror, str(path))
+    return error
+
+
+def _no_inodes(error: OSError, path: Path, free: int | None) -> StoreFull:
+    full = StoreFull(
+        f"the file system has no inodes left ({error.strerror}): each file takes one, however small; "
+        f"{'unknown' if free is None else free} bytes are free",
+        path=path,
+        hint="the previous checkpoints are intact; remove files that nothing needs anywhere on this file system (df -i), or"
+        " keep fewer checkpoints",
+    )
+    full.errno = error.errno
+    return full
+
+
+@contextlib.contextmanager
+def explained_errors(path: Path, fs: FileSystem) -> Iterator[None]:
+    """Turn errors of the disk into those of `explained`, where a small file of a checkpoint is written."""
+    try:
+        yield
+    except OSError as error:
+        raise explained(error, path, 0, fs) from error

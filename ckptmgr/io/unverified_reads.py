@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Find one's way through a file before it is checked, and check afterwards that what was seen was true.
+
+An index is made of small pieces all over a `.ckpt`. Reading them through a checking source would check, and so read, the
+whole file once for the index and once more for the contents. Instead the pieces are read unchecked, and a digest of each
+is kept; the one pass over the contents, which checks everything, compares them with the checked bytes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+
+from blake3 import blake3
+
+from ckptmgr.core.errors import ChecksumMismatch
+
+_DIGEST_BYTES = 16
+
+
+class Glimpses:
+    """A source whose reads are remembered.
+
+    Args:
+        size: Bytes of the source.
+        read_into: Reads without checking.
+        piece_bytes: The pieces that will be checked one by one; what is remembered never crosses from one into the next.
+        path: For messages.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        read_into: Callable[[int, memoryview], None],
+        *,
+        piece_bytes: int,
+        path: str,
+    ) -> None:
+        self.size = size
+        self._read_into = read_into
+        self._piece_bytes = piece_bytes
+        self._path = path
+        self._seen: dict[tuple[int, int], bytes] = {}
+        self._starts: list[tuple[int, int]] | None = None
+
+    def units(self, unit_bytes: int) -> set[int]:
+        """Return the numbers of the units of so many bytes, a multiple of the pieces, in which something was seen."""
+        return {start // unit_bytes for start, _ in self._seen}
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with unchecked bytes and remember them."""
+        self._read_into(offset, buffer)
+        self._starts = None
+        while buffer.nbytes:
+            part = buffer[: self._piece_bytes - offset % self._piece_bytes]
+            self._seen[offset, part.nbytes] = blake3(part).digest(_DIGEST_BYTES)
+            offset += part.nbytes
+            buffer = buffer[part.nbytes :]
+
+    def check(self, start: int, view: memoryview) -> None:
+        """Compare what was seen in one piece with its bytes. Safe to call from several threads.
+
+        Raises:
+            ChecksumMismatch: They differ: the file changed while it was being read.
+        """
+        starts = self._starts
+        if starts is None:
+            starts = self._starts = sorted(self._seen)
+        position = bisect_right(starts, (start, -1))
+        while position < len(starts) and starts[position][0] < start + view.nbytes:
+            offset, length = starts[position]
+            part = view[offset - start : offset - start + length]
+            if blake3(part).digest(_DIGEST_BYTES) != self._seen[offset, length]:
+                raise ChecksumMismatch(
+                    "the file changed while it was being read", path=self._path, offset=offset
+                )
+            position += 1

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check one file of a checkpoint: digests, cipher blocks, CRC32, structure, and what it holds."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, field, replace
+
+from ckptmgr.core.error_translation import unproven
+from ckptmgr.core.errors import ChecksumMismatch, CkptmgrError
+from ckptmgr.core.names import OPAQUE
+from ckptmgr.crypto.ciphers import mode_of
+from ckptmgr.crypto.container.unlock import CopyState, find_copies
+from ckptmgr.crypto.errors import CryptoError
+from ckptmgr.crypto.mindspore.block_keys import open_blocks_with
+from ckptmgr.crypto.mindspore.blocks import sniff_mode
+from ckptmgr.crypto.mindspore.records import find_records
+from ckptmgr.files.load.bulk import check_values, read_every_byte, read_through
+from ckptmgr.files.load.container import (
+    container_mode,
+    format_in,
+    kind_of,
+    open_container_file,
+    unit_of,
+)
+from ckptmgr.files.load.contents import tensors_of
+from ckptmgr.files.load.open import OpenCheckpoint, open_source
+from ckptmgr.files.load.options import ReadOptions
+from ckptmgr.files.load.plaintext import refuse_unsigned
+from ckptmgr.files.load.statistics import stats_of
+from ckptmgr.files.load.stored_kind import check_kind, check_mode
+from ckptmgr.formats.detect import Kind
+from ckptmgr.formats.errors import FormatError
+from ckptmgr.formats.source import Source, read_bytes
+from ckptmgr.io.digest import FileDigest, check_size, differing_ranges
+from ckptmgr.io.filesystem import InputFile
+from ckptmgr.io.page_cache import read_once
+from ckptmgr.maintenance.one_pass import checked_at_once
+from ckptmgr.maintenance.verdict import Level, Status
+from ckptmgr.store.manifest.codec import Manifest
+
+_HEAD_BYTES = 16
+
+
+@dataclass(slots=True, kw_only=True)
+class Findings:
+    """What was found in the files of a checkpoint so far; see `Verification`."""
+
+    checked: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+    nonfinite: dict[str, tuple[int, int]] = field(default_factory=dict)
+    status: Status = Status.OK
+
+
+class FileCheck:
+    """One check of one file; what was found so far stays when a later step fails.
+
+    Args:
+        path: The file, for messages.
+        level: How thoroughly.
+        options: The key, and whether files without a seal are accepted.
+        findings: Takes what is found.
+    """
+
+    def __init__(
+        self, path: str, *, level: Level, options: ReadOptions, findings: Findings
+    ) -> None:
+        self._path = path
+        self._level = level
+        self._options = options
+        self._findings = findings
+        self._was_read = False
+        self._is_checkpoint = True
+
+    def run(self, file: InputFile, manifest: Manifest | None) -> None:
+        """Check an open file, and close it.
+
+        Raises:
+            CkptmgrError, CryptoError, FormatError, OSError: It is damaged, or cannot be read.
+        """
+        # What is decoded after it was checked is read twice; the page cache is then the shorter way.
+        with contextlib.closing(file if self._level is Level.DEEP else read_once(file)) as raw:
+            refuse_unsigned(manifest, path=self._path, options=self._options)
+            if manifest is not None:
+                self._findings.checked.append("manifest")
+                if manifest.signed_by is not None:
+                    self._findings.checked.append("signature")
+                self._was_read = self._read_in_one_pass(manifest, raw)
+                self._check_against(manifest, raw)
+            kind = kind_of(raw, name=self._path)
+            check_kind(kind, manifest, path=self._path)
+            if kind is Kind.MINDSPORE_ENCRYPTED:
+                self._check_encrypted(raw, manifest)
+            elif kind is Kind.CKPTMGR_CONTAINER:
+                self._check_container(raw, manifest)
+            else:
+                self._check_plain(raw, manifest)
+            if manifest is None and self._is_checkpoint and self._options.trust.is_strict:
+                raise unproven(self._path, self._options.trust)
+
+    def _check_against(self, manifest: Manifest, raw: Source) -> None:
+        check_size(raw.size, manifest.file.digest, path=self._path)
+        self._findings.checked.append("size")
+        if self._level is not Level.QUICK:
+            if not self._was_read:
+                check_digests(raw, manifest.file.digest, path=self._path)
+            self._findings.checked.append("digests")
+
+    def _read_in_one_pass(self, manifest: Manifest, raw: Source) -> bool:
+        """Try to check the digests and the contents of a file in one reading; return whether both are right.
+
+        Where they are not, or that does not suit the file, one is checked after the other, and says what is wrong.
+        """
+        if self._level is not Level.FULL:
+            return False
+        options = replace(self._options, trust=replace(self._options.trust, trusted_keys=()))
+        with contextlib.suppress(CkptmgrError, CryptoError, FormatError):
+            checks = checked_at_once(raw, manifest.file.digest, path=self._path, options=options)
+            self._findings.checked += checks or ()
+            return checks is not None
+        return False
+
+    def _check_sealed_contents(self, raw: Source) -> None:
+        if self._was_read:
+            self._findings.checked.append("structure")
+        else:
+            self._check_contents(self._open(raw), is_encrypted=True)
+        self._findings.checked.append("cipher blocks")
+
+    def _check_encrypted(self, raw: Source, manifest: Manifest | None) -> None:
+        mode = str(sniff_mode(read_bytes(raw, 0, min(_HEAD_BYTES, raw.size))))
+        check_mode(mode, manifest, path=self._path)
+        if self._was_read:
+            self._findings.checked += ["records", "seal", "structure", "cipher blocks"]
+            return
+        find_records(raw, mode_of(mode))
+        self._findings.checked.append("records")
+        key = self._options.trust.keys
+        if key is None:
+            self._findings.unchecked.append(
+                f"seal and contents: encrypted ({mode}), and no key was given"
+            )
+            if self._level is not Level.QUICK and not _is_signed(manifest):
+                self._findings.status = Status.PARTIAL
+            return
+        is_sealed = open_blocks_with(
+            raw, key, mode, allow_unsealed=self._options.trust.accepts_unsealed
+        ).is_sealed
+        if is_sealed:
+            self._findings.checked.append("seal")
+        if self._level is not Level.QUICK:
+            self._check_sealed_contents(raw)
+        if not is_sealed and manifest is None:
+            self._findings.unchecked.append(
+                "order and number of the cipher blocks: no seal, no manifest"
+            )
+            self._findings.status = Status.UNVERIFIED
+
+    def _check_container(self, raw: Source, manifest: Manifest | None) -> None:
+        mode, key = container_mode(raw), self._options.trust.keys
+        check_mode(mode, manifest, path=self._path)
+        if key is None:
+            self._findings.unchecked.append(
+                f"header and contents: encrypted ({mode}), and no key was given"
+            )
+            if len({copy.data for copy in find_copies(raw)}) != 1 or len(find_copies(raw)) != 2:
+                self._findings.unchecked.append(
+                    "header copies: they differ; ckptmgr rekey mends that"
+                )
+            # Digests leave the header copies out; but what does not open holds nothing that could be wrong.
+            if self._level is not Level.QUICK and not _is_signed(manifest):
+                self._findings.status = Status.PARTIAL
+            return
+        container = open_container_file(raw, raw, path=self._path, key=key, mode=None)
+        self._findings.checked.append("header")
+        for name, state in zip("AB", container.unlocked.states, strict=True):
+            if state is not CopyState.CURRENT:
+                self._findings.unchecked.append(
+                    f"header copy {name}: {state.value}; the other one opens, ckptmgr rekey mends it"
+                )
+        self._is_checkpoint = format_in(container) != OPAQUE
+        if self._level is Level.QUICK:
+            return
+        if not self._is_checkpoint:
+            read_every_byte(container, unit_bytes=unit_of(container))
+            self._findings.checked.append("cipher blocks")
+        else:
+            self._check_sealed_contents(raw)
+
+    def _check_plain(self, raw: Source, manifest: Manifest | None) -> None:
+        if self._was_read:
+            self._findings.checked.append("structure")
+            return
+        opened = self._open(raw)
+        if self._level is not Level.QUICK:
+            self._check_contents(opened, is_encrypted=False)
+        has_checksums = opened.index.crc is not None or opened.compressed_bytes is not None
+        if manifest is None and (self._level is Level.QUICK or not has_checksums):
+            why = "no manifest" if self._level is Level.QUICK else "no manifest, no CRC32"
+            self._findings.unchecked.append(f"contents: {why}")
+            self._findings.status = Status.UNVERIFIED
+
+    def _open(self, raw: Source) -> OpenCheckpoint:
+        # What the manifest says about the bytes is checked apart from what they hold.
+        options = replace(self._options, trust=replace(self._options.trust, trusted_keys=()))
+        opened = open_source(raw, path=self._path, options=options)
+        self._findings.checked.append("structure")
+        return opened
+
+    def _check_contents(self, opened: OpenCheckpoint, *, is_encrypted: bool) -> None:
+        has_crc = opened.index.crc is not None
+        if has_crc or is_encrypted or opened.compressed_bytes is not None:
+            read_through(opened, check_crc=True)
+        check_values(opened)
+        if has_crc:
+            self._findings.checked.append("CRC32")
+        if opened.compressed_bytes is not None:
+            self._findings.checked.append("frames")
+        if self._level is Level.DEEP:
+            self._decode(opened)
+
+    def _decode(self, opened: OpenCheckpoint) -> None:
+        for name, entry in tensors_of(opened):
+            stats = stats_of(opened.source, entry)
+            if stats.nan_count or stats.inf_count:
+                self._findings.nonfinite[name] = (stats.nan_count, stats.inf_count)
+        self._findings.checked.append("every tensor")
+
+
+def _is_signed(manifest: Manifest | None) -> bool:
+    """Return whether digests vouch for every byte, and somebody who is trusted for the digests."""
+    return manifest is not None and manifest.signed_by is not None
+
+
+def check_digests(raw: Source, digest: FileDigest, *, path: str) -> None:
+    """Compare all of a file with the digests in its manifest, ranges in parallel.
+
+    Raises:
+        ChecksumMismatch: Names the first range that differs and how many do.
+    """
+    bad = differing_ranges(raw, digest)
+    if bad:
+        more = f" (and {len(bad) - 1} more ranges)" if len(bad) > 1 else ""
+        raise ChecksumMismatch(
+            f"the bytes {bad[0][0]}..{bad[0][1]} do not match the digest in the manifest{more}",
+            path=path,
+            offset=bad[0][0],
+            hint="the file was damaged or replaced after it was saved; use an older checkpoint",
+        )

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decrypt and encrypt files as streams: constant memory, and only checked bytes come out.
+
+* A checkpoint is published like a save: temporary file, synced, renamed, with a manifest. After an error there is none.
+* Any other file goes into a container as it is, and out of it again; it is no checkpoint and gets no manifest. The names
+  decide: what is called neither `.ckpt` nor `.safetensors`, before nor after, is another file.
+* What comes out of a decrypted sealed file is byte for byte what was sealed: an ordinary `.ckpt`, CRC trailer included.
+* Damage is never sealed over: the digests and the CRC32 of a checkpoint are checked on the way, before the output exists.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ckptmgr.core.error_translation import translated_errors
+from ckptmgr.core.errors import KeyProblem, UnsafeWrite
+from ckptmgr.core.names import CONTAINER_SUFFIX, DATA_SUFFIXES, OPAQUE, without_envelope
+from ckptmgr.crypto.keys.ring import Keys
+from ckptmgr.files.load.values import ReadOptions
+from ckptmgr.io.source_image import SourceImage
+from ckptmgr.maintenance.convert_container import (
+    container_chunks,
+    container_content,
+    needs_container,
+)
+from ckptmgr.maintenance.convert_source import open_bytes, open_plain, open_plaintext
+from ckptmgr.maintenance.convert_target import (
+    Content,
+    Converted,
+    check_target,
+    publish,
+    publish_other,
+)
+from ckptmgr.maintenance.encrypt import sealed_chunks, sealed_content
+
+
+def decrypt_file(
+    source: Path,
+    target: Path,
+    *,
+    options: ReadOptions,
+    force: bool = False,
+    clock: Callable[[], float] = time.time,
+) -> Converted:
+    """Write the plaintext of an encrypted file to a file; durable when this returns.
+
+    Args:
+        source: The encrypted file.
+        target: Where to; in an existing directory.
+        options: The key, and whether a file without seal is accepted.
+        force: Whether an existing target may be replaced.
+        clock: Seconds since the epoch; stamps the manifest of a checkpoint that had none.
+
+    Raises:
+        UnsafeWrite: The target is the input, exists, or has the name of a container, or of a checkpoint and is none.
+        StoreLocked: A live process writes the target, or its series in that directory.
+        CkptmgrError: As `open_plaintext`.
+        OSError: From the disk; nothing was changed.
+    """
+    check_target(source, target, force=force)
+    _check_name(target, is_container=False)
+    with open_plaintext(source, options, is_for_image=True) as plaintext:
+        image = SourceImage(
+            plaintext.source,
+            plaintext.source.size,
+            window_bytes=plaintext.unit_bytes,
+            glimpses=plaintext.glimpses,
+        )
+        content = Content(image=image, format=plaintext.format)
+        if content.format == OPAQUE:
+            return publish_other(source, target, content, force=force, clock=clock)
+        return publish(
+            source,
+            target,
+            content,
+            options=options,
+            manifest=plaintext.manifest,
+            force=force,
+            clock=clock,
+        )
+
+
+def encrypt_file(
+    source: Path,
+    target: Path,
+    *,
+    key: Keys,
+    mode: str = "AES-GCM",
+    force: bool = False,
+    clock: Callable[[], float] = time.time,
+) -> Converted:
+    """Write a plain file encrypted to a file; durable when this returns.
+
+    A `.ckpt` stays one that MindSpore loads, with a seal, unless the target has the name of a container; everything else goes
+    into a container.
+
+    Args:
+        source: The plain file.
+        target: Where to; in an existing directory. The name of a container ends in `.ckpe`.
+        key: Who opens it. A `.ckpt` outside a container takes one key and nothing else.
+        mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`; in a container also `SM4-GCM`.
+        force: Whether an existing target may be replaced.
+        clock: Seconds since the epoch; stamps the manifest of a checkpoint that had none.
+
+    Raises:
+        UnsafeWrite: The target is the input, exists, or has a name for something else.
+        StoreLocked: A live process writes the target, or its series in that directory.
+        UnsupportedCheckpoint: The input is encrypted already.
+        CorruptCheckpoint: It is a checkpoint and damaged; nothing was written.
+        KeyProblem: The key does not fit the mode.
+        OSError: From the disk; nothing was changed.
+    """
+    check_target(source, target, force=force)
+    if not is_checkpoint_name(source.name, target.name):
+        _check_name(target, is_container=True)
+        with open_bytes(source) as raw, translated_errors(str(source)):
+            content = container_content(raw, key=key, mode=mode)
+            return publish_other(source, target, content, force=force, clock=clock)
+    opening = open_plain(source, is_for_image=True)
+    with opening as (opened, manifest), translated_errors(str(source)):
+        if opened.format == "safetensors" or target.name.endswith(CONTAINER_SUFFIX):
+            _check_name(target, is_container=True)
+            content = container_content(opened, key=key, mode=mode)
+        elif needs_container(key, mode):
+            raise KeyProblem(
+                "a .ckpt that MindSpore can open takes one key and nothing else, and no SM4-GCM",
+                path=target,
+                hint=f"give it a name that ends in .ckpt{CONTAINER_SUFFIX}: a container takes everything",
+            )
+        else:
+            content = sealed_content(opened, key=key, mode=mode)
+        return publish(
+            source,
+            target,
+            content,
+            options=ReadOptions(),
+            manifest=manifest,
+            force=force,
+            clock=clock,
+        )
+
+
+def encrypted_chunks(source: Path, *, key: Keys, mode: str = "AES-GCM") -> Iterator[memoryview]:
+    """Yield a plain file encrypted, in order, for a pipe; each view is valid until the next one.
+
+    The end comes last and only after a checkpoint proved whole, so a reader refuses what an error cut short.
+
+    Raises:
+        CkptmgrError: As `encrypt_file`.
+    """
+    if not is_checkpoint_name(source.name):
+        with open_bytes(source) as raw, translated_errors(str(source)):
+            yield from container_chunks(raw, key=key, mode=mode)
+        return
+    with open_plain(source) as (opened, _), translated_errors(str(source)):
+        if opened.format == "safetensors" or needs_container(key, mode):
+            yield from container_chunks(opened, key=key, mode=mode)
+        else:
+            yield from sealed_chunks(opened, key=key, mode=mode)
+
+
+def encrypted_name(name: str, *, key: Keys, mode: str) -> str:
+    """Return the name that a file keeps or gets when it is encrypted.
+
+    Args:
+        name: Of the plain file.
+        key: Who opens it then.
+        mode: The cipher mode.
+    """
+    is_ckpt = name.endswith(".ckpt")
+    if is_ckpt and not needs_container(key, mode):
+        return name
+    return (without_envelope(name) if is_checkpoint_name(name) else name) + CONTAINER_SUFFIX
+
+
+def is_checkpoint_name(*names: str) -> bool:
+    """Return whether one of these is the name of a checkpoint."""
+    return any(name.endswith(DATA_SUFFIXES) for name in names)
+
+
+def _check_name(target: Path, *, is_container: bool) -> None:
+    if target.name.endswith(CONTAINER_SUFFIX) != is_container:
+        ending = "must end" if is_container else "must not end"
+        raise UnsafeWrite(
+            f"the name {ending} in {CONTAINER_SUFFIX}, which containers have",
+            path=target,
+            hint="choose another name",
+        )

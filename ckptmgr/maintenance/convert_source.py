@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file that a conversion reads: opened once, and nothing of it comes out unchecked."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptmgr.core.error_translation import translated_errors
+from ckptmgr.core.errors import UnsupportedCheckpoint
+from ckptmgr.core.names import OPAQUE
+from ckptmgr.crypto.mindspore.blocks import PLAINTEXT_BLOCK_BYTES
+from ckptmgr.files.load.container import ENCRYPTED, kind_of
+from ckptmgr.files.load.plaintext import plaintext_of
+from ckptmgr.files.load.values import OpenCheckpoint, ReadOptions, open_indexed, open_source
+from ckptmgr.formats.source import Source
+from ckptmgr.io.filesystem import InputFile
+from ckptmgr.io.units import PIECE_BYTES
+from ckptmgr.io.unverified_reads import Glimpses
+from ckptmgr.maintenance.convert_target import store_of
+from ckptmgr.store.manifest.codec import Manifest
+from ckptmgr.store.real_files import real_file
+from ckptmgr.store.store import Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plaintext:
+    """An encrypted file that was opened: its plaintext, checked as it is read.
+
+    Attributes:
+        source: The bytes.
+        format: `ckpt`, `safetensors`, or `OPAQUE`.
+        cipher: The cipher mode.
+        is_sealed: Whether the file as a whole is authenticated.
+        manifest: Its manifest, or None.
+        unit_bytes: What is best read at once.
+        glimpses: What the index was made from, where an image of the bytes still has to check that.
+    """
+
+    source: Source
+    format: str
+    cipher: str
+    is_sealed: bool
+    manifest: Manifest | None
+    unit_bytes: int
+    glimpses: Glimpses | None = None
+
+    def chunks(self) -> Iterator[memoryview]:
+        """Yield the plaintext in order; each view is valid until the next one."""
+        size = self.source.size
+        buffer = memoryview(bytearray(min(PLAINTEXT_BLOCK_BYTES, size)))
+        for offset in range(0, size, PLAINTEXT_BLOCK_BYTES):
+            view = buffer[: size - offset]
+            self.source.read_into(offset, view)
+            yield view
+
+
+@contextlib.contextmanager
+def open_plaintext(
+    path: Path, options: ReadOptions, *, is_for_image: bool = False
+) -> Iterator[Plaintext]:
+    """Open an encrypted file for reading its plaintext.
+
+    Args:
+        path: The file.
+        options: The key, and whether a file without seal is accepted.
+        is_for_image: Whether the plaintext is read as a `SourceImage`, which then also checks what the index was made from.
+
+    Raises:
+        KeyProblem: No key, a wrong one, or no seal.
+        CorruptCheckpoint: Damaged, or not a checkpoint inside although it says so.
+        UnsupportedCheckpoint: It is not encrypted.
+    """
+    manifest = _manifest_of(path, options)
+    with open_raw(path) as raw, translated_errors(str(path)):
+        plain = plaintext_of(raw, path=str(path), options=options, manifest=manifest)
+        if plain.cipher is None:
+            raise UnsupportedCheckpoint("is not encrypted; there is nothing to decrypt", path=path)
+        unit_bytes = plain.unit_bytes or PIECE_BYTES
+        if plain.format == OPAQUE:
+            yield Plaintext(
+                source=plain.source,
+                format=OPAQUE,
+                cipher=plain.cipher,
+                is_sealed=plain.is_sealed,
+                manifest=manifest,
+                unit_bytes=unit_bytes,
+            )
+            return
+        opened = open_indexed(
+            plain, path=str(path), has_digests=manifest is not None, is_for_loading=is_for_image
+        )
+        yield Plaintext(
+            source=opened.source,
+            format=opened.format,
+            cipher=plain.cipher,
+            is_sealed=opened.is_sealed,
+            manifest=manifest,
+            unit_bytes=unit_bytes,
+            glimpses=opened.glimpses,
+        )
+
+
+@contextlib.contextmanager
+def open_plain(
+    path: Path, *, is_for_image: bool = False
+) -> Iterator[tuple[OpenCheckpoint, Manifest | None]]:
+    """Open a plain checkpoint for encrypting it; `is_for_image` as for `open_plaintext`.
+
+    Raises:
+        UnsupportedCheckpoint: It is encrypted already.
+        CorruptCheckpoint: It is damaged.
+    """
+    manifest = _manifest_of(path, ReadOptions())
+    with open_raw(path) as raw, translated_errors(str(path)):
+        _refuse_encrypted(raw, path)
+        opened = open_source(
+            raw,
+            path=str(path),
+            options=ReadOptions(),
+            manifest=manifest,
+            is_for_loading=is_for_image,
+        )
+        yield opened, manifest
+
+
+@contextlib.contextmanager
+def open_bytes(path: Path) -> Iterator[InputFile]:
+    """Open any plain file for encrypting it.
+
+    Raises:
+        UnsupportedCheckpoint: It is encrypted already.
+    """
+    with open_raw(path) as raw:
+        _refuse_encrypted(raw, path)
+        yield raw
+
+
+@contextlib.contextmanager
+def open_raw(path: Path) -> Iterator[InputFile]:
+    """Open a file, through links."""
+    real = real_file(path)
+    with contextlib.closing(Store(real.parent).fs.open(real)) as raw:
+        yield raw
+
+
+def _manifest_of(path: Path, options: ReadOptions) -> Manifest | None:
+    real = real_file(path)
+    return store_of(real, options).read_manifest(real.name)
+
+
+def _refuse_encrypted(raw: Source, path: Path) -> None:
+    if kind_of(raw, name=path.name) in ENCRYPTED:
+        raise UnsupportedCheckpoint(
+            "is encrypted already", path=path, hint="decrypt it first to change key or mode"
+        )

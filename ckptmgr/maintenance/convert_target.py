@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The file a conversion writes: what it may overwrite, who may read it, and its manifest."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from ckptmgr.core.errors import (
+    CheckpointNotFound,
+    UnprovenCheckpoint,
+    UnsafeWrite,
+    UnsupportedCheckpoint,
+)
+from ckptmgr.core.model import Checkpoint, State
+from ckptmgr.core.names import DATA_SUFFIXES, parse_name, stem_of
+from ckptmgr.core.trust import Trust
+from ckptmgr.crypto.container.writer import ContainerSealer
+from ckptmgr.crypto.keys.ring import Keys
+from ckptmgr.crypto.mindspore.blocks import BlockSealer
+from ckptmgr.files.load.values import ReadOptions
+from ckptmgr.files.save.pipeline import write_image
+from ckptmgr.formats.image import Image
+from ckptmgr.io.digest import FileDigest
+from ckptmgr.io.filesystem import OsFileSystem, OutputFile
+from ckptmgr.io.leases import lease_path
+from ckptmgr.store.change_leases import lease_of_name
+from ckptmgr.store.manifest.codec import SUFFIX, FileEntry, Manifest, manifest_name
+from ckptmgr.store.numbering import LARGEST_FOLLOWED
+from ckptmgr.store.store import Store
+
+_PRIVATE = 0o600
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Converted:
+    """What a conversion did.
+
+    Attributes:
+        source: The input.
+        target: The checkpoint that was written.
+        source_bytes: Size of the input.
+    """
+
+    source: Path
+    target: Checkpoint
+    source_bytes: int
+
+
+def check_target(source: Path, target: Path, *, force: bool) -> None:
+    """Raise unless `target` may be written.
+
+    Raises:
+        CheckpointNotFound: There is no such input, or no directory for the output.
+        UnsafeWrite: The target is the input (by any name), exists, is no file, or has the name of a manifest.
+    """
+    if not source.is_file():
+        raise CheckpointNotFound("no such file", path=source)
+    if not target.parent.is_dir():
+        raise CheckpointNotFound("no such directory", path=target.parent)
+    if target.name.endswith(SUFFIX):
+        raise UnsafeWrite("is the name of a manifest", path=target, hint="choose another name")
+    if not os.path.lexists(target):
+        return
+    if target.exists() and target.samefile(source):
+        raise UnsafeWrite(
+            "is the input itself", path=target, hint="write to another file and rename it then"
+        )
+    if target.is_dir() or not force:
+        raise UnsafeWrite("exists", path=target, hint="choose another name, or pass --force")
+    if target.exists() and not target.is_file():
+        # A rename would put a file in the place of /dev/null.
+        raise UnsafeWrite("is a device or a pipe", path=target, hint="-o - writes to a pipe")
+
+
+def store_of(path: Path, options: ReadOptions) -> Store:
+    """Return the store a file lies in; with a key or trusted keys, its manifest must be authenticated."""
+    return Store(path.parent, trust=options.trust)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Content:
+    """What goes into the target.
+
+    Attributes:
+        image: The plaintext.
+        format: `ckpt`, `safetensors`, or `OPAQUE`.
+        mode: Cipher mode, or None for a plain file.
+        key: Its key.
+        sealer: Made for this image, or None.
+    """
+
+    image: Image
+    format: str
+    mode: str | None = None
+    key: Keys | None = None
+    sealer: BlockSealer | ContainerSealer | None = None
+
+
+def publish(
+    source: Path,
+    target: Path,
+    content: Content,
+    *,
+    options: ReadOptions,
+    manifest: Manifest | None,
+    force: bool,
+    clock: Callable[[], float],
+) -> Converted:
+    """Make the target durable, with a manifest that says what is known about the source.
+
+    Args:
+        source: The input.
+        target: The output; checked by `check_target`.
+        content: What goes into it.
+        options: How a source without manifest is looked up in its directory.
+        manifest: The one that the source was checked with, or None.
+        force: Whether an existing target may be replaced.
+        clock: Seconds since the epoch; stamps the manifest when the source has none.
+
+    Raises:
+        StoreFull, OSError: From the disk; nothing was changed.
+        StoreLocked: A live process writes the target, or this series in its directory.
+        UnsafeWrite: The target has come to exist since it was checked.
+    """
+    real = Path(os.path.realpath(source))
+    directory = Path(os.path.realpath(target.parent))
+    described = _description(real, directory / target.name, manifest, options, clock)
+    store = Store(
+        directory,
+        fs=OsFileSystem(keeps_owner=True),
+        trust=Trust(keys=content.key, allow_unencrypted=True),
+    )
+
+    def write(file: OutputFile) -> FileDigest:
+        return write_image(content.image, file, sealer=content.sealer).digest
+
+    def describe(digest: FileDigest) -> Manifest:
+        file = FileEntry(
+            name=target.name,
+            digest=digest,
+            format=content.format,
+            cipher=content.mode,
+            key_id=None if content.key is None else content.key.key_id,
+        )
+        return replace(described, file=file)
+
+    with only_writer(store, target.name, described.series):
+        check_target(source, target, force=force)
+        written = store.publish(
+            target.name,
+            series=described.series,
+            size_bytes=content.image.size if content.sealer is None else content.sealer.sealed_size,
+            write=write,
+            describe=describe,
+            mode=private_mode(real),
+        )
+    return Converted(
+        source=source, target=written.to_checkpoint(directory), source_bytes=real.stat().st_size
+    )
+
+
+def publish_other(
+    source: Path,
+    target: Path,
+    content: Content,
+    *,
+    force: bool,
+    clock: Callable[[], float],
+) -> Converted:
+    """Make a target durable that is no checkpoint: whole or not at all, and without a manifest.
+
+    Args:
+        source: The input.
+        target: The output.
+        content: What goes into it.
+        force: Whether an existing target may be replaced.
+        clock: Seconds since the epoch.
+
+    Raises:
+        StoreLocked: A live process writes the target.
+        UnsafeWrite: It has come to exist since it was checked, or is called like a checkpoint.
+        StoreFull, OSError: From the disk; nothing was changed.
+    """
+    real = Path(os.path.realpath(source))
+    path = Path(os.path.realpath(target.parent)) / target.name
+    store = Store(path.parent, fs=OsFileSystem(keeps_owner=True))
+    size_bytes = content.image.size if content.sealer is None else content.sealer.sealed_size
+    with lease_of_name(store, path.name):
+        check_target(source, target, force=force)
+        _refuse_checkpoint(store, path)
+        store.place(
+            path.name,
+            size_bytes=size_bytes,
+            write=lambda file: write_image(content.image, file, sealer=content.sealer),
+            mode=private_mode(real),
+        )
+    written = Checkpoint(
+        path=path,
+        series=stem_of(path.name),
+        step=0,
+        saved_at=datetime.fromtimestamp(clock(), UTC),
+        size_bytes=size_bytes,
+        state=State.UNVERIFIED,
+        format=content.format,
+        cipher=content.mode,
+        key_id=None if content.key is None else content.key.key_id,
+    )
+    return Converted(source=source, target=written, source_bytes=real.stat().st_size)
+
+
+def _refuse_checkpoint(store: Store, path: Path) -> None:
+    """Raise UnsafeWrite where another file would pass for a checkpoint, or for a damaged one."""
+    has_manifest = store.fs.status(path.parent / manifest_name(path.name)) is not None
+    if has_manifest or path.name.endswith(DATA_SUFFIXES):
+        raise UnsafeWrite(
+            "is the name of a checkpoint, and what would be written is none",
+            path=path,
+            hint="choose another name",
+        )
+
+
+def private_mode(source: Path) -> int:
+    """Return the permission bits of an output: at most 0600, and nothing the input's owner may not do."""
+    return _PRIVATE & stat.S_IMODE(source.stat().st_mode) or stat.S_IRUSR
+
+
+def unproven_name(checkpoint: Checkpoint, trust: Trust) -> UnprovenCheckpoint:
+    """Return the error of a file whose name would become a manifest that vouches for its step."""
+    return UnprovenCheckpoint(
+        "has no manifest, so nothing but its name says which checkpoint it is; it would get one that vouches for that",
+        path=checkpoint.path,
+        hint=trust.accept_hint,
+    )
+
+
+@contextlib.contextmanager
+def only_writer(store: Store, name: str, series: str) -> Iterator[None]:
+    """Be the only one who writes a file, in a directory where a run may be writing its series.
+
+    Raises:
+        StoreLocked: Somebody else is writing it.
+    """
+    with contextlib.ExitStack() as leases:
+        # The lease of a series is taken only where there is one already: a training run may be writing there.
+        is_used = store.fs.status(lease_path(store.directory, series)) is not None
+        if is_used and series != name:
+            leases.enter_context(store.lease(series))
+        leases.enter_context(lease_of_name(store, name))
+        yield
+
+
+def _description(
+    source: Path,
+    target: Path,
+    manifest: Manifest | None,
+    options: ReadOptions,
+    clock: Callable[[], float],
+) -> Manifest:
+    """Return the manifest of the target but for its file: what is known about the source.
+
+    In the directory of the source it belongs to no run, so that no run counts or removes it.
+    """
+    parsed = parse_name(target.name)
+    series = stem_of(target.name) if parsed is None else parsed.prefix
+    placeholder = FileEntry(name=target.name, digest=FileDigest(size_bytes=0, ranges=()), format="")
+    if manifest is not None:
+        if manifest.sequence > LARGEST_FOLLOWED:
+            raise UnsupportedCheckpoint(
+                f"its manifest says that it is commit {manifest.sequence}; proven by a key, that would leave no number to "
+                "later saves",
+                path=source,
+                hint="the manifest was probably changed; without it the file can be converted, too",
+            )
+        run_id = "" if source.parent == target.parent else manifest.run_id
+        return replace(
+            manifest,
+            file=placeholder,
+            series=series,
+            run_id=run_id,
+            stats={},
+            replaces=None,
+            auth=None,
+            opened_by=(),
+            previous=None,  # the copies of a run are others than those that its links name
+        )
+    known = next((c for c in store_of(source, options).scan() if c.path == source), None)
+    return Manifest(
+        file=placeholder,
+        series=series,
+        run_id="",
+        step=0 if known is None else known.step,
+        epoch=None if known is None else known.epoch,
+        sequence=0,
+        saved_at=datetime.fromtimestamp(clock(), UTC) if known is None else known.saved_at,
+        why="manual" if known is None else known.why,
+    )

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encrypt a plain `.ckpt` into records that MindSpore loads, with a seal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from ckptmgr.core.errors import ChecksumMismatch
+from ckptmgr.crypto.keys.ring import Keys, block_key
+from ckptmgr.crypto.mindspore.blocks import BlockSealer
+from ckptmgr.files.load.values import OpenCheckpoint
+from ckptmgr.formats.trailer import crc32
+from ckptmgr.io.source_image import SourceImage
+from ckptmgr.maintenance.convert_target import Content
+
+
+def sealed_content(opened: OpenCheckpoint, *, key: Keys, mode: str) -> Content:
+    """Return what goes into the sealed file of an opened `.ckpt`.
+
+    Raises:
+        KeySourceError, DecryptionError: The keys or the mode are none that such a file takes.
+    """
+    sealer = CheckingSealer(opened, key, mode)
+    image = SourceImage(
+        opened.source,
+        sealer.body_bytes,
+        has_crc_trailer=sealer.has_crc,
+        glimpses=opened.glimpses,
+    )
+    return Content(image=image, format="ckpt", mode=mode, key=key, sealer=sealer)
+
+
+def sealed_chunks(opened: OpenCheckpoint, *, key: Keys, mode: str) -> Iterator[memoryview]:
+    """Yield the sealed file of an opened `.ckpt`, in order; each view is valid until the next one.
+
+    Raises:
+        ChecksumMismatch: Its CRC32 is not the one it states; the seal is then missing.
+    """
+    sealer = CheckingSealer(opened, key, mode)
+    crc = 0
+    room = memoryview(bytearray(sealer.batch * sealer.largest_record))
+    clear = memoryview(bytearray(room.nbytes))
+    for first in range(0, sealer.block_count, sealer.batch):
+        blocks = range(first, min(first + sealer.batch, sealer.block_count))
+        plaintext = _joined(clear, map(sealer.plaintext_range, blocks))
+        records = _joined(room, map(sealer.record_range, blocks))
+        opened.source.read_into(sealer.plaintext_range(first)[0], plaintext.whole)
+        crc = crc32(plaintext.whole, crc)
+        sealer.seal_many(first, plaintext.parts, records.parts)
+        yield records.whole
+    yield memoryview(sealer.finish(crc=crc if sealer.has_crc else None))
+
+
+class _Joined(NamedTuple):
+    """Neighbouring pieces of memory, and all of them as one."""
+
+    whole: memoryview
+    parts: list[memoryview]
+
+
+def _joined(room: memoryview, ranges: Iterable[tuple[int, int]]) -> _Joined:
+    parts, end = [], 0
+    for _, length in ranges:
+        parts.append(room[end : end + length])
+        end += length
+    return _Joined(room[:end], parts)
+
+
+class CheckingSealer(BlockSealer):
+    """A sealer that refuses to seal a body whose CRC32 is not the one its file stated."""
+
+    def __init__(self, opened: OpenCheckpoint, key: Keys, mode: str) -> None:
+        index = opened.index
+        self._stated = index.crc
+        self._path = opened.path
+        self.has_crc = index.crc is not None
+        self.body_bytes = getattr(index, "body_bytes", opened.source.size)
+        super().__init__(
+            block_key(key),
+            mode,
+            plaintext_size=self.body_bytes,
+            has_crc_trailer=self.has_crc,
+        )
+
+    @property
+    def largest_record(self) -> int:
+        """Bytes of the largest record; 0 where there is none."""
+        return self.record_range(0)[1] if self.block_count else 0
+
+    def finish(self, *, crc: int | None = None) -> bytes:
+        """Return the seal; raise ChecksumMismatch when the CRC32 of the body is another one than the file states."""
+        if crc != self._stated:
+            raise ChecksumMismatch(
+                f"the CRC32 is {crc or 0:#010x}, but the file states {self._stated or 0:#010x}",
+                path=self._path,
+                hint="the input is damaged; nothing was written",
+            )
+        return super().finish(crc=crc)

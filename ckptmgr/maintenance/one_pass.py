@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Read a file once, for its digests and for its contents."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from ckptmgr.crypto.container.source import ContainerSource
+from ckptmgr.crypto.mindspore.reader import Buffers
+from ckptmgr.files.load.bulk import check_values
+from ckptmgr.files.load.values import ReadOptions, open_source, read_through
+from ckptmgr.formats.source import Source
+from ckptmgr.io.buffers import copy_into
+from ckptmgr.io.digest import RANGE_BYTES, FileDigest, VerifyingSource
+from ckptmgr.io.range_digests import RangeDigests
+from ckptmgr.io.units import PIECE_BYTES
+
+_MAX_GAP_BYTES = 64 << 10
+
+
+def checked_at_once(
+    raw: Source, digest: FileDigest, *, path: str, options: ReadOptions
+) -> tuple[str, ...] | None:
+    """Read a sealed or plain file once, and check its digests, its contents, and its CRC32, if any.
+
+    Args:
+        raw: The file.
+        digest: What its ranges should be.
+        path: For messages.
+        options: The key, if any.
+
+    Returns:
+        `("CRC32",)` or `()`: whether it has one; or None where it cannot be read like this, and nothing is known of it.
+
+    Raises:
+        CkptmgrError, CryptoError, FormatError, OSError: It is damaged, or cannot be read.
+    """
+    if digest.range_bytes != RANGE_BYTES:
+        return None
+    source = DigestedSource(raw, digest, path=path)
+    opened = open_source(source, path=path, options=options, is_for_loading=True)
+    checks = () if opened.index.crc is None else ("CRC32",)
+    if opened.source is source:
+        checked = VerifyingSource(raw, digest, path=path)
+        read_through(replace(opened, source=checked, unit_bytes=RANGE_BYTES), check_crc=True)
+        check_values(opened)
+        return checks
+    if not opened.is_sealed or not opened.unit_bytes:
+        return None
+    container = opened.source if isinstance(opened.source, ContainerSource) else None
+    source.start(head_bytes=0 if container is None else container.head_bytes)
+    # The pieces of a range in order: what comes early has to be copied, and waits.
+    read_through(opened, check_crc=True, units_at_once=RANGE_BYTES // opened.unit_bytes)
+    if not source.finish():
+        return None
+    check_values(opened)
+    return checks
+
+
+class DigestedSource:
+    """A source that hashes what is read through it, between `start` and `finish`. Checks nothing before.
+
+    What is read must be pieces of at most 4 MiB, none of it twice; what is left out, `finish` reads.
+
+    Args:
+        raw: The file.
+        digest: What its ranges should be; of 16 MiB.
+        path: For messages.
+    """
+
+    def __init__(self, raw: Source, digest: FileDigest, *, path: str) -> None:
+        self._raw = raw
+        self._verifying = VerifyingSource(raw, digest, path=path)
+        self._range_count = len(digest.ranges)
+        self._digests: RangeDigests | None = None
+        self._taken: list[tuple[int, int]] = []
+        self._spare = Buffers(PIECE_BYTES)
+        self.size = raw.size
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer`; raises what the file raises, and ChecksumMismatch."""
+        self._raw.read_into(offset, buffer)
+        if self._digests is not None:
+            self._take(self._digests, offset, buffer)
+
+    def start(self, *, head_bytes: int) -> None:
+        """Hash from now on, and first the head, of which nothing will be read."""
+        self._digests = RangeDigests(self._verifying)
+        self._read(self._digests, 0, head_bytes)
+
+    def finish(self) -> bool:
+        """Read what was not read; return whether everything was read once, and all digests match.
+
+        Raises:
+            ChecksumMismatch: A range does not.
+        """
+        digests, self._digests = self._digests, None
+        if digests is None:
+            return False
+        end = 0
+        for start, length in [*sorted(self._taken), (self.size, 0)]:
+            if start < end:
+                return False
+            self._read(digests, end, start - end)
+            end = start + length
+        return digests.checked_count == self._range_count
+
+    def _read(self, digests: RangeDigests, offset: int, length: int) -> None:
+        for start in range(offset, offset + length, PIECE_BYTES):
+            view = memoryview(bytearray(min(PIECE_BYTES, offset + length - start)))
+            self._verifying.read_unchecked(start, view)  # the head counts as zeros
+            self._take(digests, start, view)
+
+    def _take(self, digests: RangeDigests, offset: int, view: memoryview) -> None:
+        self._taken.append((offset, view.nbytes))
+        for start, piece in digests.pieces(offset, view):
+            self._close_gap(digests, start)
+            if digests.next_in(start // RANGE_BYTES) >= start:  # nobody else moves past it
+                digests.take(start, piece, _nothing)
+                continue
+            buffer = self._spare.take()
+            copy_into(buffer[: piece.nbytes], piece)
+            digests.take(start, buffer[: piece.nbytes], partial(self._spare.give, buffer))
+
+    def _close_gap(self, digests: RangeDigests, start: int) -> None:
+        """Hash the few bytes before a piece that belong to a block which another thread is about to read."""
+        first = digests.next_in(start // RANGE_BYTES)
+        if 0 < start - first <= _MAX_GAP_BYTES:
+            gap = memoryview(bytearray(start - first))
+            self._verifying.read_unchecked(first, gap)
+            digests.take(first, gap, _nothing)
+
+
+def _nothing() -> None:
+    """Do nothing: the piece was hashed while its memory was there."""

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prune a directory: propose, ask, and do exactly what was proposed, or nothing.
+
+Every series is planned by itself, and the newest checkpoint that would stay is verified. `carry_out` holds the lease of a
+series, plans it again and stops where the plan is no longer the one that was shown. Dropped checkpoints go to the trash and
+are removed by a later prune, after a grace time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta
+from pathlib import Path
+from types import MappingProxyType
+
+from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError, StoreLocked, UnsafePrune
+from ckptmgr.core.model import UNFINISHED, Checkpoint, Plan, State
+from ckptmgr.maintenance.sound_plan import SoundPlans, plan_with
+from ckptmgr.observe.observers import EVERYBODY
+from ckptmgr.policy.retention import RetentionPolicy
+from ckptmgr.store import trash
+from ckptmgr.store.store import Store
+from ckptmgr.store.trash import Batch
+from ckptmgr.store.trash_folder import DEFAULT_GRACE
+
+_NONE: Mapping[Path, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeriesPlan:
+    """What a policy would do to one series.
+
+    Attributes:
+        series: Its name.
+        plan: What stays and what goes.
+        damaged: Path to problem, of the checkpoints that were found damaged when the plan was made.
+    """
+
+    series: str
+    plan: Plan
+    damaged: Mapping[Path, str] = field(default_factory=lambda: _NONE, hash=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """What a prune would do to a directory; made without changing anything.
+
+    Attributes:
+        now: The time the rules were applied for.
+        policy: The rules.
+        plans: One for each series, by name.
+        leftovers: What interrupted saves left, and what is being written now.
+        expired: Batches in the trash whose grace time is over.
+        spared: Those among them that stay, because nothing whole of a series is left outside the trash.
+    """
+
+    now: datetime
+    policy: RetentionPolicy
+    plans: tuple[SeriesPlan, ...]
+    leftovers: tuple[Checkpoint, ...] = ()
+    expired: tuple[Batch, ...] = ()
+    spared: tuple[Batch, ...] = ()
+
+    @property
+    def dropped(self) -> tuple[Checkpoint, ...]:
+        """All checkpoints that would go."""
+        return tuple(c for one in self.plans for c in one.plan.dropped)
+
+    @property
+    def kept(self) -> tuple[Checkpoint, ...]:
+        """All checkpoints that would stay."""
+        return tuple(c for one in self.plans for c in one.plan.kept)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to do."""
+        reapable = [c for c in self.leftovers if c.state is State.LEFTOVER]
+        return not (self.dropped or reapable or self.expired)
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    """What a prune did.
+
+    Attributes:
+        removed: The checkpoints that went.
+        batch: Where they lie now, or None when they were removed at once.
+        notes: Leftovers and old trash that were removed, one sentence each.
+        failures: What could not be done.
+    """
+
+    removed: list[Checkpoint] = field(default_factory=list)
+    batch: Path | None = None
+    notes: list[str] = field(default_factory=list)
+    failures: list[Exception] = field(default_factory=list)
+
+
+def propose(
+    store: Store,
+    policy: RetentionPolicy,
+    *,
+    now: datetime,
+    series: str | None = None,
+    grace: timedelta = DEFAULT_GRACE,
+) -> Proposal:
+    """Return what a prune would do; changes nothing. Where something would go, the newest that would stay is read.
+
+    Args:
+        store: The directory; without a key, a container whose header was damaged counts as whole.
+        policy: What to keep, in each series.
+        now: The present time, UTC.
+        series: Only this series.
+        grace: How long the trash keeps a batch.
+
+    Raises:
+        UnsafePrune: The policy is refused; see `retention.plan`.
+    """
+    found = store.scan()
+    sound = SoundPlans(store)
+    plans = []
+    for name in sorted({c.series for c in _finished(found, series)}):
+        decided = sound.plan(_finished(found, name), policy, now)
+        plans.append(SeriesPlan(series=name, plan=decided, damaged=sound.damaged))
+    old = [b for b in trash.batches(store) if now - b.thrown_at >= grace]
+    spared = tuple(b for b in old if not _may_go(store, b, found, sound))
+    return Proposal(
+        now=now,
+        policy=policy,
+        plans=tuple(plans),
+        leftovers=tuple(sorted((c for c in found if c.state in UNFINISHED), key=lambda c: c.name)),
+        expired=tuple(b for b in old if b not in spared),
+        spared=spared,
+    )
+
+
+def _may_go(store: Store, batch: Batch, found: Sequence[Checkpoint], sound: SoundPlans) -> bool:
+    """Return whether every series in a batch has a whole checkpoint outside the trash."""
+    names = {_series_of(store, checkpoint) for checkpoint in batch.checkpoints}
+    return all(sound.has_whole(_finished(found, name)) for name in names)
+
+
+def _finished(found: Sequence[Checkpoint], series: str | None) -> list[Checkpoint]:
+    return [c for c in found if c.state not in UNFINISHED and series in (None, c.series)]
+
+
+def carry_out(store: Store, proposal: Proposal, *, at_once: bool = False) -> Outcome:
+    """Do what was proposed, series by series, each under its lease.
+
+    Args:
+        store: The directory.
+        proposal: What was shown and agreed to.
+        at_once: Remove for good instead of moving to the trash.
+
+    Returns:
+        What was done; a series that is locked, has changed or fails is left alone and named in `failures`.
+    """
+    with EVERYBODY.timed("prune", path=store.directory) as told:
+        outcome = _carry_out(store, proposal, at_once=at_once)
+        told["figures"] = {
+            "kept": len(proposal.kept),
+            "dropped": len(outcome.removed),
+            "freed_bytes": sum(c.size_bytes for c in outcome.removed),
+        }
+        told["notes"] = (*(f"dropped {c.name}" for c in outcome.removed), *outcome.notes)
+        if outcome.failures:
+            told["error"] = "; ".join(map(str, outcome.failures))
+            told["error_type"] = type(outcome.failures[0]).__name__
+    return outcome
+
+
+def _carry_out(store: Store, proposal: Proposal, *, at_once: bool) -> Outcome:
+    outcome = Outcome()
+    into = trash.new_batch_path(store, proposal.now)
+    has_leftovers = any(c.state is State.LEFTOVER for c in proposal.leftovers)
+    for one in proposal.plans:
+        if one.plan.dropped or has_leftovers:
+            try:
+                with store.lease(one.series):
+                    trash.finish(store, one.series)
+                    outcome.notes += store.recover(one.series)
+                    _prune_series(store, proposal, one, outcome, None if at_once else into)
+            except (StoreLocked, UnsafePrune, OSError) as error:
+                outcome.failures.append(error)
+    for batch in proposal.expired:
+        try:
+            trash.discard(store, batch)
+            outcome.notes.append(f"removed {len(batch.checkpoints)} from the trash for good")
+        except StoreLocked:
+            outcome.notes.append("left the trash alone: another process restores or removes it")
+        except OSError as error:
+            outcome.failures.append(error)
+    return outcome
+
+
+def _prune_series(
+    store: Store, proposal: Proposal, shown: SeriesPlan, outcome: Outcome, into: Path | None
+) -> None:
+    if not shown.plan.dropped:
+        return
+    history = _finished(store.scan(), shown.series)
+    fresh = plan_with(history, shown.damaged, proposal.policy, proposal.now)
+    if fresh != shown.plan:
+        raise UnsafePrune(
+            f"series {shown.series!r} changed after its plan was made; nothing was removed from it",
+            path=store.directory,
+            hint="run prune again and look at the new plan",
+        )
+    dropped = shown.plan.dropped
+    if into is None:
+        outcome.failures += store.remove(dropped)
+    else:
+        outcome.batch = into
+        outcome.failures += trash.throw_away(store, dropped, into)
+    staying = trash.taken_names(store, dropped)
+    outcome.removed += [c for c in dropped if c.name not in staying]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Undone:
+    """What an undo did.
+
+    Attributes:
+        restored: The checkpoints that are back.
+        taken: Names that another checkpoint has meanwhile; those stayed in the trash.
+    """
+
+    restored: tuple[Checkpoint, ...]
+    taken: tuple[str, ...]
+
+
+def undo(store: Store, *, is_dry: bool = False) -> Undone:
+    """Bring back the last batch in the trash of which a proven checkpoint can be restored; else the last one.
+
+    Args:
+        store: The directory.
+        is_dry: Only say what would be restored; change nothing.
+
+    Raises:
+        CheckpointNotFound: The trash is empty.
+        StoreLocked: A live process writes one of the series; those before it are restored.
+        OSError: From the disk; calling it again goes on.
+    """
+    filled = [batch for batch in trash.batches(store) if batch.checkpoints]
+    if not filled:
+        raise CheckpointNotFound(
+            "there is nothing to undo: the trash is empty", path=store.directory
+        )
+    # Another one, of checkpoints that no key proves or whose names are taken, must not hide it.
+    batch = next((one for one in reversed(filled) if _can_restore(store, one)), filled[-1])
+    restored: list[Checkpoint] = []
+    taken: list[str] = []
+    series_of = {c.name: _series_of(store, c) for c in batch.checkpoints}
+    for series in sorted(set(series_of.values())):
+        chosen = [c for c in batch.checkpoints if series_of[c.name] == series]
+        if is_dry:
+            refused = trash.taken_names(store, chosen)
+        else:
+            with store.lease(series):
+                refused = trash.restore(store, batch, chosen)
+        taken += refused
+        restored += [
+            replace(c, path=store.directory / c.name) for c in chosen if c.name not in refused
+        ]
+    if not is_dry:
+        trash.tidy(store, batch.path)
+    return Undone(restored=tuple(restored), taken=tuple(taken))
+
+
+def _can_restore(store: Store, batch: Batch) -> bool:
+    proven = [c for c in batch.checkpoints if not c.is_unproven or _has_manifest_outside(store, c)]
+    return len(trash.taken_names(store, proven)) < len(proven)
+
+
+def _has_manifest_outside(store: Store, checkpoint: Checkpoint) -> bool:
+    """Return whether a proven manifest in the directory describes data that an interrupted prune moved alone."""
+    with contextlib.suppress(CkptmgrError, OSError):
+        return checkpoint.is_bare and store.read_manifest(checkpoint.name) is not None
+    return False
+
+
+def _series_of(store: Store, checkpoint: Checkpoint) -> str:
+    # Only data that was moved alone is bare in the trash: its manifest is still in the directory.
+    return trash.series_of(store, checkpoint) if checkpoint.is_bare else checkpoint.series

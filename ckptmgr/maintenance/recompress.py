@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compress checkpoints that lie on a disk, or expand them again, in place.
+
+* The bytes inside stay the same: what is expanded is the safetensors file that was compressed, byte for byte. Step, metrics,
+  pins and history stay, too; so do key and cipher of an encrypted file.
+* The new file is read back from the disk, past the page cache, expanded and compared with the old one before it is published;
+  only then is the old one replaced (encrypted, the name is the same) or removed.
+* After a crash both may lie there, each whole. Doing the same again finishes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+
+from ckptmgr.core.error_translation import translated_errors
+from ckptmgr.core.errors import (
+    CheckpointNotFound,
+    KeyProblem,
+    SaveFailed,
+    UnsafeWrite,
+    UnsupportedCheckpoint,
+)
+from ckptmgr.core.model import Checkpoint
+from ckptmgr.core.names import extension_of, without_envelope
+from ckptmgr.crypto.container.header import HeaderCopy
+from ckptmgr.crypto.container.unlock import find_copies
+from ckptmgr.crypto.keys.ring import Keys
+from ckptmgr.files.load.values import OpenCheckpoint, ReadOptions, open_source, read_through
+from ckptmgr.files.save.compressed import Figures, frames_sealer, read_once, write_frames
+from ckptmgr.files.save.pipeline import container_for, write_image
+from ckptmgr.files.save.saver import check_written
+from ckptmgr.formats.compressed.plan import plan_frames, runs_of
+from ckptmgr.formats.safetensors_file import SafetensorsIndex
+from ckptmgr.io.digest import FileDigest, digest_of
+from ckptmgr.io.filesystem import InputFile, OutputFile
+from ckptmgr.io.source_image import SourceImage
+from ckptmgr.io.units import PIECE_BYTES
+from ckptmgr.maintenance.convert_target import unproven_name
+from ckptmgr.maintenance.same_recipients import check_recipients
+from ckptmgr.store.change_leases import lease_of_checkpoint
+from ckptmgr.store.manifest.codec import FileEntry, Manifest
+from ckptmgr.store.manifest.keys import manifest_key_of
+from ckptmgr.store.store import Store
+
+
+class Outcome(enum.Enum):
+    """What was done to a checkpoint."""
+
+    COMPRESSED = "compressed"
+    EXPANDED = "expanded"
+    FINISHED = "finished"
+    """It had been done, and the old file was still there."""
+    NOTHING = "nothing"
+    """It is as it shall be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recompressed:
+    """What was done to one checkpoint.
+
+    Attributes:
+        source: As it was listed before.
+        target: As it is listed now.
+        outcome: What was done.
+        raw_bytes: Size of the safetensors file inside.
+        elapsed_s: Seconds that all of it took.
+        by_dtype: What compression made of each element type; empty where nothing was compressed.
+    """
+
+    source: Checkpoint
+    target: Checkpoint
+    outcome: Outcome
+    raw_bytes: int
+    elapsed_s: float
+    by_dtype: Mapping[str, Figures] = field(default_factory=dict)
+
+
+def recompress(
+    store: Store,
+    checkpoint: Checkpoint,
+    *,
+    level: int | None,
+    options: ReadOptions,
+    file_mode: int | None = None,
+) -> Recompressed:
+    """Compress a checkpoint, or expand it, durably.
+
+    Args:
+        store: The directory it lies in, with its key.
+        checkpoint: As listed by the store.
+        level: Of zstd; None expands. What is compressed already stays as it is, whatever its level.
+        options: The key, and whether a file without a seal is accepted.
+        file_mode: Permission bits of the new file; None for those of the old one.
+
+    Raises:
+        UnsupportedCheckpoint: It is not a safetensors file, or that of many ranks.
+        StoreLocked: Somebody is writing its series, or a file that has the name it would get.
+        KeyProblem: A key is missing: its own, or the one that signed its manifest; or it would get a manifest that is proven.
+        UnsafeWrite: Another file has the name it would get, or others could open it afterwards than now.
+        CorruptCheckpoint: It is damaged; nothing was changed.
+        SaveFailed: The disk does not hold what was written; nothing was changed.
+        OSError: From the disk.
+    """
+    started = time.perf_counter()
+    if checkpoint.shards:
+        raise UnsupportedCheckpoint(
+            "was saved by several ranks; such checkpoints are compressed when they are saved",
+            path=checkpoint.path,
+        )
+    with lease_of_checkpoint(store, checkpoint):
+        store.settle(checkpoint)
+        with _opened(store, checkpoint.name, options) as found:
+            change = _Change(store, checkpoint, found, level, options, file_mode)
+            outcome = change.run()
+    target = next((c for c in store.scan() if c.name == change.target), None)
+    if target is None:
+        raise CheckpointNotFound("vanished while it was listed", path=checkpoint.path)
+    return Recompressed(
+        source=checkpoint,
+        target=target,
+        outcome=outcome,
+        raw_bytes=found.opened.source.size,
+        elapsed_s=time.perf_counter() - started,
+        by_dtype=change.by_dtype,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """A file that was opened, what describes it, and the header that says for whom it is encrypted."""
+
+    opened: OpenCheckpoint
+    index: SafetensorsIndex
+    manifest: Manifest | None
+    header: HeaderCopy | None
+
+
+@contextlib.contextmanager
+def _opened(store: Store, name: str, options: ReadOptions) -> Iterator[_Found]:
+    path = store.directory / name
+    with translated_errors(str(path)), contextlib.closing(store.fs.open(path)) as raw:
+        manifest = store.read_manifest(name)
+        opened = open_source(raw, path=str(path), options=options, manifest=manifest)
+        if not isinstance(opened.index, SafetensorsIndex):
+            raise UnsupportedCheckpoint(
+                "is a .ckpt, which MindSpore could not read compressed",
+                path=path,
+                hint="save checkpoints with format='safetensors' to have them compressed",
+            )
+        header = None if opened.cipher is None else find_copies(raw)[0].header
+        yield _Found(opened=opened, index=opened.index, manifest=manifest, header=header)
+
+
+class _Change:
+    """One checkpoint on its way."""
+
+    def __init__(
+        self,
+        store: Store,
+        checkpoint: Checkpoint,
+        found: _Found,
+        level: int | None,
+        options: ReadOptions,
+        file_mode: int | None,
+    ) -> None:
+        self._file_mode = file_mode
+        self._store = store
+        self._checkpoint = checkpoint
+        self._found = found
+        self._level = level
+        self._options = options
+        self._cipher = found.opened.cipher
+        self.by_dtype: Mapping[str, Figures] = {}
+        extension = extension_of(
+            "safetensors", is_encrypted=self._cipher is not None, is_compressed=level is not None
+        )
+        stem = without_envelope(checkpoint.name).removesuffix(".safetensors")
+        self.target = f"{stem}.{extension}"
+
+    def run(self) -> Outcome:
+        is_compressed = self._found.opened.compressed_bytes is not None
+        if is_compressed == (self._level is not None):
+            self.target = self._checkpoint.name
+            return Outcome.NOTHING
+        if self._found.manifest is not None:
+            self._store.check_rewritable(self._checkpoint)
+        elif self._options.trust.is_strict:
+            raise unproven_name(self._checkpoint, self._options.trust)
+        if self._found.header is not None:
+            check_recipients(self._found.header, self._keys, path=self._checkpoint.path)
+        outcome = Outcome.EXPANDED if self._level is None else Outcome.COMPRESSED
+        if self.target == self._checkpoint.name:
+            self._publish()
+            return outcome
+        path = self._store.directory / self.target
+        with self._store.lease(self.target):
+            if self._store.fs.status(path) is None:
+                self._publish()
+            else:
+                self._finish(path)
+                outcome = Outcome.FINISHED
+            self._store.remove_copied(self._checkpoint)
+        return outcome
+
+    def _finish(self, path: Path) -> None:
+        """Let a file that has the name already stay, with the pins of both; raise unless it holds the same."""
+        with _opened(self._store, path.name, self._options) as other:
+            there, mine = other.manifest, self._found.manifest
+            is_same = digest_of(other.opened.source) == digest_of(self._found.opened.source)
+        if there is not None and mine is not None:
+            is_same = is_same and _save_of(there) == _save_of(mine)
+        if not is_same:
+            raise UnsafeWrite(
+                "exists, and holds something else",
+                path=path,
+                hint="move one of the two away",
+            )
+        if mine is None:
+            return
+        if there is None:
+            self._publish()  # step, metrics and pins are in the manifest only
+            return
+        names = {pin.name for pin in there.pins}
+        lost = tuple(pin for pin in mine.pins if pin.name not in names)
+        if lost:
+            checkpoint = there.to_checkpoint(self._store.directory)
+            self._store.change_pins(checkpoint, lambda pins: (*pins, *lost))
+
+    def _publish(self) -> None:
+        source = self._found.opened.source
+        if self._found.index.crc is not None:
+            read_through(self._found.opened, check_crc=True)
+        mode = self._file_mode
+        if mode is None:
+            mode = stat.S_IMODE(self._checkpoint.path.stat().st_mode)
+        size_bytes = source.size if self._level is None else 0
+        self._store.publish(
+            self.target,
+            series=self._checkpoint.series,
+            size_bytes=0 if self._cipher is not None else size_bytes,
+            write=self._write,
+            describe=self._describe,
+            mode=mode,
+            read_back=self._read_back,
+        )
+
+    def _write(self, file: OutputFile) -> FileDigest:
+        opened = self._found.opened
+        image = SourceImage(
+            opened.source, opened.source.size, window_bytes=opened.unit_bytes or PIECE_BYTES
+        )
+        if self._level is None:
+            sealer = (
+                None if self._cipher is None else container_for(image, self._keys, self._cipher)
+            )
+            return write_image(image, file, sealer=sealer).digest
+        frames = plan_frames(runs_of(self._found.index, image.size))
+        seal = None if self._cipher is None else frames_sealer(image.size, self._keys, self._cipher)
+        written = write_frames(frames, read_once(image), file, level=self._level, sealer=seal)
+        self.by_dtype = written.by_dtype
+        return written.digest
+
+    def _read_back(self, file: InputFile, digest: FileDigest) -> None:
+        """Compare what the disk holds with what was written, and what that holds with the old file."""
+        path = str(self._store.directory / self.target)
+        check_written(file, digest, path=path)
+        options = replace(self._options, trust=replace(self._options.trust, trusted_keys=()))
+        stored = open_source(file, path=path, options=options)
+        if digest_of(stored.source) != digest_of(self._found.opened.source):
+            raise SaveFailed("what was written holds something else than what was read", path=path)
+
+    def _describe(self, digest: FileDigest) -> Manifest:
+        is_encrypted = self._cipher is not None
+        file = FileEntry(
+            name=self.target,
+            digest=digest,
+            format="safetensors",
+            cipher=self._cipher,
+            key_id=self._keys.key_id if is_encrypted else None,
+        )
+        found = self._found.manifest
+        if found is not None:
+            # Not the key of the old manifest: who was removed by a rekey may know that.
+            is_new = is_encrypted and found.auth is not None
+            auth = manifest_key_of(self._keys) if is_new else found.auth
+            return replace(found, file=file, replaces=None, auth=auth)
+        known = self._checkpoint
+        return Manifest(
+            file=file,
+            series=known.series,
+            run_id="",
+            step=known.step,
+            epoch=known.epoch,
+            sequence=0,
+            saved_at=known.saved_at,
+            why=known.why,
+        )
+
+    @property
+    def _keys(self) -> Keys:
+        if self._options.trust.keys is None:
+            raise KeyProblem("a key is needed", path=self._checkpoint.path)
+        return self._options.trust.keys
+
+
+def _save_of(manifest: Manifest) -> tuple[str, int, datetime, str]:
+    """Return what tells one save from another, and stays when its file is converted."""
+    return manifest.run_id, manifest.sequence, manifest.saved_at, manifest.why

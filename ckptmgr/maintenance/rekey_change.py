@@ -1,0 +1,236 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a change of keys does to the header of one container, decided from what its key slots say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from ckptmgr.core.errors import UnsafeWrite
+from ckptmgr.crypto.container.header import HeaderCopy
+from ckptmgr.crypto.container.rekey import HeaderWrite, rewrite_header
+from ckptmgr.crypto.container.unlock import CopyState, find_copies, unlock
+from ckptmgr.crypto.errors import DecryptionError
+from ckptmgr.crypto.keys.ring import KeyRing, unwrapped_first
+from ckptmgr.crypto.slots import Identity, Recipient, Slot
+from ckptmgr.formats.source import Source
+from ckptmgr.store.manifest.keys import is_for
+
+Removal = KeyRing | str
+"""Who is to be removed: by the thing itself, or by the id of a key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyChange:
+    """Who opens files from now on, and who no longer.
+
+    Attributes:
+        keys: Opens them now.
+        add: Who opens them besides; each ring is one key, passphrase or public key.
+        remove: Who no longer does, by the thing itself.
+        remove_ids: The same, by the id of a key.
+        is_only: Whether nobody but those who are added opens them.
+
+    Raises:
+        UnsafeWrite: Somebody is to be added and removed.
+    """
+
+    keys: KeyRing
+    add: tuple[KeyRing, ...] = ()
+    remove: tuple[KeyRing, ...] = ()
+    remove_ids: tuple[str, ...] = ()
+    is_only: bool = False
+
+    def __post_init__(self) -> None:
+        removed = {key_id for ring in self.remove for key_id in ring.key_ids}
+        both = [one for ring in self.add for one in ring.key_ids]
+        if any(one in removed or one in self.remove_ids for one in both):
+            raise UnsafeWrite("a key is to be added and to be removed", hint="name it once")
+
+    @property
+    def everybody(self) -> KeyRing:
+        """Whoever opens files before, during or after the change."""
+        return KeyRing.joined((self.keys, *self.add))
+
+    @property
+    def added(self) -> KeyRing:
+        """All who are added, as one."""
+        return KeyRing.joined(self.add)
+
+    @property
+    def is_repair(self) -> bool:
+        """Whether nothing changes but what is damaged."""
+        return not (self.add or self.remove or self.remove_ids)
+
+    @property
+    def removals(self) -> tuple[Removal, ...]:
+        """All who are to be removed."""
+        return (*self.remove, *self.remove_ids)
+
+    @property
+    def shuts_out_keys(self) -> bool:
+        """Whether the keys that open files now are to be removed, every one of them."""
+        ids = {*self.remove_ids, *(key_id for ring in self.remove for key_id in ring.key_ids)}
+        secrets = {one for ring in self.remove for one in ring.own}
+        return all(one in secrets or KeyRing([one]).key_id in ids for one in self.keys.own)
+
+    def found_among(self, slots: Sequence[Slot], *, bound: bytes) -> frozenset[Removal]:
+        """Return those who are to be removed and have a slot among these."""
+        rings = {ring for ring in self.remove if any(ring.opens(s, bound=bound) for s in slots)}
+        ids = {one for one in self.remove_ids if any(is_for(slot, (one,)) for slot in slots)}
+        return frozenset((*rings, *ids))
+
+    def removes(self, slot: Slot, *, bound: bytes) -> bool:
+        """Return whether a slot is for somebody who shall no longer open."""
+        if self.is_only:
+            return not any(ring.opens(slot, bound=bound) for ring in self.add)
+        return is_for(slot, self.remove_ids) or any(
+            ring.opens(slot, bound=bound) for ring in self.remove
+        )
+
+    def missing(self, slots: Sequence[Slot], *, bound: bytes) -> list[Recipient]:
+        """Return who is to be added and has no slot among these yet."""
+        return [
+            recipient
+            for ring in self.add
+            if not any(ring.opens(slot, bound=bound) for slot in slots)
+            for recipient in ring.recipients
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FilePlan:
+    """What is to be done to one file.
+
+    Attributes:
+        before: What opens it now, for people.
+        after: What opens it then.
+        writes: The new header copies of a container, in order; none when it is done.
+        is_anew: Whether it is encrypted anew instead.
+        is_proven: Whether it was opened. One that was changed already may open only for others.
+        removals: Who of those that are to be removed has a slot in it, in its older header copy, too.
+    """
+
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    writes: tuple[HeaderWrite, ...] = field(default=(), repr=False)
+    is_anew: bool = False
+    is_proven: bool = True
+    removals: frozenset[Removal] = frozenset()
+
+
+def plan_header(raw: Source, change: KeyChange, *, path: str) -> FilePlan:
+    """Return what a change of keys does to the header of a container.
+
+    Args:
+        raw: The file.
+        change: The change. A file that somebody who is to be added opens may have been changed already.
+        path: For messages.
+
+    Raises:
+        UnsafeWrite: Nobody would open it any more, or its header is too small.
+        CryptoError: It does not open, or is damaged.
+    """
+    identities: Sequence[Identity] = change.everybody.identities
+    try:
+        unlocked = unlock(raw, identities)
+    except DecryptionError as error:
+        return _seemingly_done(raw, change, error)
+    header = unlocked.header
+    bound = header.fixed.pack()
+    removed = [slot for slot in header.slots if change.removes(slot, bound=bound)]
+    kept = [slot for slot in header.slots if slot not in removed]
+    added = change.missing(kept, bound=bound)
+    before = _labels(header.slots)
+    is_whole = all(state is CopyState.CURRENT for state in unlocked.states)
+    removals = _removals_in(raw, change)
+    if is_whole and not added and not removed:
+        return FilePlan(before=before, after=before, removals=removals)
+    if (added or removed) and not _opens(change.keys, header.slots, bound=bound):
+        # Those who are added may finish what was begun, and begin nothing.
+        raise DecryptionError(
+            "the file is encrypted for another key", hint=f"it opens with: {', '.join(before)}"
+        )
+    try:
+        writes = rewrite_header(unlocked, add=added, remove=removed.__contains__)
+    except ValueError as error:
+        raise UnsafeWrite(
+            f"the keys cannot be changed like this: {error}",
+            path=path,
+            hint="at least one must be left; for many more, use ckptmgr reencrypt",
+        ) from error
+    new = tuple(label for ring in change.add for label in ring.labels if label not in before)
+    after = tuple(slot.label for slot in kept) + (new if added else ())
+    return FilePlan(before=before, after=after, writes=writes, removals=removals)
+
+
+def plan_container(raw: Source, change: KeyChange) -> FilePlan:
+    """Return whether a container is to be encrypted anew; one that was made for those who are added alone was already.
+
+    Raises:
+        CryptoError: It does not open, or is damaged, or nothing but its keys was changed before.
+    """
+    try:
+        before = _labels(unlock(raw, change.keys.identities).header.slots)
+    except DecryptionError as error:
+        done = _seemingly_done(raw, change, error)
+        try:
+            unlock(raw, change.added.identities)
+        except DecryptionError:
+            return done
+        return replace(done, is_proven=True)
+    return FilePlan(before=before, after=change.added.labels, is_anew=True)
+
+
+def has_first_keys(raw: Source) -> bool:
+    """Return whether the keys of a container were never changed since it was encrypted."""
+    return all(copy.header.generation == 1 for copy in find_copies(raw))
+
+
+def _seemingly_done(raw: Source, change: KeyChange, error: DecryptionError) -> FilePlan:
+    """Return the plan for a container that opens for others only, as after the change; else raise the error."""
+    copies = [copy.header for copy in find_copies(raw)]
+    if not all(_looks_done(copy, change) for copy in copies):
+        raise _explained(copies[0], change, error)
+    labels = _labels(copies[0].slots)
+    return FilePlan(before=labels, after=labels, is_proven=False)
+
+
+def _explained(header: HeaderCopy, change: KeyChange, error: DecryptionError) -> DecryptionError:
+    """Return the error of a file that may have been rekeyed to those it is to be encrypted anew for."""
+    bound = header.fixed.pack()
+    if not change.is_only or all(change.removes(slot, bound=bound) for slot in header.slots):
+        return error
+    opens = ", ".join(_labels(header.slots))
+    return DecryptionError(
+        error.message,
+        offset=error.offset,
+        hint=f"it opens with: {opens}; where only its keys were changed, give one of these as an old key, too (CLI: --key)",
+    )
+
+
+def _removals_in(raw: Source, change: KeyChange) -> frozenset[Removal]:
+    """Return who of those that are to be removed has a slot in any header copy: one may have been rewritten before."""
+    found: frozenset[Removal] = frozenset()
+    for copy in find_copies(raw):
+        found |= change.found_among(copy.header.slots, bound=copy.header.fixed.pack())
+    return found
+
+
+def _looks_done(header: HeaderCopy, change: KeyChange) -> bool:
+    """Return whether a header that does not open says that it was changed already; nothing is proven."""
+    if not change.add and not change.shuts_out_keys:
+        return False  # these keys would open it still
+    if change.is_only and header.generation > 1:
+        return False  # its keys were changed, and the data key is the one that was there before
+    bound = header.fixed.pack()
+    is_free = not any(change.removes(slot, bound=bound) for slot in header.slots)
+    return is_free and not change.missing(header.slots, bound=bound)
+
+
+def _opens(keys: KeyRing, slots: Sequence[Slot], *, bound: bytes) -> bool:
+    return unwrapped_first(slots, keys.identities, bound=bound) is not None
+
+
+def _labels(slots: Sequence[Slot]) -> tuple[str, ...]:
+    return tuple(slot.label for slot in slots)

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heal damaged files of a checkpoint of many ranks from the copies of their tensors in the other files.
+
+The digests of the manifest say which ranges of a file are damaged, and afterwards whether they are healed: what is put in
+their place are exactly the bytes that were saved, so the manifest stays as it is. Nothing is written unless a file is whole
+again.
+
+What only the damaged file held stays lost: a tensor without a copy, the description of its tensors, a file that is gone.
+Encrypted and compressed files are other bytes whenever they are made; they are written anew (`repair_sealed`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import stat
+import time
+from collections.abc import Callable, Iterator
+from math import prod
+from pathlib import Path
+
+from blake3 import blake3
+
+from ckptmgr.core.errors import (
+    CheckpointNotFound,
+    CkptmgrError,
+    CorruptCheckpoint,
+    UnsupportedCheckpoint,
+)
+from ckptmgr.core.model import Checkpoint
+from ckptmgr.core.names import COMPRESSED_SUFFIX
+from ckptmgr.core.regions import Interval, Region
+from ckptmgr.files.load.shard_pieces import PIECES, Piece, read_index
+from ckptmgr.files.load.shards import ShardedCheckpoint
+from ckptmgr.files.load.values import OpenCheckpoint, ReadOptions, bytes_of, open_source
+from ckptmgr.formats.index import TensorEntry
+from ckptmgr.io.digest import FileDigest, differing_ranges
+from ckptmgr.io.filesystem import OutputFile, give_name
+from ckptmgr.maintenance.healing import Healing, PaddedSource
+from ckptmgr.maintenance.repair_sealed import SealedRepair
+from ckptmgr.store.change_leases import lease_of_checkpoint
+from ckptmgr.store.manifest.codec import Manifest
+from ckptmgr.store.shards import ShardFiles
+from ckptmgr.store.store import Store
+
+
+def healings(store: Store, manifest: Manifest) -> list[Healing]:
+    """Return what can be done for every damaged file of a checkpoint of many ranks; changes nothing."""
+    return [
+        found
+        for rank in range(len(manifest.shards))
+        if (found := _Patient(store, manifest, rank).examined()) is not None
+    ]
+
+
+def repair_checkpoint(
+    store: Store,
+    checkpoint: Checkpoint,
+    *,
+    options: ReadOptions | None = None,
+    clock: Callable[[], float] = time.time,
+) -> list[Healing]:
+    """Heal what can be healed; return what was done for every file that was damaged.
+
+    Args:
+        store: The directory.
+        checkpoint: As listed by the store.
+        options: The key of encrypted files.
+        clock: Seconds since 1970; names files that are written anew.
+
+    Raises:
+        CheckpointNotFound: It has no manifest.
+        KeyProblem: The files are encrypted, or the manifest must be signed anew, and a key for that is missing.
+        UnsupportedCheckpoint: It is a single file, or compressed and named by a later checkpoint.
+        StoreLocked: A live process writes this series.
+        OSError: From the disk. Files that were healed before stay so.
+    """
+    with lease_of_checkpoint(store, checkpoint):
+        manifest = store.read_manifest(checkpoint.name)
+        if manifest is None:
+            raise CheckpointNotFound("there is no manifest", path=checkpoint.path)
+        _check_kind(manifest, checkpoint)
+        if _is_made_anew(manifest):
+            sealed = SealedRepair(store, manifest, options=options or ReadOptions(), clock=clock)
+            return sealed.run()
+        done: dict[str, Healing] = {}
+        # A file that could not be healed may be after another one was.
+        while True:
+            open_cases = [
+                one
+                for one in healings(store, manifest)
+                if one.problem is None or one.name not in done
+            ]
+            for one in open_cases:
+                done[one.name] = one
+            curable = [one for one in open_cases if one.problem is None]
+            if not curable:
+                return [done[name] for name in sorted(done)]
+            for one in curable:
+                _heal(store, manifest, one.name)
+
+
+def healing_hint(store: Store, manifest: Manifest) -> str | None:
+    """Return how the damage of a checkpoint can be healed, or None where it cannot, or nobody can tell."""
+    curable: list[Healing] = []
+    if not _is_made_anew(manifest):
+        with contextlib.suppress(OSError):
+            curable = [one for one in healings(store, manifest) if one.problem is None]
+    if not curable:
+        return None
+    cures = "; ".join(f"{one.name} from {', '.join(one.sources)}" for one in curable)
+    return f"ckptmgr repair {store.directory / manifest.name} heals {cures}"
+
+
+def _check_kind(manifest: Manifest, checkpoint: Checkpoint) -> None:
+    if not manifest.shards:
+        raise UnsupportedCheckpoint(
+            "is a single file, which no other one has copies of", path=checkpoint.path
+        )
+
+
+def _is_made_anew(manifest: Manifest) -> bool:
+    """Return whether files cannot be made again byte for byte."""
+    is_compressed = manifest.file.name.endswith(COMPRESSED_SUFFIX)
+    is_encrypted = manifest.file.cipher is not None or manifest.file.digest.blank_bytes > 0
+    return is_compressed or is_encrypted
+
+
+def _heal(store: Store, manifest: Manifest, name: str) -> None:
+    rank = next(rank for rank, entry in enumerate(manifest.shards) if entry.name == name)
+    patient = _Patient(store, manifest, rank)
+    healer = _Healer(store.directory, fs=store.fs)
+
+    def write(file: OutputFile) -> FileDigest:
+        for offset, content in patient.whole():
+            file.write_at(offset, content)
+        return patient.digest
+
+    healer.publish(
+        name,
+        series=manifest.series,
+        size_bytes=patient.digest.size_bytes,
+        write=write,
+        describe=lambda _: manifest,
+        mode=_mode_of(store, name),
+    )
+
+
+def _mode_of(store: Store, name: str) -> int:
+    status = store.fs.status(store.directory / name)
+    return 0o400 if status is None else stat.S_IMODE(status.mode)
+
+
+class _Healer(ShardFiles):
+    """Replaces the file of a rank; what is there stays when that fails."""
+
+    def _give_name(self, temp: Path, name: str) -> None:
+        give_name(self.fs, temp, self.directory / name)
+        self.fs.sync_directory(self.directory)
+
+
+class _Patient:
+    """A file of a rank that may be damaged."""
+
+    def __init__(self, store: Store, manifest: Manifest, rank: int) -> None:
+        self._store = store
+        self._manifest = manifest
+        self._rank = rank
+        self._entry = manifest.shards[rank]
+        self._path = store.directory / self._entry.name
+        self.digest = self._entry.digest
+        self._sources: set[int] = set()
+
+    def examined(self) -> Healing | None:
+        """Return what can be done for it, or None when it is as it was saved."""
+        bad: list[tuple[int, int]] = []
+        try:
+            with self._opened() as source:
+                bad = differing_ranges(source, self.digest)
+                if not bad and self._has_size():
+                    return None
+                for start, stop in bad:
+                    self._healed(source, start, stop)
+        except (CkptmgrError, FileNotFoundError) as error:
+            problem = error.message if isinstance(error, CkptmgrError) else "it is gone"
+            return self._healing(bad, problem)
+        return self._healing(bad, None)
+
+    def whole(self) -> Iterator[tuple[int, memoryview]]:
+        """Yield all of the file as it was saved, range by range.
+
+        Raises:
+            CorruptCheckpoint: It cannot be healed.
+        """
+        length, size_bytes = self.digest.range_bytes, self.digest.size_bytes
+        with self._opened() as source:
+            for start in range(0, size_bytes, length):
+                content = bytearray(min(length, size_bytes - start))
+                source.read_into(start, memoryview(content))
+                if not self._is_right(content, start):
+                    content = self._healed(source, start, start + len(content))
+                yield start, memoryview(content)
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[PaddedSource]:
+        with contextlib.closing(self._store.fs.open(self._path)) as raw:
+            yield PaddedSource(raw, self.digest.size_bytes)
+
+    def _has_size(self) -> bool:
+        status = self._store.fs.status(self._path)
+        return status is not None and status.size_bytes == self.digest.size_bytes
+
+    def _healing(self, bad: list[tuple[int, int]], problem: str | None) -> Healing:
+        return Healing(
+            name=self._entry.name,
+            bad_bytes=sum(stop - start for start, stop in bad),
+            sources=tuple(self._manifest.shards[rank].name for rank in sorted(self._sources)),
+            problem=problem,
+        )
+
+    def _is_right(self, content: bytearray, start: int) -> bool:
+        digest: bytes = blake3(content).digest()
+        return digest == self.digest.ranges[start // self.digest.range_bytes]
+
+    def _healed(self, source: PaddedSource, start: int, stop: int) -> bytearray:
+        """Return a range of the file as it was saved.
+
+        Raises:
+            CorruptCheckpoint: No copies make it match its digest.
+        """
+        content = bytearray(stop - start)
+        source.read_into(start, memoryview(content))
+        opened = open_source(source, path=str(self._path), options=ReadOptions())
+        index = read_index(opened.metadata.get(PIECES), path=str(self._path))
+        with ShardedCheckpoint(self._store, self._manifest, options=ReadOptions()) as files:
+            files.leave_out(self._rank)
+            for entry in _tensors(opened):
+                piece = index.pieces.get(entry.name)
+                for at, copy in self._copies(files, entry, piece, start, stop):
+                    content[at - start : at - start + copy.nbytes] = copy
+            self._sources |= files.used
+        if not self._is_right(content, start):
+            raise CorruptCheckpoint(
+                f"of the bytes {start}..{stop}, what is damaged is in no other file",
+                path=self._path,
+            )
+        return content
+
+    def _copies(
+        self,
+        files: ShardedCheckpoint,
+        entry: TensorEntry,
+        piece: Piece | None,
+        start: int,
+        stop: int,
+    ) -> Iterator[tuple[int, memoryview]]:
+        """Yield the content of a tensor within a range of the file, from the other files, with its place."""
+        before = 0
+        for run in entry.pieces:
+            low, high = max(start, run.offset), min(stop, run.offset + run.length)
+            if low < high:
+                first = before + low - run.offset
+                found = self._content(files, entry, piece, first, first + high - low)
+                if found is not None:
+                    yield low, found
+            before += run.length
+
+    @staticmethod
+    def _content(
+        files: ShardedCheckpoint, entry: TensorEntry, piece: Piece | None, first: int, last: int
+    ) -> memoryview | None:
+        """Return some bytes of a tensor from the other files, or None when they have none."""
+        known = piece or Piece(tensor=entry.name)
+        region, skipped = _rows(known.region(entry.spec), entry, first, last)
+        # One that is not listed is that of the damaged rank alone; the digest tells whether another one is the same.
+        rank = None if piece is None else known.ranks[0] if known.ranks else 0
+        try:
+            array = files.read({known.tensor: region}, rank=rank)[known.tensor]
+        except CkptmgrError:
+            return None
+        return bytes_of(array)[first - skipped : last - skipped]
+
+
+def _rows(region: Region, entry: TensorEntry, first: int, last: int) -> tuple[Region, int]:
+    """Return the rows that bytes of a stored tensor lie in, and the bytes before them."""
+    if not region:
+        return region, 0
+    row_bytes = prod(entry.spec.shape[1:]) * entry.spec.dtype.item_bytes
+    top, bottom = first // row_bytes, -(-last // row_bytes)
+    rows = Interval(region[0].start + top, region[0].start + bottom)
+    return (rows, *region[1:]), top * row_bytes
+
+
+def _tensors(opened: OpenCheckpoint) -> Iterator[TensorEntry]:
+    yield from (entry for entry in opened.index.entries if isinstance(entry, TensorEntry))

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Heal encrypted and compressed files of many ranks: each is written anew, under a new name.
+
+The same tensors are other bytes each time they are sealed or compressed, so no digest can say that a file is what it was.
+Instead nothing goes into the new file that is not proven by the manifest: tensors come from the other files, or from ranges
+of the damaged one that match their digests; so does its description, or it says nothing that the others do not say as well.
+A file that somebody put in its place proves nothing.
+
+How the new file takes the place of the damaged one, and what an interruption leaves: `shard_swap`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import stat
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+
+from ckptmgr.core.errors import CkptmgrError, KeyProblem, UnsupportedCheckpoint
+from ckptmgr.core.shard_names import new_attempt_id, with_attempt
+from ckptmgr.files.load.shards import ShardedCheckpoint
+from ckptmgr.files.load.stored_kind import check_kind
+from ckptmgr.files.load.values import ReadOptions, open_source
+from ckptmgr.files.save.saver import SaveOrder, save_items
+from ckptmgr.formats.detect import detect
+from ckptmgr.formats.source import Source
+from ckptmgr.formats.tensor import Tensor
+from ckptmgr.io.digest import differing_ranges
+from ckptmgr.maintenance.healing import Healing, PaddedSource
+from ckptmgr.maintenance.repair_source import Patient, open_patient
+from ckptmgr.store.manifest.chain import contradiction
+from ckptmgr.store.manifest.codec import FileEntry, Manifest
+from ckptmgr.store.shard_swap import swap_shards
+from ckptmgr.store.store import Store
+
+
+class SealedRepair:
+    """Heals one checkpoint; the lease must be held.
+
+    Args:
+        store: The directory, with the keys of the manifest.
+        manifest: Of all files, proven as far as the store insists on it.
+        options: The key.
+        clock: Seconds since 1970; names the new files.
+    """
+
+    def __init__(
+        self, store: Store, manifest: Manifest, *, options: ReadOptions, clock: Callable[[], float]
+    ) -> None:
+        self._store = store
+        self._manifest = manifest
+        self._options = options
+        self._clock = clock
+
+    def run(self) -> list[Healing]:
+        """Heal what can be healed; return what was done for every file that was damaged, by its old name.
+
+        Raises:
+            KeyProblem: A key is missing: that of the files, or one that proves the manifest.
+            UnsupportedCheckpoint: A later checkpoint names this one by its id, and no key tells that it is the same save.
+            OSError: From the disk. Files that were healed before stay so.
+        """
+        done: dict[str, Healing] = {}
+        is_going_on = True
+        # A file that could not be healed may be after another one was.
+        while is_going_on:
+            found = [self._treated(rank) for rank in range(len(self._manifest.shards))]
+            new = [one for one in found if one is not None]
+            done |= {one.name: one for one in new}
+            is_going_on = any(one.problem is None for one in new)
+        return [done[name] for name in sorted(done)]
+
+    def _check_changeable(self) -> None:
+        store, manifest = self._store, self._manifest
+        checkpoint = manifest.to_checkpoint(store.directory)
+        if manifest.file.cipher is not None and self._options.trust.keys is None:
+            raise KeyProblem(
+                "its files are encrypted; what is healed is encrypted anew",
+                path=checkpoint.path,
+                hint="pass the key (CLI: --key)",
+            )
+        store.check_rewritable(checkpoint)
+        store.check_proven(checkpoint)
+        changed = replace(manifest, shards=(self._renamed(0), *manifest.shards[1:]))
+        if contradiction(changed.to_checkpoint(store.directory), store.scan()) is not None:
+            raise UnsupportedCheckpoint(
+                "a later checkpoint names it by its id, which would change",
+                path=checkpoint.path,
+                hint="load it, which takes the copies where they are whole, and save it again",
+            )
+
+    def _treated(self, rank: int) -> Healing | None:
+        entry = self._manifest.shards[rank]
+        with contextlib.ExitStack() as stack:
+            try:
+                raw = stack.enter_context(
+                    contextlib.closing(self._store.fs.open(self._store.directory / entry.name))
+                )
+            except FileNotFoundError:
+                return Healing(name=entry.name, bad_bytes=0, problem="it is gone")
+            source = PaddedSource(raw, entry.digest.size_bytes)
+            bad = differing_ranges(source, entry.digest)
+            if not bad and raw.size == source.size:
+                return self._unopenable(rank, source)
+            self._check_changeable()
+            found = Healing(name=entry.name, bad_bytes=sum(stop - start for start, stop in bad))
+            files = stack.enter_context(
+                ShardedCheckpoint(self._store, self._manifest, options=self._options)
+            )
+            files.leave_out(rank)
+            try:
+                patient = open_patient(self._manifest, rank, source, files, self._options)
+                patient.check()
+            except CkptmgrError as error:
+                return replace(found, problem=error.message)
+            self._replace(rank, patient)
+            sources = tuple(self._manifest.shards[other].name for other in sorted(files.used))
+        return replace(found, sources=sources)
+
+    def _unopenable(self, rank: int, source: Source) -> Healing | None:
+        """Return what is wrong with the header of a file, which its digest leaves out, or None."""
+        entry = self._manifest.shards[rank]
+        if not entry.digest.blank_bytes:
+            return None
+        path = str(self._store.directory / entry.name)
+        try:
+            check_kind(detect(source), self._manifest, path=path)
+            if self._options.trust.keys is not None:
+                open_source(source, path=path, options=self._options, is_for_loading=True)
+        except KeyProblem:
+            raise
+        except CkptmgrError as error:
+            return Healing(name=entry.name, bad_bytes=0, problem=error.message)
+        return None
+
+    def _replace(self, rank: int, patient: Patient) -> None:
+        """Write the file anew, commit it, and remove the old one."""
+        store, old = self._store, self._manifest.shards[rank]
+        status = store.fs.status(store.directory / old.name)
+        order = SaveOrder(
+            name=self._renamed(rank).name,
+            items=[
+                Tensor(spec=entry.spec, content=partial(patient.content, entry))
+                for entry in patient.entries
+            ],
+            options=replace(
+                patient.save_options(),
+                file_mode=0o400 if status is None else stat.S_IMODE(status.mode),
+            ),
+            series=self._manifest.series,
+            describe=partial(self._described, rank),
+            metadata=patient.plain_metadata(),
+        )
+        self._manifest = swap_shards(
+            store, self._manifest, partial(save_items, order=order), names=[order.name]
+        )
+
+    def _described(self, rank: int, entry: FileEntry, _: Mapping[str, float]) -> Manifest:
+        shards = list(self._manifest.shards)
+        shards[rank] = entry
+        return replace(self._manifest, file=shards[0], shards=tuple(shards))
+
+    def _renamed(self, rank: int) -> FileEntry:
+        entry = self._manifest.shards[rank]
+        return replace(entry, name=with_attempt(entry.name, new_attempt_id(self._clock())))

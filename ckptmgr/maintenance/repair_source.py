@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be had of a damaged file of many ranks that must be written anew: nothing that the manifest does not prove."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from ckptmgr.core.error_translation import translated_errors
+from ckptmgr.core.errors import CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr.crypto.container.header import HeaderCopy
+from ckptmgr.crypto.container.unlock import find_copies
+from ckptmgr.crypto.keys.ring import block_key
+from ckptmgr.files.load.shard_pieces import PIECES, Piece, read_index
+from ckptmgr.files.load.shards import ShardedCheckpoint
+from ckptmgr.files.load.values import OpenCheckpoint, ReadOptions, bytes_of, open_source
+from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.formats.index import TensorEntry, read_tensor_into
+from ckptmgr.formats.source import Source
+from ckptmgr.maintenance.same_recipients import check_recipients
+from ckptmgr.store.manifest.codec import Manifest
+
+_CRC_KEY = "crc_num"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patient:
+    """A damaged file that could be opened.
+
+    Attributes:
+        opened: The file.
+        is_proven: Whether what is read of it matches the digests of the manifest.
+        rank: Whose it is.
+        files: Those of the others.
+        options: The key.
+        header: Of a container, which says for whom it is encrypted; else None.
+        lock: Held while files are read: several threads ask for the tensors of the new one.
+    """
+
+    opened: OpenCheckpoint
+    is_proven: bool
+    rank: int
+    files: ShardedCheckpoint
+    options: ReadOptions
+    header: HeaderCopy | None
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def entries(self) -> list[TensorEntry]:
+        """Its tensors."""
+        return [one for one in self.opened.index.entries if isinstance(one, TensorEntry)]
+
+    def check(self) -> None:
+        """Raise unless all of it can be had; reads everything.
+
+        Raises:
+            CkptmgrError: It cannot; says why.
+        """
+        key = self.options.trust.keys
+        if key is not None and self.header is not None:
+            check_recipients(self.header, key, path=self.opened.path)
+        elif key is not None and self.opened.cipher is not None:
+            with translated_errors(self.opened.path):
+                block_key(key)
+        if len(self.entries) < len(self.opened.index.entries):
+            raise UnsupportedCheckpoint("it holds more than tensors")
+        if not self.is_proven:
+            self._check_described_by_others()
+        for entry in self.entries:
+            self.content(entry)
+
+    def content(self, entry: TensorEntry) -> memoryview:
+        """Return the bytes of a tensor, proven.
+
+        Raises:
+            CorruptCheckpoint: No file has them.
+        """
+        with self.lock:
+            return self._content(entry)
+
+    def _content(self, entry: TensorEntry) -> memoryview:
+        piece = self._pieces().get(entry.name)
+        if piece is not None:
+            with contextlib.suppress(CorruptCheckpoint, UnsupportedCheckpoint, FileNotFoundError):
+                return self._copy(entry, piece)
+        if not self.is_proven:
+            raise CorruptCheckpoint("what is damaged is in no other file", tensor=entry.name)
+        buffer = memoryview(bytearray(entry.spec.size_bytes))
+        with translated_errors(self.opened.path):
+            read_tensor_into(self.opened.source, entry, buffer)
+        return buffer
+
+    def _copy(self, entry: TensorEntry, piece: Piece) -> memoryview:
+        rank = piece.ranks[0] if piece.ranks else 0
+        stored = next(self.files.pieces(piece.tensor, rank=rank), None)
+        if (
+            stored is None
+            or (stored.piece.ranks, stored.whole) != (piece.ranks, piece.whole(entry.spec))
+            or stored.spec.dtype != entry.spec.dtype
+        ):
+            raise CorruptCheckpoint("the others hold another tensor", tensor=entry.name)
+        wanted = {piece.tensor: piece.region(entry.spec)}
+        return bytes_of(self.files.read(wanted, rank=rank)[piece.tensor])
+
+    def _pieces(self) -> Mapping[str, Piece]:
+        return read_index(self.opened.metadata.get(PIECES), path=self.opened.path).pieces
+
+    def _check_described_by_others(self) -> None:
+        """Raise unless the other files show that the description is right: the same texts, and nothing is missing.
+
+        Then it held copies only. A file of another rank put in its place says what all say, too, but lacks what was its own.
+        """
+        self.files.check_complete()
+        mine = _description(self.opened.metadata, self.opened.path)
+        others = (rank for rank in range(self.files.world) if rank != self.rank)
+        if not any(
+            _description(self.files.metadata(one), self.opened.path) == mine for one in others
+        ):
+            raise CorruptCheckpoint(
+                "its description is damaged, or another than that of all others"
+            )
+
+    def plain_metadata(self) -> dict[str, str]:
+        """Return the strings that were kept in it, without those that the format adds by itself."""
+        names = {entry.name for entry in self.entries}
+        found = self.opened.metadata
+        return {key: text for key, text in found.items() if key != _CRC_KEY and key not in names}
+
+    def save_options(self) -> SaveOptions:
+        """Return how it was written."""
+        is_compressed = self.opened.compressed_bytes is not None
+        return SaveOptions(
+            format=self.opened.format,
+            key=None if self.opened.cipher is None else self.options.trust.keys,
+            mode=self.opened.cipher or "AES-GCM",
+            has_crc=self.opened.index.crc is not None,
+            compression_level=1 if is_compressed else None,
+        )
+
+
+def _description(metadata: Mapping[str, str], path: str) -> tuple[object, ...]:
+    """Return what a file says that all files say alike."""
+    index = read_index(metadata.get(PIECES), path=path)
+    own = (PIECES, _CRC_KEY)
+    texts = {key: text for key, text in metadata.items() if key not in own}
+    return (index.total, index.is_compared, texts)
+
+
+def open_patient(
+    manifest: Manifest, rank: int, source: Source, files: ShardedCheckpoint, options: ReadOptions
+) -> Patient:
+    """Open a damaged file, with its digests where they let its description be read, else without.
+
+    Args:
+        manifest: Of all files.
+        rank: Whose file.
+        source: It, at its right size.
+        files: The others.
+        options: The key.
+
+    Raises:
+        CkptmgrError: It does not open.
+    """
+    path = str(files.path.parent / manifest.shards[rank].name)
+    is_proven = True
+    try:
+        opened = open_source(source, path=path, options=options, manifest=manifest.of_shard(rank))
+    except CorruptCheckpoint:
+        lenient = replace(options, trust=replace(options.trust, trusted_keys=()))
+        opened, is_proven = open_source(source, path=path, options=lenient), False
+    entry = manifest.shards[rank]
+    if (opened.format, opened.cipher) != (entry.format, entry.cipher):
+        raise CorruptCheckpoint("another kind of file is in its place", path=path)
+    is_container = opened.cipher is not None and opened.format == "safetensors"
+    header = None
+    if is_container:
+        with translated_errors(path):
+            header = find_copies(source)[0].header
+    return Patient(
+        opened=opened,
+        is_proven=is_proven,
+        rank=rank,
+        files=files,
+        options=options,
+        header=header,
+    )

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check that a checkpoint is what was saved. Damage is an answer, never an exception.
+
+| level | what is checked |
+|---|---|
+| quick | manifest, size, and how the file is put together (for `.ckpt` every length and offset; with a key the seal) |
+| full | and every digest of the manifest, the CRC32, every compressed frame, and with a key every cipher block |
+| deep | and every tensor decoded, NaN and Inf counted |
+
+Nothing is handed to another library: MindSpore crashes on contents longer than their shape and fills shorter ones with
+zeros, so its files are taken apart here first. Contents stream through a few MiB, in parallel; no array is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptmgr.core.error_translation import translated_errors
+from ckptmgr.core.errors import (
+    CkptmgrError,
+    CorruptCheckpoint,
+    KeyProblem,
+    TamperedCheckpoint,
+    UnprovenCheckpoint,
+    UnsealedCheckpoint,
+)
+from ckptmgr.core.model import Checkpoint, State
+from ckptmgr.files.load.options import ReadOptions
+from ckptmgr.io.passing_errors import PAUSES_S, is_bad_medium, may_be_whole, may_pass
+from ckptmgr.maintenance.check_file import FileCheck, Findings, check_digests
+from ckptmgr.maintenance.repair import healing_hint
+from ckptmgr.maintenance.verdict import CHECKS, Level, Status, Verification
+from ckptmgr.observe.observers import EVERYBODY, about
+from ckptmgr.store.manifest.chain import contradiction
+from ckptmgr.store.manifest.codec import Manifest
+from ckptmgr.store.store import Store
+
+__all__ = [
+    "Level",
+    "Status",
+    "Verification",
+    "check_digests",
+    "verify_all",
+    "verify_checkpoint",
+    "was_removed",
+]
+
+_WORST_FIRST = (
+    Status.DAMAGED,
+    Status.MISSING,
+    Status.UNREADABLE,
+    Status.WRONG_KEY,
+    Status.UNSEALED,
+    Status.UNPROVEN,
+)
+
+
+def verify_checkpoint(
+    store: Store,
+    checkpoint: Checkpoint,
+    *,
+    level: Level = Level.FULL,
+    options: ReadOptions | None = None,
+    present: Sequence[Checkpoint] = (),
+) -> Verification:
+    """Check one checkpoint of a store; whatever is wrong with it is in the answer.
+
+    Args:
+        store: The directory it lies in; its key authenticates the manifest.
+        checkpoint: As listed by the store.
+        level: How thoroughly.
+        options: The key, and whether files without a seal are accepted.
+        present: All that the store lists; those saved later say whether this file is the one they came after.
+    """
+    with EVERYBODY.timed("verify", **about(checkpoint)) as told:
+        answer = _verify(store, checkpoint, level, options or ReadOptions(), present)
+        if answer.status not in (Status.OK, Status.UNVERIFIED):
+            told["error"] = "; ".join(answer.problems or answer.unchecked)
+            told["error_type"] = answer.status.value
+    return answer
+
+
+def _verify(
+    store: Store,
+    checkpoint: Checkpoint,
+    level: Level,
+    options: ReadOptions,
+    present: Sequence[Checkpoint],
+) -> Verification:
+    check = _Check(store, checkpoint, level, options, present)
+    check.run()
+    is_again = any(may_pass(one.error) for one in check.failures)
+    if is_again:
+        store.fs.pause(PAUSES_S[-1])
+    while check.failures and (is_again or check.has_another_manifest()):
+        is_again = False
+        check = _Check(store, checkpoint, level, options, present)
+        check.run()
+    failures, manifest, found = check.failures, check.manifest, check.findings
+    worst = min(failures, key=lambda one: _WORST_FIRST.index(one.status), default=None)
+    return Verification(
+        checkpoint=checkpoint,
+        level=level,
+        status=found.status if worst is None else worst.status,
+        problems=tuple(one.problem for one in failures),
+        checked=tuple(sorted(set(found.checked), key=CHECKS.index)),
+        unchecked=tuple(dict.fromkeys(found.unchecked)),
+        nonfinite=found.nonfinite,
+        hint=None if worst is None else (_cure(store, manifest, worst, level) or worst.hint),
+        obstacle=next((one.error for one in failures if may_be_whole(one.error)), None),
+    )
+
+
+def verify_all(
+    store: Store,
+    checkpoints: Sequence[Checkpoint],
+    *,
+    level: Level = Level.FULL,
+    options: ReadOptions | None = None,
+) -> Iterator[Verification]:
+    """Yield the answer for each checkpoint in turn."""
+    present = store.scan()
+    for checkpoint in checkpoints:
+        yield verify_checkpoint(store, checkpoint, level=level, options=options, present=present)
+
+
+def was_removed(store: Store, answer: Verification) -> bool:
+    """Return whether a checkpoint that did not pass is not there any more: somebody removed it while it was looked at.
+
+    Raises:
+        OSError: From the disk.
+    """
+    if answer.status in (Status.OK, Status.UNVERIFIED, Status.PARTIAL):
+        return False
+    now = next((one for one in store.scan() if one.path == answer.checkpoint.path), None)
+    return now is None or now.state is State.LEFTOVER
+
+
+def _cure(store: Store, manifest: Manifest | None, worst: _Failure, level: Level) -> str | None:
+    """Return how the damage can be healed, where that was looked for and is possible."""
+    is_curable = worst.status in (Status.DAMAGED, Status.MISSING)
+    if manifest is None or not manifest.shards or not is_curable:
+        return None
+    return None if level is Level.QUICK else healing_hint(store, manifest)
+
+
+def _status_of(error: Exception, *, is_described: bool) -> Status:
+    if isinstance(error, CorruptCheckpoint) or is_bad_medium(error):
+        return Status.DAMAGED
+    if isinstance(error, FileNotFoundError) and is_described:
+        return Status.MISSING
+    if isinstance(error, UnprovenCheckpoint):
+        return Status.UNPROVEN
+    if isinstance(error, UnsealedCheckpoint):
+        return Status.UNSEALED
+    return Status.WRONG_KEY if isinstance(error, KeyProblem) else Status.UNREADABLE
+
+
+def _message(error: Exception) -> str:
+    return error.message if isinstance(error, CkptmgrError) else str(error)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Failure:
+    """Why a file did not pass."""
+
+    status: Status
+    problem: str
+    hint: str | None
+    error: Exception
+
+
+class _Check:
+    """One check; what was found so far stays when a later step fails, and the other files are checked all the same."""
+
+    def __init__(
+        self,
+        store: Store,
+        checkpoint: Checkpoint,
+        level: Level,
+        options: ReadOptions,
+        present: Sequence[Checkpoint],
+    ) -> None:
+        self._store = store
+        self._present = present
+        self._checkpoint = checkpoint
+        self._level = level
+        self._options = options
+        self._path = str(checkpoint.path)
+        self.findings = Findings()
+        self.failures: list[_Failure] = []
+        self.manifest: Manifest | None = None
+
+    def run(self) -> None:
+        with self._noting_failure():
+            manifest = self.manifest = self._store.read_manifest(self._checkpoint.name)
+            if manifest is not None:
+                with self._noting_failure():
+                    self._check_place(manifest)
+            if manifest is None or not manifest.shards:
+                self._check_file(manifest)
+                return
+            for rank, entry in enumerate(manifest.shards):
+                self._path = str(self._store.directory / entry.name)
+                with self._noting_failure(f"{entry.name}: "):
+                    self._check_file(manifest.of_shard(rank))
+
+    def has_another_manifest(self) -> bool:
+        """Return whether it was replaced or removed since its manifest was read; then the failures may be none."""
+        try:
+            return self._store.read_manifest(self._checkpoint.name) != self.manifest
+        except (CkptmgrError, OSError):
+            return False
+
+    @contextlib.contextmanager
+    def _noting_failure(self, prefix: str = "") -> Iterator[None]:
+        try:
+            with translated_errors(self._path):
+                yield
+        except (CkptmgrError, OSError) as error:
+            hint = error.hint if isinstance(error, CkptmgrError) else None
+            problem = prefix + _message(error)
+            status = _status_of(error, is_described=self.manifest is not None)
+            self.failures.append(_Failure(status=status, problem=problem, hint=hint, error=error))
+
+    def _check_place(self, manifest: Manifest) -> None:
+        now = manifest.to_checkpoint(self._store.directory)
+        problem = contradiction(now, self._present)
+        if problem is not None:
+            raise TamperedCheckpoint(
+                problem,
+                path=self._path,
+                hint="an older file was put in its place, or the later one belongs elsewhere; a prune that was undone "
+                "after the name had been used again looks alike",
+            )
+
+    def _check_file(self, manifest: Manifest | None) -> None:
+        check = FileCheck(
+            self._path, level=self._level, options=self._options, findings=self.findings
+        )
+        check.run(self._store.open_data(Path(self._path)), manifest)

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Events: what checkpointing tells those who observe it. See `observe` for how to hear them.
+
+| event | when | figures and notes |
+|---|---|---|
+| `save.started` | a save was asked for | why |
+| `save.staged` | a background save has its copy; the training goes on | stage_s, staged_bytes |
+| `save.durable` | the checkpoint survives a power cut | all of `SaveStats` |
+| `save.failed` | it did not become durable | |
+| `save.skipped`, `save.superseded` | under back-pressure, by `skip` and `coalesce` | |
+| `load`, `resume`, `verify` | afterwards | resume: skipped, starts; what was skipped and why |
+| `prune` | checkpoints were removed, or should have been | kept, dropped, freed_bytes |
+| `lease.taken_over` | what a dead writer left was cleaned up | what was done |
+| `forecast` | space, time or memory will not do | what, and the way out |
+
+Every `save.started` is followed by exactly one of `durable`, `failed`, `skipped` and `superseded`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Literal, TypedDict
+
+from ckptmgr.core.handle import SaveStats
+from ckptmgr.core.model import Checkpoint
+
+_NO_FIGURES: Mapping[str, float] = MappingProxyType({})
+
+MOMENTS = frozenset({"save.started", "save.staged", "lease.taken_over", "forecast"})
+"""Events that are no end of an operation: they have no duration of their own to add up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that happened.
+
+    Attributes:
+        name: As in the table of the module.
+        at: Seconds since the epoch, when it was over.
+        seconds: How long it took; 0 for what is only a moment.
+        size_bytes: Bytes of the file, or of the staged copy.
+        path: The file or directory, or None.
+        series: Name of the series, or None.
+        step: Global step, or None.
+        error: What went wrong, as text; None when all is well.
+        error_type: Name of the exception, or of the verdict of `verify`.
+        figures: More numbers by name; units are in the names.
+        notes: More sentences.
+    """
+
+    name: str
+    at: float
+    seconds: float = 0.0
+    size_bytes: int = 0
+    path: Path | None = None
+    series: str | None = None
+    step: int | None = None
+    error: str | None = None
+    error_type: str | None = None
+    figures: Mapping[str, float] = field(default_factory=lambda: _NO_FIGURES, hash=False)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether nothing went wrong."""
+        return self.error_type is None
+
+    @property
+    def operation(self) -> str:
+        """What was done: `save`, `load`, ...; the name up to the dot."""
+        return self.name.partition(".")[0]
+
+    @property
+    def outcome(self) -> str:
+        """How it went: what stands behind the dot, else `ok` or `failed`."""
+        return self.name.partition(".")[2] or ("ok" if self.is_ok else "failed")
+
+    def to_json(self) -> dict[str, object]:
+        """Return plain values for `json.dumps`; keys are never left out."""
+        return {
+            "event": self.name,
+            "at": self.at,
+            "seconds": self.seconds,
+            "size_bytes": self.size_bytes,
+            "path": None if self.path is None else str(self.path),
+            "series": self.series,
+            "step": self.step,
+            "is_ok": self.is_ok,
+            "error": self.error,
+            "error_type": self.error_type,
+            "figures": dict(self.figures),
+            "notes": list(self.notes),
+        }
+
+
+class Facts(TypedDict, total=False):
+    """The attributes of an event that depend on what happened."""
+
+    seconds: float
+    size_bytes: int
+    path: Path | None
+    series: str | None
+    step: int | None
+    error: str | None
+    error_type: str | None
+    figures: Mapping[str, float]
+    notes: tuple[str, ...]
+
+
+def direction_of(event: Event) -> Literal["read", "write"] | None:
+    """Return whether bytes of checkpoints were read or written, all of them and well; None otherwise."""
+    if event.name == "save.durable":
+        return "write"
+    return "read" if event.name in ("load", "resume", "verify") and event.is_ok else None
+
+
+def about(checkpoint: Checkpoint) -> Facts:
+    """Return which checkpoint an event is about."""
+    return Facts(
+        path=checkpoint.path,
+        series=checkpoint.series,
+        step=checkpoint.step,
+        size_bytes=checkpoint.size_bytes,
+    )
+
+
+def figures_of(stats: SaveStats) -> dict[str, float]:
+    """Return the figures of a save by name."""
+    figures: dict[str, float] = dataclasses.asdict(stats)
+    return {
+        **figures,
+        "peak_bytes": stats.peak_bytes,
+        "gigabytes_per_s": stats.gigabytes_per_s,
+    }

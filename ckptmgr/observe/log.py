@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An observer that writes events to the log: one sentence each, and the whole event for those who log JSON.
+
+>>> from ckptmgr.observe.events import Event
+>>> print(sentence(Event(name="save.durable", at=0.0, series="net", step=7, size_bytes=2_000_000, seconds=0.5)))
+save.durable net step 7: 2.0 MB in 0.50 s
+"""
+
+from __future__ import annotations
+
+import logging
+
+from ckptmgr.observe.events import Event
+
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+class LogObserver:
+    """Log what is well as INFO, what is not as WARNING; the record's `ckptmgr` attribute holds the whole event.
+
+    Args:
+        logger: Where to.
+        level: For what is well.
+    """
+
+    def __init__(self, logger: logging.Logger | None = None, *, level: int = logging.INFO) -> None:
+        self._logger = logging.getLogger("ckptmgr.events") if logger is None else logger
+        self._level = level
+
+    def __call__(self, event: Event) -> None:
+        """Log one event."""
+        level = self._level if event.is_ok else max(self._level, logging.WARNING)
+        if self._logger.isEnabledFor(level):
+            self._logger.log(level, "%s", sentence(event), extra={"ckptmgr": event.to_json()})
+
+
+def sentence(event: Event) -> str:
+    """Return an event as one line of text."""
+    about = [event.name]
+    if event.series:
+        about.append(event.series)
+    if event.step is not None:
+        about.append(f"step {event.step}")
+    facts = []
+    if event.size_bytes:
+        facts.append(decimal_size(event.size_bytes))
+    if event.seconds:
+        facts.append(f"in {event.seconds:.2f} s")
+    if event.figures.get("blocked_s"):
+        facts.append(f"(training held up for {event.figures['blocked_s']:.2f} s)")
+    parts = [" ".join(facts), event.error_type and f"{event.error_type}: {event.error}"]
+    details = [part for part in (*parts, *event.notes) if part]
+    return " ".join(about) + (f": {'; '.join(details)}" if details else "")
+
+
+def decimal_size(size_bytes: float) -> str:
+    """Return e.g. `512 B`, `1.5 GB`, in powers of 1000 as disks are sold."""
+    value, unit = float(size_bytes), 0
+    while value >= 999.5 and unit < len(_UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    return f"{value:.0f} B" if unit == 0 else f"{value:.1f} {_UNITS[unit]}"

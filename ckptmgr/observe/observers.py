@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who hears what checkpointing does: `observe=` of a manager or callback, `register` for the whole process.
+
+An observer is any function that takes an `Event`. It is called in the thread where the event happens (for background saves
+that is not the training loop), so it must be quick and thread-safe. One that raises is logged once and never harms a save.
+
+The events are listed in `events`.
+
+>>> heard = []
+>>> observers = Observers(lambda event: heard.append(event.name))
+>>> with observers.watch(series="net", step=7, why="manual") as save:
+...     save.costs(SaveStats(size_bytes=100))
+...     save.durable(Path("net-7.ckpt"))
+>>> heard
+['save.started', 'save.durable']
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self, Unpack
+
+from ckptmgr.core.errors import CkptmgrError, SaveSuperseded
+from ckptmgr.core.handle import SaveHandle, SaveStats
+from ckptmgr.core.model import Checkpoint
+from ckptmgr.observe.events import Event, Facts, about, figures_of
+
+__all__ = [
+    "EVERYBODY",
+    "Event",
+    "Observer",
+    "Observers",
+    "SaveWatch",
+    "about",
+    "register",
+    "unregister",
+]
+
+_LOG = logging.getLogger(__name__)
+
+Observer = Callable[[Event], object]
+
+_registered: list[Observer] = []
+
+
+def register(observer: Observer) -> None:
+    """Let an observer hear everything that happens in this process, until `unregister`."""
+    _registered.append(observer)
+
+
+def unregister(observer: Observer) -> None:
+    """Undo one `register`.
+
+    Raises:
+        ValueError: It is not registered.
+    """
+    _registered.remove(observer)
+
+
+class Observers:
+    """Those who hear the events of one manager or callback; the registered ones always do.
+
+    Args:
+        observe: An observer, several, or None.
+        clock: Seconds since the epoch; stamps the events.
+
+    Raises:
+        TypeError: Something else.
+    """
+
+    def __init__(
+        self,
+        observe: Observer | Iterable[Observer] | None = None,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._own = _as_tuple(observe)
+        self._clock = clock
+        self._failed: list[Observer] = []
+
+    def emit(self, name: str, failure: BaseException | None = None, **facts: Unpack[Facts]) -> None:
+        """Tell all observers; never raises because of them.
+
+        Args:
+            name: Of the event.
+            failure: What went wrong.
+            facts: The other attributes of `Event`.
+        """
+        everybody = (*self._own, *_registered)
+        if not everybody:
+            return
+        if failure is not None:
+            facts["error"], facts["error_type"] = _text(failure), type(failure).__name__
+        event = Event(name=name, at=self._clock(), **facts)
+        for observer in everybody:
+            self._tell(observer, event)
+
+    def _tell(self, observer: Observer, event: Event) -> None:
+        try:
+            observer(event)
+        except KeyboardInterrupt:
+            raise
+        except BaseException:  # not even sys.exit() of an observer may end the saving thread
+            if observer not in self._failed:
+                self._failed.append(observer)
+                _LOG.exception(
+                    "an observer failed at %s; further failures of it are not logged", event.name
+                )
+
+    @contextmanager
+    def timed(self, name: str, **facts: Unpack[Facts]) -> Iterator[Facts]:
+        """Emit an event at the end of a `with` block, with its seconds and its error, if any.
+
+        Yields:
+            The attributes of the event, to be completed.
+        """
+        started = time.perf_counter()
+        error: BaseException | None = None
+        try:
+            yield facts
+        except BaseException as raised:
+            error = raised
+            raise
+        finally:
+            facts["seconds"] = time.perf_counter() - started
+            self.emit(name, error, **facts)
+            del error  # its traceback holds this frame
+
+    def watch(self, *, series: str, step: int | None, why: str) -> SaveWatch:
+        """Return the watch over a save that starts now."""
+        return SaveWatch(self, series=series, step=step, why=why)
+
+
+class SaveWatch:
+    """Tells observers about one save. Use it in a `with` block: an exception that leaves it is the failure of the save."""
+
+    def __init__(self, observers: Observers, *, series: str, step: int | None, why: str) -> None:
+        self._observers = observers
+        self._about = Facts(series=series, step=step)
+        self._started = time.perf_counter()
+        self._lock = threading.Lock()
+        self._is_staged = False
+        self._is_over = False
+        self._stats = SaveStats()
+        self._note: Callable[[], object] | None = None
+        started = self._about | Facts(notes=(why,))
+        observers.emit("save.started", **started)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self.ended_with(error)
+
+    def staged(self, stats: SaveStats) -> None:
+        """Say that the copy is made; only the first time."""
+        with self._lock:
+            is_late, self._is_staged = self._is_staged or self._is_over, True
+        if not is_late:
+            facts = self._about | Facts(
+                seconds=stats.stage_s, size_bytes=stats.staged_bytes, figures=figures_of(stats)
+            )
+            self._observers.emit("save.staged", **facts)
+
+    def costs(self, stats: SaveStats, *, note: Callable[[], object] | None = None) -> None:
+        """Take the figures of the save, which are told when it ends; `note` brings them up to date."""
+        self._stats, self._note = stats, note
+
+    def durable(self, path: Path) -> None:
+        """Say that the checkpoint is safe, and what it cost."""
+        stats = self._stats
+        if self._note is not None:
+            self._note()
+        if stats.staged_bytes:
+            self.staged(stats)  # whoever staged it may not have had the time to say so
+        self._end("save.durable", path=path, size_bytes=stats.size_bytes, figures=figures_of(stats))
+
+    def ended_with(self, error: BaseException | None) -> None:
+        """Say how the save ended, unless that was said already; None stands for skipped."""
+        if error is None:
+            self._end("save.skipped")
+        else:
+            is_superseded = isinstance(error, SaveSuperseded)
+            self._end("save.superseded" if is_superseded else "save.failed", error)
+
+    def follow(self, handle: SaveHandle | None) -> None:
+        """Tell of a save in the background as it proceeds; None stands for skipped."""
+        if handle is None:
+            self.ended_with(None)
+            return
+        stats = handle.stats
+
+        def staged(future: Future[None]) -> None:
+            if future.exception() is None:
+                self.staged(stats)
+
+        def ended(future: Future[Checkpoint]) -> None:
+            error = future.exception()
+            if error is not None:
+                self.ended_with(error)
+
+        handle.staged.add_done_callback(staged)
+        handle.durable.add_done_callback(ended)
+
+    def _end(self, name: str, failure: BaseException | None = None, **facts: Unpack[Facts]) -> None:
+        with self._lock:
+            is_late, self._is_over = self._is_over, True
+        if not is_late:
+            facts["seconds"] = time.perf_counter() - self._started
+            facts |= self._about
+            self._observers.emit(name, failure, **facts)
+
+
+def _as_tuple(observe: Observer | Iterable[Observer] | None) -> tuple[Observer, ...]:
+    if observe is None:
+        return ()
+    found = (observe,) if callable(observe) else tuple(observe)
+    for one in found:
+        if not callable(one):
+            raise TypeError(
+                f"observe takes functions of one Event, or a list of them, but got {type(one)}"
+            )
+    return found
+
+
+def _text(error: BaseException) -> str:
+    return error.message if isinstance(error, CkptmgrError) else str(error)
+
+
+EVERYBODY = Observers()
+"""The registered observers only, for functions that belong to no manager."""

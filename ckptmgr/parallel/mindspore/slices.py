@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which device holds which slice, and which elements a slice is made of.
+
+Slices are numbered per dimension: the ordinal along a dimension counts its pieces in the order of the tensor, the optimizer
+shard as the fastest digit of dimension 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, pairwise
+from math import prod
+
+import numpy as np
+
+from ckptmgr.core.regions import Interval, Region
+from ckptmgr.parallel.errors import LayoutError
+from ckptmgr.parallel.layout import ParallelLayout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Slicing:
+    """Who holds what.
+
+    Attributes:
+        counts: Slices along each dimension.
+        ordinals: int64[dimensions, devices], the position of each device's slice along each dimension.
+        holders: int64[slices, copies], the devices of each slice, in row-major order of the ordinals.
+    """
+
+    counts: tuple[int, ...]
+    ordinals: np.ndarray
+    holders: np.ndarray
+
+
+def slicing_of(layout: ParallelLayout) -> Slicing:
+    """Return who holds what.
+
+    Raises:
+        LayoutError: The optimizer shard divides neither the devices nor a scalar.
+    """
+    return _slicing(layout.device_matrix, layout.tensor_map, layout.opt_shard_count)
+
+
+def equal_groups(
+    device_matrix: tuple[int, ...], axes: frozenset[int], *, opt_shard_count: int = 1
+) -> np.ndarray:
+    """Return int64[groups, copies]: the devices that hold the same bytes, in MindSpore's order.
+
+    Args:
+        device_matrix: Devices along each axis.
+        axes: The axes that split the tensor.
+        opt_shard_count: Divides the copies.
+    """
+    key = np.zeros(prod(device_matrix), np.int64)
+    places = _coordinates(device_matrix)
+    for axis in sorted(axes):
+        key = key * device_matrix[-1 - axis] + places[axis]
+    groups = np.argsort(key, kind="stable").reshape(
+        prod(device_matrix[-1 - axis] for axis in axes), -1
+    )
+    copies = groups.shape[1] // opt_shard_count
+    return groups.reshape(-1, copies, opt_shard_count).transpose(0, 2, 1).reshape(-1, copies)
+
+
+def intervals_of(layout: ParallelLayout, shape: Sequence[int]) -> tuple[tuple[Interval, ...], ...]:
+    """Return the interval of every slice along every dimension.
+
+    Raises:
+        LayoutError: A dimension cannot be cut into equal pieces, and the layout allows no others.
+    """
+    cut: list[tuple[Interval, ...]] = []
+    for dimension, (length, axes) in enumerate(zip(shape, layout.tensor_map, strict=True)):
+        pieces = [Interval(0, length)]
+        if dimension == 0 and layout.split_rows:
+            pieces = _given_rows(layout, length)
+        else:
+            for axis in axes:
+                pieces = _cut_all(pieces, layout.axis_size(axis), layout, dimension)
+        if dimension == 0:
+            pieces = _cut_all(pieces, layout.opt_shard_count, layout, dimension)
+        cut.append(tuple(pieces))
+    return tuple(cut)
+
+
+def region_of(layout: ParallelLayout, device: int, shape: Sequence[int]) -> Region:
+    """Return what a device holds of a tensor of `shape`; raises as `intervals_of`."""
+    ordinals = slicing_of(layout).ordinals[:, device]
+    cut = intervals_of(layout, shape)
+    return tuple(pieces[ordinal] for pieces, ordinal in zip(cut, ordinals, strict=True))
+
+
+def full_shape(layout: ParallelLayout, slice_shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the shape of a tensor of which every device holds an equal slice.
+
+    Raises:
+        LayoutError: The slices are not equal; then only the layout itself knows the shape.
+    """
+    if layout.shape is not None:
+        return layout.shape
+    counts = slicing_of(layout).counts
+    if layout.split_rows:
+        rows = sum(_rows_by_ordinal(layout))
+        return (rows, *(n * c for n, c in zip(slice_shape[1:], counts[1:], strict=True)))
+    if layout.is_uneven:
+        raise LayoutError("slices of unequal size do not tell the shape of the whole tensor")
+    return tuple(length * count for length, count in zip(slice_shape, counts, strict=True))
+
+
+def _coordinates(device_matrix: tuple[int, ...]) -> np.ndarray:
+    """Return int64[axes, devices], axes from the right."""
+    if not device_matrix:
+        return np.zeros((0, 1), np.int64)
+    return np.indices(device_matrix).reshape(len(device_matrix), -1)[::-1]
+
+
+@lru_cache(maxsize=1024)
+def _slicing(
+    device_matrix: tuple[int, ...], tensor_map: tuple[tuple[int, ...], ...], opt_shard_count: int
+) -> Slicing:
+    if opt_shard_count > 1 and not tensor_map:
+        raise LayoutError("a scalar cannot be cut by an optimizer shard")
+    places = _coordinates(device_matrix)
+    devices = prod(device_matrix)
+    ordinals = np.zeros((len(tensor_map), devices), np.int64)
+    counts = []
+    for dimension, axes in enumerate(tensor_map):
+        for axis in axes:
+            ordinals[dimension] = ordinals[dimension] * device_matrix[-1 - axis] + places[axis]
+        counts.append(prod(device_matrix[-1 - axis] for axis in axes))
+    if opt_shard_count > 1:
+        groups = equal_groups(device_matrix, frozenset(a for axes in tensor_map for a in axes))
+        position = np.empty(devices, np.int64)
+        position[groups] = np.arange(groups.shape[1])
+        ordinals[0] = ordinals[0] * opt_shard_count + position % opt_shard_count
+        counts[0] *= opt_shard_count
+    key = np.zeros(devices, np.int64)
+    for ordinal, count in zip(ordinals, counts, strict=True):
+        key = key * count + ordinal
+    holders = np.argsort(key, kind="stable").reshape(prod(counts), -1)
+    return Slicing(counts=tuple(counts), ordinals=ordinals, holders=holders)
+
+
+def _cut_all(
+    pieces: Sequence[Interval], count: int, layout: ParallelLayout, dimension: int
+) -> list[Interval]:
+    found: list[Interval] = []
+    for piece in pieces:
+        if piece.length % count and not layout.is_uneven:
+            raise LayoutError(
+                f"dimension {dimension} has {piece.length} elements, which {count} devices cannot share equally"
+            )
+        step = -(-piece.length // count)
+        stops = [min(piece.start + step * n, piece.stop) for n in range(count + 1)]
+        found.extend(Interval(*pair) for pair in pairwise(stops))
+    return found
+
+
+def _given_rows(layout: ParallelLayout, length: int) -> list[Interval]:
+    rows = _rows_by_ordinal(layout)
+    if sum(rows) != length:
+        raise LayoutError(f"the slices have {sum(rows)} rows together, but the tensor has {length}")
+    return [Interval(*pair) for pair in pairwise(accumulate(rows, initial=0))]
+
+
+def _rows_by_ordinal(layout: ParallelLayout) -> list[int]:
+    """Return the rows of the slices along dimension 0; the file lists every slice, row major."""
+    pieces = layout.pieces
+    if len(layout.split_rows) != prod(pieces) or not pieces:
+        raise LayoutError(
+            f"param_split_shape lists {len(layout.split_rows)} slices, but there are {prod(pieces)}"
+        )
+    table = np.array(layout.split_rows, np.int64).reshape(pieces[0], -1)
+    if (table != table[:, :1]).any():
+        raise LayoutError("slices side by side have different numbers of rows")
+    return [int(rows) for rows in table[:, 0]]

@@ -1,0 +1,415 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checkpoints of N ranks rewritten for M: MindSpore's `transform_checkpoints`, streaming and without its silent losses.
+
+Same names and places: `rank_R/PREFIXR.ckpt`. Different on purpose:
+
+* A slice is taken from any rank that holds it, so deduplicated checkpoints and missing files do no harm while a copy is left.
+* What no file holds is an error before anything is written; a file whose slices do not fit the strategy is one, too.
+* All files are of one training step: the newest that all ranks have, or `step`. Step 10 is newer than step 9.
+* bfloat16, float8 and int4 stay what they are. Every output is durable and has a manifest.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ckptmgr.config.checks import check_cipher, check_key, check_mode, check_trusted_keys
+from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError, KeyProblem
+from ckptmgr.core.names import CONTAINER_SUFFIX, FORMATS
+from ckptmgr.core.trust import Trust
+from ckptmgr.crypto.keys.key import Key
+from ckptmgr.crypto.keys.signing import PublicKey
+from ckptmgr.files.load.values import ReadOptions
+from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.parallel.errors import LayoutError
+from ckptmgr.parallel.layout import (
+    devices_per_stage,
+    layouts_of,
+    read_layouts,
+    read_strategy,
+    stage_count,
+)
+from ckptmgr.parallel.mindspore.outputs import WrittenFiles, write_file
+from ckptmgr.parallel.mindspore.rank_files import RankFiles, find_rank_files
+from ckptmgr.parallel.mindspore.rank_steps import Chosen, checked_step, choose_step
+from ckptmgr.parallel.mindspore.reshard import Layouts
+from ckptmgr.parallel.mindspore.resharder import Resharder
+from ckptmgr.store.store import Store
+
+_logger = logging.getLogger(__name__)
+
+StrategyFile = str | os.PathLike[str] | None
+TrustedKeys = Iterable[str | os.PathLike[str] | PublicKey]
+
+_NOT_COMPARED = ("accu_grads", "adam_v", "adam_m")
+
+
+def transform_checkpoints(
+    src_checkpoints_dir: str | os.PathLike[str],
+    dst_checkpoints_dir: str | os.PathLike[str],
+    ckpt_prefix: str,
+    src_strategy_file: StrategyFile = None,
+    dst_strategy_file: StrategyFile = None,
+    process_num: int = 1,
+    output_format: str = "ckpt",
+    *,
+    dec_key: bytes | None = None,
+    dec_mode: str = "AES-GCM",
+    enc_key: bytes | None = None,
+    enc_mode: str = "AES-GCM",
+    allow_unsealed: bool = False,
+    allow_unencrypted: bool = False,
+    step: int | str | None = None,
+    trusted_keys: TrustedKeys = (),
+) -> WrittenFiles:
+    """Rewrite the checkpoints of all ranks for another strategy.
+
+    Args:
+        src_checkpoints_dir: Holds `rank_0`, `rank_1` ... with `.ckpt` or `.safetensors` files.
+        dst_checkpoints_dir: Gets `rank_R/{ckpt_prefix}{R}.{output_format}`; made where it does not exist. Encrypted
+            safetensors are containers, whose names end in `.safetensors.ckpe`.
+        ckpt_prefix: Start of the file names.
+        src_strategy_file: How the files are cut; None for whole tensors in `rank_0`.
+        dst_strategy_file: How they are to be cut; None for whole tensors.
+        process_num: Accepted; one process keeps the disk busy.
+        output_format: `ckpt` or `safetensors`, whatever the source is.
+        dec_key: Key of the source.
+        dec_mode: Its cipher mode.
+        enc_key: Encrypts the output.
+        enc_mode: Its cipher mode.
+        allow_unsealed: Accept source encrypted files without a seal.
+        allow_unencrypted: Accept plain source files although a key is given.
+        step: The training step to take, or epoch and step in the epoch (`"3_40"`); ranks without it are left out. None
+            for the newest that all ranks have.
+        trusted_keys: Public keys, or their files in PEM: source files whose manifest none of them signed are refused.
+
+    Returns:
+        The files, in the order of ranks; `step` and `notes` say which step was taken, and what was passed over.
+
+    Raises:
+        TypeError, ValueError: An argument is unusable; messages as MindSpore's.
+        MixedSteps: No step is there for all ranks, or their manifests contradict each other; nothing was written.
+        SliceMissing, LayoutError: A slice is nowhere, or does not fit; nothing was written.
+        CkptmgrError: A file is damaged, or a key wrong.
+    """
+    if not isinstance(ckpt_prefix, str):
+        raise TypeError("The ckpt_prefix should be a str.")
+    if ".." in ckpt_prefix or "/" in ckpt_prefix:
+        raise ValueError("ckpt_prefix contains '..' is not safe, please use a safe one.")
+    if process_num < 1:
+        raise ValueError(f"process_num is {process_num}; it must be 1 or more")
+    files = rewrite(
+        Path(src_checkpoints_dir),
+        Path(dst_checkpoints_dir),
+        prefix=ckpt_prefix,
+        strategies=(src_strategy_file, dst_strategy_file),
+        reading=reading_options(
+            dec_key,
+            dec_mode,
+            allow_unsealed=allow_unsealed,
+            allow_unencrypted=allow_unencrypted,
+            trusted_keys=trusted_keys,
+        ),
+        options=output_options(output_format, enc_key, enc_mode),
+        step=checked_step(step),
+    )
+    log_notes(files.notes)
+    return files
+
+
+def rewrite(
+    source_dir: Path,
+    target_dir: Path,
+    *,
+    prefix: str,
+    strategies: tuple[StrategyFile, StrategyFile],
+    reading: ReadOptions,
+    options: SaveOptions,
+    step: str | None = None,
+) -> WrittenFiles:
+    """Rewrite the checkpoints of all ranks; raises as `transform_checkpoints`.
+
+    Args:
+        source_dir: Holds `rank_0`, `rank_1` ...
+        target_dir: Gets `rank_R/{prefix}{R}` with the extension of the options.
+        prefix: Start of the file names.
+        strategies: How the files are cut, and how they are to be cut.
+        reading: Key of the source.
+        options: Format and key of the output.
+        step: The training step to take; None for the newest that all ranks have.
+    """
+    chosen = source_files(source_dir, "transform_checkpoints", reading=reading, step=step)
+    source, target, suffix = _layouts(*strategies)
+    _check(chosen.paths, source, target)
+    count = stage_count((target or {}).values()) * devices_per_stage(target or {})
+    written = []
+    with RankFiles(chosen.paths, reading) as files:
+        global_step = files.one_step(by_lineage=step is None)
+        resharder = Resharder(files=files, source=source, target=target)
+        for rank in range(count):
+            resharder.items(rank)  # what is missing shows before the first file is written
+        for rank in range(count):
+            file = target_dir / f"rank_{rank}" / f"{prefix}{rank}{suffix}.{options.extension}"
+            items = resharder.items(rank)
+            written.append(write_file(file, items, options=options, step=global_step))
+    notes = (*chosen.notes, *unproven_strategies(strategies, reading.trust))
+    return WrittenFiles(written, step=chosen.step, notes=notes)
+
+
+def transform_checkpoint_by_rank(
+    rank_id: int,
+    checkpoint_files_map: Mapping[int, str | os.PathLike[str]],
+    save_checkpoint_file_name: str | os.PathLike[str],
+    src_strategy_file: StrategyFile = None,
+    dst_strategy_file: StrategyFile = None,
+    *,
+    dec_key: bytes | None = None,
+    dec_mode: str = "AES-GCM",
+    enc_key: bytes | None = None,
+    enc_mode: str = "AES-GCM",
+    allow_unsealed: bool = False,
+    allow_unencrypted: bool = False,
+    trusted_keys: TrustedKeys = (),
+) -> Path:
+    """Write the checkpoint of one rank of another strategy.
+
+    Args:
+        rank_id: The rank of the destination.
+        checkpoint_files_map: Source rank to file; those of `rank_list_for_transform` are always enough.
+        save_checkpoint_file_name: Where to; ends in `.ckpt` or `.safetensors`, to which encryption adds `.ckpe`.
+        src_strategy_file: How the files are cut; None for whole tensors.
+        dst_strategy_file: How they are to be cut; None for whole tensors.
+        dec_key: Key of the source.
+        dec_mode: Its cipher mode.
+        enc_key: Encrypts the output.
+        enc_mode: Its cipher mode.
+        allow_unsealed: Accept source encrypted files without a seal.
+        allow_unencrypted: Accept plain source files although a key is given.
+        trusted_keys: As for `transform_checkpoints`.
+
+    Raises:
+        TypeError, ValueError: An argument is unusable; messages as MindSpore's.
+        SliceMissing, LayoutError, CkptmgrError: As `transform_checkpoints`.
+    """
+    if not isinstance(checkpoint_files_map, Mapping):
+        raise TypeError("The checkpoint_files_map should be a dict.")
+    if not isinstance(rank_id, int):
+        raise TypeError("The rank_id should be a int.")
+    target_file = Path(save_checkpoint_file_name)
+    stem, _, output_format = target_file.name.removesuffix(CONTAINER_SUFFIX).rpartition(".")
+    if output_format not in FORMATS:
+        raise ValueError(
+            f"The save_checkpoint_file_name {save_checkpoint_file_name} should end with .ckpt"
+        )
+    for rank, path in checkpoint_files_map.items():
+        if not Path(path).is_file():
+            raise ValueError(f"Checkpoint file {path} in rank {rank} not exits: ")
+    options = output_options(output_format, enc_key, enc_mode)
+    target_file = target_file.with_name(f"{stem}.{options.extension}")
+    reading = reading_options(
+        dec_key,
+        dec_mode,
+        allow_unsealed=allow_unsealed,
+        allow_unencrypted=allow_unencrypted,
+        trusted_keys=trusted_keys,
+    )
+    source = None if src_strategy_file is None else read_layouts(src_strategy_file)
+    target = None if dst_strategy_file is None else read_layouts(dst_strategy_file)
+    if not checkpoint_files_map:
+        raise ValueError(
+            "None of the parameters in checkpoint file are in either src strategy or dst strategy. Please check"
+            " correctness of strategy files."
+        )
+    _check(checkpoint_files_map, source, target)
+    with RankFiles(checkpoint_files_map, reading) as files:
+        step = files.one_step()
+        items = Resharder(files=files, source=source, target=target).items(rank_id)
+        log_notes(unproven_strategies((src_strategy_file, dst_strategy_file), reading.trust))
+        return write_file(target_file, items, options=options, step=step)
+
+
+def unproven_strategies(strategies: Sequence[StrategyFile], trust: Trust) -> tuple[str, ...]:
+    """Return a note about strategy files that are used beside keys: no manifest or seal covers them."""
+    named = [os.fspath(one) for one in strategies if one is not None]
+    if not named or (trust.keys is None and not trust.trusted_keys):
+        return ()
+    return (f"not proven by any key: the strategy in {', '.join(named)}; it is used as it is",)
+
+
+def log_notes(notes: Sequence[str]) -> None:
+    """Log what a caller who drops the result would miss."""
+    for note in notes:
+        _logger.warning("%s", note)
+
+
+def output_options(output_format: str, enc_key: bytes | None, enc_mode: str) -> SaveOptions:
+    """Return how outputs are written.
+
+    Raises:
+        TypeError, ValueError: Format, key or mode is unusable.
+    """
+    if output_format not in FORMATS:
+        raise ValueError(
+            "For 'transform_safetensors', the output_format must be 'safetensors' or 'ckpt', but got"
+            f" {output_format}."
+        )
+    check_key("enc_key", enc_key)
+    check_mode("enc_mode", enc_mode)
+    check_cipher(enc_key, enc_mode, format=output_format)
+    key = None if enc_key is None else Key(enc_key)
+    return SaveOptions(format=output_format, key=key, mode=enc_mode)
+
+
+def reading_options(
+    dec_key: bytes | None,
+    dec_mode: str,
+    *,
+    allow_unsealed: bool,
+    allow_unencrypted: bool,
+    trusted_keys: TrustedKeys = (),
+) -> ReadOptions:
+    """Return how sources are read.
+
+    Raises:
+        TypeError, ValueError: Key or mode is unusable.
+    """
+    check_key("dec_key", dec_key)
+    check_mode("dec_mode", dec_mode)
+    key = None if dec_key is None else Key(dec_key)
+    return ReadOptions(
+        trust=Trust(
+            keys=key,
+            trusted_keys=check_trusted_keys(trusted_keys),
+            allow_unsealed=allow_unsealed,
+            allow_unencrypted=allow_unencrypted,
+        ),
+        mode=None if key is None else dec_mode,
+    )
+
+
+def source_files(
+    directory: Path,
+    function: str,
+    *,
+    reading: ReadOptions,
+    file_suffix: str | None = None,
+    step: str | None = None,
+    is_whole: bool = False,
+) -> Chosen:
+    """Return the files of all ranks at one step, of one format.
+
+    Args:
+        directory: Holds `rank_0`, `rank_1` ...
+        function: For messages.
+        reading: The key of manifests.
+        file_suffix: Only files whose name ends so, before the dot; safetensors then.
+        step: The training step to take; None for the newest that all ranks have.
+        is_whole: Take the file of the first rank alone, which holds whole tensors.
+
+    Raises:
+        CheckpointNotFound: There are none, or none of the step.
+        LayoutError: They are of both formats, or of no common step.
+    """
+    ckpt = find_rank_files(directory, format="ckpt") if file_suffix is None else {}
+    safetensors = find_rank_files(directory, format="safetensors", file_suffix=file_suffix)
+    if ckpt and safetensors:
+        raise LayoutError(
+            f"For '{function}', the 'src_checkpoints_dir' cannot contain both ckpt file and safetensors file"
+            " simultaneously",
+            path=directory,
+        )
+    found = ckpt or safetensors
+    if not found:
+        raise _nothing_found(directory, function)
+
+    found, left_out = _proven(found, reading)
+
+    def has_step(path: Path, wanted: int) -> bool:
+        with RankFiles({0: path}, reading) as file:
+            return file.one_step() == wanted
+
+    if not is_whole or len(found) == 1:
+        chosen = choose_step(found, step=step, has_step=has_step)
+        return replace(chosen, notes=(*left_out, *chosen.notes))
+    first, *others = found
+    chosen = choose_step({first: found[first]}, step=step, has_step=has_step)
+    note = f"read rank_{first} only: no strategy says how the files of {len(others)} other ranks are cut"
+    return replace(chosen, notes=(*left_out, *chosen.notes, note))
+
+
+def _proven(
+    found: Mapping[int, list[Path]], reading: ReadOptions
+) -> tuple[dict[int, list[Path]], list[str]]:
+    """Return the files that the keys prove, and a note for each other one; all files of a rank without any."""
+    if not reading.trust.can_prove:
+        return dict(found), []
+    kept: dict[int, list[Path]] = {}
+    notes: list[str] = []
+    for rank, paths in found.items():
+        problems = {path: _why_unproven(path, reading) for path in paths}
+        # Where none is proven, the error that follows says why.
+        kept[rank] = [path for path in paths if problems[path] is None] or paths
+        notes += [
+            f"left out rank_{rank}/{path.name}: {problems[path]}"
+            for path in paths
+            if path not in kept[rank]
+        ]
+    return kept, notes
+
+
+def _why_unproven(path: Path, reading: ReadOptions) -> str | None:
+    try:
+        manifest = Store(path.parent, trust=reading.trust).read_manifest(path.name)
+    except KeyProblem as error:
+        return error.message
+    except (CkptmgrError, OSError):
+        return None  # if it is chosen, that is the error
+    return None if manifest is not None else "it has no manifest"
+
+
+def _nothing_found(directory: Path, function: str) -> CheckpointNotFound:
+    if directory.is_dir():
+        state = "no folder rank_0, rank_1, ... with .ckpt or .safetensors files is in it"
+    else:
+        state = "it is no directory" if directory.exists() else "there is no such directory"
+    return CheckpointNotFound(
+        f"For '{function}', the 'src_checkpoints_dir' can not be empty. ({state})",
+        path=directory,
+        hint="name the directory that holds a folder rank_N for each rank, with its files",
+    )
+
+
+def _layouts(
+    src_strategy_file: StrategyFile, dst_strategy_file: StrategyFile
+) -> tuple[Layouts | None, Layouts | None, str]:
+    """Return both layouts, and what MindSpore adds to file names when the source is one stage of the destination."""
+    target = None if dst_strategy_file is None else read_layouts(dst_strategy_file)
+    if src_strategy_file is None:
+        return None, target, ""
+    strategy = read_strategy(src_strategy_file)
+    source = layouts_of(strategy)
+    if target is None or max(stage_count(source.values()), stage_count(target.values())) > 1:
+        return source, target, ""
+    ours, theirs = _compared(source), _compared(target)
+    if not ours < theirs:
+        return source, target, ""
+    staged = {name: replace(one, stages=(strategy.stage,)) for name, one in source.items()}
+    return staged, {n: one for n, one in target.items() if n in source}, f"_part{strategy.stage}"
+
+
+def _compared(layouts: Layouts) -> set[str]:
+    return {name for name in layouts if not name.startswith(_NOT_COMPARED)}
+
+
+def _check(paths: Mapping[int, object], source: Layouts | None, target: Layouts | None) -> None:
+    if source is None and len(paths) > 1:
+        raise LayoutError(
+            f"there are files of {len(paths)} ranks, but no strategy says how they are cut",
+            hint="pass src_strategy_file (CLI: --from), or leave only the file of rank 0 if it holds whole tensors",
+        )
+    for layouts in (source, target):
+        devices_per_stage(layouts or {})

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Will it do? Pure: from what a run asks for and what was measured to warnings that name numbers and the way out.
+
+>>> demand = Demand(save_bytes=2 * 10**9, keep=5, policy="last(5)", free_bytes=9 * 10**9)
+>>> [concern.kind for concern in Forecast(demand=demand).concerns]
+['disk']
+>>> print(Forecast(demand=demand))
+a checkpoint takes 2.0 GB; last(5) keeps at most 5
+the disk has 9.0 GB free, room for 4 more; 12.0 GB are needed
+! the disk has 9.0 GB free, but last(5) and the save in progress need 12.0 GB: 6 checkpoints of 2.0 GB
+  hint: free 3.0 GB, or keep at most 3
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from ckptmgr.observe.log import decimal_size
+from ckptmgr.policy.retention import (
+    Best,
+    Daily,
+    Hourly,
+    Last,
+    Monthly,
+    Pinned,
+    RetentionPolicy,
+    Rule,
+    Weekly,
+)
+
+GOOD_SHARE = 0.03
+"""What saving may cost, as a share of the time; the interval that is proposed costs that much."""
+_MOST_SHARE = 0.1
+_LEAST_LOST_S = 5.0
+_LEAST_DURABLE_S = 1.0
+_FEW = 10
+
+Kind = Literal["disk", "memory", "time", "backlog", "state"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What a run asks for, and what there is.
+
+    Attributes:
+        save_bytes: Size of one checkpoint.
+        keep: Most checkpoints that retention keeps; None for any number.
+        policy: The retention policy as text.
+        present_bytes: Checkpoints of the run that are there already.
+        free_bytes: Free space of the disk, or None when unknown.
+        staged_states: Copies of the state in memory at the same time; 0 for synchronous saves.
+        memory_bytes: Memory for those copies: the budget, else what the system has; None when unknown.
+        has_memory_budget: Whether that is a budget, above which saves are refused.
+        may_spill: Whether a spill_directory would help; nothing is put there in the clear when there is a key.
+    """
+
+    save_bytes: int
+    keep: int | None
+    policy: str
+    present_bytes: int = 0
+    free_bytes: int | None = None
+    staged_states: int = 0
+    memory_bytes: int | None = None
+    has_memory_budget: bool = False
+    may_spill: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """What was measured during the last saves.
+
+    Attributes:
+        saves: All saves so far.
+        interval_s: From one save to the next.
+        blocked_s: For how long one save held up the training.
+        durable_s: How long one save worked until it was durable.
+    """
+
+    saves: int
+    interval_s: float
+    blocked_s: float
+    durable_s: float
+
+    @property
+    def share(self) -> float:
+        """The share of the time for which saving held up the training."""
+        return min(1.0, self.blocked_s / self.interval_s) if self.interval_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Concern:
+    """Something that will not do.
+
+    Attributes:
+        kind: What is short.
+        text: The numbers.
+        hint: The way out.
+    """
+
+    kind: Kind
+    text: str
+    hint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What is to be expected of a run; `print` it.
+
+    Attributes:
+        demand: What it asks for.
+        pace: What was measured, or None before the first saves.
+    """
+
+    demand: Demand
+    pace: Pace | None = None
+
+    @property
+    def needed_bytes(self) -> int | None:
+        """Free space that the run will need, one checkpoint more than it keeps; None without a bound."""
+        demand = self.demand
+        if demand.keep is None:
+            return None
+        return max(0, demand.save_bytes * (demand.keep + 1) - demand.present_bytes)
+
+    @property
+    def room(self) -> int | None:
+        """How many more checkpoints fit the disk, or None when unknown."""
+        if self.demand.free_bytes is None or self.demand.save_bytes == 0:
+            return None
+        return self.demand.free_bytes // self.demand.save_bytes
+
+    @property
+    def staging_bytes(self) -> int:
+        """Memory for the copies of background saves."""
+        return self.demand.save_bytes * self.demand.staged_states
+
+    @property
+    def concerns(self) -> tuple[Concern, ...]:
+        """What will not do, the worst first; empty when all is well."""
+        found = [self._disk(), self._memory(), self._time(), self._backlog()]
+        return tuple(concern for concern in found if concern is not None)
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        demand, pace = self.demand, self.pace
+        keeps = "any number" if demand.keep is None else f"at most {demand.keep}"
+        yield f"a checkpoint takes {decimal_size(demand.save_bytes)}; {demand.policy} keeps {keeps}"
+        if demand.free_bytes is not None:
+            needed = self.needed_bytes
+            needs = "" if needed is None else f"; {decimal_size(needed)} are needed"
+            room = "any number" if self.room is None else self.room
+            yield f"the disk has {decimal_size(demand.free_bytes)} free, room for {room} more{needs}"
+        if demand.staged_states:
+            yield f"saving in the background copies {decimal_size(self.staging_bytes)} into memory"
+        if pace is not None:
+            yield (
+                f"saving holds up the training for {pace.share:.1%} of the time:"
+                f" {pace.blocked_s:.3g} s every {pace.interval_s:.3g} s;"
+                f" a checkpoint is durable after {pace.durable_s:.3g} s"
+            )
+        for concern in self.concerns:
+            yield f"! {concern.text}"
+            yield f"  hint: {concern.hint}"
+
+    def _disk(self) -> Concern | None:
+        demand, needed, room = self.demand, self.needed_bytes, self.room
+        if demand.free_bytes is None or room is None:
+            return None
+        free, one = decimal_size(demand.free_bytes), decimal_size(demand.save_bytes)
+        if needed is None or demand.keep is None:
+            if room >= _FEW:
+                return None
+            return Concern(
+                kind="disk",
+                text=f"the disk has {free} free, room for {room} more checkpoints of {one},"
+                f" but {demand.policy} keeps any number",
+                hint="bound it, e.g. with last(5), or free space",
+            )
+        if needed <= demand.free_bytes:
+            return None
+        fitting = (demand.free_bytes + demand.present_bytes) // demand.save_bytes - 1
+        way_out = f", or keep at most {fitting}" if fitting > 0 else ""
+        return Concern(
+            kind="disk",
+            text=f"the disk has {free} free, but {demand.policy} and the save in progress need"
+            f" {decimal_size(needed)}: {demand.keep + 1} checkpoints of {one}",
+            hint=f"free {decimal_size(needed - demand.free_bytes)}{way_out}",
+        )
+
+    def _memory(self) -> Concern | None:
+        demand, needed = self.demand, self.staging_bytes
+        if demand.memory_bytes is None or needed <= demand.memory_bytes:
+            return None
+        states = "" if demand.staged_states == 1 else f" for {demand.staged_states} states"
+        what = "the memory budget is" if demand.has_memory_budget else "the system has"
+        way_out = "save with async_save=False, which needs no copy"
+        if demand.has_memory_budget:
+            spill = ", give it a spill_directory," if demand.may_spill else ""
+            way_out = f"raise memory=MemoryConfig(host_budget_bytes=...){spill} or {way_out}"
+        return Concern(
+            kind="memory",
+            text=f"saving in the background takes {decimal_size(needed)} of memory{states},"
+            f" but {what} {decimal_size(demand.memory_bytes)}",
+            hint=way_out,
+        )
+
+    def _time(self) -> Concern | None:
+        pace = self.pace
+        if pace is None or pace.share <= _MOST_SHARE:
+            return None
+        if pace.blocked_s * pace.saves < _LEAST_LOST_S:
+            return None
+        better_s = math.ceil(pace.blocked_s / GOOD_SHARE)
+        in_background = "" if self.demand.staged_states else "async_save='process', or "
+        return Concern(
+            kind="time",
+            text=f"saving costs {pace.share:.0%} of the training time: {pace.blocked_s:.3g} s every"
+            f" {pace.interval_s:.3g} s",
+            hint=f"{in_background}save every {better_s} s or less often;"
+            f" save_checkpoint_overhead={GOOD_SHARE} finds the interval by itself",
+        )
+
+    def _backlog(self) -> Concern | None:
+        pace = self.pace
+        if pace is None or self.demand.staged_states == 0:
+            return None
+        if pace.durable_s <= max(pace.interval_s, _LEAST_DURABLE_S):
+            return None
+        return Concern(
+            kind="backlog",
+            text=f"a save takes {pace.durable_s:.3g} s until it is durable, but one is asked for every"
+            f" {pace.interval_s:.3g} s",
+            hint=f"save every {math.ceil(2 * pace.durable_s)} s or less often, or to a faster disk;"
+            " back_pressure= says what happens meanwhile: wait, skip or coalesce",
+        )
+
+
+def most_kept(policy: RetentionPolicy) -> int | None:
+    """Return how many checkpoints a policy keeps at most, pinned ones aside; None for any number.
+
+    >>> most_kept(Last(3) | Best(2, "loss", "min"))
+    5
+    """
+    counts = [_most_kept(rule) for rule in policy.rules]
+    known = [count for count in counts if count is not None]
+    return max(1, sum(known)) if len(known) == len(counts) else None
+
+
+def _most_kept(rule: Rule) -> int | None:
+    if isinstance(rule, Last | Best | Hourly | Daily | Weekly | Monthly):
+        return rule.count
+    return 0 if isinstance(rule, Pinned) else None

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What to keep. Pure: `plan(history, policy, now)` gives a verdict with reasons for every checkpoint.
+
+Whatever the policy says:
+
+* The newest countable checkpoint of every series stays, and so do pinned ones and those the caller protects.
+* Only countable checkpoints use up a slot. Damaged ones, leftovers, those being written, and those saved while an exception
+  unwound the training are not counted and not dropped; cleaning up leftovers is another decision.
+* Series are planned one by one: one never evicts another.
+* Order is `Checkpoint.order`, never a time; two attempts of one step are two checkpoints. Times decide only where a rule is
+  about time.
+* Refused with UnsafePrune: a policy without rules; rules that keep nothing of a series; `best` by a metric that no
+  checkpoint of a series has. The last two only when something would be dropped, so nothing is ever dropped on them.
+
+>>> from pathlib import Path
+>>> from datetime import UTC
+>>> saved_at = datetime(2026, 3, 1, tzinfo=UTC)
+>>> history = [
+...     Checkpoint(path=Path(f"net-1_{step}.ckpt"), series="net", step=step, saved_at=saved_at, size_bytes=1)
+...     for step in (10, 20, 30)
+... ]
+>>> answer = plan(history, Last(2), saved_at)
+>>> [checkpoint.step for checkpoint in answer.kept], [checkpoint.step for checkpoint in answer.dropped]
+([30, 20], [10])
+>>> answer.verdicts[2].nearest[0].detail
+'last (3rd of 2)'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from types import MappingProxyType
+
+from ckptmgr.core.errors import UnsafePrune
+from ckptmgr.core.model import Checkpoint, Plan, Reason, Verdict
+from ckptmgr.policy.rules import (
+    All,
+    Best,
+    Every,
+    Finding,
+    Last,
+    Pinned,
+    RetentionPolicy,
+    Rule,
+    pin_reason,
+)
+from ckptmgr.policy.time_rules import Daily, Hourly, Monthly, PerMinutes, Weekly, Within, as_utc
+
+__all__ = [
+    "All",
+    "Best",
+    "Daily",
+    "Every",
+    "Hourly",
+    "Last",
+    "Monthly",
+    "PerMinutes",
+    "Pinned",
+    "RetentionPolicy",
+    "Rule",
+    "Weekly",
+    "Within",
+    "plan",
+]
+
+_NONE_PROTECTED: Mapping[Path, str] = MappingProxyType({})
+
+
+def plan(
+    history: Sequence[Checkpoint],
+    policy: RetentionPolicy | Rule,
+    now: datetime,
+    *,
+    protected: Mapping[Path, str] = _NONE_PROTECTED,
+) -> Plan:
+    """Return what a policy would keep and drop.
+
+    Args:
+        history: All checkpoints found, in any order; a path that occurs twice counts once, as its newest entry.
+        policy: The rules.
+        now: The present time, UTC.
+        protected: Path, as in the history, to the reason why it must stay, e.g. `resumed from`.
+
+    Returns:
+        The plan; series in the order of their names, each newest first.
+
+    Raises:
+        UnsafePrune: The policy is empty, or would drop checkpoints while its rules keep nothing of a series or rank by
+            a metric that no checkpoint of the series has.
+    """
+    rules = policy.rules if isinstance(policy, RetentionPolicy) else (policy,)
+    if not rules:
+        raise UnsafePrune("the retention policy is empty", hint="name what to keep, e.g. last(5)")
+    verdicts: list[Verdict] = []
+    for series in _newest_first_by_series(history):
+        verdicts += _plan_series(series, rules, now, protected=protected)
+    return Plan(policy=str(policy), verdicts=tuple(verdicts))
+
+
+def _newest_first_by_series(history: Sequence[Checkpoint]) -> list[list[Checkpoint]]:
+    # The text of the whole value as the last key makes the order total, so that the order of the input cannot matter.
+    newest_first = sorted(
+        history, key=lambda item: (item.order, as_utc(item.saved_at), repr(item)), reverse=True
+    )
+    seen: set[Path] = set()
+    by_series: dict[str, list[Checkpoint]] = {}
+    for checkpoint in newest_first:
+        if checkpoint.path not in seen:
+            seen.add(checkpoint.path)
+            by_series.setdefault(checkpoint.series, []).append(checkpoint)
+    return [by_series[name] for name in sorted(by_series)]
+
+
+def _plan_series(
+    series: list[Checkpoint],
+    rules: Sequence[Rule],
+    now: datetime,
+    *,
+    protected: Mapping[Path, str],
+) -> list[Verdict]:
+    countable = [checkpoint for checkpoint in series if checkpoint.is_countable]
+    judged = [rule.judge(countable, now) for rule in rules] if countable else []
+    findings = {
+        checkpoint.path: [finding for finding in column if finding is not None]
+        for checkpoint, column in zip(countable, zip(*judged, strict=True), strict=True)
+    }
+    newest = countable[0].path if countable else None
+    verdicts = [
+        _verdict(
+            checkpoint,
+            findings.get(checkpoint.path, []),
+            protected=protected.get(checkpoint.path),
+            is_newest=checkpoint.path == newest,
+        )
+        for checkpoint in series
+    ]
+    if not all(verdict.is_kept for verdict in verdicts):
+        _check_something_is_kept(countable, rules, findings)
+        _check_metrics(countable, rules)
+    return verdicts
+
+
+def _verdict(
+    checkpoint: Checkpoint,
+    findings: Sequence[Finding],
+    *,
+    protected: str | None,
+    is_newest: bool,
+) -> Verdict:
+    reasons = [finding.reason for finding in findings if finding.is_kept]
+    if not checkpoint.is_countable:
+        reasons.append(Reason(rule="not counted", detail=f"not counted: {_condition(checkpoint)}"))
+    if checkpoint.pins:
+        reasons.append(pin_reason(checkpoint))
+    if protected is not None:
+        reasons.append(Reason(rule="protected", detail=protected))
+    if is_newest and not reasons:
+        reasons.append(Reason(rule="newest", detail="newest"))
+    return Verdict(
+        checkpoint=checkpoint,
+        is_kept=bool(reasons),
+        reasons=tuple(dict.fromkeys(reasons)),
+        nearest=() if reasons else tuple(finding.reason for finding in findings),
+    )
+
+
+def _condition(checkpoint: Checkpoint) -> str:
+    if checkpoint.is_emergency:
+        return f"saved on an {checkpoint.why}"
+    problem = f": {checkpoint.problem}" if checkpoint.problem else ""
+    return f"{checkpoint.state.value}{problem}"
+
+
+def _check_something_is_kept(
+    countable: Sequence[Checkpoint],
+    rules: Sequence[Rule],
+    findings: Mapping[Path, Sequence[Finding]],
+) -> None:
+    if not any(finding.is_kept for found in findings.values() for finding in found):
+        raise UnsafePrune(
+            f"the policy {RetentionPolicy(tuple(rules))} keeps none of the {len(countable)} checkpoints "
+            f"of series {countable[0].series!r}; nothing was dropped",
+            hint="join it with a rule that always keeps something, e.g. last(1)",
+        )
+
+
+def _check_metrics(countable: Sequence[Checkpoint], rules: Sequence[Rule]) -> None:
+    for rule in rules:
+        if isinstance(rule, Best) and all(rule.value_of(item) is None for item in countable):
+            known = sorted({name for item in countable for name in item.metrics})
+            raise UnsafePrune(
+                f"the rule {rule} cannot rank: none of the {len(countable)} checkpoints of series "
+                f"{countable[0].series!r} has a number for {rule.metric!r}; nothing was dropped",
+                hint=f"record the metric with each save, or leave the rule out; recorded: {', '.join(known) or 'none'}",
+            )

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules that retention policies are joined from: `Last(3) | Best(2, "loss", "min") | Every(1000)`.
+
+A rule looks at the countable checkpoints of one series, newest first, and gives a finding for each: kept and why, or
+not kept and how near it came. Rules know nothing of each other; a checkpoint stays when any rule keeps it. `str` of a
+rule is its policy text.
+
+>>> str(Last(3) | Best(2, "val loss", "min"))
+'last(3) | best(2, "val loss", min)'
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal
+
+from ckptmgr.core.model import Checkpoint, Reason
+
+MAX_COUNT = 2**63 - 1
+_BARE_METRIC = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """What one rule says about one checkpoint; for one that it does not keep, the reason is the nearest miss."""
+
+    is_kept: bool
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Rule(ABC):
+    """One reason to keep checkpoints."""
+
+    @abstractmethod
+    def judge(self, history: Sequence[Checkpoint], now: datetime) -> Sequence[Finding | None]:
+        """Return a finding for each checkpoint, or None where the rule has nothing to say.
+
+        Args:
+            history: The countable checkpoints of one series, newest first; at least one.
+            now: The present time.
+        """
+
+    @abstractmethod
+    def __str__(self) -> str: ...
+
+    def __or__(self, other: Rule | RetentionPolicy) -> RetentionPolicy:
+        return RetentionPolicy((self,)) | other
+
+    def finding(
+        self,
+        is_kept: bool,
+        detail: str,
+        *,
+        rank: int | None = None,
+        of: int | None = None,
+        value: float | None = None,
+    ) -> Finding:
+        """Return a finding of this rule; see Reason for the meaning of the arguments."""
+        reason = Reason(rule=str(self), detail=detail, rank=rank, of=of, value=value)
+        return Finding(is_kept=is_kept, reason=reason)
+
+
+@dataclass(frozen=True, slots=True)
+class RetentionPolicy:
+    """A union of rules. Without any rule it is refused by `plan`."""
+
+    rules: tuple[Rule, ...]
+
+    def __or__(self, other: Rule | RetentionPolicy) -> RetentionPolicy:
+        added = other.rules if isinstance(other, RetentionPolicy) else (other,)
+        return RetentionPolicy(self.rules + added)
+
+    def __str__(self) -> str:
+        return " | ".join(map(str, self.rules))
+
+
+@dataclass(frozen=True, slots=True)
+class Last(Rule):
+    """Keep the `count` newest checkpoints."""
+
+    count: int
+
+    def __post_init__(self) -> None:
+        check_count("last", self.count)
+
+    def __str__(self) -> str:
+        return f"last({self.count})"
+
+    def judge(self, history: Sequence[Checkpoint], now: datetime) -> list[Finding]:
+        """Return the findings, newest first."""
+        return [
+            self.finding(True, f"last {rank}/{self.count}", rank=rank, of=self.count)
+            if rank <= self.count
+            else self.finding(
+                False, f"last ({ordinal(rank)} of {self.count})", rank=rank, of=self.count
+            )
+            for rank in range(1, len(history) + 1)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Best(Rule):
+    """Keep the `count` best checkpoints by a metric. Of equal values the newer one is better.
+
+    A missing, NaN or infinite value never ranks: one diverged step must not freeze the list.
+    """
+
+    count: int
+    metric: str
+    mode: Literal["min", "max"]
+
+    def __post_init__(self) -> None:
+        check_count("best", self.count)
+        if not self.metric:
+            raise ValueError("best needs the name of a metric")
+        if self.mode not in ("min", "max"):
+            raise ValueError(f"best needs the mode 'min' or 'max', but got {self.mode!r}")
+
+    def __str__(self) -> str:
+        is_bare = _BARE_METRIC.fullmatch(self.metric)
+        metric = self.metric if is_bare else json.dumps(self.metric, ensure_ascii=False)
+        return f"best({self.count}, {metric}, {self.mode})"
+
+    def value_of(self, checkpoint: Checkpoint) -> float | None:
+        """Return the value of the metric, or None when it is missing or does not rank."""
+        value = checkpoint.metrics.get(self.metric)
+        try:
+            return None if value is None or not math.isfinite(value) else float(value)
+        except OverflowError:
+            return None
+
+    def judge(self, history: Sequence[Checkpoint], now: datetime) -> list[Finding]:
+        """Return the findings, newest first."""
+        sign = 1 if self.mode == "min" else -1
+        values = [self.value_of(checkpoint) for checkpoint in history]
+        ranked = [(sign * value, i) for i, value in enumerate(values) if value is not None]
+        ranks = {i: rank for rank, (_, i) in enumerate(sorted(ranked), start=1)}
+        return [self._rank(ranks.get(i), value) for i, value in enumerate(values)]
+
+    def _rank(self, rank: int | None, value: float | None) -> Finding:
+        if rank is None or value is None:
+            return self.finding(False, f"best ({self.metric} n/a)", of=self.count)
+        is_kept = rank <= self.count
+        detail = (
+            f"best {rank}/{self.count} {self.metric}={value:.4g}"
+            if is_kept
+            else f"best ({ordinal(rank)} of {self.count})"
+        )
+        return self.finding(is_kept, detail, rank=rank, of=self.count, value=value)
+
+
+@dataclass(frozen=True, slots=True)
+class Every(Rule):
+    """Keep the first step at or after each multiple of `interval_steps`, for ever.
+
+    Where saves fall on the multiples, those are kept and nothing else. Where they do not (saves by time, odd epoch
+    lengths), there is still one checkpoint for each interval, instead of none.
+    """
+
+    interval_steps: int
+
+    def __post_init__(self) -> None:
+        check_count("every", self.interval_steps)
+
+    def __str__(self) -> str:
+        return f"every({self.interval_steps})"
+
+    def judge(self, history: Sequence[Checkpoint], now: datetime) -> list[Finding]:
+        """Return the findings, newest first."""
+        steps = [checkpoint.step for checkpoint in history]
+        # Later entries win: the smallest step of each interval.
+        first = {step // self.interval_steps: step for step in sorted(steps, reverse=True)}
+        return [self._find(step, first) for step in steps]
+
+    def _find(self, step: int, first: dict[int, int]) -> Finding:
+        number, past = divmod(step, self.interval_steps)
+        name = f"every {_short(self.interval_steps)}"
+        if past == 0:
+            return self.finding(True, name)
+        multiple = _short(number * self.interval_steps)
+        if number > 0 and first[number] == step:
+            return self.finding(True, f"{name} (first after {multiple})", value=past)
+        return self.finding(False, f"{name} ({past} past {multiple})", value=past)
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned(Rule):
+    """Keep the pinned checkpoints. They stay under every policy; as a rule, this makes "and nothing else" sayable."""
+
+    def __str__(self) -> str:
+        return "pinned"
+
+    def judge(self, history: Sequence[Checkpoint], now: datetime) -> list[Finding | None]:
+        """Return the findings, newest first."""
+        return [
+            Finding(is_kept=True, reason=pin_reason(checkpoint)) if checkpoint.pins else None
+            for checkpoint in history
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class All(Rule):
+    """Keep everything."""
+
+    def __str__(self) -> str:
+        return "all"
+
+    def judge(self, history: Sequence[Checkpoint], now: datetime) -> list[Finding]:
+        """Return the findings, newest first."""
+        return [self.finding(True, "all") for _ in history]
+
+
+def pin_reason(checkpoint: Checkpoint) -> Reason:
+    """Return the reason that names all pins of a checkpoint."""
+    pins = ", ".join(pin.reason or pin.name for pin in checkpoint.pins)
+    return Reason(rule="pinned", detail=f"pinned: {pins}")
+
+
+def ordinal(number: int) -> str:
+    """Return e.g. `1st`, `12th`, `23rd`."""
+    is_teen = number // 10 % 10 == 1
+    suffix = "th" if is_teen else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{suffix}"
+
+
+def _short(steps: int) -> str:
+    return f"{steps // 1000}k" if steps and steps % 1000 == 0 else str(steps)
+
+
+def check_count(rule: str, count: object) -> None:
+    """Raise unless a count is a whole number from 1 to 2**63 - 1.
+
+    Raises:
+        TypeError: It is not an int.
+        ValueError: It is out of range.
+    """
+    if not isinstance(count, int) or isinstance(count, bool):
+        raise TypeError(f"{rule} needs a whole number, but got {type(count).__name__}")
+    if not 1 <= count <= MAX_COUNT:
+        given = count if -MAX_COUNT <= count < 1 else f"one of {count.bit_length()} bits"
+        raise ValueError(f"{rule} needs a number from 1 to 2**63 - 1, but got {given}")

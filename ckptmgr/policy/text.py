@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Retention policies as text, for configuration files and command lines.
+
+```
+policy    rule ("|" rule)*
+rule      last(3)  best(2, loss, min)  every(1000)  within(2d)  hourly(24)  daily(7)  weekly(4)  monthly(6)
+          per_minutes(5)  pinned  all
+metric    bare [A-Za-z_][A-Za-z0-9_./-]*, or quoted: "..." with JSON escapes, or '...' as it stands
+duration  90s 30m 12h 2d 1w, or several in one: 1d12h
+```
+
+>>> parse_policy("last(3)|best(2, 'val loss', min)").rules[1]
+Best(count=2, metric='val loss', mode='min')
+>>> format_policy(parse_policy("within(36h) | pinned"))
+'within(1d12h) | pinned'
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal, NoReturn
+
+from ckptmgr.core.errors import CkptmgrError
+from ckptmgr.policy.rules import MAX_COUNT, All, Best, Every, Last, Pinned, RetentionPolicy, Rule
+from ckptmgr.policy.time_rules import Daily, Hourly, Monthly, PerMinutes, Weekly, Within
+
+MAX_POLICY_CHARACTERS = 4096
+
+_TOKEN = re.compile(
+    r"(?P<word>[A-Za-z_][A-Za-z0-9_./-]*)|(?P<number>[0-9][A-Za-z0-9_.]*)"
+    r"|(?P<quoted>\"(?:[^\"\\]|\\.)*\"|'[^']*')|(?P<mark>[(),|])",
+    re.DOTALL,
+)
+_DURATION = re.compile(r"(?:[0-9]{1,12}[smhdw])+")
+_DURATION_PART = re.compile(r"([0-9]+)([smhdw])")
+_DURATION_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+_SHOWN_BEFORE, _SHOWN_AFTER = 40, 40
+
+
+class PolicyTextError(CkptmgrError, ValueError):
+    """Report a policy text that cannot be understood; the message shows the place.
+
+    Attributes:
+        text: The policy text.
+        offset: Index of the first wrong character.
+    """
+
+    def __init__(self, message: str, *, text: str, offset: int, length: int = 1) -> None:
+        start = max(0, offset - _SHOWN_BEFORE)
+        shown = text[start : offset + max(length, _SHOWN_AFTER)][: _SHOWN_BEFORE + _SHOWN_AFTER]
+        shown = "".join(char if char.isprintable() else "?" for char in shown)
+        carets = "^" * max(1, min(length, len(shown) - (offset - start)))
+        super().__init__(
+            f"{message} (at column {offset + 1})\n  {shown}\n  {' ' * (offset - start)}{carets}"
+        )
+        self.text = text
+        self.offset = offset
+
+
+def parse_policy(text: str) -> RetentionPolicy:
+    """Return the policy that a text describes.
+
+    Raises:
+        PolicyTextError: The text is empty, too long, or not a policy.
+    """
+    return _Parser(text).policy()
+
+
+def format_policy(policy: RetentionPolicy | Rule) -> str:
+    """Return the text of a policy; `parse_policy` gives the same policy back."""
+    return str(policy)
+
+
+def parse_duration(text: str) -> timedelta | None:
+    """Return a duration such as `90s`, `12h` or `1d12h`, or None when the text is not one or is out of range."""
+    if not _DURATION.fullmatch(text):
+        return None
+    try:
+        parts = [
+            timedelta(**{_DURATION_UNITS[unit]: int(number)})
+            for number, unit in _DURATION_PART.findall(text)
+        ]
+        return sum(parts, timedelta())
+    except OverflowError:
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Token:
+    kind: str
+    text: str
+    offset: int
+
+
+class _Parser:
+    """Reads tokens from left to right; every complaint goes through `_fail`, which knows the place."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._next = 0
+        if len(text) > MAX_POLICY_CHARACTERS:
+            self._fail(f"a policy has at most {MAX_POLICY_CHARACTERS} characters, not {len(text)}")
+        if not text.strip():
+            self._fail("the policy is empty; name what to keep, e.g. last(5)")
+        self._tokens = self._read_tokens()
+
+    def policy(self) -> RetentionPolicy:
+        rules = [self._rule()]
+        while self._peek().kind != "end":
+            self._take("|", "expected '|' before the next rule")
+            rules.append(self._rule())
+        return RetentionPolicy(tuple(rules))
+
+    def _rule(self) -> Rule:
+        name = self._peek()
+        if name.kind != "word":
+            self._fail("expected a rule, e.g. last(3)", name)
+        build = _RULES.get(name.text)
+        if build is None:
+            self._fail(f"unknown rule {name.text!r}{_did_you_mean(name.text, _RULES)}", name)
+        self._next += 1
+        return build(self)
+
+    def count(self) -> int:
+        token = self._peek()
+        value = int(token.text) if re.fullmatch("[0-9]{1,19}", token.text) else 0
+        if token.kind != "number" or not 1 <= value <= MAX_COUNT:
+            self._fail("expected a number from 1 to 2**63 - 1", token)
+        self._next += 1
+        return value
+
+    def duration(self) -> timedelta:
+        token = self._peek()
+        value = parse_duration(token.text)
+        if value is None or not value:
+            self._fail("expected a duration such as 90s, 30m, 12h, 2d, 1w or 1d12h", token)
+        self._next += 1
+        return value
+
+    def metric(self) -> str:
+        token = self._peek()
+        name = token.text if token.kind == "word" else ""
+        if token.kind == "quoted":
+            name = self._unquote(token)
+        if not name:
+            self._fail("expected the name of a metric, e.g. loss or 'val loss'", token)
+        self._next += 1
+        return name
+
+    def mode(self) -> Literal["min", "max"]:
+        token = self._peek()
+        if token.text not in ("min", "max"):
+            self._fail("expected min (smaller is better) or max", token)
+        self._next += 1
+        return "min" if token.text == "min" else "max"
+
+    def mark(self, mark: str) -> None:
+        self._take(mark, f"expected {mark!r}")
+
+    def skip_empty_parentheses(self) -> None:
+        if self._peek().text == "(":
+            self._next += 1
+            self.mark(")")
+
+    def _unquote(self, token: _Token) -> str:
+        if token.text.startswith("'"):
+            return token.text[1:-1]
+        try:
+            return str(json.loads(token.text))
+        except ValueError as error:
+            self._fail(f"not a quoted name: {error}", token)
+
+    def _take(self, mark: str, complaint: str) -> None:
+        token = self._peek()
+        if token.kind != "mark" or token.text != mark:
+            self._fail(complaint, token)
+        self._next += 1
+
+    def _peek(self) -> _Token:
+        return self._tokens[self._next]
+
+    def _read_tokens(self) -> list[_Token]:
+        tokens, offset = [], 0
+        while offset < len(self._text):
+            if self._text[offset].isspace():
+                offset += 1
+                continue
+            match = _TOKEN.match(self._text, offset)
+            if match is None:
+                self._fail(self._explain(offset), _Token(kind="bad", text="?", offset=offset))
+            tokens.append(_Token(kind=match.lastgroup or "", text=match[0], offset=offset))
+            offset = match.end()
+        tokens.append(_Token(kind="end", text="", offset=len(self._text)))
+        return tokens
+
+    def _explain(self, offset: int) -> str:
+        char = self._text[offset]
+        return "this quote is never closed" if char in "\"'" else f"unexpected character {char!r}"
+
+    def _fail(self, message: str, token: _Token | None = None) -> NoReturn:
+        offset, length = (token.offset, len(token.text)) if token else (0, 1)
+        raise PolicyTextError(message, text=self._text, offset=offset, length=length)
+
+
+def _one_count(rule: Callable[[int], Rule]) -> Callable[[_Parser], Rule]:
+    def build(parser: _Parser) -> Rule:
+        parser.mark("(")
+        count = parser.count()
+        parser.mark(")")
+        return rule(count)
+
+    return build
+
+
+def _best(parser: _Parser) -> Rule:
+    parser.mark("(")
+    count = parser.count()
+    parser.mark(",")
+    metric = parser.metric()
+    parser.mark(",")
+    mode = parser.mode()
+    parser.mark(")")
+    return Best(count, metric, mode)
+
+
+def _within(parser: _Parser) -> Rule:
+    parser.mark("(")
+    age = parser.duration()
+    parser.mark(")")
+    return Within(age)
+
+
+def _bare(rule: Rule) -> Callable[[_Parser], Rule]:
+    def build(parser: _Parser) -> Rule:
+        parser.skip_empty_parentheses()
+        return rule
+
+    return build
+
+
+_RULES: dict[str, Callable[[_Parser], Rule]] = {
+    "last": _one_count(Last),
+    "best": _best,
+    "every": _one_count(Every),
+    "within": _within,
+    "hourly": _one_count(Hourly),
+    "daily": _one_count(Daily),
+    "weekly": _one_count(Weekly),
+    "monthly": _one_count(Monthly),
+    "per_minutes": _one_count(PerMinutes),
+    "pinned": _bare(Pinned()),
+    "all": _bare(All()),
+}
+
+
+def _did_you_mean(name: str, known: dict[str, Callable[[_Parser], Rule]]) -> str:
+    close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
+    return f", did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"

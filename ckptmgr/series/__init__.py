@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checkpoints of one run: lease, numbering, lookup, retention after a save."""

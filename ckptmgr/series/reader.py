@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The checkpoints of one series as their run looks them up: which there are, which is best, what is in one."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptmgr.core.errors import CheckpointNotFound, UnsupportedState
+from ckptmgr.core.model import UNFINISHED, Checkpoint
+from ckptmgr.core.names import step_name
+from ckptmgr.files.load.in_place import InPlaceState, in_place
+from ckptmgr.files.load.shard_pieces import PIECES
+from ckptmgr.files.load.shard_state import read_sharded
+from ckptmgr.files.load.state import SKELETON, StoredState
+from ckptmgr.files.load.values import ReadOptions, Value, read_values
+from ckptmgr.io.passing_errors import may_be_whole
+from ckptmgr.series.candidates import newest_first, open_checkpoint
+from ckptmgr.state import tree
+from ckptmgr.state.slices import Slicer
+from ckptmgr.store.manifest.codec import Manifest
+from ckptmgr.store.name_leases import is_same
+from ckptmgr.store.numbering import next_attempt
+from ckptmgr.store.store import Store
+
+LATEST = "latest"
+"""In place of a name: the newest checkpoint that is not known to be damaged."""
+
+
+class NamedValues(NamedTuple):
+    """What a checkpoint holds for this process: name to array or string, and the names that no rank has saved for it."""
+
+    values: dict[str, Value]
+    kept: tuple[str, ...]
+
+
+class SeriesReader:
+    """Looks up and reads the checkpoints of a series.
+
+    Args:
+        store: The directory.
+        series: Name of the series.
+        options: How to read.
+        slicer: Tells which leaves of a state are parts of larger tensors.
+    """
+
+    def __init__(
+        self, store: Store, series: str, *, options: ReadOptions, slicer: Slicer | None = None
+    ) -> None:
+        self._store = store
+        self._series = series
+        self._options = options
+        self._slicer = slicer
+
+    @property
+    def directory(self) -> Path:
+        """Where they lie."""
+        return self._store.directory
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Return the committed checkpoints, oldest first."""
+        present = self._store.scan_for(lambda c: c.series == self._series and c.is_countable)
+        found = [c for c in present if c.series == self._series]
+        return sorted((c for c in found if c.state not in UNFINISHED), key=lambda c: c.order)
+
+    def latest(self) -> Checkpoint | None:
+        """Return the newest checkpoint that is not known to be damaged, or None.
+
+        Raises:
+            OSError: The disk does not give a manifest now, so nobody knows whether that one is newer.
+        """
+        return next((c for c in newest_first(self._readable()) if c.is_countable), None)
+
+    def _readable(self) -> list[Checkpoint]:
+        """Return what `checkpoints` does.
+
+        Raises:
+            OSError: The disk does not give a manifest now that may be whole.
+        """
+        found = self.checkpoints()
+        for one in found:
+            if one.obstacle is not None and may_be_whole(one.obstacle):
+                raise one.obstacle
+        return found
+
+    def best(self, metric: str, mode: str) -> Checkpoint | None:
+        """Return the checkpoint with the best finite value of a metric, or None.
+
+        Raises:
+            ValueError: `mode` is neither `min` nor `max`.
+            OSError: The disk does not give a manifest now.
+        """
+        if mode not in ("min", "max"):
+            raise ValueError(f"mode must be 'min' or 'max', but got {mode!r}")
+        sign = 1 if mode == "min" else -1
+        ranked = [
+            c
+            for c in self._readable()
+            if c.is_countable and math.isfinite(c.metrics.get(metric, math.nan))
+        ]
+        # Of equal values the newer one is better, as in the retention rule.
+        return min(reversed(ranked), key=lambda c: sign * c.metrics[metric], default=None)
+
+    def find(self, checkpoint: Checkpoint | int | str) -> Checkpoint:
+        """Return a checkpoint by itself, by its step, its name or its path, or the newest one as `latest`.
+
+        Raises:
+            CheckpointNotFound: There is no such checkpoint.
+        """
+        if isinstance(checkpoint, Checkpoint):
+            return checkpoint
+        newest = self.latest() if checkpoint == LATEST else None
+        if newest is not None:
+            return newest
+        # What the keys prove first: another file may claim the same step.
+        newest_first = sorted(
+            reversed(self.checkpoints()),
+            key=lambda c: (c.is_countable, not c.is_unproven),
+            reverse=True,
+        )
+        for found in newest_first:
+            if found.step == checkpoint or checkpoint in (found.name, str(found.path)):
+                return found
+        raise CheckpointNotFound(
+            f"no checkpoint {checkpoint!r} in series {self._series!r}", path=self._store.directory
+        )
+
+    def is_there(self, checkpoint: Checkpoint) -> bool:
+        """Return whether a checkpoint is still what it was when it was listed; True where that cannot be seen."""
+        try:
+            now = self._store.look(checkpoint.name)
+        except OSError:
+            return True
+        return now is not None and now.state not in UNFINISHED and is_same(now, checkpoint)
+
+    def removed(self, checkpoint: Checkpoint) -> CheckpointNotFound:
+        """Return the error for a checkpoint that was listed and is no longer there."""
+        newest = self.latest()
+        there = "there is none now" if newest is None else f"the newest is now {newest.name}"
+        return CheckpointNotFound(
+            f"was removed, or saved again, after it was listed, as by the retention policy of a run; {there}",
+            path=checkpoint.path,
+            hint=f"look again; manager.load({LATEST!r}) does so until it has the newest",
+        )
+
+    def read(self, checkpoint: Checkpoint, state: object = None) -> StoredState | InPlaceState:
+        """Return one checkpoint, verified, to be put back into `state`.
+
+        Its tensors are in memory, or, where the state has room for them, still in the file, which is then held open.
+        """
+        sharded = self._sharded(checkpoint, state)
+        if sharded is not None:
+            return read_sharded(
+                self._store, sharded, options=self._options, state=state, slicer=self._slicer
+            )
+        with contextlib.ExitStack() as stack:
+            opened, manifest = stack.enter_context(
+                open_checkpoint(
+                    self._store, checkpoint, options=self._options, is_read_once=state is None
+                )
+            )
+            skeleton = opened.metadata.get(SKELETON)
+            if state is not None and skeleton is not None:
+                found = in_place(opened, state, skeleton=skeleton, manifest=manifest)
+                if found is not None:
+                    found.close_with(stack.pop_all())
+                    return found
+            return StoredState.read(opened, path=checkpoint.path, manifest=manifest)
+
+    def values(self, checkpoint: Checkpoint) -> NamedValues:
+        """Return what a checkpoint holds by name, verified; of what many ranks saved, what this process gets."""
+        sharded = self._sharded(checkpoint, None)
+        if sharded is not None:
+            found = read_sharded(self._store, sharded, options=self._options, slicer=self._slicer)
+            return NamedValues(dict(found.arrays), found.kept)
+        with open_checkpoint(self._store, checkpoint, options=self._options) as (opened, _):
+            return NamedValues(read_values(opened), ())
+
+    def _sharded(self, checkpoint: Checkpoint, state: object) -> Manifest | None:
+        """Return the manifest of a checkpoint that more, or less, than one whole file is needed of, or None."""
+        if not checkpoint.shards:
+            return self._to_be_cut(checkpoint, state)
+        manifest = self._store.read_manifest(checkpoint.name)
+        if manifest is None or not manifest.shards:
+            return None
+        rank = self._options.rank
+        if rank is None or self._options.world != len(manifest.shards):
+            return manifest
+        with open_checkpoint(self._store, checkpoint, options=self._options) as (opened, _):
+            return manifest if PIECES in opened.metadata else None
+
+    def _to_be_cut(self, checkpoint: Checkpoint, state: object) -> Manifest | None:
+        """Return the manifest of a single file, as that of one rank, if the state holds only parts of its tensors."""
+        if self._slicer is None or state is None:
+            return None
+        try:
+            slices = tree.flatten(state, self._slicer).slices
+        except UnsupportedState:  # such as an object that can only be filled
+            return None
+        if not slices:
+            return None
+        manifest = self._store.read_manifest(checkpoint.name)
+        return None if manifest is None else replace(manifest, shards=(manifest.file,))
+
+    def free_name(
+        self, step: int, present: Sequence[Checkpoint], *, format: str
+    ) -> tuple[str, int]:
+        """Return a name that nobody uses, and which save of the step that makes it; see `free_name`."""
+        return free_name(
+            self._store,
+            self._series,
+            step,
+            present,
+            name_of=lambda attempt: step_name(self._series, step, attempt=attempt, format=format),
+        )
+
+
+def free_name(
+    store: Store,
+    series: str,
+    step: int,
+    present: Sequence[Checkpoint],
+    *,
+    name_of: Callable[[int], str],
+) -> tuple[str, int]:
+    """Return the name of the next save of a step that nobody uses, and which save of the step it is.
+
+    Args:
+        store: The directory.
+        series: Of the save.
+        step: The step.
+        present: What is in the directory.
+        name_of: Returns the name of such a save of the step, counted from 0.
+    """
+    taken = {checkpoint.name for checkpoint in present}
+    first = next_attempt([c for c in present if c.series == series], step, trust=store.trust)
+    return next(
+        (name, attempt)
+        for attempt in itertools.count(first)
+        if (name := name_of(attempt)) not in taken
+        and store.fs.status(store.directory / name) is None
+    )

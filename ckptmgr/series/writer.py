@@ -1,0 +1,457 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run writing one series in one directory: the lease, the numbering, the saves and the retention after them.
+
+The callback and the manager are two faces of this. Retention here counts and removes only what the run itself wrote, or the
+runs it was resumed from: files of others are never touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from ckptmgr.core.errors import CkptmgrError, StoreLocked, UnsafePrune
+from ckptmgr.core.model import Checkpoint, Link, Plan, State
+from ckptmgr.files.save.saver import Publish, SaveOptions, SaveOrder, save_items
+from ckptmgr.formats.tensor import Item
+from ckptmgr.io.passing_errors import tried_again
+from ckptmgr.io.signals import signals_heard, signals_held
+from ckptmgr.observe.observers import EVERYBODY, Observers
+from ckptmgr.policy.retention import RetentionPolicy, plan
+from ckptmgr.series.candidates import Skipped, first_that_loads
+from ckptmgr.store.manifest.chain import link_to_newest
+from ckptmgr.store.manifest.codec import FileEntry, Manifest
+from ckptmgr.store.numbering import next_attempt, next_sequence
+from ckptmgr.store.store import Store
+
+FreeName = Callable[[str, Sequence[Checkpoint]], tuple[str, int | None]]
+
+_LOG = logging.getLogger(__name__)
+# How long the saving process of a run that was killed is waited for: it ends as soon as the disk answers it.
+_ENDING_S = 30.0
+_PAUSE_S = 0.05
+_Loaded = TypeVar("_Loaded")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveFacts:
+    """What the training loop says about a save.
+
+    Attributes:
+        step: Global step.
+        attempt: Which save of the step it is; None for the next one.
+        at: When it was asked for, in seconds since the epoch; None for now.
+        epoch: Epoch number, or None.
+        why: What triggered it.
+        metrics: Name to value.
+    """
+
+    step: int
+    attempt: int | None = None
+    at: float | None = None
+    epoch: int | None = None
+    why: str = "manual"
+    metrics: Mapping[str, float] | None = None
+
+
+class Place(NamedTuple):
+    """Where the next save comes: its commit sequence, which save of its step it is, and after which checkpoint."""
+
+    sequence: int
+    attempt: int
+    previous: Link | None
+
+
+class SeriesWriter:
+    """The only writer of a series.
+
+    Args:
+        store: The directory.
+        series: Name of the series.
+        options: How files are written.
+        clock: Seconds since the epoch; stamps the checkpoints.
+        run_id: Identifies the run; random by default.
+        observers: Hear of removed checkpoints and of leases that were taken over.
+        monotonic: Seconds that never go back.
+        pause: Waits for some seconds.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        series: str,
+        *,
+        options: SaveOptions,
+        clock: Callable[[], float],
+        run_id: str | None = None,
+        observers: Observers = EVERYBODY,
+        monotonic: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self.store = store
+        self.series = series
+        self.options = options
+        self.run_id = run_id if run_id is not None else uuid.uuid4().hex
+        self.parent_run_ids: tuple[str, ...] = ()
+        self.resumed_from: Checkpoint | None = None
+        self._last_saved: Checkpoint | None = None
+        self._damaged: dict[tuple[Path, str | None], str] = {}
+        self._clock = clock
+        self._monotonic = monotonic
+        self._pause = pause
+        self._observers = observers
+        self._lease = contextlib.ExitStack()
+        self._holder: int | None = None
+        self.forget_parent()
+        _writers.add(self)
+
+    def forget_parent(self) -> None:
+        """Have locks of its own; in a forked child, where threads may hold them that are not there."""
+        # Reentrant: the handler of a signal may save, in the middle of a save.
+        self._opening = threading.RLock()
+        # Held while retention removes what it has decided to, and while something is pinned.
+        self.changing = threading.RLock()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process does what only one may do: remove, pin, count starts."""
+        return True
+
+    def take_series(self, choose: Callable[[], str]) -> None:
+        """Write another series from now on, before the first save: the one that `choose` finds to be free."""
+        self.series = choose()
+
+    def prepare(self) -> None:
+        """Do what comes before a save or a resumption; many ranks do it together, once they have met."""
+        self.open()
+
+    def first_that_loads(
+        self, scan: Callable[[], Sequence[Checkpoint]], load: Callable[[Checkpoint], _Loaded]
+    ) -> tuple[Checkpoint | None, _Loaded | None, list[Skipped]]:
+        """Return the checkpoint to go on from, of those that `scan` finds; see `resume.first_that_loads`."""
+        found = first_that_loads(scan(), self.patient(load))
+        self._note_damaged(found[2])
+        return found
+
+    def patient(self, load: Callable[[Checkpoint], _Loaded]) -> Callable[[Checkpoint], _Loaded]:
+        """Return what loads a checkpoint once more, its files opened anew, after an error that may pass."""
+        return lambda checkpoint: tried_again(lambda: load(checkpoint), self.store.fs)
+
+    def _note_damaged(self, skipped: Sequence[Skipped]) -> None:
+        """Note what retention must neither count nor remove, whatever a listing says of it."""
+        for one in skipped:
+            if one.is_damaged:
+                self._damaged[one.checkpoint.path, one.checkpoint.id] = one.reason
+
+    def agreed(self, prepare: Callable[[], _Loaded]) -> _Loaded:
+        """Return what is prepared, once every process of the run has prepared its own.
+
+        Raises:
+            Exception: What prevents it.
+        """
+        return prepare()
+
+    def held_by_all(self, target: int, steps: Sequence[int]) -> list[int]:
+        """Return the steps until `target` of which every process of the run has a copy in memory.
+
+        Args:
+            target: The step to go back to.
+            steps: Of which this process has one.
+        """
+        return [step for step in steps if step <= target]
+
+    def open(self) -> None:
+        """Take the lease and clean up after dead writers; where it is held already, see that it still is.
+
+        Raises:
+            StoreLocked: Another live process writes this series, or this one has lost the lease; `close` gives it up.
+        """
+        with signals_held(), self._opening:
+            if self._holder == os.getpid():  # a forked child has no part in the lease of its parent
+                self.store.leases.check(self.series)
+            else:
+                self._open()
+
+    def _open(self) -> None:
+        self._take_lease()
+        self._holder = os.getpid()
+        sentences = self.clean_up()
+        for sentence in sentences:
+            _LOG.warning("%s: %s", self.store.directory, sentence)
+        if sentences:
+            self._observers.emit(
+                "lease.taken_over",
+                path=self.store.directory,
+                series=self.series,
+                notes=tuple(sentences),
+            )
+
+    def _take_lease(self) -> None:
+        """Take the lease; wait a moment for the saving process of a run that was killed."""
+        stop: float | None = None
+        while (locked := self._lease_refused()) is not None:
+            now = self._monotonic()
+            if not locked.is_ending or (stop is not None and now >= stop):
+                raise locked
+            if stop is None:
+                stop = now + _ENDING_S
+                _LOG.warning("%s; waiting for its end, up to %g s", locked.message, _ENDING_S)
+            with signals_heard():
+                self._pause(_PAUSE_S)
+
+    def _lease_refused(self) -> StoreLocked | None:
+        """Take the lease, or return why it cannot be had."""
+        try:
+            self._lease.enter_context(self.store.lease(self.series))
+        except StoreLocked as locked:
+            return locked
+        return None
+
+    def clean_up(self) -> list[str]:
+        """Remove what dead writers left; the lease must be held. Return what was done, one sentence each."""
+        return self.store.recover(self.series)
+
+    def close(self) -> None:
+        """Give the lease back."""
+        with signals_held(), self._opening:
+            self._holder = None
+            self._lease.close()
+
+    def forget_parents(self) -> None:
+        """Note that this run goes on from none of the checkpoints that are here."""
+        self.resumed_from, self.parent_run_ids = None, ()
+
+    def continue_from(self, checkpoint: Checkpoint, manifest: Manifest | None) -> None:
+        """Note that this run goes on where another one was: its checkpoints now count as ours."""
+        self.resumed_from = checkpoint
+        if manifest is not None:
+            parents = (manifest.run_id, *manifest.parent_run_ids)
+            # A file that belongs to no run says "": to go on from one makes none of the others ours.
+            self.parent_run_ids = tuple(
+                dict.fromkeys(parent for parent in parents if parent not in ("", self.run_id))
+            )
+
+    def save(
+        self,
+        name: str,
+        items: Sequence[Item],
+        facts: SaveFacts,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        options: SaveOptions | None = None,
+        publish: Publish = save_items,
+    ) -> Checkpoint:
+        """Save and return the checkpoint once it is durable; see `save_items` for the errors."""
+        self.open()
+        return self._save(
+            name,
+            items,
+            facts,
+            self.store.scan(),
+            metadata=metadata,
+            options=options,
+            publish=publish,
+        )
+
+    def _save(
+        self,
+        name: str,
+        items: Sequence[Item],
+        facts: SaveFacts,
+        present: Sequence[Checkpoint],
+        *,
+        metadata: Mapping[str, str] | None,
+        options: SaveOptions | None = None,
+        publish: Publish,
+    ) -> Checkpoint:
+        place = self.next_place(facts, present)
+        order = SaveOrder(
+            name=name,
+            items=items,
+            options=options or self.options,
+            series=self.series,
+            describe=lambda entry, stats: self.describe(entry, stats, facts, place=place),
+            metadata=metadata,
+        )
+        return self.note_saved(publish(self.store, order))
+
+    def save_next(
+        self,
+        free_name: FreeName,
+        items: Sequence[Item],
+        facts: SaveFacts,
+        *,
+        metadata: Mapping[str, str] | None = None,
+        publish: Publish = save_items,
+    ) -> Checkpoint:
+        """Save under a name that is found when the save begins; see `save`.
+
+        Args:
+            free_name: Finds the name, given what it ends in and what is in the directory, and which save of the step it
+                makes; None for the next one.
+            items: What to save.
+            facts: About the save.
+            metadata: Strings kept in the file.
+            publish: Writes the file.
+        """
+        self.open()
+        present = self.store.scan()
+        name, attempt = free_name(self.options.extension, present)
+        facts = replace(facts, attempt=attempt)
+        return self._save(name, items, facts, present, metadata=metadata, publish=publish)
+
+    def next_place(self, facts: SaveFacts, present: Sequence[Checkpoint]) -> Place:
+        """Return where the next save comes, given what is in the directory."""
+        sequence = next_sequence(
+            present,
+            trust=self.store.trust,
+            saved=self._last_saved,
+            resumed_from=self.resumed_from,
+        )
+        attempt = facts.attempt
+        if attempt is None:
+            history = [c for c in present if c.series == self.series]
+            attempt = next_attempt(history, facts.step, trust=self.store.trust)
+        own = [c for c in (self.resumed_from, self._last_saved) if c is not None]
+        return Place(sequence, attempt, link_to_newest([*present, *own], self.series))
+
+    def describe(
+        self,
+        entry: FileEntry,
+        stats: Mapping[str, float],
+        facts: SaveFacts,
+        *,
+        place: Place,
+    ) -> Manifest:
+        """Return the manifest of a file of this run; `place` as from `next_place`."""
+        return Manifest(
+            file=entry,
+            series=self.series,
+            run_id=self.run_id,
+            parent_run_ids=self.parent_run_ids,
+            step=facts.step,
+            attempt=place.attempt,
+            sequence=place.sequence,
+            saved_at=datetime.fromtimestamp(self._clock() if facts.at is None else facts.at, UTC),
+            epoch=facts.epoch,
+            why=facts.why,
+            metrics=dict(facts.metrics or {}),
+            stats=stats,
+            previous=place.previous,
+        )
+
+    def note_saved(self, manifest: Manifest) -> Checkpoint:
+        """Note what is durable now: retention will not touch it."""
+        self._last_saved = manifest.to_checkpoint(self.store.directory)
+        return self._last_saved
+
+    def own_history(self) -> list[Checkpoint]:
+        """Return the checkpoints of this run and of the runs it was resumed from, as one series."""
+        return self._own(self.store.scan())
+
+    def _own(self, present: Sequence[Checkpoint]) -> list[Checkpoint]:
+        lineage = {self.run_id, *self.parent_run_ids} - {""}
+        own = [replace(c, series=self.series) for c in present if c.run_id in lineage]
+        return [
+            c
+            if (problem := self._damaged.get((c.path, c.id))) is None
+            # A listing looks at names and sizes only.
+            else replace(c, state=State.CORRUPT, problem=problem)
+            for c in own
+        ]
+
+    def planned(self, policy: RetentionPolicy) -> Plan:
+        """Return what a retention policy would do to our own checkpoints now.
+
+        Raises:
+            UnsafePrune: The policy is refused.
+        """
+        return self._planned(policy, self.store.scan())
+
+    def _planned(self, policy: RetentionPolicy, present: Sequence[Checkpoint]) -> Plan:
+        protected = {}
+        if self.resumed_from is not None:
+            protected[self.resumed_from.path] = "resumed from"
+        if self._last_saved is not None:
+            protected[self._last_saved.path] = "saved last"
+        now = datetime.fromtimestamp(self._clock(), UTC)
+        return plan(self._own(present), policy, now, protected=protected)
+
+    def retain(self, policy: RetentionPolicy) -> Plan | None:
+        """Apply a retention policy to our own checkpoints; call it only after a save became durable.
+
+        A failure to remove something is logged, not raised: the save it follows was good.
+        """
+        started = time.perf_counter()
+        try:
+            with signals_held(), self.changing:
+                present = self.store.scan()
+                decided = self._planned(policy, present)
+                failures = self._remove(decided.dropped, present)
+        except (UnsafePrune, OSError) as error:
+            _LOG.warning("retention: %s", error)
+            self._observers.emit("prune", error, path=self.store.directory, series=self.series)
+            return None
+        for failure in failures:
+            _LOG.warning("retention: %s", failure)
+        if decided.dropped:
+            self._tell_pruned(decided, failures, seconds=time.perf_counter() - started)
+        return decided
+
+    def _tell_pruned(self, decided: Plan, failures: Sequence[Exception], *, seconds: float) -> None:
+        self._observers.emit(
+            "prune",
+            failures[0] if failures else None,
+            path=self.store.directory,
+            series=self.series,
+            seconds=seconds,
+            figures={
+                "kept": len(decided.kept),
+                "dropped": len(decided.dropped),
+                "freed_bytes": decided.freed_bytes,
+            },
+            notes=tuple(f"dropped {checkpoint.name}" for checkpoint in decided.dropped),
+        )
+
+    def _remove(
+        self, dropped: Sequence[Checkpoint], present: Sequence[Checkpoint]
+    ) -> Sequence[Exception]:
+        # Names may belong to series of earlier runs (`net`, `net_1`): a live writer there keeps its files.
+        failures: list[Exception] = []
+        by_series: dict[str, list[Checkpoint]] = {}
+        paths = {checkpoint.path for checkpoint in dropped}
+        staying = [checkpoint for checkpoint in present if checkpoint.path not in paths]
+        for checkpoint in present:
+            if checkpoint.path in paths:
+                by_series.setdefault(checkpoint.series, []).append(checkpoint)
+        for series, checkpoints in by_series.items():
+            try:
+                if series == self.series:
+                    failures += self.store.remove(checkpoints, staying=staying)
+                else:
+                    with self.store.lease(series):
+                        failures += self.store.remove(checkpoints)
+            except (StoreLocked, CkptmgrError) as error:
+                failures.append(error)
+        return failures
+
+
+_writers: weakref.WeakSet[SeriesWriter] = weakref.WeakSet()
+
+
+def _forget_parent() -> None:
+    for writer in list(_writers):
+        writer.forget_parent()
+
+
+os.register_at_fork(after_in_child=_forget_parent)

@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way down: a nested state becomes a list of tensors and a skeleton.
+
+The walk keeps its own stack, so the depth of a state is limited by a rule and not by the interpreter.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from functools import cache, lru_cache, partial
+from itertools import chain
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from ckptmgr.formats.tensor import Tensor
+from ckptmgr.state.arrays import array_bytes, framework_of, to_tensor
+from ckptmgr.state.leaves import ARRAYS, Leaf, stored_as
+from ckptmgr.state.paths import MAX_DEPTH, SHARED, Json, Path, dump_skeleton, unsupported
+from ckptmgr.state.random import generator_key, generator_state
+from ckptmgr.state.scalars import encode_atom, encode_dtype, encode_key
+from ckptmgr.state.shared_memory import plan_storage
+from ckptmgr.state.skeleton import skeleton_of
+from ckptmgr.state.slices import Slice, Slicer, note_whole_shapes
+
+_INLINE_BYTES = 1024
+_WAY_OUT = "store plain values and arrays, or give the object state_dict() and load_state_dict()"
+_CONTAINERS: dict[type, str] = {
+    dict: "dict",
+    OrderedDict: "ordered",
+    Counter: "counter",
+    list: "list",
+    tuple: "tuple",
+}
+
+
+_Part = tuple[Sequence[Json], object, object]
+"""Nodes to write before a value, the value, and what leads to it."""
+
+
+class _Frame(NamedTuple):
+    """A container whose parts are being encoded.
+
+    Attributes:
+        parts: Those that are left.
+        path: Where it is.
+        step: How a part is reached; None when the one part stands for the container itself.
+        depth: Of its parts.
+        end: Nodes to write after them.
+        container: Its `id`; None for what is no container of the state.
+        tie: The same for values that are one object which can change; None for what cannot.
+    """
+
+    parts: Iterator[_Part]
+    path: Path
+    step: Literal["key", "index", "object"] | None
+    depth: int
+    end: Sequence[Json]
+    container: int | None
+    tie: object = None
+
+
+class Flattener:
+    """Encodes one state; see `tree.flatten`.
+
+    Attributes:
+        slices: Name to leaf, of those leaves that are parts of larger tensors.
+    """
+
+    def __init__(self, slicer: Slicer | None = None) -> None:
+        self._slicer = slicer
+        self.slices: dict[str, Slice] = {}
+        self._nodes: list[Json | Leaf] = []
+        self._leaves: list[Leaf] = []
+        self._names: set[str] = set()
+        self._numbers: dict[str, int] = {}
+        self._frames: list[_Frame] = []
+        self._open: set[int] = set()
+        self._held: list[object] = []
+        self._ends: dict[object, list[int]] = {}
+
+    def run(self, state: object) -> tuple[list[Tensor], str, dict[str, str]]:
+        """Return the tensors, the skeleton and the aliases of a state."""
+        self._visit(state, Path(), 0)
+        while self._frames:
+            self._walk(self._frames[-1])
+        tensors, aliases = plan_storage(self._leaves, self._unique)
+        if self.slices:
+            note_whole_shapes(self._leaves, self.slices)
+        return tensors, skeleton_of(self._with_ties()), aliases
+
+    def _with_ties(self) -> list[Json | Leaf]:
+        """Return the nodes, and after each value that is one object with another a node that says so."""
+        tied = [ends for ends in self._ends.values() if len(ends) > 1]
+        if not tied:
+            return self._nodes
+        ties = sorted((end, number) for number, ends in enumerate(tied) for end in ends)
+        nodes: list[Json | Leaf] = []
+        start = 0
+        for end, number in ties:
+            nodes += [*self._nodes[start:end], {SHARED: number}]
+            start = end
+        return [*nodes, *self._nodes[start:]]
+
+    def _walk(self, frame: _Frame) -> None:
+        """Encode the parts of a container, until one has parts of its own or none is left."""
+        path, step = frame.path, frame.step
+        nodes, is_whole = self._nodes, self._slicer is None
+        for before, value, key in frame.parts:
+            nodes.extend(before)
+            at = path if step is None else Path(path, step, key)
+            if type(value) is np.ndarray and is_whole:  # most are
+                self._add(_array_leaf(value, at, self._unique(at.tensor_name())))
+                continue
+            self._visit(value, at, frame.depth)
+            if self._frames[-1] is not frame:
+                return
+        self._frames.pop()
+        self._nodes.extend(frame.end)
+        if frame.container is not None:
+            self._open.discard(frame.container)
+        if frame.tie is not None:
+            self._note_end(frame.tie)
+
+    def _note_end(self, tie: object) -> None:
+        """Note that the nodes of an object that can change, and is held, are complete."""
+        self._ends.setdefault(tie, []).append(len(self._nodes))
+
+    def _visit(self, value: Any, path: Path, depth: int) -> None:
+        """Encode a value without parts; of others note what is to be done."""
+        if isinstance(value, bytes | bytearray) and len(value) > _INLINE_BYTES:
+            self._long_bytes(value, path)
+            return
+        if type(value) is bytearray:
+            self._nodes.extend(encode_atom(value) or ())
+            self._hold(value)
+            return
+        atom = encode_atom(value)
+        if atom is None and framework_of(value) is not None:
+            self._array(value, path, depth)
+            return
+        atom = atom or self._torch_atom(value)
+        if atom is not None:
+            self._nodes.extend(atom)
+            return
+        frame = self._frame(value, path, depth + 1)
+        if frame is None:
+            raise unsupported(path, f"is a {_type_name(value)}, which cannot be stored", _WAY_OUT)
+        if depth >= MAX_DEPTH:
+            raise unsupported(
+                path, f"is nested more than {MAX_DEPTH} deep", "store a flatter state"
+            )
+        if id(value) in self._open:
+            raise unsupported(path, "contains itself", "break the cycle")
+        self._open.add(id(value))
+        # Temporary dicts must live as long as their ids are looked at.
+        self._held.append(value)
+        self._frames.append(frame)
+
+    def _frame(self, value: Any, path: Path, depth: int) -> _Frame | None:
+        unknown: Any = value
+        kind = _CONTAINERS.get(type(value))
+        match kind:
+            case "dict" | "counter":
+                parts = _mapping(value, path)
+                return _Frame(parts, path, "key", depth, [{kind: len(value)}], id(value), id(value))
+            case "ordered":
+                return _ordered(value, path, depth)
+            case "list" | "tuple":
+                return _sequence(value, path, depth, end={kind: len(value)})
+        fields = getattr(value, "_fields", None)
+        if isinstance(value, tuple) and isinstance(fields, tuple):
+            names: list[Json] = [str(field) for field in fields]
+            end: Json = {"namedtuple": [type(value).__name__, names]}
+            return _sequence(value, path, depth, end=end)
+        if type(value) in (set, frozenset):
+            tie = id(value) if type(value) is set else None
+            return _Frame(iter(()), path, None, depth, _set(value, path), id(value), tie)
+        found = generator_state(value)
+        if found is not None:
+            node, state = found
+            key = generator_key(value)
+            return _Frame(iter([((), state, None)]), path, None, depth, [node], id(value), key)
+        if _has_state_dict(value):
+            try:
+                inner = unknown.state_dict()
+            except Exception as error:
+                error.add_note(f"while saving {path}")
+                raise
+            parts = iter([((), inner, None)])
+            return _Frame(parts, path, "object", depth, (), id(value), id(value))
+        return None
+
+    def _torch_atom(self, value: object) -> tuple[Json] | None:
+        if "torch" not in sys.modules or not type(value).__module__.startswith("torch"):
+            return None
+        from ckptmgr.state.torch_values import encode_torch_atom
+
+        return encode_torch_atom(value)
+
+    def _long_bytes(self, value: bytes | bytearray, path: Path) -> None:
+        array = np.frombuffer(value, dtype=np.uint8)
+        self._add(_array_leaf(array, path, self._unique(path.tensor_name())))
+        self._nodes.append({f"to_{type(value).__name__}": 1})
+        if isinstance(value, bytearray):
+            self._hold(value)
+
+    def _hold(self, value: object) -> None:
+        """Note an object without parts that can change, and whose nodes are complete."""
+        self._held.append(value)
+        self._note_end(id(value))
+
+    def _array(self, value: Any, path: Path, depth: int) -> None:
+        part = None if self._slicer is None else self._slicer.slice_of(path.tensor_name(), value)
+        if part is not None:
+            self._slice(part, path)
+            return
+        match framework_of(value):
+            case "numpy":
+                if type(value) not in (np.ndarray, np.memmap):
+                    raise unsupported(path, f"is a {_type_name(value)}", "store a plain ndarray")
+                self._add(_array_leaf(value, path, self._unique(path.tensor_name())))
+            case "torch":
+                self._torch_tensor(value, path, depth)
+            case _:
+                self._add(_foreign_leaf(value, path, self._unique(path.tensor_name())))
+
+    def _slice(self, part: Slice, path: Path) -> None:
+        name, framework = self._unique(path.tensor_name()), framework_of(part.local)
+        self.slices[name] = part
+        if framework == "torch":
+            adapter = _tree_torch()
+            if adapter.split_tensor(part.local, path) is not None:
+                raise unsupported(path, "is sparse or quantized, and cut", "save it as dense")
+            self._add(adapter.torch_leaf(part.local, path, name))
+        elif framework == "numpy":
+            self._add(_array_leaf(np.asarray(part.local), path, name))
+        else:
+            self._add(_foreign_leaf(part.local, path, name))
+
+    def _torch_tensor(self, value: Any, path: Path, depth: int) -> None:
+        adapter = _tree_torch()
+        split = adapter.split_tensor(value, path)
+        if split is None:
+            self._add(adapter.torch_leaf(value, path, self._unique(path.tensor_name())))
+            return
+        node, parts = split
+        values: list[_Part] = [((), part, name) for name, part in parts.items()]
+        self._held.append(value)
+        self._frames.append(_Frame(iter(values), path, "key", depth + 1, [node], None, id(value)))
+
+    def _add(self, leaf: Leaf) -> None:
+        self._leaves.append(leaf)
+        self._nodes.append(leaf)
+
+    def _unique(self, name: str) -> str:
+        if name not in self._names:
+            self._names.add(name)
+            return name
+        candidate, number = name, self._numbers.get(name, 1)
+        while candidate in self._names:
+            number += 1
+            candidate = f"{name}~{number}"
+        # Many arrays may want one name (tuples as keys); each search goes on where the last one ended.
+        self._numbers[name] = number
+        self._names.add(candidate)
+        return candidate
+
+
+def _mapping(value: Any, path: Path) -> Iterator[_Part]:
+    # A copy, because state_dict() of a part may change what it is part of.
+    for key, child in list(value.items()):
+        is_plain = type(key) is str and key.isascii()
+        yield (key,) if is_plain else encode_key(key, path), child, key
+
+
+def _ordered(value: Any, path: Path, depth: int) -> _Frame:
+    extra = vars(value)
+    if extra.keys() - {"_metadata"}:
+        raise unsupported(path, f"is an OrderedDict with attributes {sorted(extra)}", _WAY_OUT)
+    parts = _mapping(value, path)
+    end: list[Json] = [{"ordered": len(value)}]
+    if not extra:
+        return _Frame(parts, path, "key", depth, end, id(value), id(value))
+    # torch notes the versions of its modules there; load_state_dict looks at them.
+    metadata: list[_Part] = [(end, extra["_metadata"], "_metadata")]
+    end = [{"with_metadata": 2}]
+    return _Frame(chain(parts, metadata), path, "key", depth, end, id(value), id(value))
+
+
+def _sequence(value: Any, path: Path, depth: int, *, end: Json) -> _Frame:
+    parts: list[_Part] = [((), child, index) for index, child in enumerate(value)]
+    tie = id(value) if isinstance(value, list) else None
+    return _Frame(iter(parts), path, "index", depth, [end], id(value), tie)
+
+
+def _set(value: Any, path: Path) -> list[Json]:
+    # Sets iterate in an order that changes from run to run; skeletons must not.
+    parts = sorted((encode_key(element, path) for element in value), key=dump_skeleton)
+    nodes = [node for part in parts for node in part]
+    return [*nodes, {type(value).__name__: len(parts)}]
+
+
+@cache
+def _tree_torch() -> ModuleType:
+    from ckptmgr.state import torch_values as tree_torch
+
+    return tree_torch
+
+
+def _dtype_of(dtype: np.dtype) -> tuple[Json, str]:
+    """Return how an element type is called in the skeleton, and in the table; None and "" where it is not."""
+    if dtype.fields is not None:
+        return encode_dtype(dtype), ""
+    return _plain_dtype_of(dtype)
+
+
+@lru_cache(maxsize=256)
+def _plain_dtype_of(dtype: np.dtype) -> tuple[Json, str]:
+    # NumPy puts the name together anew each time it is asked for.
+    return encode_dtype(dtype), dtype.name if dtype.isnative else ""
+
+
+def _array_leaf(array: np.ndarray, path: Path, name: str) -> Leaf:
+    dtype, shape = array.dtype, array.shape
+    node, spelling = _plain_dtype_of(dtype) if dtype.isbuiltin else _dtype_of(dtype)
+    if node is None:
+        raise unsupported(
+            path, f"is an array with elements of type {dtype}", "store numbers, or a list"
+        )
+    spec, is_bytes = stored_as(name, spelling, shape, dtype.itemsize)
+    rest: dict[str, Json] = {"stored": "uint8"} if is_bytes else {}
+    tensor = Tensor(spec, partial(array_bytes, array) if array.nbytes else _nothing)
+    return Leaf(path, "array", node, shape, rest, array, tensor, dtype.itemsize, ARRAYS)
+
+
+def _nothing() -> memoryview:
+    return memoryview(b"")
+
+
+def _foreign_leaf(value: object, path: Path, name: str) -> Leaf:
+    # JAX and MindSpore arrays come back as NumPy arrays; see tree.py.
+    own = to_tensor(name, value)
+    dtype = own.spec.dtype
+    spec, is_bytes = stored_as(name, dtype.name, own.spec.shape, dtype.item_bytes)
+    rest: dict[str, Json] = {"stored": "uint8"} if is_bytes else {}
+    tensor = Tensor(spec=spec, content=own.content)
+    node = encode_dtype(dtype.to_numpy())
+    return Leaf(path, "array", node, own.spec.shape, rest, value, tensor, dtype.item_bytes, None)
+
+
+def _has_state_dict(value: object) -> bool:
+    is_instance = not isinstance(value, type | ModuleType)
+    return is_instance and callable(getattr(value, "state_dict", None))
+
+
+def _type_name(value: object) -> str:
+    kind = type(value)
+    is_builtin = kind.__module__ == "builtins"
+    return kind.__qualname__ if is_builtin else f"{kind.__module__}.{kind.__qualname__}"

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The leaves of a state, and the memory that they look at; what is stored for it, `tree_storage` decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from ckptmgr.formats.dtypes import BY_NAME, DType
+from ckptmgr.formats.tensor import Tensor, TensorSpec
+from ckptmgr.state.paths import Json, Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """The memory that a leaf looks at.
+
+    Attributes:
+        device: Name of the address space.
+        start: Address of the first byte that the leaf can reach.
+        stop: One past the last.
+        origin: Address of element 0 (after `start` only when a stride is negative).
+        strides: Bytes from one element to the next, per dimension.
+        alignment: The offset of the leaf in what is stored must be a multiple of it.
+        bounds: First and one-past-last address of the storage behind it.
+        content: Returns the bytes between two addresses in that storage.
+    """
+
+    device: str
+    start: int
+    stop: int
+    origin: int
+    strides: tuple[int, ...]
+    alignment: int
+    bounds: tuple[int, int]
+    content: Callable[[int, int], memoryview]
+
+
+Span = tuple[str, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finder:
+    """How memory is found behind the arrays of a framework.
+
+    Attributes:
+        owner: Returns the object that owns the memory, if others can look at it only as views of that object; None when
+            that is not sure.
+        span: Returns the `device`, `start` and `stop` of an array's memory; None when nobody can share it.
+        memory: Returns all that is known of it.
+    """
+
+    owner: Callable[[Any], object | None]
+    span: Callable[[Any], Span | None]
+    memory: Callable[[Any], Memory]
+
+
+class Leaf(NamedTuple):
+    """An array in the state.
+
+    Attributes:
+        path: Where it is, for messages.
+        kind: Of its skeleton node.
+        dtype: Its element type, in the skeleton.
+        shape: Its own shape (that of `tensor` has one more dimension where the bytes are stored as uint8).
+        node: The rest of the body of its skeleton node; planning completes it.
+        value: The array; held so that its memory and identity stay its own.
+        tensor: How it is stored when it shares nothing.
+        item_bytes: Bytes of an element.
+        finder: Finds its memory; None when nobody can share it.
+    """
+
+    path: Path
+    kind: Literal["array", "torch"]
+    dtype: Json
+    shape: tuple[int, ...]
+    node: dict[str, Json]
+    value: object
+    tensor: Tensor
+    item_bytes: int
+    finder: Finder | None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its elements, side by side."""
+        return prod(self.shape) * self.item_bytes
+
+
+def contiguous_strides(shape: Sequence[int], item_bytes: int) -> tuple[int, ...]:
+    """Return the strides in bytes of an array in C order."""
+    strides = []
+    for size in reversed(shape):
+        strides.append(item_bytes)
+        item_bytes *= size
+    return tuple(reversed(strides))
+
+
+def extent(
+    origin: int, shape: Sequence[int], strides: Sequence[int], item_bytes: int
+) -> tuple[int, int]:
+    """Return the first and one-past-last address that a non-empty strided array reaches."""
+    reach = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
+    low = origin + sum(step for step in reach if step < 0)
+    return low, origin + sum(step for step in reach if step > 0) + item_bytes
+
+
+def stored_as(
+    name: str, spelling: str, shape: tuple[int, ...], item_bytes: int
+) -> tuple[TensorSpec, bool]:
+    """Return how elements are stored: as themselves where every format knows them, else as their bytes.
+
+    Returns:
+        The specification, and whether it is the bytes (uint8, with one more dimension unless an element is one byte).
+    """
+    row = _IN_ALL_FORMATS.get(spelling)
+    if row is not None:
+        return TensorSpec(name, row, shape), False
+    stored_shape = shape if item_bytes == 1 else (*shape, item_bytes)
+    return TensorSpec(name=name, dtype=_UINT8, shape=stored_shape), True
+
+
+_UINT8: DType = BY_NAME["uint8"]
+_IN_ALL_FORMATS = {
+    name: row
+    for name, row in BY_NAME.items()
+    if row.mindspore is not None and row.safetensors is not None
+}
+
+
+def are_apart(owners: Iterable[object | None], count: int) -> bool:
+    """Return whether so many arrays share no memory for sure, given what owns theirs."""
+    different = set(map(id, owners))
+    return len(different) == count and id(None) not in different
+
+
+def array_span(array: np.ndarray) -> Span | None:
+    """Return where the memory of a NumPy array starts and ends; None when it is empty."""
+    if array.nbytes == 0:
+        return None
+    origin = array.__array_interface__["data"][0]
+    if array.flags.forc:
+        return "cpu", origin, origin + array.nbytes
+    return "cpu", *extent(origin, array.shape, array.strides, array.itemsize)
+
+
+def owner_of(array: np.ndarray) -> np.ndarray | None:
+    """Return the array that owns the memory: others can look at it only through views, which own none.
+
+    None when it is owned by something else, or by nobody knows whom, or when elements may overlap.
+    """
+    base: object = array.base
+    owner = array if base is None else base
+    if isinstance(owner, np.ndarray) and owner.flags.owndata and array.flags.forc:
+        return owner
+    return None
+
+
+def array_memory(array: np.ndarray) -> Memory:
+    """Return the memory of a NumPy array that has elements."""
+    origin = array.__array_interface__["data"][0]
+    start, stop = extent(origin, array.shape, array.strides, array.itemsize)
+    root = array
+    while isinstance(root.base, np.ndarray):
+        root = root.base
+    low = root.__array_interface__["data"][0]
+    flat = root.T if root.flags.f_contiguous and not root.flags.c_contiguous else root
+    # Where the memory behind the array is itself a strided view, only what the array reaches is known to be there.
+    bounds = (low, low + root.nbytes) if flat.flags.c_contiguous else (start, start)
+
+    def content(first: int, last: int) -> memoryview:
+        return flat.reshape(-1).view(np.uint8)[first - low : last - low].data
+
+    return Memory(
+        device="cpu",
+        start=start,
+        stop=stop,
+        origin=origin,
+        strides=array.strides,
+        alignment=1,
+        bounds=bounds,
+        content=content,
+    )
+
+
+ARRAYS = Finder(owner=owner_of, span=array_span, memory=array_memory)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random number generators in a state: NumPy's, torch's and Python's, saved by their state.
+
+A generator is never looked up by a stored name, except among the bit generators that are listed here.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from ckptmgr.state.paths import Json, TreeError
+
+_BIT_GENERATORS: dict[str, Callable[[], np.random.BitGenerator]] = {
+    "MT19937": np.random.MT19937,
+    "PCG64": np.random.PCG64,
+    "PCG64DXSM": np.random.PCG64DXSM,
+    "Philox": np.random.Philox,
+    "SFC64": np.random.SFC64,
+}
+
+
+def generator_kind(value: Any) -> str:
+    """Return what a state must come from to fit a generator, or an empty string when `value` is none."""
+    match value:
+        case np.random.Generator():
+            return f"numpy.Generator({type(value.bit_generator).__name__})"
+        case np.random.BitGenerator():
+            return f"numpy.{type(value).__name__}"
+        case np.random.RandomState():
+            return f"numpy.RandomState({_legacy_state(value)['bit_generator']})"
+        case random.Random():
+            return f"python.{type(value).__name__}"
+    torch_module = sys.modules.get("torch")
+    if torch_module is not None and isinstance(value, torch_module.Generator):
+        return f"torch.Generator({value.device})"
+    return ""
+
+
+def generator_key(value: Any) -> object:
+    """Return what two generators of a state have in common if they draw from the same stream."""
+    source = value.bit_generator if isinstance(value, np.random.Generator) else value
+    return type(value), id(source)
+
+
+def generator_state(value: Any) -> tuple[Json, object] | None:
+    """Return the skeleton node and the state of a generator; None for everything that cannot be built again."""
+    kind, _, inner = generator_kind(value).rstrip(")").partition("(")
+    if kind == "numpy.Generator" and inner in _BIT_GENERATORS:
+        return {"rng": kind}, value.bit_generator.state
+    if kind == f"numpy.{type(value).__name__}" and type(value).__name__ in _BIT_GENERATORS:
+        return {"rng": "numpy.BitGenerator"}, value.state
+    if kind == "numpy.RandomState" and inner == "MT19937":
+        return {"rng": kind}, _legacy_state(value)
+    if kind == "python.Random" and type(value) is random.Random:
+        return {"rng": kind}, value.getstate()
+    if kind == "torch.Generator":
+        return {"rng": kind}, [str(value.device), value.get_state()]
+    return None
+
+
+def build_generator(kind: object, state: object) -> object:
+    """Return a generator of a stored kind with a stored state.
+
+    Raises:
+        TreeError: No such kind. What the generators say against their state passes through.
+    """
+    build = _BUILDERS.get(kind) if isinstance(kind, str) else None
+    if build is None:
+        raise TreeError(f"there is no random number generator called {kind!r}")
+    return build(state)
+
+
+def set_generator(target: Any, source: Any) -> None:
+    """Give a generator the state of another one of its kind."""
+    match target:
+        case np.random.Generator():
+            target.bit_generator.state = source.bit_generator.state
+        case np.random.BitGenerator():
+            target.state = source.state
+        case random.Random():
+            target.setstate(source.getstate())
+        case _:
+            target.set_state(source.get_state())
+
+
+def _legacy_state(value: np.random.RandomState) -> dict[str, Any]:
+    state: dict[str, Any] = value.get_state(legacy=False)
+    return state
+
+
+def _bit_generator(state: Any) -> np.random.BitGenerator:
+    made = _BIT_GENERATORS[state["bit_generator"]]()
+    made.state = state
+    return made
+
+
+def _random_state(state: Any) -> np.random.RandomState:
+    made = np.random.RandomState(0)
+    made.set_state(state)
+    return made
+
+
+def _python_random(state: Any) -> random.Random:
+    made = random.Random()  # noqa: S311 - a training generator, not a source of keys
+    made.setstate(state)
+    return made
+
+
+def _torch_generator(state: Any) -> object:
+    from ckptmgr.state.torch_values import build_generator
+
+    device, content = state
+    return build_generator(device, content)
+
+
+_BUILDERS: dict[str, Callable[[Any], object]] = {
+    "numpy.BitGenerator": _bit_generator,
+    "numpy.Generator": lambda state: np.random.Generator(_bit_generator(state)),
+    "numpy.RandomState": _random_state,
+    "python.Random": _python_random,
+    "torch.Generator": _torch_generator,
+}

@@ -1,0 +1,359 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Into an existing state: compare first, then fill.
+
+Comparing names every difference and plans what to do; only a plan without differences is carried out. Random number
+generators come last, because loading other objects may draw from them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ckptmgr.core.regions import lengths_of
+from ckptmgr.state.arrays import framework_of, is_instance_by_name
+from ckptmgr.state.fill import (
+    can_copy_into,
+    fill_array,
+    fill_mindspore,
+    fill_tensor,
+    holds_slices,
+    load_into,
+    local_part,
+    refill,
+    replaced,
+    signature_of,
+)
+from ckptmgr.state.jax_shards import box_of, is_on_many_devices, rebuilt
+from ckptmgr.state.paths import Path, StateMismatch
+from ckptmgr.state.random import generator_key, generator_kind, set_generator
+from ckptmgr.state.scalars import encode_atom
+from ckptmgr.state.tree_shared import SharedTargets
+
+_SHOWN_DIFFERENCES = 100
+_PLAIN_TYPES = frozenset({str, bytes, bool, int, float, complex, type(None)})
+
+
+class _Visit(NamedTuple):
+    """A value still to be compared with what is stored for it."""
+
+    target: Any
+    stored: Any
+    path: Path
+
+
+class _Step(NamedTuple):
+    """Takes the last `takes` restored values and gives the one that they are parts of."""
+
+    takes: int
+    make: Callable[[list[Any]], object]
+
+
+class _Parts(NamedTuple):
+    """What is left to do for a container."""
+
+    visits: list[_Visit]
+    step: _Step
+
+
+class Fill(NamedTuple):
+    """A stored array or torch tensor that will be copied into one of the state.
+
+    Attributes:
+        target: Of the state, of the same shape and type.
+        stored: What was stored.
+        is_given_on: The copy is made by the object that the target belongs to, when it gets `stored`.
+    """
+
+    target: Any
+    stored: Any
+    is_given_on: bool = False
+
+
+class Restorer:
+    """Compares one state with what was stored and fills it; see `tree.restore`.
+
+    Args:
+        look_into: Called with a part of what was stored before the contents of arrays in it are looked at.
+
+    Attributes:
+        fills: What will be copied, known once `plan` returned.
+        filled: `id` of what was stored and need not be copied any more.
+    """
+
+    def __init__(self, *, look_into: Callable[[object], None] = lambda _: None) -> None:
+        self._shared = SharedTargets(look_into=look_into)
+        self._differences: list[str] = []
+        self._generators: list[Callable[[], None]] = []
+        self._steps: list[_Step] = []
+        self.fills: list[Fill] = []
+        self.filled: set[int] = set()
+
+    def plan(self, target: object, stored: object) -> None:
+        """Compare.
+
+        Raises:
+            StateMismatch: The two differ in structure, shape or type; nothing was changed.
+        """
+        steps = self._steps
+        stack: list[_Visit | _Step] = [_Visit(target, stored, Path())]
+        while stack:
+            item = stack.pop()
+            if isinstance(item, _Step):
+                steps.append(item)
+                continue
+            plan = self._plan(item.target, item.stored, item.path)
+            if isinstance(plan, _Parts):
+                stack.append(plan.step)
+                stack.extend(reversed(plan.visits))
+            else:
+                steps.append(plan)
+        self._differences += self._shared.problems()
+        if self._differences:
+            raise _mismatch(self._differences)
+
+    def carry_out(self) -> object:
+        """Fill the state that was compared, and return it."""
+        restored = _carry_out(self._steps)
+        for set_state in self._generators:
+            set_state()
+        return restored
+
+    def _differ(self, path: Path, problem: str) -> _Step:
+        self._differences.append(f"{path} {problem}")
+        return _give(None)
+
+    def _claim(self, target: Any, stored: Any, path: Path, *, key: object = None) -> None:
+        """Note that `stored` will be put into `target`, for which there may be only one value."""
+        problem = self._shared.add_object(key or id(target), target, stored, path)
+        if problem is not None:
+            self._differ(path, problem)
+
+    def _plan(self, target: Any, stored: Any, path: Path) -> _Step | _Parts:
+        """Return what will restore `target` and give the value that takes its place."""
+        if target is None or {type(target), type(stored)} <= _PLAIN_TYPES:
+            return _give(stored)
+        if framework_of(target) is not None and not isinstance(target, np.generic):
+            return self._plan_array(target, stored, path)
+        if callable(getattr(target, "load_state_dict", None)) and not isinstance(target, type):
+            return self._plan_object(target, stored, path)
+        if generator_kind(target):
+            return self._plan_generator(target, stored, path)
+        if _is_atom(target) and _is_atom(stored):
+            return _give(stored)
+        match target:
+            case MutableMapping() if isinstance(stored, Mapping):
+                self._claim(target, stored, path)
+                return self._plan_mapping(target, stored, path)
+            case list() if isinstance(stored, list):
+                self._claim(target, stored, path)
+                return self._plan_sequence(target, stored, path)
+            case tuple() if isinstance(stored, tuple):
+                return self._plan_sequence(target, stored, path)
+            case set() | bytearray() if type(stored) is type(target):
+                self._claim(target, stored, path)
+                return _Step(0, lambda _: refill(target, stored))
+            case frozenset() if isinstance(stored, frozenset):
+                return _give(stored)
+        return self._differ(path, f"is {_described(target)}, stored is {_described(stored)}")
+
+    def _plan_mapping(
+        self, target: MutableMapping[Any, Any], stored: Mapping[Any, Any], path: Path
+    ) -> _Parts:
+        self._compare_keys(target, stored, path)
+        keys = [key for key in stored if key in target]
+
+        def make(values: list[Any]) -> object:
+            # Not update(), which would add the counts of a Counter.
+            for key, value in zip(keys, values, strict=True):
+                target[key] = value
+            return target
+
+        visits = [_Visit(target[key], stored[key], path.key(key)) for key in keys]
+        return _Parts(visits, _Step(len(keys), make))
+
+    def _compare_keys(
+        self, target: Mapping[Any, Any], stored: Mapping[Any, Any], path: Path
+    ) -> None:
+        for key in target:
+            if key not in stored:
+                self._differ(path.key(key), "is not in the checkpoint")
+        for key in stored:
+            if key not in target:
+                self._differ(path.key(key), "is only in the checkpoint")
+
+    def _plan_sequence(self, target: Any, stored: Any, path: Path) -> _Step | _Parts:
+        if len(target) != len(stored):
+            if all(map(_is_history, (*target, *stored))) and not hasattr(target, "_fields"):
+                return _Step(0, lambda _: replaced(target, stored))
+            return self._differ(path, f"has {len(target)} elements, stored are {len(stored)}")
+        visits = [
+            _Visit(target[index], value, path.index(index)) for index, value in enumerate(stored)
+        ]
+        return _Parts(visits, _Step(len(visits), lambda values: replaced(target, values)))
+
+    def _plan_array(self, target: Any, stored: Any, path: Path) -> _Step:
+        framework = framework_of(target)
+        if framework == "torch":
+            return self._plan_tensor(target, stored, path)
+        if not isinstance(stored, np.ndarray):
+            return self._differ(path, f"is {_described(target)}, stored is {_described(stored)}")
+        if framework != "numpy":
+            return self._plan_foreign(target, stored, path)
+        if (target.shape, target.dtype) != (stored.shape, stored.dtype):
+            return self._differ(path, f"is {_described(target)}, stored is {_described(stored)}")
+        if not target.flags.writeable:
+            return _give(stored)
+        self._shared.add_array(target, stored, path)
+        self.fills.append(Fill(target, stored))
+        return _Step(
+            0, lambda _: target if id(stored) in self.filled else fill_array(target, stored)
+        )
+
+    def _plan_tensor(
+        self, target: Any, stored: Any, path: Path, *, is_given_on: bool = False
+    ) -> _Step:
+        local = local_part(target)
+        if framework_of(stored) != "torch" or signature_of(local) != signature_of(stored):
+            return self._differ(path, f"is {_described(local)}, stored is {_described(stored)}")
+        if is_given_on and local.is_meta:  # load_state_dict would warn, and leave it as it is
+            return self._differ(path, "is on the meta device, which holds no elements")
+        if not can_copy_into(local):
+            return _give(stored)
+        self._shared.add_array(local, stored, path)
+        self.fills.append(Fill(local, stored, is_given_on))
+
+        def make(_: list[Any]) -> object:
+            if id(stored) not in self.filled:
+                fill_tensor(local, stored)
+            return target
+
+        return _Step(0, make)
+
+    def _plan_foreign(self, target: Any, stored: np.ndarray, path: Path) -> _Step:
+        if is_on_many_devices(target):
+            return self._plan_spread(target, stored, path)
+        if (tuple(target.shape), str(target.dtype).lower()) != (stored.shape, stored.dtype.name):
+            return self._differ(path, f"is {_described(target)}, stored is {_described(stored)}")
+        if is_instance_by_name(target, "mindspore.common.tensor", "Tensor"):
+            self._claim(target, stored, path)
+            return _Step(0, lambda _: fill_mindspore(target, stored))
+        return _Step(0, lambda _: sys.modules["jax"].numpy.asarray(stored))
+
+    def _plan_spread(self, target: Any, stored: np.ndarray, path: Path) -> _Step:
+        lengths = lengths_of(box_of(target) or ())
+        if (lengths, str(target.dtype)) != (stored.shape, stored.dtype.name):
+            held = f"{target.dtype}{list(lengths)} here"
+            return self._differ(path, f"is {held}, stored is {_described(stored)}")
+        return _Step(0, lambda _: rebuilt(target, stored))
+
+    def _plan_object(self, target: Any, stored: Any, path: Path) -> _Step | _Parts:
+        if not isinstance(stored, Mapping | list | tuple):
+            return self._differ(path, f"is {_described(target)}, stored is {_described(stored)}")
+        self._claim(target, stored, path)
+        torch_module = sys.modules.get("torch")
+        has_slices = holds_slices(target)
+        if (
+            torch_module is not None
+            and isinstance(target, torch_module.nn.Module)
+            and not has_slices
+        ):
+            self._compare_module(target, stored, path.state_dict())
+        if is_instance_by_name(target, "mindspore.nn.cell", "Cell") and isinstance(stored, Mapping):
+            return self._plan_cell(target, stored, path.state_dict())
+        if isinstance(stored, Mapping) and has_slices:
+            return self._plan_sliced(target, stored, path.state_dict())
+        return _Step(0, lambda _: load_into(target, stored, path))
+
+    def _plan_cell(self, target: Any, stored: Mapping[Any, Any], path: Path) -> _Parts:
+        # MindSpore's own load_state_dict wants its tensors, and refuses what its optimizers give as their state_dict.
+        parts = self._plan_mapping(target.state_dict(), stored, path)
+        return _Parts(parts.visits, _Step(parts.step.takes, lambda _: target))
+
+    def _plan_sliced(self, target: Any, stored: Mapping[Any, Any], path: Path) -> _Parts:
+        # Its own load_state_dict wants DTensors: what is stored is copied into those that are there.
+        current = target.state_dict()
+        parts = self._plan_mapping(current, stored, path)
+
+        def make(values: list[Any]) -> object:
+            parts.step.make(values)
+            target.load_state_dict(current)
+            return target
+
+        return _Parts(parts.visits, _Step(parts.step.takes, make))
+
+    def _compare_module(self, target: Any, stored: Any, path: Path) -> None:
+        current = target.state_dict()
+        if not isinstance(stored, Mapping):
+            self._differ(path, f"is {_described(current)}, stored is {_described(stored)}")
+            return
+        self._compare_keys(current, stored, path)
+        for key in current:
+            if key in stored and framework_of(current[key]) == "torch":
+                self._plan_tensor(current[key], stored[key], path.key(key), is_given_on=True)
+
+    def _plan_generator(self, target: Any, stored: Any, path: Path) -> _Step:
+        if generator_kind(target) != generator_kind(stored):
+            return self._differ(
+                path, f"is a {generator_kind(target)}, stored is a {generator_kind(stored)}"
+            )
+        self._claim(target, stored, path, key=generator_key(target))
+        self._generators.append(lambda: set_generator(target, stored))
+        return _give(target)
+
+
+def _mismatch(differences: Sequence[str]) -> StateMismatch:
+    shown = sorted(differences)[:_SHOWN_DIFFERENCES]
+    if len(differences) > len(shown):
+        shown.append(f"... and {len(differences) - len(shown)} more")
+    return StateMismatch(
+        "the checkpoint does not fit this state; nothing was changed:\n  " + "\n  ".join(shown),
+        hint="build the same model and optimizer that was saved, or load the state without a target; "
+        "None in a target takes whatever is stored",
+    )
+
+
+def _give(value: object) -> _Step:
+    return _Step(0, lambda _: value)
+
+
+def _carry_out(steps: list[_Step]) -> object:
+    values: list[Any] = []
+    for step in steps:
+        first = len(values) - step.takes
+        parts = values[first:]
+        del values[first:]
+        values.append(step.make(parts))
+    return values[0]
+
+
+def _is_atom(value: Any) -> bool:
+    if isinstance(value, bytearray):
+        return False
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Size | torch.dtype | torch.device):
+        return True
+    return encode_atom(value) is not None
+
+
+def _is_history(value: object) -> bool:
+    """Return whether a value is plain, or lists, tuples and dicts of plain values however deep."""
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, dict):
+            left.extend(one.values())
+        elif isinstance(one, list | tuple) and not hasattr(one, "_fields"):
+            left.extend(one)
+        elif type(one) not in _PLAIN_TYPES and not isinstance(one, np.generic):
+            return False
+    return True
+
+
+def _described(value: Any) -> str:
+    if framework_of(value) is None:
+        return f"a {type(value).__name__}"
+    return f"{value.dtype}{list(value.shape)}"

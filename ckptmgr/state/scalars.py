@@ -1,0 +1,234 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The values that fit into a skeleton whole, and the names of element types.
+
+Whatever is decoded may come from a stranger: every spelling but the one that encoding gives is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from ckptmgr.state.paths import Json, Path, TreeError, shown, unsupported
+
+_MAX_KEY_DEPTH = 50
+_MAX_PLAIN_INT = 2**53
+
+
+def encode_atom(value: object) -> tuple[Json] | None:
+    """Return the node of a value without parts, in a tuple; None for everything else."""
+    encoder = _ENCODERS.get(type(value))
+    if encoder is not None:
+        return (encoder(value),)
+    if isinstance(value, np.generic):
+        dtype = encode_dtype(value.dtype)
+        if dtype is not None:
+            content = np.asarray(value).tobytes()[: value.dtype.itemsize]
+            return ({"scalar": [dtype, content.hex()]},)
+    return None
+
+
+def _encode_int(value: int) -> Json:
+    return value if abs(value) < _MAX_PLAIN_INT else {"int": hex(value)}
+
+
+def _encode_str(value: str) -> Json:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return {"text": value.encode("utf-8", "surrogatepass").hex()}
+    return value
+
+
+_ENCODERS: dict[type, Callable[[Any], Json]] = {
+    type(None): lambda value: value,
+    bool: lambda value: value,
+    int: _encode_int,
+    str: _encode_str,
+    float: lambda value: {"float": value.hex()},
+    complex: lambda value: {"complex": [value.real.hex(), value.imag.hex()]},
+    bytes: lambda value: {"bytes": value.hex()},
+    bytearray: lambda value: {"bytearray": value.hex()},
+}
+_KEY_TYPES = frozenset(_ENCODERS) - {bytearray}
+
+
+def encode_key(key: object, path: Path, *, depth: int = 0) -> list[Json]:
+    """Return the nodes of a dict key or set element.
+
+    Raises:
+        UnsupportedState: It is neither a plain value nor a tuple or frozenset of them.
+    """
+    if type(key) is str and key.isascii():  # most are
+        return [key]
+    atom = None if isinstance(key, bytearray) else encode_atom(key)
+    if atom is not None:
+        return [*atom]
+    if depth < _MAX_KEY_DEPTH and type(key) in (tuple, frozenset):
+        parts = [encode_key(part, path, depth=depth + 1) for part in key]  # type: ignore[attr-defined]
+        kind = type(key).__name__
+        if kind == "frozenset":
+            parts.sort(key=json.dumps)
+        return [*(node for part in parts for node in part), {kind: len(parts)}]
+    raise unsupported(
+        path,
+        f"has a key of type {type(key).__qualname__}",
+        "use str, int, float, bytes, None, or a tuple of these as keys",
+    )
+
+
+def is_key(value: object) -> bool:
+    """Return whether a decoded value may be a dict key or a set element."""
+    if isinstance(value, tuple | frozenset):
+        return all(map(is_key, value))
+    return type(value) in _KEY_TYPES or (isinstance(value, np.generic) and _is_hashable(value))
+
+
+def _is_hashable(value: object) -> bool:
+    # A NumPy record that can be written to is no key.
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def decode_int(node: object) -> int:
+    """Return the integer of a hexadecimal spelling; raise TreeError for another one."""
+    if not isinstance(node, str) or not re.fullmatch("-?0x[0-9a-f]+", node):
+        raise TreeError(f"an integer is spelled {shown(node)}")
+    return int(node, 16)
+
+
+def decode_float(node: object) -> float:
+    """Return the float of a hexadecimal spelling; raise TreeError for another one."""
+    if isinstance(node, str) and re.fullmatch(r"-?(0x[01]\.[0-9a-f]+p[+-][0-9]+|inf)|nan", node):
+        try:
+            return float.fromhex(node)
+        except OverflowError:
+            pass
+    raise TreeError(f"a float is spelled {shown(node)}")
+
+
+def decode_complex(node: object) -> complex:
+    """Return the complex number of two spelled floats."""
+    if not isinstance(node, list) or len(node) != 2:
+        raise TreeError(f"a complex number is spelled {shown(node)}")
+    return complex(decode_float(node[0]), decode_float(node[1]))
+
+
+def decode_bytes(node: object) -> bytes:
+    """Return the bytes of a hexadecimal spelling; raise TreeError for another one."""
+    if not isinstance(node, str) or not re.fullmatch("([0-9a-f]{2})*", node):
+        raise TreeError(f"bytes are spelled {shown(node)}")
+    return bytes.fromhex(node)
+
+
+def decode_text(node: object) -> str:
+    """Return the string of hexadecimal UTF-8 in which lone surrogates are allowed."""
+    try:
+        return decode_bytes(node).decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError:
+        raise TreeError(f"a string is spelled {shown(node)}") from None
+
+
+def decode_scalar(node: object) -> np.generic:
+    """Return a NumPy scalar from its type and bytes."""
+    if not isinstance(node, list) or len(node) != 2:
+        raise TreeError(f"a NumPy scalar is spelled {shown(node)}")
+    dtype, content = decode_dtype(node[0]), decode_bytes(node[1])
+    if len(content) != dtype.itemsize:
+        raise TreeError(f"a {dtype} scalar has {len(content)} bytes")
+    array: Any = np.ndarray((), dtype, buffer=content) if content else np.ndarray((), dtype)
+    value: np.generic = array[()]
+    return value
+
+
+def encode_dtype(dtype: np.dtype) -> Json:
+    """Return the JSON of a NumPy element type, or None when its elements are not plain bytes."""
+    if dtype.subdtype is not None:
+        base = encode_dtype(dtype.subdtype[0])
+        return None if base is None else {"base": base, "shape": list(dtype.subdtype[1])}
+    if dtype.fields is not None:
+        return _encode_fields(dtype)
+    if dtype.type.__module__ == "ml_dtypes":
+        return dtype.name if dtype.isnative else None
+    return dtype.str if dtype.kind in "biufcmMSUV" and not dtype.hasobject else None
+
+
+def _encode_fields(dtype: np.dtype) -> Json:
+    fields: list[Json] = []
+    by_name: Any = dtype.fields
+    for name in dtype.names or ():
+        inner, offset, *title = by_name[name]
+        node = encode_dtype(inner)
+        if node is None or title:
+            return None
+        fields.append([name, node, offset])
+    return {"fields": fields, "itemsize": dtype.itemsize}
+
+
+def decode_dtype(node: object) -> np.dtype:
+    """Return the NumPy element type of its JSON.
+
+    Raises:
+        TreeError: No such type, or one whose elements are not plain bytes.
+    """
+    return _dtype_called(node) if isinstance(node, str) else _checked_dtype(node)
+
+
+@lru_cache(maxsize=256)
+def _dtype_called(node: str) -> np.dtype:
+    return _checked_dtype(node)
+
+
+def _checked_dtype(node: object) -> np.dtype:
+    try:
+        return _decode_dtype(node)
+    except (ValueError, TypeError, OverflowError, KeyError, RecursionError) as error:
+        if isinstance(error, TreeError):
+            raise
+        raise TreeError(f"no NumPy element type is spelled {shown(node)} ({error})") from None
+
+
+_TYPE_STRING = re.compile(r"[<>|][biufcmMSUV][0-9]{1,9}(\[[0-9]{0,9}[a-zA-Z]{1,9}\])?")
+
+
+def _decode_dtype(node: object) -> np.dtype:
+    if isinstance(node, str):
+        if _TYPE_STRING.fullmatch(node):
+            return np.dtype(node)
+        return _ml_dtype(node)
+    if isinstance(node, dict) and node.keys() == {"base", "shape"}:
+        return np.dtype((_decode_dtype(node["base"]), decode_shape(node["shape"])))
+    if isinstance(node, dict) and node.keys() == {"fields", "itemsize"}:
+        fields = [(name, _decode_dtype(inner), offset) for name, inner, offset in node["fields"]]
+        names, formats, offsets = zip(*fields, strict=True) if fields else ((), (), ())
+        spec: Any = {"names": list(names), "formats": list(formats), "offsets": list(offsets)}
+        spec["itemsize"] = node["itemsize"]
+        dtype: np.dtype = np.dtype(spec)
+        return dtype
+    raise TreeError(f"no NumPy element type is spelled {shown(node)}")
+
+
+def _ml_dtype(name: str) -> np.dtype:
+    import ml_dtypes
+
+    scalar_type = getattr(ml_dtypes, name, None) if name.isidentifier() else None
+    if not isinstance(scalar_type, type) or not issubclass(scalar_type, np.generic):
+        raise TreeError(f"no NumPy element type is spelled {shown(name)}")
+    return np.dtype(scalar_type)
+
+
+def decode_shape(node: object) -> tuple[int, ...]:
+    """Return a tuple of non-negative 63-bit integers; raise TreeError for anything else."""
+    if not isinstance(node, list) or not all(
+        type(size) is int and 0 <= size < 2**63 for size in node
+    ):
+        raise TreeError(f"a shape is spelled {shown(node)}")
+    return tuple(node)

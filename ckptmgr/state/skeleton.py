@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The JSON of a skeleton whose leaves are still objects.
+
+Most leaves of a large state say the same but for their name, and names are most of what is left; so both are spelled without
+a detour over dicts, which the collector would look at again and again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from json.encoder import encode_basestring_ascii
+
+from ckptmgr.state.leaves import Leaf
+from ckptmgr.state.paths import Json, version_of
+
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+
+def skeleton_of(nodes: Sequence[Json | Leaf]) -> str:
+    """Return the text of a skeleton; its leaves must be planned already."""
+    heads: dict[tuple[str, str, tuple[int, ...]], str] = {}
+    parts: list[str] = []
+    waiting: list[Json] = []
+    for node in nodes:
+        if type(node) is str and not waiting:
+            parts.append(encode_basestring_ascii(node))
+        elif isinstance(node, Leaf):
+            if waiting:
+                parts.append(_encode(waiting)[1:-1])
+                waiting.clear()
+            parts.append(_leaf(node, heads))
+        else:
+            waiting.append(node)
+    if waiting:
+        parts.append(_encode(waiting)[1:-1])
+    return f'{{"version":{version_of(nodes)},"nodes":[{",".join(parts)}]}}'
+
+
+def _leaf(leaf: Leaf, heads: dict[tuple[str, str, tuple[int, ...]], str]) -> str:
+    node = leaf.node
+    if "shape" in node or not isinstance(leaf.dtype, str):
+        body: Json = {"dtype": leaf.dtype, "shape": list(leaf.shape), **node}
+        return _encode({leaf.kind: body})
+    key = (leaf.kind, leaf.dtype, leaf.shape)
+    head = heads.get(key)
+    if head is None:
+        shape = ",".join(map(str, leaf.shape))
+        head = heads[key] = f'{{"{leaf.kind}":{{"dtype":{_encode(leaf.dtype)},"shape":[{shape}]'
+    name = node["tensor"]
+    if len(node) == 1 and isinstance(name, str):  # most have but that
+        return f'{head},"tensor":{encode_basestring_ascii(name)}}}}}'
+    return "".join([head, *[f',"{name}":{_text(value)}' for name, value in node.items()], "}}"])
+
+
+def _text(value: Json) -> str:
+    if value is True:
+        return "true"
+    return _encode(value)

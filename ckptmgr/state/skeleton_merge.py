@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A skeleton for a rank that has none of its own: what all ranks agree on, and for the rest what it has already.
+
+A skeleton is a postfix program, so every value in it is a run of nodes. Values are compared by their place in the state; where
+they differ, the run of one skeleton takes the place of that of another.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ckptmgr.state.paths import SHARED, Json, Path, TreeError, dump_skeleton, load_skeleton
+from ckptmgr.state.skeletons import leaves_of
+
+KEPT = "\0kept/"
+"""Before the names of tensors that the rank has already."""
+
+_MAPPINGS = ("dict", "ordered", "counter")
+_SEQUENCES = ("list", "tuple")
+_SETS = ("set", "frozenset")
+# These are built from the value before them, and make sense as a whole only.
+_BUILT = ("to_bytes", "to_bytearray", "rng")
+
+
+@dataclass(frozen=True, slots=True)
+class _Value:
+    """A value: its nodes, and its parts by key or index where it can be taken apart."""
+
+    start: int
+    stop: int
+    parts: Mapping[str, _Value] = field(default_factory=dict)
+    is_mapping: bool = False
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """What tells it from all others; a value begins where its first part begins."""
+        return self.start, self.stop
+
+    def tail(self, nodes: list[Json]) -> list[Json]:
+        """Return the nodes after the last part: what the parts are made into."""
+        return nodes[
+            max((part.stop for part in self.parts.values()), default=self.start) : self.stop
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merged:
+    """A skeleton, and what in it is kept.
+
+    Attributes:
+        skeleton: Tensors that are kept have `KEPT` before their names.
+        kept: The paths of kept values.
+    """
+
+    skeleton: str
+    kept: tuple[str, ...]
+
+
+def merged(
+    first: str, others: Sequence[str], own: str | None, *, has: Callable[[str], bool]
+) -> Merged:
+    """Return the skeleton for a rank of which nothing was saved.
+
+    Args:
+        first: The skeleton of rank 0.
+        others: Those of the other ranks that saved.
+        own: That of the state to restore into; None for none, then what differs becomes None.
+        has: Whether all ranks have the same tensor of a name.
+
+    Raises:
+        TreeError: One of them is no skeleton.
+    """
+    merger = _Merger(first, own, has)
+    for other in dict.fromkeys(others):
+        merger.compare(other)
+    return merger.result()
+
+
+def first_differing_path(first: str, other: str) -> str:
+    """Return the place in the state of something that two skeletons say differently."""
+    merger = _Merger(first, None, lambda _: True)
+    merger.compare(other)
+    return next(iter(merger.differing.values()), "state")
+
+
+class _Merger:
+    def __init__(self, first: str, own: str | None, has: Callable[[str], bool]) -> None:
+        # Ranks are compared by their values, whichever of them are one object.
+        self._first = first
+        self._nodes = _without_ties(first)
+        self._root = _parsed(self._nodes)
+        self._own_nodes = [] if own is None else _without_ties(own)
+        self._own = None if own is None else _parsed(self._own_nodes)
+        self._has = has
+        self.differing: dict[tuple[int, int], str] = {}
+
+    def compare(self, other: str) -> None:
+        """Note what another skeleton says differently."""
+        nodes = _without_ties(other)
+        stack = [(self._root, _parsed(nodes), Path())]
+        while stack:
+            one, two, path = stack.pop()
+            if self._nodes[one.start : one.stop] == nodes[two.start : two.stop]:
+                continue
+            is_alike = bool(one.parts) and list(one.parts) == list(two.parts)
+            if is_alike and one.tail(self._nodes) == two.tail(nodes):
+                stack += [
+                    (part, two.parts[key], _step(one, key, path)) for key, part in one.parts.items()
+                ]
+            else:
+                self.differing[one.place] = str(path)
+
+    def result(self) -> Merged:
+        """Return the skeleton of the first, with what differs replaced by what the rank has."""
+        out: list[Json] = []
+        kept: list[str] = []
+        stack: list[_Todo] = [_Todo(self._root, self._own, Path())]
+        while stack:
+            item = stack.pop()
+            if isinstance(item.value, slice):
+                out.extend(self._nodes[item.value])
+            elif self._is_kept(item.value) or self._is_cut_short(item.value, item.own):
+                kept.append(str(item.path))
+                out.extend(self._replacement(item.own))
+            else:
+                stack.extend(reversed(_descended(item.value, item.own, item.path)))
+        # What was one object on the first rank is none any more where a part of it is kept here.
+        return Merged(skeleton=dump_skeleton(out) if kept else self._first, kept=tuple(kept))
+
+    def _is_kept(self, value: _Value) -> bool:
+        if value.place in self.differing:
+            return True
+        names = leaves_of(self._nodes[value.start : value.stop]) if not value.parts else ()
+        return not all(self._has(str(leaf.get("tensor"))) for leaf in names)
+
+    def _is_cut_short(self, value: _Value, own: _Value | None) -> bool:
+        """Return whether a list lacks an element at the place of one that would be kept."""
+        if own is None or value.is_mapping or value.parts.keys() <= own.parts.keys():
+            return False
+        differs = any(value.start <= start and stop <= value.stop for start, stop in self.differing)
+        names = leaves_of(self._nodes[value.start : value.stop])
+        return differs or not all(self._has(str(leaf.get("tensor"))) for leaf in names)
+
+    def _replacement(self, own: _Value | None) -> list[Json]:
+        if own is None:
+            return [None]
+        nodes: list[Json] = json.loads(json.dumps(self._own_nodes[own.start : own.stop]))
+        for leaf in leaves_of(nodes):
+            leaf["tensor"] = f"{KEPT}{leaf.get('tensor')}"
+            leaf.pop("shared", None)
+        return nodes
+
+
+def _without_ties(skeleton: str) -> list[Json]:
+    """Return the nodes that make values, without those that say which values are one object."""
+    nodes = load_skeleton(skeleton)
+    return [node for node in nodes if not (isinstance(node, dict) and SHARED in node)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Todo:
+    """A value still to be written, or nodes of the first skeleton as they are."""
+
+    value: _Value | slice
+    own: _Value | None = None
+    path: Path = field(default_factory=Path)
+
+
+def _descended(value: _Value, own: _Value | None, path: Path) -> list[_Todo]:
+    todo: list[_Todo] = []
+    at = value.start
+    for key, part in value.parts.items():
+        todo.append(_Todo(slice(at, part.start)))
+        todo.append(
+            _Todo(part, None if own is None else own.parts.get(key), _step(value, key, path))
+        )
+        at = part.stop
+    return [*todo, _Todo(slice(at, value.stop))]
+
+
+def _step(value: _Value, key: str, path: Path) -> Path:
+    step = json.loads(key)
+    if value.is_mapping:
+        return path.key(step[0] if len(step) == 1 and not isinstance(step[0], dict) else key)
+    return path.index(step)
+
+
+def _parsed(nodes: list[Json]) -> _Value:
+    """Return the one value that a postfix program makes, with its parts.
+
+    Raises:
+        TreeError: It makes none, or several.
+    """
+    stack: list[_Value] = []
+    for index, node in enumerate(nodes):
+        kind, count = _taken(node)
+        if count > len(stack):
+            raise TreeError(
+                f"node {index} of the skeleton takes {count} values, {len(stack)} are there"
+            )
+        values = stack[len(stack) - count :]
+        del stack[len(stack) - count :]
+        stack.append(_made(nodes, kind, values, index))
+    if len(stack) != 1:
+        raise TreeError(f"the skeleton leaves {len(stack)} values instead of one state")
+    return stack[0]
+
+
+def _made(nodes: list[Json], kind: str, values: list[_Value], index: int) -> _Value:
+    start = values[0].start if values else index
+    if kind == "with_metadata":
+        return replace(values[0], stop=index + 1)
+    if kind in _MAPPINGS:
+        texts = (json.dumps(nodes[key.start : key.stop]) for key in values[::2])
+        parts = dict(zip(texts, values[1::2], strict=True))
+        return _Value(start, index + 1, parts, is_mapping=True)
+    if kind in (*_SEQUENCES, "namedtuple"):
+        return _Value(start, index + 1, {str(n): value for n, value in enumerate(values)})
+    return _Value(start, index + 1)
+
+
+def _taken(node: Json) -> tuple[str, int]:
+    """Return the kind of a node and how many values before it are its parts."""
+    if not isinstance(node, dict) or len(node) != 1:
+        return "", 0
+    [(kind, body)] = node.items()
+    count: object = 0
+    if kind in (*_SEQUENCES, *_SETS):
+        count = body
+    elif kind in _MAPPINGS:
+        count = 2 * body if type(body) is int else None
+    elif kind == "namedtuple":
+        is_named = isinstance(body, list) and len(body) == 2 and isinstance(body[1], list)
+        count = len(body[1]) if is_named else None  # type: ignore[index, arg-type]
+    elif kind == "quantized":
+        count = 3 if isinstance(body, dict) and "axis" in body else 1
+    elif kind in ("with_metadata", "sparse"):
+        count = 2
+    elif kind in _BUILT:
+        count = 1
+    if type(count) is not int or count < 0:
+        raise TreeError(f"a {kind} of the skeleton has no number of parts")
+    return kind, count

@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Leaves of a state that are parts of larger tensors, whose other parts other processes hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ckptmgr.core.regions import Region, region_at
+from ckptmgr.state.leaves import Leaf
+from ckptmgr.state.paths import Path, unsupported
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """What this process holds of a tensor.
+
+    Attributes:
+        local: The array that it holds.
+        shape: Of the whole tensor.
+        start: The first element of `local` in the whole.
+        lengths: Shape of `local`.
+    """
+
+    local: object
+    shape: tuple[int, ...]
+    start: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def region(self) -> Region:
+        """The elements that it holds."""
+        return region_at(self.start, self.lengths)
+
+
+class Slicer(Protocol):
+    """Tells which leaves are slices."""
+
+    def slice_of(self, name: str, value: object, /) -> Slice | None:
+        """Return what a leaf is a part of, or None when it is whole.
+
+        Args:
+            name: Where it is in the state, such as `model/weight`.
+            value: An array of any framework.
+        """
+        ...
+
+    def region(self, name: str, shape: tuple[int, ...], /) -> Region | None:
+        """Return which part of a stored tensor this process is to get, or None for all of it."""
+        ...
+
+
+def note_whole_shapes(leaves: Sequence[Leaf], slices: Mapping[str, Slice]) -> None:
+    """Give the nodes of slices the shape of the whole tensor; they must be planned already.
+
+    Raises:
+        UnsupportedState: A slice shares its memory with something that is not the same slice.
+    """
+    for leaf in leaves:
+        own, stored = slices.get(leaf.tensor.spec.name), slices.get(str(leaf.node["tensor"]))
+        if own is None and stored is None:
+            continue
+        if own is None or stored is None or not _is_same(own, stored) or _is_view(leaf):
+            raise _shared(leaf.path)
+        leaf.node["shape"] = list(own.shape)
+
+
+def _is_same(one: Slice, other: Slice) -> bool:
+    return (one.shape, one.start, one.lengths) == (other.shape, other.start, other.lengths)
+
+
+def _is_view(leaf: Leaf) -> bool:
+    return "strides" in leaf.node or leaf.node.get("offset", 0) != 0
+
+
+def _shared(path: Path) -> Exception:
+    return unsupported(
+        path,
+        "shares memory with a slice of a tensor that other ranks hold the rest of",
+        "store a copy of one of them",
+    )

@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The torch values of a state: tensors of every layout, sizes, types, devices.
+
+Imported only when a state or a skeleton has torch values in it.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckptmgr.formats.tensor import Tensor
+from ckptmgr.state.arrays import memory_of_tensor, numpy_types, torch_bytes
+from ckptmgr.state.leaves import Finder, Leaf, Memory, Span, extent, stored_as
+from ckptmgr.state.paths import Json, Path, TreeError, unsupported
+from ckptmgr.state.scalars import decode_float, decode_shape
+
+_PLAIN_HINT = "save its state_dict(), or a plain tensor: tensor.detach().as_subclass(torch.Tensor)"
+_QUANTIZED = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
+_FULL_TENSOR_HINT = "save its full_tensor(), or use the distributed integration"
+
+
+def encode_torch_atom(value: Any) -> tuple[Json] | None:
+    """Return the node of a torch value without parts, in a tuple; None for everything else."""
+    if isinstance(value, torch.Size):
+        return ({"torch.Size": list(value)},)
+    if isinstance(value, torch.dtype):
+        return ({"torch.dtype": dtype_name(value)},)
+    if isinstance(value, torch.device):
+        return ({"torch.device": str(value)},)
+    return None
+
+
+@cache
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of an element type without `torch.`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def decode_torch_dtype(node: object) -> torch.dtype:
+    """Return the element type of a name; raise TreeError for another one."""
+    dtype = getattr(torch, node, None) if isinstance(node, str) and node.isidentifier() else None
+    if not isinstance(dtype, torch.dtype):
+        raise TreeError(f"torch has no element type {node!r}")
+    return dtype
+
+
+@cache
+def is_known_to_numpy(dtype: torch.dtype) -> bool:
+    """Return whether NumPy has an element type of this name by itself."""
+    return dtype in numpy_types()
+
+
+def decode_torch_device(node: object) -> torch.device:
+    """Return the device of a name; raise TreeError for another one. The device need not be present."""
+    if isinstance(node, str) and re.fullmatch(r"[a-z]{1,20}(:[0-9]{1,3})?", node):
+        try:
+            return torch.device(node)
+        except RuntimeError:
+            pass
+    raise TreeError(f"torch has no device {node!r}")
+
+
+def decode_torch_size(node: object) -> torch.Size:
+    """Return the size of a list of integers; raise TreeError for another one."""
+    return torch.Size(decode_shape(node))
+
+
+def split_tensor(value: torch.Tensor, path: Path) -> tuple[Json, dict[str, object]] | None:
+    """Return the node and the parts of a sparse or quantized tensor; None for a plain one.
+
+    Raises:
+        UnsupportedState: A layout or type whose elements cannot be taken apart.
+    """
+    if type(value) not in (torch.Tensor, torch.nn.Parameter):
+        hint = _FULL_TENSOR_HINT if hasattr(value, "full_tensor") else _PLAIN_HINT
+        raise unsupported(path, f"is a {type(value).__qualname__}", hint)
+    if value.is_nested:
+        raise unsupported(path, "is a nested tensor", "store it as a list: tensor.unbind()")
+    if value.is_meta:
+        raise unsupported(path, "is on the meta device, which holds no elements", "materialise it")
+    if value.is_quantized:
+        return _split_quantized(value, path)
+    if value.layout is torch.strided:
+        return None
+    if value.layout is not torch.sparse_coo:
+        raise unsupported(
+            path, f"has the layout {value.layout}", "store it as to_dense() or to_sparse_coo()"
+        )
+    plain = value.detach()
+    node: Json = {
+        "sparse": {"shape": list(value.shape), "coalesced": value.is_coalesced(), **_flags(value)}
+    }
+    return node, {"indices": plain._indices(), "values": plain._values()}
+
+
+def _split_quantized(value: torch.Tensor, path: Path) -> tuple[Json, dict[str, object]]:
+    name, scheme = dtype_name(value.dtype), value.qscheme()
+    node: dict[str, Json] = {"dtype": name}
+    parts: dict[str, object] = {}
+    if name in _QUANTIZED and scheme is torch.per_tensor_affine:
+        node |= {"scale": value.q_scale().hex(), "zero_point": value.q_zero_point()}
+    elif name in _QUANTIZED and scheme is torch.per_channel_affine:
+        node |= {"axis": value.q_per_channel_axis()}
+        parts = {"scales": value.q_per_channel_scales()}
+        parts["zero_points"] = value.q_per_channel_zero_points()
+    else:
+        raise unsupported(path, f"is quantized as {name}, {scheme}", "store it as dequantize()")
+    return {"quantized": node}, {"integers": value.int_repr(), **parts}
+
+
+def _flags(value: torch.Tensor) -> dict[str, Json]:
+    flags: dict[str, Json] = {}
+    # Parameters look at more than the type when they are asked, which takes longer than all of the rest.
+    if type(value) is not torch.Tensor and isinstance(value, torch.nn.Parameter):
+        flags["parameter"] = True
+    if value.requires_grad:
+        flags["requires_grad"] = True
+    return flags
+
+
+def torch_leaf(value: torch.Tensor, path: Path, name: str) -> Leaf:
+    """Return the leaf of a plain tensor."""
+    dtype, shape = value.dtype, tuple(value.shape)
+    spelling = dtype_name(dtype)
+    spec, is_bytes = stored_as(name, spelling, shape, dtype.itemsize)
+    node = _flags(value)
+    if is_bytes:
+        node["stored"] = "uint8"
+    tensor = Tensor(spec=spec, content=partial(torch_bytes, value))
+    return Leaf(path, "torch", spelling, shape, node, value, tensor, dtype.itemsize, TENSORS)
+
+
+def _span(value: torch.Tensor) -> Span | None:
+    # Conjugated and negated views differ from their memory: stored on their own, as the values they stand for.
+    if value.numel() == 0 or value.is_conj() or value.is_neg():
+        return None
+    item_bytes, origin = value.dtype.itemsize, value.data_ptr()
+    if value.is_contiguous():
+        return str(value.device), origin, origin + value.numel() * item_bytes
+    strides = [stride * item_bytes for stride in value.stride()]
+    return str(value.device), *extent(origin, value.shape, strides, item_bytes)
+
+
+def _memory(value: torch.Tensor) -> Memory:
+    storage, item_bytes = value.untyped_storage(), value.dtype.itemsize
+    strides = tuple(stride * item_bytes for stride in value.stride())
+    low, origin = storage.data_ptr(), value.data_ptr()
+    start, stop = extent(origin, value.shape, strides, item_bytes)
+
+    def content(first: int, last: int) -> memoryview:
+        flat = torch.empty(0, dtype=torch.uint8, device=value.device)
+        flat.set_(storage, first - low, (last - first,), (1,))
+        return memory_of_tensor(flat.cpu()).data
+
+    return Memory(
+        device=str(value.device),
+        start=start,
+        stop=stop,
+        origin=origin,
+        strides=strides,
+        alignment=item_bytes,
+        bounds=(low, low + storage.nbytes()),
+        content=content,
+    )
+
+
+# Any number of tensors may look at one storage.
+TENSORS = Finder(owner=lambda value: None, span=_span, memory=_memory)
+
+
+def build_tensor(
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    *,
+    memory: torch.Tensor,
+    offset: int,
+    strides: Sequence[int],
+) -> torch.Tensor:
+    """Return a view of uint8 memory, `offset` and `strides` in bytes, already checked to lie inside it."""
+    item_bytes = dtype.itemsize
+    if offset % item_bytes or any(stride % item_bytes for stride in strides):
+        raise TreeError(f"elements of {item_bytes} bytes lie unaligned")
+    if any(stride < 0 for stride in strides):
+        raise TreeError("torch has no negative strides")
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype)
+    usable = memory[: memory.numel() // item_bytes * item_bytes].view(dtype)
+    steps = [stride // item_bytes for stride in strides]
+    return usable.as_strided(shape, steps, offset // item_bytes)
+
+
+def with_flags(tensor: torch.Tensor, node: dict[str, Json]) -> torch.Tensor:
+    """Return the tensor as a parameter and with gradients where the node says so."""
+    requires_grad = node.get("requires_grad", False)
+    if node.get("parameter", False):
+        return torch.nn.Parameter(tensor, requires_grad=bool(requires_grad))
+    return tensor.requires_grad_() if requires_grad else tensor
+
+
+def build_sparse(node: dict[str, Json], parts: list[Any]) -> torch.Tensor:
+    """Return a COO tensor from its parts; torch checks that the indices are inside the shape."""
+    indices, values = parts
+    tensor = torch.sparse_coo_tensor(
+        indices,
+        values,
+        decode_shape(node["shape"]),
+        is_coalesced=bool(node["coalesced"]),
+        check_invariants=True,
+    )
+    return with_flags(tensor, node)
+
+
+def build_quantized(node: dict[str, Json], parts: list[Any]) -> torch.Tensor:
+    """Return a quantized tensor from its integers and parameters."""
+    name = node["dtype"]
+    want = _QUANTIZED.get(name) if isinstance(name, str) else None
+    if want is None or dtype_name(parts[0].dtype) != want:
+        raise TreeError(f"a tensor quantized as {name!r} has parts of another type")
+    with warnings.catch_warnings():
+        # torch calls its own quantized types deprecated; the state that is restored has them all the same.
+        warnings.filterwarnings("ignore", message=".*quantize", category=UserWarning)
+        if len(parts) == 3:
+            axis = node["axis"]
+            if type(axis) is not int or not 0 <= axis < parts[0].dim():
+                raise TreeError(f"a quantized tensor has the axis {axis!r}")
+            integers, scales, zero_points = parts
+            make = torch._make_per_channel_quantized_tensor  # pyright: ignore[reportPrivateImportUsage]
+            return make(integers, scales, zero_points, axis)
+        scale, zero_point = decode_float(node["scale"]), node["zero_point"]
+        return torch._make_per_tensor_quantized_tensor(parts[0], scale, zero_point)  # type: ignore[arg-type]
+
+
+def build_generator(device: object, state: object) -> torch.Generator:
+    """Return a generator with the given state.
+
+    Raises:
+        TreeError: No such device here, or a state of another kind.
+    """
+    if not isinstance(state, torch.Tensor):
+        raise TreeError("the state of a torch generator is not a tensor")
+    try:
+        generator = torch.Generator(decode_torch_device(device))
+        generator.set_state(state)
+    except (RuntimeError, TypeError) as error:
+        raise TreeError(
+            f"no torch generator on {device!r} takes the stored state: {error}"
+        ) from None
+    return generator
+
+
+ATOM_DECODERS: dict[str, Callable[[object], object]] = {
+    "torch.Size": decode_torch_size,
+    "torch.dtype": decode_torch_dtype,
+    "torch.device": decode_torch_device,
+}
+
+
+_alone: set[int] = set()
+"""The addresses of memory that only one tensor looks at: nobody was given the NumPy array that it comes from."""
+
+
+def from_host(memory: np.ndarray) -> torch.Tensor:
+    """Return a tensor over the memory of a NumPy array that others may look at, too."""
+    _alone.discard(memory.__array_interface__["data"][0])
+    return torch.from_numpy(memory)
+
+
+def taken_over(memory: np.ndarray) -> torch.Tensor:
+    """Return a tensor over the memory of a NumPy array that nobody else looks at."""
+    tensor = torch.from_numpy(memory)
+    address = tensor.data_ptr()
+    if address:
+        _alone.add(address)
+        weakref.finalize(memory, _alone.discard, address).atexit = False
+    return tensor
+
+
+def is_counted(value: torch.Tensor) -> bool:
+    """Return whether torch counts the changes of a tensor: nobody was given its memory in another form.
+
+    `tensor.numpy()`, `from_numpy`, `frombuffer` and DLPack towards torch leave a storage that cannot be resized; shared
+    memory may be changed by other processes, and tensors of the inference mode have no counter.
+    """
+    storage = value.untyped_storage()
+    if value.is_inference() or storage.is_shared():
+        return False
+    return storage.resizable() or storage.data_ptr() in _alone

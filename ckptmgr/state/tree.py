@@ -1,0 +1,186 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nested state to named tensors and back, without pickle.
+
+A state is any nesting of dicts, lists, tuples, sets, numbers, strings, bytes, arrays, random number generators, and
+objects with `state_dict()`. Its arrays become named tensors that every file format can hold; everything else becomes
+one line of JSON, the skeleton.
+
+* What comes back is equal: types, dtypes (also those that no file format knows), NaN and -0.0, keys and their order.
+* Arrays that share memory share it again (tied weights); what they share is stored once. One list, dict, set, bytearray,
+  generator or object in several places is one again.
+* What cannot be stored is refused with its path. Nothing in a skeleton is ever imported or called.
+
+Some things come back in another form unless they are restored into one of their kind: a namedtuple as a plain tuple, an
+object with `state_dict()` as its state dict, a torch tensor on the CPU, a JAX or MindSpore array as a NumPy array.
+Strides are not kept: a lone transposed array comes back C-contiguous.
+
+>>> import numpy as np
+>>> state = {"weights": np.arange(3.0), "step": 7, "history": [0.5, float("nan")]}
+>>> flat = flatten(state)
+>>> [tensor.spec.name for tensor in flat.tensors]
+['weights']
+>>> stored = {t.spec.name: np.frombuffer(t.content(), t.spec.dtype.to_numpy()) for t in flat.tensors}
+>>> unflatten(flat.skeleton, lambda name: stored[name])
+{'weights': array([0., 1., 2.]), 'step': 7, 'history': [0.5, nan]}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from ckptmgr.formats.tensor import Tensor
+from ckptmgr.io.gc_pause import collector_paused
+from ckptmgr.state.destinations import apart, memory_of
+from ckptmgr.state.flatten import Flattener
+from ckptmgr.state.paths import StateMismatch, TreeError
+from ckptmgr.state.restore import Restorer
+from ckptmgr.state.slices import Slice, Slicer
+from ckptmgr.state.unflatten import Read, Unflattener
+
+__all__ = [
+    "FlatState",
+    "Read",
+    "Restoration",
+    "StateMismatch",
+    "TreeError",
+    "compared",
+    "flatten",
+    "restore",
+    "unflatten",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatState:
+    """A state as a file stores it.
+
+    Attributes:
+        tensors: In the order of the tree, with unique names; both `.ckpt` and `.safetensors` can hold all of them.
+            Their contents are views of live memory: copy them before training goes on.
+        skeleton: Everything else, as ASCII JSON without a newline. The same state gives the same text.
+        aliases: Second names of whole tensors (tied weights) to the names they are stored under, for `__metadata__`.
+        slices: Name to leaf, of those leaves that are parts of larger tensors; the skeleton has the shapes of the whole.
+    """
+
+    tensors: list[Tensor]
+    skeleton: str
+    aliases: Mapping[str, str]
+    slices: Mapping[str, Slice] = field(default_factory=dict)
+
+    @property
+    def size_bytes(self) -> int:
+        """About the size of the file."""
+        return sum(tensor.spec.size_bytes for tensor in self.tensors) + len(self.skeleton)
+
+
+def flatten(state: object, slicer: Slicer | None = None) -> FlatState:
+    """Take a state apart.
+
+    Args:
+        state: Any nesting of the types that the module names; nothing in it is changed or copied.
+        slicer: Tells which leaves are parts of larger tensors; None for none.
+
+    Raises:
+        UnsupportedState: A value of another type, a cycle, or more than 500 levels; names the path and the way out.
+    """
+    with collector_paused():
+        return _flattened(state, slicer)  # and nothing else is left of the walk when the pause ends
+
+
+def _flattened(state: object, slicer: Slicer | None) -> FlatState:
+    flattener = Flattener(slicer)
+    tensors, skeleton, aliases = flattener.run(state)
+    return FlatState(tensors=tensors, skeleton=skeleton, aliases=aliases, slices=flattener.slices)
+
+
+def unflatten(skeleton: str, read: Read) -> object:
+    """Put a state together again.
+
+    Args:
+        skeleton: From `flatten`; it may come from a stranger.
+        read: Returns the tensor of a name as a NumPy array of its stored type. It is asked once for each name. A
+            writable array becomes part of the state; a read-only one is copied.
+
+    Raises:
+        TreeError: The skeleton is damaged or does not fit the tensors; what `read` raises passes through.
+    """
+    with collector_paused():
+        return Unflattener(read).run(skeleton)
+
+
+def restore(target: object, skeleton: str, read: Read) -> object:
+    """Put a stored state into an existing one.
+
+    All tensors are read and compared with the target first. Then objects get `load_state_dict`, arrays and tensors of
+    equal shape and type are filled in place, dicts, lists and sets are updated in place, generators get their state
+    last, and plain values are replaced. None in the target takes whatever is stored. A list whose length differs is
+    replaced when it holds plain values only (a history), or dicts, lists and tuples of them.
+
+    Args:
+        target: The state to fill, built as the stored one was.
+        skeleton: From `flatten`.
+        read: As for `unflatten`.
+
+    Returns:
+        The target, or what takes its place when it is immutable.
+
+    Raises:
+        StateMismatch: Missing or extra keys, other shapes or types, two values for one memory or object; names every path.
+            Nothing was changed.
+        TreeError: The skeleton is damaged or does not fit the tensors. Nothing was changed.
+    """
+    return compared(target, skeleton, read)()
+
+
+def compared(target: object, skeleton: str, read: Read) -> Callable[[], object]:
+    """Return what carries `restore` out, once everything is read and compared with the target, and fits.
+
+    Raises:
+        StateMismatch, TreeError: As `restore`.
+    """
+    restorer = Restorer()
+    with collector_paused():
+        restorer.plan(target, unflatten(skeleton, read))
+    return restorer.carry_out
+
+
+class Restoration:
+    """`restore` in two steps, so that what is stored can be read when it is known where it goes.
+
+    Args:
+        target: As for `restore`.
+        skeleton: As for `restore`.
+        read: Returns an array for each tensor, whose content may be anything yet.
+        fill: Has the content of a tensor read now.
+
+    Attributes:
+        direct: Tensor to the memory of the target that is all its content is for.
+
+    Raises:
+        StateMismatch: As `restore`.
+        TreeError: As `restore`.
+    """
+
+    def __init__(
+        self, target: object, skeleton: str, read: Read, *, fill: Callable[[str], None]
+    ) -> None:
+        with collector_paused():
+            unflattener = Unflattener(read, fill=fill)
+            self._restorer = Restorer(look_into=unflattener.look_into)
+            self._restorer.plan(target, unflattener.run(skeleton))
+            self._fills = {
+                name: one
+                for one in self._restorer.fills
+                if unflattener.whole.get(name := unflattener.leaves.get(id(one.stored), ""))
+            }
+            self.direct = apart({name: memory_of(one.target) for name, one in self._fills.items()})
+
+    def finish(self) -> object:
+        """Return the restored state; the memory in `direct` and all other arrays must have been filled."""
+        for name in self.direct:
+            one = self._fills[name]
+            self._restorer.filled.add(id(one.stored))
+            if one.is_given_on:
+                one.stored.data = one.target.detach()
+        return self._restorer.carry_out()

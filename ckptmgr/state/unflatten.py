@@ -1,0 +1,404 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way up: a skeleton and its tensors become a state again.
+
+A skeleton may come from a stranger. Every node is checked, nothing that it names is imported or called, and no memory
+is taken beyond what the tensors themselves hold.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from functools import cache
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ckptmgr.state.leaves import contiguous_strides, extent
+from ckptmgr.state.paths import MAX_DEPTH, SHARED, Json, TreeError, load_skeleton
+from ckptmgr.state.random import build_generator
+from ckptmgr.state.scalars import (
+    decode_bytes,
+    decode_complex,
+    decode_dtype,
+    decode_float,
+    decode_int,
+    decode_scalar,
+    decode_shape,
+    decode_text,
+    is_key,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+Read = Callable[[str], np.ndarray]
+
+_ALIGNMENT = 16
+# Some values of a state take two nodes, such as an OrderedDict and what torch attaches to it.
+_MAX_STEPS = 2 * MAX_DEPTH + 10
+_NEEDED_FIELDS = frozenset(("tensor", "dtype", "shape"))
+_FLAGS = frozenset(("parameter", "requires_grad"))
+_PLAIN_TORCH_FIELDS = _NEEDED_FIELDS | _FLAGS
+_LEAF_FIELDS = _NEEDED_FIELDS | {"stored", "offset", "strides", "shared"}
+_TORCH_FIELDS = _LEAF_FIELDS | _FLAGS
+_ATOMS: dict[str, Callable[[object], object]] = {
+    "int": decode_int,
+    "float": decode_float,
+    "complex": decode_complex,
+    "bytes": decode_bytes,
+    "bytearray": lambda node: bytearray(decode_bytes(node)),
+    "text": decode_text,
+    "scalar": decode_scalar,
+}
+
+
+@cache
+def _name_of(dtype: np.dtype) -> str:
+    # NumPy puts the name together anew each time, which takes as long as reading a small tensor.
+    return dtype.name
+
+
+class _Built(NamedTuple):
+    value: Any
+    depth: int
+
+
+class _Place(NamedTuple):
+    """Where a leaf lies in the bytes of its tensor; all in bytes but the shape."""
+
+    memory: np.ndarray
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+    strides: tuple[int, ...]
+
+
+class Unflattener:
+    """Decodes one skeleton; see `tree.unflatten`.
+
+    Args:
+        read: Returns the array of a tensor.
+        fill: Called with the name of a tensor before its content is looked at; until then it may be anything.
+
+    Attributes:
+        leaves: `id` of an array or torch tensor in the state to the name of its tensor.
+        whole: The names of tensors that are one leaf and nothing else.
+    """
+
+    def __init__(self, read: Read, *, fill: Callable[[str], None] | None = None) -> None:
+        self._read = read
+        self._fill = fill
+        self.leaves: dict[int, str] = {}
+        self.whole: dict[str, bool] = {}
+        self._memory: dict[str, np.ndarray] = {}
+        self._stored: dict[str, np.ndarray] = {}
+        self._handed_out: set[str] = set()
+        self._torch_memory: dict[str, torch.Tensor] = {}
+        self._shared: dict[int, object] = {}
+        self._ties: dict[int, object] = {}
+        self._stack: list[_Built] = []
+
+    def run(self, skeleton: str) -> object:
+        """Return the state.
+
+        Raises:
+            TreeError: The skeleton is damaged or does not fit the tensors.
+        """
+        for index, node in enumerate(load_skeleton(skeleton)):
+            try:
+                self._step(node)
+            except TreeError as error:
+                message = f"node {index} of the skeleton: {error.message}"
+                raise TreeError(message, hint=error.hint) from error
+        if len(self._stack) != 1:
+            raise TreeError(f"the skeleton leaves {len(self._stack)} values instead of one state")
+        return self._stack[0].value
+
+    def _step(self, node: Json) -> None:
+        if isinstance(node, list):
+            raise TreeError("a list is no node")
+        if not isinstance(node, dict):
+            self._stack.append(_Built(node, 0))
+            return
+        if len(node) != 1:
+            raise TreeError(f"a node has {len(node)} kinds")
+        [(kind, body)] = node.items()
+        if kind in _ATOMS:
+            self._stack.append(_Built(_ATOMS[kind](body), 0))
+        elif kind in _COMBINERS:
+            _COMBINERS[kind](self, kind, body)
+        elif kind == SHARED:
+            self._tie(body)
+        elif kind in ("array", "torch"):
+            self._stack.append(_Built(self._leaf(kind, body), 0))
+        elif kind in ("torch.Size", "torch.dtype", "torch.device"):
+            self._stack.append(_Built(_torch().ATOM_DECODERS[kind](body), 0))
+        else:
+            raise TreeError(f"there is no kind of node called {kind!r}")
+
+    def _tie(self, number: Json) -> None:
+        """Put the first value of a number in the place of the last one."""
+        if type(number) is not int or not self._stack:
+            raise TreeError(f"a value is shared as {number!r}")
+        last = self._stack[-1]
+        first = self._ties.setdefault(number, last.value)
+        if type(first) is not type(last.value):
+            raise TreeError(f"the values that are shared as {number} are of several types")
+        self._stack[-1] = last._replace(value=first)
+
+    def _pop(self, count: object) -> list[Any]:
+        """Take the last values and put a placeholder of the right depth in their place."""
+        if type(count) is not int or not 0 <= count <= len(self._stack):
+            raise TreeError(f"{count!r} values are taken, {len(self._stack)} are there")
+        taken = self._stack[len(self._stack) - count :]
+        del self._stack[len(self._stack) - count :]
+        depth = 1 + max((built.depth for built in taken), default=0)
+        if depth > _MAX_STEPS:
+            raise TreeError("the state is nested too deep")
+        self._stack.append(_Built(None, depth))
+        return [built.value for built in taken]
+
+    def _put(self, value: object) -> None:
+        self._stack[-1] = _Built(value, self._stack[-1].depth)
+
+    def _sequence(self, kind: str, body: Json) -> None:
+        values = self._pop(body)
+        self._put(values if kind == "list" else tuple(values))
+
+    def _namedtuple(self, kind: str, body: Json) -> None:
+        if not isinstance(body, list) or len(body) != 2 or not isinstance(body[1], list):
+            raise TreeError("a namedtuple has no name and fields")
+        self._put(tuple(self._pop(len(body[1]))))
+
+    def _set(self, kind: str, body: Json) -> None:
+        values = self._pop(body)
+        made: set[Any] | frozenset[Any] = (set if kind == "set" else frozenset)(map(_key, values))
+        if len(made) != len(values):
+            raise TreeError("a set holds a value twice")
+        self._put(made)
+
+    def _mapping(self, kind: str, body: Json) -> None:
+        if type(body) is not int:
+            raise TreeError(f"a {kind} has {body!r} entries")
+        values = self._pop(2 * body)
+        made: dict[Any, Any] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}[kind]()
+        for key, value in zip(values[::2], values[1::2], strict=True):
+            made[_key(key)] = value
+        if len(made) != body:
+            raise TreeError(f"a {kind} holds a key twice")
+        self._put(made)
+
+    def _metadata(self, kind: str, body: Json) -> None:
+        mapping, metadata = self._pop(2)
+        if type(mapping) is not OrderedDict:
+            raise TreeError("metadata belongs to an OrderedDict")
+        mapping._metadata = metadata  # type: ignore[attr-defined]
+        self._put(mapping)
+
+    def _bytes(self, kind: str, body: Json) -> None:
+        [array] = self._pop(1)
+        self.look_into(array)
+        if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.ndim != 1:
+            raise TreeError("bytes are not stored as uint8")
+        self._put(array.tobytes() if kind == "to_bytes" else bytearray(array.tobytes()))
+
+    def _torch_parts(self, kind: str, body: Json) -> None:
+        torch = _torch()
+        if not isinstance(body, dict):
+            raise TreeError(f"a {kind} tensor is spelled {body!r}")
+        parts = self._pop(3 if "axis" in body else 2 if kind == "sparse" else 1)
+        self.look_into(parts)
+        build = torch.build_sparse if kind == "sparse" else torch.build_quantized
+        if not all(_is_torch_tensor(part) for part in parts):
+            raise TreeError(f"a {kind} tensor has parts that are no tensors")
+        self._put(_guarded(f"a {kind} tensor", lambda: build(body, parts)))
+
+    def _rng(self, kind: str, body: Json) -> None:
+        [state] = self._pop(1)
+        self.look_into(state)
+        self._put(_guarded(f"a {body}", lambda: build_generator(body, state)))
+
+    def _leaf(self, kind: str, body: Json) -> object:
+        allowed = _LEAF_FIELDS if kind == "array" else _TORCH_FIELDS
+        if not isinstance(body, dict) or not _NEEDED_FIELDS <= body.keys() <= allowed:
+            raise TreeError(f"an {kind} leaf is not described by a tensor, a dtype and a shape")
+        if len(body) == len(_NEEDED_FIELDS) and kind == "array":
+            plain = self._plain_array(body)
+            if plain is not None:
+                return plain
+        shared = body.get("shared")
+        if type(shared) is int and shared in self._shared:
+            return self._shared[shared]
+        build = self._array if kind == "array" else self._tensor
+        name = self._load(body["tensor"])
+        value: object = _guarded(f"tensor {name!r}", lambda: build(body))
+        self._note(value, name, is_whole="offset" not in body and "shared" not in body)
+        if type(shared) is int:
+            self._shared[shared] = value
+        return value
+
+    def _note(self, value: object, name: str, *, is_whole: bool) -> None:
+        if self._fill is not None:
+            self.leaves[id(value)] = name
+            self.whole[name] = is_whole and name not in self.whole
+
+    def _plain_array(self, body: dict[str, Json]) -> np.ndarray | None:
+        """Return what is stored for a leaf, where the leaf is just that."""
+        name, node = body["tensor"], body["dtype"]
+        if not isinstance(name, str) or not isinstance(node, str) or name in self._stored:
+            return None
+        stored = self._stored[name] = self._read_stored(name)
+        is_plain = stored.flags.carray and body["shape"] == list(stored.shape)
+        if not is_plain or stored.dtype != decode_dtype(node):
+            return None
+        self._handed_out.add(name)
+        self._note(stored, name, is_whole=True)
+        return stored
+
+    def _array(self, body: dict[str, Json]) -> np.ndarray:
+        dtype = decode_dtype(body["dtype"])
+        place = self._place(body, dtype.itemsize, _name_of(dtype))
+        if prod(place.shape) * dtype.itemsize == 0:
+            return np.ndarray(place.shape, dtype)
+        return np.ndarray(place.shape, dtype, place.memory.data, place.offset, place.strides)
+
+    def _tensor(self, body: dict[str, Json]) -> torch.Tensor:
+        adapter = _torch()
+        dtype = adapter.decode_torch_dtype(body["dtype"])
+        stored = self._stored[str(body["tensor"])]
+        spelling = adapter.dtype_name(dtype)
+        is_plain = body.keys() <= _PLAIN_TORCH_FIELDS and body["shape"] == list(stored.shape)
+        is_plain = is_plain and stored.flags.carray
+        if is_plain and _name_of(stored.dtype) == spelling and adapter.is_known_to_numpy(dtype):
+            known: torch.Tensor = adapter.with_flags(adapter.taken_over(stored), body)
+            return known
+        place = self._place(body, dtype.itemsize, spelling)
+        if place.name not in self._torch_memory:
+            self._torch_memory[place.name] = adapter.from_host(place.memory)
+        memory = self._torch_memory[place.name]
+        tensor = adapter.build_tensor(
+            dtype, place.shape, memory=memory, offset=place.offset, strides=place.strides
+        )
+        flagged: torch.Tensor = adapter.with_flags(tensor, body)
+        return flagged
+
+    def _place(self, body: dict[str, Json], item_bytes: int, spelling: str) -> _Place:
+        name, shape = str(body["tensor"]), decode_shape(body["shape"])
+        memory = self._memory[name]
+        strides, start = contiguous_strides(shape, item_bytes), body.get("offset", 0)
+        if "offset" not in body:
+            stored = body.get("stored", spelling)
+            held = _name_of(self._stored[name].dtype)
+            if held != stored:
+                raise TreeError(f"it holds {held}, not {stored}")
+            if memory.nbytes != prod(shape) * item_bytes:
+                raise TreeError(f"it has {memory.nbytes} bytes, not {prod(shape) * item_bytes}")
+        elif "strides" in body:
+            strides = _strides(body["strides"], len(shape))
+        if type(start) is not int:
+            raise TreeError(f"the offset is {start!r}")
+        if prod(shape):
+            low, high = extent(start, shape, strides, item_bytes)
+            if low < 0 or high > memory.nbytes:
+                raise TreeError(f"bytes [{low}, {high}) of {memory.nbytes} are wanted")
+        return _Place(memory, name, shape, start, strides)
+
+    def _load(self, name: Json) -> str:
+        """Read the bytes of a stored tensor into memory that the state will own; return its name."""
+        if not isinstance(name, str):
+            raise TreeError(f"a tensor is called {name!r}")
+        if name in self._memory:
+            return name
+        stored = self._stored[name] if name in self._stored else self._read_stored(name)
+        flat = np.ascontiguousarray(stored).reshape(-1)
+        memory = flat.view(np.uint8) if flat.nbytes else np.empty(0, np.uint8)
+        address = memory.__array_interface__["data"][0]
+        is_fit = memory.flags.writeable and address % _ALIGNMENT == 0
+        if not is_fit and name not in self._handed_out:
+            memory = memory.copy()
+            stored = memory.view(flat.dtype).reshape(stored.shape) if flat.nbytes else stored
+        self._memory[name], self._stored[name] = memory, stored
+        return name
+
+    def _read_stored(self, name: str) -> np.ndarray:
+        try:
+            return self._read(name)
+        except KeyError:
+            raise TreeError(f"there is no tensor called {name!r}") from None
+
+    def look_into(self, values: object) -> None:
+        """Have the contents of the arrays in a value read."""
+        if self._fill is None:
+            return
+        if isinstance(values, dict):
+            values = list(values.values())
+        if isinstance(values, list | tuple):
+            for value in values:
+                self.look_into(value)
+        elif (name := self.leaves.get(id(values))) is not None:
+            self.whole[name] = False
+            self._fill(name)
+
+
+def _strides(node: Json, count: int) -> tuple[int, ...]:
+    if (
+        not isinstance(node, list)
+        or len(node) != count
+        or not all(type(stride) is int and abs(stride) < 2**62 for stride in node)
+    ):
+        raise TreeError(f"the strides are {node!r}")
+    return tuple(stride for stride in node if isinstance(stride, int))
+
+
+def _key(value: object) -> object:
+    if not is_key(value):
+        raise TreeError(f"a {type(value).__name__} is used as a key")
+    return value
+
+
+def _guarded(what: str, build: Callable[[], Any]) -> Any:
+    """Return `build()`; what NumPy and torch say against its arguments becomes a TreeError."""
+    try:
+        return build()
+    except TreeError as error:
+        raise TreeError(f"{what}: {error.message}", hint=error.hint) from error
+    except (ValueError, TypeError, KeyError, IndexError, OverflowError, RuntimeError) as error:
+        raise TreeError(f"{what} cannot be restored: {error}") from error
+
+
+def _is_torch_tensor(value: object) -> bool:
+    import torch
+
+    return isinstance(value, torch.Tensor)
+
+
+@cache
+def _torch() -> Any:
+    try:
+        from ckptmgr.state import torch_values as tree_torch
+    except ImportError as error:
+        raise TreeError(
+            "the state has torch values, but torch is not installed",
+            hint="pip install 'ckptmgr[torch]'",
+        ) from error
+    return tree_torch
+
+
+_COMBINERS: dict[str, Callable[[Unflattener, str, Json], None]] = {
+    "list": Unflattener._sequence,
+    "tuple": Unflattener._sequence,
+    "namedtuple": Unflattener._namedtuple,
+    "set": Unflattener._set,
+    "frozenset": Unflattener._set,
+    "dict": Unflattener._mapping,
+    "ordered": Unflattener._mapping,
+    "counter": Unflattener._mapping,
+    "with_metadata": Unflattener._metadata,
+    "to_bytes": Unflattener._bytes,
+    "to_bytearray": Unflattener._bytes,
+    "sparse": Unflattener._torch_parts,
+    "quantized": Unflattener._torch_parts,
+    "rng": Unflattener._rng,
+}

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One directory of checkpoints: manifests, publishing, listing, recovery, trash."""

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Manifests whose data file is not there: the remains of an interrupted save or removal, or lost data.
+
+A save publishes the manifest before it renames the data, so a save that was interrupted leaves the described data in a
+temporary file beside it. Only what a newer whole checkpoint made superfluous is removed, data first. Neither leaves a manifest
+that is newer than every whole checkpoint, without such a file: there the data was, and it is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptmgr.core.model import Checkpoint, State
+from ckptmgr.io.passing_errors import no_such_file
+from ckptmgr.store.manifest.codec import Manifest
+from ckptmgr.store.manifest.files import ManifestReader
+
+
+class LoneManifest(NamedTuple):
+    """A manifest of a single file, proven as far as the reader has keys, whose data file is not there."""
+
+    manifest: Manifest
+
+    def newer_in(self, present: Iterable[Checkpoint]) -> Checkpoint | None:
+        """Return the newest whole checkpoint of its series, or of a run that went on from its run, that is as new or newer.
+
+        What was saved while an exception unwound the training does not count: no retention rule removes anything for it.
+        """
+        own = self.manifest.to_checkpoint(Path())
+        newer = [
+            one
+            for one in present
+            if one.state is State.OK
+            and one.is_countable
+            and (one.series == own.series or (own.run_id and own.run_id in one.parent_run_ids))
+            and one.order >= own.order
+        ]
+        return max(newer, key=lambda one: one.order, default=None)
+
+    def is_completed_by(self, files: ManifestReader, temp: str) -> bool:
+        """Return whether a temporary file holds the data that the manifest describes; reads it.
+
+        Never so where another file had the name when the manifest was published: that one is missing.
+        """
+        path, digest = files.directory / temp, self.manifest.file.digest
+        if self.manifest.replaces is not None:
+            return False
+        try:
+            status = files.fs.status(path)
+            has_size = status is not None and status.size_bytes == digest.size_bytes
+            return has_size and files.is_described(path, self.manifest.file)
+        except OSError:  # gone meanwhile, or unreadable
+            return False
+
+    def missing(self, directory: Path) -> Checkpoint:
+        """Return what is listed where the data is missing."""
+        problem = (
+            "its data file is missing; put it back (where a copy is still going on, wait), or remove the manifest "
+            "if the data is given up"
+        )
+        found = self.manifest.to_checkpoint(directory, state=State.MISSING, problem=problem)
+        return replace(found, size_bytes=0, obstacle=no_such_file(found.path))

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The manifest beside every data file: fields, JSON, proofs, files."""

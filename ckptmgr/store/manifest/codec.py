@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The manifest beside every data file: what it is, who wrote it, and the digests that prove it.
+
+`net-3_40.ckpt` has `net-3_40.ckpt.manifest.json`. It is self-contained (base names only), so a copied directory is as good as
+the original. With a key it carries an HMAC over its canonical JSON, with a signing key a signature (`manifest_proof`).
+
+Many ranks that save together have one manifest for all their files (`shard_names`), in version 2 of the schema.
+
+While a name is being overwritten the new manifest also accepts the digests of the old data (`replaces`), so that at every
+instant one of the two verifies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from ckptmgr.core.errors import CorruptCheckpoint, KeyProblem, UnsupportedCheckpoint
+from ckptmgr.core.trust import NOTHING_GIVEN, Trust
+from ckptmgr.crypto.keys.ring import Keys
+from ckptmgr.store.manifest.document import (
+    checked_document,
+    entry_from_document,
+    entry_to_document,
+    from_document,
+    parse_document,
+    to_bytes,
+)
+from ckptmgr.store.manifest.keys import ManifestKey, manifest_key_of, openers
+from ckptmgr.store.manifest.model import (
+    FOREIGN,
+    SUFFIX,
+    FileEntry,
+    Manifest,
+    files_of,
+    manifest_name,
+)
+from ckptmgr.store.manifest.proofs import (
+    AUTH,
+    SIGNATURES,
+    authenticated_by,
+    check_mac,
+    check_signatures,
+    proofs,
+)
+
+__all__ = [
+    "FOREIGN",
+    "MAX_MANIFEST_BYTES",
+    "SUFFIX",
+    "FileEntry",
+    "Manifest",
+    "decode",
+    "encode",
+    "entry_from_document",
+    "entry_to_document",
+    "files_of",
+    "manifest_name",
+    "proofs_in",
+    "reauthenticated",
+]
+
+MAX_MANIFEST_BYTES = 64 << 20
+
+
+def encode(manifest: Manifest, *, trust: Trust = NOTHING_GIVEN) -> bytes:
+    """Return the manifest as JSON, authenticated when there is a key, and signed when there is one for that.
+
+    Raises:
+        UnsupportedCheckpoint: It could not be read back: a value in it, such as an epoch of 1.5, or its size.
+    """
+    document = checked_document(manifest)
+    auth = None if trust.keys is None else manifest.auth or manifest_key_of(trust.keys)
+    document |= proofs(document, key=auth, signing_key=trust.signing_key)
+    data = to_bytes(document)
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise UnsupportedCheckpoint(
+            f"the manifest of {manifest.name!r} would have {len(data)} bytes, of {MAX_MANIFEST_BYTES}",
+            hint="nothing was changed; save fewer bytes at a time",
+        )
+    return data
+
+
+def decode(
+    data: bytes,
+    *,
+    path: Path,
+    trust: Trust = NOTHING_GIVEN,
+) -> Manifest:
+    """Parse a manifest strictly.
+
+    Args:
+        data: The file's bytes.
+        path: For messages, and to check that the manifest belongs to the file it lies beside.
+        trust: Its keys check the authentication and the signature, and it says whether one may be missing.
+
+    Raises:
+        CorruptCheckpoint: It is not a manifest.
+        UnsupportedCheckpoint: It is of a version that is not known here.
+        TamperedCheckpoint: The authentication or the signature does not match.
+        UnprovenCheckpoint: It must be authenticated or signed and is not.
+        KeyProblem: It is authenticated under another key, or signed by nobody who is trusted.
+    """
+    document = parse_document(data, path=path)
+    auth, signatures = document.pop(AUTH, None), document.pop(SIGNATURES, None)
+    try:
+        manifest = from_document(document)
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise CorruptCheckpoint(f"not a valid manifest: {error!r}", path=path) from error
+    if manifest_name(manifest.name) != path.name:
+        raise CorruptCheckpoint(f"is the manifest of {manifest.name!r}", path=path)
+    if manifest.replaces is not None and manifest.replaces.file.name != manifest.file.name:
+        raise CorruptCheckpoint(f"replaces {manifest.replaces.file.name!r}", path=path)
+    manifest = replace(manifest, opened_by=openers(auth, path=str(path)))
+    try:
+        if trust.keys is not None:
+            ciphers = [entry.cipher for entry in manifest.shards or (manifest.file,)]
+            hint = trust.hint_without_mac(ciphers)
+            checked = check_mac(document, auth, key=trust.keys, path=path, accept_hint=hint)
+            manifest = replace(manifest, auth=checked)
+        if not trust.trusted_keys:
+            return manifest
+        signer = check_signatures(
+            document,
+            signatures,
+            trusted_keys=trust.trusted_keys,
+            path=path,
+            accept_hint=trust.accept_hint if trust.needs_signature else None,
+        )
+    except RecursionError as error:
+        raise CorruptCheckpoint("not valid JSON: nested too deeply", path=path) from error
+    return manifest.signed(signer)
+
+
+def reauthenticated(
+    data: bytes, *, path: Path, key: Keys, change: Callable[[ManifestKey], ManifestKey]
+) -> tuple[Manifest, bytes]:
+    """Return a manifest with another authentication and nothing else changed: its signatures still hold.
+
+    Args:
+        data: The file's bytes.
+        path: For messages.
+        key: Opens the authentication that it has.
+        change: Gives the new one.
+
+    Raises:
+        UnprovenCheckpoint: It has none.
+        CkptmgrError: As `decode`.
+    """
+    manifest = decode(data, path=path, trust=Trust(keys=key))
+    if manifest.auth is None:
+        raise KeyProblem("public keys alone cannot tell who wrote the manifest", path=path)
+    auth = change(manifest.auth)
+    changed = to_bytes(authenticated_by(parse_document(data, path=path), auth))
+    return replace(manifest, auth=auth), changed
+
+
+def proofs_in(data: bytes, *, path: Path) -> tuple[bool, bool]:
+    """Return whether a manifest carries an authentication, and whether a signature, without checking them.
+
+    Raises:
+        CorruptCheckpoint: It is not a manifest.
+        UnsupportedCheckpoint: It is of a version that is not known here.
+    """
+    document = parse_document(data, path=path)
+    return AUTH in document, SIGNATURES in document

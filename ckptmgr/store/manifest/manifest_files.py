@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Manifests on the disk, written: replaced atomically, and put right where an overwrite was interrupted."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+from ckptmgr.core.errors import CkptmgrError, KeyProblem, StoreLocked
+from ckptmgr.core.trust import Trust
+from ckptmgr.crypto.keys.ring import ring_of
+from ckptmgr.io.filesystem import FileSystem, discard, give_name
+from ckptmgr.io.leases import Leases, Processes
+from ckptmgr.io.signals import signals_held
+from ckptmgr.io.temp_names import temp_name
+from ckptmgr.store.manifest import codec as manifests
+from ckptmgr.store.manifest.codec import Manifest, manifest_name
+from ckptmgr.store.manifest.files import ManifestContent, ManifestReader
+from ckptmgr.store.manifest.keys import ManifestKey
+
+
+class ManifestFiles(ManifestReader):
+    """The manifests of a directory, to be read and written.
+
+    Args:
+        directory: Where the checkpoints lie.
+        fs: The disk.
+        trust: Its keys authenticate, sign and prove manifests.
+        processes: Names this writer, so that its leftovers can be told from those of live ones.
+
+    Attributes:
+        leases: Those that are held in the directory; they are looked at again before each commit.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        fs: FileSystem,
+        trust: Trust,
+        processes: Processes,
+    ) -> None:
+        super().__init__(directory, fs=fs, trust=trust)
+        self.leases = Leases(fs, directory)
+        self._processes = processes
+
+    def lost_by_rewriting(self, data_name: str) -> str | None:
+        """Return what a manifest has that cannot be made here, for want of a key: `authenticated`, `signed`, or None."""
+        keys, signing_key = self.trust.keys, self.trust.signing_key
+        can_authenticate = keys is not None and ring_of(keys).can_open
+        if can_authenticate and signing_key is not None:
+            return None
+        path = self.directory / manifest_name(data_name)
+        has_mac, has_signature = manifests.proofs_in(self._content(path), path=path)
+        if has_mac and not can_authenticate:
+            return "authenticated"
+        return "signed" if has_signature and signing_key is None else None
+
+    def put(self, manifest: Manifest, *, series: str, mode: int | None) -> None:
+        """Replace a manifest atomically; its content is durable, its name not before the directory is synced.
+
+        Args:
+            manifest: The new one.
+            series: The series it belongs to, for reaping leftovers.
+            mode: Permission bits; None for those it has.
+        """
+        data = manifests.encode(manifest, trust=self.trust)
+        target = self.directory / manifest_name(manifest.name)
+        mode = self._mode_of(target) if mode is None else mode
+        self.write(target, data, series=series, mode=mode, is_durable=True)
+
+    def reauthenticate(
+        self, data_name: str, change: Callable[[ManifestKey], ManifestKey], *, mode: int | None
+    ) -> None:
+        """Give a manifest another authentication; its content is durable, its name not before the directory is synced.
+
+        Raises:
+            CkptmgrError: It cannot be read, or is not authenticated.
+        """
+        if self.trust.keys is None:
+            raise KeyProblem("a key is needed", path=self.directory / data_name)
+        path = self.directory / manifest_name(data_name)
+        old = self._content(path)
+        manifest, new = manifests.reauthenticated(
+            old, path=path, key=self.trust.keys, change=change
+        )
+        mode = self._mode_of(path) if mode is None else mode
+        self.write(path, new, series=manifest.series, mode=mode, is_durable=True)
+
+    def create(self, manifest: Manifest, *, series: str, mode: int) -> None:
+        """Publish a manifest unless its name is taken; its content is durable, its name not before the directory is synced.
+
+        Raises:
+            FileExistsError: Somebody has the name.
+            StoreLocked: The lease is lost. Nothing was changed.
+            OSError: From the disk. Nothing has the name because of us, unless the disk does not even tell that.
+        """
+        data = manifests.encode(manifest, trust=self.trust)
+        target = self.directory / manifest_name(manifest.name)
+        with signals_held():
+            temp = self._write_temp(target, data, series=series, mode=mode, is_durable=True)
+            try:
+                self.leases.check(series, manifest.name)
+                self.fs.link(temp, target)
+            except OSError:
+                # A file server may have done it, and its answer was lost.
+                if not self._are_one_file(temp, target):
+                    raise
+            finally:
+                discard(self.fs, temp)
+
+    def _are_one_file(self, temp: Path, target: Path) -> bool:
+        one, other = self.fs.status(temp), self.fs.status(target)
+        return one is not None and other is not None and one.identity == other.identity
+
+    def undo(self, name: str, before: ManifestContent | None, *, series: str) -> None:
+        """Put back the manifest file that data called `name` had before, byte for byte; None for none."""
+        path = self.directory / manifest_name(name)
+        # Best effort: an orphan manifest is a leftover, and one that still `replaces` the old data verifies as it. Without
+        # the lease it may be that of another process already.
+        with contextlib.suppress(OSError, StoreLocked):
+            self.leases.check(series, name)
+            if before is None:
+                self.fs.unlink(path)
+            else:
+                self.write(path, before.data, series=series, mode=before.mode, is_durable=True)
+
+    def settle(self, data_name: str, *, series: str) -> bool:
+        """Make the manifest of one name that of its data alone, where an overwrite was interrupted; return whether one was.
+
+        What is not proven by this writer's keys, or could not be written again as trustworthy, stays as it is.
+
+        Raises:
+            OSError: From the disk.
+        """
+        try:
+            claimed = self.load(manifest_name(data_name), trust=Trust())
+            if claimed is None or claimed.replaces is None or claimed.shards:
+                return False
+            half = self.read_proven(data_name)
+            if half is None or (half.kept is None and self.lost_by_rewriting(data_name)):
+                return False
+        except CkptmgrError:
+            return False  # whoever reads it next says why
+        if half.kept is None:
+            self.put(half, series=series, mode=self._mode_of(self.directory / data_name))
+        else:
+            path = self.directory / manifest_name(data_name)
+            # With the proofs and the mode that it had: while a name is overwritten, its manifest keeps the mode.
+            data = half.kept.encode("utf-8", "surrogatepass")
+            self.write(path, data, series=series, mode=self._mode_of(path), is_durable=True)
+        return True
+
+    def _mode_of(self, path: Path) -> int:
+        status = self.fs.status(path)
+        return 0o400 if status is None else status.mode
+
+    def write(self, path: Path, data: bytes, *, series: str, mode: int, is_durable: bool) -> None:
+        """Replace a small file atomically; durable ones are synced before they get their name.
+
+        Raises:
+            StoreLocked: The lease is lost; nothing was changed.
+            OSError: From the disk.
+        """
+        with signals_held():
+            temp = self._write_temp(path, data, series=series, mode=mode, is_durable=is_durable)
+            self.give_name(temp, path, series, path.name.removesuffix(manifests.SUFFIX))
+
+    def give_name(self, temp: Path, path: Path, *leased: str) -> None:
+        """Rename a temporary file to its name while the leases on these names are held, or remove it.
+
+        Raises:
+            StoreLocked: A lease is lost.
+            OSError: From the disk.
+        """
+        try:
+            self.leases.check(*leased)
+        except BaseException:
+            discard(self.fs, temp)
+            raise
+        give_name(self.fs, temp, path)
+
+    def _write_temp(
+        self, path: Path, data: bytes, *, series: str, mode: int, is_durable: bool
+    ) -> Path:
+        temp = self.temp_path(path.name, series)
+        file = self.fs.create(temp, mode=mode, owner_of=path)
+        try:
+            try:
+                file.write_at(0, data)
+                if is_durable:
+                    file.sync()
+            finally:
+                file.close()
+        except BaseException:
+            discard(self.fs, temp)
+            raise
+        return temp
+
+    def temp_path(self, name: str, series: str) -> Path:
+        """Return a temporary path for a file that will be called `name`; nobody else uses it."""
+        return self.directory / temp_name(name, token=self._processes.token(), series=series)

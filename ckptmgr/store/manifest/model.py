@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a manifest says, as values: one data file, and everything that is known about a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+
+from ckptmgr.core.model import Checkpoint, Link, Pin, State
+from ckptmgr.core.shard_names import is_set_name, parse_shard_name
+from ckptmgr.io.digest import FileDigest
+from ckptmgr.store.manifest.fields import time_text
+from ckptmgr.store.manifest.keys import ManifestKey, id_of_opener
+from ckptmgr.store.manifest.proofs import canonical
+
+SUFFIX = ".manifest.json"
+FOREIGN = "foreign"
+_ID_PREFIX = b"ckptmgr/v1/checkpoint-id\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileEntry:
+    """One data file.
+
+    Attributes:
+        name: Base name.
+        digest: Size and digests of the stored bytes.
+        format: `ckpt` or `safetensors`.
+        cipher: The cipher mode, or None for a plain file.
+        key_id: Short identifier of the key, or None.
+    """
+
+    name: str
+    digest: FileDigest
+    format: str
+    cipher: str | None = None
+    key_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Everything that is known about one checkpoint besides its tensors.
+
+    Attributes:
+        file: The data file; of a sharded checkpoint the one of rank 0.
+        series: Name of the series.
+        run_id: The run that wrote it.
+        parent_run_ids: The runs it was resumed from, newest first.
+        step: Global training step.
+        attempt: Which save of this step it is, from 0.
+        sequence: Order of commits in the directory, from 1.
+        saved_at: UTC.
+        epoch: Epoch number, or None.
+        why: `policy`, `end`, `manual`, or `exception: ...`.
+        metrics: Name to value.
+        pins: Reasons to keep it for ever.
+        world_size: Number of ranks that saved together.
+        stats: Seconds and bytes of the stages of the save.
+        replaces: The manifest of the data that has this name until the swap, or None.
+        shards: The data files of a sharded checkpoint, by rank; else empty.
+        previous: The checkpoint of the series that was newest before, or None.
+        signed_by: Id of the trusted key whose signature was checked when it was read, or None.
+        auth: What authenticated it when it was read, and will when it is written again; or None.
+        opened_by: What the authentication is for, as it says; for people.
+        kept: In what is replaced: the manifest file as it was, to be put back with its own proofs if the swap fails; or None.
+    """
+
+    file: FileEntry
+    series: str
+    run_id: str
+    step: int
+    sequence: int
+    saved_at: datetime
+    parent_run_ids: tuple[str, ...] = ()
+    attempt: int = 0
+    epoch: int | None = None
+    why: str = "manual"
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    pins: tuple[Pin, ...] = ()
+    world_size: int = 1
+    stats: Mapping[str, float] = field(default_factory=dict)
+    replaces: Manifest | None = None
+    shards: tuple[FileEntry, ...] = ()
+    previous: Link | None = None
+    signed_by: str | None = field(default=None, compare=False)
+    auth: ManifestKey | None = field(default=None, compare=False, repr=False)
+    opened_by: tuple[str, ...] = field(default=(), compare=False)
+    kept: str | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def id(self) -> str:
+        """64 hex digits that name this checkpoint and no other: what never changes of it, and of all that came before."""
+        document = {
+            "series": self.series,
+            "step": self.step,
+            "attempt": self.attempt,
+            "epoch": self.epoch,
+            "sequence": self.sequence,
+            "saved_at": time_text(self.saved_at),
+            "why": self.why,
+            "run": {"id": self.run_id, "parents": list(self.parent_run_ids)},
+            "world": {"size": self.world_size},
+            "files": [
+                [entry.name, entry.digest.size_bytes, entry.digest.total.hex()]
+                for entry in self.shards or (self.file,)
+            ],
+            "previous": None if self.previous is None else self.previous.id,
+        }
+        return hashlib.sha256(_ID_PREFIX + canonical(document)).hexdigest()
+
+    @property
+    def name(self) -> str:
+        """Base name of the checkpoint: its data file, or what all its shards have in common."""
+        shard = parse_shard_name(self.file.name) if self.shards else None
+        return self.file.name if shard is None else shard.set_name
+
+    @property
+    def is_made_up(self) -> bool:
+        """Whether it was made for a file that had none, so that it can be overwritten; nobody vouches for such a file."""
+        return self.why == FOREIGN and self.sequence == 0
+
+    def of_shard(self, rank: int) -> Manifest:
+        """Return what there is to know about the file of one rank, as a manifest of that file alone."""
+        return replace(self, file=self.shards[rank], shards=())
+
+    def signed(self, key_id: str | None) -> Manifest:
+        """Return the manifest, noting whose signature covers it and what it replaces."""
+        old = None if self.replaces is None else replace(self.replaces, signed_by=key_id)
+        return replace(self, signed_by=key_id, replaces=old)
+
+    def without_replaced(self) -> Manifest:
+        """Return the manifest as it is after the swap."""
+        return replace(self, replaces=None)
+
+    def completed(self, file: FileEntry, stats: Mapping[str, float]) -> Manifest:
+        """Return this draft with the data file that was written, and what is known about its cost by now."""
+        return replace(self, file=file, stats={**self.stats, **stats})
+
+    def to_checkpoint(
+        self, directory: Path, *, state: State = State.OK, problem: str | None = None
+    ) -> Checkpoint:
+        """Return the value that policies see."""
+        return Checkpoint(
+            path=directory / self.name,
+            series=self.series,
+            step=self.step,
+            saved_at=self.saved_at,
+            size_bytes=sum(entry.digest.size_bytes for entry in self.shards or (self.file,)),
+            run_id=self.run_id,
+            attempt=self.attempt,
+            sequence=self.sequence,
+            epoch=self.epoch,
+            why=self.why,
+            metrics=self.metrics,
+            pins=self.pins,
+            state=state,
+            format=self.file.format,
+            cipher=self.file.cipher,
+            key_id=id_of_opener(self.opened_by) or self.file.key_id,
+            opened_by=self.opened_by,
+            problem=problem,
+            shards=tuple(entry.name for entry in self.shards),
+            id=self.id,
+            previous=self.previous,
+            parent_run_ids=self.parent_run_ids,
+        )
+
+
+def manifest_name(data_name: str) -> str:
+    """Return the name of the manifest of a data file."""
+    return data_name + SUFFIX
+
+
+def files_of(checkpoint: Checkpoint) -> tuple[str, tuple[str, ...]]:
+    """Return the name of the file without which it is no checkpoint any more, and those of its other files."""
+    if is_set_name(checkpoint.name):
+        return manifest_name(checkpoint.name), checkpoint.shards
+    return checkpoint.name, (manifest_name(checkpoint.name),)

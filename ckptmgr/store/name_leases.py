@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hold the names of checkpoints between the last look at them and their end: what somebody saved there meanwhile stays.
+
+Whoever saves a single file holds the lease of its name alone, so the lease of a series keeps nobody from its names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from ckptmgr.core.errors import CkptmgrError, UnsafePrune
+from ckptmgr.core.model import Checkpoint, State
+from ckptmgr.io.filesystem import FileSystem
+from ckptmgr.io.leases import LEASE_SUFFIX, hold_lease
+
+
+class HeldNames(NamedTuple):
+    """The checkpoints that are still what they were, whose names are held, and what is wrong with the others."""
+
+    checkpoints: list[Checkpoint]
+    failures: list[Exception]
+
+
+@contextlib.contextmanager
+def hold_name(fs: FileSystem, directory: Path, name: str) -> Iterator[None]:
+    """Be the only writer of one file; no lease file stays behind.
+
+    Raises:
+        StoreLocked: Somebody else is writing it.
+    """
+    with fs.hold_directory(directory), hold_lease(fs, directory, name):
+        yield
+
+
+def leased_name(name: str) -> str | None:
+    """Return the series or the file that a lease file is for, or None where it is no lease file."""
+    leased = name.removeprefix(".").removesuffix(LEASE_SUFFIX)
+    return leased if name == f".{leased}{LEASE_SUFFIX}" and leased else None
+
+
+@contextlib.contextmanager
+def hold_unchanged(
+    fs: FileSystem,
+    directory: Path,
+    checkpoints: Sequence[Checkpoint],
+    look: Callable[[str], Checkpoint | None],
+) -> Iterator[HeldNames]:
+    """Hold the names of those checkpoints that are still what was listed; those that are gone are left out.
+
+    Args:
+        fs: The disk.
+        directory: Where they lie; the leases of their series are held.
+        checkpoints: As they were listed.
+        look: Returns what is listed under a name now.
+    """
+    held = HeldNames([], [])
+    with contextlib.ExitStack() as leases:
+        for checkpoint in checkpoints:
+            try:
+                if checkpoint.name != checkpoint.series:
+                    leases.enter_context(hold_name(fs, directory, checkpoint.name))
+                if _is_unchanged(checkpoint, look(checkpoint.name)):
+                    held.checkpoints.append(checkpoint)
+            except (CkptmgrError, OSError) as error:
+                held.failures.append(error)
+        yield held
+
+
+def _is_unchanged(listed: Checkpoint, now: Checkpoint | None) -> bool:
+    """Return whether a checkpoint is what was listed, or False where it is gone.
+
+    Raises:
+        UnsafePrune: Another one has its name.
+    """
+    if now is None or now.state is State.LEFTOVER:
+        return False
+    if not is_same(now, listed):
+        raise UnsafePrune(
+            "was saved again after it was decided that it goes, so it stays",
+            path=listed.path,
+            hint="the next prune or save looks at it anew",
+        )
+    return True
+
+
+def is_same(one: Checkpoint, other: Checkpoint) -> bool:
+    """Return whether two listed checkpoints of one name are the same save."""
+    return _identity(one) == _identity(other)
+
+
+def _identity(checkpoint: Checkpoint) -> tuple[object, ...]:
+    # Not the state nor the step, which depend on what else is known.
+    return (checkpoint.id, checkpoint.saved_at, checkpoint.size_bytes, checkpoint.run_id)

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a file system takes the names that a series will have: a prefix that is too long fails before the training."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from ckptmgr.core.names import breakpoint_name, checkpoint_name, step_name
+from ckptmgr.core.shard_names import SET_FORMAT, new_attempt_id, shard_name, stem_of
+from ckptmgr.io.leases import LEASE_SUFFIX
+from ckptmgr.store.manifest.codec import manifest_name
+
+# What a run may come to; nothing breaks beyond that but the promise that a long prefix fails early.
+_STEP = 10**12 - 1
+_EPOCH = 10**9 - 1
+_ATTEMPT = 9999
+_RESTART = "_9999"
+_USUAL_LIMIT = 255
+
+
+def check_name_lengths(
+    directory: Path, series: str, *, extension: str, has_epochs: bool, world: int | None
+) -> None:
+    """Raise unless the file system of a directory takes the longest name that a file of a series may have.
+
+    Args:
+        directory: Where the files will be; it need not exist yet.
+        series: Name of the series, the start of the names.
+        extension: Of the data files.
+        has_epochs: Whether the names tell an epoch, as those of a callback do.
+        world: How many ranks save together; None for one process.
+
+    Raises:
+        ValueError: It does not; names the limit.
+    """
+    limit = _longest_of(directory)
+    longest = max(
+        _names(series, extension, has_epochs=has_epochs, world=world),
+        key=lambda name: len(os.fsencode(name)),
+    )
+    too_many = len(os.fsencode(longest)) - limit
+    if too_many > 0:
+        room = len(os.fsencode(series)) - too_many
+        raise ValueError(
+            f"the prefix {series!r} is too long: files of this series may get names like {longest!r}, and the file system of"
+            f" {directory} takes {limit} bytes; use a prefix of at most {max(0, room)} bytes"
+        )
+
+
+def _names(series: str, extension: str, *, has_epochs: bool, world: int | None) -> Iterator[str]:
+    """Yield the names that are longest of their kind. Temporary names are shortened where they have to be."""
+    yield f".{series}{LEASE_SUFFIX}"
+    yield f".{series}.starts"
+    format = extension if world is None else SET_FORMAT
+    if has_epochs:
+        series += _RESTART  # that of a run which finds files of its prefix
+        yield manifest_name(breakpoint_name(series, _EPOCH, step_in_epoch=_STEP))
+        attempt = 0 if world is None else _ATTEMPT
+        name = checkpoint_name(series, _EPOCH, step_in_epoch=_STEP, format=format, attempt=attempt)
+    else:
+        name = step_name(series, _STEP, attempt=_ATTEMPT, format=format)
+    yield manifest_name(name)
+    if world is not None:
+        attempt_id = new_attempt_id(0)
+        yield shard_name(
+            stem_of(name), world - 1, world=world, attempt_id=attempt_id, format=extension
+        )
+
+
+def _longest_of(directory: Path) -> int:
+    """Return how many bytes a name may have there."""
+    place = directory
+    with contextlib.suppress(OSError):
+        while not place.exists():
+            place = place.parent
+        return os.pathconf(place, "PC_NAME_MAX")
+    return _USUAL_LIMIT

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The numbers of the next checkpoint: its place in the order of commits, and the attempt at its step.
+
+A number that no key proves, and that this process did not write itself, may be a mistake or an attack: followed blindly,
+one manifest with the largest number of the format would make every later save impossible. So unproven numbers count up to
+a lead over the largest proven one and are ignored, with a warning, beyond it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+from ckptmgr.core.model import Checkpoint, State
+from ckptmgr.core.trust import Trust
+
+_LOG = logging.getLogger(__name__)
+
+MAX_LEAD = 1 << 20
+"""How far unproven numbers are followed beyond the largest proven one."""
+LARGEST_FOLLOWED = 1 << 63
+"""Beyond it there would soon be no number left; only this process itself, or a key, vouches for such a number."""
+
+
+def next_sequence(
+    present: Iterable[Checkpoint],
+    *,
+    trust: Trust,
+    saved: Checkpoint | None = None,
+    resumed_from: Checkpoint | None = None,
+) -> int:
+    """Return the place of the next commit in a directory.
+
+    Args:
+        present: All that the directory holds.
+        trust: Proves some of it.
+        saved: What this run saved last; its manifest may be unreadable just now.
+        resumed_from: What this run goes on from.
+    """
+    others = [*present, *([] if resumed_from is None else [resumed_from])]
+    proven = [] if saved is None else [saved.sequence]
+    proven += [c.sequence for c in others if _is_proven(c, trust)]
+    if resumed_from is not None and resumed_from.sequence <= LARGEST_FOLLOWED:
+        proven.append(resumed_from.sequence)
+    return 1 + _largest(others, lambda c: c.sequence, floor=max(proven, default=0))
+
+
+def next_attempt(history: Sequence[Checkpoint], step: int, *, trust: Trust) -> int:
+    """Return the number of the next save of a step: 0, or one more than the highest one there, damaged or not.
+
+    Args:
+        history: The checkpoints of the series.
+        step: The step.
+        trust: Proves some of them.
+    """
+    ours = [c for c in history if c.run_id is not None or c.state is State.CORRUPT]
+    same = [c for c in ours if c.step == step]
+    floor = max((c.attempt for c in same if _is_proven(c, trust)), default=-1)
+    return 1 + _largest(same, lambda c: c.attempt, floor=floor)
+
+
+def _is_proven(checkpoint: Checkpoint, trust: Trust) -> bool:
+    return trust.can_prove and checkpoint.is_attested and checkpoint.run_id is not None
+
+
+def _largest(
+    claims: Sequence[Checkpoint], number: Callable[[Checkpoint], int], *, floor: int
+) -> int:
+    """Return the largest number that is followed; warn of those that are not."""
+    ignored = [c for c in claims if number(c) > floor + MAX_LEAD]
+    for checkpoint in ignored:
+        _LOG.warning(
+            "%s: its number %d is ignored: nothing proves it, and it is more than %d above the largest proven one",
+            checkpoint.path,
+            number(checkpoint),
+            MAX_LEAD,
+        )
+    return max((number(c) for c in claims if number(c) <= floor + MAX_LEAD), default=floor)

@@ -1,0 +1,232 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Clean up after writers that died: remove what they left, finish the overwrites they had committed.
+
+A manifest without data is what an interrupted save or removal leaves, but also what a directory holds that is being copied
+here, small files first, or whose data was lost. It is removed when the data that it describes is beside it in the unfinished
+file of a dead writer; or when a checkpoint as new of its series is whole, and was saved after the manifest came here, or the
+manifest came a day ago, by a time that no copy brings along. Else its data is missing, and it stays to say so.
+
+Every process that begins to save cleans up for all: for another series or name only while no process holds its lease. Of
+a lease that names a process of another host, nothing is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from ckptmgr.core.errors import CkptmgrError, StoreLocked
+from ckptmgr.core.model import Checkpoint
+from ckptmgr.core.trust import Trust
+from ckptmgr.io.filesystem import FileStatus, FileSystem, remove_name
+from ckptmgr.io.leases import Processes, hold_lease, holders_in, lease_path, read_text, series_tag
+from ckptmgr.io.temp_names import is_temp_of, parse_temp
+from ckptmgr.store.listing import listed
+from ckptmgr.store.lone_manifests import LoneManifest
+from ckptmgr.store.manifest import codec as manifests
+from ckptmgr.store.manifest.cache import SeenManifests
+from ckptmgr.store.manifest.codec import Manifest, manifest_name
+from ckptmgr.store.manifest.manifest_files import ManifestFiles
+from ckptmgr.store.name_leases import leased_name
+from ckptmgr.store.trash_folder import DEFAULT_GRACE, may_be_in_trash
+
+_GRACE_S = DEFAULT_GRACE.total_seconds()
+
+Repair = Callable[[], str | None]
+"""Does what is to be done, and says so; None where there was nothing to do."""
+
+
+def recover(files: ManifestFiles, processes: Processes, series: str, *, now_s: float) -> list[str]:
+    """Clean up after dead writers of a series and finish interrupted swaps; see `Store.recover`."""
+    return _Recovery(files, processes, series, now_s).run()
+
+
+def remove_dead_temps(fs: FileSystem, directory: Path, processes: Processes) -> list[str]:
+    """Remove the unfinished files of writers that are known to be dead; needs no lease.
+
+    Those whose manifest is published stay for `recover`, which removes that manifest first.
+
+    Returns:
+        What was done, one sentence each.
+    """
+    done = []
+    with fs.hold_directory(directory):
+        names = fs.list(directory)
+        manifested = (
+            name.removesuffix(manifests.SUFFIX) for name in names if name.endswith(manifests.SUFFIX)
+        )
+        lone = [name for name in manifested if name not in names]
+        for name in sorted(names):
+            parts = parse_temp(name)
+            if any(is_temp_of(name, one) for one in lone):
+                continue
+            if parts is not None and processes.is_dead(parts[0]) is True:
+                remove_name(fs, directory / name)
+                done.append(f"removed {name}, left by an interrupted save")
+    return done
+
+
+class _Recovery:
+    def __init__(
+        self, files: ManifestFiles, processes: Processes, series: str, now_s: float
+    ) -> None:
+        self._files = files
+        self._fs = files.fs
+        self._directory = files.directory
+        self._processes = processes
+        self._series = series
+        self._now_s = now_s
+        self._found: list[Checkpoint] | None = None
+
+    def run(self) -> list[str]:
+        if self._fs.status(self._directory) is None:
+            return []
+        entries = self._fs.list(self._directory)
+        self._remove_leases(entries)
+        # Unfinished files go last, once it is durable that their manifests are gone: without them nothing would show that
+        # the manifests are leftovers.
+        visible = sorted(name for name in entries if not name.startswith("."))
+        hidden = sorted(name for name in entries if name.startswith("."))
+        steps = [
+            [repair for name in names for repair in self._repairs(name, entries)]
+            for names in (visible, hidden)
+        ]
+        if not any(steps):
+            return []
+        done: list[str | None] = []
+        try:
+            self._fs.sync_directory(self._directory)
+            for repairs in filter(None, steps):
+                done += [_attempted(repair) for repair in repairs]
+                self._fs.sync_directory(self._directory)
+        except OSError as error:
+            done.append(f"could not clean up: {error}")
+        return [sentence for sentence in done if sentence is not None]
+
+    def _repairs(self, name: str, entries: dict[str, FileStatus]) -> Iterator[Repair]:
+        """Yield what to do about one name."""
+        if self._is_dead_temp(name):
+            yield lambda: self._remove_temp(name, entries)
+        if not name.endswith(manifests.SUFFIX) or name.startswith("."):
+            return
+        data_name = name.removesuffix(manifests.SUFFIX)
+        try:
+            # What is only claimed decides nothing here but whether to look closer.
+            claimed = self._files.load(name, trust=Trust())
+            if claimed is None or claimed.shards:
+                return  # a sharded checkpoint has no half that could be finished
+            if data_name not in entries:
+                self._files.load(name, trust=self._files.trust.strict)
+                if not self._is_leftover(claimed, entries):
+                    return
+        except (CkptmgrError, OSError):
+            return  # unreadable: shown by scan, removed only by a person
+        if data_name not in entries:
+            if not may_be_in_trash(self._fs, self._directory, data_name):
+                yield lambda: self._remove_alone(claimed, entries[name])
+        elif claimed.replaces is not None:
+            yield lambda: self._settle(claimed)
+
+    def _is_leftover(self, manifest: Manifest, entries: dict[str, FileStatus]) -> bool:
+        """Return whether a manifest without data is of a dead writer, and its data is neither missing nor to come."""
+        lone = LoneManifest(manifest)
+        temps = (temp for temp in entries if is_temp_of(temp, manifest.name))
+        if any(
+            self._is_dead_temp(temp) and lone.is_completed_by(self._files, temp) for temp in temps
+        ):
+            return True
+        changed_ns = entries[manifest_name(manifest.name)].changed_ns
+        newer = lone.newer_in(self._present())
+        if newer is None or changed_ns is None:
+            return False
+        # A copy changes its files later than what is in them was saved.
+        changed_s = changed_ns / 1e9
+        return changed_s <= newer.saved_at.timestamp() or changed_s + _GRACE_S <= self._now_s
+
+    def _present(self) -> list[Checkpoint]:
+        if self._found is None:
+            self._found = listed(self._files, self._processes, SeenManifests(), now_s=self._now_s)
+        return self._found
+
+    def _remove_temp(self, name: str, entries: dict[str, FileStatus]) -> str | None:
+        """Remove an unfinished file, unless its manifest stays because these keys do not prove it: that would look missing."""
+        for one in entries:
+            data_name = one.removesuffix(manifests.SUFFIX)
+            if one != data_name and data_name not in entries and is_temp_of(name, data_name):
+                with contextlib.suppress(CkptmgrError):
+                    claimed = self._files.load(one, trust=Trust())
+                    if claimed and LoneManifest(claimed).is_completed_by(self._files, name):
+                        return None
+        return self._remove(name, "left by an interrupted save")
+
+    def _remove(self, name: str, why: str) -> str:
+        remove_name(self._fs, self._directory / name)
+        return f"removed {name}, {why}"
+
+    def _remove_alone(self, claimed: Manifest, listed: FileStatus) -> str | None:
+        """Remove a manifest without data, unless somebody saves under that name, or has since it was listed."""
+        name = manifest_name(claimed.name)
+        with self._leases_of(claimed) as is_held:
+            status = self._fs.status(self._directory / name)
+            if not is_held or status is None or status.identity != listed.identity:
+                return None
+            if self._fs.status(self._directory / claimed.name) is not None:
+                return None
+            return self._remove(name, "whose data file is gone")
+
+    def _settle(self, claimed: Manifest) -> str | None:
+        with self._leases_of(claimed) as is_held:
+            is_settled = is_held and self._files.settle(claimed.name, series=claimed.series)
+        return f"finished the interrupted overwrite of {claimed.name}" if is_settled else None
+
+    @contextlib.contextmanager
+    def _leases_of(self, claimed: Manifest) -> Iterator[bool]:
+        """Yield whether nobody else writes a checkpoint: a run holds the lease of its series, others that of its name."""
+        with contextlib.ExitStack() as leases:
+            is_held = True
+            try:
+                for name in {claimed.series, claimed.name} - {self._series}:
+                    leases.enter_context(self._lease(name))
+            except StoreLocked:
+                is_held = False
+            yield is_held
+
+    @contextlib.contextmanager
+    def _lease(self, name: str) -> Iterator[None]:
+        """Hold a lease that no live process has.
+
+        Raises:
+            StoreLocked: One has it, or one of another host may: not every file system locks files for all hosts.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            owner, _ = holders_in(read_text(self._fs, lease_path(self._directory, name)))
+            if owner.token and self._processes.is_dead(owner.token) is None:
+                raise StoreLocked(
+                    f"{name!r} may be in use: {owner.description}", path=self._directory
+                )
+        with hold_lease(self._fs, self._directory, name):
+            yield
+
+    def _remove_leases(self, names: Iterable[str]) -> None:
+        """Remove the lease files of processes that were killed; they need not be gone for good, so nothing is synced."""
+        leased = {found for name in names if (found := leased_name(name)) is not None}
+        for name in leased - {self._series}:
+            with contextlib.suppress(StoreLocked, OSError), self._lease(name):
+                pass
+
+    def _is_dead_temp(self, name: str) -> bool:
+        parts = parse_temp(name)
+        if parts is None:
+            return False
+        token, tag = parts
+        is_dead = self._processes.is_dead(token)
+        # Of other hosts nothing is known, but with the lease held nobody else writes this series.
+        return is_dead is True or (is_dead is None and tag == series_tag(self._series))
+
+
+def _attempted(repair: Repair) -> str | None:
+    try:
+        return repair()
+    except OSError as error:
+        return f"could not clean up: {error}"

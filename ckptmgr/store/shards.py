@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The part of one rank in a directory that many ranks write: its own file, published without a manifest beside it.
+
+The saving process of a rank works here, too: it writes the file, and the vote stays with the rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+from ckptmgr.io.digest import FileDigest
+from ckptmgr.io.filesystem import InputFile, OutputFile, discard, remove_name
+from ckptmgr.io.signals import signals_held
+from ckptmgr.io.space_errors import explained
+from ckptmgr.store.manifest.codec import Manifest
+from ckptmgr.store.recovery import remove_dead_temps
+from ckptmgr.store.store import Store
+
+
+class ShardFiles(Store):
+    """A checkpoint directory as a writer of the file of one rank sees it; arguments as for `Store`."""
+
+    def publish(
+        self,
+        name: str,
+        *,
+        series: str,
+        size_bytes: int,
+        write: Callable[[OutputFile], FileDigest],
+        describe: Callable[[FileDigest], Manifest],
+        mode: int = 0o400,
+        manifest_mode: int | None = None,
+        read_back: Callable[[InputFile, FileDigest], None] | None = None,
+    ) -> Manifest:
+        """Make the file of one rank durable, without a manifest beside it, whatever its mode; see `Store.publish`."""
+        temp = self._manifests.temp_path(name, series)
+        try:
+            self.fs.make_directory(self.directory, mode=0o700)
+            self.check_space(size_bytes)
+            with self.fs.hold_directory(self.directory), signals_held():
+                manifest = self._write_temp(
+                    name, temp, size_bytes, write, describe, mode=mode, read_back=read_back
+                )
+                self._give_name(temp, name)
+        except OSError as error:
+            raise explained(error, self.directory / name, size_bytes, self.fs) from error
+        return manifest
+
+    def _give_name(self, temp: Path, name: str) -> None:
+        try:
+            self.fs.replace(temp, self.directory / name)
+            self.fs.sync_directory(self.directory)
+        except BaseException:
+            discard(self.fs, temp)
+            self.withdraw(name)
+            raise
+
+    def withdraw(self, name: str) -> None:
+        """Remove the file of a rank that will never be part of a checkpoint, as far as the disk lets us."""
+        with contextlib.suppress(OSError):
+            remove_name(self.fs, self.directory / name)
+
+    def recover_from_worker(self, series: str) -> list[str]:
+        """Remove what dead processes of this host left; see `Store.recover_from_worker`.
+
+        No more: ranks on other hosts are writing, and nobody here can tell that they live.
+        """
+        return remove_dead_temps(self.fs, self.directory, self.processes)

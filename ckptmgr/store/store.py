@@ -1,0 +1,342 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One directory of checkpoints: what is in it, and the only ways to change it.
+
+Publishing, in this order: data written and synced under a temporary name; directory synced; manifest published; directory
+synced; data renamed (the commit point); directory synced. Before the rename the checkpoint does not exist, after it it is
+whole. When a name is overwritten, the new manifest also describes the old data until the swap is durable, so at every instant
+the name verifies.
+
+Removing, in this order: directory synced; data unlinked; directory synced; manifest unlinked; directory synced. A half-removed
+checkpoint is a manifest without data that is older than a whole one: a leftover. One that is newer, without the described data
+in a temporary file beside it, is left by neither: its data is missing (see `lone_manifests`).
+
+Calls that only read are made again when they fail with an error that may pass (see `passing_errors`).
+
+A sharded checkpoint is what its manifest says, and is there when that is (see `shard_names`): the manifest comes last and
+goes first. Data files of ranks that no manifest names are leftovers.
+
+What is seen may not be durable yet: a writer may have died between a rename and the sync. So whatever acts on what it sees
+(removing, overwriting, recovering) syncs the directory first.
+
+Nothing here decides *what* to keep; see `retention`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ckptmgr.core.errors import KeyProblem, UnsafePrune, UnsupportedCheckpoint
+from ckptmgr.core.model import Checkpoint, Pin
+from ckptmgr.core.trust import NOTHING_GIVEN, Trust
+from ckptmgr.io.filesystem import FileSystem, InputFile, OsFileSystem, remove_name
+from ckptmgr.io.leases import Leases, Processes, ProcProcesses
+from ckptmgr.io.retrying_filesystem import RetryingDisk
+from ckptmgr.io.signals import signals_held
+from ckptmgr.io.space_errors import explained_errors
+from ckptmgr.store.listing import listed, listed_alone
+from ckptmgr.store.manifest.cache import SeenManifests
+from ckptmgr.store.manifest.codec import Manifest, files_of
+from ckptmgr.store.manifest.files import check_is_file
+from ckptmgr.store.manifest.keys import ManifestKey
+from ckptmgr.store.manifest.manifest_files import ManifestFiles
+from ckptmgr.store.name_leases import HeldNames, hold_unchanged
+from ckptmgr.store.publish import Publisher
+from ckptmgr.store.recovery import recover
+
+# Beside a writer of another series the directory may never come to rest.
+_MOST_LOOKS = 20
+
+
+class Store(Publisher):
+    """A checkpoint directory.
+
+    Args:
+        directory: Where the checkpoints lie; created on the first save.
+        fs: The disk.
+        trust: Its keys authenticate, sign and prove manifests.
+        processes: Tells dead writers from live ones.
+        clock: Seconds since the epoch, as the disk counts them; tells what has been left here for long.
+
+    Attributes:
+        is_on_real_disk: Whether another process that opens the directory sees the same.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        fs: FileSystem | None = None,
+        trust: Trust = NOTHING_GIVEN,
+        processes: Processes | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        disk = RetryingDisk.around(OsFileSystem() if fs is None else fs)
+        self.is_on_real_disk = isinstance(disk.disk, OsFileSystem)
+        self._clock = clock
+        self._seen = SeenManifests()
+        self.processes: Processes = processes if processes is not None else ProcProcesses()
+        self.trust = trust
+        super().__init__(
+            ManifestFiles(
+                directory,
+                fs=disk,
+                trust=trust,
+                processes=self.processes,
+            )
+        )
+
+    def scan(self) -> list[Checkpoint]:
+        """Return everything in the directory that is, was or will be a checkpoint, in no particular order.
+
+        Never raises because of what it finds: damaged and half-written ones are returned with their state and problem.
+        Reads manifests, not data, and those only once unless their files change.
+        """
+        return listed(self._manifests, self.processes, self._seen, now_s=self._clock())
+
+    def scan_for(self, is_wanted: Callable[[Checkpoint], bool]) -> list[Checkpoint]:
+        """As `scan`, but look again as long as the directory changes and nothing that is wanted is found.
+
+        A listing is no snapshot. Beside a run that keeps its last checkpoint it may show neither the one that goes nor the
+        one that comes.
+        """
+        before: frozenset[str] | None = None
+        found: list[Checkpoint] = []
+        for _ in range(_MOST_LOOKS):
+            found = self.scan()
+            if any(map(is_wanted, found)) or self.fs.status(self.directory) is None:
+                break
+            names = frozenset(self.fs.list(self.directory))
+            if names == before:
+                break
+            before = names
+        return found
+
+    def read_manifest(self, data_name: str) -> Manifest | None:
+        """Return the manifest of a data file, or None when it has none.
+
+        Where a swap was interrupted, returns the half that describes the data that is there.
+
+        Raises:
+            CorruptCheckpoint, TamperedCheckpoint, KeyProblem: It is damaged, changed, or under another key.
+        """
+        return self._manifests.read(data_name)
+
+    def open_data(self, path: Path) -> InputFile:
+        """Open a data file that a manifest of the directory describes.
+
+        Raises:
+            CorruptCheckpoint: A link has its name.
+            OSError: From the disk.
+        """
+        check_is_file(self.fs, path)
+        return self.fs.open(path)
+
+    @contextlib.contextmanager
+    def lease(self, series: str) -> Iterator[None]:
+        """Be the only writer of a series, or of one file; no lease file stays behind.
+
+        Raises:
+            StoreLocked: Another process is the writer.
+            OSError: From the disk.
+        """
+        if self.fs.status(self.directory) is None:  # a save makes sure that it is durable
+            self.fs.make_directory(self.directory, mode=0o700)
+        with self.leases.hold(series):
+            yield
+
+    @property
+    def leases(self) -> Leases:
+        """The leases that are held through this store."""
+        return self._manifests.leases
+
+    def look(self, name: str) -> Checkpoint | None:
+        """Return what is listed under one name now, or None.
+
+        Raises:
+            OSError: From the disk.
+        """
+        return listed_alone(self._manifests, self.processes, name)
+
+    @contextlib.contextmanager
+    def unchanged(self, checkpoints: Sequence[Checkpoint]) -> Iterator[HeldNames]:
+        """Hold the names of those checkpoints that are still what was listed; the leases of their series must be held.
+
+        Raises:
+            StoreLocked: One of those leases is lost.
+            OSError: From the disk.
+        """
+        with (
+            self.fs.hold_directory(self.directory),
+            hold_unchanged(self.fs, self.directory, checkpoints, self.look) as held,
+        ):
+            # Last, because to take the leases of many names takes long.
+            self.leases.check(*(checkpoint.series for checkpoint in checkpoints))
+            yield held
+
+    def update_manifest(self, manifest: Manifest, *, mode: int | None = None) -> None:
+        """Replace the manifest of a committed checkpoint (pins, late metrics), durably; None keeps its mode."""
+        with explained_errors(self.directory / manifest.name, self.fs):
+            self.fs.sync_directory(self.directory)
+            self._manifests.put(manifest, series=manifest.series, mode=mode)
+            self.fs.sync_directory(self.directory)
+
+    def lost_by_rewriting(self, name: str) -> str | None:
+        """Return what the manifest of a checkpoint has that cannot be made here, `authenticated` or `signed`; else None."""
+        return self._manifests.lost_by_rewriting(name)
+
+    def reauthenticate(
+        self, name: str, change: Callable[[ManifestKey], ManifestKey], *, mode: int | None = None
+    ) -> None:
+        """Give the manifest of a committed checkpoint another authentication, durably; the lease must be held.
+
+        It keeps its mode where none is given.
+
+        Raises:
+            CkptmgrError: It cannot be read, or is not authenticated.
+        """
+        with explained_errors(self.directory / name, self.fs):
+            self.fs.sync_directory(self.directory)
+            self._manifests.reauthenticate(name, change, mode=mode)
+            self.fs.sync_directory(self.directory)
+
+    def check_proven(self, checkpoint: Checkpoint) -> None:
+        """Raise unless this writer's own keys prove the manifest of a checkpoint: it is about to be written under them.
+
+        Raises:
+            CkptmgrError: They do not.
+        """
+        self._manifests.read_proven(checkpoint.name)
+
+    def settle(self, checkpoint: Checkpoint) -> None:
+        """Finish with an overwrite of a checkpoint that was interrupted; the lease must be held.
+
+        Before a manifest is changed: the proofs that it keeps for the data that was to be replaced would not change with it.
+
+        Raises:
+            OSError: From the disk.
+        """
+        self.fs.sync_directory(self.directory)
+        if self._manifests.settle(checkpoint.path.name, series=checkpoint.series):
+            self.fs.sync_directory(self.directory)
+
+    def change_pins(
+        self, checkpoint: Checkpoint, change: Callable[[tuple[Pin, ...]], tuple[Pin, ...]]
+    ) -> Manifest:
+        """Replace the pins in the manifest of a committed checkpoint, durably; the lease must be held.
+
+        Raises:
+            UnsupportedCheckpoint: It has no manifest to note pins in.
+            KeyProblem: The manifest is authenticated or signed, and without the key for that it cannot be written again.
+        """
+        self.settle(checkpoint)
+        manifest = self.read_manifest(checkpoint.name)
+        if manifest is None:
+            raise UnsupportedCheckpoint(
+                "a file without a manifest cannot be pinned", path=checkpoint.path
+            )
+        self.check_rewritable(checkpoint)
+        changed = replace(manifest, pins=change(manifest.pins))
+        self.update_manifest(changed)
+        return changed
+
+    def check_rewritable(self, checkpoint: Checkpoint) -> None:
+        """Raise unless the manifest of a checkpoint, if it has one, can be written again as trustworthy as it is.
+
+        Raises:
+            KeyProblem: It is authenticated or signed, and the key for that is missing.
+        """
+        lost = self.lost_by_rewriting(checkpoint.name)
+        if lost is not None:
+            option = "--key" if lost == "authenticated" else "--signing-key"
+            raise KeyProblem(
+                f"the manifest is {lost}; without its key it cannot be changed",
+                path=checkpoint.path,
+                hint=f"pass the key (CLI: {option})",
+            )
+
+    def remove(
+        self, checkpoints: Sequence[Checkpoint], *, staying: Sequence[Checkpoint] | None = None
+    ) -> list[Exception]:
+        """Remove checkpoints durably; return what could not be removed, and go on with the others.
+
+        What is being saved under such a name, or was since it was listed, stays; that is one of the errors.
+
+        Args:
+            checkpoints: What goes; the leases of their series are held.
+            staying: What else there is, where the caller has just looked; None to look.
+
+        Raises:
+            StoreLocked: A lease is lost; nothing was removed.
+            UnsafePrune: It would remove the last countable checkpoint of the directory.
+        """
+        self.check_not_all(checkpoints, self.scan() if staying is None else staying)
+        with signals_held(), self.unchanged(checkpoints) as held:
+            return held.failures + self._remove(held.checkpoints)
+
+    def remove_copied(self, checkpoint: Checkpoint) -> None:
+        """Remove durably a checkpoint of which another one of the directory was proven to be a copy.
+
+        The lease of its name must be held since then.
+
+        Raises:
+            StoreLocked: The lease is lost; nothing was removed.
+            OSError: From the disk.
+        """
+        self.leases.check(checkpoint.series, checkpoint.name)
+        for error in self._remove([checkpoint]):
+            raise error
+
+    def _remove(self, checkpoints: Sequence[Checkpoint]) -> list[Exception]:
+        failures: list[Exception] = []
+        removed: list[Path] = []
+        if checkpoints:
+            self.fs.sync_directory(self.directory)
+        for checkpoint in checkpoints:
+            first, then = files_of(checkpoint)
+            try:
+                remove_name(self.fs, self.directory / first)
+                removed += (self.directory / name for name in then)
+            except OSError as error:
+                failures.append(error)
+        if removed:
+            self.fs.sync_directory(self.directory)
+        for path in removed:
+            try:
+                remove_name(self.fs, path)
+            except OSError as error:
+                failures.append(error)
+        if removed:
+            self.fs.sync_directory(self.directory)
+        return failures
+
+    def check_not_all(
+        self, checkpoints: Iterable[Checkpoint], present: Iterable[Checkpoint]
+    ) -> None:
+        """Raise UnsafePrune when no countable one of those that are present would stay without these."""
+        going = {checkpoint.name for checkpoint in checkpoints}
+        if going and not any(c.is_countable and c.name not in going for c in present):
+            raise UnsafePrune(
+                "refused: this would remove the last good checkpoint", path=self.directory
+            )
+
+    def write_note(self, path: Path, data: bytes, *, series: str) -> None:
+        """Replace a small file atomically, but without waiting for the disk: it may be lost, never torn."""
+        self._manifests.write(path, data, series=series, mode=0o600, is_durable=False)
+
+    def recover(self, series: str) -> list[str]:
+        """Clean up after dead writers of a series and finish interrupted swaps; the lease must be held.
+
+        Never raises because of what it finds: what cannot be cleaned up stays, and is tried again next time.
+
+        Returns:
+            What was done, one sentence each.
+        """
+        return recover(self._manifests, self.processes, series, now_s=self._clock())
+
+    def recover_from_worker(self, series: str) -> list[str]:
+        """Clean up after a worker process of ours that died in a save; see `recover`."""
+        return self.recover(series)

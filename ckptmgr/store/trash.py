@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trash folder of a directory: dropped checkpoints wait there before they are removed for good.
+
+```
+<directory>/.ckptmgr-trash/20260301T101500.000000Z/net-1_20.ckpt
+                                                   net-1_20.ckpt.manifest.json
+```
+One folder for each prune (a batch). Moving in, in this order: data renamed; both directories synced; manifest renamed; both
+synced. Moving back: manifest, synced; data, synced. So at every instant a checkpoint in the directory is whole, or it is a
+manifest without data, which is a leftover and never listed as a checkpoint. Of a sharded one the manifest is moved in first
+and back last.
+
+The leases of the series must be held. The newest good checkpoint never goes in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from ckptmgr.core.errors import CkptmgrError, StoreLocked, UnsafePrune
+from ckptmgr.core.model import Checkpoint, State
+from ckptmgr.io.filesystem import FileSystem, remove_name
+from ckptmgr.io.signals import signals_held
+from ckptmgr.store.manifest.codec import SUFFIX, files_of, manifest_name
+from ckptmgr.store.store import Store
+from ckptmgr.store.trash_folder import STAMP, TRASH_NAME, batch_folders, held_batch, held_trash
+
+__all__ = [
+    "TRASH_NAME",
+    "Batch",
+    "batches",
+    "discard",
+    "finish",
+    "new_batch_path",
+    "restore",
+    "series_of",
+    "taken_names",
+    "throw_away",
+    "tidy",
+]
+
+
+_CLOCK_SKEW = timedelta(days=1)
+_WITHOUT_DATA = (State.LEFTOVER, State.MISSING)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """What one prune threw away.
+
+    Attributes:
+        path: The folder.
+        thrown_at: When, UTC; from the name of the folder.
+        checkpoints: What lies in it and can be restored, oldest first.
+    """
+
+    path: Path
+    thrown_at: datetime
+    checkpoints: tuple[Checkpoint, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that removing it frees."""
+        return sum(checkpoint.size_bytes for checkpoint in self.checkpoints)
+
+
+def batches(store: Store) -> list[Batch]:
+    """Return the batches in the trash of a directory, oldest first; strangers in the trash are left out."""
+    found = []
+    for path, thrown_at in batch_folders(store.fs, store.directory):
+        with held_batch(store.fs, path):
+            inside = Store(path, fs=store.fs, trust=store.trust).scan()
+        whole = [c for c in inside if c.state not in _WITHOUT_DATA]
+        checkpoints = tuple(sorted(whole, key=lambda c: (c.series, c.order, c.name)))
+        found.append(Batch(path=path, thrown_at=thrown_at, checkpoints=checkpoints))
+    return found
+
+
+def new_batch_path(store: Store, now: datetime) -> Path:
+    """Return the folder for a new batch, later than all others but those of a future day; nothing is created.
+
+    A folder of a far day, which a wrong clock or an attacker made, would keep all later batches beyond their grace time.
+    """
+    found = (thrown_at for _, thrown_at in batch_folders(store.fs, store.directory))
+    latest = max((one for one in found if one - now <= _CLOCK_SKEW), default=None)
+    if latest is not None and now <= latest:
+        now = latest + timedelta(microseconds=1)
+    return store.directory / TRASH_NAME / now.astimezone(UTC).strftime(STAMP)
+
+
+def throw_away(store: Store, checkpoints: Sequence[Checkpoint], into: Path) -> list[Exception]:
+    """Move checkpoints into a batch, durably; return what could not be moved, and go on with the others.
+
+    What is being saved under such a name, or was since it was listed, stays; that is one of the errors.
+
+    Args:
+        store: The directory; the leases of the series are held.
+        checkpoints: What to move.
+        into: The folder of the batch; created when missing.
+
+    Raises:
+        UnsafePrune: It would take the last good checkpoint, or the trash is not a folder of its own.
+        OSError: The folder cannot be created, or the directories cannot be synced.
+    """
+    store.check_not_all(checkpoints, store.scan())
+    _check_trash(store)
+    with (
+        _new_batch(store, into),
+        signals_held(),
+        store.unchanged(checkpoints) as held,
+    ):
+        others = dict(files_of(checkpoint) for checkpoint in held.checkpoints)
+        failures, moved = _move_all(store, list(others), store.directory, into)
+        rest = [name for first in moved for name in others[first]]
+        more, _ = _move_all(store, rest, store.directory, into, may_be_missing=True)
+        return [*held.failures, *failures, *more]
+
+
+@contextlib.contextmanager
+def _new_batch(store: Store, into: Path) -> Iterator[None]:
+    """Make the folder of a batch where it is missing, and hold it."""
+    with store.fs.hold_directory(store.directory):
+        store.fs.make_directory(into.parent, mode=0o700)
+        with held_trash(store.fs, store.directory):
+            store.fs.make_directory(into, mode=0o700)
+            with held_batch(store.fs, into):
+                yield
+
+
+def restore(store: Store, batch: Batch, checkpoints: Sequence[Checkpoint]) -> list[str]:
+    """Move checkpoints of a batch back, durably; return the names that are taken meanwhile and stayed in the trash.
+
+    A name is taken, too, while somebody saves under it.
+
+    Raises:
+        StoreLocked: Another process removes old batches, or restores one; or a lease was lost. Nothing was moved.
+        OSError: From the disk; calling it again goes on where it stopped.
+    """
+    with contextlib.ExitStack() as leases:
+        leases.enter_context(store.lease(TRASH_NAME))
+        leases.enter_context(held_batch(store.fs, batch.path))
+        busy = [c.name for c in checkpoints if not _is_held(store, c, leases)]
+        taken = list(dict.fromkeys(busy + taken_names(store, checkpoints)))
+        others = dict(files_of(c) for c in checkpoints if c.name not in taken)
+        rest = [name for names in others.values() for name in names]
+        store.leases.check_all()
+        for files, may_be_missing in ((rest, True), (list(others), False)):
+            failures, _ = _move_all(
+                store, files, batch.path, store.directory, may_be_missing=may_be_missing
+            )
+            if failures:
+                raise failures[0]
+        return taken
+
+
+def _is_held(store: Store, checkpoint: Checkpoint, leases: contextlib.ExitStack) -> bool:
+    """Return whether we are the only writer of a name from now on."""
+    try:
+        if checkpoint.name != checkpoint.series:
+            leases.enter_context(store.lease(checkpoint.name))
+    except StoreLocked:
+        return False
+    return True
+
+
+def taken_names(store: Store, checkpoints: Sequence[Checkpoint]) -> list[str]:
+    """Return the names of checkpoints that something in the directory has now."""
+    return [
+        c.name for c in checkpoints if store.fs.status(store.directory / files_of(c)[0]) is not None
+    ]
+
+
+def series_of(store: Store, checkpoint: Checkpoint) -> str:
+    """Return the series that a manifest in the directory gives a file, wherever its data is; else what is listed."""
+    try:
+        manifest = store.read_manifest(checkpoint.name)
+    except (CkptmgrError, OSError):
+        manifest = None
+    return checkpoint.series if manifest is None else manifest.series
+
+
+def finish(store: Store, series: str) -> None:
+    """Let manifests of a series follow data that an interrupted `throw_away` moved alone.
+
+    Raises:
+        OSError: From the disk; calling it again goes on.
+    """
+    for checkpoint in store.scan():
+        if checkpoint.state not in _WITHOUT_DATA or series_of(store, checkpoint) != series:
+            continue
+        for batch in batches(store):
+            with held_batch(store.fs, batch.path), contextlib.ExitStack() as leases:
+                if store.fs.status(batch.path / checkpoint.name) is None:
+                    continue
+                if _is_held(store, checkpoint, leases):
+                    _finish(store, checkpoint.name, batch.path)
+            break
+
+
+def _finish(store: Store, data_name: str, into: Path) -> None:
+    if store.fs.status(store.directory / data_name) is not None:
+        return  # somebody saved under that name again, and the manifest is that of the new file
+    store.leases.check_all()
+    failures, _ = _move_all(
+        store, [manifest_name(data_name)], store.directory, into, may_be_missing=True
+    )
+    if failures:
+        raise failures[0]
+
+
+def discard(store: Store, batch: Batch) -> None:
+    """Remove a batch for good: data, then manifests, then the folder, and the trash itself when it is empty.
+
+    Raises:
+        StoreLocked: Somebody restores it, or removes it.
+        OSError: From the disk; calling it again goes on where it stopped.
+    """
+    with store.lease(TRASH_NAME):
+        # Another prune may have been faster.
+        with contextlib.suppress(FileNotFoundError), held_batch(store.fs, batch.path):
+            store.leases.check_all()
+            _remove_files(store.fs, batch.path)
+        tidy(store, batch.path)
+
+
+def _remove_files(fs: FileSystem, folder: Path) -> None:
+    names = sorted(name for name, status in fs.list(folder).items() if status.is_file)
+    for is_manifest in (False, True):
+        chosen = [name for name in names if name.endswith(SUFFIX) is is_manifest]
+        for name in chosen:
+            remove_name(fs, folder / name)
+        if chosen:
+            fs.sync_directory(folder)
+
+
+def tidy(store: Store, folder: Path) -> None:
+    """Remove a batch's folder, and the trash, as far as they are empty."""
+    with store.fs.hold_directory(store.directory), contextlib.suppress(FileNotFoundError):
+        with held_trash(store.fs, store.directory):
+            _remove_empty(store.fs, folder)
+        _remove_empty(store.fs, folder.parent)
+
+
+def _remove_empty(fs: FileSystem, folder: Path) -> None:
+    try:
+        fs.remove_directory(folder)
+    except FileNotFoundError:
+        return  # another prune was faster
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            return
+        raise
+    fs.sync_directory(folder.parent)
+
+
+def _move_all(
+    store: Store, names: Sequence[str], source: Path, target: Path, *, may_be_missing: bool = False
+) -> tuple[list[OSError], list[str]]:
+    """Rename files and sync both directories; return the failures and the names that moved."""
+    failures: list[OSError] = []
+    moved: list[str] = []
+    for name in names:
+        try:
+            store.fs.replace(source / name, target / name)
+            moved.append(name)
+        except FileNotFoundError as error:
+            if not may_be_missing:
+                failures.append(error)
+        except OSError as error:
+            failures.append(error)
+    if moved:
+        # Where they went first: a name that is in both places is better than one that is in neither.
+        store.fs.sync_directory(target)
+        store.fs.sync_directory(source)
+    return failures, moved
+
+
+def _check_trash(store: Store) -> None:
+    status = store.fs.status(store.directory / TRASH_NAME)
+    if status is not None and not status.is_directory:
+        raise UnsafePrune(
+            "is not a directory, so nothing can be put there",
+            path=store.directory / TRASH_NAME,
+            hint="remove it; a trash elsewhere is not supported",
+        )

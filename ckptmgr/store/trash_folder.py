@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trash folder of a directory, and whether a file is in it; `ckptmgr.trash` moves files in and out.
+
+A user who may write to the directory can put a link in the place of the trash. So every function here and in `ckptmgr.trash`
+opens the trash without following a link, and reaches its entries through that descriptor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from ckptmgr.io.filesystem import FileSystem
+
+TRASH_NAME = ".ckptmgr-trash"
+DEFAULT_GRACE = timedelta(hours=24)
+STAMP = "%Y%m%dT%H%M%S.%fZ"
+
+
+@contextlib.contextmanager
+def held_trash(fs: FileSystem, directory: Path) -> Iterator[None]:
+    """Hold a directory and the trash in it.
+
+    Raises:
+        FileNotFoundError: There is no trash.
+        OSError: It is a link, belongs to a stranger, or cannot be opened.
+    """
+    with fs.hold_directory(directory), fs.hold_directory(directory / TRASH_NAME):
+        yield
+
+
+@contextlib.contextmanager
+def held_batch(fs: FileSystem, path: Path) -> Iterator[None]:
+    """Hold the folder of a batch, and those that it is in; errors as of `held_trash`."""
+    with held_trash(fs, path.parent.parent), fs.hold_directory(path):
+        yield
+
+
+def batch_folders(fs: FileSystem, directory: Path) -> list[tuple[Path, datetime]]:
+    """Return the folders of the batches and when they were thrown away, oldest first; strangers are left out."""
+    trash = directory / TRASH_NAME
+    status = fs.status(trash)
+    if status is None or not status.is_directory:
+        return []
+    with held_trash(fs, directory):
+        entries = sorted(fs.list(trash).items())
+    dated = [(trash / name, _time_of(name)) for name, entry in entries if entry.is_directory]
+    return [(path, thrown_at) for path, thrown_at in dated if thrown_at is not None]
+
+
+def may_be_in_trash(fs: FileSystem, directory: Path, name: str) -> bool:
+    """Return whether a file of this name is in the trash, or the trash cannot be read.
+
+    What belongs to such a file is one half of a prune or an undo that was interrupted, so it must stay.
+    """
+    try:
+        return any(_is_in(fs, path, name) for path, _ in batch_folders(fs, directory))
+    except OSError:
+        return True
+
+
+def _is_in(fs: FileSystem, batch: Path, name: str) -> bool:
+    with held_batch(fs, batch):
+        return fs.status(batch / name) is not None
+
+
+def _time_of(name: str) -> datetime | None:
+    try:
+        return datetime.strptime(name, STAMP).replace(tzinfo=UTC)
+    except ValueError:
+        return None

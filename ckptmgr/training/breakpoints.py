@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is saved because training failed: `{prefix}-{epoch}_{step}_breakpoint.ckpt`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.core.handle import SaveStats
+from ckptmgr.core.names import breakpoint_name, step_in_epoch
+from ckptmgr.engine.engine import SaveEngine
+from ckptmgr.observe.observers import Observers
+from ckptmgr.series.writer import SaveFacts
+from ckptmgr.training.callback_names import CallbackSeries
+from ckptmgr.training.callback_values import items_of
+
+
+def save_breakpoint(
+    error: BaseException,
+    params: Any,
+    *,
+    series: CallbackSeries,
+    engine: SaveEngine,
+    observers: Observers,
+    config: CheckpointConfig,
+    steps_before_epoch: int,
+) -> None:
+    """Save, whatever happens; what goes wrong is noted on the error that stopped the training, and never replaces it.
+
+    Args:
+        error: What stopped it.
+        params: The callback parameters.
+        series: Where to.
+        engine: Saves in the background, which come first.
+        observers: Hear of it.
+        config: Says what there is to save.
+        steps_before_epoch: Global step at which the present epoch began.
+    """
+    try:
+        engine.wait()
+    except Exception as failure:
+        error.add_note(f"ckptmgr: a save in the background failed: {failure}")
+    try:
+        step, epoch = int(params.cur_step_num), int(params.cur_epoch_num)
+        writer, prefix = series.for_breakpoint()
+        position = 0
+        if step > steps_before_epoch:
+            position = step_in_epoch(step, int(params.batch_num))
+        name = breakpoint_name(prefix, epoch, step_in_epoch=position)
+        facts = SaveFacts(step=step, epoch=epoch, why=f"exception: {type(error).__name__}")
+        options = replace(writer.options, format="ckpt")
+        with observers.watch(series=prefix, step=step, why=facts.why) as watch:
+            items = items_of(params, config, step=step, epoch=epoch)
+            saved = writer.save(name, items, facts, options=options)
+            watch.costs(SaveStats(size_bytes=saved.size_bytes))
+            watch.durable(saved.path)
+    except Exception as failure:
+        error.add_note(f"ckptmgr: the breakpoint checkpoint could not be saved: {failure}")

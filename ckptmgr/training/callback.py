@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`ModelCheckpoint`: MindSpore's callback for any training loop.
+
+It takes any run context whose `original_args()` has `cur_step_num`, `cur_epoch_num`, `batch_num` and `train_network` (a
+mapping of names to arrays, an object with `state_dict()`, or a MindSpore Cell). File names, triggers and what is kept are
+MindSpore's; the order of work is not: a file is removed only after its successor is durable, a failed save is not marked as
+done, and only files this run wrote (or the run it was resumed from) are ever removed.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+from ckptmgr.config.config import CheckpointConfig, check_config, trust_of
+from ckptmgr.core.handle import SaveHandle
+from ckptmgr.core.model import Checkpoint
+from ckptmgr.files.save.saver import Publish
+from ckptmgr.formats.tensor import Item
+from ckptmgr.io.filesystem import FileSystem
+from ckptmgr.io.leases import Processes
+from ckptmgr.observe.observers import Observer, Observers, SaveWatch, about
+from ckptmgr.parallel.coordinator import Coordinator
+from ckptmgr.parallel.dedup import Balance
+from ckptmgr.parallel.layout import ParallelLayout
+from ckptmgr.parallel.rank_policy import for_all_ranks
+from ckptmgr.parallel.slicer import tensor_specs
+from ckptmgr.parallel.team import team_for
+from ckptmgr.policy.save import LastSave, decide_at_end
+from ckptmgr.series.candidates import notes_of
+from ckptmgr.series.writer import SaveFacts
+from ckptmgr.state.arrays import named_tensors
+from ckptmgr.training.breakpoints import save_breakpoint
+from ckptmgr.training.callback_names import CallbackSeries, GivenNames, Target
+from ckptmgr.training.callback_values import RunContext, items_of, metrics_of
+from ckptmgr.training.forecast import Forecaster, size_of
+from ckptmgr.training.parts import RunParts
+from ckptmgr.training.progress import Progress
+from ckptmgr.training.resume import Resumed, resume_values
+from ckptmgr.training.training_hooks import TrainingHooks
+
+__all__ = ["ModelCheckpoint", "Resumed", "RunContext"]
+
+
+class ModelCheckpoint(TrainingHooks):
+    """Save checkpoints from a training loop.
+
+    Args:
+        prefix: Start of the file names, or a function of the callback parameters that returns the whole name.
+        directory: Where to save; created if missing. Or a function of the callback parameters. Default: the working directory.
+        config: When and how to save, what to keep.
+        observe: A function, or several, that take an `Event` of `ckptmgr.observe`.
+        coordinator: The ranks that save together, as for `CheckpointManager`: `{prefix}-{epoch}_{step}.shards`. They meet for
+            the first time when training begins, or resumes; then rank 0 also tells which prefix is free.
+        layout: Name of a parameter to how it is cut over the ranks; the network holds their slices.
+        rank_timeout_s, keep_redundancy, balance: As for `CheckpointManager`.
+        clock: Seconds since the epoch.
+        fs: The disk.
+        processes: Tells dead writers from live ones.
+
+    Raises:
+        ValueError, TypeError, NotADirectoryError: An argument is unusable; messages as MindSpore's.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Return an instance that MindSpore accepts as one of its callbacks when MindSpore is in use."""
+        if "mindspore" in sys.modules:
+            from ckptmgr.files.load.mindspore_cell import callback_class
+
+            adapter: type[Self] = callback_class(cls)
+            return super().__new__(adapter)
+        return super().__new__(cls)
+
+    def __init__(
+        self,
+        prefix: str | Callable[[Any], str] = "CKP",
+        directory: str | Callable[[Any], str] | None = None,
+        config: CheckpointConfig | None = None,
+        *,
+        observe: Observer | Iterable[Observer] | None = None,
+        coordinator: Coordinator | None = None,
+        rank_timeout_s: float = 600.0,
+        layout: Mapping[str, ParallelLayout] | None = None,
+        keep_redundancy: int = 1,
+        balance: Balance = "bytes",
+        clock: Callable[[], float] = time.time,
+        fs: FileSystem | None = None,
+        processes: Processes | None = None,
+    ) -> None:
+        super().__init__()
+        given = GivenNames.checked(prefix, directory)
+        self._config = check_config(config)
+        self._observers = Observers(observe)
+        self._clock = clock
+        self._team = team_for(
+            self._config,
+            coordinator=coordinator,
+            timeout_s=rank_timeout_s,
+            layout=layout,
+            keep_redundancy=keep_redundancy,
+            balance=balance,
+        )
+        self._policy = for_all_ranks(
+            self._config.save_policy(), coordinator, timeout_s=rank_timeout_s
+        )
+        if self._team.is_many:
+            tensor_specs(named_tensors(self._config.append_dict or {}))
+        self._parts = RunParts(
+            config=self._config,
+            trust=trust_of(self._config),
+            team=self._team,
+            clock=clock,
+            observers=self._observers,
+            fs=fs,
+            processes=processes,
+        )
+        self._engine = self._parts.engine(has_before_update=False)
+        self._series = CallbackSeries(given, self._parts)
+        self._progress = Progress(LastSave(step=0, at=clock()))
+        self._forecaster = Forecaster(self._config, self._observers)
+        self._params: Any = None
+        self._steps_before_epoch = 0
+
+    @property
+    def latest_ckpt_file_name(self) -> str:
+        """Path of the newest durable checkpoint of this run, or an empty string."""
+        return self._progress.latest_path
+
+    def begin(self, run_context: RunContext) -> None:
+        """Note the run context, and warn when disk or memory will not do; called once before training.
+
+        Raises:
+            RankFailed, RanksMissing: The ranks could not agree on a prefix.
+        """
+        self._params = run_context.original_args()
+        self._series.settle()
+        if self._series.given.is_fixed and self._policy.is_active:
+            self._forecaster.before_run(
+                self._series.writer,
+                lambda: size_of(items_of(self._params, self._config, step=0, epoch=0)),
+            )
+
+    def epoch_begin(self, run_context: RunContext) -> None:
+        """Note the run context."""
+        self._params = run_context.original_args()
+        self._steps_before_epoch = int(self._params.cur_step_num)
+
+    def step_begin(self, run_context: RunContext) -> None:
+        """Note the run context."""
+        self._params = run_context.original_args()
+
+    def step_end(self, run_context: RunContext) -> None:
+        """Save if the policy says so; called after every step.
+
+        Raises:
+            CkptmgrError, OSError: The save failed, or an earlier one in the background; the earlier checkpoints are
+                intact and the next step tries again.
+        """
+        self._params = run_context.original_args()
+        self._engine.check()
+        self._save_if_due(self._params, is_end=False)
+
+    def epoch_end(self, run_context: RunContext) -> None:
+        """Note the run context."""
+        self._params = run_context.original_args()
+
+    def end(self, run_context: RunContext) -> None:
+        """Save the last step unless it was saved already, and wait for the disk; called once after training.
+
+        Raises:
+            CkptmgrError, OSError: A save failed, this one or an earlier one in the background.
+        """
+        self._params = run_context.original_args()
+        try:
+            self._engine.wait()
+        finally:  # the last step is saved even if the one before it could not be
+            try:
+                self._save_if_due(self._params, is_end=True)
+            finally:
+                self.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None and self._config.exception_save and self._params is not None:
+            save_breakpoint(
+                error,
+                self._params,
+                series=self._series,
+                engine=self._engine,
+                observers=self._observers,
+                config=self._config,
+                steps_before_epoch=self._steps_before_epoch,
+            )
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            error.add_note(f"ckptmgr: a save in the background failed: {failure}")
+
+    def close(self) -> None:
+        """Wait for what is in flight, and let other processes write this series. Saving again takes it back.
+
+        Raises:
+            CkptmgrError, OSError: The failure of a background save that nobody has fetched.
+        """
+        try:
+            self._engine.close()
+        finally:
+            if not self._engine.is_busy:  # Ctrl-C does not stop a save, which needs the lease
+                self._series.close()
+
+    def resume(self) -> Resumed | None:
+        """Return the newest checkpoint of this prefix in the directory that really loads, or None.
+
+        Runs of the same prefix count (`net`, `net_1`, ...). Damaged files are skipped. From then on this run continues
+        that one: its checkpoints count for the keep policy, and it is itself never removed. Many ranks all take the same.
+
+        Raises:
+            KeyProblem: There are checkpoints, but none opens with the key of the configuration.
+            ResumeFailed, RanksMissing: Another rank cannot resume, or did not come.
+        """
+        self._series.settle()
+        writer = self._series.writer
+        with self._observers.timed("resume", series=writer.series) as told:
+            self._engine.wait_until_idle()
+            found = resume_values(
+                writer, self._parts.reader(writer), prefix=self._series.given.prefix
+            )
+            if found.newest is not None:
+                told |= about(found.newest[0])
+            told["figures"] = {"skipped": len(found.skipped)}
+            doubts = () if found.doubt is None else (found.doubt,)
+            told["notes"] = (*notes_of(found.skipped), *doubts)
+        if found.newest is None:
+            return None
+        checkpoint, (values, kept) = found.newest
+        return Resumed(
+            checkpoint=checkpoint,
+            values=values,
+            skipped=found.skipped,
+            kept=kept,
+            doubt=found.doubt,
+        )
+
+    def _save_if_due(self, params: Any, *, is_end: bool) -> None:
+        step, now = int(params.cur_step_num), self._clock()
+        self._series.settle()
+        target = self._series.at(params)
+        decision = (
+            decide_at_end(self._policy, step, last=self._progress.last)
+            if is_end
+            else self._policy.decide(step, now, self._progress.last)
+        )
+        if not decision.is_due:
+            return
+        if self._config.remove_redundancy and not self._team.is_many:
+            # MindSpore raises this only after it has deleted an older checkpoint.
+            raise TypeError(
+                "The deduplication feature for saving checkpoint can only be used in parallel scenarios, "
+                "but got 'stand_alone'."
+            )
+        facts = SaveFacts(
+            step=step,
+            at=now,
+            epoch=int(params.cur_epoch_num),
+            why="end" if is_end else "policy",
+            metrics=metrics_of(params),
+        )
+        with self._observers.watch(series=target.prefix, step=step, why=facts.why) as watch:
+            handle = self._save(target, params, facts, watch)
+        if handle is not None:
+            self._progress.note(handle, LastSave(step=step, at=now))
+            self._forecaster.after_save(handle, now)
+
+    def _save(
+        self, target: Target, params: Any, facts: SaveFacts, watch: SaveWatch
+    ) -> SaveHandle | None:
+        writer, name_for = target.writer, target.name_for(params)
+        metadata: dict[str, str] = {}
+
+        def save(items: Sequence[Item], publish: Publish) -> Checkpoint:
+            checkpoint = writer.save_next(
+                name_for, items, facts, metadata=metadata or None, publish=publish
+            )
+            watch.durable(checkpoint.path)
+            if target.is_numbered:
+                writer.retain(self._config.retention_policy())
+            return checkpoint
+
+        writer.prepare()
+        try:
+            items = items_of(params, self._config, step=facts.step, epoch=facts.epoch or 0)
+            if self._team.slicer is not None:
+                metadata |= self._team.slicer.metadata_of(items)
+        except Exception as error:
+            if not self._team.is_many:
+                raise
+            return self._engine.refuse(error, save, watch=watch)
+        return self._engine.run(writer.store, items, save, watch=watch)

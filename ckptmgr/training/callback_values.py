@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training loop tells a callback: where it is, what there is to save, and how good it is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.files.serialization import join_items
+from ckptmgr.formats.tensor import Item
+from ckptmgr.state.arrays import named_tensors
+
+_LOG = logging.getLogger(__name__)
+
+
+class RunContext(Protocol):
+    """What a training loop hands to a callback."""
+
+    def original_args(self) -> Any:
+        """Return an object with `cur_step_num`, `cur_epoch_num`, `batch_num` and `train_network`."""
+        ...
+
+
+def items_of(params: Any, config: CheckpointConfig, *, step: int, epoch: int) -> list[Item]:
+    """Return what there is to save: the network, and what the configuration appends.
+
+    Raises:
+        TypeError, UnsupportedState: It cannot be saved.
+    """
+    network = config.saved_network
+    items = named_tensors(params.train_network if network is None else network)
+    append = config.append_values(epoch, step=step)
+    return join_items(items, named_tensors(append or {}))
+
+
+def metrics_of(params: Any) -> dict[str, float]:
+    """Return the metrics that are numbers; others are warned of."""
+    # MindSpore's parameters are a dictionary whose missing attributes are KeyErrors.
+    found = (
+        params.get("metrics") if isinstance(params, Mapping) else getattr(params, "metrics", None)
+    )
+    numbers: dict[str, float] = {}
+    for name, value in found.items() if isinstance(found, Mapping) else ():
+        try:
+            numbers[str(name)] = float(value)
+        except (TypeError, ValueError, OverflowError):
+            # A loop may keep arrays and tables there; a save does not fail for what cannot be ranked.
+            _LOG.warning("the metric %r is no number and is not noted", name)
+    return numbers

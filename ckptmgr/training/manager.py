@@ -1,0 +1,302 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`CheckpointManager`: the explicit API for any training loop.
+
+```
+with CheckpointManager("runs/digits", CheckpointConfig(save_checkpoint_steps=100), prefix="digits") as manager:
+    start = manager.resume(state)              # restores into `state`, or starts at step 0
+    for step in range(start.step + 1, 1001):
+        train_one_step(state)
+        manager.step_end(step, state, metrics={"loss": loss})
+```
+
+* `state` is any nesting of dicts, lists, numbers, arrays, random number generators and objects with `state_dict()`.
+* A returned save survives a power cut. A failed one raises, leaves the earlier checkpoints intact, and is due again.
+* `resume` walks from the newest to the oldest checkpoint, verifies each, and says what it skipped and why.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Literal, Self
+
+from ckptmgr.config.config import CheckpointConfig, check_config, trust_of
+from ckptmgr.core.arguments import (
+    checked_count,
+    checked_epoch,
+    checked_interval,
+    checked_metrics,
+    given_state,
+    is_function,
+)
+from ckptmgr.core.handle import SaveHandle
+from ckptmgr.core.names import check_directory, check_prefix
+from ckptmgr.crypto.keys.signing import PublicKey
+from ckptmgr.files.load.state import as_held_here
+from ckptmgr.io.filesystem import FileSystem
+from ckptmgr.io.leases import Processes
+from ckptmgr.observe.observers import Observer, Observers, about
+from ckptmgr.parallel.coordinator import Coordinator
+from ckptmgr.parallel.dedup import Balance
+from ckptmgr.parallel.layout import ParallelLayout
+from ckptmgr.parallel.rank_policy import for_all_ranks
+from ckptmgr.parallel.team import team_for
+from ckptmgr.policy.save import SavePolicy, decide_at_end, decide_at_step
+from ckptmgr.series.candidates import notes_of
+from ckptmgr.state import tree
+from ckptmgr.training.history import UnsavedStep
+from ckptmgr.training.parts import RunParts
+from ckptmgr.training.resume import resume_state, start_anew
+from ckptmgr.training.resumption import Resumption
+from ckptmgr.training.rollback import go_back
+from ckptmgr.training.saving import SavingSeries
+
+__all__ = ["CheckpointManager", "Resumption"]
+
+
+class CheckpointManager(SavingSeries):
+    """Saves, keeps, proves and restores the checkpoints of one training run.
+
+    Args:
+        directory: Where the checkpoints lie; created on the first save.
+        config: When and how to save, what to keep; the same as for `ModelCheckpoint`.
+        prefix: Name of the series; files are called `<prefix>-<step>.<format>`.
+        save_policy: Instead of the configuration's steps and seconds.
+        clock: Seconds since the epoch; stamps checkpoints and decides about seconds and ages.
+        allow_unsealed: With a key, also take files that are encrypted under it, but not proven as a whole (MindSpore's own).
+        allow_unencrypted: With a key or trusted keys, also take plain files.
+        trusted_keys: Public keys, or their files in PEM: checkpoints whose manifest none of them signed are not resumed from.
+            That of the configuration's `signing_key` is always one of them.
+        snapshot_steps: Every so many steps `step_end` also copies the state into memory, for `rollback`; None for never.
+        snapshots: How many such copies are kept; `memory.snapshot_budget_bytes` bounds them, too.
+        observe: A function, or several, that take an `Event` of `ckptmgr.observe`.
+        coordinator: The ranks that save together, each its own state; they make the same calls in the same order. Rank 0
+            removes and pins. What they save, other numbers of ranks resume: see `docs/sharded-checkpoints.md`.
+        rank_timeout_s: How long the ranks wait for each other, and how long a save of all may take.
+        layout: Name of a tensor, such as `model/weight`, to how it is cut over the ranks; the state holds their slices.
+            DTensors say so themselves.
+        keep_redundancy: With `remove_redundancy`: copies to keep of what several ranks have.
+        balance: With `remove_redundancy`: `bytes` evens out what the ranks write; `round_robin` deals out whole tensors by
+            name, as MindSpore does.
+        fs: The disk.
+        processes: Tells dead writers from live ones.
+
+    Raises:
+        TypeError, ValueError, NotADirectoryError: An argument is unusable.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        config: CheckpointConfig | None = None,
+        *,
+        prefix: str = "ckpt",
+        save_policy: SavePolicy | None = None,
+        clock: Callable[[], float] = time.time,
+        allow_unsealed: bool = False,
+        allow_unencrypted: bool = False,
+        trusted_keys: Iterable[str | os.PathLike[str] | PublicKey] = (),
+        snapshot_steps: int | None = None,
+        snapshots: int = 2,
+        observe: Observer | Iterable[Observer] | None = None,
+        coordinator: Coordinator | None = None,
+        rank_timeout_s: float = 600.0,
+        layout: Mapping[str, ParallelLayout] | None = None,
+        keep_redundancy: int = 1,
+        balance: Balance = "bytes",
+        fs: FileSystem | None = None,
+        processes: Processes | None = None,
+    ) -> None:
+        if callable(check_prefix(prefix)):
+            raise TypeError("the prefix of a CheckpointManager is a string")
+        place, checked = check_directory(directory), check_config(config)
+        team = team_for(
+            checked,
+            coordinator=coordinator,
+            timeout_s=rank_timeout_s,
+            layout=layout,
+            keep_redundancy=keep_redundancy,
+            balance=balance,
+        )
+        policy = save_policy if save_policy is not None else checked.save_policy()
+        self._policy = for_all_ranks(policy, coordinator, timeout_s=rank_timeout_s)
+        parts = RunParts(
+            config=checked,
+            trust=trust_of(
+                checked,
+                trusted_keys=trusted_keys,
+                allow_unsealed=allow_unsealed,
+                allow_unencrypted=allow_unencrypted,
+            ),
+            team=team,
+            clock=clock,
+            observers=Observers(observe),
+            fs=fs,
+            processes=processes,
+        )
+        super().__init__(place, prefix, parts, snapshots=checked_interval("snapshots", snapshots))
+        self._snapshot_steps = (
+            None if snapshot_steps is None else checked_interval("snapshot_steps", snapshot_steps)
+        )
+
+    def resume(
+        self, state: object = None, *, start: Literal["newest", "new"] = "newest"
+    ) -> Resumption:
+        """Restore the newest checkpoint that verifies and loads.
+
+        Arrays of `state` that can take their content from the file do so, without a second copy in memory. Every byte is
+        verified before the first one of them is written: damaged checkpoints change nothing, also when none loads.
+
+        In the middle of a run it starts again from there: the steps after the checkpoint, and their snapshots, are forgotten,
+        and nothing is saved on leaving until another step has ended.
+
+        Args:
+            state: The state to restore into, built as for a fresh start; None gives the stored state as new objects.
+            start: `newest`, or `new` to start at step 0 although there are checkpoints; those stay, and count as of another
+                run.
+
+        Raises:
+            ValueError: `start` is neither.
+            UnprovenCheckpoint: With a key or trusted keys, files of the series are here without manifests, and nothing else.
+            StateMismatch: A whole checkpoint does not fit `state`; names every difference. Nothing was changed.
+            ResumeFailed: Another rank cannot resume; names it and its error. Nothing was changed.
+            RanksMissing: Other ranks did not come in time. Nothing was changed.
+            CorruptCheckpoint, OSError: The file changed, or could no longer be read, after it was verified. `state` is then
+                partly overwritten.
+            KeyProblem: There are checkpoints, but none opens with this key.
+            StoreLocked: Another live process writes this series.
+        """
+        if start not in ("newest", "new"):
+            raise ValueError(f"start must be 'newest' or 'new', but got {start!r}")
+        with self._observers.timed("resume", series=self.prefix) as told:
+            self._engine.wait_until_idle()  # going back: what is in flight would be newer
+            if start == "new":
+                found = start_anew(state, writer=self._writer, past=self._past)
+            else:
+                found = resume_state(
+                    state, writer=self._writer, reader=self._reader, past=self._past
+                )
+            if found.checkpoint is not None:
+                told |= about(found.checkpoint)
+            told["figures"] = {"skipped": len(found.skipped), "starts": found.starts}
+            doubts = () if found.doubt is None else (found.doubt,)
+            told["notes"] = (*notes_of(found.skipped), *doubts)
+        return found
+
+    def step_end(
+        self,
+        step: int,
+        state: object,
+        *,
+        epoch: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> SaveHandle | None:
+        """Save if the policy says so; call it after every step.
+
+        Args:
+            step: Global step, from 1.
+            state: The state, or a function that returns it (called only when it is saved or copied).
+            epoch: Epoch number.
+            metrics: Name to value, for `best(...)`.
+
+        Returns:
+            The handle of the save, or None when none was due.
+
+        Raises:
+            BaseException: An earlier save failed in the background; it is raised once.
+        """
+        self._past.unsaved = UnsavedStep(step, state, epoch, metrics)
+        self._past.seen_step = step
+        self._engine.check()
+        if self._policy.is_active and not is_function(state):
+            self._forecaster.before_run(
+                self._writer, lambda: tree.flatten(state, self._team.slicer).size_bytes
+            )
+        if self._snapshot_steps is not None and step % self._snapshot_steps == 0:
+            self.snapshot(step, state, epoch=epoch, metrics=metrics)
+        last = self._past.progress.last
+        if not decide_at_step(self._policy, step, self._clock(), last=last).is_due:
+            return None
+        return self.save(step, state, epoch=epoch, metrics=metrics, why="policy")
+
+    def snapshot(
+        self,
+        step: int,
+        state: object,
+        *,
+        epoch: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+    ) -> bool:
+        """Copy the state into memory, for `rollback`; return whether there was room.
+
+        A snapshot is gone when the process is; what must survive is saved.
+        """
+        step, epoch = checked_count("step", step), checked_epoch(epoch)
+        self._past.saw(step)
+        flat = as_held_here(tree.flatten(given_state(state), self._team.slicer))
+        return self._past.recent.put(step, flat, epoch=epoch, metrics=checked_metrics(metrics))
+
+    def rollback(self, state: object = None, *, steps_back: int = 1) -> Resumption:
+        """Go back to the newest state that is at least `steps_back` steps old: from memory, else from disk.
+
+        What it gives up, no later rollback returns. When that includes saves, the next `step_end` saves, unless the policy
+        never does: a crash before that would resume from what was given up.
+
+        With a coordinator all ranks call it, and go back to the same step: one that all of them have in memory, or all load.
+
+        Args:
+            state: The state to restore into, or None for new objects.
+            steps_back: How far, counted from the last step seen by `step_end`, `save` or `snapshot`.
+
+        Raises:
+            CheckpointNotFound: Neither memory nor disk has a state that old. Nothing was changed.
+            StateMismatch: It does not fit `state`. Nothing was changed.
+            ResumeFailed, RanksMissing, RanksOutOfStep: The ranks cannot go back together. Nothing was changed.
+        """
+        past = self._past
+        target = past.seen_step - steps_back
+        self._engine.wait_until_idle()
+        found = go_back(
+            target,
+            state,
+            recent=past.recent,
+            reader=self._reader,
+            writer=self._writer,
+            given_up=past.given_up,
+        )
+        past.go_back(found.step, self.checkpoints())
+        return found
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Save the last step unless it is saved already or training failed; then wait and give the lease back."""
+        if error is None:
+            try:
+                self._engine.wait()
+            finally:  # the last step is saved even if the one before it could not be
+                try:
+                    self._save_last_step()
+                finally:
+                    self.close()
+            return
+        try:
+            self.close()
+        except Exception as failure:
+            error.add_note(f"ckptmgr: a save in the background failed: {failure}")
+
+    def _save_last_step(self) -> None:
+        past = self._past
+        unsaved, past.unsaved = past.unsaved, None
+        last = past.progress.last
+        if unsaved is not None and decide_at_end(self._policy, past.seen_step, last=last).is_due:
+            step, state, epoch, metrics = unsaved
+            self.save(step, state, epoch=epoch, metrics=metrics, why="end")

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run consists of, be it driven by a manager or by a callback, by one process or by many ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.core.trust import Trust
+from ckptmgr.engine.engine import SaveEngine, engine_for
+from ckptmgr.files.load.values import ReadOptions
+from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.io.filesystem import FileSystem
+from ckptmgr.io.leases import Processes
+from ckptmgr.observe.observers import Observers
+from ckptmgr.parallel.rank_writer import RankWriter
+from ckptmgr.parallel.shard_store import ShardStore
+from ckptmgr.parallel.team import Team
+from ckptmgr.series.reader import SeriesReader
+from ckptmgr.series.writer import SeriesWriter
+from ckptmgr.store.name_limits import check_name_lengths
+from ckptmgr.store.store import Store
+
+_Store = TypeVar("_Store", bound=Store)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunParts:
+    """Makes the parts of a run.
+
+    Attributes:
+        config: How to save.
+        trust: Which keys prove and sign its checkpoints; see `trust_of`.
+        team: Who saves together.
+        clock: Seconds since the epoch.
+        observers: Hear what happens.
+        fs: The disk, or None for the real one.
+        processes: Tells dead writers from live ones; None for those of this system.
+    """
+
+    config: CheckpointConfig
+    trust: Trust
+    team: Team
+    clock: Callable[[], float]
+    observers: Observers
+    fs: FileSystem | None = None
+    processes: Processes | None = None
+
+    @property
+    def options(self) -> SaveOptions:
+        """How files are written."""
+        return SaveOptions(
+            format=self.config.format,
+            key=self.config.keys,
+            mode=self.config.enc_mode,
+            has_crc=self.config.crc_check,
+            compression_level=self.config.compression_level,
+            verify_after_write=self.config.verify_after_write,
+        )
+
+    def writer(self, directory: Path, series: str, *, has_epochs: bool = False) -> SeriesWriter:
+        """Return the writer of a series in a directory; nothing is changed there yet.
+
+        Args:
+            directory: The directory.
+            series: Name of the series.
+            has_epochs: Whether the names of its files tell an epoch.
+
+        Raises:
+            ValueError: The name is too long for the file system.
+        """
+        check_name_lengths(
+            directory,
+            series,
+            extension=self.options.extension,
+            has_epochs=has_epochs,
+            world=None if self.team.coordinator is None else self.team.coordinator.world,
+        )
+        ranks, options, clock = self.team.coordinator, self.options, self.clock
+        if ranks is None:
+            store = self._made(Store, directory)
+            return SeriesWriter(
+                store, series, options=options, clock=clock, observers=self.observers
+            )
+        return RankWriter(
+            self._made(partial(ShardStore, clock=clock), directory),
+            series,
+            coordinator=ranks,
+            timeout_s=self.team.timeout_s,
+            options=options,
+            clock=clock,
+            observers=self.observers,
+            sharing=self.team.sharing,
+        )
+
+    def _made(self, make: Callable[..., _Store], directory: Path) -> _Store:
+        return make(
+            directory,
+            fs=self.fs,
+            trust=self.trust,
+            processes=self.processes,
+        )
+
+    def reader(self, writer: SeriesWriter) -> SeriesReader:
+        """Return what looks up and reads the checkpoints of a series."""
+        ranks = self.team.coordinator
+        options = ReadOptions(
+            trust=self.trust,
+            rank=None if ranks is None else ranks.rank,
+            world=1 if ranks is None else ranks.world,
+        )
+        return SeriesReader(writer.store, writer.series, options=options, slicer=self.team.slicer)
+
+    def engine(self, *, has_before_update: bool) -> SaveEngine:
+        """Return what runs the saves; raises as `engine_for`."""
+        return engine_for(
+            self.config, has_before_update=has_before_update, has_peers=self.team.is_many
+        )

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The way back to an earlier state: the newer one of what is in memory and what is on disk."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from itertools import takewhile
+from pathlib import Path
+
+from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError
+from ckptmgr.core.model import Checkpoint, State
+from ckptmgr.engine.recent_states import RecentState, RecentStates
+from ckptmgr.files.load.state import compared
+from ckptmgr.io.passing_errors import may_be_whole
+from ckptmgr.parallel.coordinator import RanksMissing, RanksOutOfStep
+from ckptmgr.parallel.rank_errors import ResumeFailed
+from ckptmgr.series.candidates import Skipped, doubt_of, newest_first
+from ckptmgr.series.reader import SeriesReader
+from ckptmgr.series.writer import SeriesWriter
+from ckptmgr.training.resumption import Resumption
+
+_LOG = logging.getLogger(__name__)
+
+
+def go_back(
+    target: int,
+    state: object,
+    *,
+    recent: RecentStates,
+    reader: SeriesReader,
+    writer: SeriesWriter,
+    given_up: Collection[Path] = (),
+) -> Resumption:
+    """Restore the newest state of step `target` or before.
+
+    Args:
+        target: The step.
+        state: The state to restore into, or None for new objects.
+        recent: What is in memory.
+        reader: What is on disk.
+        writer: Of the series; with many ranks, what they agree with.
+        given_up: Checkpoints that earlier rollbacks went back behind; they are left alone.
+
+    Raises:
+        CheckpointNotFound: Neither has a state that old. Nothing was changed.
+        StateMismatch: It does not fit `state`. Nothing was changed.
+        ResumeFailed: What another rank has does not fit its state. Nothing was changed.
+        RanksMissing, RanksOutOfStep: Other ranks did not come, or go back elsewhere. Nothing was changed.
+    """
+    held = recent.newest_of(writer.held_by_all(target, recent.steps))
+
+    def scan() -> list[Checkpoint]:
+        on_disk = [c for c in reader.checkpoints() if c.step <= target and c.path not in given_up]
+        return _worth_loading(newest_first(on_disk), held)
+
+    skipped: list[Skipped] = []
+    try:
+        checkpoint, loaded, skipped = writer.first_that_loads(scan, lambda c: reader.read(c, state))
+    except (CkptmgrError, OSError) as error:
+        # Ranks that did not hear each other would go to different steps; and a newer one may be whole.
+        is_open = may_be_whole(error) or (isinstance(error, ResumeFailed) and error.may_be_whole)
+        if held is None or is_open or isinstance(error, (RanksMissing, RanksOutOfStep)):
+            raise
+        _LOG.warning(
+            "going back to step %d in memory, as no newer checkpoint loads: %s", held.step, error
+        )
+    else:
+        if checkpoint is not None and loaded is not None:
+            restored = writer.agreed(lambda: loaded.compared(state))()
+            return Resumption.at(
+                checkpoint, restored, skipped=skipped, kept=loaded.kept, doubt=doubt_of(skipped)
+            )
+    if held is None:
+        raise CheckpointNotFound(
+            f"no state of step {target} or before: in memory are {recent.steps}, on disk nothing that loads",
+            path=reader.directory,
+        )
+    restored = writer.agreed(lambda: compared(state, held.skeleton, held.read))()
+    return _from_memory(held, restored, skipped)
+
+
+def _from_memory(held: RecentState, restored: object, skipped: list[Skipped]) -> Resumption:
+    return Resumption(
+        step=held.step,
+        epoch=held.epoch,
+        state=restored,
+        metrics=held.metrics,
+        skipped=tuple(skipped),
+        doubt=doubt_of(skipped),
+    )
+
+
+def _worth_loading(candidates: list[Checkpoint], held: RecentState | None) -> list[Checkpoint]:
+    """Return the candidates before the first one that what is in memory is as new as."""
+    if held is None:
+        return candidates
+    step = held.step
+    # The step and the place of what is damaged or not proven say nothing: newer ones may follow.
+    passed = (State.CORRUPT, State.MISSING)
+    return list(
+        takewhile(lambda c: c.state in passed or c.is_unproven or c.step > step, candidates)
+    )

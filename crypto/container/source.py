@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plaintext of a container as a source: random access, and nothing unverified ever comes out.
+
+* A segment is read, authenticated and decrypted in one step, from the same bytes in memory.
+* Where each segment lies follows from the authenticated header, so nothing that is read says where to read next.
+* A buffer that covers a whole segment is decrypted into directly; other reads go through a small recycled cache.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from ..errors import TamperedError, TruncatedCiphertextError
+from ..mindspore.reader import buffers_for
+from ..slots import Identity
+from ..source import Source, is_far
+from .header import Content
+from .unlock import CopyState, UnlockedContainer, unlock
+from .writer import plaintext_range, segment_range
+
+_CACHED_SEGMENTS = 2
+
+
+def open_container(source: Source, identities: Sequence[Identity]) -> ContainerSource:
+    """Open the container in `source`.
+
+    Args:
+        source: The encrypted bytes.
+        identities: Who tries to open it.
+
+    Raises:
+        DecryptionError: It is for another key, a passphrase is wrong, or it is no container.
+        TamperedError: The key fits, and the header, the slot or the start of the payload was changed.
+        TruncatedCiphertextError: The file ends too early.
+        UnsupportedSuiteError: A newer version wrote it, or a slot asks for more than is accepted.
+    """
+    container = ContainerSource(source, unlock(source, identities))
+    if container.size == 0:
+        container.check_empty()
+    return container
+
+
+class ContainerSource:
+    """The decrypted bytes of a container. Made by `open_container`; safe to read from several threads.
+
+    Attributes:
+        unlocked: Its header, for rewriting it; holds the data key.
+    """
+
+    def __init__(self, source: Source, unlocked: UnlockedContainer) -> None:
+        self._source = source
+        self.unlocked = unlocked
+        self._fixed = unlocked.header.fixed.laid_out(source.size)
+        self._message = unlocked.message
+        self._full = self._fixed.parameters.plaintext_bytes
+        largest = min(self._fixed.segment_bytes, self._fixed.file_size)
+        self._buffers = buffers_for(largest)
+        self._cache: OrderedDict[int, memoryview] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def size(self) -> int:
+        """Bytes of the plaintext."""
+        return self._fixed.plaintext_size
+
+    @property
+    def mode(self) -> str:
+        """The cipher mode."""
+        return self._fixed.suite.mode
+
+    @property
+    def content(self) -> Content:
+        """What the plaintext is."""
+        return self._fixed.content
+
+    @property
+    def file_id(self) -> bytes:
+        """16 bytes that name this file."""
+        return self._fixed.file_id
+
+    @property
+    def block_count(self) -> int:
+        """The number of segments."""
+        return self._fixed.segment_count
+
+    @property
+    def block_bytes(self) -> int:
+        """Plaintext bytes of every segment but the last: the best unit to read in."""
+        return self._full
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the file before the first segment: headers and the start of the payload."""
+        return self._fixed.segments_offset
+
+    @property
+    def needs_repair(self) -> bool:
+        """Whether one header copy is damaged or outdated; the file opens from the other."""
+        return any(state is not CopyState.CURRENT for state in self.unlocked.states)
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the plaintext from `offset` on.
+
+        Raises:
+            TruncatedCiphertextError: The range reaches past the end.
+            TamperedError: A segment is not the one that belongs there.
+        """
+        if offset < 0 or offset + buffer.nbytes > self.size:
+            raise TruncatedCiphertextError(
+                f"{buffer.nbytes} bytes wanted at {offset}, but the plaintext has {self.size}"
+            )
+        while buffer.nbytes:
+            index, at = divmod(offset, self._full)
+            length = plaintext_range(self._fixed, index)[1]
+            part = buffer[: length - at]
+            if part.nbytes == length:
+                self._open(index, part)
+            else:
+                self._copy(index, at=at, part=part)
+            offset += part.nbytes
+            buffer = buffer[part.nbytes :]
+
+    def check_empty(self) -> None:
+        """Authenticate the only segment of an empty plaintext, which no read would.
+
+        Raises:
+            TamperedError: It was changed.
+        """
+        self._open(0, memoryview(bytearray()))
+
+    def _open(self, index: int, plaintext: memoryview) -> None:
+        start, length = segment_range(self._fixed, index)
+        buffer = self._buffers.take()
+        is_final = index == self.block_count - 1
+        try:
+            segment = buffer[:length]
+            if is_far(self._source):
+                self._source.read_into(start, segment)
+                self._message.open_into(index, segment, plaintext, is_final=is_final)
+                return
+            self._message.open_from(
+                index,
+                lambda at, view: self._source.read_into(start + at, view),
+                segment,
+                plaintext,
+                is_final=is_final,
+            )
+        except TamperedError as error:
+            raise TamperedError(error.message, offset=start) from None
+        finally:
+            self._buffers.give(buffer)
+
+    def _copy(self, index: int, *, at: int, part: memoryview) -> None:
+        with self._lock:
+            segment = self._cache.get(index)
+            if segment is not None:
+                # Under the lock, because an evicted segment is overwritten by the next one.
+                self._cache.move_to_end(index)
+                part[:] = segment[at : at + part.nbytes]
+                return
+        segment = self._buffers.take()
+        try:
+            self._open(index, segment[: plaintext_range(self._fixed, index)[1]])
+        except BaseException:
+            self._buffers.give(segment)
+            raise
+        part[:] = segment[at : at + part.nbytes]
+        self._keep(index, segment)
+
+    def _keep(self, index: int, segment: memoryview) -> None:
+        with self._lock:
+            evicted = [self._cache.pop(index)] if index in self._cache else []
+            self._cache[index] = segment
+            if len(self._cache) > _CACHED_SEGMENTS:
+                evicted.append(self._cache.popitem(last=False)[1])
+        for buffer in evicted:
+            self._buffers.give(buffer)

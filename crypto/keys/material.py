@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that opens files, by source: keys as in `keys`, passphrases, and files of public and private keys.
+
+| source | gives |
+|---|---|
+| `file:run.key`, `env:RUN_KEY`, `cmd:...`, `fd:3`, `prompt:`, `wrapped:FILE` | a key |
+| `passphrase:prompt:`, `passphrase:env:NAME` and so on | a passphrase: the text that the source gives |
+| `file:alice.pem`, or another source that gives PEM | a private key |
+| `file:alice.pem.pub`, or another source that gives PEM | a public key, which only encrypts |
+
+What a person types to encrypt with is asked for twice: a slip of the fingers would lock everybody out.
+
+>>> load_material("passphrase:prompt:", prompt=lambda question: "correct horse")
+KeyMaterial(passphrase, not shown)
+"""
+
+from __future__ import annotations
+
+import getpass
+from collections.abc import Callable, Sequence
+
+from ..errors import KeySourceError
+from .child_environment import note_secret_sources
+from .pem import is_pem, is_public_pem
+from .ring import KeyMaterial, KeyRing, Keys, Kind
+from .sources import decode_key, load_key, load_secret, read_source
+
+SCHEMES = ("env:", "file:", "cmd:", "fd:", "prompt:", "wrapped:", "passphrase:")
+
+_PHRASE = "passphrase:"
+
+
+def ask_person(question: str) -> str:
+    """Return what a person at the terminal types, without showing it."""
+    return getpass.getpass(question)
+
+
+def load_material(
+    source: str,
+    *,
+    insecure: bool = False,
+    asked_for: str | None = None,
+    is_new: bool = False,
+    prompt: Callable[[str], str] = ask_person,
+) -> KeyMaterial:
+    """Return what a source gives.
+
+    Args:
+        source: As in the table above.
+        insecure: Whether files of secrets may be readable by others or belong to somebody else.
+        asked_for: The option or parameter that a person is asked about, or None.
+        is_new: Whether it is to encrypt what nobody has opened with it yet; a person is then asked twice.
+        prompt: Asks a person without showing the answer.
+
+    Raises:
+        KeySourceError: The source is unknown or gives nothing of the kind, or a person answered first this, then that.
+            The message never shows what it gave.
+    """
+
+    def ask(what: str) -> Callable[[str], str]:
+        question = what if asked_for is None else f"{what} for {asked_for}"
+        return lambda _: _answered(question, prompt, is_new=is_new)
+
+    if source.startswith(_PHRASE):
+        text = load_secret(
+            source.removeprefix(_PHRASE), insecure=insecure, prompt=ask("Passphrase")
+        )
+        return _checked(KeyMaterial(Kind.PHRASE, text.encode("utf-8")))
+    if source.startswith("wrapped:"):
+        return KeyMaterial.of_key(load_key(source))
+    scheme, content = read_source(
+        source, insecure=insecure, is_public=is_public_pem, prompt=ask("Key (hex or base64)")
+    )
+    if is_pem(content):
+        return _checked(KeyMaterial(Kind.PEM, content))
+    return KeyMaterial.of_key(decode_key(content, scheme=scheme))
+
+
+def load_keys(
+    sources: Sequence[str],
+    *,
+    also_for: Sequence[str] = (),
+    asked_for: str | None = None,
+    is_new: bool = False,
+    prompt: Callable[[str], str] = ask_person,
+) -> Keys:
+    """Return what opens, and for whom to encrypt; a single key as such.
+
+    Args:
+        sources: Of those who encrypt, and open as far as they can; who is named twice counts once.
+        also_for: Of those who open besides, usually files of public keys.
+        asked_for: As for `load_material`.
+        is_new: As for `load_material`, of the sources.
+        prompt: As for `load_material`.
+
+    Raises:
+        KeySourceError: As `load_material`, or there is nobody.
+    """
+    note_secret_sources((*sources, *also_for))
+    own = [
+        load_material(source, asked_for=asked_for, is_new=is_new, prompt=prompt)
+        for source in sources
+    ]
+    others = [
+        load_material(source, asked_for=asked_for, is_new=True, prompt=prompt)
+        for source in also_for
+    ]
+    ring = KeyRing(list(dict.fromkeys(own)), others)
+    return ring if ring.sole_key is None else ring.sole_key
+
+
+def _answered(question: str, prompt: Callable[[str], str], *, is_new: bool) -> str:
+    answer = prompt(f"{question}: ")
+    if is_new and prompt(f"{question}, once more: ") != answer:
+        raise KeySourceError("the two answers differ", hint="nothing was changed; try again")
+    return answer
+
+
+def _checked(material: KeyMaterial) -> KeyMaterial:
+    """Return the material if it can be used; better here than at the first save."""
+    material.parties()
+    return material

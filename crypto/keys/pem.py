@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of public and private keys, in PEM: X25519, ML-KEM-768 with X25519 (both keys in one file), and RSA.
+
+Private keys are PKCS #8 without a passphrase, public keys SubjectPublicKeyInfo, as `openssl genpkey` and `openssl pkey` write
+them. A file with a private key opens what was encrypted for it, and encrypts for it as well.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey, MLKEM768PublicKey
+from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey, RSAPublicKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+
+from ..errors import KeySourceError
+from ..slots import Identity, Recipient
+from ..slots.public import (
+    HybridIdentity,
+    HybridRecipient,
+    RsaIdentity,
+    RsaRecipient,
+    X25519Identity,
+    X25519Recipient,
+)
+
+KEY_TYPES = ("x25519", "mlkem768-x25519")
+"""What `generate_pair` makes."""
+
+_BEGIN = b"-----BEGIN "
+_BLOCK = re.compile(rb"-----BEGIN [A-Z0-9 ]+-----.*?-----END [A-Z0-9 ]+-----", re.DOTALL)
+_HINT = "ckptmgr keygen --type x25519 makes a pair; the public key is in FILE.pub"
+_PrivateKey = X25519PrivateKey | MLKEM768PrivateKey | RSAPrivateKey
+_PublicKey = X25519PublicKey | MLKEM768PublicKey | RSAPublicKey
+
+
+def is_pem(content: bytes) -> bool:
+    """Return whether something is the file of a public or private key."""
+    return content.lstrip().startswith(_BEGIN)
+
+
+def is_public_pem(content: bytes) -> bool:
+    """Return whether something is the file of a public key, which is no secret."""
+    return is_pem(content) and b"PRIVATE" not in content
+
+
+def parse_pem(content: bytes) -> tuple[Recipient, Identity | None]:
+    """Return for whom the key in a file encrypts, and who opens with it; nobody does with a public key.
+
+    Raises:
+        KeySourceError: It holds no such key. The message never shows what it holds.
+        KeyLengthError: An RSA key is too short or too long.
+    """
+    blocks = _BLOCK.findall(content)
+    if is_public_pem(content):
+        return _recipient([_public(block) for block in blocks]), None
+    keys = [_private(block) for block in blocks]
+    identity = _identity(keys)
+    return _recipient([key.public_key() for key in keys]), identity
+
+
+def generate_pair(key_type: str) -> tuple[bytes, bytes]:
+    """Return a new private key and its public key, each as the content of its file.
+
+    Args:
+        key_type: One of `KEY_TYPES`.
+    """
+    keys: list[_PrivateKey] = [X25519PrivateKey.generate()]
+    if key_type == "mlkem768-x25519":
+        keys.insert(0, MLKEM768PrivateKey.generate())
+    private = b"".join(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+        for key in keys
+    )
+    return private, b"".join(_public_pem(key.public_key()) for key in keys)
+
+
+def _public_pem(key: _PublicKey) -> bytes:
+    return key.public_bytes(
+        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+
+
+def _private(block: bytes) -> _PrivateKey:
+    try:
+        key = serialization.load_pem_private_key(block, password=None)
+    except (ValueError, TypeError, UnsupportedAlgorithm):
+        raise KeySourceError(
+            "the file holds no private key in PEM, or one with a passphrase", hint=_HINT
+        ) from None
+    if not isinstance(key, _PrivateKey):
+        raise _is_of_another_kind()
+    return key
+
+
+def _public(block: bytes) -> _PublicKey:
+    try:
+        key = serialization.load_pem_public_key(block)
+    except (ValueError, UnsupportedAlgorithm):
+        raise KeySourceError("the file holds no public key in PEM", hint=_HINT) from None
+    if not isinstance(key, _PublicKey):
+        raise _is_of_another_kind()
+    return key
+
+
+def _recipient(keys: Sequence[_PublicKey]) -> Recipient:
+    match keys:
+        case [X25519PublicKey() as x25519]:
+            return X25519Recipient(x25519)
+        case [MLKEM768PublicKey() as mlkem, X25519PublicKey() as x25519]:
+            return HybridRecipient(mlkem, x25519)
+        case [RSAPublicKey() as rsa]:
+            return RsaRecipient(rsa)
+    raise _is_of_another_kind()
+
+
+def _identity(keys: Sequence[_PrivateKey]) -> Identity:
+    match keys:
+        case [X25519PrivateKey() as x25519]:
+            return X25519Identity(x25519)
+        case [MLKEM768PrivateKey() as mlkem, X25519PrivateKey() as x25519]:
+            return HybridIdentity(mlkem, x25519)
+        case [RSAPrivateKey() as rsa]:
+            return RsaIdentity(rsa)
+    raise _is_of_another_kind()
+
+
+def _is_of_another_kind() -> KeySourceError:
+    return KeySourceError(
+        "the key is of a kind that does not encrypt here",
+        hint=f"X25519, ML-KEM-768 followed by X25519, or RSA; {_HINT}",
+    )

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole blocks of an encrypted file: read, authenticated and decrypted in one step, from the same bytes in memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from itertools import chain, pairwise
+
+from ..cbc_batches import MIN_LANES, FindLanes, Message, batch_of, decrypt_end, decrypt_together
+from ..ciphers import CipherMode, GcmMode
+from ..errors import DecryptionError, TamperedError
+from ..gcm import pieces_of
+from ..keys.key import Key
+from ..pages import new_pages
+from ..sm4_ipp import Sm4Lanes
+from ..source import Source, is_far
+from .layout import Layout
+from .records import RecordHead, head_size, parse_head
+from .seal import block_digest
+
+_SPARE_BUFFERS = 4
+_SHARED_BYTES = 4 << 20  # a record of ours; what is kept when nobody reads is four of them
+_MAX_BATCHED_RECORD_BYTES = 1 << 20  # a batch is sixteen of them, in memory
+_MIN_BATCHED_CIPHER_BYTES = 48
+
+
+class BlockReader:
+    """Decrypts blocks. Safe to use from several threads.
+
+    Attributes:
+        batch: How many blocks are best read at once.
+        buffers: Memory for one record each.
+    """
+
+    def __init__(
+        self, source: Source, key: Key, *, mode: CipherMode, layout: Layout, find_lanes: FindLanes
+    ) -> None:
+        self._source = source
+        self._key = key
+        self._mode = mode
+        self._records = layout.record_starts
+        self._starts = layout.plaintext_starts
+        self._seal = layout.seal
+        largest = max((b - a for a, b in pairwise(self._records)), default=0)
+        self._lanes = None if largest > _MAX_BATCHED_RECORD_BYTES else find_lanes(mode)
+        self.batch = batch_of(self._lanes)
+        self.buffers = buffers_for(largest)
+        self._batch_buffers = Buffers(largest * self.batch)
+
+    def read_into(self, index: int, buffer: memoryview) -> int:
+        """Fill the start of `buffer` with block `index` and, where that is faster, some that follow; return how many bytes.
+
+        Raises:
+            TamperedError: A block is not the one the seal lists.
+            DecryptionError: A block of an unsealed file does not open.
+        """
+        lanes = self._lanes
+        count = self._count_together(index, buffer.nbytes)
+        size = self._starts[index + count] - self._starts[index]
+        if lanes is None or count < MIN_LANES:
+            size = self._starts[index + 1] - self._starts[index]
+            self._read_one(index, buffer[:size])
+        else:
+            self._read_many(lanes, range(index, index + count), buffer[:size])
+        return size
+
+    def _count_together(self, index: int, size: int) -> int:
+        """Return how many blocks from `index` on are as long as it and fit into `size` bytes."""
+        last = min(index + self.batch, len(self._starts) - 1)
+        length = self._records[index + 1] - self._records[index]
+        if length < head_size(self._mode) + _MIN_BATCHED_CIPHER_BYTES:
+            return 0
+        for stop in range(index + 1, last + 1):
+            if (
+                self._starts[stop] - self._starts[index] > size
+                or self._records[stop] - self._records[stop - 1] != length
+            ):
+                return stop - 1 - index
+        return last - index
+
+    def _read_one(self, index: int, plaintext: memoryview) -> None:
+        start, stop = self._records[index], self._records[index + 1]
+        buffer = self.buffers.take()
+        try:
+            record = buffer[: stop - start]
+            if isinstance(self._mode, GcmMode) and not is_far(self._source):
+                self._decrypt_pieces(self._mode, index, record, plaintext)
+                return
+            self._source.read_into(start, record)
+            head, ciphertext = self._authenticated(index, record)
+            self._decrypt(index, head, ciphertext, plaintext)
+        finally:
+            self.buffers.give(buffer)
+
+    def _decrypt_pieces(
+        self, mode: GcmMode, index: int, record: memoryview, plaintext: memoryview
+    ) -> None:
+        """Decrypt a block while it is read, through `record`: all that authenticates it, the tag, stands in its head."""
+        start = self._records[index]
+        pieces = pieces_of(lambda at, view: self._source.read_into(start + at, view), record)
+        first = next(pieces)
+        head = self._head(index, first)
+        rest = first[head_size(mode) :]
+        try:
+            with mode.decryption(self._key, iv=head.iv, plaintext=plaintext) as decryption:
+                for piece in chain([rest], pieces):
+                    decryption.update(piece)
+                decryption.finish(head.tag)
+        except DecryptionError as error:
+            raise self._failure(index, error) from None
+
+    def _read_many(self, lanes: Sm4Lanes, indices: range, plaintext: memoryview) -> None:
+        first = self._records[indices.start]
+        buffer = self._batch_buffers.take()
+        try:
+            records = buffer[: self._records[indices.stop] - first]
+            self._source.read_into(first, records)
+            messages = [
+                self._message(index, records, plaintext, first=indices.start) for index in indices
+            ]
+            decrypt_together(lanes, self._key, messages)
+            for index, message in zip(indices, messages, strict=True):
+                self._decrypt_end(index, message)
+        finally:
+            self._batch_buffers.give(buffer)
+
+    def _message(
+        self, index: int, records: memoryview, plaintext: memoryview, *, first: int
+    ) -> Message:
+        start, stop = (one - self._records[first] for one in self._records[index : index + 2])
+        head, ciphertext = self._authenticated(index, records[start:stop])
+        low, high = (one - self._starts[first] for one in self._starts[index : index + 2])
+        return Message(iv=head.iv, plaintext=plaintext[low:high], ciphertext=ciphertext)
+
+    def _authenticated(self, index: int, record: memoryview) -> tuple[RecordHead, memoryview]:
+        return self._head(index, record), record[head_size(self._mode) :]
+
+    def _head(self, index: int, record: memoryview) -> RecordHead:
+        """Return the head of a record after comparing it with the seal; in AES-GCM the start of the record is enough."""
+        offset, head_bytes = self._records[index], head_size(self._mode)
+        if self._seal is not None and block_digest(self._mode, record) != self._seal.digest(index):
+            raise TamperedError(
+                f"block {index} is not the one the seal lists: it was changed, moved or replaced",
+                offset=offset,
+            )
+        head = parse_head(self._mode, bytes(record[:head_bytes]), offset=offset)
+        if head.cipher_size != self._records[index + 1] - offset - head_bytes:
+            raise TamperedError(f"block {index} changed while the file was open", offset=offset)
+        return head
+
+    def _decrypt(
+        self, index: int, head: RecordHead, ciphertext: memoryview, plaintext: memoryview
+    ) -> None:
+        try:
+            self._mode.decrypt_into(
+                self._key, iv=head.iv, tag=head.tag, ciphertext=ciphertext, plaintext=plaintext
+            )
+        except DecryptionError as error:
+            raise self._failure(index, error) from None
+
+    def _decrypt_end(self, index: int, message: Message) -> None:
+        try:
+            decrypt_end(self._mode, self._key, message)
+        except DecryptionError as error:
+            raise self._failure(index, error) from None
+
+    def _failure(self, index: int, error: DecryptionError) -> Exception:
+        offset = self._records[index]
+        if self._seal is not None:
+            return TamperedError(f"block {index} was changed", offset=offset)
+        return DecryptionError(f"block {index} does not open: {error.message}", offset=offset)
+
+
+class Buffers:
+    """Memory of one size that is kept between uses: touching fresh pages costs more than decrypting."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self.start_anew()
+        _all.add(self)
+
+    def start_anew(self) -> None:
+        """Make buffers anew; for a forked child, in which nobody releases a lock that was held."""
+        self._spare: list[memoryview] = []
+        self._lock = threading.Lock()
+
+    def take(self) -> memoryview:
+        """Return a buffer that nobody else has."""
+        with self._lock:
+            if self._spare:
+                return self._spare.pop()
+        return new_pages(self._size)
+
+    def give(self, buffer: memoryview) -> None:
+        """Keep a buffer for the next one who asks, unless there are plenty."""
+        with self._lock:
+            if len(self._spare) < _SPARE_BUFFERS:
+                self._spare.append(buffer)
+
+
+def buffers_for(size: int) -> Buffers:
+    """Return buffers of at least `size` bytes: those that all files share, unless they are too small."""
+    return _shared if size <= _SHARED_BYTES else Buffers(size)
+
+
+_all: weakref.WeakSet[Buffers] = weakref.WeakSet()
+_shared = Buffers(_SHARED_BYTES)
+
+
+def _start_all_anew() -> None:
+    for buffers in list(_all):
+        buffers.start_anew()
+
+
+os.register_at_fork(after_in_child=_start_all_anew)

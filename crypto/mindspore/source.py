@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The plaintext of an encrypted MindSpore `.ckpt` as a source: random access, and nothing unverified ever comes out.
+
+* A block is read, authenticated and decrypted in one step, from the same bytes in memory.
+* With a seal, a failing block is tampering, because the seal proved the key; without one it may be the wrong key.
+* A buffer that covers a whole block is decrypted into directly; other reads go through a small recycled cache.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_right
+from collections import OrderedDict
+
+from blake3 import blake3
+from cryptography.hazmat.primitives import constant_time
+
+from ..cbc_batches import FindLanes, lanes_for
+from ..ciphers import IV_BYTES, CipherMode, check_key, mode_of
+from ..errors import TruncatedCiphertextError
+from ..keys.key import Key
+from ..source import Source
+from .layout import Layout, read_layout
+from .reader import BlockReader
+from .records import head_size, read_bytes
+from .seal import crc_trailer
+
+_CACHED_BLOCKS = 2
+
+
+def open_blocks(
+    source: Source,
+    key: Key,
+    mode: str,
+    *,
+    allow_unsealed: bool = False,
+    find_lanes: FindLanes = lanes_for,
+) -> BlockSource:
+    """Open the encrypted `.ckpt` in `source`.
+
+    Args:
+        source: The encrypted bytes.
+        key: The user's key.
+        mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`.
+        allow_unsealed: Whether to open a file without a seal. Then order, number and end of its blocks are not
+            authenticated, and in the CBC modes nothing is. A lone CRC trailer behind the last record is ignored.
+        find_lanes: Returns what decrypts several blocks of a mode at once, or None.
+
+    Raises:
+        KeyLengthError: The key does not fit the mode.
+        UnsupportedSuiteError: The mode is unknown, the file is of MindSpore 1.x, or a newer version sealed it.
+        DecryptionError: The key or the mode is wrong, the seal was changed, or the file is not encrypted.
+        UnsealedError: The file has no seal.
+        TruncatedCiphertextError: The file ends inside a record.
+        TamperedError: The records are not those the seal lists, or a record head is inconsistent.
+    """
+    suite = mode_of(mode)
+    check_key(key, suite)
+    layout = read_layout(source, key, mode=suite, allow_unsealed=allow_unsealed)
+    return BlockSource(source, key, mode=suite, layout=layout, find_lanes=find_lanes)
+
+
+class BlockSource:
+    """The decrypted bytes of a file. Made by `open_blocks`; safe to read from several threads.
+
+    Attributes:
+        block_count: The number of blocks, the seal not counted.
+        file_id: 16 bytes that name this save, or None without a seal.
+        batch: How many blocks one `read_into` best covers.
+        crc: CRC32 that the seal stores of the plaintext before its CRC trailer, or None.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        key: Key,
+        *,
+        mode: CipherMode,
+        layout: Layout,
+        find_lanes: FindLanes = lanes_for,
+    ) -> None:
+        self._source = source
+        self._key = key
+        self._mode = mode
+        self._records = layout.record_starts
+        self._starts = layout.plaintext_starts
+        self._ivs = layout.ivs
+        self._seal = seal = layout.seal
+        self._seal_digest = layout.seal_digest
+        self.block_count = len(self._starts) - 1
+        self.file_id = None if seal is None else seal.file_id
+        self.crc = None if seal is None else seal.crc
+        self._trailer = b"" if self.crc is None else crc_trailer(self.crc)
+        self._blocks = BlockReader(source, key, mode=mode, layout=layout, find_lanes=find_lanes)
+        self.batch = self._blocks.batch
+        self._cache: OrderedDict[int, memoryview] = OrderedDict()
+        self._lock = threading.Lock()
+
+    @property
+    def size(self) -> int:
+        """Bytes of the plaintext, without the seal and with MindSpore's CRC trailer if the file was saved with one."""
+        return self._starts[-1] + len(self._trailer)
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether order, number and end of the blocks are authenticated."""
+        return self._seal is not None
+
+    def read_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the plaintext from `offset` on.
+
+        Raises:
+            TruncatedCiphertextError: The range reaches past the end.
+            TamperedError: A block is not the one the seal lists.
+            DecryptionError: A block of an unsealed file does not open.
+        """
+        if offset < 0 or offset + buffer.nbytes > self.size:
+            raise TruncatedCiphertextError(
+                f"{buffer.nbytes} bytes wanted at {offset}, but the plaintext has {self.size}"
+            )
+        while buffer.nbytes:
+            if offset >= self._starts[-1]:
+                at = offset - self._starts[-1]
+                buffer[:] = self._trailer[at : at + buffer.nbytes]
+                return
+            index = bisect_right(self._starts, offset) - 1
+            start, stop = self._starts[index], self._starts[index + 1]
+            part = buffer[: stop - offset]
+            if part.nbytes == stop - start:
+                part = buffer[: self._blocks.read_into(index, buffer)]
+            else:
+                self._copy(index, at=offset - start, part=part)
+            offset += part.nbytes
+            buffer = buffer[part.nbytes :]
+
+    @property
+    def block_bytes(self) -> int | None:
+        """Plaintext bytes of every block but the last, or None where that is not certain."""
+        return None if self._seal is None else self._seal.block_size
+
+    @property
+    def seal_offset(self) -> int:
+        """Where the last record starts in the file: the seal, if there is one."""
+        return self._records[-1]
+
+    def is_sealed_by(self, record: bytes) -> bool:
+        """Return whether these bytes are the seal record, head and all, that this source was opened with."""
+        return constant_time.bytes_eq(blake3(record).digest(), self._seal_digest)
+
+    def peek_into(self, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` with plaintext that is NOT authenticated yet, decrypting no more than it covers.
+
+        For finding one's way through a file whose blocks are all read afterwards: the caller must then compare what it
+        saw here with the bytes that `read_into` gives.
+
+        Raises:
+            TruncatedCiphertextError: The range reaches past the end.
+        """
+        if offset < 0 or offset + buffer.nbytes > self.size:
+            raise TruncatedCiphertextError(
+                f"{buffer.nbytes} bytes wanted at {offset}, but the plaintext has {self.size}"
+            )
+        while buffer.nbytes:
+            if offset >= self._starts[-1]:
+                at = offset - self._starts[-1]
+                buffer[:] = self._trailer[at : at + buffer.nbytes]
+                return
+            index = bisect_right(self._starts, offset) - 1
+            part = buffer[: self._starts[index + 1] - offset]
+            self._peek(index, at=offset - self._starts[index], part=part)
+            offset += part.nbytes
+            buffer = buffer[part.nbytes :]
+
+    def _peek(self, index: int, *, at: int, part: memoryview) -> None:
+        content = self._records[index] + head_size(self._mode)
+        first, skip = divmod(at, IV_BYTES)
+        start = content + first * IV_BYTES
+        stop = min(
+            self._records[index + 1], start + -(-(skip + part.nbytes) // IV_BYTES) * IV_BYTES
+        )
+        iv = self._ivs[index * IV_BYTES : (index + 1) * IV_BYTES]
+        # One read: in a cold file, the block before might lie in another page.
+        before = IV_BYTES if first else 0
+        stored = read_bytes(self._source, start - before, length=stop - start + before)
+        clear = self._mode.peek_at(
+            self._key,
+            iv=iv,
+            preceding=stored[:before] or iv,
+            first_block=first,
+            ciphertext=memoryview(stored)[before:],
+        )
+        part[:] = clear[skip : skip + part.nbytes]
+
+    def _copy(self, index: int, *, at: int, part: memoryview) -> None:
+        with self._lock:
+            block = self._cache.get(index)
+            if block is not None:
+                # Under the lock, because an evicted block is overwritten by the next one.
+                self._cache.move_to_end(index)
+                part[:] = block[at : at + part.nbytes]
+                return
+        block = self._blocks.buffers.take()
+        try:
+            size = self._starts[index + 1] - self._starts[index]
+            self._blocks.read_into(index, block[:size])
+        except BaseException:
+            self._blocks.buffers.give(block)
+            raise
+        part[:] = block[at : at + part.nbytes]
+        self._keep(index, block)
+
+    def _keep(self, index: int, block: memoryview) -> None:
+        with self._lock:
+            evicted = [self._cache.pop(index)] if index in self._cache else []
+            self._cache[index] = block
+            if len(self._cache) > _CACHED_BLOCKS:
+                evicted.append(self._cache.popitem(last=False)[1])
+        for buffer in evicted:
+            self._blocks.buffers.give(buffer)

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much work passphrases may cost, and what they were stretched to already.
+
+A slot states how a passphrase is to be stretched, and nothing is proven before that is done: the author of a slot may want to
+be let in, or to keep readers busy. So each stretching is paid from a budget that the whole process shares, and one that
+opened a slot is given back. A command has all of the budget; in a process that lives on, it fills up again within an hour.
+
+Stretchings are remembered by cost and salt, whether they opened anything or not.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+
+from ..errors import StretchingError
+from ..secret_bytes import Unshown
+
+MOST_STRETCHING_KIB = 32 << 20
+"""KiB of memory, times the passes over them: twice the dearest slot, or 170 of the usual ones."""
+
+_REFILLED_IN_S = 3600.0
+_MOST_TRIED = 4096
+
+
+class StretchingBudget:
+    """What may still be stretched without opening anything. Safe to use from several threads.
+
+    Args:
+        most_kib: How much in all, as `PassphraseCost.stretching_kib` counts.
+        clock: Seconds that only grow.
+    """
+
+    def __init__(
+        self,
+        *,
+        most_kib: int = MOST_STRETCHING_KIB,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._most_kib = most_kib
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._left_kib = float(most_kib)
+        self._at_s = clock()
+
+    def take(self, kib: int) -> None:
+        """Pay for one stretching.
+
+        Raises:
+            StretchingError: It would cost more than half of what is left; so a few dear slots leave enough for the usual ones.
+        """
+        with self._lock:
+            now_s = self._clock()
+            self._refill((now_s - self._at_s) * self._most_kib / _REFILLED_IN_S)
+            self._at_s = now_s
+            if 2 * kib > self._left_kib:
+                raise StretchingError(
+                    "the key slots ask for more stretching of passphrases than is accepted",
+                    hint="other slots, which this passphrase does not open, used up what may be tried in an hour, or in a"
+                    " command; give a key that opens the file, or move away files that you do not know",
+                )
+            self._left_kib -= kib
+
+    def give_back(self, kib: int) -> None:
+        """Take back a payment: the stretching opened a slot."""
+        with self._lock:
+            self._refill(kib)
+
+    def _refill(self, kib: float) -> None:
+        self._left_kib = min(self._left_kib + kib, float(self._most_kib))
+
+
+_of_process = StretchingBudget()
+
+
+def process_budget() -> StretchingBudget:
+    """Return the budget that all passphrases of this process share."""
+    return _of_process
+
+
+class StretchedKeys:
+    """What one passphrase was stretched to. Safe to use from several threads.
+
+    Args:
+        budget: Pays; None for that of the process.
+    """
+
+    def __init__(self, budget: StretchingBudget | None = None) -> None:
+        self._budget = budget
+        self._lock = threading.Lock()
+        self._proven: dict[Hashable, Unshown] = {}
+        self._tried: OrderedDict[Hashable, tuple[Unshown, int]] = OrderedDict()
+
+    def own(self, place: Hashable, stretch: Callable[[], bytes]) -> Unshown:
+        """Return what the passphrase is stretched to at a place that this process chose: free.
+
+        Args:
+            place: Cost and salt.
+            stretch: Does it.
+        """
+        with self._lock:
+            found = self._proven.get(place)
+            if found is None:
+                found = self._proven[place] = Unshown(stretch())
+            return found
+
+    def tried(self, place: Hashable, stretch: Callable[[], bytes], *, kib: int) -> Unshown:
+        """Return what the passphrase is stretched to as a slot asks; a thread that wants the same waits for it.
+
+        Args:
+            place: Cost and salt.
+            stretch: Does it.
+            kib: What it costs.
+
+        Raises:
+            StretchingError: The budget does not allow it.
+        """
+        with self._lock:
+            found = self._proven.get(place)
+            if found is not None:
+                return found
+            if place not in self._tried:
+                (self._budget or process_budget()).take(kib)
+                self._tried[place] = Unshown(stretch()), kib
+                if len(self._tried) > _MOST_TRIED:
+                    self._tried.popitem(last=False)
+            return self._tried[place][0]
+
+    def prove(self, place: Hashable) -> None:
+        """Note that what the passphrase is stretched to at a place opened a slot."""
+        with self._lock:
+            if place in self._tried:
+                self._proven[place], kib = self._tried.pop(place)
+                (self._budget or process_budget()).give_back(kib)

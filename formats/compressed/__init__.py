@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compressed tensors: zstd frames and their table."""

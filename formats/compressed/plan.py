@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cut a file into frames, before any of them is compressed.
+
+* The bytes of a frame are elements of one size, so that they can be grouped, and at most 4 MiB.
+* A tensor of 1 MiB or more has frames of its own, so that reading it expands nothing else, straight into its memory.
+* Smaller neighbours share a frame: a frame costs 56 bytes and a call, and zstd learns from what is alike.
+
+>>> [one.size for one in plan_frames([Run("header", 1, 100), Run("float32", 4, 5 << 20)])]
+[100, 4194304, 1048576]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from ..safetensors_file import SafetensorsIndex
+from .table import FRAME_BYTES, check_frame_count
+
+HEADER = "header"
+MIXED = "mixed"
+_OWN_FRAMES_BYTES = 1 << 20
+
+
+class Run(NamedTuple):
+    """Neighbouring bytes that are elements of one type.
+
+    Attributes:
+        label: Name of the type.
+        item_bytes: Bytes of an element.
+        size: Bytes of all.
+    """
+
+    label: str
+    item_bytes: int
+    size: int
+
+
+class PlannedFrame(NamedTuple):
+    """A frame to be made.
+
+    Attributes:
+        start: First byte in the file.
+        size: Bytes.
+        item_bytes: Bytes of an element.
+        label: Name of the element type; `mixed` where tensors of several types of one size share the frame.
+    """
+
+    start: int
+    size: int
+    item_bytes: int
+    label: str
+
+
+def runs_of(index: SafetensorsIndex, size_bytes: int) -> Iterator[Run]:
+    """Yield what a safetensors file of that size consists of: the header, then its tensors in file order."""
+    header = index.entries[0].pieces[0].offset if index.entries else size_bytes
+    yield Run(HEADER, 1, header)
+    for entry in index.entries:
+        yield Run(entry.spec.dtype.name, entry.spec.dtype.item_bytes, entry.spec.size_bytes)
+
+
+def plan_frames(runs: Iterable[Run]) -> list[PlannedFrame]:
+    """Return the frames of a file that consists of these runs, in file order.
+
+    Raises:
+        UnsupportedError: They are too many.
+    """
+    frames: list[PlannedFrame] = []
+    shared: PlannedFrame | None = None
+    start = 0
+    for run in runs:
+        is_joining = (
+            shared is not None
+            and run.size < _OWN_FRAMES_BYTES
+            and shared.item_bytes == run.item_bytes
+            and shared.size + run.size <= FRAME_BYTES
+        )
+        if shared is not None and is_joining:
+            label = shared.label if shared.label == run.label else MIXED
+            shared = shared._replace(size=shared.size + run.size, label=label)
+        else:
+            frames += [] if shared is None else [shared]
+            shared = None
+            if run.size < _OWN_FRAMES_BYTES:
+                shared = PlannedFrame(start, run.size, run.item_bytes, run.label)
+            else:
+                frames += _frames_of(run, start)
+        start += run.size
+    frames += [] if shared is None else [shared]
+    check_frame_count(len(frames))
+    return [frame for frame in frames if frame.size]
+
+
+def _frames_of(run: Run, start: int) -> Iterator[PlannedFrame]:
+    for at in range(0, run.size, FRAME_BYTES):
+        size = min(FRAME_BYTES, run.size - at)
+        yield PlannedFrame(start + at, size, run.item_bytes, run.label)

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layout of a compressed file: frames that can be expanded one by one, and a table at the end that says where they lie.
+
+```
+head     magic 8F 43 4B 50 5A 0D 0A 1A || version(1) = 1 || content(1) = 1 safetensors || 0(6)
+frames   in any order, without gaps
+padding  zeros up to a multiple of 16
+table    for each frame, in the order of the bytes it stands for:
+         offset(8) || stored bytes(4) || raw bytes(4) || group(1) || method(1) || 0(6) || digest(32)
+end      number of frames(8) || raw bytes of all(8) || 0(8) || digest of the table(32) || "CKPZTBL1"
+```
+Little-endian. The frames are written in the order in which they are ready, so one pass makes the file although no compressed
+size is known before. Nothing in the file is unaccounted for:
+
+* Digests are BLAKE3: of a frame as it is stored, and of head, table and the first 24 bytes of the end.
+* Nothing is expanded before its digest was checked, and a frame never expands to more than 4 MiB.
+* Frames do not overlap, leave no gap, and stand for exactly the raw bytes that the end states.
+
+No other reader takes the file for its own: no protobuf field starts like the magic, and as the length of a safetensors
+header it is too large.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from blake3 import blake3
+
+from ..errors import ChecksumError, FormatError, TruncatedError, UnsupportedError
+from ..source import Source, read_bytes
+
+MAGIC = b"\x8fCKPZ\r\n\x1a"
+FRAME_BYTES = 4 << 20
+"""The most raw bytes of a frame."""
+MAX_FRAMES = 1 << 21
+"""8 TiB of full frames; and a table that is read whole has 112 MiB at most, as much as a safetensors header."""
+ALIGNMENT_BYTES = 16
+DIGEST_BYTES = 32
+STORED, ZSTD = 0, 1
+
+_VERSION = 1
+_SAFETENSORS = 1
+HEAD = MAGIC + bytes((_VERSION, _SAFETENSORS)) + bytes(6)
+_ENTRY = struct.Struct(f"<QIIBB6s{DIGEST_BYTES}s")
+_COUNTS = struct.Struct("<QQQ")
+_END_MAGIC = b"CKPZTBL1"
+_END_BYTES = _COUNTS.size + DIGEST_BYTES + len(_END_MAGIC)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """Where a frame lies, and what it stands for.
+
+    Attributes:
+        offset: Its first byte in the file.
+        stored_bytes: Its length there.
+        raw_bytes: Bytes it stands for.
+        group_bytes: How many bytes an element has whose first, second, ... bytes stand together in it; 1 for as they are.
+        method: `STORED` or `ZSTD`.
+        digest: Of the stored bytes.
+    """
+
+    offset: int
+    stored_bytes: int
+    raw_bytes: int
+    group_bytes: int
+    method: int
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameTable:
+    """The frames of a file, in the order of the bytes they stand for.
+
+    Attributes:
+        frames: They tile the raw bytes.
+        raw_bytes: How many those are.
+    """
+
+    frames: tuple[Frame, ...]
+    raw_bytes: int
+
+
+def frame_digest(stored: bytes | memoryview) -> bytes:
+    """Return the digest of a frame as it is stored."""
+    return blake3(stored).digest()
+
+
+def encode_tail(frames: Sequence[Frame], *, offset: int) -> bytes:
+    """Return everything behind the frames: padding, table and end.
+
+    Args:
+        frames: In the order of the bytes they stand for.
+        offset: Where the last frame ends.
+    """
+    table = b"".join(
+        _ENTRY.pack(
+            frame.offset,
+            frame.stored_bytes,
+            frame.raw_bytes,
+            frame.group_bytes,
+            frame.method,
+            bytes(6),
+            frame.digest,
+        )
+        for frame in frames
+    )
+    counts = _COUNTS.pack(len(frames), sum(frame.raw_bytes for frame in frames), 0)
+    padding = bytes(-(offset + len(table) + _END_BYTES) % ALIGNMENT_BYTES)
+    return padding + table + counts + _table_digest(table, counts) + _END_MAGIC
+
+
+def read_table(source: Source) -> FrameTable:
+    """Return the table of a file, checked against its digest, the size of the file and itself.
+
+    Raises:
+        TruncatedError: The file ends too early.
+        ChecksumError: The table or the head was changed.
+        UnsupportedError: A newer version wrote it, or it has too many frames.
+        FormatError: The table contradicts itself.
+    """
+    _check_head(source)
+    end_at = source.size - _END_BYTES
+    if end_at < len(HEAD):
+        raise TruncatedError("the file ends before its table of frames", offset=source.size)
+    end = read_bytes(source, end_at, _END_BYTES)
+    if not end.endswith(_END_MAGIC):
+        raise TruncatedError(
+            "no table of frames stands at the end: the file was cut off, or something was added",
+            offset=end_at,
+        )
+    count, raw_bytes, zeros = _COUNTS.unpack_from(end)
+    check_frame_count(count)
+    table_at = end_at - count * _ENTRY.size
+    if table_at < len(HEAD):
+        raise FormatError(
+            f"a table of {count} frames does not fit into {source.size} bytes", offset=end_at
+        )
+    table = read_bytes(source, table_at, end_at - table_at)
+    counts = end[: _COUNTS.size]
+    if _table_digest(table, counts) != end[_COUNTS.size : -len(_END_MAGIC)]:
+        raise ChecksumError("the table of frames does not match its digest", offset=table_at)
+    if zeros:
+        raise UnsupportedError("the end of the table is of a newer version", offset=end_at)
+    frames = tuple(_parse_entry(one, table_at) for one in _ENTRY.iter_unpack(table))
+    if sum(frame.raw_bytes for frame in frames) != raw_bytes:
+        raise FormatError(
+            f"the frames do not stand for the {raw_bytes} bytes that the end states", offset=end_at
+        )
+    _check_layout(source, frames, table_at)
+    return FrameTable(frames=frames, raw_bytes=raw_bytes)
+
+
+def check_frame_count(count: int) -> None:
+    """Raise unless a file may have so many frames.
+
+    Raises:
+        UnsupportedError: They are too many.
+    """
+    if count > MAX_FRAMES:
+        raise UnsupportedError(f"{count} compressed frames are more than {MAX_FRAMES}")
+
+
+def _check_head(source: Source) -> None:
+    head = read_bytes(source, 0, min(len(HEAD), source.size))
+    if not head.startswith(MAGIC):
+        raise FormatError("this is no compressed file", offset=0)
+    if len(head) < len(HEAD):
+        raise TruncatedError("the file ends in its head", offset=len(head))
+    if head != HEAD:
+        raise UnsupportedError(
+            f"a compressed file of version {head[8]} with content {head[9]}: a newer ckptmgr wrote "
+            "it, or its head is damaged",
+            offset=len(MAGIC),
+        )
+
+
+def _parse_entry(fields: tuple[int, int, int, int, int, bytes, bytes], table_at: int) -> Frame:
+    offset, stored, raw, group, method, zeros, digest = fields
+    if method not in (STORED, ZSTD) or zeros != bytes(6):
+        raise UnsupportedError(f"a frame is stored by the unknown method {method}", offset=table_at)
+    if not 0 < raw <= FRAME_BYTES or not 0 < stored <= raw:
+        raise FormatError(
+            f"a frame of {stored} bytes stands for {raw}; at most {FRAME_BYTES}, and never more than it "
+            "stands for",
+            offset=table_at,
+        )
+    if group == 0 or raw % group or (method == STORED and (stored != raw or group != 1)):
+        raise FormatError(
+            f"a frame of {stored} bytes stands for {raw} in groups of {group}", offset=table_at
+        )
+    return Frame(
+        offset=offset,
+        stored_bytes=stored,
+        raw_bytes=raw,
+        group_bytes=group,
+        method=method,
+        digest=digest,
+    )
+
+
+def _check_layout(source: Source, frames: Sequence[Frame], table_at: int) -> None:
+    end = len(HEAD)
+    for frame in sorted(frames, key=lambda one: one.offset):
+        if frame.offset != end:
+            raise FormatError("frames overlap, or leave a gap", offset=end)
+        end += frame.stored_bytes
+    padding = table_at - end
+    if not 0 <= padding < ALIGNMENT_BYTES or source.size % ALIGNMENT_BYTES:
+        raise FormatError(f"{padding} bytes between the frames and their table", offset=table_at)
+    if any(read_bytes(source, end, padding)):
+        raise FormatError("the padding before the table is not zero", offset=end)
+
+
+def _table_digest(table: bytes, counts: bytes) -> bytes:
+    return blake3(HEAD + table + counts).digest()

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""FSDP2: what four real ranks of gloo save, other numbers of ranks load bit by bit; and what a rank does by itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+
+from ckptmgr.core.errors import UnsupportedState  # noqa: E402
+from ckptmgr.files.load.state import metadata_of  # noqa: E402
+from ckptmgr.parallel.layout import ParallelLayout  # noqa: E402
+from ckptmgr.parallel.slicer import LayoutSlicer  # noqa: E402
+from ckptmgr.state import tree  # noqa: E402
+from ckptmgr.training.manager import CheckpointManager  # noqa: E402
+from tests.integrations.dcp.fsdp_job import digest  # noqa: E402
+
+ROOT = Path(__file__).parents[3]
+
+
+def torchrun(world: int, *arguments: object) -> list[dict[str, Any]]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(world), "-m", "tests.parallel.fsdp_job"]
+    done = subprocess.run(
+        [*command, *map(str, arguments)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return sorted((json.loads(line) for line in done.stdout.splitlines()), key=lambda t: t["rank"])
+
+
+@pytest.mark.slow
+def test_fsdp_state_of_four_ranks_is_loaded_by_any_number(tmp_path: Path) -> None:
+    saved = torchrun(4, tmp_path, "save", "ckpt")
+    assert len({one["digest"] for one in saved}) == 1
+    with CheckpointManager(tmp_path, prefix="fsdp") as ours:
+        whole: Any = ours.resume().state
+    assert digest({name: whole[name] for name in ("model", "optimizer")}) == saved[0]["digest"]
+    for world in (2, 3):
+        loaded = torchrun(world, tmp_path, "load", "ckpt")
+        assert [one["digest"] for one in loaded] == [saved[0]["digest"]] * world
+        assert [(one["saved_by"], one["kept"]) for one in loaded] == [(r, 0) for r in range(world)]
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """One rank of gloo, in this process."""
+    store: Any = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def cut(whole: Any) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    return distribute_tensor(whole, init_device_mesh("cpu", (1,)), [Shard(0)])
+
+
+@pytest.mark.usefixtures("alone")
+def test_dtensor_is_stored_as_what_this_rank_holds() -> None:
+    flat = tree.flatten({"w": cut(torch.arange(6.0).reshape(3, 2))}, LayoutSlicer(0))
+    assert flat.slices["w"].shape == (3, 2)
+    assert "ckptmgr.pieces" in metadata_of(flat)
+    state: Any = {"w": cut(torch.zeros(3, 2))}
+    before = state["w"]
+    read = {t.spec.name: np.frombuffer(t.content(), np.float32).reshape(3, 2) for t in flat.tensors}
+    tree.restore(state, flat.skeleton, lambda name: read[name])
+    assert state["w"] is before
+    assert state["w"].full_tensor().tolist() == [[0, 1], [2, 3], [4, 5]]
+
+
+@pytest.mark.usefixtures("alone")
+def test_module_and_optimizer_of_dtensors_are_filled_in_place() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    def made(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        model: Any = fully_shard(torch.nn.Linear(3, 2))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=seed)
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    one, two = made(1), made(2)
+    flat = tree.flatten(one, LayoutSlicer(0))
+    read = {
+        t.spec.name: np.frombuffer(t.content(), t.spec.dtype.to_numpy()).reshape(t.spec.shape)
+        for t in flat.tensors
+    }
+    tree.restore(two, flat.skeleton, lambda name: read[name])
+    assert two["optimizer"].param_groups[0]["lr"] == 1
+    for name, value in one["model"].state_dict().items():
+        assert torch.equal(two["model"].state_dict()[name].full_tensor(), value.full_tensor())
+    fresh = {"model": made(3)["model"], "optimizer": None}
+    fresh["optimizer"] = torch.optim.AdamW(fresh["model"].parameters())
+    with pytest.raises(tree.StateMismatch, match="is only in the checkpoint"):
+        tree.restore(fresh, flat.skeleton, lambda name: read[name])
+
+
+@pytest.mark.usefixtures("alone")
+def test_pending_sum_is_refused() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial
+
+    pending = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (1,)), [Partial()])
+    with pytest.raises(UnsupportedState, match="is no complete value"):
+        tree.flatten({"w": pending}, LayoutSlicer(0))
+
+
+def test_sparse_slice_is_refused() -> None:
+    layout = ParallelLayout(device_matrix=(1,), tensor_map=((0,),))
+    with pytest.raises(UnsupportedState, match="sparse or quantized, and cut"):
+        tree.flatten({"w": torch.ones(2).to_sparse()}, LayoutSlicer(0, {"w": layout}))

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Nobody works any more when `run_together` returns."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+
+from ckptmgr.io.threads import run_together
+
+
+class _Failures:
+    """Remembers failures; what works wait for is set by the first."""
+
+    def __init__(self) -> None:
+        self.seen: list[BaseException] = []
+        self.is_failed = threading.Event()
+        self.heard = threading.Semaphore(0)
+
+    def __call__(self, error: BaseException) -> None:
+        self.seen.append(error)
+        self.is_failed.set()
+        self.heard.release()
+
+
+@pytest.fixture
+def failures() -> _Failures:
+    return _Failures()
+
+
+@pytest.fixture
+def _ctrl_c_raises() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(autouse=True)
+def _no_thread_is_left() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) <= before
+
+
+def _press_ctrl_c() -> None:
+    """Press it when the main thread waits: nobody is fast enough to hit the microsecond in which it handles the last one."""
+    main = threading.main_thread().ident or 0
+    while sys._current_frames()[main].f_code.co_name != "_finish":
+        pass
+    signal.pthread_kill(main, signal.SIGINT)
+
+
+def test_works_run_at_the_same_time(failures: _Failures) -> None:
+    meeting = threading.Barrier(3, timeout=60)
+
+    def work() -> None:
+        meeting.wait()
+
+    run_together([work] * 3, fail=failures)
+    assert not failures.seen
+    assert not meeting.broken
+
+
+def test_no_work_at_all_returns(failures: _Failures) -> None:
+    run_together([], fail=failures)
+    assert not failures.seen
+
+
+@pytest.mark.usefixtures("_ctrl_c_raises")
+def test_ctrl_c_pressed_often_is_told_each_time_and_waits_for_everybody(
+    failures: _Failures,
+) -> None:
+    presses = 5
+    finished = []
+
+    def work() -> None:
+        for number in range(1, presses + 1):
+            while len(failures.seen) < number:
+                _press_ctrl_c()
+                # Python hears a signal only later when it comes just before a thread begins to block: press again.
+                failures.heard.acquire(timeout=10)
+        finished.append(True)
+
+    run_together([work], fail=failures)
+    assert finished == [True]
+    assert [type(error) for error in failures.seen] == [KeyboardInterrupt] * presses
+
+
+def test_works_without_a_thread_are_done_by_the_caller(
+    failures: _Failures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+    started: list[threading.Thread] = []
+    ran_in: list[threading.Thread] = []
+
+    def start_one(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_one)
+
+    def work() -> None:
+        failures.is_failed.wait(timeout=60)
+        ran_in.append(threading.current_thread())
+
+    run_together([work] * 3, fail=failures)
+    assert sorted(thread is threading.main_thread() for thread in ran_in) == [False, True, True]
+    assert [str(error) for error in failures.seen] == ["can't start new thread"]
+
+
+@pytest.mark.usefixtures("_ctrl_c_raises")
+@pytest.mark.parametrize("is_started", [False, True])
+def test_ctrl_c_while_a_thread_is_started_calls_each_work_once(
+    failures: _Failures, monkeypatch: pytest.MonkeyPatch, *, is_started: bool
+) -> None:
+    start: Callable[[threading.Thread], None] = threading.Thread.start
+    calls: list[int] = []
+
+    def interrupted(thread: threading.Thread) -> None:
+        if is_started:
+            start(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    run_together([partial(calls.append, number) for number in range(3)], fail=failures)
+    assert sorted(calls) == [0, 1, 2]
+    assert len(failures.seen) == 1

@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a step is saved."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ckptmgr.policy.save import (
+    AnyOf,
+    EverySeconds,
+    EverySteps,
+    LastSave,
+    Never,
+    Overhead,
+    SavePolicy,
+    decide_at_end,
+)
+
+_POLICIES: st.SearchStrategy[SavePolicy] = st.one_of(
+    st.builds(EverySteps, st.integers(1, 50)),
+    st.builds(EverySeconds, st.floats(0.1, 100)),
+    st.builds(Overhead, st.floats(0.001, 0.999)),
+    st.just(Never()),
+    st.builds(
+        lambda n, s: AnyOf((EverySteps(n), EverySeconds(s))),
+        st.integers(1, 50),
+        st.floats(0.1, 100),
+    ),
+)
+
+
+@pytest.mark.parametrize(("step", "is_due"), [(12, False), (13, True), (40, True)])
+def test_every_steps_is_due_at_or_after_the_interval(step: int, is_due: bool) -> None:
+    assert EverySteps(3).decide(step, 0.0, LastSave(step=10, at=0.0)).is_due is is_due
+
+
+def test_every_steps_before_the_first_save_counts_from_zero() -> None:
+    assert EverySteps(3).decide(3, 0.0, LastSave(at=0.0)).is_due
+
+
+def test_every_steps_when_the_step_goes_back_is_due() -> None:
+    decision = EverySteps(100).decide(301, 0.0, LastSave(step=900, at=0.0))
+    assert decision.is_due
+    assert decision.reason == "the step went back from 900 to 301"
+
+
+@pytest.mark.parametrize(("now", "is_due"), [(19.9, False), (20.0, False), (20.1, True)])
+def test_every_seconds_is_due_strictly_after_the_interval(now: float, is_due: bool) -> None:
+    assert EverySeconds(10).decide(7, now, LastSave(step=1, at=10.0)).is_due is is_due
+
+
+def test_every_seconds_when_the_clock_goes_back_is_due() -> None:
+    decision = EverySeconds(10).decide(7, 5.0, LastSave(step=1, at=3605.0))
+    assert decision.is_due
+    assert decision.reason == "the clock went back by 3600 s"
+
+
+@pytest.mark.parametrize(("now", "is_due"), [(109.9, False), (110.0, True), (500.0, True)])
+def test_overhead_is_due_once_the_last_save_costs_no_more_than_its_share(
+    now: float, is_due: bool
+) -> None:
+    last = LastSave(step=1, at=10.0, cost_s=3.0)
+    assert Overhead(0.03).decide(7, now, last).is_due is is_due
+
+
+def test_overhead_before_the_first_save_is_due_to_learn_the_cost() -> None:
+    assert Overhead(0.03).decide(1, 0.0, LastSave(at=0.0)).is_due
+
+
+def test_overhead_when_the_clock_goes_back_is_due() -> None:
+    assert Overhead(0.03).decide(7, 5.0, LastSave(step=1, at=9.0, cost_s=3.0)).is_due
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, -0.5, math.nan])
+def test_overhead_of_an_impossible_share_is_refused(share: float) -> None:
+    with pytest.raises(ValueError, match="between 0 and 1"):
+        Overhead(share)
+
+
+def test_never_is_never_due() -> None:
+    assert not Never().decide(10**6, 1e9, LastSave(at=0.0)).is_due
+
+
+def test_any_of_with_one_due_gives_its_reason() -> None:
+    decision = AnyOf((EverySteps(100), EverySeconds(10))).decide(5, 60.0, LastSave(at=0.0))
+    assert decision.is_due
+    assert decision.reason == "60 s since the last save, every 10 s"
+
+
+def test_any_of_with_none_due_gives_all_reasons() -> None:
+    decision = AnyOf((EverySteps(100), EverySeconds(10))).decide(5, 1.0, LastSave(at=0.0))
+    assert not decision.is_due
+    assert (
+        decision.reason
+        == "5 steps since the last save, every 100; 1 s since the last save, every 10 s"
+    )
+
+
+def test_any_of_nothing_is_never_due() -> None:
+    assert AnyOf(()).decide(5, 1.0, LastSave(at=0.0)).reason == "no save policy is set"
+
+
+@pytest.mark.parametrize(
+    ("policy", "is_active"),
+    [
+        (EverySteps(1), True),
+        (EverySeconds(1), True),
+        (Never(), False),
+        (AnyOf((Never(), EverySteps(1))), True),
+        (AnyOf((Never(),)), False),
+        (AnyOf(()), False),
+    ],
+)
+def test_policy_that_can_save_is_active(policy: SavePolicy, is_active: bool) -> None:
+    assert policy.is_active is is_active
+
+
+@given(_POLICIES, st.integers(0, 1000), st.floats(0, 1e6))
+def test_policy_never_saves_a_step_twice(policy: SavePolicy, step: int, now: float) -> None:
+    assert not policy.decide(step, now, LastSave(step=step, at=0.0)).is_due
+
+
+@given(_POLICIES, st.integers(1, 1000), st.floats(0, 1e6))
+def test_policy_after_a_failed_save_is_due_again_at_the_next_step(
+    policy: SavePolicy, step: int, now: float
+) -> None:
+    last = LastSave(at=0.0)
+    if policy.decide(step, now, last).is_due:
+        assert policy.decide(step + 1, now, last).is_due
+
+
+@given(_POLICIES, st.integers(1, 1000), st.integers(0, 1000))
+def test_decide_at_end_forces_a_save_unless_done_or_inactive(
+    policy: SavePolicy, step: int, last_step: int
+) -> None:
+    decision = decide_at_end(policy, step, last=LastSave(step=last_step, at=0.0))
+    assert decision.is_due is (policy.is_active and step != last_step)
+
+
+@pytest.mark.parametrize("interval_steps", [0, -1])
+def test_every_steps_with_an_interval_below_one_is_refused(interval_steps: int) -> None:
+    with pytest.raises(ValueError, match="interval_steps must be at least 1"):
+        EverySteps(interval_steps)
+
+
+@pytest.mark.parametrize("interval_s", [0, -1.0, math.nan, math.inf])
+def test_every_seconds_with_a_useless_interval_is_refused(interval_s: float) -> None:
+    with pytest.raises(ValueError, match="interval_s must be positive and finite"):
+        EverySeconds(interval_s)

@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Links, pipes, folders and huge files under the names of checkpoints and their manifests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckptmgr.config.config import CheckpointConfig
+from ckptmgr.core.errors import CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr.core.model import Pin, State
+from ckptmgr.io.digest import FileDigest
+from ckptmgr.store.manifest.codec import MAX_MANIFEST_BYTES, encode, manifest_name
+from ckptmgr.store.store import Store
+from ckptmgr.training.manager import CheckpointManager
+from tests.support.cut_overwrites import NAME, save
+from tests.support.manifests import manifest
+
+GIB = 1 << 30
+
+
+def entries(directory: Path) -> dict[str, tuple[int, int]]:
+    """Return the names in a directory, each with what it is and since when."""
+    return {one.name: (one.lstat().st_mode, one.lstat().st_mtime_ns) for one in directory.iterdir()}
+
+
+def test_manifest_in_place_of_a_linked_one_is_private(tmp_path: Path) -> None:
+    save(tmp_path, "plain", 1)
+    path = tmp_path / manifest_name(NAME)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to("elsewhere")
+    store = Store(tmp_path)
+    (found,) = [one for one in store.scan() if one.name == NAME]
+    store.change_pins(found, lambda pins: (*pins, Pin(name="best", reason="")))
+    assert path.lstat().st_mode & 0o777 == 0o400
+    assert not path.is_symlink()
+
+
+def test_huge_manifest_is_refused_by_its_size_alone(tmp_path: Path) -> None:
+    save(tmp_path, "plain", 1)
+    path = tmp_path / manifest_name(NAME)
+    path.unlink()
+    path.touch()
+    os.truncate(path, GIB)
+    store = Store(tmp_path)
+    (found,) = [one for one in store.scan() if one.name == NAME]
+    assert (found.state, found.problem) == (
+        State.CORRUPT,
+        f"has {GIB} bytes, a manifest at most {MAX_MANIFEST_BYTES}",
+    )
+    assert store.recover("net") == []
+    before = path.stat().st_mtime_ns
+    with pytest.raises(CorruptCheckpoint, match="move it away"):
+        save(tmp_path, "plain", 2)
+    assert (path.stat().st_size, path.stat().st_mtime_ns) == (GIB, before)
+    assert len(list(tmp_path.glob("*.tmp"))) == 0
+
+
+def test_manifest_that_nobody_would_read_is_not_written() -> None:
+    ranges = (bytes(32),) * (MAX_MANIFEST_BYTES // 64)
+    digest = FileDigest(size_bytes=len(ranges), ranges=ranges, range_bytes=1)
+    huge = replace(manifest(), file=replace(manifest().file, digest=digest))
+    with pytest.raises(UnsupportedCheckpoint, match=f"of {MAX_MANIFEST_BYTES}"):
+        encode(huge)
+
+
+@pytest.mark.parametrize("is_manifest", [False, True])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("nowhere")])
+def test_what_is_no_file_harms_nobody_and_stays(
+    tmp_path: Path, make: Callable[[Path], None], is_manifest: bool
+) -> None:
+    save(tmp_path, "plain", 1)
+    odd = tmp_path / "net-2_2.ckpt"
+    make(tmp_path / manifest_name(odd.name) if is_manifest else odd)
+    before = entries(tmp_path)
+    store = Store(tmp_path)
+    assert [one.name for one in store.scan() if one.state is State.OK] == [NAME]
+    assert store.recover("net") == []
+    assert entries(tmp_path) == before
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("nowhere")])
+def test_save_takes_another_name_than_that_of_what_is_no_file(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    make(tmp_path / "net-1.safetensors")
+    before = entries(tmp_path)
+    with CheckpointManager(
+        tmp_path, CheckpointConfig(format="safetensors"), prefix="net"
+    ) as manager:
+        manager.save(1, {"w": np.ones(3)})
+        saved = manager.latest()
+    assert saved is not None
+    assert saved.name == "net-1-r1.safetensors"
+    assert before.items() <= entries(tmp_path).items()

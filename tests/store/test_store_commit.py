@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A save that is interrupted around its commit point, where the disk may have done more than the caller hears."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ckptmgr import CheckpointManager
+from ckptmgr.core.model import State
+from ckptmgr.files.load.values import ReadOptions, read_values
+from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.io.filesystem import OsFileSystem
+from ckptmgr.series.candidates import open_checkpoint
+from ckptmgr.series.writer import SaveFacts, SeriesWriter
+from ckptmgr.store.store import Store
+from tests.support.saved import items
+
+NAME = "net-1_1.ckpt"
+
+
+class DiskThatAnswersTooLate(OsFileSystem):
+    """Renames data files and then raises: Ctrl-C during the call, or the lost answer of a file server."""
+
+    def __init__(self, failure: BaseException) -> None:
+        super().__init__()
+        self._failure = failure
+
+    def replace(self, source: Path, target: Path) -> None:
+        """Rename, and raise when it was the data."""
+        super().replace(source, target)
+        if target.name == NAME:
+            raise self._failure
+
+
+def save(directory: Path, seed: float, fs: OsFileSystem | None = None) -> None:
+    writer = SeriesWriter(
+        Store(directory, fs=fs), "net", options=SaveOptions(), clock=lambda: 1_772_359_200.0
+    )
+    try:
+        writer.save(NAME, items(seed), SaveFacts(step=1, epoch=1))
+    finally:
+        writer.close()
+
+
+def weight(store: Store) -> float:
+    [checkpoint] = store.scan()
+    assert checkpoint.state is State.OK
+    with open_checkpoint(store, checkpoint, options=ReadOptions()) as (opened, _):
+        value = read_values(opened)["fc.weight"]
+    assert isinstance(value, np.ndarray)
+    return float(value[0, 1])
+
+
+@pytest.mark.parametrize("failure", [KeyboardInterrupt(), OSError(errno.EIO, "lost answer")])
+@pytest.mark.parametrize("is_overwrite", [True, False])
+def test_save_that_fails_after_its_rename_leaves_the_new_checkpoint(
+    tmp_path: Path, failure: BaseException, is_overwrite: bool
+) -> None:
+    if is_overwrite:
+        save(tmp_path, 1.0)
+    with pytest.raises(type(failure)):
+        save(tmp_path, 2.0, DiskThatAnswersTooLate(failure))
+    assert weight(Store(tmp_path)) == 2.0
+
+
+def test_overwrite_that_fails_after_its_rename_is_finished_by_recovery(tmp_path: Path) -> None:
+    save(tmp_path, 1.0)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, 2.0, DiskThatAnswersTooLate(KeyboardInterrupt()))
+    store = Store(tmp_path)
+    assert store.recover("net") == [f"finished the interrupted overwrite of {NAME}"]
+    assert weight(store) == 2.0
+
+
+def test_save_that_cannot_be_described_leaves_no_file(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, clock=lambda: 1e18)
+    with pytest.raises((ValueError, OverflowError, OSError)):
+        manager.save(1, {"w": np.zeros(4)})
+    manager.close()
+    assert [path.name for path in tmp_path.iterdir() if path.suffix != ".lease"] == []

@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The trash: what goes in comes back, whole, whenever the power fails."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from ckptmgr.core.errors import UnsafePrune
+from ckptmgr.core.model import Checkpoint, State
+from ckptmgr.maintenance.prune import undo
+from ckptmgr.maintenance.verify import Status, verify_checkpoint
+from ckptmgr.store import trash
+from ckptmgr.store.manifest.codec import manifest_name
+from ckptmgr.store.store import Store
+from tests.faults.training import ModelProcesses
+from tests.support.crashmodel import FailingDisk, ModelDisk, Order, every_crash, every_failure
+from tests.support.saved import save_run
+
+NOW = datetime(2026, 3, 2, 12, tzinfo=UTC)
+RUNS = Path("/runs")
+FIRST = "net-1_10.ckpt"
+THIRD = "net-3_10.ckpt"
+
+in_both_orders = pytest.mark.parametrize("order", Order)
+
+
+def model_store(disk: ModelDisk | FailingDisk, model: ModelDisk | None = None) -> Store:
+    """Return the store of the run on a model disk."""
+    known = model or disk
+    assert isinstance(known, ModelDisk)
+    return Store(RUNS, fs=disk, processes=ModelProcesses(known))
+
+
+def saved_disk() -> ModelDisk:
+    """Return a disk with three durable checkpoints."""
+    disk = ModelDisk()
+    save_run(RUNS, [10, 20, 30], fs=disk)
+    disk.settle()
+    return disk
+
+
+def by_name(store: Store) -> dict[str, Checkpoint]:
+    """Return the checkpoints of a store by file name."""
+    return {checkpoint.name: checkpoint for checkpoint in store.scan()}
+
+
+def throw_first_two(store: Store) -> Path:
+    """Throw away all but the newest."""
+    into = trash.new_batch_path(store, NOW)
+    found = by_name(store)
+    failures = trash.throw_away(store, [found[FIRST], found["net-2_10.ckpt"]], into)
+    if failures:
+        raise failures[0]
+    return into
+
+
+def check_whole(store: Store, *, must: set[str], may: set[str]) -> None:
+    """Check that nothing is listed but whole checkpoints and leftovers, and that all of `must` is."""
+    found = by_name(store)
+    listed = {name for name, c in found.items() if c.state is not State.LEFTOVER}
+    assert must <= listed <= must | may
+    for name in listed:
+        assert found[name].state is State.OK
+        assert verify_checkpoint(store, found[name]).status is Status.OK
+
+
+def test_thrown_away_checkpoint_is_gone_with_its_manifest(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20])
+    store = Store(tmp_path)
+    into = trash.new_batch_path(store, NOW)
+    assert trash.throw_away(store, [by_name(store)[FIRST]], into) == []
+    assert set(by_name(store)) == {"net-2_10.ckpt"}
+    assert {path.name for path in into.iterdir()} == {FIRST, manifest_name(FIRST)}
+    assert into.name == "20260302T120000.000000Z"
+    assert into.stat().st_mode & 0o777 == 0o700
+
+
+def test_bare_file_goes_and_comes_back_without_manifest(tmp_path: Path) -> None:
+    for name in ("CKP-1_1.ckpt", "CKP-2_1.ckpt"):
+        (tmp_path / name).write_bytes(b"bare")
+    store = Store(tmp_path)
+    assert not trash.throw_away(
+        store, [by_name(store)["CKP-1_1.ckpt"]], trash.new_batch_path(store, NOW)
+    )
+    undo(store)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"CKP-1_1.ckpt", "CKP-2_1.ckpt"}
+
+
+def test_last_good_checkpoint_never_goes(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20])
+    store = Store(tmp_path)
+    with pytest.raises(UnsafePrune):
+        trash.throw_away(store, store.scan(), trash.new_batch_path(store, NOW))
+    assert not (tmp_path / trash.TRASH_NAME).exists()
+
+
+def test_trash_that_is_a_link_is_refused(tmp_path: Path) -> None:
+    save_run(tmp_path / "runs", [10, 20])
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "runs" / trash.TRASH_NAME).symlink_to(tmp_path / "elsewhere")
+    store = Store(tmp_path / "runs")
+    assert trash.batches(store) == []
+    with pytest.raises(UnsafePrune, match="not a directory"):
+        throw(store, FIRST)
+
+
+def throw(store: Store, name: str, now: datetime = NOW) -> Path:
+    """Throw one checkpoint away in a batch of its own."""
+    into = trash.new_batch_path(store, now)
+    assert not trash.throw_away(store, [by_name(store)[name]], into)
+    return into
+
+
+def test_batches_are_ordered_even_when_the_clock_goes_back(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20, 30])
+    store = Store(tmp_path)
+    first = throw(store, FIRST)
+    second = throw(store, "net-2_10.ckpt", NOW - timedelta(hours=3))
+    assert [batch.path for batch in trash.batches(store)] == [first, second]
+    assert trash.batches(store)[1].thrown_at == NOW + timedelta(microseconds=1)
+
+
+def test_strangers_in_the_trash_are_left_alone(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20])
+    store = Store(tmp_path)
+    throw(store, FIRST)
+    stranger = tmp_path / trash.TRASH_NAME / "notes"
+    stranger.mkdir()
+    (tmp_path / trash.TRASH_NAME / "20260302T120000.000001Z").write_bytes(b"a file")
+    (batch,) = trash.batches(store)
+    trash.discard(store, batch)
+    assert stranger.is_dir()
+
+
+def test_undo_restores_only_the_last_batch_and_tidies_up(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20, 30])
+    store = Store(tmp_path)
+    first = throw(store, FIRST)
+    second = throw(store, "net-2_10.ckpt")
+    assert [c.name for c in undo(store).restored] == ["net-2_10.ckpt"]
+    assert (first.exists(), second.exists()) == (True, False)
+    undo(store)
+    assert not (tmp_path / trash.TRASH_NAME).exists()
+    check_whole(store, must={FIRST, "net-2_10.ckpt", THIRD}, may=set())
+
+
+def test_undo_never_overwrites_a_newer_checkpoint(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20])
+    store = Store(tmp_path)
+    into = throw(store, FIRST)
+    save_run(tmp_path, [10])
+    newer = (tmp_path / FIRST).read_bytes()
+    undone = undo(store)
+    assert (undone.restored, undone.taken) == ((), (FIRST,))
+    assert (tmp_path / FIRST).read_bytes() == newer
+    assert (into / FIRST).exists()
+
+
+def test_discard_removes_folder_and_trash(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20])
+    store = Store(tmp_path)
+    throw(store, FIRST)
+    (batch,) = trash.batches(store)
+    assert batch.size_bytes > 0
+    trash.discard(store, batch)
+    assert not (tmp_path / trash.TRASH_NAME).exists()
+
+
+def test_batch_that_another_prune_has_discarded_meanwhile_is_done(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20])
+    store = Store(tmp_path)
+    throw(store, FIRST)
+    (batch,) = trash.batches(store)
+    for _ in range(2):
+        trash.discard(store, batch)
+    assert not (tmp_path / trash.TRASH_NAME).exists()
+
+
+@in_both_orders
+def test_power_cut_while_throwing_away_lists_no_half_checkpoint(order: Order) -> None:
+    for crash in every_crash(
+        saved_disk(), lambda disk: throw_first_two(model_store(disk)), order=order
+    ):
+        store = model_store(crash.disk)
+        check_whole(store, must={THIRD}, may={FIRST, "net-2_10.ckpt"})
+        if crash.is_finished:
+            assert set(by_name(store)) == {THIRD}
+
+
+@in_both_orders
+def test_power_cut_while_throwing_away_leaves_everything_restorable(order: Order) -> None:
+    for crash in every_crash(
+        saved_disk(), lambda disk: throw_first_two(model_store(disk)), order=order
+    ):
+        store = model_store(crash.disk)
+        if any(batch.checkpoints for batch in trash.batches(store)):
+            undo(store)
+        check_whole(store, must={FIRST, "net-2_10.ckpt", THIRD}, may=set())
+
+
+@in_both_orders
+def test_power_cut_while_restoring_lists_no_half_checkpoint(order: Order) -> None:
+    disk = saved_disk()
+    throw_first_two(model_store(disk))
+    disk.settle()
+    for crash in every_crash(disk, lambda disk: undo(model_store(disk)), order=order):
+        store = model_store(crash.disk)
+        may = {FIRST, "net-2_10.ckpt"}
+        check_whole(store, must={THIRD, *may} if crash.is_finished else {THIRD}, may=may)
+
+
+@in_both_orders
+def test_power_cut_while_restoring_can_be_restored_again(order: Order) -> None:
+    disk = saved_disk()
+    throw_first_two(model_store(disk))
+    disk.settle()
+    for crash in every_crash(disk, lambda disk: undo(model_store(disk)), order=order):
+        store = model_store(crash.disk)
+        if any(batch.checkpoints for batch in trash.batches(store)):
+            undo(store)
+        check_whole(store, must={FIRST, "net-2_10.ckpt", THIRD}, may=set())
+
+
+@in_both_orders
+@pytest.mark.parametrize("action", ["throw", "undo"])
+def test_recovery_after_a_power_cut_loses_no_half_of_a_checkpoint(
+    action: str, order: Order
+) -> None:
+    disk = saved_disk()
+    if action == "undo":
+        throw_first_two(model_store(disk))
+        disk.settle()
+
+    def act(disk: ModelDisk) -> None:
+        (throw_first_two if action == "throw" else undo)(model_store(disk))
+
+    for crash in every_crash(disk, act, order=order):
+        store = model_store(crash.disk)
+        with store.lease("net"):
+            store.recover("net")
+        if any(batch.checkpoints for batch in trash.batches(store)):
+            undo(store)
+        check_whole(store, must={FIRST, "net-2_10.ckpt", THIRD}, may=set())
+
+
+def test_manifest_of_data_that_was_discarded_is_removed(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20])
+    store = Store(tmp_path, clock=lambda: 1e12)
+    into = throw(store, FIRST)
+    (into / manifest_name(FIRST)).rename(tmp_path / manifest_name(FIRST))
+    assert store.recover("net") == []
+    (batch,) = trash.batches(store)
+    trash.discard(store, batch)
+    assert store.recover("net") == [f"removed {manifest_name(FIRST)}, whose data file is gone"]
+
+
+def test_manifest_without_data_stays_while_the_trash_is_unreadable() -> None:
+    disk = saved_disk()
+    throw_first_two(model_store(disk))
+    (batch,) = trash.batches(model_store(disk))
+    disk.replace(batch.path / manifest_name(FIRST), RUNS / manifest_name(FIRST))
+    disk.unlink(batch.path / FIRST)
+    failing = FailingDisk(disk, error=errno.EIO, operation="list", call=3, is_lasting=True)
+    assert model_store(failing, disk).recover("net") == []
+    assert len(model_store(disk).recover("net")) == 1
+
+
+@in_both_orders
+def test_power_cut_while_discarding_leaves_whole_ones_or_nothing(order: Order) -> None:
+    disk = saved_disk()
+    throw_first_two(model_store(disk))
+    disk.settle()
+
+    def discard(disk: ModelDisk) -> None:
+        store = model_store(disk)
+        trash.discard(store, trash.batches(store)[0])
+
+    for crash in every_crash(disk, discard, order=order):
+        store = model_store(crash.disk)
+        for batch in trash.batches(store):
+            assert {c.state for c in batch.checkpoints} <= {State.OK}
+            discard(crash.disk)
+        check_whole(store, must={THIRD}, may=set())
+
+
+def test_manifest_left_alone_follows_its_data_into_the_trash(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20])
+    store = Store(tmp_path)
+    into = throw(store, FIRST)
+    manifest = into / manifest_name(FIRST)
+    manifest.rename(tmp_path / manifest.name)
+    assert by_name(store)[FIRST].state is State.LEFTOVER
+    trash.finish(store, "other")
+    assert not manifest.exists()
+    trash.finish(store, "net")
+    assert manifest.exists()
+    trash.finish(store, "net")
+
+
+def test_manifest_without_data_anywhere_stays_for_recovery(tmp_path: Path) -> None:
+    save_run(tmp_path, [10, 20])
+    store = Store(tmp_path)
+    throw(store, FIRST)
+    (tmp_path / "net-2_10.ckpt").unlink()
+    trash.finish(store, "net")
+    assert (tmp_path / manifest_name("net-2_10.ckpt")).exists()
+
+
+def test_unreadable_manifest_without_data_belongs_to_the_series_of_its_name(tmp_path: Path) -> None:
+    (tmp_path / manifest_name("net-1_1.ckpt")).write_bytes(b"{")
+    store = Store(tmp_path)
+    assert trash.series_of(store, by_name(store)["net-1_1.ckpt"]) == "net"
+
+
+def test_undo_holds_the_lease_of_the_series_of_half_thrown_data(tmp_path: Path) -> None:
+    (path,) = save_run(tmp_path, [10], series="odd.name")
+    save_run(tmp_path, [20])
+    store = Store(tmp_path)
+    into = trash.new_batch_path(store, NOW)
+    into.mkdir(parents=True)
+    path.rename(into / path.name)
+    with store.lease("odd.name"), pytest.raises(Exception, match="being written"):
+        undo(store)
+    assert [c.name for c in undo(store).restored] == [path.name]
+
+
+@pytest.mark.parametrize("action", ["throw", "undo", "discard"])
+def test_failing_disk_loses_nothing(action: str) -> None:
+    disk = saved_disk()
+    if action != "throw":
+        throw_first_two(model_store(disk))
+        disk.settle()
+    actions: dict[str, Callable[[Store], object]] = {
+        "throw": throw_first_two,
+        "undo": undo,
+        "discard": lambda store: trash.discard(store, trash.batches(store)[0]),
+    }
+
+    def run(failing: FailingDisk) -> None:
+        actions[action](model_store(failing, disk))
+
+    for failure in every_failure(disk, run):
+        store = model_store(failure.disk)
+        found = by_name(store)
+        assert found[THIRD].state is State.OK, failure
+        assert all(c.state in (State.OK, State.LEFTOVER) for c in found.values()), failure
+        if failure.raised is not None:
+            assert isinstance(failure.raised, OSError | UnsafePrune), failure
+
+
+def test_full_disk_that_refuses_a_folder_changes_nothing() -> None:
+    disk = saved_disk()
+    before = disk.state()
+    failing = FailingDisk(disk, error=errno.ENOSPC, operation="make_directory", call=1)
+    with pytest.raises(OSError, match="No space"):
+        throw_first_two(model_store(failing, disk))
+    assert disk.state() == before

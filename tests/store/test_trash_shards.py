@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sharded checkpoints in the trash: an interrupted move loses none of their files to the clean-up of the next run."""
+
+from __future__ import annotations
+
+import pytest
+
+from ckptmgr.core.model import State
+from ckptmgr.maintenance.prune import undo
+from ckptmgr.parallel.shard_store import ShardStore
+from ckptmgr.store.manifest.codec import encode, manifest_name
+from ckptmgr.store.store import Store
+from ckptmgr.store.trash import batches, new_batch_path, throw_away
+from tests.faults.training import RUNS, ModelProcesses, disk_with
+from tests.support.crashmodel import ModelDisk, Order, every_crash
+from tests.support.damage import put
+from tests.support.manifests import SAVED_AT
+from tests.support.shard_sets import CONTENTS, SET, shard, sharded
+
+
+def store_on(disk: ModelDisk) -> Store:
+    return Store(RUNS, fs=disk, processes=ModelProcesses(disk))
+
+
+@pytest.mark.parametrize("order", Order)
+@pytest.mark.parametrize("action", ["throw", "undo"])
+def test_collection_after_a_power_cut_loses_no_half_of_trashed_shards(
+    action: str, order: Order
+) -> None:
+    def throw(disk: ModelDisk) -> None:
+        store = store_on(disk)
+        found = [c for c in store.scan() if c.name == SET]
+        throw_away(store, found, new_batch_path(store, SAVED_AT))
+
+    disk = disk_with(10.0)
+    for rank, content in enumerate(CONTENTS):
+        put(disk, RUNS / shard(rank), content)
+    put(disk, RUNS / manifest_name(SET), encode(sharded()))
+    if action == "undo":
+        throw(disk)
+    disk.settle()
+    act = throw if action == "throw" else lambda disk: undo(store_on(disk))
+    for crash in every_crash(disk, act, order=order, tears=1):
+        after_expiry = ShardStore(
+            RUNS, clock=lambda: 1e12, fs=crash.disk, processes=ModelProcesses(crash.disk)
+        )
+        with after_expiry.lease("net"):
+            after_expiry.recover("net")
+        if any(batch.checkpoints for batch in batches(after_expiry)):
+            undo(after_expiry)
+        states = {c.name: c.state for c in after_expiry.scan()}
+        assert states == {"net-1.ckpt": State.OK, SET: State.OK}, crash

@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A real disk on which somebody else does something just before a chosen call: every order of two programs' calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ckptmgr.io.filesystem import OsFileSystem
+from tests.support.failingdisk import FailingDisk
+
+
+class VisitedDisk(FailingDisk):
+    """A `FileSystem` that calls `visit` once, before the call of number `at`, from 1.
+
+    Args:
+        visit: What the other one does, whole.
+        at: Before which call.
+    """
+
+    def __init__(self, visit: Callable[[], None], at: int) -> None:
+        super().__init__(OsFileSystem())
+        self._visit = visit
+        self._at = at
+
+    @property
+    def was_visited(self) -> bool:
+        """Whether there were so many calls."""
+        return len(self.calls) >= self._at
+
+    def _meet(self, operation: str, path: Path) -> None:
+        super()._meet(operation, path)
+        if len(self.calls) == self._at:
+            self._visit()
