@@ -33,7 +33,7 @@ def test_every_error_of_the_tree_has_its_own_entry() -> None:
 
 
 def test_errors_of_other_modules_take_the_code_of_their_parent() -> None:
-    error = ckptmgr.policy_text.PolicyTextError("no", text="last", offset=0)
+    error = ckptmgr.policy.text.PolicyTextError("no", text="last", offset=0)
     assert code_of(error) is Exit.FAILED
 
 
