@@ -15,9 +15,8 @@ from typing import Protocol
 from cryptography.hazmat.primitives import constant_time, hashes, hmac
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherAlgorithm, algorithms, modes
 
-from .ciphers import AES_CBC, SM4_CBC, CbcMode
+from .ciphers import AES_CBC, SM4_CBC, CbcMode, GcmDecryption
 from .errors import DecryptionError
-from .gcm import GcmDecryption
 from .keys.key import Key
 
 _BLOCK_BYTES = 16

@@ -1,11 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CRC32 that a file states of itself, put together while it is read or written: in any order, in any thread."""
+"""The CRC32 that a file states of itself, put together while it is read or written: in any order, in any thread.
+
+The CRC32 trailer of a MindSpore `.ckpt`: `crc_num` and the CRC as 10 big-endian bytes.
+
+Source: MindSpore 2.10 `save_checkpoint(crc_check=True)`; the CRC is zlib's CRC-32 of every byte before the trailer.
+"""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from .trailer import crc32, crc32_combine
+from isal import isal_zlib
+
+TRAILER_MARKER = b"crc_num"
+TRAILER_BYTES = len(TRAILER_MARKER) + 10
+
+
+def crc32(data: bytes | memoryview, value: int = 0) -> int:
+    """Return the CRC-32 of `data`, continued from `value`."""
+    return int(isal_zlib.crc32(data, value))
+
+
+def crc32_combine(first: int, second: int, second_bytes: int) -> int:
+    """Return the CRC-32 of two byte strings joined, given their CRCs and the length of the second."""
+    return int(isal_zlib.crc32_combine(first, second, second_bytes))
+
+
+def encode_trailer(crc: int) -> bytes:
+    """Return the 17 trailer bytes for a CRC."""
+    return TRAILER_MARKER + crc.to_bytes(10, "big")
+
+
+def decode_trailer(last_bytes: bytes) -> int | None:
+    """Return the CRC stored in the last 17 bytes of a file, or None where they are no trailer."""
+    if len(last_bytes) != TRAILER_BYTES or not last_bytes.startswith(TRAILER_MARKER):
+        return None
+    return int.from_bytes(last_bytes[len(TRAILER_MARKER) :], "big")
 
 
 class FileCrc(Protocol):

@@ -15,9 +15,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from .errors import UnsupportedError
+from .file_crc import crc32, crc32_combine
 from .index import TensorEntry
 from .tensor import Tensor, TensorSpec, content_of
-from .trailer import crc32, crc32_combine
 
 _INTEGERS = frozenset(
     {"int4", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}

@@ -24,11 +24,10 @@ from itertools import accumulate
 
 from .dtypes import BY_NAME, BY_SAFETENSORS, DType
 from .errors import FormatError, TruncatedError, UnsupportedError
-from .image import MOST_LATE_BYTES, Image, LateHead
+from .image import MOST_LATE_BYTES, Image, LateHead, Segments
 from .index import READ_BYTES, Piece, TensorEntry, check_buffer, check_content
 from .safetensors_crc import ContentsCrc, check_scalar, fold_crc
 from .safetensors_fast import read_plain_header
-from .segments import Segments
 from .source import Source, read_bytes
 from .strict_json import encode_object, is_encodable, parse_object, parse_strings, quoted
 from .tensor import Item, Tensor, TensorSpec, check_count, check_shape, checked_content

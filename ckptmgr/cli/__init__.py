@@ -16,9 +16,17 @@ from pathlib import Path
 import click
 
 from ckptmgr._version import __version__
-from ckptmgr.cli.exits import EPILOG, Exit, UsageProblem, escape, help_text, report
+from ckptmgr.cli.exits import (
+    EPILOG,
+    Exit,
+    UsageProblem,
+    escape,
+    help_text,
+    misplaced_keys,
+    report,
+    without_keys,
+)
 from ckptmgr.cli.options import CONTEXT, Session
-from ckptmgr.cli.typed_keys import misplaced_keys, without_keys
 
 _COMMANDS = {
     "ls": ("ls", "List the checkpoints of a directory."),

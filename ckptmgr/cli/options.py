@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from ckptmgr.cli.exits import EPILOG, UsageProblem
-from ckptmgr.cli.typed_keys import is_misplaced_key
+from ckptmgr.cli.exits import EPILOG, UsageProblem, is_misplaced_key
 from ckptmgr.core.errors import KeyProblem
 
 if TYPE_CHECKING:

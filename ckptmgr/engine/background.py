@@ -30,7 +30,7 @@ from ckptmgr.config.failure import BackPressure, OnError, check_back_pressure, p
 from ckptmgr.core.errors import SaveFailed, SaveSuperseded
 from ckptmgr.core.handle import SaveHandle, SaveStats, waits_for_itself
 from ckptmgr.core.model import Checkpoint
-from ckptmgr.io.processors import work_beside_training
+from ckptmgr.io.threads import work_beside_training
 
 _LOG = logging.getLogger(__name__)
 

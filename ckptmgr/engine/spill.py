@@ -19,7 +19,7 @@ from pathlib import Path
 from ckptmgr.core.errors import StagingExhausted
 from ckptmgr.engine.budget import next_region_id
 from ckptmgr.io.descriptors import standard_taken
-from ckptmgr.io.staging_threads import drain
+from ckptmgr.io.threads import drain
 
 Job = tuple[int, Callable[[], memoryview]]
 

@@ -15,7 +15,7 @@ from ckptmgr.engine.slabs import Slab
 from ckptmgr.engine.spill import SpillFile
 from ckptmgr.formats.tensor import Item, Tensor, checked_content, content_of
 from ckptmgr.io.buffers import copy_into
-from ckptmgr.io.staging_threads import drain
+from ckptmgr.io.threads import drain
 from ckptmgr.state.devices import DeviceMemory
 from ckptmgr.state.items import (
     Content,

@@ -31,7 +31,7 @@ from ckptmgr.files.save.saver import SaveOptions, SaveOrder, save_items
 from ckptmgr.io.descriptors import standard_taken
 from ckptmgr.io.leases import helper_text
 from ckptmgr.io.locks import note_helper
-from ckptmgr.io.processors import work_beside_training
+from ckptmgr.io.threads import work_beside_training
 from ckptmgr.state.items import items_from
 from ckptmgr.store.manifest import codec as manifests
 from ckptmgr.store.manifest.codec import FileEntry, Manifest

@@ -24,7 +24,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from ckptmgr.parallel.coordinator import KeyValueCoordinator
-from ckptmgr.parallel.session import agreed_session
+from ckptmgr.parallel.shared_directory import agreed_session
 
 # A wait of 0 would be one without end.
 _SHORTEST_WAIT_S = 0.001

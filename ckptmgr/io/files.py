@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of the real disk, opened for reading: through the page cache, or past it to see what the disk itself holds."""
+"""Files of the real disk, opened for reading: through the page cache, or past it to see what the disk itself holds.
+
+Files of the real disk, opened for writing: new ones, with direct I/O where that works, and headers of those that exist.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -12,7 +16,7 @@ from pathlib import Path
 
 from ckptmgr.formats.errors import TruncatedError
 from ckptmgr.io.byte_counters import note
-from ckptmgr.io.descriptors import open_entry
+from ckptmgr.io.descriptors import beyond_standard, naming, open_entry
 
 DIRECT_IO_ALIGNMENT = 4096
 REFUSALS_OF_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP)
@@ -129,3 +133,170 @@ class UncachedFile(CachedFile):
         finally:
             if descriptor >= 0:
                 os.close(descriptor)
+
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+
+
+_NO_SUCH_OWNER = (errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
+"""Root without the right to do it, as on NFS and in containers; a user that this container does not know; no owners at all."""
+
+
+def adopt_owner(descriptor: int, like: os.stat_result) -> None:
+    """Give a new file that root made to the owner and group of another one, as far as the file system can do that.
+
+    An administrator who works in the directory of another user must not lock that user out of it. A file that anybody else
+    made stays as it is. Set the mode afterwards: a change of the owner can change it.
+    """
+    if os.geteuid() != 0:
+        return
+    figures = os.fstat(descriptor)
+    if (figures.st_uid, figures.st_gid) == (like.st_uid, like.st_gid):
+        return
+    try:
+        os.fchown(descriptor, like.st_uid, like.st_gid)
+    except OSError as error:
+        if error.errno not in _NO_SUCH_OWNER:
+            raise
+
+
+class NewFile:
+    """A new file with up to two descriptors: one for direct I/O, one through the page cache."""
+
+    def __init__(
+        self,
+        path: Path,
+        mode: int,
+        *,
+        dir_fd: int | None = None,
+        owner: os.stat_result | None = None,
+    ) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._path = path
+        self._buffered = beyond_standard(open_entry(path, flags, dir_fd=dir_fd))
+        self._direct = -1
+        try:
+            with contextlib.suppress(OSError):
+                # tmpfs before Linux 6.6, some FUSE and network file systems refuse O_DIRECT: EINVAL. Opened before the
+                # mode is set: only root may open a read-only file for writing.
+                self._direct = beyond_standard(
+                    os.open(
+                        f"/proc/self/fd/{self._buffered}", os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC
+                    )
+                )
+            if owner is not None:
+                adopt_owner(self._buffered, owner)
+            os.fchmod(self._buffered, mode)
+        except BaseException:
+            self.close()
+            raise
+
+    def reserve(self, size_bytes: int) -> None:
+        """Ask the file system to set aside `size_bytes`; ENOSPC before anything is written."""
+        # Besides the early ENOSPC, direct writes below the file size run in parallel; extending ones are serialised by
+        # the inode lock. posix_fallocate() is not used: where it is missing, glibc emulates it by writing every block.
+        if size_bytes and _LIBC.fallocate(self._buffered, 0, 0, size_bytes) != 0:
+            number = ctypes.get_errno()
+            # A signal (EINTR; tmpfs gives everything back then) would come again where a profiler sends one every few ms.
+            if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EINTR):
+                raise OSError(number, os.strerror(number), str(self._path))
+
+    def write_at(self, offset: int, data: memoryview | bytes) -> None:
+        """Write all of `data` at `offset`."""
+        view = memoryview(data).cast("B")
+        while view.nbytes:
+            written = self._write_once(offset, view)
+            if written == 0:
+                raise OSError(errno.EIO, "a write wrote nothing", str(self._path))
+            note("write", written)
+            offset += written
+            view = view[written:]
+
+    def _write_once(self, offset: int, view: memoryview) -> int:
+        # Of an unaligned length only the last bytes go through the page cache; write_at comes back for them.
+        aligned = view.nbytes - view.nbytes % DIRECT_IO_ALIGNMENT
+        if self._direct >= 0 and offset % DIRECT_IO_ALIGNMENT == 0 and aligned:
+            try:
+                return os.pwrite(self._direct, view[:aligned], offset)
+            except OSError as error:
+                if error.errno not in REFUSALS_OF_DIRECT_IO:
+                    raise
+        return os.pwrite(self._buffered, view, offset)
+
+    def sync(self) -> None:
+        """Make the content durable; an error is final."""
+        os.fsync(self._buffered)
+
+    def close(self) -> None:
+        """Release what is open."""
+        descriptors, self._buffered, self._direct = (self._direct, self._buffered), -1, -1
+        failure = None
+        for descriptor in descriptors:
+            if descriptor >= 0:
+                try:
+                    os.close(descriptor)
+                except OSError as error:
+                    failure = error
+        if failure is not None:
+            raise failure
+
+
+class ChangedFile:
+    """A file that exists, opened for writing whatever its permission bits, which stay."""
+
+    def __init__(self, path: Path, *, dir_fd: int | None = None) -> None:
+        self._path = path
+        flags = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        reading = open_entry(path, os.O_RDONLY | flags, dir_fd=dir_fd)
+        try:
+            figures = os.fstat(reading)
+            if not stat.S_ISREG(figures.st_mode):
+                raise OSError(errno.EINVAL, "not a regular file", str(path))
+            if figures.st_nlink > 1:
+                reason = "has other names, under which it would change as well; copy it first"
+                raise OSError(errno.EMLINK, reason, str(path))
+            self._descriptor = _reopened(reading, stat.S_IMODE(figures.st_mode))
+        finally:
+            os.close(reading)
+
+    def reserve(self, size_bytes: int) -> None:
+        """Do nothing: the space is there."""
+
+    def write_at(self, offset: int, data: memoryview | bytes) -> None:
+        """Write all of `data` at `offset`."""
+        view = memoryview(data).cast("B")
+        while view.nbytes:
+            with naming(self._path):
+                written = os.pwrite(self._descriptor, view, offset)
+            if written == 0:
+                raise OSError(errno.EIO, "a write wrote nothing", str(self._path))
+            note("write", written)
+            offset += written
+            view = view[written:]
+
+    def sync(self) -> None:
+        """Make the content durable; an error is final."""
+        with naming(self._path):
+            os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Release what is open."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            with naming(self._path):
+                os.close(descriptor)
+
+
+def _reopened(descriptor: int, mode: int) -> int:
+    """Return another descriptor of the same file, for writing."""
+    path = f"/proc/self/fd/{descriptor}"
+    try:
+        return beyond_standard(os.open(path, os.O_WRONLY | os.O_CLOEXEC))
+    except PermissionError:
+        # Checkpoints are read-only, for their owner too.
+        os.fchmod(descriptor, mode | stat.S_IWUSR)
+        try:
+            return beyond_standard(os.open(path, os.O_WRONLY | os.O_CLOEXEC))
+        finally:
+            os.fchmod(descriptor, mode)

@@ -25,9 +25,8 @@ from typing import NamedTuple, Protocol
 
 from ckptmgr.io.descriptors import naming
 from ckptmgr.io.directories import HeldDirectories
-from ckptmgr.io.files import CachedFile, UncachedFile
+from ckptmgr.io.files import CachedFile, ChangedFile, NewFile, UncachedFile, adopt_owner
 from ckptmgr.io.locks import locked
-from ckptmgr.io.output_files import ChangedFile, NewFile, adopt_owner
 
 _PRIVATE = 0o400
 

@@ -20,7 +20,7 @@ from typing import ClassVar
 
 from ckptmgr.core.errors import StoreLocked
 from ckptmgr.io.descriptors import beyond_standard, open_entry
-from ckptmgr.io.output_files import adopt_owner
+from ckptmgr.io.files import adopt_owner
 
 _MAX_OWNER_BYTES = 4096
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)

@@ -19,9 +19,8 @@ from functools import partial
 from ckptmgr.crypto.mindspore.reader import Buffers
 from ckptmgr.formats.image import Image
 from ckptmgr.formats.source import Source
-from ckptmgr.io.digest import RANGE_BYTES, VerifyingSource
-from ckptmgr.io.range_digests import RangeDigests
-from ckptmgr.io.units import PIECE_BYTES
+from ckptmgr.io.digest import RANGE_BYTES, RangeDigests, VerifyingSource
+from ckptmgr.io.threads import PIECE_BYTES
 from ckptmgr.io.unverified_reads import Glimpses
 
 

@@ -12,8 +12,7 @@ from ckptmgr.core.names import OPAQUE
 from ckptmgr.crypto.ciphers import mode_of
 from ckptmgr.crypto.container.unlock import CopyState, find_copies
 from ckptmgr.crypto.errors import CryptoError
-from ckptmgr.crypto.mindspore.block_keys import open_blocks_with
-from ckptmgr.crypto.mindspore.blocks import sniff_mode
+from ckptmgr.crypto.mindspore.blocks import open_blocks_with, sniff_mode
 from ckptmgr.crypto.mindspore.records import find_records
 from ckptmgr.files.load.bulk import check_values, read_every_byte, read_through
 from ckptmgr.files.load.container import (
@@ -26,9 +25,8 @@ from ckptmgr.files.load.container import (
 from ckptmgr.files.load.contents import tensors_of
 from ckptmgr.files.load.open import OpenCheckpoint, open_source
 from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.load.plaintext import refuse_unsigned
+from ckptmgr.files.load.plaintext import check_kind, check_mode, refuse_unsigned
 from ckptmgr.files.load.statistics import stats_of
-from ckptmgr.files.load.stored_kind import check_kind, check_mode
 from ckptmgr.formats.detect import Kind
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.source import Source, read_bytes

@@ -20,11 +20,6 @@ from ckptmgr.core.names import CONTAINER_SUFFIX, DATA_SUFFIXES, OPAQUE, without_
 from ckptmgr.crypto.keys.ring import Keys
 from ckptmgr.files.load.values import ReadOptions
 from ckptmgr.io.source_image import SourceImage
-from ckptmgr.maintenance.convert_container import (
-    container_chunks,
-    container_content,
-    needs_container,
-)
 from ckptmgr.maintenance.convert_source import open_bytes, open_plain, open_plaintext
 from ckptmgr.maintenance.convert_target import (
     Content,
@@ -33,7 +28,13 @@ from ckptmgr.maintenance.convert_target import (
     publish,
     publish_other,
 )
-from ckptmgr.maintenance.encrypt import sealed_chunks, sealed_content
+from ckptmgr.maintenance.encrypt import (
+    container_chunks,
+    container_content,
+    needs_container,
+    sealed_chunks,
+    sealed_content,
+)
 
 
 def decrypt_file(

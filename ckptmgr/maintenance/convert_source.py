@@ -17,7 +17,7 @@ from ckptmgr.files.load.plaintext import plaintext_of
 from ckptmgr.files.load.values import OpenCheckpoint, ReadOptions, open_indexed, open_source
 from ckptmgr.formats.source import Source
 from ckptmgr.io.filesystem import InputFile
-from ckptmgr.io.units import PIECE_BYTES
+from ckptmgr.io.threads import PIECE_BYTES
 from ckptmgr.io.unverified_reads import Glimpses
 from ckptmgr.maintenance.convert_target import store_of
 from ckptmgr.store.manifest.codec import Manifest

@@ -12,9 +12,8 @@ from ckptmgr.files.load.bulk import check_values
 from ckptmgr.files.load.values import ReadOptions, open_source, read_through
 from ckptmgr.formats.source import Source
 from ckptmgr.io.buffers import copy_into
-from ckptmgr.io.digest import RANGE_BYTES, FileDigest, VerifyingSource
-from ckptmgr.io.range_digests import RangeDigests
-from ckptmgr.io.units import PIECE_BYTES
+from ckptmgr.io.digest import RANGE_BYTES, FileDigest, RangeDigests, VerifyingSource
+from ckptmgr.io.threads import PIECE_BYTES
 
 _MAX_GAP_BYTES = 64 << 10
 

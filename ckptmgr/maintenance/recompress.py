@@ -41,9 +41,9 @@ from ckptmgr.formats.safetensors_file import SafetensorsIndex
 from ckptmgr.io.digest import FileDigest, digest_of
 from ckptmgr.io.filesystem import InputFile, OutputFile
 from ckptmgr.io.source_image import SourceImage
-from ckptmgr.io.units import PIECE_BYTES
+from ckptmgr.io.threads import PIECE_BYTES
 from ckptmgr.maintenance.convert_target import unproven_name
-from ckptmgr.maintenance.same_recipients import check_recipients
+from ckptmgr.maintenance.rekey_change import check_recipients
 from ckptmgr.store.change_leases import lease_of_checkpoint
 from ckptmgr.store.manifest.codec import FileEntry, Manifest
 from ckptmgr.store.manifest.keys import manifest_key_of

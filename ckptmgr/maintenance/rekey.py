@@ -23,8 +23,7 @@ from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.trust import NOTHING_GIVEN, Trust
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.io.leases import Processes
-from ckptmgr.maintenance.rekey_change import KeyChange
-from ckptmgr.maintenance.rekey_plan import Action, Rekeying
+from ckptmgr.maintenance.rekey_change import Action, KeyChange, Rekeying
 from ckptmgr.maintenance.rekey_steps import CheckpointKeys
 from ckptmgr.store.change_leases import lease_of_checkpoint
 from ckptmgr.store.store import Store

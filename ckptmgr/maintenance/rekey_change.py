@@ -1,19 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a change of keys does to the header of one container, decided from what its key slots say."""
+"""What a change of keys does to the header of one container, decided from what its key slots say.
+
+What a change of keys does, or did, to one checkpoint.
+
+What a change of keys means for an encrypted `.ckpt`: it has one key, and another one means encrypting it anew.
+
+What is encrypted anew for another reason than its keys opens for exactly those that it opened for before.
+"""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.errors import UnsafeWrite
+from ckptmgr.core.model import Checkpoint
 from ckptmgr.crypto.container.header import HeaderCopy
 from ckptmgr.crypto.container.rekey import HeaderWrite, rewrite_header
 from ckptmgr.crypto.container.unlock import CopyState, find_copies, unlock
-from ckptmgr.crypto.errors import DecryptionError
-from ckptmgr.crypto.keys.ring import KeyRing, unwrapped_first
+from ckptmgr.crypto.errors import CryptoError, DecryptionError
+from ckptmgr.crypto.keys.key import Key
+from ckptmgr.crypto.keys.ring import KeyRing, Keys, ring_of, unwrapped_first
+from ckptmgr.crypto.mindspore.blocks import open_blocks, sniff_mode
 from ckptmgr.crypto.slots import Identity, Recipient, Slot
-from ckptmgr.formats.source import Source
+from ckptmgr.formats.source import Source, read_bytes
 from ckptmgr.store.manifest.keys import is_for
 
 Removal = KeyRing | str
@@ -234,3 +247,115 @@ def _opens(keys: KeyRing, slots: Sequence[Slot], *, bound: bytes) -> bool:
 
 def _labels(slots: Sequence[Slot]) -> tuple[str, ...]:
     return tuple(slot.label for slot in slots)
+
+
+class Action(enum.Enum):
+    """What is done to a checkpoint."""
+
+    NOTHING = "nothing"
+    """It is as it shall be."""
+    PLAIN = "plain"
+    """It is not encrypted; nothing is done."""
+    HEADER = "header"
+    """Its headers, or the authentication of its manifest, are rewritten."""
+    REENCRYPT = "re-encrypt"
+    """It is encrypted anew."""
+    CLEAN_UP = "clean up"
+    """It was encrypted anew, and files that the old keys open were left beside it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rekeying:
+    """What is, or was, to be done to one checkpoint.
+
+    Attributes:
+        checkpoint: As listed.
+        action: What.
+        before: What opens it before, for people.
+        after: What opens it afterwards.
+        removals: Who of those that are to be removed has a slot in it.
+    """
+
+    checkpoint: Checkpoint
+    action: Action
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    removals: frozenset[Removal] = frozenset()
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether there is something to do."""
+        return self.action not in (Action.NOTHING, Action.PLAIN)
+
+
+_HEAD_BYTES = 16
+
+
+def plan_blocks(raw: Source, change: KeyChange, *, path: str) -> FilePlan:
+    """Return what a change of keys does to an encrypted `.ckpt`.
+
+    Raises:
+        UnsafeWrite: It would have another number of keys than one, or something that is no key.
+        CryptoError: It does not open, or is not sealed.
+    """
+    mode = str(sniff_mode(read_bytes(raw, 0, min(_HEAD_BYTES, raw.size))))
+    added = [key for ring in change.add for key in ring.raw_keys]
+    key = _opener(raw, mode, keys=(*change.keys.raw_keys, *added))
+    before = (f"key {key.key_id}",)
+    rings = (ring for ring in change.remove if key.key_id in ring.key_ids)
+    ids = (one for one in change.remove_ids if one == key.key_id)
+    removals: frozenset[Removal] = frozenset((*rings, *ids))
+    # A key that is given as one of the old ones, too, opens what is to be encrypted anew under another data key.
+    is_anew_under_it = change.is_only and key in change.keys.raw_keys
+    is_done = key in added and len(change.add) == 1 and not is_anew_under_it
+    if is_done or change.is_repair:
+        return FilePlan(before=before, after=before)
+    is_removed = change.is_only or bool(removals)
+    if not is_removed and not change.add:
+        return FilePlan(before=before, after=before)
+    if not is_removed or len(change.add) != 1 or len(added) != 1:
+        raise UnsafeWrite(
+            "an encrypted .ckpt has exactly one key, which MindSpore takes",
+            path=path,
+            hint=f"--add one key, the one that opens it now ({key.key_id}) or another in its place"
+            if key in added
+            else f"add one key and remove the present one: --add SOURCE --remove {key.key_id}",
+        )
+    after = (f"key {added[0].key_id}",)
+    return FilePlan(before=before, after=after, is_anew=True, removals=removals)
+
+
+def _opener(raw: Source, mode: str, *, keys: Sequence[Key]) -> Key:
+    """Return the key that opens a file."""
+    failures: list[CryptoError] = []
+    for key in keys:
+        try:
+            open_blocks(raw, key, mode)
+        except CryptoError as error:
+            failures.append(error)
+        else:
+            return key
+    # That of the key which should open it says most.
+    raise failures[0]
+
+
+def check_recipients(header: HeaderCopy, keys: Keys, *, path: Path | str) -> None:
+    """Raise unless a container is for all of these keys and for nobody else.
+
+    Args:
+        header: Of the container.
+        keys: What it would be encrypted with.
+        path: For messages.
+
+    Raises:
+        UnsafeWrite: Somebody could not open it any more, or somebody new could.
+    """
+    ring = ring_of(keys)
+    with translated_errors(str(path)):
+        is_same = ring.is_exactly_for(header.slots, bound=header.fixed.pack())
+    if not is_same:
+        raise UnsafeWrite(
+            f"is encrypted for {', '.join(slot.label for slot in header.slots)}; given: {', '.join(ring.labels)}",
+            path=path,
+            hint="give all of these and nobody else (CLI: --key for each); the public key of a pair will do",
+        )

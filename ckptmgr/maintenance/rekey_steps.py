@@ -19,18 +19,23 @@ from ckptmgr.files.load.container import ENCRYPTED, format_in, kind_of, open_con
 from ckptmgr.formats.detect import Kind
 from ckptmgr.io.filesystem import InputFile
 from ckptmgr.maintenance.convert_target import unproven_name
-from ckptmgr.maintenance.reencrypt import reencrypt_file
-from ckptmgr.maintenance.reencrypt_set import reencrypt_set, remove_stale_files, stale_files
-from ckptmgr.maintenance.rekey_blocks import plan_blocks
+from ckptmgr.maintenance.reencrypt import (
+    reencrypt_file,
+    reencrypt_set,
+    remove_stale_files,
+    stale_files,
+)
 from ckptmgr.maintenance.rekey_change import (
+    Action,
     FilePlan,
     KeyChange,
+    Rekeying,
     Removal,
     has_first_keys,
+    plan_blocks,
     plan_container,
     plan_header,
 )
-from ckptmgr.maintenance.rekey_plan import Action, Rekeying
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.manifest.keys import BOUND, ManifestKey, manifest_key_of
 from ckptmgr.store.store import Store

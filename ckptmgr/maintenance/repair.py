@@ -35,8 +35,8 @@ from ckptmgr.files.load.values import OpenCheckpoint, ReadOptions, bytes_of, ope
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.io.digest import FileDigest, differing_ranges
 from ckptmgr.io.filesystem import OutputFile, give_name
-from ckptmgr.maintenance.healing import Healing, PaddedSource
 from ckptmgr.maintenance.repair_sealed import SealedRepair
+from ckptmgr.maintenance.repair_source import Healing, PaddedSource
 from ckptmgr.store.change_leases import lease_of_checkpoint
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.shards import ShardFiles

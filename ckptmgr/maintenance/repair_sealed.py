@@ -19,19 +19,18 @@ from functools import partial
 
 from ckptmgr.core.errors import CkptmgrError, KeyProblem, UnsupportedCheckpoint
 from ckptmgr.core.shard_names import new_attempt_id, with_attempt
+from ckptmgr.files.load.plaintext import check_kind
 from ckptmgr.files.load.shards import ShardedCheckpoint
-from ckptmgr.files.load.stored_kind import check_kind
 from ckptmgr.files.load.values import ReadOptions, open_source
 from ckptmgr.files.save.saver import SaveOrder, save_items
 from ckptmgr.formats.detect import detect
 from ckptmgr.formats.source import Source
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.io.digest import differing_ranges
-from ckptmgr.maintenance.healing import Healing, PaddedSource
-from ckptmgr.maintenance.repair_source import Patient, open_patient
+from ckptmgr.maintenance.repair_source import Healing, PaddedSource, Patient, open_patient
 from ckptmgr.store.manifest.chain import contradiction
 from ckptmgr.store.manifest.codec import FileEntry, Manifest
-from ckptmgr.store.shard_swap import swap_shards
+from ckptmgr.store.shards import swap_shards
 from ckptmgr.store.store import Store
 
 

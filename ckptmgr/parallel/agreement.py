@@ -13,7 +13,7 @@ from typing import TypeVar
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.io.passing_errors import PAUSES_S
 from ckptmgr.parallel.coordinator import Coordinator, Json, RanksMissing, RanksOutOfStep
-from ckptmgr.parallel.rank_errors import Failure, ResumeFailed
+from ckptmgr.parallel.errors import Failure, ResumeFailed
 from ckptmgr.parallel.rounds import Rounds
 from ckptmgr.series.candidates import Skipped
 

@@ -22,16 +22,19 @@ from ckptmgr.formats.tensor import Item, Tensor, TensorSpec
 from ckptmgr.parallel.balance import Replicated, Share, balance_by_bytes
 from ckptmgr.parallel.coordinator import Coordinator, Json
 from ckptmgr.parallel.dedup_tensors import (
+    Note,
     Shared,
     agreed,
     alike,
     digest_of_tensor,
     digests_by_part,
     held,
+    notes_of,
+    packed,
+    told_by,
 )
 from ckptmgr.parallel.redundancy import remove_param_redundancy
 from ckptmgr.parallel.rounds import Rounds
-from ckptmgr.parallel.tensor_notes import Note, notes_of, packed, told_by
 from ckptmgr.state.items import Part
 
 Balance = Literal["bytes", "round_robin"]

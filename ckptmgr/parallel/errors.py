@@ -1,9 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors about how tensors are laid out over ranks."""
+"""Errors about how tensors are laid out over ranks.
+
+What goes wrong when many ranks save together, told to all of them.
+"""
 
 from __future__ import annotations
 
-from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError
+import errno as errno_names
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError, SaveFailed
+from ckptmgr.io.passing_errors import is_damage, may_be_whole, may_return
+from ckptmgr.parallel.coordinator import Json, RanksMissing, shown_ranks
 
 
 class LayoutError(CkptmgrError, ValueError):
@@ -40,3 +50,136 @@ class MixedSteps(LayoutError):
             hint="give files of one step; of whole directories step= (CLI: --step) takes the step that is named,"
             " and leaves out ranks without it",
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why one rank could not do its part.
+
+    Attributes:
+        rank: The rank.
+        kind: Name of the class of the error.
+        message: What it says.
+        errno: Number of the error of the operating system, or None.
+        is_damage: Whether it says that stored bytes are damaged or gone.
+        may_be_whole: Whether it leaves open that they are whole, so that nothing older may take their place.
+        may_return: Whether they may be whole elsewhere, or later.
+        is_expected: Whether it is an error of checkpoints or of the disk, not of the program.
+    """
+
+    rank: int
+    kind: str
+    message: str
+    errno: int | None = None
+    is_damage: bool = False
+    may_be_whole: bool = False
+    may_return: bool = False
+    is_expected: bool = False
+
+    @classmethod
+    def of(cls, error: Exception, *, rank: int) -> Failure:
+        """Return what to tell the others about an error."""
+        return cls(
+            rank=rank,
+            kind=type(error).__name__,
+            message=error.message if isinstance(error, CkptmgrError) else str(error),
+            errno=_errno_of(error),
+            is_damage=is_damage(error),
+            may_be_whole=may_be_whole(error),
+            may_return=may_return(error),
+            is_expected=isinstance(error, (CkptmgrError, OSError)),
+        )
+
+    @classmethod
+    def from_json(cls, value: Json, *, rank: int) -> Failure:
+        """Return what another rank has told."""
+        told = value if isinstance(value, Mapping) else {}
+        number = told.get("errno")
+        return cls(
+            rank=rank,
+            kind=str(told.get("kind", "Exception")),
+            message=str(told.get("message", value)),
+            errno=number if isinstance(number, int) else None,
+            is_damage=told.get("is_damage") is True,
+            may_be_whole=told.get("may_be_whole") is True,
+            may_return=told.get("may_return") is True,
+            is_expected=told.get("is_expected") is True,
+        )
+
+    def to_json(self) -> Json:
+        """Return it as it travels; the rank is known to whoever hears it."""
+        return {
+            "kind": self.kind,
+            "message": self.message,
+            "errno": self.errno,
+            "is_damage": self.is_damage,
+            "may_be_whole": self.may_be_whole,
+            "may_return": self.may_return,
+            "is_expected": self.is_expected,
+        }
+
+    def __str__(self) -> str:
+        name = (
+            "" if self.errno is None else f" [{errno_names.errorcode.get(self.errno, self.errno)}]"
+        )
+        return f"rank {self.rank}: {self.kind}{name}: {self.message}"
+
+
+def _errno_of(error: BaseException | None) -> int | None:
+    """Return the number of an error of the operating system, or of the one it explains."""
+    if error is None:
+        return None
+    number = error.errno if isinstance(error, OSError) else None
+    return _errno_of(error.__cause__) if number is None else number
+
+
+class ResumeFailed(CkptmgrError):
+    """Report that the ranks cannot go on together from any checkpoint; names the rank that cannot, and why.
+
+    Attributes:
+        may_be_whole: Whether it is because the disk of a rank does not give a checkpoint now that may be whole.
+    """
+
+    may_be_whole: bool = False
+
+
+class RankFailed(SaveFailed):
+    """Report a save that failed because a rank could not do its part; nothing was committed.
+
+    Attributes:
+        failures: Why, for each rank that failed.
+        rank: The first of them.
+        errno: Number of its error of the operating system, or None.
+    """
+
+    def __init__(self, failures: Sequence[Failure], *, what: str) -> None:
+        self.failures = tuple(failures)
+        self.rank = failures[0].rank
+        self.errno = failures[0].errno
+        more = f" (and {len(failures) - 1} more ranks)" if len(failures) > 1 else ""
+        super().__init__(
+            f"{what}: {failures[0]}{more}",
+            hint="the earlier checkpoints are intact; nothing was committed",
+        )
+
+
+def not_begun(
+    missing: RanksMissing, step: int, elsewhere: Mapping[int, int], *, path: Path
+) -> SaveFailed:
+    """Return the error of a save to which some ranks did not come.
+
+    Args:
+        missing: Who did not, and who did.
+        step: What those who came want to save.
+        elsewhere: Rank to step, of those that waited for the others and gave up.
+        path: The directory.
+    """
+    came = shown_ranks(sorted(missing.found))
+    others = [f"rank {rank} at step {other}" for rank, other in elsewhere.items() if other != step]
+    gave_up = f"; gave up waiting before: {', '.join(others)}" if others else ""
+    return SaveFailed(
+        f"{missing.message}; {came} waited there to save step {step}{gave_up}",
+        path=path,
+        hint="all ranks save the same steps: give them the same save policy, and the same calls of step_end() and save(); "
+        "else look at the logs of these ranks, and if they are only slow, give a longer timeout",
+    )

@@ -20,10 +20,9 @@ from ckptmgr.observe.observers import EVERYBODY, Observers
 from ckptmgr.parallel.agreement import all_prepared, first_that_all_load, steps_of_all
 from ckptmgr.parallel.coordinator import Coordinator, Json, RanksMissing
 from ckptmgr.parallel.dedup import Sharing
-from ckptmgr.parallel.meetings import Meetings
+from ckptmgr.parallel.errors import not_begun
 from ckptmgr.parallel.offer import Offer, chosen_series
-from ckptmgr.parallel.rank_errors import not_begun
-from ckptmgr.parallel.rounds import Rounds
+from ckptmgr.parallel.rounds import Meetings, Rounds
 from ckptmgr.parallel.shard_store import ShardStore
 from ckptmgr.parallel.two_phase_commit import Deadline, TwoPhaseSave
 from ckptmgr.policy.retention import RetentionPolicy

@@ -22,8 +22,8 @@ from ckptmgr.core.shard_names import parse_shard_name
 from ckptmgr.core.trust import NOTHING_GIVEN, Trust
 from ckptmgr.io.filesystem import FileSystem, remove_name
 from ckptmgr.io.leases import Processes
+from ckptmgr.store.listing import lone_sets, problem_of_shards
 from ckptmgr.store.manifest.codec import Manifest, manifest_name
-from ckptmgr.store.shard_listing import lone_sets, problem_of_shards
 from ckptmgr.store.shards import ShardFiles
 from ckptmgr.store.trash_folder import may_be_in_trash
 

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 from ckptmgr.core.errors import CkptmgrError, SaveFailed
 from ckptmgr.parallel.coordinator import Coordinator, Json, RanksMissing, RanksOutOfStep
+from ckptmgr.parallel.errors import RankFailed
 from ckptmgr.parallel.offer import Offer, vote_of, whole
-from ckptmgr.parallel.rank_errors import RankFailed
 from ckptmgr.parallel.rounds import Rounds
 from ckptmgr.parallel.shard_store import ShardStore
 from ckptmgr.store.manifest.codec import Manifest

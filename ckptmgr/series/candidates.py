@@ -20,8 +20,8 @@ from ckptmgr.files.load.values import OpenCheckpoint, ReadOptions, open_source
 from ckptmgr.io.page_cache import load_once
 from ckptmgr.io.passing_errors import is_damage, may_be_whole, may_return
 from ckptmgr.io.temp_names import parse_temp
+from ckptmgr.store.listing import lone_sets
 from ckptmgr.store.manifest.codec import Manifest
-from ckptmgr.store.shard_listing import lone_sets
 from ckptmgr.store.store import Store
 
 _SHOWN_SERIES = 5

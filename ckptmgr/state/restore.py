@@ -16,6 +16,7 @@ import numpy as np
 from ckptmgr.core.regions import lengths_of
 from ckptmgr.state.arrays import framework_of, is_instance_by_name
 from ckptmgr.state.fill import (
+    SharedTargets,
     can_copy_into,
     fill_array,
     fill_mindspore,
@@ -31,7 +32,6 @@ from ckptmgr.state.jax_shards import box_of, is_on_many_devices, rebuilt
 from ckptmgr.state.paths import Path, StateMismatch
 from ckptmgr.state.random import generator_key, generator_kind, set_generator
 from ckptmgr.state.scalars import encode_atom
-from ckptmgr.state.tree_shared import SharedTargets
 
 _SHOWN_DIFFERENCES = 100
 _PLAIN_TYPES = frozenset({str, bytes, bool, int, float, complex, type(None)})

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ckptmgr.state.paths import SHARED, Json, Path, TreeError, dump_skeleton, load_skeleton
-from ckptmgr.state.skeletons import leaves_of
+from ckptmgr.state.skeleton import leaves_of
 
 KEPT = "\0kept/"
 """Before the names of tensors that the rank has already."""

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.io.passing_errors import no_such_file
 from ckptmgr.store.manifest.codec import Manifest
-from ckptmgr.store.manifest.files import ManifestReader
+from ckptmgr.store.manifest.reader import ManifestReader
 
 
 class LoneManifest(NamedTuple):

@@ -20,10 +20,10 @@ from ckptmgr.io.digest import FileDigest, digest_of
 from ckptmgr.io.filesystem import FileStatus, FileSystem, InputFile, OutputFile, discard
 from ckptmgr.io.signals import signals_heard, signals_held
 from ckptmgr.io.space_errors import explained, not_enough_space
-from ckptmgr.store.bare_files import bare_file
+from ckptmgr.store.listing import bare_file
 from ckptmgr.store.manifest.codec import FOREIGN, FileEntry, Manifest, manifest_name
-from ckptmgr.store.manifest.files import ManifestContent
-from ckptmgr.store.manifest.manifest_files import ManifestFiles
+from ckptmgr.store.manifest.files import ManifestFiles
+from ckptmgr.store.manifest.reader import ManifestContent
 
 # Room for the manifest and the directory blocks beside the data.
 _SPACE_MARGIN_BYTES = 1 << 20

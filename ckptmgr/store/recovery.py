@@ -27,7 +27,7 @@ from ckptmgr.store.lone_manifests import LoneManifest
 from ckptmgr.store.manifest import codec as manifests
 from ckptmgr.store.manifest.cache import SeenManifests
 from ckptmgr.store.manifest.codec import Manifest, manifest_name
-from ckptmgr.store.manifest.manifest_files import ManifestFiles
+from ckptmgr.store.manifest.files import ManifestFiles
 from ckptmgr.store.name_leases import leased_name
 from ckptmgr.store.trash_folder import DEFAULT_GRACE, may_be_in_trash
 

@@ -40,9 +40,9 @@ from ckptmgr.io.space_errors import explained_errors
 from ckptmgr.store.listing import listed, listed_alone
 from ckptmgr.store.manifest.cache import SeenManifests
 from ckptmgr.store.manifest.codec import Manifest, files_of
-from ckptmgr.store.manifest.files import check_is_file
+from ckptmgr.store.manifest.files import ManifestFiles
 from ckptmgr.store.manifest.keys import ManifestKey
-from ckptmgr.store.manifest.manifest_files import ManifestFiles
+from ckptmgr.store.manifest.reader import check_is_file
 from ckptmgr.store.name_leases import HeldNames, hold_unchanged
 from ckptmgr.store.publish import Publisher
 from ckptmgr.store.recovery import recover

@@ -5,6 +5,8 @@ It takes any run context whose `original_args()` has `cur_step_num`, `cur_epoch_
 mapping of names to arrays, an object with `state_dict()`, or a MindSpore Cell). File names, triggers and what is kept are
 MindSpore's; the order of work is not: a file is removed only after its successor is durable, a failed save is not marked as
 done, and only files this run wrote (or the run it was resumed from) are ever removed.
+
+The points of a training loop at which a callback is called, under both of MindSpore's names for them.
 """
 
 from __future__ import annotations
@@ -37,12 +39,57 @@ from ckptmgr.training.breakpoints import save_breakpoint
 from ckptmgr.training.callback_names import CallbackSeries, GivenNames, Target
 from ckptmgr.training.callback_values import RunContext, items_of, metrics_of
 from ckptmgr.training.forecast import Forecaster, size_of
+from ckptmgr.training.history import Progress
 from ckptmgr.training.parts import RunParts
-from ckptmgr.training.progress import Progress
 from ckptmgr.training.resume import Resumed, resume_values
-from ckptmgr.training.training_hooks import TrainingHooks
 
 __all__ = ["ModelCheckpoint", "Resumed", "RunContext"]
+
+
+class TrainingHooks:
+    """Does nothing at any of them."""
+
+    def begin(self, run_context: RunContext) -> None:
+        """Training begins."""
+
+    def epoch_begin(self, run_context: RunContext) -> None:
+        """An epoch begins."""
+
+    def step_begin(self, run_context: RunContext) -> None:
+        """A step begins."""
+
+    def step_end(self, run_context: RunContext) -> None:
+        """A step is done."""
+
+    def epoch_end(self, run_context: RunContext) -> None:
+        """An epoch is done."""
+
+    def end(self, run_context: RunContext) -> None:
+        """Training is done."""
+
+    def on_train_begin(self, run_context: RunContext) -> None:
+        """See `begin`."""
+        self.begin(run_context)
+
+    def on_train_epoch_begin(self, run_context: RunContext) -> None:
+        """See `epoch_begin`."""
+        self.epoch_begin(run_context)
+
+    def on_train_step_begin(self, run_context: RunContext) -> None:
+        """See `step_begin`."""
+        self.step_begin(run_context)
+
+    def on_train_step_end(self, run_context: RunContext) -> None:
+        """See `step_end`."""
+        self.step_end(run_context)
+
+    def on_train_epoch_end(self, run_context: RunContext) -> None:
+        """See `epoch_end`."""
+        self.epoch_end(run_context)
+
+    def on_train_end(self, run_context: RunContext) -> None:
+        """See `end`."""
+        self.end(run_context)
 
 
 class ModelCheckpoint(TrainingHooks):

@@ -48,8 +48,7 @@ from ckptmgr.series.candidates import notes_of
 from ckptmgr.state import tree
 from ckptmgr.training.history import UnsavedStep
 from ckptmgr.training.parts import RunParts
-from ckptmgr.training.resume import resume_state, start_anew
-from ckptmgr.training.resumption import Resumption
+from ckptmgr.training.resume import Resumption, resume_state, start_anew
 from ckptmgr.training.rollback import go_back
 from ckptmgr.training.saving import SavingSeries
 

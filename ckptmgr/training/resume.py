@@ -1,26 +1,116 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run goes on from: the newest checkpoint that loads, on all ranks if there are many, and what was passed over."""
+"""What a run goes on from: the newest checkpoint that loads, on all ranks if there are many, and what was passed over.
+
+Where a run starts, or starts again.
+
+Count how often runs were started from the same checkpoint: a crash loop looks like progress to a scheduler.
+
+The count lies in `.<series>.starts`, a small JSON file. It is a hint, not a promise: it is not synced, and a damaged one
+counts as absent.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Self, TypeVar
 
 from ckptmgr.core.errors import UnprovenCheckpoint
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.names import is_of_prefix
 from ckptmgr.core.trust import Trust
 from ckptmgr.files.load.values import Value
+from ckptmgr.formats.source import read_bytes
 from ckptmgr.series.candidates import Skipped, doubt_of, newest_first, why_nothing, without_manifest
 from ckptmgr.series.reader import NamedValues, SeriesReader
-from ckptmgr.series.start_count import count_start
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.manifest.chain import contradiction, misfit
 from ckptmgr.store.manifest.codec import Manifest
+from ckptmgr.store.store import Store
 from ckptmgr.training.history import RunPast
-from ckptmgr.training.resumption import Resumption
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumption:
+    """Where a run starts.
+
+    Attributes:
+        step: The last step that is done; 0 for a fresh start.
+        epoch: Epoch of the checkpoint, or None.
+        state: The restored state: the object given to `resume`, filled in place where that is possible.
+        checkpoint: What was loaded, or None for a fresh start.
+        metrics: The metrics saved with it.
+        skipped: Newer checkpoints that were passed over, and why.
+        starts: How often a run has been started from this checkpoint without a newer one being saved, this one included.
+        kept: What no rank has saved for this one, such as its random numbers when there are more ranks than before; it stays
+            as it was.
+        doubt: Why the checkpoint is genuine, but probably an older one than its name had here last, or of another run; or
+            which newer one may come back, because its data is missing or the disk cannot read it; or None.
+    """
+
+    step: int
+    state: object = field(repr=False)
+    epoch: int | None = None
+    checkpoint: Checkpoint | None = None
+    metrics: Mapping[str, float]
+    skipped: tuple[Skipped, ...] = ()
+    starts: int = 1
+    kept: tuple[str, ...] = ()
+    doubt: str | None = None
+
+    @classmethod
+    def at(
+        cls,
+        checkpoint: Checkpoint,
+        state: object,
+        *,
+        skipped: Sequence[Skipped],
+        starts: int = 1,
+        doubt: str | None = None,
+        kept: Sequence[str] = (),
+    ) -> Self:
+        """Return where a run goes on whose state was restored from a checkpoint."""
+        return cls(
+            step=checkpoint.step,
+            epoch=checkpoint.epoch,
+            state=state,
+            checkpoint=checkpoint,
+            metrics=checkpoint.metrics,
+            skipped=tuple(skipped),
+            starts=starts,
+            doubt=doubt,
+            kept=tuple(kept),
+        )
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether nothing was found to continue from."""
+        return self.checkpoint is None
+
+
+_MAX_BYTES = 4096
+
+
+def count_start(store: Store, series: str, checkpoint: Checkpoint) -> int:
+    """Note one more start from `checkpoint` and return how many there were without a newer save."""
+    identity = [checkpoint.name, checkpoint.sequence]
+    path = store.directory / f".{series}.starts"
+    starts = 1
+    with contextlib.suppress(
+        OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError
+    ):
+        with contextlib.closing(store.fs.open(path)) as file:
+            noted = json.loads(read_bytes(file, 0, min(file.size, _MAX_BYTES)))
+        if noted["checkpoint"] == identity:
+            starts += int(noted["starts"])
+    with contextlib.suppress(OSError):
+        note = json.dumps({"checkpoint": identity, "starts": starts}).encode()
+        store.write_note(path, note, series=series)
+    return starts
+
 
 _LOG = logging.getLogger(__name__)
 _MANY_STARTS = 3

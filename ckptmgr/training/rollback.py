@@ -14,11 +14,11 @@ from ckptmgr.engine.recent_states import RecentState, RecentStates
 from ckptmgr.files.load.state import compared
 from ckptmgr.io.passing_errors import may_be_whole
 from ckptmgr.parallel.coordinator import RanksMissing, RanksOutOfStep
-from ckptmgr.parallel.rank_errors import ResumeFailed
+from ckptmgr.parallel.errors import ResumeFailed
 from ckptmgr.series.candidates import Skipped, doubt_of, newest_first
 from ckptmgr.series.reader import SeriesReader
 from ckptmgr.series.writer import SeriesWriter
-from ckptmgr.training.resumption import Resumption
+from ckptmgr.training.resume import Resumption
 
 _LOG = logging.getLogger(__name__)
 

@@ -29,9 +29,8 @@ from cryptography.hazmat.primitives import constant_time, hashes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
 from ..aead import Aead, GcmAead
-from ..ciphers import Random
+from ..ciphers import Random, pieces_of
 from ..errors import DecryptionError, TamperedError
-from ..gcm import pieces_of
 
 HEADER_BYTES = 74
 LENGTH_BYTES = 4

@@ -9,9 +9,8 @@ import weakref
 from itertools import chain, pairwise
 
 from ..cbc_batches import MIN_LANES, FindLanes, Message, batch_of, decrypt_end, decrypt_together
-from ..ciphers import CipherMode, GcmMode
+from ..ciphers import CipherMode, GcmMode, pieces_of
 from ..errors import DecryptionError, TamperedError
-from ..gcm import pieces_of
 from ..keys.key import Key
 from ..pages import new_pages
 from ..sm4_ipp import Sm4Lanes

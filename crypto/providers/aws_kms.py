@@ -20,13 +20,17 @@ from dataclasses import dataclass
 from typing import Protocol, cast
 
 from ..errors import KeySourceError
-from .errors import (
+from .provider import (
+    GeneratedKey,
     ProviderAnswerError,
     ProviderError,
     ProviderRefusedError,
     ProviderUnavailableError,
+    check_blob,
+    check_key,
+    check_unwrapped,
+    context_bytes,
 )
-from .provider import GeneratedKey, check_blob, check_key, check_unwrapped, context_bytes
 
 _SHOWN = "AWS KMS"
 _TRANSIENT = frozenset(

@@ -30,13 +30,17 @@ from pathlib import PurePath
 
 from ..errors import KeySourceError
 from ..keys.child_environment import child_environment
-from .errors import (
+from .provider import (
+    MAX_BLOB_BYTES,
     ProviderAnswerError,
     ProviderError,
     ProviderRefusedError,
     ProviderUnavailableError,
+    check_blob,
+    check_key,
+    check_unwrapped,
+    context_bytes,
 )
-from .provider import MAX_BLOB_BYTES, check_blob, check_key, check_unwrapped, context_bytes
 from .redaction import redact
 
 PROTOCOL_VERSION = 1

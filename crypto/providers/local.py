@@ -20,8 +20,7 @@ from cryptography.hazmat.primitives.keywrap import InvalidUnwrap, aes_key_unwrap
 from ..errors import KeySourceError
 from ..keys.key import Key, derive
 from ..keys.sources import load_key
-from .errors import ProviderRefusedError
-from .provider import check_key, check_unwrapped, context_bytes
+from .provider import ProviderRefusedError, check_key, check_unwrapped, context_bytes
 
 _INFO = "ckptmgr/v1/wrap/local/"
 

@@ -25,8 +25,15 @@ from urllib.parse import unquote
 from ..ciphers import Random
 from ..errors import KeySourceError
 from ..keys.sources import load_secret
-from .errors import ProviderError, ProviderRefusedError, ProviderUnavailableError
-from .provider import check_blob, check_key, check_unwrapped, context_bytes
+from .provider import (
+    ProviderError,
+    ProviderRefusedError,
+    ProviderUnavailableError,
+    check_blob,
+    check_key,
+    check_unwrapped,
+    context_bytes,
+)
 
 if TYPE_CHECKING:
     import pkcs11

@@ -7,6 +7,17 @@ a wrapped key opens only together with the same words.
 
 >>> context_bytes({"run": "7f", "purpose": "run-key"})
 b'{"purpose":"run-key","run":"7f"}'
+
+Errors of key services.
+
+```
+KeySourceError
+└── ProviderError                 the service gave no key, for a reason that is neither of these
+    ├── ProviderRefusedError      it answered no: no permission, unknown or disabled key, wrong context, changed blob
+    ├── ProviderUnavailableError  it did not answer: not installed, not reachable, overloaded, too slow
+    └── ProviderAnswerError       it answered something that is not an answer
+```
+A service never says whether the context is wrong or the blob was changed, so neither do we.
 """
 
 from __future__ import annotations
@@ -19,7 +30,23 @@ from typing import Protocol, runtime_checkable
 
 from ..errors import KeySourceError
 from ..keys.key import KEY_SIZES
-from .errors import ProviderAnswerError
+
+
+class ProviderError(KeySourceError):
+    """Report a key service that gave no key."""
+
+
+class ProviderRefusedError(ProviderError):
+    """Report a key service that said no; asking again changes nothing."""
+
+
+class ProviderUnavailableError(ProviderError):
+    """Report a key service that could not be asked; asking later may work."""
+
+
+class ProviderAnswerError(ProviderError):
+    """Report an answer that does not have the agreed form."""
+
 
 MAX_BLOB_BYTES = 16 * 1024
 MAX_CONTEXT_BYTES = 8192

@@ -23,8 +23,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import cast
 
 from ..errors import KeySourceError
-from .errors import ProviderUnavailableError
-from .provider import KeyProvider
+from .provider import KeyProvider, ProviderUnavailableError
 
 ENTRY_POINT_GROUP = "ckptmgr.keyproviders"
 BUILT_IN = {

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from ..errors import FormatError, UnsupportedError
+from ..file_crc import TRAILER_BYTES, crc32, decode_trailer
 from ..index import READ_BYTES, Piece, TensorEntry, check_buffer, check_content
 from ..source import Source
 from ..strict_json import parse_object, parse_strings
 from ..tensor import check_count
-from ..trailer import TRAILER_BYTES, crc32, decode_trailer
 from .entries import CkptEntry, MapEntry, join_records
 from .fast_reader import PlainTensors
 from .fields import CHECKPOINT_METADATA, CHECKPOINT_VALUE, MAX_METADATA_BYTES

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 
 from ..errors import FormatError, UnsupportedError
-from ..image import Image, Segment
-from ..segments import Segments
+from ..image import Image, Segment, Segments
 from ..strict_json import encode_object, is_encodable
 from ..tensor import Item, MapTensors, Tensor, TensorSpec, Text, check_count, checked_content
 from .fields import (

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.crypto.providers.errors import ProviderError
 from ckptmgr.crypto.providers.exec import ExecProvider
+from ckptmgr.crypto.providers.provider import ProviderError
 from ckptmgr.files.save.saver import SaveOptions
 from ckptmgr.training.manager import CheckpointManager
 from tests.cli.running import run_process

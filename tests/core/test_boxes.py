@@ -17,7 +17,7 @@ from ckptmgr.core.regions import (
     whole_region,
     without,
 )
-from ckptmgr.files.load.stored_pieces import placed
+from ckptmgr.files.load.shard_pieces import placed
 from ckptmgr.formats.dtypes import BY_NAME
 from ckptmgr.formats.index import Piece, TensorEntry
 from ckptmgr.formats.tensor import TensorSpec

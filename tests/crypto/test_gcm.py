@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptmgr.crypto.aead import AES_256_GCM
+from ckptmgr.crypto.ciphers import PIECE_BYTES, GcmDecryption, pieces_of
 from ckptmgr.crypto.container.source import open_container
 from ckptmgr.crypto.errors import DecryptionError, TamperedError
-from ckptmgr.crypto.gcm import PIECE_BYTES, GcmDecryption, pieces_of
 from ckptmgr.crypto.mindspore.blocks import open_blocks
 from ckptmgr.crypto.source import Source
 from ckptmgr.formats.source import BytesSource

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from ckptmgr.config.memory import MemoryConfig
 from ckptmgr.core.errors import CheckpointNotFound, StagingExhausted
-from ckptmgr.engine.snapshot_eviction import Choice, Evictee, choose_victim, log_score
-from ckptmgr.engine.snapshots import SnapshotCache
+from ckptmgr.engine.snapshots import Choice, Evictee, SnapshotCache, choose_victim, log_score
 from ckptmgr.engine.staging import StagingPool
 from tests.support.staging_memory import MIB, filled, values
 

@@ -18,7 +18,7 @@ from ckptmgr.config.memory import MemoryConfig
 from ckptmgr.core.errors import StagingExhausted
 from ckptmgr.engine.spill import SpillFile
 from ckptmgr.engine.staging import StagingPool
-from ckptmgr.io.staging_threads import drain
+from ckptmgr.io.threads import drain
 from tests.support.staging_memory import MIB, filled, values
 
 KIB = 1 << 10

@@ -12,9 +12,8 @@ import pytest
 from ckptmgr.core.errors import StoreLocked
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.save.saver import SaveOptions
-from ckptmgr.maintenance.prune import propose
-from ckptmgr.maintenance.sound_plan import SoundPlans
-from ckptmgr.parallel.rank_errors import ResumeFailed
+from ckptmgr.maintenance.prune import SoundPlans, propose
+from ckptmgr.parallel.errors import ResumeFailed
 from ckptmgr.policy.text import parse_policy
 from ckptmgr.series.reader import SeriesReader
 from ckptmgr.series.writer import SeriesWriter

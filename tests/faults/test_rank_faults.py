@@ -15,7 +15,7 @@ from ckptmgr.core.errors import ChecksumMismatch, SaveFailed
 from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.io.filesystem import FileSystem, OutputFile
 from ckptmgr.maintenance.verify import check_digests
-from ckptmgr.parallel.rank_errors import RankFailed
+from ckptmgr.parallel.errors import RankFailed
 from tests.faults.training import RUNS, SERIES
 from tests.parallel.ranks import (
     TIMEOUT_S,

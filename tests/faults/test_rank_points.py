@@ -17,7 +17,7 @@ from ckptmgr.engine.engine import SaveEngine
 from ckptmgr.files.save.saver import Publish
 from ckptmgr.formats.tensor import Item
 from ckptmgr.parallel.coordinator import Json
-from ckptmgr.parallel.rank_errors import RankFailed
+from ckptmgr.parallel.errors import RankFailed
 from ckptmgr.series.writer import SaveFacts
 from ckptmgr.state import tree
 from tests.faults.test_rank_faults import check_goes_on, listed, restarted

@@ -21,7 +21,7 @@ from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.ring import Keys
 from ckptmgr.files.load.contents import read_contents
-from ckptmgr.files.load.stored_kind import check_kind
+from ckptmgr.files.load.plaintext import check_kind
 from ckptmgr.files.load.values import ReadOptions, open_source, read_values
 from ckptmgr.files.save.saver import SaveOptions
 from ckptmgr.files.serialization import load_checkpoint

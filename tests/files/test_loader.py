@@ -37,7 +37,7 @@ from ckptmgr.formats import errors as format_errors
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.io.digest import RANGE_BYTES, FileDigest, VerifyingSource, digest_of
 from ckptmgr.io.scatter import read_checked, read_scattered
-from ckptmgr.io.units import PIECE_BYTES
+from ckptmgr.io.threads import PIECE_BYTES
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.store import Store
 from tests.support.surface import KEY

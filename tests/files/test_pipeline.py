@@ -23,11 +23,11 @@ from ckptmgr.files.save import pipeline
 from ckptmgr.files.save.pipeline import Written, container_for, sealer_for, write_image
 from ckptmgr.files.save.streams import CHUNK_BYTES
 from ckptmgr.formats.errors import FormatError
+from ckptmgr.formats.file_crc import encode_trailer
 from ckptmgr.formats.image import Image, Segment
 from ckptmgr.formats.mindspore.writer import build_ckpt_image
 from ckptmgr.formats.source import BytesSource, read_bytes
 from ckptmgr.formats.tensor import Tensor
-from ckptmgr.formats.trailer import encode_trailer
 from ckptmgr.io.digest import RANGE_BYTES, FileDigest, digest_of
 from tests.crypto.lanes import Library, finder
 from tests.support.strategies import named_tensor, tensor_of

@@ -16,7 +16,7 @@ from ckptmgr.core.errors import TamperedCheckpoint
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.signing import SigningKey
-from ckptmgr.files.load.stored_kind import check_kind, check_mode
+from ckptmgr.files.load.plaintext import check_kind, check_mode
 from ckptmgr.files.load.values import ReadOptions
 from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
 from ckptmgr.formats.detect import Kind

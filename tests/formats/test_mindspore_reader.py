@@ -15,6 +15,7 @@ from ckptmgr.formats.errors import (
     TruncatedError,
     UnsupportedError,
 )
+from ckptmgr.formats.file_crc import crc32, encode_trailer
 from ckptmgr.formats.index import READ_BYTES, TensorEntry, check_crc
 from ckptmgr.formats.mindspore.fields import MAX_METADATA_BYTES, MAX_TEXT_BYTES
 from ckptmgr.formats.mindspore.reader import body_crc, read_all_into, read_ckpt_index
@@ -27,7 +28,6 @@ from ckptmgr.formats.mindspore.wire import (
 from ckptmgr.formats.mindspore.writer import build_ckpt_image
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import Item, Text
-from ckptmgr.formats.trailer import crc32, encode_trailer
 from tests.support.stored import (
     Stored,
     format_error,

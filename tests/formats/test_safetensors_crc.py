@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from ckptmgr.formats.dtypes import BY_NAME
 from ckptmgr.formats.errors import UnsupportedError
+from ckptmgr.formats.file_crc import crc32_combine
 from ckptmgr.formats.image import MOST_LATE_BYTES
 from ckptmgr.formats.safetensors_crc import ContentsCrc, append_zeros, fold_crc
 from ckptmgr.formats.safetensors_file import (
@@ -23,7 +24,6 @@ from ckptmgr.formats.safetensors_file import (
 )
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import Tensor, TensorSpec
-from ckptmgr.formats.trailer import crc32_combine
 from tests.support.stored import image_bytes, read_safetensors
 from tests.support.strategies import is_negative_scalar, named_tensor, safetensors_items, tensor_of
 

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptmgr.formats.errors import FormatError
-from ckptmgr.formats.image import Image, Segment
-from ckptmgr.formats.segments import Segments
+from ckptmgr.formats.image import Image, Segment, Segments
 from ckptmgr.formats.tensor import Tensor
 from tests.support.strategies import named_tensor, tensor_of
 

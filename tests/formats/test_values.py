@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from ckptmgr.formats.dtypes import BY_NAME, DTYPES, dtype_of
 from ckptmgr.formats.errors import FormatError, TruncatedError, UnsupportedError
-from ckptmgr.formats.file_crc import BodyCrc
+from ckptmgr.formats.file_crc import BodyCrc, crc32, crc32_combine, decode_trailer, encode_trailer
 from ckptmgr.formats.image import Image, LateHead, Segment
 from ckptmgr.formats.source import BytesSource, read_bytes
 from ckptmgr.formats.tensor import checked_content, tensor_from_array
-from ckptmgr.formats.trailer import crc32, crc32_combine, decode_trailer, encode_trailer
 from tests.support.strategies import named_tensor, tensor_of
 
 

@@ -17,8 +17,7 @@ from ckptmgr.formats.dtypes import BY_NAME
 from ckptmgr.formats.index import Piece, TensorEntry
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import TensorSpec
-from ckptmgr.io.clusters import Clusters
-from ckptmgr.io.scatter import read_scattered
+from ckptmgr.io.scatter import Clusters, read_scattered
 
 KEY = bytes(32)
 GRID = 1024

@@ -13,7 +13,7 @@ import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager
 from ckptmgr.engine.worker import Worker
-from ckptmgr.io.processors import producers, work_beside_training
+from ckptmgr.io.threads import producers, work_beside_training
 
 
 def in_a_thread(work: object) -> int:

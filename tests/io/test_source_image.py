@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptmgr.core.errors import ChecksumMismatch
+from ckptmgr.formats.file_crc import TRAILER_BYTES
 from ckptmgr.formats.source import BytesSource
-from ckptmgr.formats.trailer import TRAILER_BYTES
 from ckptmgr.io.digest import RANGE_BYTES, FileDigest, VerifyingSource, digest_of
 from ckptmgr.io.source_image import SourceImage
 from ckptmgr.io.unverified_reads import Glimpses

@@ -8,7 +8,7 @@ from itertools import accumulate, cycle, islice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr.io.trail import Trail
+from ckptmgr.io.page_cache import Trail
 
 KIB = 1 << 10
 MIB = 1 << 20

@@ -22,7 +22,7 @@ from ckptmgr.files.load.values import ReadOptions
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.io.digest import RANGE_BYTES, FileDigest, digest_of
-from ckptmgr.io.units import PIECE_BYTES
+from ckptmgr.io.threads import PIECE_BYTES
 from ckptmgr.maintenance.one_pass import DigestedSource, checked_at_once
 from ckptmgr.store.store import Store
 from tests.support.saved import GOLDEN_FILES

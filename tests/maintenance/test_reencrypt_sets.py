@@ -36,7 +36,7 @@ from ckptmgr.maintenance.rekey import (
 )
 from ckptmgr.maintenance.rekey_change import KeyChange
 from ckptmgr.store.manifest.codec import manifest_name
-from ckptmgr.store.shard_swap import swap_shards
+from ckptmgr.store.shards import swap_shards
 from ckptmgr.store.store import Store
 from ckptmgr.store.trash_folder import TRASH_NAME
 from tests.faults.training import KEY, RUNS, SERIES, ModelProcesses

@@ -20,8 +20,8 @@ from ckptmgr.crypto.keys.ring import KeyMaterial, KeyRing, Kind
 from ckptmgr.crypto.keys.signing import SigningKey
 from ckptmgr.files.load.shards import ShardedCheckpoint
 from ckptmgr.files.load.values import ReadOptions
-from ckptmgr.maintenance.healing import Healing
 from ckptmgr.maintenance.repair import repair_checkpoint
+from ckptmgr.maintenance.repair_source import Healing
 from ckptmgr.maintenance.verify import Status, verify_checkpoint
 from ckptmgr.parallel.shard_store import ShardStore
 from ckptmgr.store.store import Store

@@ -13,7 +13,7 @@ from ckptmgr.files.load.values import ReadOptions
 from ckptmgr.maintenance.verify import Status, verify_checkpoint
 from ckptmgr.parallel.agreement import all_prepared, first_that_all_load
 from ckptmgr.parallel.coordinator import RanksMissing, RanksOutOfStep
-from ckptmgr.parallel.rank_errors import ResumeFailed
+from ckptmgr.parallel.errors import ResumeFailed
 from ckptmgr.parallel.rounds import Rounds
 from ckptmgr.series.candidates import newest_first, open_checkpoint
 from ckptmgr.store.manifest.codec import manifest_name

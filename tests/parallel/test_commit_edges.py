@@ -14,8 +14,8 @@ from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.files.save.saver import SaveOptions
 from ckptmgr.io.filesystem import FileStatus
 from ckptmgr.parallel.coordinator import Json, RanksOutOfStep
+from ckptmgr.parallel.errors import Failure, RankFailed
 from ckptmgr.parallel.offer import Offer, vote_of, whole
-from ckptmgr.parallel.rank_errors import Failure, RankFailed
 from ckptmgr.parallel.shard_store import ShardStore
 from ckptmgr.policy.retention import Last, RetentionPolicy
 from ckptmgr.series.writer import SaveFacts

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.parallel.common_policy import described
 from ckptmgr.parallel.coordinator import Json, RanksOutOfStep
-from ckptmgr.parallel.rank_errors import RankFailed
-from ckptmgr.parallel.rank_policy import for_all_ranks
+from ckptmgr.parallel.errors import RankFailed
+from ckptmgr.parallel.rank_policy import described, for_all_ranks
 from ckptmgr.policy.save import (
     AnyOf,
     EverySeconds,

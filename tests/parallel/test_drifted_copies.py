@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from ckptmgr.core.errors import UnsupportedCheckpoint
+from ckptmgr.parallel.errors import ResumeFailed
 from ckptmgr.parallel.layout import ParallelLayout
-from ckptmgr.parallel.rank_errors import ResumeFailed
 from ckptmgr.training.manager import CheckpointManager
 from tests.parallel.test_sharded_state import alone, job
 from tests.support.crashmodel import ModelDisk

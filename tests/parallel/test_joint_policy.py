@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.parallel.coordinator import Json, RanksOutOfStep
-from ckptmgr.parallel.rank_errors import RankFailed
+from ckptmgr.parallel.errors import RankFailed
 from ckptmgr.parallel.rank_policy import JointPolicy, for_all_ranks
 from ckptmgr.parallel.shared_directory import SharedDirectory
 from ckptmgr.policy.save import (

@@ -10,8 +10,8 @@ import pytest
 
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.model import Checkpoint, State
+from ckptmgr.store.listing import lone_sets
 from ckptmgr.store.manifest.codec import manifest_name
-from ckptmgr.store.shard_listing import lone_sets
 from ckptmgr.store.store import Store
 from ckptmgr.training.manager import CheckpointManager, Resumption
 from tests.faults.training import RUNS, SERIES, ModelProcesses

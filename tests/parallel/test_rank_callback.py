@@ -24,8 +24,8 @@ from ckptmgr.files.load.shards import ShardedCheckpoint
 from ckptmgr.files.load.values import MapArrays, ReadOptions
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.parallel.coordinator import Json, RanksMissing, RanksOutOfStep
+from ckptmgr.parallel.errors import RankFailed
 from ckptmgr.parallel.layout import ParallelLayout
-from ckptmgr.parallel.rank_errors import RankFailed
 from ckptmgr.store.store import Store
 from ckptmgr.training.callback import ModelCheckpoint, Resumed
 from tests.faults.training import KEY, RUNS, ModelProcesses

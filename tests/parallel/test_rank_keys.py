@@ -8,7 +8,7 @@ from pathlib import Path
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.pem import generate_pair
 from ckptmgr.maintenance.rekey_change import KeyChange
-from ckptmgr.parallel.rank_errors import ResumeFailed
+from ckptmgr.parallel.errors import ResumeFailed
 from ckptmgr.store.store import Store
 from tests.faults.training import KEY, RUNS, ModelProcesses
 from tests.parallel.ranks import WORLD

@@ -21,7 +21,7 @@ from ckptmgr.io.filesystem import FileStatus, FileSystem
 from ckptmgr.io.temp_names import temp_name
 from ckptmgr.observe.observers import Event, Observer
 from ckptmgr.parallel.coordinator import Json, RanksMissing, RanksOutOfStep
-from ckptmgr.parallel.rank_errors import RankFailed, ResumeFailed
+from ckptmgr.parallel.errors import RankFailed, ResumeFailed
 from ckptmgr.state.paths import StateMismatch
 from ckptmgr.store.store import Store
 from ckptmgr.training.manager import CheckpointManager, Resumption

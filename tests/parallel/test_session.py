@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from ckptmgr.parallel.coordinator import Json, RanksMissing, RanksOutOfStep
-from ckptmgr.parallel.session import agreed_session
+from ckptmgr.parallel.shared_directory import agreed_session
 from tests.parallel.test_coordinator import together
 
 WORLD = 3

@@ -17,8 +17,7 @@ from ckptmgr.files.load.shard_pieces import PIECES, Index, Piece, read_index
 from ckptmgr.formats.tensor import Item, Text, tensor_from_array
 from ckptmgr.parallel.coordinator import Coordinator, Json, RanksMissing, RanksOutOfStep
 from ckptmgr.parallel.dedup import Sharing
-from ckptmgr.parallel.errors import LayoutError
-from ckptmgr.parallel.rank_errors import RankFailed
+from ckptmgr.parallel.errors import LayoutError, RankFailed
 from ckptmgr.parallel.rounds import Rounds
 from tests.parallel.ranks import Meeting, Outcome, Seat, run_ranks
 

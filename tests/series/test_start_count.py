@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from ckptmgr.series.start_count import count_start
 from ckptmgr.store.store import Store
+from ckptmgr.training.resume import count_start
 from tests.faults.training import RUNS, SERIES, Trainer, check_no_leftovers, disk_with
 from tests.support.crashmodel import FailingDisk, ModelDisk, Order
 from tests.support.manifests import manifest

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from ckptmgr.state import tree
 from ckptmgr.state.paths import TreeError, dump_skeleton
+from ckptmgr.state.skeleton import leaf_shapes, with_shapes
 from ckptmgr.state.skeleton_merge import KEPT, first_differing_path, merged
-from ckptmgr.state.skeletons import leaf_shapes, with_shapes
 
 Point = namedtuple("Point", "x y")
 

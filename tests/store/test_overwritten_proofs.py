@@ -12,7 +12,7 @@ from ckptmgr import load_checkpoint, save_checkpoint
 from ckptmgr.core.errors import KeyProblem, UnsealedCheckpoint
 from ckptmgr.core.trust import Trust
 from ckptmgr.store.manifest.codec import MAX_MANIFEST_BYTES, manifest_name
-from ckptmgr.store.manifest.files import ManifestContent
+from ckptmgr.store.manifest.reader import ManifestContent
 from ckptmgr.store.store import Store
 from tests.support.cut_overwrites import (
     NAME,

@@ -6,7 +6,7 @@ from __future__ import annotations
 from ckptmgr.core.errors import SaveFailed
 from ckptmgr.core.handle import SaveHandle
 from ckptmgr.policy.save import EverySteps, LastSave, Never, decide_at_end, decide_at_step
-from ckptmgr.training.progress import Progress
+from ckptmgr.training.history import Progress
 from tests.engine.test_background import checkpoint
 
 START = LastSave(step=0, at=0.0)

@@ -16,7 +16,7 @@ from ckptmgr.cli.render import Json, Output
 
 if TYPE_CHECKING:
     from ckptmgr.core.model import Checkpoint
-    from ckptmgr.maintenance.healing import Healing
+    from ckptmgr.maintenance.repair_source import Healing
 
 
 @options.command("repair", examples=("repair runs/net-40.shards", "repair 40 --dir runs"))

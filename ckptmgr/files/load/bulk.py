@@ -25,10 +25,9 @@ from ckptmgr.formats.mindspore.reader import CkptIndex
 from ckptmgr.formats.safetensors_crc import ContentsCrc
 from ckptmgr.formats.source import Source
 from ckptmgr.formats.tensor import flat_memory
-from ckptmgr.io.clusters import Clusters
 from ckptmgr.io.gc_pause import collector_paused
-from ckptmgr.io.scatter import Placement, read_scattered
-from ckptmgr.io.units import PIECE_BYTES
+from ckptmgr.io.scatter import Clusters, Placement, read_scattered
+from ckptmgr.io.threads import PIECE_BYTES
 from ckptmgr.io.unverified_reads import Glimpses
 
 _offset_of = operator.attrgetter("offset")

@@ -10,7 +10,7 @@ from ckptmgr.formats.compressed.source import FramesSource
 from ckptmgr.formats.file_crc import FileCrc
 from ckptmgr.io.buffers import copy_into
 from ckptmgr.io.scatter import Placement
-from ckptmgr.io.units import each_unit
+from ckptmgr.io.threads import each_unit
 
 
 def read_frames(

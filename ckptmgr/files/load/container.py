@@ -16,7 +16,7 @@ from ckptmgr.crypto.keys.ring import Keys, ring_of
 from ckptmgr.formats.detect import Kind, detect
 from ckptmgr.formats.source import Source, read_bytes
 from ckptmgr.io.scatter import read_checked
-from ckptmgr.io.units import PIECE_BYTES
+from ckptmgr.io.threads import PIECE_BYTES
 
 _LOG = logging.getLogger(__name__)
 

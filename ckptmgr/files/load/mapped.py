@@ -18,7 +18,7 @@ from ckptmgr.files.load.values import OpenCheckpoint
 from ckptmgr.formats.index import TensorEntry, check_content
 from ckptmgr.io.digest import RANGE_BYTES, VerifyingSource
 from ckptmgr.io.files import CachedFile
-from ckptmgr.io.units import PIECE_BYTES, each_unit
+from ckptmgr.io.threads import PIECE_BYTES, each_unit
 
 
 class MappedTensors:

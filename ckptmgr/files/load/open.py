@@ -23,7 +23,7 @@ from ckptmgr.formats.mindspore.reader import CkptIndex
 from ckptmgr.formats.safetensors_file import SafetensorsIndex
 from ckptmgr.formats.source import Source
 from ckptmgr.io.gc_pause import collector_paused
-from ckptmgr.io.units import PIECE_BYTES
+from ckptmgr.io.threads import PIECE_BYTES
 from ckptmgr.io.unverified_reads import Glimpses
 from ckptmgr.store.manifest.codec import Manifest
 

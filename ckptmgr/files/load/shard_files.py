@@ -15,8 +15,7 @@ from typing import Self
 
 from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint
-from ckptmgr.files.load.shard_pieces import Piece
-from ckptmgr.files.load.stored_pieces import KnownFile, StoredPiece, known_file
+from ckptmgr.files.load.shard_pieces import KnownFile, Piece, StoredPiece, known_file
 from ckptmgr.files.load.values import OpenCheckpoint, ReadOptions, confirm_index, open_source
 from ckptmgr.formats.tensor import TensorSpec
 from ckptmgr.store.manifest.codec import Manifest

@@ -33,8 +33,8 @@ from ckptmgr.files.load.state import SKELETON, StoredState
 from ckptmgr.files.load.values import ReadOptions
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.state import tree
+from ckptmgr.state.skeleton import leaf_shapes, with_shapes
 from ckptmgr.state.skeleton_merge import KEPT, first_differing_path, merged
-from ckptmgr.state.skeletons import leaf_shapes, with_shapes
 from ckptmgr.state.slices import Slice, Slicer
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.store import Store

@@ -20,7 +20,7 @@ from ckptmgr.core.errors import ChecksumMismatch, CorruptCheckpoint, Unsupported
 from ckptmgr.core.regions import Region, byte_runs, common, lengths_of, whole_region, without
 from ckptmgr.files.load.ranges import read_parts
 from ckptmgr.files.load.shard_files import OpenShards
-from ckptmgr.files.load.stored_pieces import StoredPiece, placed
+from ckptmgr.files.load.shard_pieces import StoredPiece, placed
 from ckptmgr.files.load.values import ReadOptions, bytes_of
 from ckptmgr.formats.index import TensorEntry, check_content
 from ckptmgr.formats.tensor import TensorSpec

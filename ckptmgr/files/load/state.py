@@ -14,7 +14,7 @@ from ckptmgr.files.load.shard_pieces import PIECES, Index, Piece
 from ckptmgr.files.load.values import OpenCheckpoint, read_values
 from ckptmgr.formats.tensor import TensorSpec
 from ckptmgr.state import tree
-from ckptmgr.state.skeletons import with_shapes
+from ckptmgr.state.skeleton import with_shapes
 from ckptmgr.state.slices import Slice
 from ckptmgr.store.manifest.codec import Manifest
 

@@ -20,7 +20,7 @@ from ckptmgr.formats.index import TensorEntry, check_content
 from ckptmgr.formats.mindspore.entries import CkptEntry, MapEntry, TextEntry
 from ckptmgr.formats.tensor import TensorSpec
 from ckptmgr.io.scatter import Placement, read_scattered
-from ckptmgr.io.units import PIECE_BYTES
+from ckptmgr.io.threads import PIECE_BYTES
 
 
 class CheckpointReader:

@@ -16,8 +16,7 @@ from ckptmgr.formats.compressed.source import FramesSource
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.mindspore.entries import CkptEntry, MapEntry
 from ckptmgr.formats.tensor import flat_memory
-from ckptmgr.io.clusters import Clusters
-from ckptmgr.io.scatter import piece_bytes_of
+from ckptmgr.io.scatter import Clusters, piece_bytes_of
 from ckptmgr.state.destinations import check_shared, match
 from ckptmgr.state.paths import StateMismatch
 

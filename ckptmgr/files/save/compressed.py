@@ -28,8 +28,7 @@ from ckptmgr.formats.image import Image
 from ckptmgr.formats.safetensors_file import read_safetensors_index
 from ckptmgr.io.digest import FileDigest
 from ckptmgr.io.filesystem import OutputFile
-from ckptmgr.io.processors import producers
-from ckptmgr.io.threads import run_together
+from ckptmgr.io.threads import producers, run_together
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,8 +33,7 @@ from ckptmgr.formats.image import Image
 from ckptmgr.io.buffers import Buffers
 from ckptmgr.io.digest import RANGE_BYTES, FileDigest
 from ckptmgr.io.filesystem import OutputFile
-from ckptmgr.io.processors import producers
-from ckptmgr.io.threads import run_together
+from ckptmgr.io.threads import producers, run_together
 
 _BUFFERS = 8
 _WRITERS = 4

@@ -14,7 +14,7 @@ from ckptmgr.formats.file_crc import FileCrc
 from ckptmgr.formats.image import Image
 from ckptmgr.io.buffers import Buffers, copy_into
 from ckptmgr.io.digest import RANGE_BYTES
-from ckptmgr.io.processors import MOST_PRODUCERS
+from ckptmgr.io.threads import MOST_PRODUCERS
 
 CHUNK_BYTES = 4 << 20
 # Plain bytes go through half of every buffer: eight of them then stay in a cache of 32 MiB beside the tensors that stream

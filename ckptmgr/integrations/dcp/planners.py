@@ -18,8 +18,16 @@ from ckptmgr.files.load.state import StoredState, metadata_of
 from ckptmgr.files.load.values import ReadOptions, open_source
 from ckptmgr.formats.safetensors_file import build_safetensors_image
 from ckptmgr.formats.source import BytesSource
-from ckptmgr.integrations.dcp.dcp_compare import ComparedPlan, has_peers, one_for_all, told, untold
-from ckptmgr.integrations.dcp.dedup import balanced, is_part, rows_of
+from ckptmgr.integrations.dcp.dedup import (
+    ComparedPlan,
+    balanced,
+    has_peers,
+    is_part,
+    one_for_all,
+    rows_of,
+    told,
+    untold,
+)
 from ckptmgr.state import tree
 
 _NOWHERE = Path()

@@ -26,9 +26,9 @@ from ckptmgr.core.errors import (
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.crypto.keys.signing import PublicKey
 from ckptmgr.integrations.dcp import planners as dcp_planners
-from ckptmgr.integrations.dcp.dcp_loading import Loading, check_shared
 from ckptmgr.integrations.dcp.files import ShardSet
 from ckptmgr.integrations.dcp.index import Piece
+from ckptmgr.integrations.dcp.loading import Loading, check_shared
 from ckptmgr.integrations.dcp.metadata import metadata_from
 from ckptmgr.integrations.dcp.place import checked_config, place_of, set_name_of
 from ckptmgr.integrations.dcp.run import note_resumed

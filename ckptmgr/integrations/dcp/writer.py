@@ -23,7 +23,7 @@ from ckptmgr.core.handle import SaveStats
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.files.load.shard_pieces import PIECES
 from ckptmgr.files.save.saver import SaveOptions, SaveOrder, save_items
-from ckptmgr.integrations.dcp.dcp_compare import is_compared
+from ckptmgr.integrations.dcp.dedup import is_compared
 from ckptmgr.integrations.dcp.index import INDEX_NAME, MARK, VERSION
 from ckptmgr.integrations.dcp.items import bytes_tensor, stored
 from ckptmgr.integrations.dcp.metadata import index_of, pieces_of

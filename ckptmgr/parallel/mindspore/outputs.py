@@ -18,7 +18,7 @@ from ckptmgr.io.filesystem import FileSystem, OsFileSystem, remove_name
 from ckptmgr.io.leases import ProcProcesses
 from ckptmgr.store.change_leases import lease_of_name
 from ckptmgr.store.manifest.codec import FileEntry, Manifest, manifest_name
-from ckptmgr.store.manifest.manifest_files import ManifestFiles
+from ckptmgr.store.manifest.files import ManifestFiles
 from ckptmgr.store.store import Store
 
 

@@ -24,8 +24,7 @@ from ckptmgr.parallel.layout import (
     read_layouts,
     stage_count,
 )
-from ckptmgr.parallel.mindspore.neighbours import gathered_ranks
-from ckptmgr.parallel.mindspore.slices import intervals_of, region_of, slicing_of
+from ckptmgr.parallel.mindspore.slices import gathered_ranks, intervals_of, region_of, slicing_of
 
 Layouts = Mapping[str, ParallelLayout]
 

@@ -1,69 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Manifests on the disk, read: told apart while a name is being overwritten, and taken at no more than they prove."""
+"""Manifests on the disk, written: replaced atomically, and put right where an overwrite was interrupted."""
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from pathlib import Path
 
-from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint, KeyProblem, UnprovenCheckpoint
+from ckptmgr.core.errors import CkptmgrError, KeyProblem, StoreLocked
 from ckptmgr.core.trust import Trust
-from ckptmgr.formats.source import read_bytes
-from ckptmgr.io.digest import differing_ranges
-from ckptmgr.io.filesystem import FileSystem
-from ckptmgr.io.passing_errors import tried_again
+from ckptmgr.crypto.keys.ring import ring_of
+from ckptmgr.io.filesystem import FileSystem, discard, give_name
+from ckptmgr.io.leases import Leases, Processes
+from ckptmgr.io.signals import signals_held
+from ckptmgr.io.temp_names import temp_name
 from ckptmgr.store.manifest import codec as manifests
-from ckptmgr.store.manifest.codec import FileEntry, Manifest, manifest_name
-from ckptmgr.store.real_files import no_regular_file
-
-# Escaped twice, it must still fit into a manifest.
-_MAX_KEPT_BYTES = manifests.MAX_MANIFEST_BYTES // 8
-# So many writers in a row, each with other keys, may lose power over one file.
-_MAX_KEPT_DEPTH = 4
+from ckptmgr.store.manifest.codec import Manifest, manifest_name
+from ckptmgr.store.manifest.keys import ManifestKey
+from ckptmgr.store.manifest.reader import ManifestContent, ManifestReader
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ManifestContent:
-    """A manifest file as it is: what is put back when an overwrite fails.
-
-    Attributes:
-        data: Its bytes.
-        mode: Its permission bits.
-    """
-
-    data: bytes
-    mode: int
-
-    @property
-    def text(self) -> str | None:
-        """What another manifest can keep of it; None where it is no text, or too much."""
-        if len(self.data) > _MAX_KEPT_BYTES:
-            return None
-        try:
-            return self.data.decode("utf-8", "surrogatepass")
-        except UnicodeDecodeError:
-            return None
-
-
-def check_is_file(fs: FileSystem, path: Path) -> None:
-    """Raise unless a data file that a manifest describes is a regular file, or absent.
-
-    Raises:
-        CorruptCheckpoint: It is a link, a directory, or another thing.
-    """
-    status = fs.status(path)
-    if status is not None and not status.is_file:
-        raise no_regular_file(path)
-
-
-class ManifestReader:
-    """The manifests of a directory, to be read.
+class ManifestFiles(ManifestReader):
+    """The manifests of a directory, to be read and written.
 
     Args:
         directory: Where the checkpoints lie.
         fs: The disk.
-        trust: Which keys prove them, and whether a proof may be missing.
+        trust: Its keys authenticate, sign and prove manifests.
+        processes: Names this writer, so that its leftovers can be told from those of live ones.
+
+    Attributes:
+        leases: Those that are held in the directory; they are looked at again before each commit.
     """
 
     def __init__(
@@ -72,135 +39,165 @@ class ManifestReader:
         *,
         fs: FileSystem,
         trust: Trust,
+        processes: Processes,
     ) -> None:
-        self.directory = directory
-        self.fs = fs
-        self.trust = trust
+        super().__init__(directory, fs=fs, trust=trust)
+        self.leases = Leases(fs, directory)
+        self._processes = processes
 
-    def read(self, data_name: str) -> Manifest | None:
-        """Return the manifest of a data file, or None when it has none.
-
-        Where a swap was interrupted, returns the half that describes the data that is there. Where others began it, their
-        keys are not needed for the old half: the manifest of that is kept, and counts as it did before they came.
-
-        Raises:
-            CorruptCheckpoint, TamperedCheckpoint, KeyProblem: It is damaged, changed, or under another key; or a link has the
-                name of the data file.
-        """
-        half = self._read(data_name, self.trust)
-        if half is not None:
-            check_is_file(self.fs, self.directory / data_name)
-        if half is not None and half.is_made_up and self.trust.is_strict:
-            raise UnprovenCheckpoint(
-                "nothing proves who wrote this file: it was here when a save that was to replace it failed",
-                path=self.directory / data_name,
-            )
-        return half
-
-    def read_proven(self, data_name: str) -> Manifest | None:
-        """As `read`, but refuse what this writer's own keys do not prove: it is about to be written again under them.
-
-        What was made up already stays so.
-        """
-        return self._read(data_name, self.trust.strict)
-
-    def read_unproven(self, data_name: str) -> Manifest | None:
-        """As `read`, but check no proofs; for people."""
-        manifest = self.load(manifest_name(data_name), trust=Trust())
-        return None if manifest is None else self.half_that_matches(manifest)
-
-    def _read(self, data_name: str, trust: Trust) -> Manifest | None:
+    def lost_by_rewriting(self, data_name: str) -> str | None:
+        """Return what a manifest has that cannot be made here, for want of a key: `authenticated`, `signed`, or None."""
+        keys, signing_key = self.trust.keys, self.trust.signing_key
+        can_authenticate = keys is not None and ring_of(keys).can_open
+        if can_authenticate and signing_key is not None:
+            return None
         path = self.directory / manifest_name(data_name)
-        try:
-            data = self._content(path)
-        except FileNotFoundError:
-            return None
-        return self._half_in(data, path, trust, _MAX_KEPT_DEPTH)
+        has_mac, has_signature = manifests.proofs_in(self._content(path), path=path)
+        if has_mac and not can_authenticate:
+            return "authenticated"
+        return "signed" if has_signature and signing_key is None else None
 
-    def _half_in(self, data: bytes, path: Path, trust: Trust, depth: int) -> Manifest:
-        """Return the half of a manifest file that describes the data, or that of one kept in it that these keys prove."""
-        try:
-            half = self.half_that_matches(manifests.decode(data, path=path, trust=trust))
-        except KeyProblem:
-            kept = self._kept_in(data, path, trust, depth)
-            if kept is None:
-                raise
-            return kept
-        if half.is_made_up:
-            return self._kept_in(data, path, trust, depth) or half
-        return half
-
-    def _kept_in(self, data: bytes, path: Path, trust: Trust, depth: int) -> Manifest | None:
-        """Return what is kept in a manifest of others, where it describes the data and would be accepted in its place.
-
-        Nothing that the others say counts, so nobody gains more by this than by putting the kept manifest into the directory.
-        """
-        old = manifests.decode(data, path=path).replaces
-        if old is None or old.kept is None or depth == 0:
-            return None
-        kept = old.kept.encode("utf-8", "surrogatepass")
-        if len(kept) > _MAX_KEPT_BYTES:
-            return None
-        try:
-            half = self._half_in(kept, path, trust, depth - 1)
-        except CkptmgrError:
-            return None
-        if half.shards or not self._describes_data(half.file):
-            return None
-        return half if half.kept is not None else replace(half, kept=old.kept)
-
-    def content(self, data_name: str) -> ManifestContent | None:
-        """Return the manifest file of a data file that is there as it is, or None when there is none."""
-        path = self.directory / manifest_name(data_name)
-        status = self.fs.status(path)
-        if status is None or self.fs.status(self.directory / data_name) is None:
-            return None
-        return ManifestContent(data=self._content(path), mode=status.mode)
-
-    def load(self, name: str, *, trust: Trust) -> Manifest | None:
-        """Return what a manifest file says, both halves of an interrupted swap; None when there is no such file.
+    def put(self, manifest: Manifest, *, series: str, mode: int | None) -> None:
+        """Replace a manifest atomically; its content is durable, its name not before the directory is synced.
 
         Args:
-            name: Of the manifest file.
-            trust: What is checked; `Trust()` checks no proof.
+            manifest: The new one.
+            series: The series it belongs to, for reaping leftovers.
+            mode: Permission bits; None for those it has.
+        """
+        data = manifests.encode(manifest, trust=self.trust)
+        target = self.directory / manifest_name(manifest.name)
+        mode = self._mode_of(target) if mode is None else mode
+        self.write(target, data, series=series, mode=mode, is_durable=True)
+
+    def reauthenticate(
+        self, data_name: str, change: Callable[[ManifestKey], ManifestKey], *, mode: int | None
+    ) -> None:
+        """Give a manifest another authentication; its content is durable, its name not before the directory is synced.
 
         Raises:
-            CorruptCheckpoint, TamperedCheckpoint, KeyProblem: It is damaged, changed, or under another key.
+            CkptmgrError: It cannot be read, or is not authenticated.
         """
-        path = self.directory / name
+        if self.trust.keys is None:
+            raise KeyProblem("a key is needed", path=self.directory / data_name)
+        path = self.directory / manifest_name(data_name)
+        old = self._content(path)
+        manifest, new = manifests.reauthenticated(
+            old, path=path, key=self.trust.keys, change=change
+        )
+        mode = self._mode_of(path) if mode is None else mode
+        self.write(path, new, series=manifest.series, mode=mode, is_durable=True)
+
+    def create(self, manifest: Manifest, *, series: str, mode: int) -> None:
+        """Publish a manifest unless its name is taken; its content is durable, its name not before the directory is synced.
+
+        Raises:
+            FileExistsError: Somebody has the name.
+            StoreLocked: The lease is lost. Nothing was changed.
+            OSError: From the disk. Nothing has the name because of us, unless the disk does not even tell that.
+        """
+        data = manifests.encode(manifest, trust=self.trust)
+        target = self.directory / manifest_name(manifest.name)
+        with signals_held():
+            temp = self._write_temp(target, data, series=series, mode=mode, is_durable=True)
+            try:
+                self.leases.check(series, manifest.name)
+                self.fs.link(temp, target)
+            except OSError:
+                # A file server may have done it, and its answer was lost.
+                if not self._are_one_file(temp, target):
+                    raise
+            finally:
+                discard(self.fs, temp)
+
+    def _are_one_file(self, temp: Path, target: Path) -> bool:
+        one, other = self.fs.status(temp), self.fs.status(target)
+        return one is not None and other is not None and one.identity == other.identity
+
+    def undo(self, name: str, before: ManifestContent | None, *, series: str) -> None:
+        """Put back the manifest file that data called `name` had before, byte for byte; None for none."""
+        path = self.directory / manifest_name(name)
+        # Best effort: an orphan manifest is a leftover, and one that still `replaces` the old data verifies as it. Without
+        # the lease it may be that of another process already.
+        with contextlib.suppress(OSError, StoreLocked):
+            self.leases.check(series, name)
+            if before is None:
+                self.fs.unlink(path)
+            else:
+                self.write(path, before.data, series=series, mode=before.mode, is_durable=True)
+
+    def settle(self, data_name: str, *, series: str) -> bool:
+        """Make the manifest of one name that of its data alone, where an overwrite was interrupted; return whether one was.
+
+        What is not proven by this writer's keys, or could not be written again as trustworthy, stays as it is.
+
+        Raises:
+            OSError: From the disk.
+        """
         try:
-            data = self._content(path)
-        except FileNotFoundError:
-            return None
-        return manifests.decode(data, path=path, trust=trust)
+            claimed = self.load(manifest_name(data_name), trust=Trust())
+            if claimed is None or claimed.replaces is None or claimed.shards:
+                return False
+            half = self.read_proven(data_name)
+            if half is None or (half.kept is None and self.lost_by_rewriting(data_name)):
+                return False
+        except CkptmgrError:
+            return False  # whoever reads it next says why
+        if half.kept is None:
+            self.put(half, series=series, mode=self._mode_of(self.directory / data_name))
+        else:
+            path = self.directory / manifest_name(data_name)
+            # With the proofs and the mode that it had: while a name is overwritten, its manifest keeps the mode.
+            data = half.kept.encode("utf-8", "surrogatepass")
+            self.write(path, data, series=series, mode=self._mode_of(path), is_durable=True)
+        return True
 
-    def _content(self, path: Path) -> bytes:
-        return tried_again(lambda: self._read_whole(path), self.fs)
+    def _mode_of(self, path: Path) -> int:
+        status = self.fs.status(path)
+        return 0o400 if status is None else status.mode
 
-    def _read_whole(self, path: Path) -> bytes:
-        with contextlib.closing(self.fs.open(path)) as file:
-            if file.size > manifests.MAX_MANIFEST_BYTES:
-                raise CorruptCheckpoint(
-                    f"has {file.size} bytes, a manifest at most {manifests.MAX_MANIFEST_BYTES}",
-                    path=path,
-                    hint="it is something else; move it away",
-                )
-            return read_bytes(file, 0, file.size)
+    def write(self, path: Path, data: bytes, *, series: str, mode: int, is_durable: bool) -> None:
+        """Replace a small file atomically; durable ones are synced before they get their name.
 
-    def half_that_matches(self, manifest: Manifest) -> Manifest:
-        """Return the half of a manifest of two files that describes the data that is there; reads the data."""
-        old = manifest.replaces
-        if old is None:
-            return manifest
-        if not self._describes_data(old.file):
-            return manifest.without_replaced()
-        return replace(old, auth=manifest.auth, opened_by=manifest.opened_by)
+        Raises:
+            StoreLocked: The lease is lost; nothing was changed.
+            OSError: From the disk.
+        """
+        with signals_held():
+            temp = self._write_temp(path, data, series=series, mode=mode, is_durable=is_durable)
+            self.give_name(temp, path, series, path.name.removesuffix(manifests.SUFFIX))
 
-    def _describes_data(self, entry: FileEntry) -> bool:
-        return self.is_described(self.directory / entry.name, entry)
+    def give_name(self, temp: Path, path: Path, *leased: str) -> None:
+        """Rename a temporary file to its name while the leases on these names are held, or remove it.
 
-    def is_described(self, path: Path, entry: FileEntry) -> bool:
-        """Return whether a file has the content that a manifest describes; reads it."""
-        with contextlib.closing(self.fs.open(path)) as file:
-            is_right_size = file.size == entry.digest.size_bytes
-            return is_right_size and not differing_ranges(file, entry.digest)
+        Raises:
+            StoreLocked: A lease is lost.
+            OSError: From the disk.
+        """
+        try:
+            self.leases.check(*leased)
+        except BaseException:
+            discard(self.fs, temp)
+            raise
+        give_name(self.fs, temp, path)
+
+    def _write_temp(
+        self, path: Path, data: bytes, *, series: str, mode: int, is_durable: bool
+    ) -> Path:
+        temp = self.temp_path(path.name, series)
+        file = self.fs.create(temp, mode=mode, owner_of=path)
+        try:
+            try:
+                file.write_at(0, data)
+                if is_durable:
+                    file.sync()
+            finally:
+                file.close()
+        except BaseException:
+            discard(self.fs, temp)
+            raise
+        return temp
+
+    def temp_path(self, name: str, series: str) -> Path:
+        """Return a temporary path for a file that will be called `name`; nobody else uses it."""
+        return self.directory / temp_name(name, token=self._processes.token(), series=series)

@@ -8,7 +8,7 @@ import pytest
 from ckptmgr.crypto.errors import DecryptionError, KeySourceError, TamperedError, UnsealedError
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.ring import KeyMaterial, KeyRing, Kind
-from ckptmgr.crypto.mindspore.block_keys import open_blocks_with
+from ckptmgr.crypto.mindspore.blocks import open_blocks_with
 from ckptmgr.formats.source import BytesSource
 
 from .sealing import KEY, read_range, seal, split

@@ -16,13 +16,14 @@ import pytest
 
 from ckptmgr.crypto.errors import KeySourceError
 from ckptmgr.crypto.providers.aws_kms import AwsKmsProvider, open_aws_kms
-from ckptmgr.crypto.providers.errors import (
+from ckptmgr.crypto.providers.provider import (
+    KeyGenerator,
+    KeyProvider,
     ProviderAnswerError,
     ProviderError,
     ProviderRefusedError,
     ProviderUnavailableError,
 )
-from ckptmgr.crypto.providers.provider import KeyGenerator, KeyProvider
 from ckptmgr.crypto.providers.registry import open_provider
 from ckptmgr.crypto.providers.run_key import RunKey, RunKeyReader
 
@@ -211,7 +212,7 @@ FRESH = """
 import logging, sys
 logging.basicConfig(level=logging.DEBUG)
 from ckptmgr.crypto.providers.aws_kms import AwsKmsProvider
-from ckptmgr.crypto.providers.errors import ProviderUnavailableError
+from ckptmgr.crypto.providers.provider import ProviderUnavailableError
 try:
     AwsKmsProvider(key_id="alias/x", timeout_s=2, max_attempts=1).wrap(bytes(range(32)), {})
 except ProviderUnavailableError:

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 
 from ckptmgr.crypto.errors import KeySourceError
-from ckptmgr.crypto.providers.errors import (
+from ckptmgr.crypto.providers.exec import ExecProvider, open_exec
+from ckptmgr.crypto.providers.provider import (
+    KeyProvider,
     ProviderAnswerError,
     ProviderError,
     ProviderRefusedError,
     ProviderUnavailableError,
 )
-from ckptmgr.crypto.providers.exec import ExecProvider, open_exec
-from ckptmgr.crypto.providers.provider import KeyProvider
 from ckptmgr.crypto.providers.run_key import RunKey, RunKeyReader
 
 KEY = b"\xc0\xff\xee-Top-Secret!!"

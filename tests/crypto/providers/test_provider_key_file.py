@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from ckptmgr.crypto.errors import KeySourceError
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.sources import load_key, load_secret
-from ckptmgr.crypto.providers.errors import ProviderRefusedError
 from ckptmgr.crypto.providers.local import LocalProvider
+from ckptmgr.crypto.providers.provider import ProviderRefusedError
 from ckptmgr.crypto.providers.run_key import RunKey
 from ckptmgr.crypto.providers.wrapped_file import load_wrapped_key, pack_key_file, parse_key_file
 

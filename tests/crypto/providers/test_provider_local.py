@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from ckptmgr.crypto.errors import KeySourceError
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.sources import load_key
-from ckptmgr.crypto.providers.errors import ProviderAnswerError, ProviderRefusedError
 from ckptmgr.crypto.providers.local import LocalProvider, open_local
 from ckptmgr.crypto.providers.provider import (
     MAX_BLOB_BYTES,
     KeyProvider,
+    ProviderAnswerError,
+    ProviderRefusedError,
     check_blob,
     check_unwrapped,
     context_bytes,

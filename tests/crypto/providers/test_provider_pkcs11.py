@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 
 from ckptmgr.crypto.errors import KeySourceError
-from ckptmgr.crypto.providers.errors import (
+from ckptmgr.crypto.providers.pkcs11 import Pkcs11Provider, open_pkcs11
+from ckptmgr.crypto.providers.provider import (
+    KeyProvider,
     ProviderError,
     ProviderRefusedError,
     ProviderUnavailableError,
 )
-from ckptmgr.crypto.providers.pkcs11 import Pkcs11Provider, open_pkcs11
-from ckptmgr.crypto.providers.provider import KeyProvider
 from ckptmgr.crypto.providers.registry import open_provider
 from ckptmgr.crypto.providers.run_key import RunKey, RunKeyReader
 

@@ -11,9 +11,9 @@ import pytest
 
 from ckptmgr.crypto.errors import KeySourceError
 from ckptmgr.crypto.keys.key import Key
-from ckptmgr.crypto.providers.errors import ProviderUnavailableError
 from ckptmgr.crypto.providers.exec import ExecProvider
 from ckptmgr.crypto.providers.local import LocalProvider
+from ckptmgr.crypto.providers.provider import ProviderUnavailableError
 from ckptmgr.crypto.providers.registry import BUILT_IN, ENTRY_POINT_GROUP, open_provider
 
 SECRET = "c0ffee0102030405060708090a0b0c0d"

@@ -10,9 +10,12 @@ import pytest
 
 from ckptmgr.crypto.errors import KeySourceError
 from ckptmgr.crypto.keys.key import Key
-from ckptmgr.crypto.providers.errors import ProviderAnswerError, ProviderUnavailableError
 from ckptmgr.crypto.providers.local import LocalProvider
-from ckptmgr.crypto.providers.provider import GeneratedKey
+from ckptmgr.crypto.providers.provider import (
+    GeneratedKey,
+    ProviderAnswerError,
+    ProviderUnavailableError,
+)
 from ckptmgr.crypto.providers.run_key import KeyLimits, RunKey, RunKeyReader
 
 CONTEXT = {"run": "7f"}

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from ckptmgr.crypto.container.rekey import rewrite_header
 from ckptmgr.crypto.errors import CryptoError, DecryptionError, KeySourceError, TamperedError
 from ckptmgr.crypto.keys.key import Key
-from ckptmgr.crypto.providers.errors import ProviderRefusedError, ProviderUnavailableError
 from ckptmgr.crypto.providers.local import LocalProvider
+from ckptmgr.crypto.providers.provider import ProviderRefusedError, ProviderUnavailableError
 from ckptmgr.crypto.providers.run_key import KeyLimits, RunKey, RunKeyReader
 from ckptmgr.crypto.slots import Slot, SlotType
 from ckptmgr.crypto.slots.service import KeyServiceIdentity, KeyServiceRecipient

@@ -223,7 +223,7 @@ def test_tensors_of_other_types_layouts_and_places_are_filled(tmp_path: Path) ->
 
 
 def test_buffers_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptmgr.integrations.dcp import dcp_loading
+    from ckptmgr.integrations.dcp import loading as dcp_loading
 
     monkeypatch.setattr(dcp_loading, "_BUFFERED_BYTES", 100)
     saved = {f"w{number}": torch.full((8,), float(number)) for number in range(9)}

@@ -16,14 +16,13 @@ from hypothesis import strategies as st
 from ckptmgr.core.regions import Interval, byte_runs
 from ckptmgr.parallel.errors import LayoutError
 from ckptmgr.parallel.layout import ParallelLayout, read_layouts
-from ckptmgr.parallel.mindspore.neighbours import gathered_ranks
 from ckptmgr.parallel.mindspore.reshard import (
     needed_ranks,
     plan_region,
     plan_slice,
     rank_list_for_transform,
 )
-from ckptmgr.parallel.mindspore.slices import region_of
+from ckptmgr.parallel.mindspore.slices import gathered_ranks, region_of
 from tests.parallel.mindspore.layouts import held_by, layouts, shape_for
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "transform"
