@@ -21,7 +21,7 @@ import numpy as np
 from ckptmgr.config.memory import MemoryConfig
 from ckptmgr.core.errors import StagingExhausted
 from ckptmgr.engine.budget import Ledger, next_region_id
-from ckptmgr.io.descriptors import standard_taken
+from ckptmgr.io.descriptors import reserve_standard_descriptors
 from ckptmgr.state.devices import DeviceMemory, accelerators
 
 _HUGE_PAGE_BYTES = 2 << 20
@@ -132,7 +132,7 @@ class Slab:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_MAP_HUGETLB if is_huge else 0)
             return mmap.mmap(-1, size, flags=flags)
         flags = os.MFD_CLOEXEC | (os.MFD_HUGETLB if is_huge else 0)
-        with standard_taken():
+        with reserve_standard_descriptors():
             descriptor = os.memfd_create("ckptmgr-staging", flags)
             try:
                 os.ftruncate(descriptor, size)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ckptmgr.core.errors import StagingExhausted
 from ckptmgr.engine.budget import next_region_id
-from ckptmgr.io.descriptors import standard_taken
+from ckptmgr.io.descriptors import reserve_standard_descriptors
 from ckptmgr.io.threads import drain
 
 Job = tuple[int, Callable[[], memoryview]]
@@ -41,7 +41,7 @@ class SpillFile:
         self, directory: Path, *, size_bytes: int, block_bytes: int, writes_in_flight: int
     ) -> None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with standard_taken():
+        with reserve_standard_descriptors():
             self._file = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - until close()
         self.id = next_region_id()
         self._path = directory
@@ -75,7 +75,7 @@ class SpillFile:
 
     def view(self) -> memoryview:
         """Return the content, backed by the file; the view stays valid after `close`."""
-        with standard_taken():
+        with reserve_standard_descriptors():
             return memoryview(mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_READ))
 
     def read_into(self, offset: int, buffer: memoryview) -> None:

@@ -28,9 +28,9 @@ from ckptmgr.crypto.keys.ring import Keys, keys_from_document
 from ckptmgr.crypto.keys.signing import PublicKey, SigningKey
 from ckptmgr.engine.worker_protocol import IGNORED_SIGNALS, describe_error, receive, send
 from ckptmgr.files.save.saver import SaveOptions, SaveOrder, save_items
-from ckptmgr.io.descriptors import standard_taken
-from ckptmgr.io.leases import helper_text
-from ckptmgr.io.locks import note_helper
+from ckptmgr.io.descriptors import reserve_standard_descriptors
+from ckptmgr.io.leases import worker_text
+from ckptmgr.io.locks import add_worker_text
 from ckptmgr.io.threads import work_beside_training
 from ckptmgr.state.items import items_from
 from ckptmgr.store.manifest import codec as manifests
@@ -104,7 +104,7 @@ def _answer(order: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
             locks.callback(os.close, descriptor)
             if order["lease"] is not None:
                 # The parent may die before the save ends: then the lease names a process that lives.
-                note_helper(descriptor, order["lease"][0], helper_text())
+                add_worker_text(descriptor, order["lease"][0], worker_text())
         try:
             manifest = _save(order, _mapped(descriptors[:count]))
             return {"manifest": manifests.encode(manifest).decode()}
@@ -185,7 +185,7 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED_SIGNALS)
     os.nice(NICENESS)
     descriptor, parent = int(sys.argv[1]), int(sys.argv[2])
-    with standard_taken():  # the parent may have no standard error
+    with reserve_standard_descriptors():  # the parent may have no standard error
         watch = _watch(parent)
         with socket.socket(fileno=descriptor) as connection:
             if os.getppid() == parent:

@@ -24,7 +24,7 @@ from ckptmgr.crypto.keys.ring import keys_to_document
 from ckptmgr.engine.staged_state import StagedState
 from ckptmgr.engine.worker_protocol import IGNORED_SIGNALS, rebuild_error, receive, send
 from ckptmgr.files.save.saver import Publish, SaveOptions, SaveOrder
-from ckptmgr.io.descriptors import standard_taken
+from ckptmgr.io.descriptors import reserve_standard_descriptors
 from ckptmgr.io.digest import FileDigest
 from ckptmgr.io.leases import lease_path
 from ckptmgr.io.locks import lock_descriptor
@@ -167,7 +167,7 @@ class WorkerClient:
 
 
 def _start(owner: WorkerClient) -> _Running:
-    with standard_taken():
+    with reserve_standard_descriptors():
         ours, theirs = socket.socketpair()
     with theirs, contextlib.ExitStack() as undo:
         undo.callback(ours.close)

@@ -49,7 +49,7 @@ from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.real_files import real_file
 from ckptmgr.store.store import Store
 
-__all__ = ["CheckpointReader", "open_checkpoint", "with_its_manifest"]
+__all__ = ["CheckpointReader", "open_checkpoint", "with_manifest"]
 
 _Result = TypeVar("_Result")
 
@@ -115,7 +115,7 @@ def open_checkpoint(
         real.parent,
         trust=options.trust,
     )
-    return with_its_manifest(
+    return with_manifest(
         store,
         real.name,
         lambda manifest: _opened_file(
@@ -124,9 +124,7 @@ def open_checkpoint(
     )
 
 
-def with_its_manifest(
-    store: Store, name: str, read: Callable[[Manifest | None], _Result]
-) -> _Result:
+def with_manifest(store: Store, name: str, read: Callable[[Manifest | None], _Result]) -> _Result:
     """Return what `read` makes of a file, given the manifest that describes it, though somebody may be replacing both."""
     manifest = store.read_manifest(name)
     while True:

@@ -48,7 +48,7 @@ from ckptmgr.files.load.values import (
     read_into,
     read_values,
 )
-from ckptmgr.files.open_checkpoint import with_its_manifest
+from ckptmgr.files.open_checkpoint import with_manifest
 from ckptmgr.files.save.saver import SaveOptions, SaveOrder, save_items
 from ckptmgr.files.serialization_arguments import (
     check_append_dict,
@@ -59,9 +59,9 @@ from ckptmgr.files.serialization_arguments import (
 )
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import Item, Tensor
-from ckptmgr.io.gc_pause import collector_paused
-from ckptmgr.io.page_cache import load_once
-from ckptmgr.io.signals import signals_heard, signals_held
+from ckptmgr.io.gc_pause import gc_paused
+from ckptmgr.io.page_cache import bypass_page_cache_unless_shared
+from ckptmgr.io.signals import defer_signals, deliver_signals
 from ckptmgr.observe.observers import EVERYBODY
 from ckptmgr.state.arrays import named_tensors
 from ckptmgr.store.change_leases import lease_of_name
@@ -147,7 +147,7 @@ def save_checkpoint(
     check_safetensors_options(format, enc_key, enc_mode, kwargs.get("incremental", False))
     key = chosen_keys("enc_key", enc_key, mode=enc_mode, format=format)
     level = check_compression(compression, compression_level, format=format)
-    with collector_paused():
+    with gc_paused():
         items = join_items(named_tensors(save_obj), named_tensors(dict(append_dict or {})))
     if choice_func is not None:
         items = [item for item in items if choice_func(name_of(item))]
@@ -180,10 +180,10 @@ def save_checkpoint(
     started = time.perf_counter()
     with (
         EVERYBODY.watch(series=path.name, step=None, why="manual") as watch,
-        signals_held(),
+        defer_signals(),
         lease_of_name(store, path.name),
     ):
-        with signals_heard():
+        with deliver_signals():
             manifest = save_items(store, order)
         cost = SaveStats(blocked_s=time.perf_counter() - started)
         cost.note_written(
@@ -341,7 +341,7 @@ def _read_file(
     )
 
     def read_with(manifest: Manifest | None) -> dict[str, Any]:
-        with closing(load_once(store.fs.open(path))) as raw:
+        with closing(bypass_page_cache_unless_shared(store.fs.open(path))) as raw:
             if raw.size == 0 and manifest is None:  # programs may look for what MindSpore says
                 message = f"the file is empty; {_EMPTY_RESULT}"
                 raise TruncatedCheckpoint(message, path=path, offset=0)
@@ -351,7 +351,7 @@ def _read_file(
                 )
             )
 
-    return with_its_manifest(store, path.name, read_with)
+    return with_manifest(store, path.name, read_with)
 
 
 def _manifest(

@@ -28,10 +28,10 @@ class Buffers:
     def __init__(self, count: int, size_bytes: int) -> None:
         self._count = count
         self._size_bytes = size_bytes
-        self.start_anew()
+        self.reset()
         _all.add(self)
 
-    def start_anew(self) -> None:
+    def reset(self) -> None:
         """Make all buffers anew; for a forked child, in which nobody gives back what was lent."""
         self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         self._unmade = self._count
@@ -78,12 +78,12 @@ class Buffers:
 _all: weakref.WeakSet[Buffers] = weakref.WeakSet()
 
 
-def _start_all_anew() -> None:
+def _reset_all() -> None:
     for buffers in list(_all):
-        buffers.start_anew()
+        buffers.reset()
 
 
-os.register_at_fork(after_in_child=_start_all_anew)
+os.register_at_fork(after_in_child=_reset_all)
 
 
 def buffer_bytes() -> int:

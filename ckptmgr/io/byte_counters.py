@@ -5,8 +5,8 @@ One counter at a time; without one, a file pays for a comparison. Process-wide, 
 
 >>> counted = []
 >>> with counting(lambda direction, count: counted.append((direction, count))):
-...     note("read", 5)
->>> note("read", 7)
+...     count_bytes("read", 5)
+>>> count_bytes("read", 7)
 >>> counted
 [('read', 5)]
 """
@@ -23,7 +23,7 @@ Counter = Callable[[Direction, int], object]
 _counter: Counter | None = None
 
 
-def note(direction: Direction, count: int) -> None:
+def count_bytes(direction: Direction, count: int) -> None:
     """Say that so many bytes went from or to a file."""
     counter = _counter
     if counter is not None:

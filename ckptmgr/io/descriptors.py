@@ -16,7 +16,7 @@ from pathlib import Path
 _LAST_STANDARD_DESCRIPTOR = 2
 
 
-def beyond_standard(descriptor: int) -> int:
+def above_standard_streams(descriptor: int) -> int:
     """Return a descriptor above 2 in place of one that is not."""
     if descriptor > _LAST_STANDARD_DESCRIPTOR:
         return descriptor
@@ -38,7 +38,7 @@ def open_entry(path: Path, flags: int, mode: int = 0o600, *, dir_fd: int | None 
 
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
+def errors_naming(path: Path) -> Iterator[None]:
     """Let errors of calls on a descriptor name its file."""
     try:
         yield
@@ -49,7 +49,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def standard_taken() -> Iterator[None]:
+def reserve_standard_descriptors() -> Iterator[None]:
     """Let nothing that is opened within the block have one of the numbers up to 2; also not what duplicates descriptors."""
     with contextlib.ExitStack() as taken:
         with contextlib.suppress(OSError):  # without /dev/null nothing is taken

@@ -25,7 +25,7 @@ from blake3 import blake3
 from ckptmgr.core.errors import ChecksumMismatch, TruncatedCheckpoint
 from ckptmgr.crypto.pages import new_pages
 from ckptmgr.formats.source import Source
-from ckptmgr.io.threads import HASHED_BYTES, each_unit
+from ckptmgr.io.threads import HASH_STEP_BYTES, for_each
 
 ALGORITHM = "blake3"
 RANGE_BYTES = 16 << 20
@@ -107,13 +107,13 @@ def _range_digests(source: Source, size: int, range_bytes: int) -> list[bytes]:
     def work(index: int, buffer: memoryview) -> None:
         hasher = blake3()
         stop = min((index + 1) * range_bytes, size)
-        for start in range(index * range_bytes, stop, HASHED_BYTES):
-            view = buffer[: min(HASHED_BYTES, stop - start)]
+        for start in range(index * range_bytes, stop, HASH_STEP_BYTES):
+            view = buffer[: min(HASH_STEP_BYTES, stop - start)]
             source.read_into(start, view)
             hasher.update(view)
         digests[index] = hasher.digest()
 
-    each_unit(range(len(digests)), work)
+    for_each(range(len(digests)), work)
     return digests
 
 

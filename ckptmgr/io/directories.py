@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptmgr.io.descriptors import beyond_standard
+from ckptmgr.io.descriptors import above_standard_streams
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
@@ -135,7 +135,7 @@ class HeldDirectories:
 
 def _opened(path: Path, parent: int | None) -> int:
     if parent is None:
-        return beyond_standard(os.open(path, _DIRECTORY))
+        return above_standard_streams(os.open(path, _DIRECTORY))
     try:
         descriptor = os.open(path.name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
     except OSError as error:
@@ -146,7 +146,7 @@ def _opened(path: Path, parent: int | None) -> int:
     except BaseException:
         os.close(descriptor)
         raise
-    return beyond_standard(descriptor)
+    return above_standard_streams(descriptor)
 
 
 def _check_owner(path: Path, figures: os.stat_result, parent: os.stat_result) -> None:

@@ -15,8 +15,8 @@ import stat
 from pathlib import Path
 
 from ckptmgr.formats.errors import TruncatedError
-from ckptmgr.io.byte_counters import note
-from ckptmgr.io.descriptors import beyond_standard, naming, open_entry
+from ckptmgr.io.byte_counters import count_bytes
+from ckptmgr.io.descriptors import above_standard_streams, errors_naming, open_entry
 
 DIRECT_IO_ALIGNMENT = 4096
 REFUSALS_OF_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP)
@@ -61,7 +61,7 @@ class CachedFile:
                 raise TruncatedError(
                     f"{buffer.nbytes} bytes wanted, but the file ends here", offset=offset
                 )
-            note("read", count)
+            count_bytes("read", count)
             offset += count
             buffer = buffer[count:]
 
@@ -174,13 +174,13 @@ class NewFile:
     ) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
         self._path = path
-        self._buffered = beyond_standard(open_entry(path, flags, dir_fd=dir_fd))
+        self._buffered = above_standard_streams(open_entry(path, flags, dir_fd=dir_fd))
         self._direct = -1
         try:
             with contextlib.suppress(OSError):
                 # tmpfs before Linux 6.6, some FUSE and network file systems refuse O_DIRECT: EINVAL. Opened before the
                 # mode is set: only root may open a read-only file for writing.
-                self._direct = beyond_standard(
+                self._direct = above_standard_streams(
                     os.open(
                         f"/proc/self/fd/{self._buffered}", os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC
                     )
@@ -209,7 +209,7 @@ class NewFile:
             written = self._write_once(offset, view)
             if written == 0:
                 raise OSError(errno.EIO, "a write wrote nothing", str(self._path))
-            note("write", written)
+            count_bytes("write", written)
             offset += written
             view = view[written:]
 
@@ -267,24 +267,24 @@ class ChangedFile:
         """Write all of `data` at `offset`."""
         view = memoryview(data).cast("B")
         while view.nbytes:
-            with naming(self._path):
+            with errors_naming(self._path):
                 written = os.pwrite(self._descriptor, view, offset)
             if written == 0:
                 raise OSError(errno.EIO, "a write wrote nothing", str(self._path))
-            note("write", written)
+            count_bytes("write", written)
             offset += written
             view = view[written:]
 
     def sync(self) -> None:
         """Make the content durable; an error is final."""
-        with naming(self._path):
+        with errors_naming(self._path):
             os.fsync(self._descriptor)
 
     def close(self) -> None:
         """Release what is open."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
-            with naming(self._path):
+            with errors_naming(self._path):
                 os.close(descriptor)
 
 
@@ -292,11 +292,11 @@ def _reopened(descriptor: int, mode: int) -> int:
     """Return another descriptor of the same file, for writing."""
     path = f"/proc/self/fd/{descriptor}"
     try:
-        return beyond_standard(os.open(path, os.O_WRONLY | os.O_CLOEXEC))
+        return above_standard_streams(os.open(path, os.O_WRONLY | os.O_CLOEXEC))
     except PermissionError:
         # Checkpoints are read-only, for their owner too.
         os.fchmod(descriptor, mode | stat.S_IWUSR)
         try:
-            return beyond_standard(os.open(path, os.O_WRONLY | os.O_CLOEXEC))
+            return above_standard_streams(os.open(path, os.O_WRONLY | os.O_CLOEXEC))
         finally:
             os.fchmod(descriptor, mode)

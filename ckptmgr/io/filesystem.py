@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from ckptmgr.io.descriptors import naming
+from ckptmgr.io.descriptors import errors_naming
 from ckptmgr.io.directories import HeldDirectories
 from ckptmgr.io.files import CachedFile, ChangedFile, NewFile, UncachedFile, adopt_owner
 from ckptmgr.io.locks import locked
@@ -194,7 +194,7 @@ def discard(fs: FileSystem, path: Path) -> None:
         fs.unlink(path)
 
 
-def give_name(fs: FileSystem, temp: Path, path: Path) -> None:
+def rename_temp(fs: FileSystem, temp: Path, path: Path) -> None:
     """Rename a temporary file to its name, replacing what has it; where that fails, remove the temporary file."""
     try:
         fs.replace(temp, path)
@@ -203,7 +203,7 @@ def give_name(fs: FileSystem, temp: Path, path: Path) -> None:
         raise
 
 
-def remove_name(fs: FileSystem, path: Path) -> None:
+def unlink_if_present(fs: FileSystem, path: Path) -> None:
     """Remove a file that may be gone already."""
     with contextlib.suppress(FileNotFoundError):
         fs.unlink(path)
@@ -272,7 +272,7 @@ class OsFileSystem:
         """Make the entries of a directory durable."""
         with self._directories.opened(path) as descriptor:
             try:
-                with naming(path):
+                with errors_naming(path):
                     os.fsync(descriptor)
             except OSError as error:
                 # Some network file systems cannot sync directories and say so; there is nothing better to do there.

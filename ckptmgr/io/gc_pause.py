@@ -6,7 +6,7 @@ and then at all that there are: 2 us a tensor, for nothing. Pauses are for the m
 data, so they last a second for 100,000s of tensors. What garbage other threads make meanwhile is found after them.
 
 >>> import gc
->>> with collector_paused():
+>>> with gc_paused():
 ...     gc.isenabled()
 False
 >>> gc.isenabled()
@@ -90,6 +90,6 @@ _pauses = Pauses()
 os.register_at_fork(after_in_child=_pauses.forget_parent)
 
 
-def collector_paused() -> Pause:
+def gc_paused() -> Pause:
     """Pause the collector within a `with` block; blocks may be nested, and several threads may be in one."""
     return Pause(_pauses)

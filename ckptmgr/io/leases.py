@@ -33,7 +33,7 @@ from typing import NamedTuple, Protocol
 from ckptmgr.core.errors import StoreLocked
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.io.filesystem import FileSystem, discard
-from ckptmgr.io.space_errors import explained
+from ckptmgr.io.space_errors import explain_error
 
 LEASE_SUFFIX = ".lease"
 
@@ -132,10 +132,10 @@ class Holder(NamedTuple):
 
 def new_owner_text() -> str:
     """Return what this process writes into a lease file: no other process, and no other lease, has the same text."""
-    return f"{helper_text()}{secrets.token_hex(8)}\n"
+    return f"{worker_text()}{secrets.token_hex(8)}\n"
 
 
-def helper_text() -> str:
+def worker_text() -> str:
     """Return what a worker process adds to the text of the process that it saves for."""
     return f"{describe_owner()}\n{ProcProcesses().token()} "
 
@@ -295,7 +295,7 @@ def hold_lease(fs: FileSystem, directory: Path, series: str) -> Iterator[Lease]:
             if error.errno in (errno.EACCES, errno.EROFS):
                 error.add_note(f"only writers need this file; {_READING}")
             elif error.errno == errno.ENOSPC:
-                raise explained(error, path, 0, fs) from error
+                raise explain_error(error, path, 0, fs) from error
             raise
         identity = None if status is None else status.identity
         lease = Lease(fs, path, text=text, identity=identity)

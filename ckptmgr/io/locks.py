@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from ckptmgr.core.errors import StoreLocked
-from ckptmgr.io.descriptors import beyond_standard, open_entry
+from ckptmgr.io.descriptors import above_standard_streams, open_entry
 from ckptmgr.io.files import adopt_owner
 
 _MAX_OWNER_BYTES = 4096
@@ -56,7 +56,7 @@ def locked(path: Path, *, owner: str, dir_fd: int | None = None) -> Iterator[str
         yield None
 
 
-def note_helper(descriptor: int, owner: str, text: str) -> None:
+def add_worker_text(descriptor: int, owner: str, text: str) -> None:
     """Write behind the text of the holder of a lock which other process has a copy of its descriptor.
 
     Where the disk was full when the lock was taken, both are written; what another process wrote there stays.
@@ -141,7 +141,7 @@ def _opened(path: Path, dir_fd: int | None) -> int:
     """
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
-        return beyond_standard(open_entry(path, flags, dir_fd=dir_fd))
+        return above_standard_streams(open_entry(path, flags, dir_fd=dir_fd))
     except FileNotFoundError:
         descriptor = open_entry(path, flags | os.O_CREAT | os.O_EXCL, dir_fd=dir_fd)
     except OSError as error:
@@ -150,7 +150,7 @@ def _opened(path: Path, dir_fd: int | None) -> int:
             raise _refusal(path, figures, f"is {_kind_of(figures)}") from error
         raise
     adopt_owner(descriptor, _folder(path, dir_fd))
-    return beyond_standard(descriptor)
+    return above_standard_streams(descriptor)
 
 
 def _status(path: Path, dir_fd: int | None) -> os.stat_result:

@@ -10,7 +10,7 @@ Where small reads of a file will go, if they go on as they did.
 Each description of a tensor, or head of a cipher block, tells only where the next one is: so each read would wait for the
 one before. But layers of a model are alike, and so are the steps from one description to the next.
 
->>> trail = Trail()
+>>> trail = ReadAheadPredictor()
 >>> [trail.note(offset << 20) for offset in (0, 1, 2)][-1]
 (3145728, 4194304, 5242880, 6291456)
 """
@@ -23,7 +23,7 @@ import mmap
 import os
 
 from ckptmgr.io.buffers import Buffers, copy_into
-from ckptmgr.io.byte_counters import note
+from ckptmgr.io.byte_counters import count_bytes
 from ckptmgr.io.files import DIRECT_IO_ALIGNMENT, CachedFile
 from ckptmgr.io.filesystem import InputFile
 from ckptmgr.io.retrying_filesystem import RetryingFile
@@ -35,7 +35,7 @@ _LIKE_BYTES = 256  # names and heads differ in length from layer to layer
 _SPARSE_BYTES = 64 << 10  # what is closer is read together, or was read ahead by the kernel
 
 
-class Trail:
+class ReadAheadPredictor:
     """Offsets of reads, and what they foretell. Safe to use from several threads, whose reads it then mixes up."""
 
     def __init__(self) -> None:
@@ -103,19 +103,19 @@ _LOWEST_BIT = bytes(value & 1 for value in range(256))  # the others are reserve
 _WORLD_SIZES = ("WORLD_SIZE", "RANK_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
 
 
-def read_once(file: InputFile) -> InputFile:
+def bypass_page_cache(file: InputFile) -> InputFile:
     """Return a file that is read past the page cache where that is faster; close this one instead of `file`.
 
     A file that is read twice, or by several processes, is better left in the page cache.
     """
     if isinstance(file, RetryingFile):
-        return file.around(read_once(file.file))
+        return file.around(bypass_page_cache(file.file))
     return _ColdFile(file) if isinstance(file, CachedFile) else file
 
 
-def load_once(file: InputFile) -> InputFile:
-    """Return what `read_once` does, unless other processes may be about to read the same file."""
-    return file if is_one_of_many() else read_once(file)
+def bypass_page_cache_unless_shared(file: InputFile) -> InputFile:
+    """Return what `bypass_page_cache` does, unless other processes may be about to read the same file."""
+    return file if is_one_of_many() else bypass_page_cache(file)
 
 
 def is_one_of_many() -> bool:
@@ -131,7 +131,7 @@ class _ColdFile:
         self._direct = -1
         self._memory: mmap.mmap | None = None
         self._address = 0
-        self._trails: dict[int, Trail] = {}
+        self._trails: dict[int, ReadAheadPredictor] = {}
         self._stretches: dict[int, bool | None] = {}
         self.size = file.size
         if self.size >= _MIN_DIRECT_BYTES:
@@ -163,7 +163,7 @@ class _ColdFile:
 
     def _ask_ahead(self, offset: int, length: int) -> None:
         """Have the disk look up what small reads will probably want next, those of each size by themselves."""
-        trail = self._trails.setdefault(length.bit_length(), Trail())
+        trail = self._trails.setdefault(length.bit_length(), ReadAheadPredictor())
         for ahead in trail.note(offset):
             if 0 <= ahead < self.size:
                 with contextlib.suppress(OSError):  # the read itself will say so
@@ -177,7 +177,7 @@ class _ColdFile:
             return (
                 0  # some file systems accept the flag but not the read; a broken disk says so again
             )
-        note("read", count)
+        count_bytes("read", count)
         return count
 
     def _read_once(self, offset: int, buffer: memoryview) -> int:

@@ -85,7 +85,7 @@ def no_such_file(path: Path) -> FileNotFoundError:
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
-def tried_again(work: Callable[[], _Done], disk: Waiting) -> _Done:
+def with_one_retry(work: Callable[[], _Done], disk: Waiting) -> _Done:
     """Return what `work` returns; it is done once more, with its files opened anew, after an error that may pass.
 
     Raises:

@@ -18,7 +18,7 @@ from ckptmgr.io.passing_errors import PAUSES_S, may_pass
 _Done = TypeVar("_Done")
 
 
-class RetryingDisk:
+class RetryingFileSystem:
     """A `FileSystem` around another one.
 
     Args:
@@ -34,7 +34,7 @@ class RetryingDisk:
         self._lasting: set[int | None] = set()
 
     @classmethod
-    def around(cls, disk: FileSystem) -> RetryingDisk:
+    def around(cls, disk: FileSystem) -> RetryingFileSystem:
         """Return one around a disk; a disk that is one already is returned."""
         return disk if isinstance(disk, cls) else cls(disk)
 
@@ -140,13 +140,13 @@ class RetryingDisk:
 
 
 class RetryingFile:
-    """An open file of a `RetryingDisk`.
+    """An open file of a `RetryingFileSystem`.
 
     Attributes:
         file: Of the disk beneath.
     """
 
-    def __init__(self, file: InputFile, disk: RetryingDisk) -> None:
+    def __init__(self, file: InputFile, disk: RetryingFileSystem) -> None:
         self.file = file
         self._disk = disk
 

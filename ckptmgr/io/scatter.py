@@ -25,8 +25,8 @@ from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.source import Source, read_bytes
 from ckptmgr.io.buffers import GIL_FREE_COPY_BYTES, copy_into
 from ckptmgr.io.digest import VerifyingSource
-from ckptmgr.io.threads import HASHED_BYTES, PIECE_BYTES, each_unit
-from ckptmgr.io.unverified_reads import Glimpses
+from ckptmgr.io.threads import HASH_STEP_BYTES, PIECE_BYTES, for_each
+from ckptmgr.io.unverified_reads import UnverifiedReads
 
 
 class Placement(NamedTuple):
@@ -46,7 +46,7 @@ class Placement(NamedTuple):
         return self.offset + self.target.nbytes
 
 
-class Cluster(NamedTuple):
+class SmallTensorBatch(NamedTuple):
     """A run of the file's bytes that somebody takes as a whole; it lies in one of the pieces that are read.
 
     Attributes:
@@ -62,16 +62,16 @@ class Cluster(NamedTuple):
 
 def piece_bytes_of(unit_bytes: int) -> int:
     """Return in pieces of how many bytes, from multiples of that on, `read_scattered` reads units."""
-    return unit_bytes if unit_bytes <= PIECE_BYTES else HASHED_BYTES
+    return unit_bytes if unit_bytes <= PIECE_BYTES else HASH_STEP_BYTES
 
 
 def read_scattered(
     source: Source,
-    placements: Sequence[Placement | Cluster],
+    placements: Sequence[Placement | SmallTensorBatch],
     *,
     unit_bytes: int,
     crc: FileCrc | None = None,
-    glimpses: Glimpses | None = None,
+    unverified: UnverifiedReads | None = None,
     also_units: Iterable[int] = (),
     units_at_once: int = 1,
 ) -> None:
@@ -83,7 +83,7 @@ def read_scattered(
         unit_bytes: What the source checks at once: its ranges of digests; of other sources at most 4 MiB. Of a unit no more
             is read than is wanted, unless the source has digests or it holds bytes of the CRC.
         crc: Also read everything that it covers, and give it every byte.
-        glimpses: What was seen of the file before; compared with those bytes that are read.
+        unverified: What was seen of the file before; compared with those bytes that are read.
         also_units: Units to read as a whole, whether or not somebody wants them, to have them checked.
         units_at_once: How many units in a row one thread reads one after the other.
 
@@ -92,7 +92,7 @@ def read_scattered(
     """
     if not 0 < unit_bytes <= PIECE_BYTES and not isinstance(source, VerifyingSource):
         raise ValueError(f"a unit of {unit_bytes} bytes is no unit")
-    _Reader(source, placements, unit_bytes, crc, glimpses).run(also_units, units_at_once)
+    _Reader(source, placements, unit_bytes, crc, unverified).run(also_units, units_at_once)
 
 
 def read_checked(source: Source, offset: int, length: int) -> bytes:
@@ -109,10 +109,10 @@ class _Reader:
     def __init__(
         self,
         source: Source,
-        placements: Sequence[Placement | Cluster],
+        placements: Sequence[Placement | SmallTensorBatch],
         unit_bytes: int,
         crc: FileCrc | None,
-        glimpses: Glimpses | None,
+        unverified: UnverifiedReads | None,
     ) -> None:
         self._source = source
         self._targets: list[memoryview | Callable[[memoryview], None]] = []
@@ -125,7 +125,7 @@ class _Reader:
                 self._stops.append(one.stop)
         self._unit_bytes = unit_bytes
         self._crc = crc
-        self._glimpses = glimpses
+        self._unverified = unverified
         self._whole_units = set(range(-(-(0 if crc is None else crc.stop) // unit_bytes)))
 
     def _wanted_units(self) -> list[int]:
@@ -148,15 +148,15 @@ class _Reader:
             for unit in runs[run]:
                 self._read(unit, buffer)
 
-        each_unit(runs, read)
+        for_each(runs, read)
 
     def _read(self, unit: int, buffer: memoryview) -> None:
         start = unit * self._unit_bytes
         stop = min(start + self._unit_bytes, self._source.size)
         if isinstance(self._source, VerifyingSource):
             reader = self._source.open_range(unit)
-            for first in range(start, stop, HASHED_BYTES):
-                last = min(first + HASHED_BYTES, stop)
+            for first in range(start, stop, HASH_STEP_BYTES):
+                last = min(first + HASH_STEP_BYTES, stop)
                 self._scatter(first, last, self._parts(first, last), buffer, reader.read_into)
             reader.finish()
             return
@@ -210,8 +210,8 @@ class _Reader:
                 copy_into(target, view[first - start : last - start])
 
     def _note(self, start: int, view: memoryview) -> None:
-        if self._glimpses is not None:
-            self._glimpses.check(start, view)
+        if self._unverified is not None:
+            self._unverified.check(start, view)
         if self._crc is not None and start < self._crc.stop:
             self._crc.add(start, view)
 
@@ -220,7 +220,7 @@ class _Reader:
 _SMALL_BYTES = 16 << 10
 
 
-class Clusters:
+class SmallTensorBatches:
     """Collects small tensors.
 
     Args:
@@ -228,13 +228,13 @@ class Clusters:
         grid_bytes: The file is read in pieces that start at multiples of it; a cluster lies in one of them.
 
     Attributes:
-        found: The clusters, in file order.
+        found: The batches, in file order.
     """
 
     def __init__(self, arrays: dict[int, np.ndarray], *, grid_bytes: int) -> None:
         self._arrays = arrays
         self._grid_bytes = grid_bytes
-        self.found: list[Cluster] = []
+        self.found: list[SmallTensorBatch] = []
 
     def take(self, entries: Iterable[TensorEntry]) -> list[TensorEntry]:
         """Take tensors, given in file order; return those that need an array before the file is read."""
@@ -266,7 +266,7 @@ class Clusters:
         if run:
             start, last = run[0].pieces[0].offset, run[-1].pieces[0]
             make = partial(_make_arrays, run, start, self._arrays)
-            self.found.append(Cluster(start, last.offset + last.length, make))
+            self.found.append(SmallTensorBatch(start, last.offset + last.length, make))
 
 
 def _make_arrays(

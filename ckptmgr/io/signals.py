@@ -2,12 +2,12 @@
 """Hold signals back while something is half done that an exception would leave so: Ctrl-C comes right after it.
 
 A handler that raises, as Python's own of Ctrl-C does, may do so between any two steps of the main thread: after a file was
-created and before anybody noted that it must be removed. Within `signals_held()` handlers wait; within `signals_heard()`,
+created and before anybody noted that it must be removed. Within `defer_signals()` handlers wait; within `deliver_signals()`,
 inside of that, they run at once, for what takes long and is cleaned up after. What a handler raises there ends the hearing:
 who presses Ctrl-C twice does not interrupt the cleaning up. Other threads never run handlers, so for them both do nothing.
 
->>> with signals_held():
-...     with signals_heard():
+>>> with defer_signals():
+...     with deliver_signals():
 ...         pass
 """
 
@@ -128,11 +128,11 @@ class _Heard:
             _hold.is_heard = self._was_heard
 
 
-def signals_held() -> _Held:
+def defer_signals() -> _Held:
     """Let the handlers of signals wait within a `with` block; blocks may be nested."""
     return _Held()
 
 
-def signals_heard() -> _Heard:
-    """Let them run within a `with` block inside of one of `signals_held`; elsewhere they do anyway."""
+def deliver_signals() -> _Heard:
+    """Let them run within a `with` block inside of one of `defer_signals`; elsewhere they do anyway."""
     return _Heard()

@@ -21,7 +21,7 @@ from ckptmgr.formats.image import Image
 from ckptmgr.formats.source import Source
 from ckptmgr.io.digest import RANGE_BYTES, RangeDigests, VerifyingSource
 from ckptmgr.io.threads import PIECE_BYTES
-from ckptmgr.io.unverified_reads import Glimpses
+from ckptmgr.io.unverified_reads import UnverifiedReads
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class SourceImage(Image):
         size: How many; at most a CRC trailer follows them.
         window_bytes: What the source best reads at once; ignored where it has digests.
         has_crc_trailer: Whether the CRC trailer is made anew.
-        glimpses: What was seen of the source before, in pieces of the length of a window; compared with what is read.
+        unverified: What was seen of the source before, in pieces of the length of a window; compared with what is read.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class SourceImage(Image):
         *,
         window_bytes: int = PIECE_BYTES,
         has_crc_trailer: bool = False,
-        glimpses: Glimpses | None = None,
+        unverified: UnverifiedReads | None = None,
     ) -> None:
         super().__init__((), has_crc_trailer=has_crc_trailer)
         self.body_size = size
@@ -67,7 +67,7 @@ class SourceImage(Image):
         if isinstance(source, VerifyingSource) and source.range_bytes == RANGE_BYTES:
             self._digests, window_bytes = RangeDigests(source), PIECE_BYTES
         self._window_bytes = window_bytes
-        self._glimpses = glimpses
+        self._unverified = unverified
         self._windows: dict[int, _Window] = {}
         self._lock = threading.Lock()
         self._buffers = Buffers(window_bytes + source.size - size)
@@ -112,8 +112,8 @@ class SourceImage(Image):
                     window.buffer = self._buffers.take()
                 view = window.buffer[: self._end_of(index) - start]
                 self._read(index, window, view)
-                if self._glimpses is not None:
-                    self._glimpses.check(index * self._window_bytes, view)
+                if self._unverified is not None:
+                    self._unverified.check(index * self._window_bytes, view)
                 window.view = view
             return window.view
 

@@ -25,7 +25,7 @@ def not_enough_space(path: Path, needed: int, free: int) -> StoreFull:
     return error
 
 
-def explained(error: OSError, path: Path, needed: int, fs: FileSystem) -> OSError:
+def explain_error(error: OSError, path: Path, needed: int, fs: FileSystem) -> OSError:
     """Return the error to raise for a failed save: it names the file and, for a full disk, the figures."""
     if isinstance(error, CkptmgrError):
         return error
@@ -63,9 +63,9 @@ def _no_inodes(error: OSError, path: Path, free: int | None) -> StoreFull:
 
 
 @contextlib.contextmanager
-def explained_errors(path: Path, fs: FileSystem) -> Iterator[None]:
-    """Turn errors of the disk into those of `explained`, where a small file of a checkpoint is written."""
+def explain_errors(path: Path, fs: FileSystem) -> Iterator[None]:
+    """Turn errors of the disk into those of `explain_error`, where a small file of a checkpoint is written."""
     try:
         yield
     except OSError as error:
-        raise explained(error, path, 0, fs) from error
+        raise explain_error(error, path, 0, fs) from error

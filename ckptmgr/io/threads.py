@@ -25,7 +25,7 @@ from typing import Generic, TypeVar
 from ckptmgr.io.buffers import Buffers
 
 
-def run_together(
+def run_in_threads(
     works: Sequence[Callable[[], None]], *, fail: Callable[[BaseException], None]
 ) -> None:
     """Call every work exactly once, each in a thread of its own, and return when all have returned.
@@ -108,7 +108,7 @@ def _once(work: Callable[[], None], leave: Callable[[], None]) -> Callable[[], N
 
 PIECE_BYTES = 4 << 20
 """The largest cipher block that is read as a whole."""
-HASHED_BYTES = 2 << 20
+HASH_STEP_BYTES = 2 << 20
 """What is read and hashed at once of a digest range: so much of each thread stays in the cache."""
 
 # More reads in flight than cores: while one thread hashes, the disk must not wait.
@@ -116,7 +116,7 @@ _THREADS = 4
 _buffers = Buffers(_THREADS, PIECE_BYTES)
 
 
-def each_unit(units: Collection[int], work: Callable[[int, memoryview], None]) -> None:
+def for_each(units: Collection[int], work: Callable[[int, memoryview], None]) -> None:
     """Call `work` once for every unit, in this order, several at a time; return when nothing runs any more.
 
     Args:
@@ -139,7 +139,7 @@ class _Turns:
 
     def run(self) -> None:
         if self._count > 1:
-            run_together([self._guard] * min(_THREADS, self._count), fail=self._fail)
+            run_in_threads([self._guard] * min(_THREADS, self._count), fail=self._fail)
         else:  # starting a thread takes longer
             self._guard()
         if self._failure is not None:
@@ -185,7 +185,7 @@ class _Drain(Generic[Piece]):
 
     def run(self, threads: int) -> None:
         if threads > 1:
-            run_together([self._loop] * threads, fail=self._fail)
+            run_in_threads([self._loop] * threads, fail=self._fail)
         else:
             self._loop()
         if self._failure is not None:
@@ -217,7 +217,7 @@ def work_beside_training() -> None:
     _thread.spared = 1
 
 
-def producers() -> int:
+def producer_threads() -> int:
     """Return how many threads make the bytes of a file that the calling thread saves; at least one."""
     available = len(os.sched_getaffinity(0)) - getattr(_thread, "spared", 0)
     return max(1, min(MOST_PRODUCERS, available))

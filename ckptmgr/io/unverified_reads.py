@@ -18,7 +18,7 @@ from ckptmgr.core.errors import ChecksumMismatch
 _DIGEST_BYTES = 16
 
 
-class Glimpses:
+class UnverifiedReads:
     """A source whose reads are remembered.
 
     Args:

@@ -22,7 +22,7 @@ from ckptmgr.files.load.container import (
     open_container_file,
     unit_of,
 )
-from ckptmgr.files.load.contents import tensors_of
+from ckptmgr.files.load.inspection import tensors_of
 from ckptmgr.files.load.open import OpenCheckpoint, open_source
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.plaintext import check_kind, check_mode, refuse_unsigned
@@ -32,7 +32,7 @@ from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.source import Source, read_bytes
 from ckptmgr.io.digest import FileDigest, check_size, differing_ranges
 from ckptmgr.io.filesystem import InputFile
-from ckptmgr.io.page_cache import read_once
+from ckptmgr.io.page_cache import bypass_page_cache
 from ckptmgr.maintenance.one_pass import checked_at_once
 from ckptmgr.maintenance.verdict import Level, Status
 from ckptmgr.store.manifest.codec import Manifest
@@ -77,7 +77,9 @@ class FileCheck:
             CkptmgrError, CryptoError, FormatError, OSError: It is damaged, or cannot be read.
         """
         # What is decoded after it was checked is read twice; the page cache is then the shorter way.
-        with contextlib.closing(file if self._level is Level.DEEP else read_once(file)) as raw:
+        with contextlib.closing(
+            file if self._level is Level.DEEP else bypass_page_cache(file)
+        ) as raw:
             refuse_unsigned(manifest, path=self._path, options=self._options)
             if manifest is not None:
                 self._findings.checked.append("manifest")

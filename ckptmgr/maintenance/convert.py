@@ -67,7 +67,7 @@ def decrypt_file(
             plaintext.source,
             plaintext.source.size,
             window_bytes=plaintext.unit_bytes,
-            glimpses=plaintext.glimpses,
+            unverified=plaintext.unverified,
         )
         content = Content(image=image, format=plaintext.format)
         if content.format == OPAQUE:

@@ -18,7 +18,7 @@ from ckptmgr.files.load.values import OpenCheckpoint, ReadOptions, open_indexed,
 from ckptmgr.formats.source import Source
 from ckptmgr.io.filesystem import InputFile
 from ckptmgr.io.threads import PIECE_BYTES
-from ckptmgr.io.unverified_reads import Glimpses
+from ckptmgr.io.unverified_reads import UnverifiedReads
 from ckptmgr.maintenance.convert_target import store_of
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.real_files import real_file
@@ -36,7 +36,7 @@ class Plaintext:
         is_sealed: Whether the file as a whole is authenticated.
         manifest: Its manifest, or None.
         unit_bytes: What is best read at once.
-        glimpses: What the index was made from, where an image of the bytes still has to check that.
+        unverified: What the index was made from, where an image of the bytes still has to check that.
     """
 
     source: Source
@@ -45,7 +45,7 @@ class Plaintext:
     is_sealed: bool
     manifest: Manifest | None
     unit_bytes: int
-    glimpses: Glimpses | None = None
+    unverified: UnverifiedReads | None = None
 
     def chunks(self) -> Iterator[memoryview]:
         """Yield the plaintext in order; each view is valid until the next one."""
@@ -99,7 +99,7 @@ def open_plaintext(
             is_sealed=opened.is_sealed,
             manifest=manifest,
             unit_bytes=unit_bytes,
-            glimpses=opened.glimpses,
+            unverified=opened.unverified,
         )
 
 

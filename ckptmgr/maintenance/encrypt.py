@@ -33,7 +33,7 @@ def sealed_content(opened: OpenCheckpoint, *, key: Keys, mode: str) -> Content:
         opened.source,
         sealer.body_bytes,
         has_crc_trailer=sealer.has_crc,
-        glimpses=opened.glimpses,
+        unverified=opened.unverified,
     )
     return Content(image=image, format="ckpt", mode=mode, key=key, sealer=sealer)
 
@@ -163,5 +163,5 @@ def _image_of(source: Source | OpenCheckpoint) -> tuple[SourceImage, str]:
         return SourceImage(source, source.size), OPAQUE
     if source.index.crc is not None:
         read_through(source, check_crc=True)
-    image = SourceImage(source.source, source.source.size, glimpses=source.glimpses)
+    image = SourceImage(source.source, source.source.size, unverified=source.unverified)
     return image, source.format

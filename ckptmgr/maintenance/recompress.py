@@ -115,7 +115,7 @@ def recompress(
             path=checkpoint.path,
         )
     with lease_of_checkpoint(store, checkpoint):
-        store.settle(checkpoint)
+        store.finish_swap(checkpoint)
         with _opened(store, checkpoint.name, options) as found:
             change = _Change(store, checkpoint, found, level, options, file_mode)
             outcome = change.run()

@@ -36,7 +36,7 @@ from ckptmgr.formats.detect import Kind
 from ckptmgr.formats.image import Image
 from ckptmgr.formats.source import Source
 from ckptmgr.io.digest import FileDigest, VerifyingSource
-from ckptmgr.io.filesystem import OutputFile, remove_name
+from ckptmgr.io.filesystem import OutputFile, unlink_if_present
 from ckptmgr.io.source_image import SourceImage
 from ckptmgr.maintenance.encrypt import CheckingSealer
 from ckptmgr.store.manifest.codec import FileEntry, Manifest, manifest_name
@@ -274,5 +274,5 @@ def remove_stale_files(store: Store, names: Sequence[str]) -> None:
         return
     store.fs.sync_directory(store.directory)
     for name in names:
-        remove_name(store.fs, store.directory / name)
+        unlink_if_present(store.fs, store.directory / name)
     store.fs.sync_directory(store.directory)

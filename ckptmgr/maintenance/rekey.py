@@ -94,7 +94,7 @@ def rekey_checkpoint(store: Store, checkpoint: Checkpoint, change: KeyChange) ->
         OSError: From the disk. The checkpoint opens with the old or the new keys; doing the same again finishes it.
     """
     with lease_of_checkpoint(store, checkpoint):
-        store.settle(checkpoint)
+        store.finish_swap(checkpoint)
         return CheckpointKeys(store, checkpoint, change).change()
 
 
@@ -130,5 +130,5 @@ def reencrypt_checkpoint(
         OSError: From the disk. The checkpoint opens with the old or the new keys; doing the same again finishes it.
     """
     with lease_of_checkpoint(store, checkpoint):
-        store.settle(checkpoint)
+        store.finish_swap(checkpoint)
         return CheckpointKeys(store, checkpoint, change, clock=clock).change_anew()

@@ -34,7 +34,7 @@ from ckptmgr.files.load.shards import ShardedCheckpoint
 from ckptmgr.files.load.values import OpenCheckpoint, ReadOptions, bytes_of, open_source
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.io.digest import FileDigest, differing_ranges
-from ckptmgr.io.filesystem import OutputFile, give_name
+from ckptmgr.io.filesystem import OutputFile, rename_temp
 from ckptmgr.maintenance.repair_sealed import SealedRepair
 from ckptmgr.maintenance.repair_source import Healing, PaddedSource
 from ckptmgr.store.change_leases import lease_of_checkpoint
@@ -154,7 +154,7 @@ class _Healer(ShardFiles):
     """Replaces the file of a rank; what is there stays when that fails."""
 
     def _give_name(self, temp: Path, name: str) -> None:
-        give_name(self.fs, temp, self.directory / name)
+        rename_temp(self.fs, temp, self.directory / name)
         self.fs.sync_directory(self.directory)
 
 

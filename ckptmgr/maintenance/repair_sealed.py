@@ -28,8 +28,8 @@ from ckptmgr.formats.source import Source
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.io.digest import differing_ranges
 from ckptmgr.maintenance.repair_source import Healing, PaddedSource, Patient, open_patient
-from ckptmgr.store.manifest.chain import contradiction
 from ckptmgr.store.manifest.codec import FileEntry, Manifest
+from ckptmgr.store.manifest.lineage import replaced_by_older
 from ckptmgr.store.shards import swap_shards
 from ckptmgr.store.store import Store
 
@@ -82,7 +82,7 @@ class SealedRepair:
         store.check_rewritable(checkpoint)
         store.check_proven(checkpoint)
         changed = replace(manifest, shards=(self._renamed(0), *manifest.shards[1:]))
-        if contradiction(changed.to_checkpoint(store.directory), store.scan()) is not None:
+        if replaced_by_older(changed.to_checkpoint(store.directory), store.scan()) is not None:
             raise UnsupportedCheckpoint(
                 "a later checkpoint names it by its id, which would change",
                 path=checkpoint.path,

@@ -34,8 +34,8 @@ from ckptmgr.maintenance.check_file import FileCheck, Findings, check_digests
 from ckptmgr.maintenance.repair import healing_hint
 from ckptmgr.maintenance.verdict import CHECKS, Level, Status, Verification
 from ckptmgr.observe.observers import EVERYBODY, about
-from ckptmgr.store.manifest.chain import contradiction
 from ckptmgr.store.manifest.codec import Manifest
+from ckptmgr.store.manifest.lineage import replaced_by_older
 from ckptmgr.store.store import Store
 
 __all__ = [
@@ -228,7 +228,7 @@ class _Check:
 
     def _check_place(self, manifest: Manifest) -> None:
         now = manifest.to_checkpoint(self._store.directory)
-        problem = contradiction(now, self._present)
+        problem = replaced_by_older(now, self._present)
         if problem is not None:
             raise TamperedCheckpoint(
                 problem,

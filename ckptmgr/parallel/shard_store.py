@@ -20,7 +20,7 @@ from ckptmgr.core.errors import SaveFailed
 from ckptmgr.core.model import State
 from ckptmgr.core.shard_names import parse_shard_name
 from ckptmgr.core.trust import NOTHING_GIVEN, Trust
-from ckptmgr.io.filesystem import FileSystem, remove_name
+from ckptmgr.io.filesystem import FileSystem, unlink_if_present
 from ckptmgr.io.leases import Processes
 from ckptmgr.store.listing import lone_sets, problem_of_shards
 from ckptmgr.store.manifest.codec import Manifest, manifest_name
@@ -140,7 +140,7 @@ class ShardStore(ShardFiles):
 
     def _collected(self, name: str) -> str:
         try:
-            remove_name(self.fs, self.directory / name)
+            unlink_if_present(self.fs, self.directory / name)
         except OSError as error:
             return f"could not clean up: {error}"
         return f"removed {name}, which was never committed"

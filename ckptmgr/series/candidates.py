@@ -17,7 +17,7 @@ from ckptmgr.core.model import UNFINISHED, Checkpoint, State
 from ckptmgr.core.names import is_of_prefix, parse_name, parse_step_name
 from ckptmgr.core.shard_names import parse_shard_name
 from ckptmgr.files.load.values import OpenCheckpoint, ReadOptions, open_source
-from ckptmgr.io.page_cache import load_once
+from ckptmgr.io.page_cache import bypass_page_cache_unless_shared
 from ckptmgr.io.passing_errors import is_damage, may_be_whole, may_return
 from ckptmgr.io.temp_names import parse_temp
 from ckptmgr.store.listing import lone_sets
@@ -93,7 +93,9 @@ def open_checkpoint(
             # The seal proves who wrote the file, not which step of the run it is: an old one could have been renamed.
             raise unproven(checkpoint.path, options.trust)
         file = store.open_data(path)
-        with contextlib.closing(load_once(file) if is_read_once else file) as raw:
+        with contextlib.closing(
+            bypass_page_cache_unless_shared(file) if is_read_once else file
+        ) as raw:
             opened = open_source(
                 raw,
                 path=str(path),

@@ -24,13 +24,13 @@ from ckptmgr.core.errors import CkptmgrError, StoreLocked, UnsafePrune
 from ckptmgr.core.model import Checkpoint, Link, Plan, State
 from ckptmgr.files.save.saver import Publish, SaveOptions, SaveOrder, save_items
 from ckptmgr.formats.tensor import Item
-from ckptmgr.io.passing_errors import tried_again
-from ckptmgr.io.signals import signals_heard, signals_held
+from ckptmgr.io.passing_errors import with_one_retry
+from ckptmgr.io.signals import defer_signals, deliver_signals
 from ckptmgr.observe.observers import EVERYBODY, Observers
 from ckptmgr.policy.retention import RetentionPolicy, plan
 from ckptmgr.series.candidates import Skipped, first_that_loads
-from ckptmgr.store.manifest.chain import link_to_newest
 from ckptmgr.store.manifest.codec import FileEntry, Manifest
+from ckptmgr.store.manifest.lineage import link_to_newest
 from ckptmgr.store.numbering import next_attempt, next_sequence
 from ckptmgr.store.store import Store
 
@@ -145,7 +145,7 @@ class SeriesWriter:
 
     def patient(self, load: Callable[[Checkpoint], _Loaded]) -> Callable[[Checkpoint], _Loaded]:
         """Return what loads a checkpoint once more, its files opened anew, after an error that may pass."""
-        return lambda checkpoint: tried_again(lambda: load(checkpoint), self.store.fs)
+        return lambda checkpoint: with_one_retry(lambda: load(checkpoint), self.store.fs)
 
     def _note_damaged(self, skipped: Sequence[Skipped]) -> None:
         """Note what retention must neither count nor remove, whatever a listing says of it."""
@@ -176,7 +176,7 @@ class SeriesWriter:
         Raises:
             StoreLocked: Another live process writes this series, or this one has lost the lease; `close` gives it up.
         """
-        with signals_held(), self._opening:
+        with defer_signals(), self._opening:
             if self._holder == os.getpid():  # a forked child has no part in the lease of its parent
                 self.store.leases.check(self.series)
             else:
@@ -206,7 +206,7 @@ class SeriesWriter:
             if stop is None:
                 stop = now + _ENDING_S
                 _LOG.warning("%s; waiting for its end, up to %g s", locked.message, _ENDING_S)
-            with signals_heard():
+            with deliver_signals():
                 self._pause(_PAUSE_S)
 
     def _lease_refused(self) -> StoreLocked | None:
@@ -223,7 +223,7 @@ class SeriesWriter:
 
     def close(self) -> None:
         """Give the lease back."""
-        with signals_held(), self._opening:
+        with defer_signals(), self._opening:
             self._holder = None
             self._lease.close()
 
@@ -394,7 +394,7 @@ class SeriesWriter:
         """
         started = time.perf_counter()
         try:
-            with signals_held(), self.changing:
+            with defer_signals(), self.changing:
                 present = self.store.scan()
                 decided = self._planned(policy, present)
                 failures = self._remove(decided.dropped, present)

@@ -30,7 +30,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ckptmgr.formats.tensor import Tensor
-from ckptmgr.io.gc_pause import collector_paused
+from ckptmgr.io.gc_pause import gc_paused
 from ckptmgr.state.destinations import apart, memory_of
 from ckptmgr.state.flatten import Flattener
 from ckptmgr.state.paths import StateMismatch, TreeError
@@ -84,7 +84,7 @@ def flatten(state: object, slicer: Slicer | None = None) -> FlatState:
     Raises:
         UnsupportedState: A value of another type, a cycle, or more than 500 levels; names the path and the way out.
     """
-    with collector_paused():
+    with gc_paused():
         return _flattened(state, slicer)  # and nothing else is left of the walk when the pause ends
 
 
@@ -105,7 +105,7 @@ def unflatten(skeleton: str, read: Read) -> object:
     Raises:
         TreeError: The skeleton is damaged or does not fit the tensors; what `read` raises passes through.
     """
-    with collector_paused():
+    with gc_paused():
         return Unflattener(read).run(skeleton)
 
 
@@ -140,7 +140,7 @@ def compared(target: object, skeleton: str, read: Read) -> Callable[[], object]:
         StateMismatch, TreeError: As `restore`.
     """
     restorer = Restorer()
-    with collector_paused():
+    with gc_paused():
         restorer.plan(target, unflatten(skeleton, read))
     return restorer.carry_out
 
@@ -165,7 +165,7 @@ class Restoration:
     def __init__(
         self, target: object, skeleton: str, read: Read, *, fill: Callable[[str], None]
     ) -> None:
-        with collector_paused():
+        with gc_paused():
             unflattener = Unflattener(read, fill=fill)
             self._restorer = Restorer(look_into=unflattener.look_into)
             self._restorer.plan(target, unflattener.run(skeleton))

@@ -33,7 +33,7 @@ from ckptmgr.io.leases import Processes
 from ckptmgr.io.passing_errors import no_such_file
 from ckptmgr.io.temp_names import final_name, is_temp_of, parse_temp
 from ckptmgr.store.lone_manifests import LoneManifest
-from ckptmgr.store.manifest.cache import SeenInListing, SeenManifests
+from ckptmgr.store.manifest.cache import CachedListing, ManifestCache
 from ckptmgr.store.manifest.codec import SUFFIX, Manifest, manifest_name
 from ckptmgr.store.manifest.reader import ManifestReader
 from ckptmgr.store.real_files import NO_REGULAR_FILE
@@ -225,7 +225,7 @@ _BEING_WRITTEN = "being written by a live process"
 
 
 def listed(
-    files: ManifestReader, processes: Processes, seen: SeenManifests, *, now_s: float
+    files: ManifestReader, processes: Processes, seen: ManifestCache, *, now_s: float
 ) -> list[Checkpoint]:
     """Return all that is, was or will be a checkpoint, in no particular order; never raises because of what it finds.
 
@@ -260,7 +260,7 @@ def listed_alone(files: ManifestReader, processes: Processes, name: str) -> Chec
     """
     found = ((one, files.fs.status(files.directory / one)) for one in (name, manifest_name(name)))
     entries = {one: status for one, status in found if status is not None}
-    known = SeenManifests().listing({}, now_s=0)
+    known = ManifestCache().listing({}, now_s=0)
     listing = _Listing(files, processes, entries, known, is_alone=True)
     return next((c for c in listing.run() if c.name == name), None)
 
@@ -271,7 +271,7 @@ class _Listing:
         files: ManifestReader,
         processes: Processes,
         entries: Mapping[str, FileStatus],
-        known: SeenInListing,
+        known: CachedListing,
         *,
         is_alone: bool = False,
     ) -> None:

@@ -18,10 +18,10 @@ from typing import TypeVar
 from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.io.digest import FileDigest, digest_of
 from ckptmgr.io.filesystem import FileStatus, FileSystem, InputFile, OutputFile, discard
-from ckptmgr.io.signals import signals_heard, signals_held
-from ckptmgr.io.space_errors import explained, not_enough_space
+from ckptmgr.io.signals import defer_signals, deliver_signals
+from ckptmgr.io.space_errors import explain_error, not_enough_space
 from ckptmgr.store.listing import bare_file
-from ckptmgr.store.manifest.codec import FOREIGN, FileEntry, Manifest, manifest_name
+from ckptmgr.store.manifest.codec import PLACEHOLDER, FileEntry, Manifest, manifest_name
 from ckptmgr.store.manifest.files import ManifestFiles
 from ckptmgr.store.manifest.reader import ManifestContent
 
@@ -90,7 +90,7 @@ class Publisher:
                 old = self._manifest_of_current(name, before)
                 if manifest_mode is None:
                     manifest_mode = mode
-                with signals_held():
+                with defer_signals():
                     manifest = self._write_temp(
                         name, temp, size_bytes, write, describe, mode=mode, read_back=read_back
                     )
@@ -98,7 +98,7 @@ class Publisher:
                         name, temp, manifest, old, before, series=series, mode=manifest_mode
                     )
         except OSError as error:
-            raise explained(error, self.directory / name, size_bytes, self.fs) from error
+            raise explain_error(error, self.directory / name, size_bytes, self.fs) from error
         return manifest
 
     def place(
@@ -120,14 +120,14 @@ class Publisher:
         temp = self._manifests.temp_path(name, name)
         try:
             self.check_space(size_bytes)
-            with signals_held():
+            with defer_signals():
                 self._write_temp(
                     name, temp, size_bytes, write, lambda _: None, mode=mode, read_back=None
                 )
-                self._manifests.give_name(temp, self.directory / name, name)
+                self._manifests.rename_leased(temp, self.directory / name, name)
                 self.fs.sync_directory(self.directory)
         except OSError as error:
-            raise explained(error, self.directory / name, size_bytes, self.fs) from error
+            raise explain_error(error, self.directory / name, size_bytes, self.fs) from error
 
     def _write_temp(
         self,
@@ -144,7 +144,7 @@ class Publisher:
         file = self.fs.create(temp, mode=mode, owner_of=self.directory / name)
         try:
             try:
-                with signals_heard():
+                with deliver_signals():
                     file.reserve(size_bytes)
                     digest = write(file)
                     file.sync()
@@ -152,7 +152,7 @@ class Publisher:
                 file.close()
             if read_back is not None:
                 stored = self.fs.open(temp, is_uncached=True)
-                with contextlib.closing(stored), signals_heard():
+                with contextlib.closing(stored), deliver_signals():
                     read_back(stored, digest)
             return describe(digest)
         except BaseException:
@@ -230,7 +230,7 @@ class Publisher:
             step=max(bare.step, 0),
             sequence=0,
             saved_at=bare.saved_at,
-            why=FOREIGN,
+            why=PLACEHOLDER,
         )
 
     def _is_there(self, temp: Path) -> bool:

@@ -19,13 +19,13 @@ from pathlib import Path
 from ckptmgr.core.errors import CkptmgrError, StoreLocked
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.trust import Trust
-from ckptmgr.io.filesystem import FileStatus, FileSystem, remove_name
+from ckptmgr.io.filesystem import FileStatus, FileSystem, unlink_if_present
 from ckptmgr.io.leases import Processes, hold_lease, holders_in, lease_path, read_text, series_tag
 from ckptmgr.io.temp_names import is_temp_of, parse_temp
 from ckptmgr.store.listing import listed
 from ckptmgr.store.lone_manifests import LoneManifest
 from ckptmgr.store.manifest import codec as manifests
-from ckptmgr.store.manifest.cache import SeenManifests
+from ckptmgr.store.manifest.cache import ManifestCache
 from ckptmgr.store.manifest.codec import Manifest, manifest_name
 from ckptmgr.store.manifest.files import ManifestFiles
 from ckptmgr.store.name_leases import leased_name
@@ -62,7 +62,7 @@ def remove_dead_temps(fs: FileSystem, directory: Path, processes: Processes) -> 
             if any(is_temp_of(name, one) for one in lone):
                 continue
             if parts is not None and processes.is_dead(parts[0]) is True:
-                remove_name(fs, directory / name)
+                unlink_if_present(fs, directory / name)
                 done.append(f"removed {name}, left by an interrupted save")
     return done
 
@@ -146,7 +146,7 @@ class _Recovery:
 
     def _present(self) -> list[Checkpoint]:
         if self._found is None:
-            self._found = listed(self._files, self._processes, SeenManifests(), now_s=self._now_s)
+            self._found = listed(self._files, self._processes, ManifestCache(), now_s=self._now_s)
         return self._found
 
     def _remove_temp(self, name: str, entries: dict[str, FileStatus]) -> str | None:
@@ -161,7 +161,7 @@ class _Recovery:
         return self._remove(name, "left by an interrupted save")
 
     def _remove(self, name: str, why: str) -> str:
-        remove_name(self._fs, self._directory / name)
+        unlink_if_present(self._fs, self._directory / name)
         return f"removed {name}, {why}"
 
     def _remove_alone(self, claimed: Manifest, listed: FileStatus) -> str | None:
@@ -177,7 +177,7 @@ class _Recovery:
 
     def _settle(self, claimed: Manifest) -> str | None:
         with self._leases_of(claimed) as is_held:
-            is_settled = is_held and self._files.settle(claimed.name, series=claimed.series)
+            is_settled = is_held and self._files.finish_swap(claimed.name, series=claimed.series)
         return f"finished the interrupted overwrite of {claimed.name}" if is_settled else None
 
     @contextlib.contextmanager

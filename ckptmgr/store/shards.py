@@ -18,9 +18,9 @@ from pathlib import Path
 
 from ckptmgr.core.errors import CkptmgrError, SaveFailed
 from ckptmgr.io.digest import FileDigest
-from ckptmgr.io.filesystem import InputFile, OutputFile, discard, remove_name
-from ckptmgr.io.signals import signals_held
-from ckptmgr.io.space_errors import explained
+from ckptmgr.io.filesystem import InputFile, OutputFile, discard, unlink_if_present
+from ckptmgr.io.signals import defer_signals
+from ckptmgr.io.space_errors import explain_error
 from ckptmgr.store.listing import problem_of_shards
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.recovery import remove_dead_temps
@@ -47,13 +47,13 @@ class ShardFiles(Store):
         try:
             self.fs.make_directory(self.directory, mode=0o700)
             self.check_space(size_bytes)
-            with self.fs.hold_directory(self.directory), signals_held():
+            with self.fs.hold_directory(self.directory), defer_signals():
                 manifest = self._write_temp(
                     name, temp, size_bytes, write, describe, mode=mode, read_back=read_back
                 )
                 self._give_name(temp, name)
         except OSError as error:
-            raise explained(error, self.directory / name, size_bytes, self.fs) from error
+            raise explain_error(error, self.directory / name, size_bytes, self.fs) from error
         return manifest
 
     def _give_name(self, temp: Path, name: str) -> None:
@@ -68,7 +68,7 @@ class ShardFiles(Store):
     def withdraw(self, name: str) -> None:
         """Remove the file of a rank that will never be part of a checkpoint, as far as the disk lets us."""
         with contextlib.suppress(OSError):
-            remove_name(self.fs, self.directory / name)
+            unlink_if_present(self.fs, self.directory / name)
 
     def recover_from_worker(self, series: str) -> list[str]:
         """Remove what dead processes of this host left; see `Store.recover_from_worker`.
@@ -108,7 +108,7 @@ def swap_shards(
     staying = {one.name for one in changed.shards}
     for one in old.shards:
         if one.name not in staying:
-            remove_name(store.fs, store.directory / one.name)
+            unlink_if_present(store.fs, store.directory / one.name)
     store.fs.sync_directory(store.directory)
     return changed
 

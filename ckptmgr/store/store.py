@@ -32,13 +32,13 @@ from pathlib import Path
 from ckptmgr.core.errors import KeyProblem, UnsafePrune, UnsupportedCheckpoint
 from ckptmgr.core.model import Checkpoint, Pin
 from ckptmgr.core.trust import NOTHING_GIVEN, Trust
-from ckptmgr.io.filesystem import FileSystem, InputFile, OsFileSystem, remove_name
+from ckptmgr.io.filesystem import FileSystem, InputFile, OsFileSystem, unlink_if_present
 from ckptmgr.io.leases import Leases, Processes, ProcProcesses
-from ckptmgr.io.retrying_filesystem import RetryingDisk
-from ckptmgr.io.signals import signals_held
-from ckptmgr.io.space_errors import explained_errors
+from ckptmgr.io.retrying_filesystem import RetryingFileSystem
+from ckptmgr.io.signals import defer_signals
+from ckptmgr.io.space_errors import explain_errors
 from ckptmgr.store.listing import listed, listed_alone
-from ckptmgr.store.manifest.cache import SeenManifests
+from ckptmgr.store.manifest.cache import ManifestCache
 from ckptmgr.store.manifest.codec import Manifest, files_of
 from ckptmgr.store.manifest.files import ManifestFiles
 from ckptmgr.store.manifest.keys import ManifestKey
@@ -74,10 +74,10 @@ class Store(Publisher):
         processes: Processes | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        disk = RetryingDisk.around(OsFileSystem() if fs is None else fs)
+        disk = RetryingFileSystem.around(OsFileSystem() if fs is None else fs)
         self.is_on_real_disk = isinstance(disk.disk, OsFileSystem)
         self._clock = clock
-        self._seen = SeenManifests()
+        self._seen = ManifestCache()
         self.processes: Processes = processes if processes is not None else ProcProcesses()
         self.trust = trust
         super().__init__(
@@ -179,7 +179,7 @@ class Store(Publisher):
 
     def update_manifest(self, manifest: Manifest, *, mode: int | None = None) -> None:
         """Replace the manifest of a committed checkpoint (pins, late metrics), durably; None keeps its mode."""
-        with explained_errors(self.directory / manifest.name, self.fs):
+        with explain_errors(self.directory / manifest.name, self.fs):
             self.fs.sync_directory(self.directory)
             self._manifests.put(manifest, series=manifest.series, mode=mode)
             self.fs.sync_directory(self.directory)
@@ -198,7 +198,7 @@ class Store(Publisher):
         Raises:
             CkptmgrError: It cannot be read, or is not authenticated.
         """
-        with explained_errors(self.directory / name, self.fs):
+        with explain_errors(self.directory / name, self.fs):
             self.fs.sync_directory(self.directory)
             self._manifests.reauthenticate(name, change, mode=mode)
             self.fs.sync_directory(self.directory)
@@ -211,7 +211,7 @@ class Store(Publisher):
         """
         self._manifests.read_proven(checkpoint.name)
 
-    def settle(self, checkpoint: Checkpoint) -> None:
+    def finish_swap(self, checkpoint: Checkpoint) -> None:
         """Finish with an overwrite of a checkpoint that was interrupted; the lease must be held.
 
         Before a manifest is changed: the proofs that it keeps for the data that was to be replaced would not change with it.
@@ -220,7 +220,7 @@ class Store(Publisher):
             OSError: From the disk.
         """
         self.fs.sync_directory(self.directory)
-        if self._manifests.settle(checkpoint.path.name, series=checkpoint.series):
+        if self._manifests.finish_swap(checkpoint.path.name, series=checkpoint.series):
             self.fs.sync_directory(self.directory)
 
     def change_pins(
@@ -232,7 +232,7 @@ class Store(Publisher):
             UnsupportedCheckpoint: It has no manifest to note pins in.
             KeyProblem: The manifest is authenticated or signed, and without the key for that it cannot be written again.
         """
-        self.settle(checkpoint)
+        self.finish_swap(checkpoint)
         manifest = self.read_manifest(checkpoint.name)
         if manifest is None:
             raise UnsupportedCheckpoint(
@@ -274,7 +274,7 @@ class Store(Publisher):
             UnsafePrune: It would remove the last countable checkpoint of the directory.
         """
         self.check_not_all(checkpoints, self.scan() if staying is None else staying)
-        with signals_held(), self.unchanged(checkpoints) as held:
+        with defer_signals(), self.unchanged(checkpoints) as held:
             return held.failures + self._remove(held.checkpoints)
 
     def remove_copied(self, checkpoint: Checkpoint) -> None:
@@ -298,7 +298,7 @@ class Store(Publisher):
         for checkpoint in checkpoints:
             first, then = files_of(checkpoint)
             try:
-                remove_name(self.fs, self.directory / first)
+                unlink_if_present(self.fs, self.directory / first)
                 removed += (self.directory / name for name in then)
             except OSError as error:
                 failures.append(error)
@@ -306,7 +306,7 @@ class Store(Publisher):
             self.fs.sync_directory(self.directory)
         for path in removed:
             try:
-                remove_name(self.fs, path)
+                unlink_if_present(self.fs, path)
             except OSError as error:
                 failures.append(error)
         if removed:

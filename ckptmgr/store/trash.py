@@ -24,8 +24,8 @@ from pathlib import Path
 
 from ckptmgr.core.errors import CkptmgrError, StoreLocked, UnsafePrune
 from ckptmgr.core.model import Checkpoint, State
-from ckptmgr.io.filesystem import FileSystem, remove_name
-from ckptmgr.io.signals import signals_held
+from ckptmgr.io.filesystem import FileSystem, unlink_if_present
+from ckptmgr.io.signals import defer_signals
 from ckptmgr.store.manifest.codec import SUFFIX, files_of, manifest_name
 from ckptmgr.store.store import Store
 from ckptmgr.store.trash_folder import STAMP, TRASH_NAME, batch_folders, held_batch, held_trash
@@ -111,7 +111,7 @@ def throw_away(store: Store, checkpoints: Sequence[Checkpoint], into: Path) -> l
     _check_trash(store)
     with (
         _new_batch(store, into),
-        signals_held(),
+        defer_signals(),
         store.unchanged(checkpoints) as held,
     ):
         others = dict(files_of(checkpoint) for checkpoint in held.checkpoints)
@@ -233,7 +233,7 @@ def _remove_files(fs: FileSystem, folder: Path) -> None:
     for is_manifest in (False, True):
         chosen = [name for name in names if name.endswith(SUFFIX) is is_manifest]
         for name in chosen:
-            remove_name(fs, folder / name)
+            unlink_if_present(fs, folder / name)
         if chosen:
             fs.sync_directory(folder)
 

@@ -27,8 +27,8 @@ from ckptmgr.formats.source import read_bytes
 from ckptmgr.series.candidates import Skipped, doubt_of, newest_first, why_nothing, without_manifest
 from ckptmgr.series.reader import NamedValues, SeriesReader
 from ckptmgr.series.writer import SeriesWriter
-from ckptmgr.store.manifest.chain import contradiction, misfit
 from ckptmgr.store.manifest.codec import Manifest
+from ckptmgr.store.manifest.lineage import foreign_predecessor, replaced_by_older
 from ckptmgr.store.store import Store
 from ckptmgr.training.history import RunPast
 
@@ -211,11 +211,11 @@ def _refuse_to_start_beside(skipped: Sequence[Skipped], trust: Trust) -> None:
 
 
 def _doubt(checkpoint: Checkpoint, present: Sequence[Checkpoint]) -> str | None:
-    replaced = contradiction(checkpoint, present)
+    replaced = replaced_by_older(checkpoint, present)
     if replaced is not None:
         _LOG.warning("%s may be an older file under this name: %s", checkpoint.path, replaced)
         return replaced
-    misplaced = misfit(checkpoint, present)
+    misplaced = foreign_predecessor(checkpoint, present)
     if misplaced is not None:
         _LOG.warning("%s may be of another run: %s", checkpoint.path, misplaced)
     return misplaced

@@ -13,7 +13,7 @@ import pytest
 
 from ckptmgr.cli.progress import ProgressLine
 from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
-from ckptmgr.io.byte_counters import counting, note
+from ckptmgr.io.byte_counters import count_bytes, counting
 from ckptmgr.io.filesystem import OsFileSystem
 
 MIB = 1 << 20
@@ -48,9 +48,9 @@ def clock_of(*times_s: float) -> Callable[[], float]:
 def test_line_appears_after_a_second_and_goes_away() -> None:
     stream = Terminal()
     with ProgressLine("net.ckpt", 4 * MIB, stream=stream, clock=clock_of(0, 0.9, 1.1)):
-        note("read", MIB)
+        count_bytes("read", MIB)
         assert stream.getvalue() == ""
-        note("read", MIB)
+        count_bytes("read", MIB)
         shown = stream.getvalue()
     assert "net.ckpt" in shown
     assert "2.0/4.0 MiB" in shown
@@ -60,18 +60,18 @@ def test_line_appears_after_a_second_and_goes_away() -> None:
 def test_line_is_redrawn_ten_times_a_second_at_most() -> None:
     stream = Terminal()
     with ProgressLine("net.ckpt", 100, stream=stream, clock=clock_of(0, 2, 2.05, 2.2)):
-        note("read", 10)
+        count_bytes("read", 10)
         first = len(stream.getvalue())
-        note("read", 10)
+        count_bytes("read", 10)
         assert len(stream.getvalue()) == first
-        note("read", 10)
+        count_bytes("read", 10)
         assert "30/100 bytes" in stream.getvalue()[first:]
 
 
 def test_second_pass_over_a_file_says_so() -> None:
     stream = Terminal()
     with ProgressLine("net.ckpt", 100, stream=stream, clock=clock_of(0, 2)):
-        note("read", 130)
+        count_bytes("read", 130)
     assert "net.ckpt (pass 2)" in stream.getvalue()
     assert "30/100 bytes" in stream.getvalue()
 
@@ -81,14 +81,14 @@ def test_only_one_direction_counts(direction: str) -> None:
     stream = Terminal()
     line = ProgressLine("net.ckpt", 100, stream=stream, clock=clock_of(0, 2), direction="write")
     with line:
-        note("read" if direction == "read" else "write", 10)
+        count_bytes("read" if direction == "read" else "write", 10)
     assert ("10/100" in stream.getvalue()) is (direction == "write")
 
 
 def test_names_are_no_markup() -> None:
     stream = Terminal()
     with ProgressLine("[red]net[/x].ckpt", 100, stream=stream, clock=clock_of(0, 2)):
-        note("read", 10)
+        count_bytes("read", 10)
     assert "[red]net[/x].ckpt" in stream.getvalue()
 
 
@@ -96,14 +96,14 @@ def test_names_are_no_markup() -> None:
 def test_line_without_colour_has_none(has_color: bool) -> None:
     stream = Terminal()
     with ProgressLine("a", 100, stream=stream, clock=clock_of(0, 2), has_color=has_color):
-        note("read", 10)
+        count_bytes("read", 10)
     assert ("\x1b[3" in stream.getvalue()) is has_color
 
 
 def test_nothing_is_shown_without_a_terminal() -> None:
     stream = io.StringIO()
     with ProgressLine("net.ckpt", 100, stream=stream, clock=clock_of(0, 2)):
-        note("read", 10)
+        count_bytes("read", 10)
     assert stream.getvalue() == ""
 
 
@@ -111,7 +111,7 @@ def test_nothing_is_shown_on_a_dumb_terminal(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("TERM", "dumb")
     stream = Terminal()
     with ProgressLine("net.ckpt", 100, stream=stream, clock=clock_of(0, 2)):
-        note("read", 10)
+        count_bytes("read", 10)
     assert stream.getvalue() == ""
 
 
@@ -119,16 +119,16 @@ def test_nothing_is_shown_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rich.progress", None)
     stream = Terminal()
     with ProgressLine("net.ckpt", 100, stream=stream, clock=clock_of(0, 2, 4)):
-        note("read", 10)
-        note("read", 10)
+        count_bytes("read", 10)
+        count_bytes("read", 10)
     assert stream.getvalue() == ""
 
 
 def test_terminal_that_is_gone_harms_nothing() -> None:
     stream = ClosedTerminal()
     with ProgressLine("net.ckpt", 100, stream=stream, clock=clock_of(0, 2, 4)):
-        note("read", 10)
-        note("read", 10)
+        count_bytes("read", 10)
+        count_bytes("read", 10)
 
 
 def test_line_is_quiet_when_its_block_is_left() -> None:
@@ -136,7 +136,7 @@ def test_line_is_quiet_when_its_block_is_left() -> None:
     line = ProgressLine("net.ckpt", 100, stream=stream, clock=clock_of(0, 2))
     with line:
         pass
-    note("read", 10)
+    count_bytes("read", 10)
     line._count("read", 10)  # a thread that was about to
     assert stream.getvalue() == ""
 
@@ -167,5 +167,5 @@ def test_counter_of_an_inner_block_takes_the_place_of_the_outer_one(tmp_path: Pa
             file = OsFileSystem().open(tmp_path / "file")
             file.read_into(0, memoryview(bytearray(10)))
             file.close()
-        note("read", 3)
+        count_bytes("read", 3)
     assert (outer, inner) == ([3], [10])

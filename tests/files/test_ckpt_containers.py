@@ -20,7 +20,7 @@ from ckptmgr.core.errors import (
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.ring import Keys
-from ckptmgr.files.load.contents import read_contents
+from ckptmgr.files.load.inspection import inspect_file
 from ckptmgr.files.load.plaintext import check_kind
 from ckptmgr.files.load.values import ReadOptions, open_source, read_values
 from ckptmgr.files.save.saver import SaveOptions
@@ -222,9 +222,9 @@ def test_contents_are_shown_without_a_manifest(tmp_path: Path) -> None:
     file = container(tmp_path, mode="AES-CBC")
     (file.path.parent / manifest_name(file.name)).unlink()
     store = Store(file.path.parent, trust=Trust(keys=KEY, allow_unencrypted=True))
-    blind = read_contents(store, only(store), options=ReadOptions())
+    blind = inspect_file(store, only(store), options=ReadOptions())
     assert (blind.plain, blind.checkpoint.format, blind.cipher) == (None, "ckpt", "AES-CBC")
-    seen = read_contents(store, only(store), options=READING, has_stats=True)
+    seen = inspect_file(store, only(store), options=READING, has_stats=True)
     assert seen.plain is not None
     assert [one.spec.name for one in seen.plain.tensors] == ["fc.weight", "epoch_num"]
 

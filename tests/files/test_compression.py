@@ -27,7 +27,7 @@ from ckptmgr.core.shard_names import parse_shard_name
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.files.load.compressed import check_frames, read_frames
-from ckptmgr.files.load.contents import read_contents
+from ckptmgr.files.load.inspection import inspect_file
 from ckptmgr.files.load.values import ReadOptions, open_source
 from ckptmgr.files.open_checkpoint import open_checkpoint
 from ckptmgr.files.save.compressed import frames_sealer, plan_of, read_image, write_frames
@@ -174,7 +174,7 @@ def test_compressed_file_can_be_encrypted(tmp_path: Path) -> None:
 def test_contents_tell_how_much_was_saved(tmp_path: Path) -> None:
     path = save(tmp_path)
     store = Store(tmp_path)
-    plain = read_contents(store, only(store), options=ReadOptions()).plain
+    plain = inspect_file(store, only(store), options=ReadOptions()).plain
     assert plain is not None
     assert plain.compressed_bytes == path.stat().st_size
     assert plain.size_bytes > sum(value.nbytes for value in VALUES.values())

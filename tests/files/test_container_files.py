@@ -24,7 +24,7 @@ from ckptmgr.core.names import parse_name, parse_step_name, restart_prefix
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.files.load.container import open_container_file
-from ckptmgr.files.load.contents import read_contents
+from ckptmgr.files.load.inspection import inspect_file
 from ckptmgr.files.load.values import ReadOptions
 from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
 from ckptmgr.formats.source import BytesSource
@@ -218,12 +218,12 @@ def test_verification_without_the_key_says_what_it_could_not_check(
 def test_contents_are_listed_with_the_key_and_the_cipher_without(tmp_path: Path) -> None:
     save(tmp_path, mode="SM4-CBC")
     store = Store(tmp_path, trust=Trust(keys=Key(KEY), allow_unencrypted=True))
-    known = read_contents(store, only(store), options=READING)
+    known = inspect_file(store, only(store), options=READING)
     assert known.plain is not None
     assert [one.spec.name for one in known.plain.tensors] == ["b", "w"]
     assert known.plain.is_sealed
     store = Store(tmp_path)
-    unknown = read_contents(store, only(store), options=ReadOptions())
+    unknown = inspect_file(store, only(store), options=ReadOptions())
     assert (unknown.cipher, unknown.plain) == ("SM4-CBC", None)
 
 

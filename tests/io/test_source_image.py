@@ -15,7 +15,7 @@ from ckptmgr.formats.file_crc import TRAILER_BYTES
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.io.digest import RANGE_BYTES, FileDigest, VerifyingSource, digest_of
 from ckptmgr.io.source_image import SourceImage
-from ckptmgr.io.unverified_reads import Glimpses
+from ckptmgr.io.unverified_reads import UnverifiedReads
 
 WINDOW = 64
 BLOCK = (4 << 20) - 48
@@ -124,12 +124,12 @@ def test_source_with_ranges_of_another_length_is_read_as_it_is() -> None:
 def test_what_was_seen_and_is_not_there_any_more_is_noticed(place: int) -> None:
     content = bytearray(CONTENT[: 3 * WINDOW])
     source = BytesSource(content)
-    glimpses = Glimpses(source.size, source.read_into, piece_bytes=WINDOW, path="x")
-    glimpses.read_into(place, memoryview(bytearray(1)))
-    image = SourceImage(source, source.size, window_bytes=WINDOW, glimpses=glimpses)
+    unverified = UnverifiedReads(source.size, source.read_into, piece_bytes=WINDOW, path="x")
+    unverified.read_into(place, memoryview(bytearray(1)))
+    image = SourceImage(source, source.size, window_bytes=WINDOW, unverified=unverified)
     assert used(image, [(0, source.size)]) == content
     content[place] ^= 1
-    image = SourceImage(source, source.size, window_bytes=WINDOW, glimpses=glimpses)
+    image = SourceImage(source, source.size, window_bytes=WINDOW, unverified=unverified)
     with pytest.raises(ChecksumMismatch, match="changed while it was being read"):
         used(image, [(0, source.size)])
 

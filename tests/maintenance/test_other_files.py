@@ -28,7 +28,7 @@ from ckptmgr.core.names import OPAQUE
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.container.header import Content
 from ckptmgr.crypto.keys.ring import Keys
-from ckptmgr.files.load.contents import read_contents
+from ckptmgr.files.load.inspection import inspect_file
 from ckptmgr.files.load.values import ReadOptions
 from ckptmgr.files.save.saver import SaveOptions
 from ckptmgr.files.serialization import load_checkpoint
@@ -234,10 +234,10 @@ def test_damage_is_found_and_gives_no_file(tmp_path: Path, offset: int) -> None:
 def test_contents_are_called_what_they_are(tmp_path: Path) -> None:
     file = encrypt(put_file(tmp_path))
     store = Store(tmp_path, trust=Trust(keys=KEY, allow_unencrypted=True))
-    blind = read_contents(store, file, options=ReadOptions())
+    blind = inspect_file(store, file, options=ReadOptions())
     assert (blind.plain, blind.checkpoint.format, blind.cipher) == (None, OPAQUE, "AES-GCM")
     assert blind.checkpoint.opened_by == (f"key {KEY.key_id}",)
-    seen = read_contents(store, file, options=READING, has_stats=True)
+    seen = inspect_file(store, file, options=READING, has_stats=True)
     assert seen.plain is not None
     assert (seen.plain.format, seen.plain.size_bytes, seen.plain.tensors) == (OPAQUE, len(TEXT), ())
 

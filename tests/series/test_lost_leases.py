@@ -18,7 +18,7 @@ from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint
 from ckptmgr.core.errors import StoreLocked
 from ckptmgr.io.filesystem import OsFileSystem, OutputFile
 from ckptmgr.io.leases import lease_path
-from ckptmgr.io.locks import lock_descriptor, note_helper
+from ckptmgr.io.locks import add_worker_text, lock_descriptor
 from ckptmgr.maintenance.prune import carry_out, propose, undo
 from ckptmgr.policy.text import parse_policy
 from ckptmgr.store import trash
@@ -244,10 +244,10 @@ def test_worker_leaves_the_text_of_another_holder_as_it_is(tmp_path: Path) -> No
     with OsFileSystem().lock(path, owner="mine\n"):
         descriptor = lock_descriptor(path)
         assert descriptor is not None
-        note_helper(descriptor, "mine\n", "worker\n")
+        add_worker_text(descriptor, "mine\n", "worker\n")
         assert path.read_text() == "mine\nworker\n"
         path.write_text(text)  # by a host that does not see the lock
-        note_helper(descriptor, "mine\n", "worker\n")
+        add_worker_text(descriptor, "mine\n", "worker\n")
         assert path.read_text() == text
 
 

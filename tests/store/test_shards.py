@@ -21,7 +21,7 @@ from ckptmgr.core.shard_names import (
     stem_of,
 )
 from ckptmgr.crypto.keys.key import Key
-from ckptmgr.files.load.contents import read_contents
+from ckptmgr.files.load.inspection import inspect_file
 from ckptmgr.files.load.values import ReadOptions
 from ckptmgr.files.save.saver import SaveOptions
 from ckptmgr.maintenance.prune import carry_out, propose, undo
@@ -219,7 +219,7 @@ def test_unreadable_manifest_of_shards_is_in_the_series_that_its_name_says() -> 
 def test_figures_of_shards_are_looked_at_one_by_one() -> None:
     store = store_on(disk_with_shards())
     with pytest.raises(UnsupportedCheckpoint, match=r"saved by 2 ranks(.|\n)*net-1\.0-of-2"):
-        read_contents(store, only(store), options=ReadOptions(), has_stats=True)
+        inspect_file(store, only(store), options=ReadOptions(), has_stats=True)
 
 
 def test_recovery_leaves_sharded_checkpoints_alone() -> None:

@@ -53,8 +53,8 @@ from ckptmgr.maintenance.rekey import (
 )
 from ckptmgr.maintenance.rekey_change import KeyChange
 from ckptmgr.maintenance.verify import Level, Status, verify_checkpoint
-from ckptmgr.store.manifest.chain import contradiction
-from ckptmgr.store.manifest.codec import FOREIGN, decode, encode, manifest_name
+from ckptmgr.store.manifest.codec import PLACEHOLDER, decode, encode, manifest_name
+from ckptmgr.store.manifest.lineage import replaced_by_older
 from ckptmgr.store.manifest.proofs import PAYLOAD_TYPE, canonical
 from ckptmgr.store.store import Store
 from tests.support.manifests import PATH, manifest
@@ -361,7 +361,7 @@ def made_up(directory: Path) -> Path:
     store = Store(directory)
     found = store.read_manifest(path.name)
     assert found is not None
-    bare = replace(found, why=FOREIGN, sequence=0, run_id="")
+    bare = replace(found, why=PLACEHOLDER, sequence=0, run_id="")
     overwrite(directory / manifest_name(path.name), encode(bare, trust=Trust(signing_key=SIGNER)))
     return path
 
@@ -558,4 +558,4 @@ def test_file_that_is_encrypted_anew_is_still_the_one_that_the_next_one_names(
     present = Store(tmp_path).scan()
     (again,) = [c for c in present if c.step == 1]
     assert again.id != first.id
-    assert contradiction(again, present) is None
+    assert replaced_by_older(again, present) is None

@@ -17,7 +17,7 @@ from ckptmgr.cli.render import Cell, Json, Output
 from ckptmgr.core.names import OPAQUE
 
 if TYPE_CHECKING:
-    from ckptmgr.files.load.contents import Contents, Plain, StoredTensor
+    from ckptmgr.files.load.inspection import FileSummary, PlaintextSummary, StoredTensor
 
 _SHOWN_CHARACTERS = 60
 _SHOWN_RANKS = 4
@@ -57,13 +57,13 @@ def inspect_command(
     shown. -q prints the names of the tensors.
     """
     from ckptmgr.cli.selectors import select_one
-    from ckptmgr.files.load.contents import read_contents
+    from ckptmgr.files.load.inspection import inspect_file
     from ckptmgr.files.load.values import ReadOptions
 
     trust = given_trust.load()
     opener = partial(options.open_store, trust=trust)
     selected = select_one(checkpoint, directory, opener, series=series)
-    contents = read_contents(
+    contents = inspect_file(
         selected.store,
         selected.checkpoint,
         options=ReadOptions(trust=trust),
@@ -75,7 +75,7 @@ def inspect_command(
     return Exit.DONE
 
 
-def _show(output: Output, contents: Contents, *, has_stats: bool) -> None:
+def _show(output: Output, contents: FileSummary, *, has_stats: bool) -> None:
     plain = contents.plain
     if output.is_json:
         output.result([] if plain is None else _items(plain), _summary(contents))
@@ -90,7 +90,7 @@ def _show(output: Output, contents: Contents, *, has_stats: bool) -> None:
         _print_plain(output, plain, has_stats=has_stats)
 
 
-def _summary(contents: Contents) -> dict[str, Json]:
+def _summary(contents: FileSummary) -> dict[str, Json]:
     manifest, plain, cipher = contents.manifest, contents.plain, contents.cipher
     summary = {
         **render.checkpoint_json(contents.checkpoint),
@@ -115,7 +115,7 @@ def _summary(contents: Contents) -> dict[str, Json]:
     return summary
 
 
-def _items(plain: Plain) -> list[dict[str, Json]]:
+def _items(plain: PlaintextSummary) -> list[dict[str, Json]]:
     tensors: list[dict[str, Json]] = [_tensor_item(tensor) for tensor in plain.tensors]
     return tensors + [
         {"name": name, "kind": "text", "text": text} for name, text in plain.texts.items()
@@ -144,7 +144,7 @@ def _tensor_item(tensor: StoredTensor) -> dict[str, Json]:
     return item
 
 
-def _print_plain(output: Output, plain: Plain, *, has_stats: bool) -> None:
+def _print_plain(output: Output, plain: PlaintextSummary, *, has_stats: bool) -> None:
     output.line()
     if plain.tensors:
         figures = _FIGURES if has_stats else ()
@@ -180,7 +180,7 @@ def _whose(ranks: tuple[int, ...] | None) -> str:
     return f" ({word} {', '.join(map(str, ranks[:_SHOWN_RANKS]))}{more})"
 
 
-def _facts(contents: Contents) -> Iterator[tuple[str, str]]:
+def _facts(contents: FileSummary) -> Iterator[tuple[str, str]]:
     """Yield the lines of the envelope."""
     checkpoint, manifest, plain = contents.checkpoint, contents.manifest, contents.plain
     problem = "" if checkpoint.problem is None else f" ({checkpoint.problem})"
@@ -239,13 +239,13 @@ def _costs(stats: Mapping[str, float], size_bytes: int) -> Iterator[str]:
         yield f"{render.size(int(memory_bytes))} of memory"
 
 
-def _crc(plain: Plain | None) -> str:
+def _crc(plain: PlaintextSummary | None) -> str:
     if plain is None:
         return "CRC32 unknown without the key"
     return "no CRC32" if plain.crc is None else f"CRC32 {plain.crc:#010x} (see verify)"
 
 
-def _cipher(contents: Contents) -> str:
+def _cipher(contents: FileSummary) -> str:
     if contents.cipher is None:
         return "none"
     key_id = contents.checkpoint.key_id

@@ -18,7 +18,7 @@ from ckptmgr.cli.render import Json, Output
 if TYPE_CHECKING:
     from ckptmgr.core.model import Checkpoint
     from ckptmgr.maintenance.verify import Verification
-    from ckptmgr.store.manifest.chain import Expected
+    from ckptmgr.store.manifest.lineage import Expected
 
 _STATUS_WIDTH = len("unverified")
 # The first that occurs decides the exit code.
@@ -122,7 +122,7 @@ def _bundles(checkpoints: Iterable[Checkpoint], selectors: Iterable[str]) -> lis
 
 
 def _expected(step: int | None, identity: str | None) -> Expected:
-    from ckptmgr.store.manifest.chain import Expected
+    from ckptmgr.store.manifest.lineage import Expected
 
     try:
         return Expected(step=step, id=identity)

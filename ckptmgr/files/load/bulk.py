@@ -25,10 +25,10 @@ from ckptmgr.formats.mindspore.reader import CkptIndex
 from ckptmgr.formats.safetensors_crc import ContentsCrc
 from ckptmgr.formats.source import Source
 from ckptmgr.formats.tensor import flat_memory
-from ckptmgr.io.gc_pause import collector_paused
-from ckptmgr.io.scatter import Clusters, Placement, read_scattered
+from ckptmgr.io.gc_pause import gc_paused
+from ckptmgr.io.scatter import Placement, SmallTensorBatches, read_scattered
 from ckptmgr.io.threads import PIECE_BYTES
-from ckptmgr.io.unverified_reads import Glimpses
+from ckptmgr.io.unverified_reads import UnverifiedReads
 
 _offset_of = operator.attrgetter("offset")
 
@@ -64,7 +64,7 @@ def read_through(
             unit_bytes=opened.unit_bytes,
             units_at_once=units_at_once,
             crc=crc,
-            glimpses=opened.glimpses,
+            unverified=opened.unverified,
         )
     if crc is not None:
         check_stored_crc(opened.index.crc, crc.value())
@@ -97,7 +97,7 @@ def read_every_byte(
     unit_bytes: int,
     units_at_once: int = 1,
     crc: FileCrc | None = None,
-    glimpses: Glimpses | None = None,
+    unverified: UnverifiedReads | None = None,
 ) -> None:
     """Read a source and keep nothing.
 
@@ -106,7 +106,7 @@ def read_every_byte(
         unit_bytes: What it checks at once, for reading in parallel; 0 reads piece after piece.
         units_at_once: How many of these one thread reads one after the other.
         crc: Is given every byte.
-        glimpses: What was seen of the source before; checked where it is read in parallel.
+        unverified: What was seen of the source before; checked where it is read in parallel.
 
     Raises:
         FormatError, CryptoError, CkptmgrError: What the source raises.
@@ -117,7 +117,7 @@ def read_every_byte(
             [],
             unit_bytes=unit_bytes,
             crc=crc,
-            glimpses=glimpses,
+            unverified=unverified,
             also_units=range(-(-source.size // unit_bytes)),
             units_at_once=units_at_once,
         )
@@ -136,7 +136,7 @@ def fill_arrays(
     arrays: Mapping[int, np.ndarray],
     *,
     check_crc: bool = False,
-    clusters: Clusters | None = None,
+    batches: SmallTensorBatches | None = None,
 ) -> None:
     """Read the contents of some tensors into C-contiguous memory that exists.
 
@@ -145,7 +145,7 @@ def fill_arrays(
         entries: The tensors, in file order.
         arrays: `id` of an entry to its memory.
         check_crc: Compare the CRC32 of the whole file with the stored one.
-        clusters: Other tensors, which are made as they are read; only where the file is read in pieces.
+        batches: Other tensors, which are made as they are read; only where the file is read in pieces.
 
     Raises:
         FormatError, CryptoError, CkptmgrError: Damage was found; the memory is then undefined.
@@ -154,7 +154,7 @@ def fill_arrays(
         _refuse_missing_crc(opened)
     crc = _stated_crc(opened) if check_crc else None
     if opened.unit_bytes or isinstance(opened.source, FramesSource):
-        _read(opened, entries, arrays, crc=crc, clusters=clusters)
+        _read(opened, entries, arrays, crc=crc, batches=batches)
         if crc is not None:
             check_stored_crc(opened.index.crc, crc.value())
     elif crc is not None:
@@ -195,22 +195,24 @@ def _read(
     arrays: Mapping[int, np.ndarray],
     *,
     crc: FileCrc | None,
-    clusters: Clusters | None,
+    batches: SmallTensorBatches | None,
 ) -> None:
     """Fill the arrays from a file that is read in pieces."""
-    with collector_paused():
+    with gc_paused():
         placements = sorted(_placements(entries, arrays), key=_offset_of)
     if isinstance(opened.source, FramesSource):
         read_frames(opened.source, placements, crc=crc)
     else:
-        made = [] if clusters is None else clusters.found
+        made = [] if batches is None else batches.found
         read_scattered(
             opened.source,
             sorted([*placements, *made], key=_offset_of) if made else placements,
             unit_bytes=opened.unit_bytes,
             crc=crc,
-            glimpses=opened.glimpses,
-            also_units=() if opened.glimpses is None else opened.glimpses.units(opened.unit_bytes),
+            unverified=opened.unverified,
+            also_units=()
+            if opened.unverified is None
+            else opened.unverified.units(opened.unit_bytes),
         )
     for entry in entries:
         if entry.spec.dtype.name == "bool" and entry.pieces:

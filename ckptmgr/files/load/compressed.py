@@ -10,7 +10,7 @@ from ckptmgr.formats.compressed.source import FramesSource
 from ckptmgr.formats.file_crc import FileCrc
 from ckptmgr.io.buffers import copy_into
 from ckptmgr.io.scatter import Placement
-from ckptmgr.io.threads import each_unit
+from ckptmgr.io.threads import for_each
 
 
 def read_frames(
@@ -39,7 +39,7 @@ def check_frames(source: FramesSource, *, crc: FileCrc | None = None) -> None:
     Raises:
         CkptmgrError, FormatError, CryptoError, OSError: What the source raises.
     """
-    each_unit(range(len(source.table.frames)), _Reader(source, (), crc).read)
+    for_each(range(len(source.table.frames)), _Reader(source, (), crc).read)
 
 
 class _Reader:
@@ -58,7 +58,7 @@ class _Reader:
             wanted.update(self._source.frames_of(0, self._crc.stop))
         for start, stop in zip(self._starts, self._stops, strict=True):
             wanted.update(self._source.frames_of(start, stop))
-        each_unit(sorted(wanted), self.read)
+        for_each(sorted(wanted), self.read)
 
     def read(self, index: int, buffer: memoryview) -> None:
         start, stop = self._source.frame_range(index)

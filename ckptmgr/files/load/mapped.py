@@ -18,7 +18,7 @@ from ckptmgr.files.load.values import OpenCheckpoint
 from ckptmgr.formats.index import TensorEntry, check_content
 from ckptmgr.io.digest import RANGE_BYTES, VerifyingSource
 from ckptmgr.io.files import CachedFile
-from ckptmgr.io.threads import PIECE_BYTES, each_unit
+from ckptmgr.io.threads import PIECE_BYTES, for_each
 
 
 class MappedTensors:
@@ -95,4 +95,4 @@ class MappedTensors:
             reader.finish()
             self._checked.add(index)
 
-        each_unit([one for one in ranges if one not in self._checked], check)
+        for_each([one for one in ranges if one not in self._checked], check)

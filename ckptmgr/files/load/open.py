@@ -22,9 +22,9 @@ from ckptmgr.formats.mindspore import reader as mindspore_reader
 from ckptmgr.formats.mindspore.reader import CkptIndex
 from ckptmgr.formats.safetensors_file import SafetensorsIndex
 from ckptmgr.formats.source import Source
-from ckptmgr.io.gc_pause import collector_paused
+from ckptmgr.io.gc_pause import gc_paused
 from ckptmgr.io.threads import PIECE_BYTES
-from ckptmgr.io.unverified_reads import Glimpses
+from ckptmgr.io.unverified_reads import UnverifiedReads
 from ckptmgr.store.manifest.codec import Manifest
 
 
@@ -40,7 +40,7 @@ class OpenCheckpoint:
         is_sealed: Whether the file as a whole is authenticated.
         has_digests: Whether a manifest vouches for every byte that is read.
         unit_bytes: What the source checks at once; 0 where it is read tensor by tensor.
-        glimpses: What the index was made from, where that is still to be checked by reading the contents.
+        unverified: What the index was made from, where that is still to be checked by reading the contents.
     """
 
     path: str
@@ -50,7 +50,7 @@ class OpenCheckpoint:
     is_sealed: bool
     has_digests: bool
     unit_bytes: int = PIECE_BYTES
-    glimpses: Glimpses | None = None
+    unverified: UnverifiedReads | None = None
 
     @property
     def format(self) -> str:
@@ -118,14 +118,14 @@ def open_indexed(
             hint="ckptmgr decrypt gives that file back",
         )
     with translated_errors(path):
-        glimpses = plain.glimpses if is_for_loading else None
+        unverified = plain.unverified if is_for_loading else None
         index = None
-        if glimpses is not None:
+        if unverified is not None:
             # Where unchecked bytes make no sense, the checked ones say what is wrong.
             with contextlib.suppress(FormatError):
-                index = _index(glimpses, path, plain.format)
+                index = _index(unverified, path, plain.format)
         if index is None:
-            index, glimpses = _index(plain.source, path, plain.format), None
+            index, unverified = _index(plain.source, path, plain.format), None
         return OpenCheckpoint(
             path=path,
             source=plain.source,
@@ -134,7 +134,7 @@ def open_indexed(
             is_sealed=plain.is_sealed,
             has_digests=has_digests,
             unit_bytes=plain.unit_bytes,
-            glimpses=glimpses,
+            unverified=unverified,
         )
 
 
@@ -143,7 +143,7 @@ def _index(source: Source, path: str, format: str | None) -> CkptIndex | Safeten
         is_named = path.endswith(".safetensors") or isinstance(source, FramesSource)
         is_safetensors = is_named or detect(source) is Kind.SAFETENSORS
         format = "safetensors" if is_safetensors else "ckpt"
-    with collector_paused():
+    with gc_paused():
         if format == "safetensors":
             return safetensors_file.read_safetensors_index(source)
         return mindspore_reader.read_ckpt_index(source)

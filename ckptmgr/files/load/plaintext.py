@@ -37,8 +37,8 @@ from ckptmgr.formats.detect import Kind, detect
 from ckptmgr.formats.source import Source, read_bytes
 from ckptmgr.io.digest import RANGE_BYTES, VerifyingSource
 from ckptmgr.io.scatter import read_checked
-from ckptmgr.io.threads import HASHED_BYTES, PIECE_BYTES
-from ckptmgr.io.unverified_reads import Glimpses
+from ckptmgr.io.threads import HASH_STEP_BYTES, PIECE_BYTES
+from ckptmgr.io.unverified_reads import UnverifiedReads
 from ckptmgr.store.manifest.codec import FileEntry, Manifest
 
 _PLAIN = {
@@ -62,7 +62,7 @@ def check_kind(kind: Kind, manifest: Manifest | None, *, path: str) -> None:
     entry = manifest.file
     is_container = kind is Kind.CKPTMGR_CONTAINER
     # One that was made for a file without manifest knows it by its name only, and digests of all of it.
-    is_known = not manifest.is_made_up and kind not in _DAMAGED
+    is_known = not manifest.is_placeholder and kind not in _DAMAGED
     if (entry.digest.blank_bytes and not is_container) or (
         is_known and kind not in _allowed(entry)
     ):
@@ -85,7 +85,7 @@ def _allowed(entry: FileEntry) -> Sequence[Kind]:
 
 def check_mode(mode: str, manifest: Manifest | None, *, path: str) -> None:
     """Raise TamperedCheckpoint unless an encrypted file names the cipher mode that its manifest does."""
-    if manifest is None or manifest.is_made_up:
+    if manifest is None or manifest.is_placeholder:
         return
     if mode != manifest.file.cipher:
         raise TamperedCheckpoint(
@@ -114,7 +114,7 @@ class Plaintext:
         cipher: The cipher mode, or None for a plain file.
         is_sealed: Whether the file as a whole is authenticated.
         unit_bytes: What the source checks at once; 0 where it is read tensor by tensor, or frame by frame.
-        glimpses: Reads it unchecked, where checking costs more than the bytes that are wanted.
+        unverified: Reads it unchecked, where checking costs more than the bytes that are wanted.
         format: What it is, where an authenticated header says so.
     """
 
@@ -122,7 +122,7 @@ class Plaintext:
     cipher: str | None = None
     is_sealed: bool = False
     unit_bytes: int = PIECE_BYTES
-    glimpses: Glimpses | None = None
+    unverified: UnverifiedReads | None = None
     format: str | None = None
 
 
@@ -158,11 +158,13 @@ def plaintext_of(
         checked = VerifyingSource(raw, manifest.file.digest, path=path)
         plain = Plaintext(source=checked, unit_bytes=0)
         if manifest.file.digest.range_bytes == RANGE_BYTES:
-            glimpses = Glimpses(raw.size, raw.read_into, piece_bytes=HASHED_BYTES, path=path)
-            plain = Plaintext(source=checked, unit_bytes=RANGE_BYTES, glimpses=glimpses)
+            unverified = UnverifiedReads(
+                raw.size, raw.read_into, piece_bytes=HASH_STEP_BYTES, path=path
+            )
+            plain = Plaintext(source=checked, unit_bytes=RANGE_BYTES, unverified=unverified)
     kind = kind_of(raw, name=path)
     if kind is not Kind.CKPTMGR_CONTAINER:
-        kind = detect(plain.glimpses or plain.source)
+        kind = detect(plain.unverified or plain.source)
     if kind not in _READABLE:
         kind = detect(plain.source)  # it is of another kind, or it is damaged
     check_kind(kind, manifest, path=path)
@@ -236,7 +238,7 @@ def _open_encrypted(raw: Source, checked: Source, *, path: str, options: ReadOpt
         cipher=mode,
         is_sealed=True,
         unit_bytes=unit_bytes,
-        glimpses=Glimpses(blocks.size, blocks.peek_into, piece_bytes=unit_bytes, path=path)
+        unverified=UnverifiedReads(blocks.size, blocks.peek_into, piece_bytes=unit_bytes, path=path)
         if unit_bytes
         else None,
     )

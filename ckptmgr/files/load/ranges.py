@@ -35,11 +35,11 @@ def read_parts(
         for one in placements:
             opened.source.read_into(one.offset, one.target)
         return
-    glimpses = None if is_confirmed else opened.glimpses
+    unverified = None if is_confirmed else opened.unverified
     read_scattered(
         opened.source,
         placements,
         unit_bytes=opened.unit_bytes,
-        glimpses=glimpses,
-        also_units=() if glimpses is None else glimpses.units(opened.unit_bytes),
+        unverified=unverified,
+        also_units=() if unverified is None else unverified.units(opened.unit_bytes),
     )

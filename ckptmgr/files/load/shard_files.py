@@ -15,7 +15,7 @@ from typing import Self
 
 from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint
-from ckptmgr.files.load.shard_pieces import KnownFile, Piece, StoredPiece, known_file
+from ckptmgr.files.load.shard_pieces import Piece, ShardContents, StoredPiece, shard_contents
 from ckptmgr.files.load.values import OpenCheckpoint, ReadOptions, confirm_index, open_source
 from ckptmgr.formats.tensor import TensorSpec
 from ckptmgr.store.manifest.codec import Manifest
@@ -43,7 +43,7 @@ class OpenShards:
         self._options = options
         self.manifest = manifest
         self.path = store.directory / manifest.name
-        self._known: dict[int, KnownFile] = {}
+        self._known: dict[int, ShardContents] = {}
         self._open: OrderedDict[int, tuple[OpenCheckpoint, contextlib.ExitStack]] = OrderedDict()
         self._confirmed: set[int] = set()
         self._damaged: dict[int, Exception] = {}
@@ -90,7 +90,7 @@ class OpenShards:
             self._confirmed.add(rank)
         return known.metadata
 
-    def file(self, rank: int) -> KnownFile:
+    def file(self, rank: int) -> ShardContents:
         """Return what the file of a rank holds, not checked yet; raises as `open_source`."""
         if rank not in self._known:
             self._opened(rank)
@@ -153,7 +153,7 @@ class OpenShards:
             found = () if file is None else file.pieces.get(name, ())
             yield from (one for one in found if rank is None or one.piece.is_for(rank))
 
-    def _found(self, number: int, *, is_checked: bool = False) -> KnownFile | None:
+    def _found(self, number: int, *, is_checked: bool = False) -> ShardContents | None:
         """Return what the file of a rank holds, checked or not; None where it is damaged, which is noted."""
         if number in self._damaged:
             return None
@@ -195,9 +195,9 @@ class OpenShards:
         return self._open[rank][0]
 
 
-def _known(opened: OpenCheckpoint, rank: int) -> KnownFile:
+def _known(opened: OpenCheckpoint, rank: int) -> ShardContents:
     try:
-        return known_file(opened, rank)
+        return shard_contents(opened, rank)
     except CkptmgrError:
         with translated_errors(opened.path):
             confirm_index(opened)  # damage explains why it makes no sense

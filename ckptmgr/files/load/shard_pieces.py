@@ -200,7 +200,7 @@ class StoredPiece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KnownFile:
+class ShardContents:
     """What is known about a file without keeping it open."""
 
     metadata: Mapping[str, str]
@@ -209,7 +209,7 @@ class KnownFile:
     pieces: Mapping[str, tuple[StoredPiece, ...]]
 
 
-def known_file(opened: OpenCheckpoint, rank: int) -> KnownFile:
+def shard_contents(opened: OpenCheckpoint, rank: int) -> ShardContents:
     """Return what the file of a rank holds.
 
     Raises:
@@ -230,7 +230,7 @@ def known_file(opened: OpenCheckpoint, rank: int) -> KnownFile:
             file_rank=rank, piece=piece, spec=entry.spec, region=piece.region(entry.spec)
         )
         pieces.setdefault(piece.tensor, []).append(stored)
-    return KnownFile(
+    return ShardContents(
         metadata=opened.metadata,
         is_compared=index.is_compared,
         total=index.total,

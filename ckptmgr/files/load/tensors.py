@@ -161,9 +161,9 @@ class CheckpointReader:
     def _seen_units(self) -> set[int]:
         """Return the units in which something unchecked was seen."""
         opened = self._opened
-        if opened.glimpses is None or opened.is_sealed or opened.format == "safetensors":
+        if opened.unverified is None or opened.is_sealed or opened.format == "safetensors":
             return set()
-        return opened.glimpses.units(opened.unit_bytes)
+        return opened.unverified.units(opened.unit_bytes)
 
     def _confirm_units(self, units: set[int]) -> None:
         opened = self._opened
@@ -175,7 +175,7 @@ class CheckpointReader:
                 opened.source,
                 [],
                 unit_bytes=opened.unit_bytes,
-                glimpses=opened.glimpses,
+                unverified=opened.unverified,
                 also_units=units,
             )
         self._confirmed |= units

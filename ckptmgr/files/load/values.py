@@ -16,7 +16,7 @@ from ckptmgr.formats.compressed.source import FramesSource
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.mindspore.entries import CkptEntry, MapEntry
 from ckptmgr.formats.tensor import flat_memory
-from ckptmgr.io.scatter import Clusters, piece_bytes_of
+from ckptmgr.io.scatter import SmallTensorBatches, piece_bytes_of
 from ckptmgr.state.destinations import check_shared, match
 from ckptmgr.state.paths import StateMismatch
 
@@ -78,20 +78,22 @@ def read_values(
         if choose is not everything:
             chosen = [entry for entry in chosen if choose(entry.name)]
         entries = list(_tensors_in(chosen))
-        clusters = _clusters(opened, arrays)
-        if clusters is not None:
-            entries = clusters.take(entries)
+        batches = _small_tensor_batches(opened, arrays)
+        if batches is not None:
+            entries = batches.take(entries)
         for one in entries:
             arrays[id(one)] = np.empty(one.spec.shape, one.spec.dtype.to_numpy())
-        fill_arrays(opened, entries, arrays, check_crc=check_crc, clusters=clusters)
+        fill_arrays(opened, entries, arrays, check_crc=check_crc, batches=batches)
         return {entry.name: _value(entry, arrays) for entry in chosen}
 
 
-def _clusters(opened: OpenCheckpoint, arrays: dict[int, np.ndarray]) -> Clusters | None:
+def _small_tensor_batches(
+    opened: OpenCheckpoint, arrays: dict[int, np.ndarray]
+) -> SmallTensorBatches | None:
     """Return what takes small tensors, where the file is read in pieces."""
     if not opened.unit_bytes or isinstance(opened.source, FramesSource):
         return None
-    return Clusters(arrays, grid_bytes=piece_bytes_of(opened.unit_bytes))
+    return SmallTensorBatches(arrays, grid_bytes=piece_bytes_of(opened.unit_bytes))
 
 
 def read_into(

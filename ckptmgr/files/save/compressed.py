@@ -28,7 +28,7 @@ from ckptmgr.formats.image import Image
 from ckptmgr.formats.safetensors_file import read_safetensors_index
 from ckptmgr.io.digest import FileDigest
 from ckptmgr.io.filesystem import OutputFile
-from ckptmgr.io.threads import producers, run_together
+from ckptmgr.io.threads import producer_threads, run_in_threads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,13 +194,13 @@ class _Writer:
         self._late_turns = turns[:is_head_late]
         self._turns = iter(turns[is_head_late:])
         self._lock = threading.Lock()
-        self._producing = producers()
+        self._producing = producer_threads()
         self._failure: BaseException | None = None
 
     def run(self) -> FileDigest:
         self._spool.append(HEAD)
         works = [*[self._pack_and_leave] * self._producing, *self._spool.works()]
-        run_together([partial(self._guard, work) for work in works], fail=self._fail)
+        run_in_threads([partial(self._guard, work) for work in works], fail=self._fail)
         failure, self._failure = self._failure, None
         try:
             if failure is not None:

@@ -33,7 +33,7 @@ from ckptmgr.formats.image import Image
 from ckptmgr.io.buffers import Buffers
 from ckptmgr.io.digest import RANGE_BYTES, FileDigest
 from ckptmgr.io.filesystem import OutputFile
-from ckptmgr.io.threads import producers, run_together
+from ckptmgr.io.threads import producer_threads, run_in_threads
 
 _BUFFERS = 8
 _WRITERS = 4
@@ -140,9 +140,9 @@ class _Writer:
         return self._digests
 
     def _write_body_in_parallel(self) -> None:
-        self._producing = producers()
+        self._producing = producer_threads()
         works = [self._produce_and_leave] * self._producing + [self._write_all] * _WRITERS
-        run_together([partial(self._guard, work) for work in works], fail=self._fail)
+        run_in_threads([partial(self._guard, work) for work in works], fail=self._fail)
 
     def _produce_and_leave(self) -> None:
         self._guard(self._produce_all)

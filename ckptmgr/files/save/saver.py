@@ -35,7 +35,7 @@ from ckptmgr.formats.tensor import Item
 from ckptmgr.io.buffers import buffer_bytes
 from ckptmgr.io.digest import FileDigest, differing_ranges
 from ckptmgr.io.filesystem import InputFile, OutputFile
-from ckptmgr.io.gc_pause import collector_paused
+from ckptmgr.io.gc_pause import gc_paused
 from ckptmgr.state.devices import accelerators, settle
 from ckptmgr.store.manifest.codec import FileEntry, Manifest
 from ckptmgr.store.store import Store
@@ -121,7 +121,7 @@ def build_image(
     Raises:
         FormatError: The items cannot be stored in this format; names the tensor.
     """
-    with collector_paused():
+    with gc_paused():
         if options.format == "safetensors":
             return build_safetensors_image(items, metadata=metadata, crc=options.has_crc)
         return build_ckpt_image(items, metadata=metadata, crc=options.has_crc)

@@ -56,7 +56,7 @@ class ShardFile:
         self._entries: Mapping[str, TensorEntry] = {
             one.name: one for one in opened.index.entries if isinstance(one, TensorEntry)
         }
-        self._is_confirmed = opened.glimpses is None
+        self._is_confirmed = opened.unverified is None
 
     def size_bytes(self, name: str) -> int:
         """Return the size of a piece; raises as `read`."""

@@ -14,7 +14,7 @@ from ckptmgr.core.names import parse_name
 from ckptmgr.core.trust import Trust
 from ckptmgr.files.save.saver import SaveOptions, SaveOrder, save_items
 from ckptmgr.formats.tensor import Item
-from ckptmgr.io.filesystem import FileSystem, OsFileSystem, remove_name
+from ckptmgr.io.filesystem import FileSystem, OsFileSystem, unlink_if_present
 from ckptmgr.io.leases import ProcProcesses
 from ckptmgr.store.change_leases import lease_of_name
 from ckptmgr.store.manifest.codec import FileEntry, Manifest, manifest_name
@@ -104,8 +104,8 @@ def remove_file(path: Path) -> None:
     if store.fs.status(path) is None:
         return
     with lease_of_name(store, path.name):
-        remove_name(store.fs, path)
-        remove_name(store.fs, path.parent / manifest_name(path.name))
+        unlink_if_present(store.fs, path)
+        unlink_if_present(store.fs, path.parent / manifest_name(path.name))
         store.fs.sync_directory(path.parent)
 
 
@@ -145,7 +145,7 @@ def staging_folder(target: Path, name: str) -> Iterator[Staging]:
 
 def _empty(fs: FileSystem, folder: Path) -> None:
     for name in fs.list(folder):
-        remove_name(fs, folder / name)
+        unlink_if_present(fs, folder / name)
 
 
 def move_files(staging: Staging, names: Sequence[str]) -> list[Path]:

@@ -27,27 +27,27 @@ class _Seen(NamedTuple):
     checkpoint: Checkpoint
 
 
-class SeenManifests:
+class ManifestCache:
     """Checkpoints by the names of their manifests, as the last listing found them."""
 
     def __init__(self) -> None:
         self._seen: Mapping[str, _Seen] = {}
 
-    def listing(self, entries: Mapping[str, FileStatus], *, now_s: float) -> SeenInListing:
+    def listing(self, entries: Mapping[str, FileStatus], *, now_s: float) -> CachedListing:
         """Return what is still true of a directory with these entries.
 
         Args:
             entries: From before anything in it is read.
             now_s: Seconds since the epoch, as the disk counts them.
         """
-        return SeenInListing(self._seen, entries, before_ns=int((now_s - _TICK_S) * 1e9))
+        return CachedListing(self._seen, entries, before_ns=int((now_s - _TICK_S) * 1e9))
 
-    def keep(self, listing: SeenInListing) -> None:
+    def keep(self, listing: CachedListing) -> None:
         """Keep what a listing found, in place of all before."""
         self._seen = listing.found
 
 
-class SeenInListing:
+class CachedListing:
     """What is known while a directory is being listed.
 
     Attributes:

@@ -29,7 +29,7 @@ from ckptmgr.store.manifest.document import (
 )
 from ckptmgr.store.manifest.keys import ManifestKey, manifest_key_of, openers
 from ckptmgr.store.manifest.model import (
-    FOREIGN,
+    PLACEHOLDER,
     SUFFIX,
     FileEntry,
     Manifest,
@@ -46,8 +46,8 @@ from ckptmgr.store.manifest.proofs import (
 )
 
 __all__ = [
-    "FOREIGN",
     "MAX_MANIFEST_BYTES",
+    "PLACEHOLDER",
     "SUFFIX",
     "FileEntry",
     "Manifest",

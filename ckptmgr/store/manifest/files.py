@@ -10,9 +10,9 @@ from pathlib import Path
 from ckptmgr.core.errors import CkptmgrError, KeyProblem, StoreLocked
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.ring import ring_of
-from ckptmgr.io.filesystem import FileSystem, discard, give_name
+from ckptmgr.io.filesystem import FileSystem, discard, rename_temp
 from ckptmgr.io.leases import Leases, Processes
-from ckptmgr.io.signals import signals_held
+from ckptmgr.io.signals import defer_signals
 from ckptmgr.io.temp_names import temp_name
 from ckptmgr.store.manifest import codec as manifests
 from ckptmgr.store.manifest.codec import Manifest, manifest_name
@@ -98,7 +98,7 @@ class ManifestFiles(ManifestReader):
         """
         data = manifests.encode(manifest, trust=self.trust)
         target = self.directory / manifest_name(manifest.name)
-        with signals_held():
+        with defer_signals():
             temp = self._write_temp(target, data, series=series, mode=mode, is_durable=True)
             try:
                 self.leases.check(series, manifest.name)
@@ -126,7 +126,7 @@ class ManifestFiles(ManifestReader):
             else:
                 self.write(path, before.data, series=series, mode=before.mode, is_durable=True)
 
-    def settle(self, data_name: str, *, series: str) -> bool:
+    def finish_swap(self, data_name: str, *, series: str) -> bool:
         """Make the manifest of one name that of its data alone, where an overwrite was interrupted; return whether one was.
 
         What is not proven by this writer's keys, or could not be written again as trustworthy, stays as it is.
@@ -163,11 +163,11 @@ class ManifestFiles(ManifestReader):
             StoreLocked: The lease is lost; nothing was changed.
             OSError: From the disk.
         """
-        with signals_held():
+        with defer_signals():
             temp = self._write_temp(path, data, series=series, mode=mode, is_durable=is_durable)
-            self.give_name(temp, path, series, path.name.removesuffix(manifests.SUFFIX))
+            self.rename_leased(temp, path, series, path.name.removesuffix(manifests.SUFFIX))
 
-    def give_name(self, temp: Path, path: Path, *leased: str) -> None:
+    def rename_leased(self, temp: Path, path: Path, *leased: str) -> None:
         """Rename a temporary file to its name while the leases on these names are held, or remove it.
 
         Raises:
@@ -179,7 +179,7 @@ class ManifestFiles(ManifestReader):
         except BaseException:
             discard(self.fs, temp)
             raise
-        give_name(self.fs, temp, path)
+        rename_temp(self.fs, temp, path)
 
     def _write_temp(
         self, path: Path, data: bytes, *, series: str, mode: int, is_durable: bool

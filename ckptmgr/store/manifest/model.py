@@ -17,7 +17,7 @@ from ckptmgr.store.manifest.keys import ManifestKey, id_of_opener
 from ckptmgr.store.manifest.proofs import canonical
 
 SUFFIX = ".manifest.json"
-FOREIGN = "foreign"
+PLACEHOLDER = "foreign"
 _ID_PREFIX = b"ckptmgr/v1/checkpoint-id\n"
 
 
@@ -118,9 +118,9 @@ class Manifest:
         return self.file.name if shard is None else shard.set_name
 
     @property
-    def is_made_up(self) -> bool:
+    def is_placeholder(self) -> bool:
         """Whether it was made for a file that had none, so that it can be overwritten; nobody vouches for such a file."""
-        return self.why == FOREIGN and self.sequence == 0
+        return self.why == PLACEHOLDER and self.sequence == 0
 
     def of_shard(self, rank: int) -> Manifest:
         """Return what there is to know about the file of one rank, as a manifest of that file alone."""

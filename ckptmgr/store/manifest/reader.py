@@ -12,7 +12,7 @@ from ckptmgr.core.trust import Trust
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.io.digest import differing_ranges
 from ckptmgr.io.filesystem import FileSystem
-from ckptmgr.io.passing_errors import tried_again
+from ckptmgr.io.passing_errors import with_one_retry
 from ckptmgr.store.manifest import codec as manifests
 from ckptmgr.store.manifest.codec import FileEntry, Manifest, manifest_name
 from ckptmgr.store.real_files import no_regular_file
@@ -90,7 +90,7 @@ class ManifestReader:
         half = self._read(data_name, self.trust)
         if half is not None:
             check_is_file(self.fs, self.directory / data_name)
-        if half is not None and half.is_made_up and self.trust.is_strict:
+        if half is not None and half.is_placeholder and self.trust.is_strict:
             raise UnprovenCheckpoint(
                 "nothing proves who wrote this file: it was here when a save that was to replace it failed",
                 path=self.directory / data_name,
@@ -107,7 +107,7 @@ class ManifestReader:
     def read_unproven(self, data_name: str) -> Manifest | None:
         """As `read`, but check no proofs; for people."""
         manifest = self.load(manifest_name(data_name), trust=Trust())
-        return None if manifest is None else self.half_that_matches(manifest)
+        return None if manifest is None else self.matching_side(manifest)
 
     def _read(self, data_name: str, trust: Trust) -> Manifest | None:
         path = self.directory / manifest_name(data_name)
@@ -120,13 +120,13 @@ class ManifestReader:
     def _half_in(self, data: bytes, path: Path, trust: Trust, depth: int) -> Manifest:
         """Return the half of a manifest file that describes the data, or that of one kept in it that these keys prove."""
         try:
-            half = self.half_that_matches(manifests.decode(data, path=path, trust=trust))
+            half = self.matching_side(manifests.decode(data, path=path, trust=trust))
         except KeyProblem:
             kept = self._kept_in(data, path, trust, depth)
             if kept is None:
                 raise
             return kept
-        if half.is_made_up:
+        if half.is_placeholder:
             return self._kept_in(data, path, trust, depth) or half
         return half
 
@@ -175,7 +175,7 @@ class ManifestReader:
         return manifests.decode(data, path=path, trust=trust)
 
     def _content(self, path: Path) -> bytes:
-        return tried_again(lambda: self._read_whole(path), self.fs)
+        return with_one_retry(lambda: self._read_whole(path), self.fs)
 
     def _read_whole(self, path: Path) -> bytes:
         with contextlib.closing(self.fs.open(path)) as file:
@@ -187,7 +187,7 @@ class ManifestReader:
                 )
             return read_bytes(file, 0, file.size)
 
-    def half_that_matches(self, manifest: Manifest) -> Manifest:
+    def matching_side(self, manifest: Manifest) -> Manifest:
         """Return the half of a manifest of two files that describes the data that is there; reads the data."""
         old = manifest.replaces
         if old is None:

@@ -11,7 +11,7 @@ from types import FrameType
 
 import pytest
 
-from ckptmgr.io.signals import signals_heard, signals_held
+from ckptmgr.io.signals import defer_signals, deliver_signals
 from tests.faults.pressed import pressed
 
 pytestmark = pytest.mark.usefixtures("plain_ctrl_c")
@@ -23,8 +23,8 @@ def press(number: int = signal.SIGINT) -> None:
 
 def test_ctrl_c_comes_after_the_outermost_block() -> None:
     done = []
-    with pytest.raises(KeyboardInterrupt), signals_held():
-        with signals_held():
+    with pytest.raises(KeyboardInterrupt), defer_signals():
+        with defer_signals():
             press()
             done.append("inner")
         done.append("outer")
@@ -33,9 +33,9 @@ def test_ctrl_c_comes_after_the_outermost_block() -> None:
 
 def test_ctrl_c_comes_at_once_where_signals_are_heard() -> None:
     done = []
-    with pytest.raises(KeyboardInterrupt), signals_held():
+    with pytest.raises(KeyboardInterrupt), defer_signals():
         try:
-            with signals_heard():
+            with deliver_signals():
                 press()
                 done.append("never")
         finally:
@@ -46,18 +46,18 @@ def test_ctrl_c_comes_at_once_where_signals_are_heard() -> None:
 
 def test_ctrl_c_that_waited_comes_where_signals_are_heard_next() -> None:
     done = []
-    with pytest.raises(KeyboardInterrupt), signals_held():
+    with pytest.raises(KeyboardInterrupt), defer_signals():
         press()
         done.append("held")
-        with signals_heard():
+        with deliver_signals():
             done.append("never")
     assert done == ["held"]
 
 
 def test_ctrl_c_in_a_held_block_within_a_heard_one_comes_between_them() -> None:
     done = []
-    with pytest.raises(KeyboardInterrupt), signals_held(), signals_heard():
-        with signals_held():
+    with pytest.raises(KeyboardInterrupt), defer_signals(), deliver_signals():
+        with defer_signals():
             press()
             done.append("held")
         done.append("never")
@@ -74,8 +74,8 @@ def test_handler_that_returns_runs_again_and_again() -> None:
 
     before = signal.signal(signal.SIGUSR1, note)
     try:
-        with signals_held():
-            with signals_heard():
+        with defer_signals():
+            with deliver_signals():
                 press(signal.SIGUSR1)
                 assert len(heard) == 2
                 press(signal.SIGUSR1)
@@ -92,7 +92,7 @@ def test_two_signals_that_waited_are_both_handled() -> None:
     heard = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
     try:
-        with pytest.raises(KeyboardInterrupt), signals_held():
+        with pytest.raises(KeyboardInterrupt), defer_signals():
             press()
             press(signal.SIGUSR1)
         assert heard == [signal.SIGUSR1]
@@ -101,7 +101,7 @@ def test_two_signals_that_waited_are_both_handled() -> None:
 
 
 def test_handler_that_is_replaced_meanwhile_stays_replaced() -> None:
-    with signals_held():
+    with defer_signals():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -111,7 +111,7 @@ def test_other_threads_hold_nothing() -> None:
     seen = []
 
     def work() -> None:
-        with signals_held(), signals_heard():
+        with defer_signals(), deliver_signals():
             seen.append(signal.getsignal(signal.SIGINT))
 
     thread = threading.Thread(target=work)
@@ -121,7 +121,7 @@ def test_other_threads_hold_nothing() -> None:
 
 
 def test_heard_alone_changes_nothing() -> None:
-    with pytest.raises(KeyboardInterrupt), signals_heard():
+    with pytest.raises(KeyboardInterrupt), deliver_signals():
         press()
 
 
@@ -134,7 +134,7 @@ def test_interpreter_that_has_no_signals_saves_all_the_same(
     done = []
     with monkeypatch.context() as patch:
         patch.setattr(signal, "signal", refuse)
-        with signals_held(), signals_heard():
+        with defer_signals(), deliver_signals():
             done.append("saved")
     assert done == ["saved"]
 
@@ -142,10 +142,10 @@ def test_interpreter_that_has_no_signals_saves_all_the_same(
 def _interrupted(at: int) -> tuple[bool, bool]:
     """Hold and hear with Ctrl-C at a point; return whether there are so many, and whether it was raised."""
     try:
-        with pressed(at) as presses, signals_held():
-            with signals_heard():
+        with pressed(at) as presses, defer_signals():
+            with deliver_signals():
                 pass
-            with signals_held():
+            with defer_signals():
                 pass
     except KeyboardInterrupt:
         return True, True
@@ -159,6 +159,6 @@ def test_ctrl_c_at_any_step_of_holding_is_raised_and_handlers_are_back() -> None
         is_there, was_raised = _interrupted(at)
         assert was_raised or not is_there, at
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, at
-        with pytest.raises(KeyboardInterrupt), signals_held():
+        with pytest.raises(KeyboardInterrupt), defer_signals():
             press()
     assert at > 30

@@ -19,7 +19,7 @@ from ckptmgr.formats.errors import TruncatedError
 from ckptmgr.io.byte_counters import counting
 from ckptmgr.io.files import CachedFile
 from ckptmgr.io.filesystem import InputFile
-from ckptmgr.io.page_cache import is_one_of_many, read_once
+from ckptmgr.io.page_cache import bypass_page_cache, is_one_of_many
 
 MIB = 1 << 20
 CONTENT = np.random.default_rng(0).bytes(9 * MIB + 1234)
@@ -34,7 +34,7 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def file(path: Path) -> Iterator[InputFile]:
-    file = read_once(CachedFile(path))
+    file = bypass_page_cache(CachedFile(path))
     yield file
     file.close()
 
@@ -68,7 +68,7 @@ def test_any_bytes_are_read_into_any_memory(
     if is_cold:
         make_cold(path)
     length = min(length, len(CONTENT) - offset)
-    file = read_once(CachedFile(path))
+    file = bypass_page_cache(CachedFile(path))
     assert read(file, offset, length, skew=skew) == CONTENT[offset : offset + length]
     file.close()
 
@@ -138,7 +138,7 @@ def test_of_half_a_cached_file_only_that_half_is_read_through_the_cache(path: Pa
     if all(cached_pages(path)):
         pytest.skip("this file system lives in the page cache")
     counting = Counting(path)
-    file = read_once(counting)
+    file = bypass_page_cache(counting)
     for offset in range(7 * MIB, -1, -MIB):  # forwards, the kernel reads ahead
         assert read(file, offset, MIB) == CONTENT[offset : offset + MIB]
     file.close()
@@ -152,7 +152,7 @@ def test_few_odd_pages_do_not_change_how_the_rest_is_read(path: Path, is_cached:
     kept = list(zip(holes[::2], holes[1::2], strict=True))
     put_into_cache(path, *(kept if is_cached else [(at, at + mmap.PAGESIZE) for at in odd]))
     counting = Counting(path)
-    file = read_once(counting)
+    file = bypass_page_cache(counting)
     assert read(file, MIB, 6 * MIB) == CONTENT[MIB : 7 * MIB]
     file.close()
     if not is_cached and all(cached_pages(path)):
@@ -195,14 +195,14 @@ def test_file_that_cannot_be_read_directly_is_read_all_the_same(
     path: Path, kind: type[CachedFile]
 ) -> None:
     make_cold(path)
-    file = read_once(kind(path))
+    file = bypass_page_cache(kind(path))
     assert read(file, 0, len(CONTENT)) == CONTENT
     file.close()
 
 
 def test_small_file_is_read_and_closed(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"content")
-    file = read_once(CachedFile(tmp_path / "x"))
+    file = bypass_page_cache(CachedFile(tmp_path / "x"))
     assert read(file, 3, 4) == b"tent"
     file.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -211,7 +211,7 @@ def test_small_file_is_read_and_closed(tmp_path: Path) -> None:
 
 def test_closed_file_has_no_descriptors_left(path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    file = read_once(CachedFile(path))
+    file = bypass_page_cache(CachedFile(path))
     read(file, 0, MIB)
     file.close()
     assert len(os.listdir("/proc/self/fd")) == before
@@ -228,7 +228,7 @@ def test_file_of_another_kind_stays_what_it_is() -> None:
             raise NotImplementedError
 
     other = Other()
-    assert read_once(other) is other
+    assert bypass_page_cache(other) is other
 
 
 @pytest.mark.parametrize(("value", "expected"), [("", False), ("1", False), ("8", True)])
@@ -279,7 +279,7 @@ def test_small_reads_as_far_apart_as_before_are_looked_up_ahead(
     path: Path, offsets: list[int], asked: list[int]
 ) -> None:
     noting = Noting(path)
-    file = read_once(noting)
+    file = bypass_page_cache(noting)
     for offset in offsets:
         assert read(file, offset * MIB, 48) == CONTENT[offset * MIB :][:48]
         assert read(file, 0, 1) == CONTENT[:1]  # of another size, and so of another kind
@@ -292,7 +292,7 @@ def test_small_reads_as_far_apart_as_before_are_looked_up_ahead(
 def test_large_reads_ask_for_nothing_ahead(path: Path, skew: int, is_cached: bool) -> None:
     put_into_cache(path, *([(0, len(CONTENT))] if is_cached else []))
     noting = Noting(path)
-    file = read_once(noting)
+    file = bypass_page_cache(noting)
     for offset in range(0, 8 * MIB, MIB):
         assert read(file, offset, MIB - 100, skew=skew) == CONTENT[offset : offset + MIB - 100]
     file.close()
@@ -307,7 +307,7 @@ class Deaf(CachedFile):
 
 
 def test_file_that_takes_no_advice_is_read_all_the_same(path: Path) -> None:
-    file = read_once(Deaf(path))
+    file = bypass_page_cache(Deaf(path))
     for offset in range(0, 9 * MIB, MIB):
         assert read(file, offset, 48) == CONTENT[offset:][:48]
     file.close()

@@ -44,7 +44,7 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plain:
+class PlaintextSummary:
     """What is known once the file is decrypted.
 
     Attributes:
@@ -70,7 +70,7 @@ class Plain:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contents:
+class FileSummary:
     """What is known about one checkpoint file.
 
     Attributes:
@@ -85,17 +85,17 @@ class Contents:
     manifest: Manifest | None
     stored_bytes: int
     cipher: str | None
-    plain: Plain | None
+    plain: PlaintextSummary | None
 
 
-def read_contents(
+def inspect_file(
     store: Store,
     checkpoint: Checkpoint,
     *,
     options: ReadOptions,
     choose: Callable[[str], bool] = lambda _: True,
     has_stats: bool = False,
-) -> Contents:
+) -> FileSummary:
     """Return what a checkpoint holds.
 
     Args:
@@ -129,7 +129,7 @@ def read_contents(
             plain = _plain(
                 source, path, choose, has_manifest=manifest is not None, has_stats=has_stats
             )
-        return Contents(
+        return FileSummary(
             checkpoint=checkpoint,
             manifest=manifest,
             stored_bytes=raw.size,
@@ -140,7 +140,7 @@ def read_contents(
 
 def _of_many_ranks(
     store: Store, checkpoint: Checkpoint, options: ReadOptions, choose: Callable[[str], bool]
-) -> Contents:
+) -> FileSummary:
     manifest = store.read_manifest(checkpoint.name)
     if manifest is None or not manifest.shards:
         raise CheckpointNotFound("there is no manifest", path=checkpoint.path)
@@ -148,7 +148,7 @@ def _of_many_ranks(
     if options.trust.keys is not None or manifest.file.cipher is None:
         with ShardedCheckpoint(store, manifest, options=options) as files:
             found = [(spec, ranks) for spec, ranks in files.tensors() if choose(spec.name)]
-            plain = Plain(
+            plain = PlaintextSummary(
                 format=manifest.file.format,
                 size_bytes=files.piece_bytes,
                 compressed_bytes=None,
@@ -158,7 +158,7 @@ def _of_many_ranks(
                 tensors=tuple(StoredTensor(spec=spec, ranks=ranks) for spec, ranks in found),
                 texts={},
             )
-    return Contents(
+    return FileSummary(
         checkpoint=checkpoint,
         manifest=manifest,
         stored_bytes=checkpoint.size_bytes,
@@ -184,9 +184,9 @@ def _plain(
     *,
     has_manifest: bool,
     has_stats: bool,
-) -> Plain:
+) -> PlaintextSummary:
     if plain.format == OPAQUE:
-        return Plain(
+        return PlaintextSummary(
             format=OPAQUE,
             size_bytes=plain.source.size,
             compressed_bytes=None,
@@ -198,7 +198,7 @@ def _plain(
         )
     opened = open_indexed(plain, path=path, has_digests=has_manifest, is_for_loading=False)
     texts = [entry for entry in opened.index.entries if isinstance(entry, TextEntry)]
-    return Plain(
+    return PlaintextSummary(
         format=opened.format,
         size_bytes=opened.source.size,
         compressed_bytes=opened.compressed_bytes,

@@ -128,7 +128,7 @@ def test_owner_who_loses_power_over_the_overwrite_of_others_keeps_the_old_proofs
     store = strict_store_of(tmp_path, "old key")
     found = store.read_manifest(NAME)
     assert found is not None
-    assert not found.is_made_up
+    assert not found.is_placeholder
     store.recover("net")
     assert (tmp_path / _MANIFEST).read_bytes() == before
 

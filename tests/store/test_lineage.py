@@ -22,8 +22,13 @@ from ckptmgr.files.save.saver import SaveOptions
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.io.digest import digest_of
 from ckptmgr.maintenance.verify import Level, Status, verify_all
-from ckptmgr.store.manifest.chain import Expected, contradiction, link_to_newest, misfit
 from ckptmgr.store.manifest.codec import decode, encode, manifest_name
+from ckptmgr.store.manifest.lineage import (
+    Expected,
+    foreign_predecessor,
+    link_to_newest,
+    replaced_by_older,
+)
 from ckptmgr.store.store import Store
 from tests.support.manifests import PATH, changed, manifest
 from tests.support.saved import KEY, flip, save_run
@@ -168,7 +173,7 @@ def test_overwritten_name_follows_the_newest_even_itself(tmp_path: Path) -> None
     (found,) = Store(tmp_path).scan()
     assert found.previous is not None
     assert found.previous.name == found.name
-    assert contradiction(found, [found]) is None
+    assert replaced_by_older(found, [found]) is None
 
 
 def listed(content: bytes = b"content", **changes: Any) -> Checkpoint:
@@ -184,18 +189,18 @@ def later_than(checkpoint: Checkpoint, **changes: Any) -> Checkpoint:
 
 def test_file_that_was_encrypted_anew_is_still_the_same_save() -> None:
     before = listed()
-    assert contradiction(listed(b"rekeyed"), [later_than(before)]) is None
+    assert replaced_by_older(listed(b"rekeyed"), [later_than(before)]) is None
 
 
 def test_plain_file_of_other_content_is_not_the_same_save() -> None:
     before = listed()
-    found = contradiction(listed(b"forged", cipher=None), [later_than(before)])
+    found = replaced_by_older(listed(b"forged", cipher=None), [later_than(before)])
     assert found is not None
     assert found.startswith("net-2.ckpt was saved after another file of this name (commit 7")
 
 
 def test_save_of_another_run_with_the_same_number_is_not_the_same() -> None:
-    assert contradiction(listed(b"other", run_id="other"), [later_than(listed())]) is not None
+    assert replaced_by_older(listed(b"other", run_id="other"), [later_than(listed())]) is not None
 
 
 @pytest.mark.parametrize(
@@ -208,7 +213,7 @@ def test_save_of_another_run_with_the_same_number_is_not_the_same() -> None:
     ids=["written later", "bare file", "another name"],
 )
 def test_file_that_no_link_speaks_of_is_not_contradicted(doubtful: Checkpoint) -> None:
-    assert contradiction(doubtful, [later_than(listed()), listed()]) is None
+    assert replaced_by_older(doubtful, [later_than(listed()), listed()]) is None
 
 
 def test_file_that_is_contradicted_itself_accuses_nobody(tmp_path: Path) -> None:
@@ -230,14 +235,14 @@ def test_files_of_one_commit_that_contradict_each_other_are_both_named() -> None
     link = Link(name=one.name, sequence=6, run_id="run", id=OTHER_ID)
     back = Link(name=two.name, sequence=6, run_id="run", id=OTHER_ID)
     present = [replace(one, previous=back), replace(two, previous=link)]
-    assert all(contradiction(checkpoint, []) is None for checkpoint in present)
-    assert contradiction(present[0], [present[1]]) is not None
-    assert contradiction(present[1], [present[0]]) is not None
+    assert all(replaced_by_older(checkpoint, []) is None for checkpoint in present)
+    assert replaced_by_older(present[0], [present[1]]) is not None
+    assert replaced_by_older(present[1], [present[0]]) is not None
 
 
 def test_manifest_under_another_key_proves_nothing() -> None:
     later = later_than(listed(), state=State.UNVERIFIED)
-    assert contradiction(listed(b"other", sequence=1), [later]) is None
+    assert replaced_by_older(listed(b"other", sequence=1), [later]) is None
 
 
 @pytest.mark.parametrize(
@@ -294,10 +299,12 @@ def test_resume_after_what_happens_every_day_has_no_doubt(tmp_path: Path, event:
 def test_checkpoint_fits_what_lies_before_it_unless_that_is_another_known_one() -> None:
     before = listed()
     later = later_than(before)
-    assert misfit(later, [before, later]) is None
-    assert misfit(before, [before, later]) is None
-    assert misfit(later, [listed(b"other", sequence=1), later]) is not None
-    assert misfit(later, [listed(b"other", sequence=1, state=State.UNVERIFIED)]) is None
+    assert foreign_predecessor(later, [before, later]) is None
+    assert foreign_predecessor(before, [before, later]) is None
+    assert foreign_predecessor(later, [listed(b"other", sequence=1), later]) is not None
+    assert (
+        foreign_predecessor(later, [listed(b"other", sequence=1, state=State.UNVERIFIED)]) is None
+    )
 
 
 # The id: of everything that is fixed when it is saved, and nothing else.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nobody works any more when `run_together` returns."""
+"""Nobody works any more when `run_in_threads` returns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 
-from ckptmgr.io.threads import run_together
+from ckptmgr.io.threads import run_in_threads
 
 
 class _Failures:
@@ -61,13 +61,13 @@ def test_works_run_at_the_same_time(failures: _Failures) -> None:
     def work() -> None:
         meeting.wait()
 
-    run_together([work] * 3, fail=failures)
+    run_in_threads([work] * 3, fail=failures)
     assert not failures.seen
     assert not meeting.broken
 
 
 def test_no_work_at_all_returns(failures: _Failures) -> None:
-    run_together([], fail=failures)
+    run_in_threads([], fail=failures)
     assert not failures.seen
 
 
@@ -86,7 +86,7 @@ def test_ctrl_c_pressed_often_is_told_each_time_and_waits_for_everybody(
                 failures.heard.acquire(timeout=10)
         finished.append(True)
 
-    run_together([work], fail=failures)
+    run_in_threads([work], fail=failures)
     assert finished == [True]
     assert [type(error) for error in failures.seen] == [KeyboardInterrupt] * presses
 
@@ -110,7 +110,7 @@ def test_works_without_a_thread_are_done_by_the_caller(
         failures.is_failed.wait(timeout=60)
         ran_in.append(threading.current_thread())
 
-    run_together([work] * 3, fail=failures)
+    run_in_threads([work] * 3, fail=failures)
     assert sorted(thread is threading.main_thread() for thread in ran_in) == [False, True, True]
     assert [str(error) for error in failures.seen] == ["can't start new thread"]
 
@@ -129,6 +129,6 @@ def test_ctrl_c_while_a_thread_is_started_calls_each_work_once(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(threading.Thread, "start", interrupted)
-    run_together([partial(calls.append, number) for number in range(3)], fail=failures)
+    run_in_threads([partial(calls.append, number) for number in range(3)], fail=failures)
     assert sorted(calls) == [0, 1, 2]
     assert len(failures.seen) == 1

@@ -8,7 +8,7 @@ from itertools import accumulate, cycle, islice
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr.io.page_cache import Trail
+from ckptmgr.io.page_cache import ReadAheadPredictor
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -17,7 +17,7 @@ PAGES = (4 * KIB).__mul__
 
 def foretold(offsets: list[int]) -> list[tuple[int, ...]]:
     """Return what is foretold at each of some reads."""
-    trail = Trail()
+    trail = ReadAheadPredictor()
     return [trail.note(offset) for offset in offsets]
 
 
@@ -32,7 +32,7 @@ def test_reads_of_layers_that_are_alike_are_foretold_from_the_fourth_on(
 ) -> None:
     steps = [step + drift for step in islice(cycle(layer), 6 * len(layer))]
     offsets = list(accumulate(steps, initial=start))
-    trail, known = Trail(), set[int]()
+    trail, known = ReadAheadPredictor(), set[int]()
     for index, offset in enumerate(offsets):
         if index > 3 * len(layer):  # by then, what looked like a shorter period has failed
             assert min(abs(offset - one) for one in known) <= 256

@@ -29,7 +29,7 @@ def link_to_newest(present: Iterable[Checkpoint], series: str) -> Link | None:
     return Link(name=newest.name, sequence=newest.sequence, run_id=newest.run_id, id=newest.id)
 
 
-def contradiction(checkpoint: Checkpoint, present: Sequence[Checkpoint]) -> str | None:
+def replaced_by_older(checkpoint: Checkpoint, present: Sequence[Checkpoint]) -> str | None:
     """Return why a checkpoint is not the one that a later one was saved after, or None.
 
     Args:
@@ -39,13 +39,13 @@ def contradiction(checkpoint: Checkpoint, present: Sequence[Checkpoint]) -> str 
     return _contradicted(checkpoint, _sayings(present))
 
 
-def misfit(checkpoint: Checkpoint, present: Iterable[Checkpoint]) -> str | None:
+def foreign_predecessor(checkpoint: Checkpoint, present: Iterable[Checkpoint]) -> str | None:
     """Return why a checkpoint was not saved after the one that lies before it here, or None.
 
     Then one of the two is from elsewhere: the one before was replaced, or this one is of another run with the same key.
 
     Args:
-        checkpoint: As for `contradiction`.
+        checkpoint: As for `replaced_by_older`.
         present: What lies in the same directory.
     """
     link = checkpoint.previous

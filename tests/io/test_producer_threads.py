@@ -13,14 +13,14 @@ import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager
 from ckptmgr.engine.worker import Worker
-from ckptmgr.io.threads import producers, work_beside_training
+from ckptmgr.io.threads import producer_threads, work_beside_training
 
 
 def in_a_thread(work: object) -> int:
     def count() -> int:
         if callable(work):
             work()
-        return producers()
+        return producer_threads()
 
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(count).result()
@@ -53,7 +53,9 @@ def test_save_in_a_thread_leaves_the_training_a_processor(
 ) -> None:
     seen: list[int] = []
     config = CheckpointConfig(async_save="thread")
-    watch = [lambda event: seen.append(producers()) if event.name == "save.durable" else None]
+    watch = [
+        lambda event: seen.append(producer_threads()) if event.name == "save.durable" else None
+    ]
     with CheckpointManager(tmp_path, config, observe=watch) as manager:
         manager.save(1, {"w": np.zeros(3)})
     assert seen == [machine[1]]

@@ -13,7 +13,7 @@ from types import FrameType
 import pytest
 
 from ckptmgr.io import gc_pause as collector
-from ckptmgr.io.gc_pause import Pause, Pauses, collector_paused
+from ckptmgr.io.gc_pause import Pause, Pauses, gc_paused
 
 
 @pytest.fixture(autouse=True)
@@ -25,22 +25,22 @@ def _as_before() -> Iterator[None]:
 
 
 def test_collector_rests_until_the_outermost_pause_is_over() -> None:
-    with collector_paused():
-        with collector_paused():
+    with gc_paused():
+        with gc_paused():
             pass
         assert not gc.isenabled()
     assert gc.isenabled()
 
 
 def test_collector_is_back_after_an_error() -> None:
-    with pytest.raises(KeyError), collector_paused():
+    with pytest.raises(KeyError), gc_paused():
         raise KeyError
     assert gc.isenabled()
 
 
 def test_collector_that_was_off_stays_off() -> None:
     gc.disable()
-    with collector_paused():
+    with gc_paused():
         pass
     assert not gc.isenabled()
 
@@ -49,14 +49,14 @@ def test_collector_rests_until_the_last_thread_is_done() -> None:
     begun, may_end = threading.Event(), threading.Event()
 
     def pause() -> None:
-        with collector_paused():
+        with gc_paused():
             begun.set()
             may_end.wait()
 
     thread = threading.Thread(target=pause)
     thread.start()
     begun.wait()
-    with collector_paused():
+    with gc_paused():
         pass
     assert not gc.isenabled()
     may_end.set()
@@ -77,13 +77,13 @@ def _in_a_child(check: object) -> bool:
 
 
 def test_collector_runs_in_a_child_forked_in_a_pause() -> None:
-    with collector_paused():
+    with gc_paused():
         assert _in_a_child(gc.isenabled)
 
 
 def test_pauses_work_in_a_child_forked_in_a_pause() -> None:
     def check() -> bool:
-        with collector_paused():
+        with gc_paused():
             is_paused = not gc.isenabled()
         return is_paused and gc.isenabled()
 
@@ -91,14 +91,14 @@ def test_pauses_work_in_a_child_forked_in_a_pause() -> None:
         pause.__exit__(None, None, None)
         return check()
 
-    pause = collector_paused()
+    pause = gc_paused()
     with pause:
         assert _in_a_child(check_after_it)
 
 
 def test_child_leaves_off_what_its_parent_had_turned_off() -> None:
     gc.disable()
-    with collector_paused():
+    with gc_paused():
         assert _in_a_child(lambda: not gc.isenabled())
 
 
@@ -129,7 +129,7 @@ def _interrupted(at: int) -> bool:
     before = sys.getprofile()
     sys.setprofile(press)
     try:
-        with collector_paused():
+        with gc_paused():
             pass
     except KeyboardInterrupt:
         return True
@@ -142,7 +142,7 @@ def test_collector_is_back_wherever_a_pause_was_interrupted() -> None:
     at = 1
     while _interrupted(at):
         assert gc.isenabled(), at
-        with collector_paused():
+        with gc_paused():
             assert not gc.isenabled(), at
         assert gc.isenabled(), at
         at += 1

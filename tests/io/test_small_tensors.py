@@ -17,7 +17,7 @@ from ckptmgr.formats.dtypes import BY_NAME
 from ckptmgr.formats.index import Piece, TensorEntry
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import TensorSpec
-from ckptmgr.io.scatter import Clusters, read_scattered
+from ckptmgr.io.scatter import SmallTensorBatches, read_scattered
 
 KEY = bytes(32)
 GRID = 1024
@@ -43,9 +43,9 @@ def test_tensors_read_in_clusters_have_their_bytes(
     content = bytes(index * 7 % 251 for index in range(end))
     chosen = [one for one in entries if data.draw(st.booleans())]
     arrays: dict[int, np.ndarray] = {}
-    clusters = Clusters(arrays, grid_bytes=GRID)
-    others = clusters.take(chosen)
-    read_scattered(BytesSource(content), clusters.found, unit_bytes=GRID)
+    batches = SmallTensorBatches(arrays, grid_bytes=GRID)
+    others = batches.take(chosen)
+    read_scattered(BytesSource(content), batches.found, unit_bytes=GRID)
     assert {id(one) for one in chosen} == arrays.keys() | {id(one) for one in others}
     for one in (one for one in chosen if one not in others):
         start, length = one.pieces[0]
@@ -68,22 +68,22 @@ def test_tensors_read_in_clusters_have_their_bytes(
 def test_only_what_lies_in_one_piece_that_is_read_is_taken(
     one: TensorEntry, is_taken: bool
 ) -> None:
-    clusters = Clusters({}, grid_bytes=GRID)
-    assert clusters.take([one]) == ([] if is_taken else [one])
-    assert len(clusters.found) == is_taken
+    batches = SmallTensorBatches({}, grid_bytes=GRID)
+    assert batches.take([one]) == ([] if is_taken else [one])
+    assert len(batches.found) == is_taken
 
 
 def test_tensors_out_of_order_make_clusters_of_their_own() -> None:
-    clusters = Clusters({}, grid_bytes=GRID)
-    assert not clusters.take([entry("w", offset, 8) for offset in (100, 200, 0, 50)])
-    assert [(one.offset, one.stop) for one in clusters.found] == [(100, 208), (0, 58)]
+    batches = SmallTensorBatches({}, grid_bytes=GRID)
+    assert not batches.take([entry("w", offset, 8) for offset in (100, 200, 0, 50)])
+    assert [(one.offset, one.stop) for one in batches.found] == [(100, 208), (0, 58)]
 
 
 def test_nothing_else_lies_within_a_cluster() -> None:
-    clusters = Clusters({}, grid_bytes=GRID)
+    batches = SmallTensorBatches({}, grid_bytes=GRID)
     boolean = entry("b", 8, 8, "bool")
-    assert clusters.take([entry("a", 0, 8), boolean, entry("c", 16, 8)]) == [boolean]
-    assert [(one.offset, one.stop) for one in clusters.found] == [(0, 8), (16, 24)]
+    assert batches.take([entry("a", 0, 8), boolean, entry("c", 16, 8)]) == [boolean]
+    assert [(one.offset, one.stop) for one in batches.found] == [(0, 8), (16, 24)]
 
 
 def state(count: int) -> dict[str, Any]:

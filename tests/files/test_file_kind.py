@@ -21,7 +21,7 @@ from ckptmgr.files.load.values import ReadOptions
 from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
 from ckptmgr.formats.detect import Kind
 from ckptmgr.maintenance.verify import Level, Status, Verification, verify_checkpoint
-from ckptmgr.store.manifest.codec import FOREIGN, manifest_name
+from ckptmgr.store.manifest.codec import PLACEHOLDER, manifest_name
 from ckptmgr.store.store import Store
 from tests.support.manifests import manifest
 from tests.support.saved import only, overwrite
@@ -125,7 +125,7 @@ def test_file_of_another_kind_or_cipher_than_its_manifest_says_is_damaged(
 
 
 def test_manifest_that_was_made_for_a_bare_file_does_not_know_its_kind() -> None:
-    made_up = replace(manifest(), why=FOREIGN, sequence=0)
+    made_up = replace(manifest(), why=PLACEHOLDER, sequence=0)
     check_kind(Kind.MINDSPORE_CKPT, made_up, path="x")
     check_mode("SM4-CBC", made_up, path="x")
 
