@@ -9,8 +9,8 @@ header copy A | header copy B | zeros | FLOE header(74) | segment 0 | segment 1 
 * The size of the file and its head are known before the first segment is sealed.
 * The data key is new for every file and never leaves memory but wrapped, in the key slots.
 
->>> from .wrapping import RawKey
->>> from .container_source import open_container
+>>> from ..slots.secret import RawKey
+>>> from .source import open_container
 >>> data, me = b"weights and biases", RawKey(Key(bytes(16)))
 >>> sealer = ContainerSealer([me], plaintext_size=len(data))
 >>> file = bytearray(sealer.head) + bytearray(sealer.sealed_size - len(sealer.head))

@@ -3,7 +3,7 @@
 
 The blob is AES key wrap (RFC 3394) under a key derived from the own key and the context, 8 bytes longer than what it wraps.
 
->>> from ..key import Key
+>>> from ..keys.key import Key
 >>> own = LocalProvider(Key(bytes(32)))
 >>> blob = own.wrap(bytes(16), {"run": "7f"})
 >>> len(blob), own.unwrap(blob, {"run": "7f"}) == bytes(16)

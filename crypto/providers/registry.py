@@ -4,7 +4,7 @@
 | address | service |
 |---|---|
 | `local:SOURCE` | a key of one's own, from `env:`, `file:`, `cmd:`, `fd:` or `prompt:` |
-| `exec:COMMAND` | a program; see `exec_provider` |
+| `exec:COMMAND` | a program; see `exec` |
 | `aws-kms:KEY` | AWS KMS, by key id, ARN or alias; `ckptmgr[aws]` |
 | `pkcs11:...` | a hardware token, by its RFC 7512 address; `ckptmgr[pkcs11]` |
 
@@ -28,9 +28,9 @@ from .provider import KeyProvider, ProviderUnavailableError
 ENTRY_POINT_GROUP = "ckptmgr.keyproviders"
 BUILT_IN = {
     "local": ("local", "open_local"),
-    "exec": ("exec_provider", "open_exec"),
+    "exec": ("exec", "open_exec"),
     "aws-kms": ("aws_kms", "open_aws_kms"),
-    "pkcs11": ("pkcs11_token", "open_pkcs11"),
+    "pkcs11": ("pkcs11", "open_pkcs11"),
 }
 
 _Opener = Callable[[str], KeyProvider]

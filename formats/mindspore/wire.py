@@ -8,7 +8,7 @@
 
 Source: protobuf.dev/programming-guides/encoding (wire types, varints, field numbers).
 
->>> from .source import BytesSource
+>>> from ..source import BytesSource
 >>> encode_bytes_field(1, b"w").hex()
 '0a0177'
 >>> wire = WireReader(BytesSource(encode_bytes_field(1, b"w")))

@@ -13,7 +13,9 @@ from tests.support.held import run_program
 PROLOGUE = """
 import os, signal, sys, threading
 import numpy as np
-from ckptmgr import CheckpointConfig, CheckpointManager, pipeline, streams, units
+from ckptmgr import CheckpointConfig, CheckpointManager
+from ckptmgr.files.save import pipeline, streams
+from ckptmgr.io import threads as units
 
 def in_child(work):
     child = os.fork()

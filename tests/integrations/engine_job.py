@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What each of the real ranks of an engine does: resume, train, save every step, and at the last one lose rank 1.
 
-`python -m tests.parallel.engine_job PLAN`, where the plan is JSON; every rank writes what it has seen to a file.
+`python -m tests.integrations.engine_job PLAN`, where the plan is JSON; every rank writes what it has seen to a file.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Plan:
 
     def command(self) -> list[str]:
         """Return the command of a rank."""
-        return [sys.executable, "-m", "tests.parallel.engine_job", json.dumps(asdict(self))]
+        return [sys.executable, "-m", "tests.integrations.engine_job", json.dumps(asdict(self))]
 
     def told(self, rank: int) -> dict[str, object]:
         """Return what a rank has seen."""

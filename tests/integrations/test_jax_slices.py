@@ -25,7 +25,7 @@ def processes(world: int, directory: Path, action: str) -> list[dict[str, Any]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    command = [sys.executable, "-m", "tests.parallel.jax_job", str(directory), action]
+    command = [sys.executable, "-m", "tests.integrations.jax_job", str(directory), action]
     running = [
         subprocess.Popen(
             [*command, str(rank), str(world), port],

@@ -129,7 +129,13 @@ def test_process_that_torchrun_did_not_start_is_told(monkeypatch: pytest.MonkeyP
 @pytest.mark.slow
 def test_four_ranks_of_torchrun_save_together_or_not_at_all(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(WORLD), "-m", "tests.parallel.torchrun_job", str(tmp_path)]
+    command += [
+        "--nproc-per-node",
+        str(WORLD),
+        "-m",
+        "tests.integrations.torchrun_job",
+        str(tmp_path),
+    ]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[3]
 
 def torchrun(world: int, *arguments: object) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(world), "-m", "tests.parallel.fsdp_job"]
+    command += ["--nproc-per-node", str(world), "-m", "tests.integrations.dcp.fsdp_job"]
     done = subprocess.run(
         [*command, *map(str, arguments)],
         cwd=ROOT,
