@@ -13,7 +13,7 @@ from ckptmgr.config.memory import MIB, Wipe
 from ckptmgr.engine.layout import SPILLED, Layout
 from ckptmgr.engine.slabs import Slab
 from ckptmgr.engine.spill import SpillFile
-from ckptmgr.formats.tensor import Item, Tensor, checked_content, content_of
+from ckptmgr.formats.tensor import Item, Tensor, content_of
 from ckptmgr.io.buffers import copy_into
 from ckptmgr.io.threads import drain
 from ckptmgr.state.devices import DeviceMemory
@@ -195,7 +195,10 @@ class StagedState:
             drain(self._pieces(large, tensors), _copy, threads=_COPIERS)
         if self._lot.spill is not None:
             self._lot.spill.write(
-                ((self._places[index][1], checked_content(tensors[index])) for index in spilled),
+                (
+                    (self._places[index][1], partial(content_of, tensors[index]))
+                    for index in spilled
+                ),
                 size_bytes=sum(self._sizes[index] for index in spilled),
             )
             if len(self._regions) == len(self._lot.slabs):
