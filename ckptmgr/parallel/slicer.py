@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckptmgr.core.errors import UnsupportedState
-from ckptmgr.core.regions import Region, lengths_of
+from ckptmgr.core.regions import Region, region_shape
 from ckptmgr.files.load.shard_pieces import PIECES
 from ckptmgr.files.load.state import index_of
 from ckptmgr.formats.tensor import Item, Tensor, TensorSpec
@@ -117,11 +117,11 @@ class LayoutSlicer:
         lengths: tuple[int, ...],
     ) -> Slice:
         region = self._region(layout, shape)
-        if 0 in lengths and 0 in lengths_of(region):
+        if 0 in lengths and 0 in region_shape(region):
             return Slice(local=local, shape=shape, start=(0,) * len(shape), lengths=lengths)
-        if lengths_of(region) != lengths:
+        if region_shape(region) != lengths:
             raise LayoutError(
-                f"rank {self._rank} holds {list(lengths)}, but by its layout {list(lengths_of(region))} of {list(shape)}"
+                f"rank {self._rank} holds {list(lengths)}, but by its layout {list(region_shape(region))} of {list(shape)}"
             )
         start = tuple(one.start for one in region)
         return Slice(local=local, shape=shape, start=start, lengths=lengths)
@@ -161,7 +161,7 @@ def _spread(value: Any) -> Slice:
         local=held_here(value, box),
         shape=tuple(map(int, value.shape)),
         start=tuple(one.start for one in box),
-        lengths=lengths_of(box),
+        lengths=region_shape(box),
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptmgr.core.regions import Interval, Region, lengths_of
+from ckptmgr.core.regions import Interval, Region, region_shape
 
 
 def is_spread(value: Any) -> bool:
@@ -37,8 +37,8 @@ def box_of(array: Any) -> Region | None:
         Interval(min(one.start for one in along), max(one.stop for one in along))
         for along in zip(*boxes, strict=True)
     )
-    held = sum(prod(lengths_of(box)) for box in boxes)
-    return hull if held == prod(lengths_of(hull)) else None
+    held = sum(prod(region_shape(box)) for box in boxes)
+    return hull if held == prod(region_shape(hull)) else None
 
 
 def held_here(array: Any, box: Region) -> object:
@@ -46,7 +46,7 @@ def held_here(array: Any, box: Region) -> object:
     shards = {_region(one.index, array.shape): one.data for one in array.addressable_shards}
     if len(shards) == 1:
         return next(iter(shards.values()))
-    joined: np.ndarray = np.empty(lengths_of(box), array.dtype)
+    joined: np.ndarray = np.empty(region_shape(box), array.dtype)
     for region, data in shards.items():
         joined[_within(region, box)] = np.asarray(data)
     return joined

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckptmgr.core.regions import lengths_of
+from ckptmgr.core.regions import region_shape
 from ckptmgr.state.arrays import framework_of, is_instance_by_name
 from ckptmgr.state.fill import (
     SharedTargets,
@@ -244,7 +244,7 @@ class Restorer:
         return _Step(0, lambda _: sys.modules["jax"].numpy.asarray(stored))
 
     def _plan_spread(self, target: Any, stored: np.ndarray, path: Path) -> _Step:
-        lengths = lengths_of(box_of(target) or ())
+        lengths = region_shape(box_of(target) or ())
         if (lengths, str(target.dtype)) != (stored.shape, stored.dtype.name):
             held = f"{target.dtype}{list(lengths)} here"
             return self._differ(path, f"is {held}, stored is {_described(stored)}")

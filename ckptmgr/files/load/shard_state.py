@@ -27,7 +27,7 @@ from ckptmgr.core.errors import (
     UnsupportedCheckpoint,
     UnsupportedState,
 )
-from ckptmgr.core.regions import Interval, Region, lengths_of
+from ckptmgr.core.regions import Interval, Region, region_shape
 from ckptmgr.files.load.shards import ShardedCheckpoint, first_difference
 from ckptmgr.files.load.state import SKELETON, StoredState
 from ckptmgr.files.load.values import ReadOptions
@@ -132,7 +132,7 @@ class _Reading:
         arrays |= {name: self._kept(name) for name in shapes if name.startswith(KEPT)}
         if kept:
             _LOG.warning("%s holds nothing of this rank for %s", self._files.path, ", ".join(kept))
-        local = {name: lengths_of(one) for name, one in regions.items() if one is not None}
+        local = {name: region_shape(one) for name, one in regions.items() if one is not None}
         local |= {KEPT + name: one.lengths for name, one in self._own.slices.items()}
         return StoredState(
             path=self._files.path,
