@@ -20,7 +20,7 @@ from ckptmgr.state.devices import DeviceMemory
 from ckptmgr.state.items import (
     Content,
     Part,
-    Place,
+    SlabOffset,
     describe_items,
     replace_contents,
     tensors_in,
@@ -190,7 +190,7 @@ class StagedState:
                 self._regions[slab][offset : offset + size] = content_of(tensors[index])
         if device is not None and brought:
             targets = [self._region(index) for index in brought]
-            device.bring([tensors[index] for index in brought], targets)
+            device.copy_to_host([tensors[index] for index in brought], targets)
         if large:
             drain(self._pieces(large, tensors), _copy, threads=_COPIERS)
         if self._lot.spill is not None:
@@ -242,7 +242,7 @@ def _names(items: Sequence[Item]) -> list[str]:
     return [item.spec.name if isinstance(item, Tensor) else item.name for item in items]
 
 
-def _place(item: Item, by_name: Mapping[str, Place]) -> Place:
+def _place(item: Item, by_name: Mapping[str, SlabOffset]) -> SlabOffset:
     """Return where a tensor lies that is one of a state of tensors only, or a part of one."""
     part = item.content if isinstance(item, Tensor) else None
     if isinstance(part, Part):

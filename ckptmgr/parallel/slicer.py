@@ -17,7 +17,7 @@ from ckptmgr.parallel.errors import LayoutError
 from ckptmgr.parallel.foreign_layouts import from_dtensor
 from ckptmgr.parallel.layout import ParallelLayout, for_shape
 from ckptmgr.parallel.mindspore.slices import full_shape, region_of
-from ckptmgr.state.jax_shards import box_of, held_here, is_spread
+from ckptmgr.state.jax_shards import addressable_part, addressable_region, is_multi_process
 from ckptmgr.state.slices import Slice
 
 Layouts = Mapping[str, ParallelLayout]
@@ -46,7 +46,7 @@ class LayoutSlicer:
         try:
             if is_dtensor(value):
                 return self._dtensor(value)
-            if is_spread(value):
+            if is_multi_process(value):
                 return _spread(value)
             if layout is None:
                 return None
@@ -151,14 +151,14 @@ def tensor_specs(items: Sequence[Item]) -> dict[str, TensorSpec]:
 
 
 def _spread(value: Any) -> Slice:
-    box = box_of(value)
+    box = addressable_region(value)
     if box is None:
         raise LayoutError(
             "the devices of this process hold parts of it that are no box together",
             hint="order the mesh so that the devices of a process are neighbours",
         )
     return Slice(
-        local=held_here(value, box),
+        local=addressable_part(value, box),
         shape=tuple(map(int, value.shape)),
         start=tuple(one.start for one in box),
         lengths=region_shape(box),

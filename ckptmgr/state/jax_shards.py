@@ -15,19 +15,19 @@ import numpy as np
 from ckptmgr.core.regions import Interval, Region, region_shape
 
 
-def is_spread(value: Any) -> bool:
+def is_multi_process(value: Any) -> bool:
     """Return whether a value is an array of JAX that this process holds only a part of."""
     jax = sys.modules.get("jax")
     return jax is not None and isinstance(value, jax.Array) and not value.is_fully_addressable
 
 
-def is_on_many_devices(value: Any) -> bool:
+def is_multi_device(value: Any) -> bool:
     """Return whether a value is an array of JAX on several devices, of this process or of others."""
     jax = sys.modules.get("jax")
     return jax is not None and isinstance(value, jax.Array) and len(value.sharding.device_set) > 1
 
 
-def box_of(array: Any) -> Region | None:
+def addressable_region(array: Any) -> Region | None:
     """Return the elements that the devices of this process hold together, or None when they are no box."""
     shape = tuple(map(int, array.shape))
     boxes = {_region(shard.index, shape) for shard in array.addressable_shards}
@@ -41,7 +41,7 @@ def box_of(array: Any) -> Region | None:
     return hull if held == prod(region_shape(hull)) else None
 
 
-def held_here(array: Any, box: Region) -> object:
+def addressable_part(array: Any, box: Region) -> object:
     """Return the elements that this process holds: those of a device as they are, those of several joined in a copy."""
     shards = {_region(one.index, array.shape): one.data for one in array.addressable_shards}
     if len(shards) == 1:
@@ -52,9 +52,9 @@ def held_here(array: Any, box: Region) -> object:
     return joined
 
 
-def rebuilt(target: Any, stored: np.ndarray) -> object:
+def rebuild_array(target: Any, stored: np.ndarray) -> object:
     """Return an array like `target` with other elements: those that this process is to hold."""
-    box = box_of(target) or ()
+    box = addressable_region(target) or ()
 
     def part(index: tuple[slice, ...]) -> np.ndarray:
         found: np.ndarray = stored[_within(_region(index, target.shape), box)]

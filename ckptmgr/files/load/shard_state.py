@@ -34,7 +34,7 @@ from ckptmgr.files.load.values import ReadOptions
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.state import tree
 from ckptmgr.state.skeleton import leaf_shapes, with_shapes
-from ckptmgr.state.skeleton_merge import KEPT, first_differing_path, merged
+from ckptmgr.state.skeleton_merge import KEPT, first_differing_path, merge_skeletons
 from ckptmgr.state.slices import Slice, Slicer
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.store import Store
@@ -187,7 +187,7 @@ class _Reading:
         if self._rank < self._files.world:
             return first, ()
         texts = [self._files.metadata(rank).get(SKELETON, first) for rank in others]
-        found = merged(first, texts, self._own.skeleton, has=self._has)
+        found = merge_skeletons(first, texts, self._own.skeleton, has=self._has)
         if found.kept and self._own.problem is not None:
             raise self._own.problem  # what is to be kept cannot be read
         return found.skeleton, found.kept
