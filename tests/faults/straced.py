@@ -2,13 +2,17 @@
 """Real processes under strace, which fails, lies to or kills them at a chosen system call.
 
 A first run without interference is read to find the calls that change a directory, and how many calls of that name the
-thread had made: strace counts by name and thread. No `--seccomp-bpf`: with it strace 6.1 delivers no signals.
+thread had made: strace counts by name and thread. `loaded` makes these numbers the same in each run. No `--seccomp-bpf`:
+with it strace 6.1 delivers no signals.
 """
 
 from __future__ import annotations
 
+import atexit
+import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -18,6 +22,8 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+LOADED = "loaded\n"
+NO_FILE = 999_999  # no file has this descriptor
 ROOT = Path(__file__).resolve().parents[2]
 CHANGES = (
     "openat,write,pwrite64,fallocate,ftruncate,fsync,fdatasync,close,"
@@ -56,8 +62,7 @@ class Call:
         number: How many calls of that name its thread had made, with this one.
         kind: What it does: create, write, reserve, sync, close, rename, remove.
         line: As strace shows it.
-        is_shared: Whether another thread had made as many calls of that name before: an error is injected into both, and
-            SIGKILL into the other one.
+        is_shared: Whether another thread had made as many calls of that name before, which would meet the fault.
     """
 
     name: str
@@ -105,39 +110,94 @@ class Straced:
         """Whether the fault happened at all; a wrong number would pass silently."""
         return "(INJECTED)" in self.log
 
-    @property
-    def is_killed(self) -> bool:
-        """Whether a process was killed at the chosen call."""
-        return "killed by SIGKILL" in self.log
-
     def injected(self) -> list[str]:
         """Return the calls that met the fault."""
-        return [line for line in self.log.splitlines() if "(INJECTED)" in line]
+        return [line for line in whole_lines(self.log.splitlines()) if "(INJECTED)" in line]
 
-    def has_met(self, call: Call) -> bool:
-        """Return whether the fault happened in a call on the same kind of file as in the run without faults."""
-        return any(_signature(call.line) == _signature(line) for line in self.injected())
+    def ended(self) -> list[str]:
+        """Return the calls that a signal did not let return, of a process that SIGKILL ended."""
+        is_killed = "killed by SIGKILL" in self.log
+        lines = whole_lines(self.log.splitlines())
+        return [line for line in lines if is_killed and line.endswith("= ?")]
+
+    def met(self, fault: str) -> list[str]:
+        """Return the calls that met an error, a lie or a signal."""
+        return self.ended() if "signal=" in fault else self.injected()
 
 
-def straced(command: Sequence[str], log: Path, *options: str, timeout_s: float = 120) -> Straced:
+def is_among(call: Call, lines: Iterable[str]) -> bool:
+    """Return whether one of the calls is of the same name, on the same kind of file as in the run without faults."""
+    return any(_signature(call.line) == _signature(line) for line in lines)
+
+
+def straced(
+    command: Sequence[str],
+    log: Path,
+    *options: str,
+    is_offset: bool = True,
+    timeout_s: float = 120,
+) -> Straced:
     """Run a command under strace, which logs calls that change a disk, with the paths of descriptors.
 
     Args:
-        command: Begins with a real interpreter: a shim would be traced as well.
+        command: `python -m`, then ckptmgr or the saver, with arguments; see `loaded`.
         log: Where strace writes.
         options: Of strace: `-e inject=...`.
+        is_offset: Whether the main thread begins with calls that fail, so that no number is that of a call of another
+            thread too. SIGKILL would meet these calls.
         timeout_s: After so long the test fails.
     """
-    done = subprocess.run(
-        ["strace", "-f", "-y", "-o", str(log), "-e", f"trace={CHANGES}", *options, *command],
-        capture_output=True,
+    _, _, module, *arguments = command
+    output = log.with_suffix(".output")
+    server = _server()
+    process = int(_ask(server, json.dumps([str(output), is_offset, module, arguments])))
+    watch = ["strace", "-f", "-y", "-o", str(log), "-e", f"trace={CHANGES}", *options]
+    with subprocess.Popen(
+        [*watch, "-p", str(process)], stderr=subprocess.PIPE, text=True
+    ) as strace:
+        try:
+            assert strace.stderr is not None
+            said = strace.stderr.readline()
+            assert "attached" in said, said
+            _tell(server, "attached")
+            strace.communicate(timeout=timeout_s)  # until workers of the process have ended as well
+        except BaseException:
+            os.kill(process, signal.SIGKILL)
+            _server.cache_clear()
+            raise
+    returncode = int(_answer(server))
+    return Straced(returncode, output.read_text(), log.read_text(errors="replace"))
+
+
+@cache
+def _server() -> subprocess.Popen[str]:
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.faults.loaded"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
-        check=False,
         cwd=ROOT,
         env=environment(),
-        timeout=timeout_s,
     )
-    return Straced(done.returncode, done.stdout + done.stderr, log.read_text(errors="replace"))
+    atexit.register(server.communicate)
+    assert _answer(server) == LOADED
+    return server
+
+
+def _ask(server: subprocess.Popen[str], line: str) -> str:
+    _tell(server, line)
+    return _answer(server)
+
+
+def _tell(server: subprocess.Popen[str], line: str) -> None:
+    assert server.stdin is not None
+    server.stdin.write(line + "\n")
+    server.stdin.flush()
+
+
+def _answer(server: subprocess.Popen[str]) -> str:
+    assert server.stdout is not None
+    return server.stdout.readline()
 
 
 def environment() -> dict[str, str]:
@@ -157,10 +217,7 @@ def _byte_code() -> TemporaryDirectory[str]:
 
 
 def changes(log: str, directory: Path) -> list[Call]:
-    """Return the calls that change files below a directory, leases aside.
-
-    Of shared calls only those of kinds of which a failure elsewhere is survived: leases and the count of starts.
-    """
+    """Return the calls that change files below a directory, leases aside."""
     counts: Counter[tuple[str, str]] = Counter()
     seen: set[tuple[str, int]] = set()
     found: list[Call] = []
@@ -172,9 +229,11 @@ def changes(log: str, directory: Path) -> list[Call]:
         counts[thread, name] += 1
         kind = _kind(name, line)
         number = counts[thread, name]
+        if f"({NO_FILE}" in line:
+            continue
         is_first = (name, number) not in seen
         seen.add((name, number))
-        if kind is None or not (is_first or kind in ("write", "reserve", "rename")):
+        if kind is None:
             continue
         call = Call(name=name, number=number, kind=kind, line=line, is_shared=not is_first)
         if str(directory) in call.path and ".lease" not in call.path and " = -1 " not in line:

@@ -156,13 +156,9 @@ def _command(
     prepare: Callable[[Path], None],
     arguments: Callable[[Path], list[str | Path]],
     check: Callable[[Path, bool], None],
-    *,
-    is_repeatable: bool = True,
 ) -> Work:
     def check_and_finish(disk: Path, is_acknowledged: bool) -> None:
         check(disk, is_acknowledged)
-        if not is_repeatable:
-            return
         again = run(*arguments(disk), now_s=time.time())
         assert again.exit_code == 0, again.output
         check(disk, True)
@@ -223,8 +219,7 @@ def _keys_changed(format: str, arguments: Callable[[Path], list[str | Path]]) ->
         needed = keys[1:] if is_acknowledged else keys
         assert list(listed(disk / "run", *needed).values()) == [1]
 
-    # A .ckpt has one key: rekey refuses to add the key that the file has already.
-    return _command(prepare, arguments, check, is_repeatable=format != "ckpt")
+    return _command(prepare, arguments, check)
 
 
 def _rekey(format: str) -> Work:
