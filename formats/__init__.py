@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors to bytes and back: MindSpore `.ckpt`, `.safetensors`, the CRC32 trailer."""
+"""Tensors to bytes and back: `.ckpt`, `.safetensors`, compressed files and strategy files."""

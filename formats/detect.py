@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tell what kind of file a source is from its first bytes.
+"""File kind detection from the first bytes.
 
-Detection only chooses the parser (or the error message); the parser decides whether the file is sound.
+Detection only chooses the parser (or the error message); the parser decides whether the file is
+sound.
 
 >>> from .source import BytesSource
 >>> detect(BytesSource(bytes.fromhex("0a140a0170120f1207466c6f617433321a040000c03f")))
@@ -20,7 +21,7 @@ from .source import Source, read_bytes
 
 
 class Kind(enum.Enum):
-    """The kinds of files that are told apart."""
+    """The kinds of files."""
 
     MINDSPORE_CKPT = "mindspore-ckpt"
     SAFETENSORS = "safetensors"

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One table of element types: our name, size, and the spelling of MindSpore, safetensors and NumPy.
 
-The names are NumPy's (and ml_dtypes'). A type without a spelling in a column cannot be stored by that format as itself;
-the tree layer then stores its bytes as uint8 and notes the true type.
+A type without a spelling in a column cannot be stored by that format as itself; `ckptmgr.state`
+then stores its bytes as uint8 and records the true type.
 
 Source: mindspore-format 1.1 (tensor_type strings of `checkpoint.proto`), safetensors 0.8.0 `Dtype`.
 """
@@ -23,11 +23,8 @@ if TYPE_CHECKING:
 class DType:
     """An element type.
 
-    Attributes:
-        name: Our name, which is NumPy's or ml_dtypes'.
-        item_bytes: Bytes of one element as stored.
-        mindspore: `tensor_type` in a `.ckpt`, or None.
-        safetensors: `dtype` in a `.safetensors` header, or None.
+    `name` is NumPy's or ml_dtypes'; `mindspore` and `safetensors` are the spellings in a `.ckpt`
+    and in a `.safetensors` header, or None.
     """
 
     name: str
@@ -36,7 +33,7 @@ class DType:
     safetensors: str | None
 
     def to_numpy(self) -> np.dtype:
-        """Return the NumPy dtype (from ml_dtypes where NumPy has none); `int4` gives int8, as stored."""
+        """Return the dtype of NumPy, or else of ml_dtypes; int8 for `int4`, as stored."""
         return _numpy_dtype(self.name)
 
 
@@ -57,7 +54,8 @@ _ROWS = (
     ("float64", 8, "Float64", "F64"),
     # MindSpore's qint4x2: two 4-bit values in one stored byte.
     ("int4", 1, "Int4", None),
-    # MindSpore writes complex tensors to .ckpt and then cannot load them: no spelling here, so that we never do.
+    # MindSpore writes complex tensors to .ckpt and then cannot load them: no spelling here, so that
+    # we never do.
     ("complex64", 8, None, "C64"),
     ("complex128", 16, None, None),
     ("float8_e4m3fn", 1, None, "F8_E4M3"),

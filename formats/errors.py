@@ -8,7 +8,7 @@ FormatError (ValueError)      the bytes are not what the format demands
 └── UnsupportedError          well-formed, but of a kind this version cannot handle
 ```
 
-Every error knows *where*: the byte offset in the plaintext of the file and, when known, the tensor. The caller adds the
+Every error names the byte offset in the plaintext and, when known, the tensor. The caller adds the
 file name.
 """
 
@@ -16,12 +16,10 @@ from __future__ import annotations
 
 
 class FormatError(ValueError):
-    """Report bytes that the format does not allow.
+    """Bytes that the format does not allow.
 
-    Args:
-        message: What is wrong, as a lower-case sentence without the place.
-        offset: Byte offset in the (decrypted) file, or None when no single place is to blame.
-        tensor: Name of the tensor the place belongs to, or None.
+    `message` is a lower-case sentence without the place; `offset` counts bytes of the decrypted
+    file.
     """
 
     def __init__(
@@ -39,12 +37,12 @@ class FormatError(ValueError):
 
 
 class TruncatedError(FormatError):
-    """Report bytes that end before the structure they promise is complete."""
+    """Bytes that end before the structure they promise is complete."""
 
 
 class ChecksumError(FormatError):
-    """Report content that does not match its stored checksum."""
+    """Content that does not match its stored checksum."""
 
 
 class UnsupportedError(FormatError):
-    """Report a well-formed structure that this version cannot read or write."""
+    """A well-formed structure that this version cannot read or write."""

@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An image: the exact bytes a file will hold, without holding them.
+"""An image: the exact bytes of a file to be written, without a copy of them.
 
-An image is an ordered list of segments (small headers, and tensor contents that stay where they are) whose total length
-is known before the first byte is written. Everything after it (copy, digest, cipher, write) addresses it by offset, in
-parallel and in any order. Nothing is ever concatenated.
+An image is an ordered list of segments (small headers, and tensor contents that stay in their
+memory) whose total length is known before the first byte is written. Copy, digest, cipher and write
+address it by offset, in parallel and in any order.
 
-A file may state a CRC32 of itself, in a trailer or in its head. Whoever streams the image gives `start_crc()` the other bytes
-while they pass, and then asks for `trailer(crc)` or `head(crc)`: a late head is written last, although it comes first.
+A file may state a CRC32 of itself, in a trailer or in its head. The writer passes the other bytes
+to `start_crc()` and then calls `trailer(crc)` or `head(crc)`: a late head is written last, although
+it comes first.
 
-Collect the parts of an image so that small tensors cost little.
-
-A segment for each small tensor would cost more than its bytes. So heads and small tensors that follow each other form a
-run, one segment, which is put together by a single join each time it is needed. Large tensors stay where they are.
+A segment for each small tensor would cost more than its bytes. So heads and small tensors that
+follow each other form one segment, which is joined each time its bytes are needed.
 
 >>> segments = Segments()
 >>> segments.add(b"head")
@@ -27,13 +26,14 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from .errors import FormatError
 from .file_crc import TRAILER_BYTES, BodyCrc, FileCrc, encode_trailer
-from .tensor import Tensor, checked_content, content_of
+from .tensor import Tensor, content_of
 
 MOST_LATE_BYTES = (4 << 20) - (4 << 10)
-"""A late head fits into a chunk of 4 MiB, sealed or not, so that it is made together with what follows it."""
+"""A late head and the bytes behind it fit into one chunk of 4 MiB, sealed or not."""
 _MATERIALISED_SEGMENTS = 4
 
 
@@ -41,11 +41,8 @@ _MATERIALISED_SEGMENTS = 4
 class Segment:
     """A run of bytes: `content()[start:stop]`.
 
-    Attributes:
-        content: Returns a flat view; called again whenever the bytes are needed and no longer cached.
-        start: First byte of the view that belongs to this segment.
-        stop: One past the last byte.
-        data: What `content` returns, where that is in memory anyway.
+    `content` returns a flat view and is called again when the bytes are needed and no longer
+    cached. `data` is that view where it is in memory anyway.
     """
 
     content: Callable[[], memoryview]
@@ -62,12 +59,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LateHead:
-    """The first bytes of a file that state a CRC32 of what follows them, so that they are known last.
+    """The first bytes of a file that state a CRC32 of the bytes behind them, and so are known last.
 
-    Attributes:
-        size_bytes: How many, whatever the CRC32 is; at most `MOST_LATE_BYTES`.
-        start_crc: Returns what computes it from the bytes that follow; another one each time the file is written.
-        encode: Returns the head, given the CRC32.
+    `size_bytes` does not depend on the CRC32 and is at most `MOST_LATE_BYTES`. `start_crc` returns
+    a new computation each time the file is written; `encode` returns the head for a CRC32.
     """
 
     size_bytes: int
@@ -76,16 +71,10 @@ class LateHead:
 
 
 class Image:
-    """The bytes of a file to be, addressed by offset.
+    """The bytes of a file to be written, addressed by offset.
 
-    Args:
-        segments: Its bytes, but for a late head and a trailer.
-        has_crc_trailer: Whether a trailer states the CRC32 of the body.
-        late_head: What comes before the segments, known after them.
-
-    Attributes:
-        body_size: Bytes of the file without a trailer.
-        head_bytes: Bytes of a late head, or 0.
+    `segments` leave out a late head and a trailer; `body_size` counts the late head, but not the
+    trailer.
 
     >>> image = Image([Segment.of(b"head"), Segment.of(b"body")])
     >>> image.size, b"".join(bytes(view) for view in image.views(2, 4))
@@ -114,11 +103,11 @@ class Image:
 
     @property
     def size(self) -> int:
-        """Bytes of the finished file, trailer included."""
+        """Bytes of the finished file, including the trailer."""
         return self.body_size + (TRAILER_BYTES if self.has_crc_trailer else 0)
 
     def views(self, offset: int, length: int) -> Iterator[memoryview]:
-        """Yield zero-copy views that together are the bytes `[offset, offset + length)` of the body behind a late head."""
+        """Yield views of the body bytes `[offset, offset + length)`, behind a late head."""
         if offset < self.head_bytes or length < 0 or offset + length > self.body_size:
             raise ValueError(
                 f"[{offset}, {offset + length}) is outside the {self.body_size}-byte body or in its late head"
@@ -133,25 +122,25 @@ class Image:
             length -= stop - start
             index += 1
 
-    def done_with(self, offset: int, length: int) -> None:
-        """Say that the views of these bytes are not used any more; an image that reads a file then has room for others."""
+    def release(self, offset: int, length: int) -> None:
+        """End the use of views of these bytes; an image that reads a file reuses their memory."""
 
     def start_crc(self) -> FileCrc:
-        """Return what takes the bytes that `views` gives, for the CRC32 that the file states, if it does."""
+        """Return the computation of the CRC32 that the file states, over the bytes of `views`."""
         if self._late_head is not None:
             return self._late_head.start_crc()
         return BodyCrc(self.body_size if self.has_crc_trailer else 0)
 
     def head(self, crc: int) -> bytes:
-        """Return the late head, given the CRC32 of what follows it; nothing where there is none."""
+        """Return the late head for the CRC32 of the bytes behind it; empty without a late head."""
         return b"" if self._late_head is None else self._late_head.encode(crc)
 
     def trailer(self, crc: int) -> bytes:
-        """Return the bytes after the body, given the CRC32 of the body."""
+        """Return the bytes after the body for the CRC32 of the body; empty without a trailer."""
         return encode_trailer(crc) if self.has_crc_trailer else b""
 
     def _content(self, index: int) -> memoryview:
-        # Contents that are views of live arrays cost nothing to ask for again; those that are made on demand would be
+        # Views of live arrays cost nothing to get again; a content that is made on demand would be
         # made once per range without this small cache.
         segment = self._segments[index]
         if segment.data is not None:
@@ -182,12 +171,12 @@ _RUN_BYTES = 256 << 10
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """The content of a segment: small parts side by side."""
+    """The content of a segment of small parts."""
 
     parts: tuple[bytes | Tensor, ...]
 
     def __call__(self) -> memoryview:
-        # As bytes, which the collector of garbage never looks at; of many views it would look at each, several times.
+        # As bytes: the garbage collector would visit each of many views, several times.
         contents = [
             part if isinstance(part, bytes) else bytes(content_of(part)) for part in self.parts
         ]
@@ -195,7 +184,7 @@ class _Run:
 
 
 class Segments:
-    """The segments of an image in the making, in the order of its bytes."""
+    """Builds the segments of an image, in the order of its bytes."""
 
     def __init__(self) -> None:
         self._segments: list[Segment] = []
@@ -212,9 +201,9 @@ class Segments:
             self._run_bytes += len(data)
 
     def add_tensor(self, tensor: Tensor, *, size_bytes: int) -> None:
-        """Append the content of a tensor, whose specification says that it has so many bytes."""
+        """Append the content of a tensor of `size_bytes` bytes."""
         if size_bytes > _SMALL_BYTES:
-            self.add_segment(Segment(checked_content(tensor), 0, size_bytes))
+            self.add_segment(Segment(partial(content_of, tensor), 0, size_bytes))
         elif size_bytes:
             self._run.append(tensor)
             self._run_bytes += size_bytes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a file holds and where: the entries that both formats' indexes list, and reading their contents."""
+"""The index of a file: its tensors and the byte ranges of their contents; reading the contents."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ READ_BYTES = 4 * 1024 * 1024
 
 
 class Piece(NamedTuple):
-    """A run of content bytes in the file; a tensor is its pieces joined."""
+    """A run of content bytes in the file; the content of a tensor is its pieces joined."""
 
     offset: int
     length: int
 
 
 class TensorEntry(NamedTuple):
-    """A tensor and where its content lies."""
+    """A tensor and the pieces of its content."""
 
     spec: TensorSpec
     pieces: tuple[Piece, ...]
@@ -41,8 +41,8 @@ def entries_of(
     offsets: Iterable[int],
     sizes_bytes: Iterable[int],
 ) -> list[TensorEntry]:
-    """Return the entries of tensors of one piece each, given by columns."""
-    # Nothing of it runs a line of Python for each tensor: a quarter of the time.
+    """Return the entries of tensors of one piece each, from columns."""
+    # No line of Python runs for each tensor: a quarter of the time.
     specs = map(_new_spec, zip(names, dtypes, shapes, strict=True))
     pieces = map(_new_piece, zip(offsets, sizes_bytes, strict=True))
     return list(map(_new_entry, zip(specs, zip(pieces, strict=True), strict=True)))
@@ -54,12 +54,7 @@ _new_entry = partial(tuple.__new__, TensorEntry)
 
 
 def read_tensor_into(source: Source, entry: TensorEntry, buffer: memoryview) -> None:
-    """Read a tensor's content into memory the caller owns.
-
-    Args:
-        source: The file the entry was found in.
-        entry: What to read.
-        buffer: Flat, writable, format B, of exactly `entry.spec.size_bytes` bytes.
+    """Read a tensor's content into a flat, writable buffer of its size, format B.
 
     Raises:
         FormatError: A bool is neither 0 nor 1.
@@ -102,7 +97,7 @@ def check_content(entry: TensorEntry, view: memoryview, *, offset: int) -> None:
 
 
 def check_crc(stored: int | None, computed: int) -> None:
-    """Compare the CRC32 a file states with the one its bytes give.
+    """Compare the CRC32 that a file states with the one computed from its bytes.
 
     Raises:
         ChecksumError: They differ, or the file states none.

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The CRC32 that MindSpore keeps in the metadata of a `.safetensors` file.
 
-It folds, over the names in sorted order, the UTF-8 of the name and the content. Quirk: MindSpore hashes `bytes(array)`,
-and for a 0-d integer of value v that is v zero bytes. Negative ones it cannot hash at all, nor any bfloat16 (its save
-fails); here bfloat16 hashes its bytes like every other type.
+It covers, over the names in sorted order, the UTF-8 of the name and the content. Quirk: MindSpore
+hashes `bytes(array)`, and for a 0-d integer of value v that is v zero bytes. It cannot hash
+negative ones at all, nor any bfloat16 (its save fails); here bfloat16 hashes its bytes like every
+other type.
 
 Source: `_exec_save`, `_load_safetensors_into_param_dict` of MindSpore 2.10.
 """
@@ -23,15 +24,15 @@ _INTEGERS = frozenset(
     {"int4", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"}
 )
 _ZEROS_PERIOD = 2**32 - 1
-"""The CRC-32 polynomial is primitive: so many zero bytes bring every state back."""
+"""The CRC-32 polynomial is primitive: this many zero bytes bring every state back."""
 
 
 def fold_crc(
     contents: Iterable[tuple[TensorSpec, Callable[[], Iterable[bytes | memoryview]]]],
 ) -> int:
-    """Return MindSpore's CRC32 over tensors in any order, each with a function that yields its content in parts.
+    """Return MindSpore's CRC32 over tensors, each with a function that yields its content in parts.
 
-    The contents are taken in the given order, so that a file can be read from its start to its end.
+    The contents are read in the given order, so that a file can be read from its start to its end.
 
     Raises:
         UnsupportedError: A negative 0-d integer.
@@ -40,10 +41,10 @@ def fold_crc(
 
 
 def check_scalar(tensor: Tensor) -> None:
-    """Raise if a tensor has no CRC; no content but that of a 0-d integer is looked at.
+    """Raise if a tensor has no CRC; only the content of a 0-d integer is read.
 
     Raises:
-        FormatError: Its content is shorter or longer than its type says.
+        FormatError: Its content is shorter or longer than its type demands.
         UnsupportedError: A negative 0-d integer.
     """
     if _is_integer(tensor.spec):
@@ -51,13 +52,9 @@ def check_scalar(tensor: Tensor) -> None:
 
 
 class ContentsCrc:
-    """MindSpore's CRC32 of the names and contents of a file that is read or written in any order, in any thread.
+    """Computes MindSpore's CRC32 of names and contents that are added in any order.
 
-    Args:
-        entries: Its tensors in data order, without gaps.
-
-    Attributes:
-        stop: Where the last content ends.
+    `entries` are its tensors in data order, without gaps; `stop` is the end of the last content.
     """
 
     def __init__(self, entries: Sequence[TensorEntry]) -> None:
@@ -68,7 +65,7 @@ class ContentsCrc:
         self._scalars: dict[tuple[int, int], bytes] = {}
 
     def add(self, offset: int, view: memoryview) -> None:
-        """Take bytes of the file, each once; those before the contents may be among them."""
+        """Add bytes of the file, each once; bytes before the contents are skipped."""
         end = offset + view.nbytes
         # Of tensors that start at one place, the last one has the bytes.
         index = max(0, bisect_right(self._starts, offset) - 1)
@@ -82,7 +79,7 @@ class ContentsCrc:
             index += 1
 
     def value(self) -> int:
-        """Return the CRC32, once everything was taken.
+        """Return the CRC32 after all contents were added.
 
         Raises:
             UnsupportedError: A negative 0-d integer.
@@ -101,7 +98,7 @@ class ContentsCrc:
         )
 
 
-_Crc = tuple[int, int]  # of some bytes, and how many
+_Crc = tuple[int, int]  # the CRC of some bytes, and their number
 
 
 def _combined(first: _Crc, second: _Crc) -> _Crc:
@@ -119,7 +116,7 @@ def _fold(pieces: Mapping[str, _Crc | int]) -> int:
 
 
 def _content_crc(spec: TensorSpec, parts: Iterable[bytes | memoryview]) -> _Crc | int:
-    """Return the CRC32 and length of a content, or, for a 0-d integer, how many zero bytes stand for it."""
+    """Return the CRC32 and length of a content, or, of a 0-d integer, its zero bytes."""
     if _is_integer(spec):
         return _scalar(spec, b"".join(parts))
     value = 0
@@ -133,7 +130,7 @@ def _is_integer(spec: TensorSpec) -> bool:
 
 
 def append_zeros(value: int, count: int) -> int:
-    """Return the CRC32 of a byte string and `count` zero bytes after it, without making them.
+    """Return the CRC32 of a byte string with `count` zero bytes appended, without making them.
 
     >>> append_zeros(crc32(b"a"), 3) == crc32(bytes(3), crc32(b"a"))
     True

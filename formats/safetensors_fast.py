@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A short cut through the header of a `.safetensors` file that is laid out as every writer does it.
+"""Fast reader of a `.safetensors` header in the usual layout.
 
-That is: metadata first or not at all, then the tensors in the order of their data, their fields in one order, no escapes and
-no white space. With ten thousands of small tensors parsing JSON is most of the time of a load; here each description is
-compared with the only text that it can be. Everything unusual, damage included, is left to the strict reader,
-`safetensors_file`.
+The usual layout: metadata first or absent, then the tensors in data order, with their fields in one
+order, no escapes and no white space. With ten thousands of small tensors, parsing JSON takes most
+of the time of a load; here each description is compared with its only possible text. Everything
+unusual, damage included, is left to the strict reader, `safetensors_file`.
 
 Source: safetensors 0.8.0 (`Metadata` and `TensorInfo` as serde spells them).
 """
@@ -24,7 +24,7 @@ _METADATA = '{"__metadata__":'
 _BETWEEN = '},"'
 # A header of 100 MB can be cut into no more pieces than it can have tensors.
 _LEAST_CHARS = len('":{"dtype":"I8","shape":[],"data_offsets":[0,0]},"')
-# An object without objects in it, such as metadata are: where it ends is found without building it.
+# An object without inner objects, as metadata is: its end is found without building it.
 _FLAT_OBJECT = re.compile(r'\{[^"{}]*+(?:"[^"\\]*+(?:\\.[^"\\]*+)*+"[^"{}]*+)*+\}', re.DOTALL)
 _SIZE = "(?:0|[1-9][0-9]{0,17})"
 _FORM = re.compile(
@@ -36,7 +36,7 @@ _ORDINARY = bytes(set(range(256)) - set(_SPECIAL))
 
 
 class PlainHeader(NamedTuple):
-    """What a header says: the value of its metadata, not checked, and the tensors in the order of their data."""
+    """The contents of a header: its metadata, not checked, and the tensors in data order."""
 
     metadata: object
     entries: list[TensorEntry]
@@ -49,11 +49,9 @@ class _Form(NamedTuple):
 
 
 def read_plain_header(encoded: bytes, *, data_start: int) -> PlainHeader | None:
-    """Return what a header says, or None for everything unusual. The contents follow each other without gaps.
+    """Return the contents of a header, or None for everything unusual; the tensors have no gaps.
 
-    Args:
-        encoded: The header.
-        data_start: Where the data starts in the file.
+    `data_start` is the offset of the data in the file.
 
     Raises:
         UnsupportedError: It has too many tensors.
@@ -81,8 +79,8 @@ def read_plain_header(encoded: bytes, *, data_start: int) -> PlainHeader | None:
 
 
 def _metadata(text: str, encoded: bytes) -> tuple[object, int] | None:
-    """Return the metadata that a text starts with, and where they end; None where they are unusual, or too many."""
-    if has_too_many_values(encoded):  # most of which may be tensors
+    """Return the metadata at the start of a text and its end; None if unusual or too large."""
+    if has_too_many_values(encoded):  # most of them may be tensors
         match = _FLAT_OBJECT.match(text, len(_METADATA))
         if match is None or has_too_many_values(match[0].encode()):
             return None
@@ -90,7 +88,7 @@ def _metadata(text: str, encoded: bytes) -> tuple[object, int] | None:
 
 
 def _read_tensors(texts: list[str], *, data_start: int) -> list[TensorEntry] | None:
-    """Return tensors that are spelled `name":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]`, or None."""
+    """Parse texts like `name":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]`."""
     forms: dict[str, _Form | None] = {}
     found: dict[str, _Form] = {}
     offsets = []
@@ -122,7 +120,7 @@ def _read_tensors(texts: list[str], *, data_start: int) -> list[TensorEntry] | N
 
 
 def _read_form(spelling: str) -> _Form | None:
-    """Return what a type and a shape are that were not spelled before, or None."""
+    """Return the type and shape that `spelling` describes, or None."""
     match = _FORM.fullmatch(spelling)
     dtype = None if match is None else BY_SAFETENSORS.get(match[1])
     if match is None or dtype is None:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Write and read `.safetensors` files that the stock library and MindSpore both accept.
 
-* Written data starts at a multiple of 64 and every tensor at a multiple of its item size; header order is data order.
-* Reading is strict and bounded: no gaps, overlaps, duplicate keys or unknown types. As in the stock library, and unlike
-  in MindSpore, the header may list tensors in another order than the data.
+* Written data starts at a multiple of 64 and every tensor at a multiple of its item size; header
+  order is data order.
+* Reading is strict and bounded: no gaps, overlaps, duplicate keys or unknown types. As in the stock
+  library, and unlike in MindSpore, the header may list tensors in another order than the data.
 
 Source: safetensors 0.8.0 (README, "Format"); `parallel/transform_safetensors.py` of MindSpore 2.10.
 
@@ -30,7 +31,7 @@ from .safetensors_crc import ContentsCrc, check_scalar, fold_crc
 from .safetensors_fast import read_plain_header
 from .source import Source, read_bytes
 from .strict_json import encode_object, is_encodable, parse_object, parse_strings, quoted
-from .tensor import Item, Tensor, TensorSpec, check_count, check_shape, checked_content
+from .tensor import Item, Tensor, TensorSpec, check_count, check_shape, content_of
 
 MAX_HEADER_BYTES = 100_000_000
 """The bound of the stock library and of MindSpore."""
@@ -51,15 +52,10 @@ def build_safetensors_image(
 ) -> Image:
     """Return the bytes of a `.safetensors` file, ordered by descending item size, then name.
 
-    Args:
-        items: Tensors; names must differ from each other and from the metadata keys.
-        metadata: Strings for `__metadata__`; `format` is `ms` unless given.
-        crc: Whether to store MindSpore's `crc_num`. It stands in the header, which is therefore late; where it is longer
-            than a late head may be, every content is read for it now.
-
     Raises:
         FormatError: A text, a map parameter, or a name the format cannot hold; names the tensor.
-        UnsupportedError: An element type without spelling, a scalar MindSpore has no CRC for, or too many tensors.
+        UnsupportedError: An element type without spelling, a scalar MindSpore has no CRC for, or
+            too many tensors.
     """
     check_count(len(items))
     tensors = sorted(map(_as_tensor, items), key=_placing)
@@ -101,11 +97,11 @@ def _placing(tensor: Tensor) -> tuple[int, str]:
 
 
 def _late_head(header: _Header, tensors: Sequence[Tensor]) -> LateHead | None:
-    """Return the header as a late head, or None where it is too long for one."""
+    """Return the header as a late head, or None if it is too long for one."""
     size_bytes = len(header.encode(0))
     if size_bytes > MOST_LATE_BYTES:
         return None
-    for tensor in tensors:  # what has no CRC is refused before anything is written
+    for tensor in tensors:  # a tensor without a CRC is refused before anything is written
         check_scalar(tensor)
     start_crc = partial(_start_crc, header.specs, size_bytes)
     return LateHead(size_bytes=size_bytes, start_crc=start_crc, encode=header.encode)
@@ -120,11 +116,11 @@ def _start_crc(specs: Sequence[TensorSpec], offset: int) -> ContentsCrc:
 
 
 def _crc_of(tensors: Iterable[Tensor]) -> int:
-    return fold_crc((one.spec, partial(_whole, checked_content(one))) for one in tensors)
+    return fold_crc((one.spec, partial(_whole_content, one)) for one in tensors)
 
 
-def _whole(content: Callable[[], memoryview]) -> Iterator[memoryview]:
-    yield content()
+def _whole_content(tensor: Tensor) -> Iterator[memoryview]:
+    yield content_of(tensor)
 
 
 def _check_names(tensors: Sequence[Tensor], metadata: Mapping[str, str], *, crc: bool) -> None:
@@ -144,12 +140,7 @@ def _check_names(tensors: Sequence[Tensor], metadata: Mapping[str, str], *, crc:
 
 
 class _Header:
-    """The header of a file; with a CRC32, its length does not depend on the value.
-
-    Args:
-        specs: The tensors in data order.
-        metadata: All but the CRC32.
-    """
+    """The header of a file, `specs` in data order; its length does not depend on the CRC32."""
 
     def __init__(self, specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> None:
         self.specs = specs
@@ -157,7 +148,7 @@ class _Header:
         self._tensors = "".join(_header_entries(specs)).encode()
 
     def encode(self, crc: int | None = None) -> bytes:
-        """Return the header and its length before it.
+        """Return the length of the header, and the header.
 
         Raises:
             FormatError: It is too long, or a text in the metadata cannot be encoded.
@@ -177,7 +168,7 @@ class _Header:
 
 
 def _header_entries(specs: Sequence[TensorSpec]) -> Iterator[str]:
-    """Yield the JSON of each tensor; many have a type and a shape that was spelled before."""
+    """Yield the JSON of each tensor; types and shapes that repeat are spelled once."""
     kinds: dict[tuple[str, tuple[int, ...]], tuple[str, int]] = {}
     offset = 0
     for spec in specs:
@@ -194,13 +185,7 @@ def _header_entries(specs: Sequence[TensorSpec]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SafetensorsIndex:
-    """What a `.safetensors` file holds.
-
-    Attributes:
-        entries: The tensors in data order.
-        metadata: All of `__metadata__`; empty where there is none.
-        crc: MindSpore's `crc_num`, or None.
-    """
+    """The contents of a `.safetensors` file, in data order; `crc` is MindSpore's `crc_num`."""
 
     entries: tuple[TensorEntry, ...]
     metadata: Mapping[str, str]
@@ -208,7 +193,7 @@ class SafetensorsIndex:
 
 
 def read_safetensors_index(source: Source) -> SafetensorsIndex:
-    """Return what a file holds without reading its contents.
+    """Return the index of a file without reading its contents.
 
     Raises:
         FormatError: The header or the layout is not allowed; names offset and tensor.
@@ -224,7 +209,7 @@ _Described = tuple[dict[str, str], list[TensorEntry]]
 
 
 def _read_plain(encoded: bytes, size: int) -> _Described | None:
-    """Return what a plain header describes, as `_read_strictly` does; None of any other."""
+    """Return the contents of a header in the usual layout; None for any other."""
     data_start = LENGTH_BYTES + len(encoded)
     plain = read_plain_header(encoded, data_start=data_start)
     if plain is None:
@@ -238,37 +223,25 @@ def _read_plain(encoded: bytes, size: int) -> _Described | None:
 
 
 def _read_strictly(encoded: bytes, size: int) -> _Described:
-    """Return the metadata and the tensors that a header describes, of a file of so many bytes."""
+    """Return the metadata and the tensors of a header of a file of `size` bytes."""
     header = parse_object(encoded, what="header", offset=LENGTH_BYTES, shorten=_fields)
     metadata = parse_strings(header.pop(_METADATA, {}), what=_METADATA, offset=LENGTH_BYTES)
     check_count(len(header))
     data_start = LENGTH_BYTES + len(encoded)
-    # Taken out one by one, so that not all is there twice.
+    # Removed one by one, so that the header and the entries do not both take their full memory.
     entries = [_read_entry(name, header.pop(name), metadata, data_start) for name in list(header)]
     entries.sort(key=lambda entry: entry.pieces[0])
     _check_layout(entries, data_start, size)
     return metadata, entries
 
 
-def crc_of(source: Source, index: SafetensorsIndex) -> int:
-    """Return MindSpore's CRC32 of the names and contents.
-
-    Raises:
-        UnsupportedError: A negative 0-d integer, for which MindSpore has none.
-    """
-    return read_all_into(source, index, lambda _: None)
-
-
 def read_all_into(
     source: Source, index: SafetensorsIndex, buffers: Callable[[TensorEntry], memoryview | None]
 ) -> int:
-    """Read every content once, in file order, and return MindSpore's CRC32 of the names and contents.
+    """Read every content once, in file order, and return MindSpore's CRC32 of names and contents.
 
-    Args:
-        source: The file.
-        index: What it holds.
-        buffers: Gives the memory for a tensor (flat, writable, format B, `spec.size_bytes` bytes), or None where only
-            the CRC is wanted.
+    `buffers` returns the memory for a tensor (flat, writable, format B, `spec.size_bytes` bytes),
+    or None if only its CRC is needed.
 
     Raises:
         FormatError: A bool is neither 0 nor 1.
@@ -305,7 +278,7 @@ def _read_header(source: Source) -> bytes:
 
 
 def _fields(value: dict[str, object]) -> object:
-    """Return what an object says about a tensor as a tuple; every other object as it is."""
+    """Return the fields of a tensor's object as a tuple; every other object unchanged."""
     if value.keys() == _TENSOR_KEYS:
         shape, offsets = value["shape"], value["data_offsets"]
         if isinstance(shape, list) and isinstance(offsets, list):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A source: bytes that can be read at any offset into memory the caller owns.
+"""A source: bytes that can be read at any offset into memory that the caller owns.
 
-A raw file, a verified file, a decrypted file, an `Image` still in memory: to a parser they are all the same.
+For a parser a raw file, a verified file, a decrypted file and an `Image` in memory are the same.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from .errors import TruncatedError
 class Source(Protocol):
     """Bytes addressed by offset.
 
-    `read_into` fills the whole buffer or raises; it never returns short. Sources are safe to read from several threads.
+    `read_into` fills the whole buffer or raises; it never returns short. Sources are safe to read
+    from several threads.
     """
 
     @property
@@ -61,8 +62,8 @@ def read_bytes(source: Source, offset: int, length: int) -> bytes:
     """Return `length` bytes from `offset` on.
 
     Raises:
-        TruncatedError: The range reaches past the end. Checked before memory is allocated, so that a lying length field
-            cannot ask for more memory than the file has bytes.
+        TruncatedError: The range reaches past the end. Checked before memory is allocated, so that
+            a forged length cannot request more memory than the file has bytes.
     """
     check_range(source, offset, length)
     buffer = bytearray(length)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSON from strangers: one object, UTF-8, no duplicate keys, no NaN, no fractions, no absurd nesting, numbers or counts.
+"""Strict JSON: one UTF-8 object, no duplicate keys, NaN or fractions, bounded depth and size.
 
 >>> parse_object(b'{"a": 1}', what="header", offset=8)
 {'a': 1}
@@ -15,10 +15,11 @@ from typing import NoReturn
 
 from .errors import FormatError, UnsupportedError
 
-# Enough for every unsigned 64-bit number; Python's own limit of 4300 digits would raise a bare ValueError.
+# Enough for every unsigned 64-bit number; Python's own limit of 4300 digits would raise a bare
+# ValueError.
 _MAX_DIGITS = 20
 MAX_VALUES = 1 << 21
-"""Of one object: a value takes up to two bytes of JSON, and hundreds of memory."""
+"""Of one object: a value takes as little as two bytes of JSON, but hundreds of memory."""
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _PART = re.compile(rb'(?:[^"]++|"[^"\\]*+(?:\\.[^"\\]*+)*+"?){1,20000}+', re.DOTALL)
 _STARTS_OF_VALUES = (b",", b"[", b"{")
@@ -38,13 +39,10 @@ def parse_object(
     offset: int,
     shorten: Callable[[dict[str, object]], object] = _as_it_is,
 ) -> dict[str, object]:
-    """Parse one JSON object.
+    """Parse one JSON object: UTF-8 that starts with `{`; white space may follow it.
 
-    Args:
-        data: UTF-8, starting with `{`; white space may follow the object.
-        what: What it is called in messages.
-        offset: Where it starts in the file.
-        shorten: Takes each object inside and returns what is kept of it: with many of them, dicts cost more than parsing.
+    `what` names the object in messages; `offset` is its position in the file. `shorten` takes each
+    inner object and returns its replacement: with many of them, dicts cost more than parsing.
 
     Raises:
         UnsupportedError: More than `MAX_VALUES` values.
@@ -54,7 +52,7 @@ def parse_object(
         raise FormatError(f"the {what} does not start with '{{'", offset=offset)
     if has_too_many_values(data):
         raise UnsupportedError(f"the {what} has more than {MAX_VALUES} values", offset=offset)
-    # A call for each number would take most of the time; only where one may be too long is it worth it.
+    # A call for each number would take most of the time, so only if one may be too long.
     may_be_long = _MANY_DIGITS in data.translate(_DIGITS_AS_ZEROS)
     decoder = _decoder(_parse_int if may_be_long else int, shorten)
     try:
@@ -73,11 +71,11 @@ def parse_object(
 
 
 def has_too_many_values(data: bytes) -> bool:
-    """Return whether some JSON has more than `MAX_VALUES` values, without building any; what stands in strings is no value."""
+    """Return whether some JSON has more than `MAX_VALUES` values, without building any of them."""
     if _starts_in(data) <= MAX_VALUES:
         return False
     found = 0
-    for part in _PART.finditer(data):  # part by part, because each string cut out costs memory
+    for part in _PART.finditer(data):  # part by part: each string that is cut out costs memory
         found += _starts_in(_STRING.sub(b"", part[0]))
         if found > MAX_VALUES:
             return True
@@ -89,7 +87,7 @@ def _starts_in(data: bytes) -> int:
 
 
 def parse_value(text: str, start: int) -> tuple[object, int] | None:
-    """Parse the JSON value at a place in a text, as strictly; return it and where it ends, or None where there is none."""
+    """Parse the JSON value at `start`; return it and its end, or None if it is invalid."""
     try:
         return _decoder(_parse_int, _as_it_is).raw_decode(text, start)
     except (ValueError, RecursionError, _RefusedError):
@@ -144,7 +142,7 @@ def quoted(text: str) -> str:
 
 
 def is_encodable(text: str) -> bool:
-    """Whether UTF-8 can encode a text: it holds no lone surrogate."""
+    """Return whether UTF-8 can encode a text: it holds no lone surrogate."""
     if text.isascii():
         return True
     try:
@@ -155,7 +153,7 @@ def is_encodable(text: str) -> bool:
 
 
 class _RefusedError(Exception):
-    """What the hooks raise; never leaves this file."""
+    """Raised by the hooks of the decoder; never leaves this module."""
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a format stores: named tensors, texts and MindSpore map parameters.
+"""The items of a checkpoint file: named tensors, texts and MindSpore map parameters.
 
-A tensor's bytes are C order, little endian. They are given by a function that returns a flat view, so that a tensor
-that must first be made contiguous (or fetched from a device) costs memory only while it is being written.
+A tensor's bytes are C order, little endian. A function returns them as a flat view, so that a
+tensor that must first be made contiguous (or copied from a device) costs memory only while it is
+written.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 MAX_TENSORS = 1 << 19
-"""Of one file: five times as many as the largest models have. Each takes about a KiB and some microseconds."""
+"""Of one file: five times as many as the largest models have. Each takes a KiB and some µs."""
 
 _NUMBERS = "biufc"
 _MAX_ARRAY_BYTES = (1 << 63) - 1
@@ -41,12 +42,7 @@ class TensorSpec(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor to be written.
-
-    Attributes:
-        spec: Name, type, shape.
-        content: Returns the bytes as a flat, C-contiguous, little-endian view of `spec.size_bytes` bytes.
-    """
+    """A tensor to be written; `content` returns a flat, C-contiguous, little-endian view."""
 
     spec: TensorSpec
     content: Callable[[], memoryview]
@@ -77,7 +73,7 @@ Item = Tensor | Text | MapTensors
 
 
 def check_shape(spec: TensorSpec, *, offset: int | None = None) -> None:
-    """Raise unless there can be an array of this shape.
+    """Raise unless an array can have this shape.
 
     A tensor without elements may have other dimensions of any length: no content bounds them.
 
@@ -97,27 +93,27 @@ def check_shape(spec: TensorSpec, *, offset: int | None = None) -> None:
 
 @cache
 def most_dimensions() -> int:
-    """Return how many dimensions an array may have: twice as many since NumPy 2."""
+    """Return how many dimensions an array may have: 64 since NumPy 2, 32 before."""
     import numpy as np
 
     return 64 if int(np.__version__.partition(".")[0]) >= 2 else 32
 
 
 def check_count(count: int) -> None:
-    """Raise unless a file may have so many tensors.
+    """Raise unless a file may have `count` tensors.
 
     Raises:
-        UnsupportedError: They are too many.
+        UnsupportedError: It may not.
     """
     if count > MAX_TENSORS:
         raise UnsupportedError(f"more than {MAX_TENSORS} tensors in one file")
 
 
 def content_of(tensor: Tensor) -> memoryview:
-    """Return a tensor's content with its promise checked: `size_bytes` bytes, one dimension, format B, bools of 0 and 1.
+    """Return a tensor's content, checked: `size_bytes` bytes, one dimension, format B, bools 0, 1.
 
     Raises:
-        FormatError: It is shorter or longer than shape and type say; names the tensor.
+        FormatError: It is shorter or longer than shape and type demand; names the tensor.
     """
     view, spec = tensor.content(), tensor.spec
     if view.nbytes != spec.size_bytes:
@@ -131,7 +127,7 @@ def content_of(tensor: Tensor) -> memoryview:
 
 
 def _as_bools(view: memoryview) -> memoryview:
-    """Return truth values as 0 and 1: memory that nobody has filled holds others, which no reader accepts."""
+    """Return truth values as 0 and 1: uninitialised memory holds others, which readers refuse."""
     import numpy as np
 
     stored = np.frombuffer(view, np.uint8)
@@ -141,18 +137,10 @@ def _as_bools(view: memoryview) -> memoryview:
     return filled.data
 
 
-def checked_content(tensor: Tensor) -> Callable[[], memoryview]:
-    """Return a function that does what `content_of` does for this tensor."""
-    return partial(content_of, tensor)
-
-
 def tensor_from_array(name: str, array: np.ndarray, *, dtype: DType | None = None) -> Tensor:
-    """Wrap a NumPy array without copying it; non-contiguous and big-endian arrays are copied when their turn comes.
+    """Wrap a NumPy array; it is copied, on use, only unless C-contiguous and little-endian.
 
-    Args:
-        name: The tensor's name.
-        array: Any array whose dtype is in the table.
-        dtype: The row to store it as, when the array's own dtype does not say (int4 is held as int8).
+    `dtype` is the type to store if the array's own dtype differs (int4 is held as int8).
 
     Raises:
         UnsupportedError: The table has no such element type.

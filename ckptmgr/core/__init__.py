@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared vocabulary: errors, frozen values, file names, regions of tensors, trust."""
+"""Shared values: errors, checkpoints, file names, regions of tensors, trust."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What training loops pass in: counts, metrics and states, checked before anything is written."""
+"""Checks of the counts, metrics and states that a training loop passes in."""
 
 from __future__ import annotations
 
@@ -11,11 +11,7 @@ _COUNT_BITS = 63
 
 
 def checked_count(name: str, count: int) -> int:
-    """Return a step or epoch as an int; NumPy integers are welcome.
-
-    Raises:
-        ValueError: It is negative, no integer, or longer than 63 bits.
-    """
+    """Return a step or epoch, also a NumPy integer, as an int of at most 63 bits."""
     try:
         number = operator.index(count)
     except TypeError:
@@ -33,22 +29,15 @@ def checked_epoch(epoch: int | None) -> int | None:
 
 
 def checked_interval(name: str, interval: int) -> int:
-    """Return a number of steps or copies.
-
-    Raises:
-        ValueError: It is not at least 1.
-    """
-    if checked_count(name, interval) < 1:
+    """Return a number of steps or copies, at least 1."""
+    number = checked_count(name, interval)
+    if number < 1:
         raise ValueError(f"{name} must be at least 1, but got {interval}")
-    return operator.index(interval)
+    return number
 
 
 def checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
-    """Return metrics as plain floats.
-
-    Raises:
-        TypeError: One is no number, or they are no mapping.
-    """
+    """Return metrics as plain floats; raise TypeError for anything else."""
     if metrics is not None and not isinstance(metrics, Mapping):
         raise TypeError(
             f"metrics must be a mapping of names to numbers, but got {type(metrics).__name__}"
@@ -65,10 +54,10 @@ def checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
 
 
 def given_state(state: object) -> object:
-    """Return the state, calling it if it is a function that returns one; a model is callable, too, and is none."""
+    """Return the state, or the result of a function that returns it."""
     return state() if is_function(state) else state
 
 
 def is_function(state: object) -> TypeGuard[Callable[[], object]]:
-    """Return whether a state is a function that returns it."""
+    """Return whether a state is given as a function; a model is callable but has `state_dict`."""
     return callable(state) and not hasattr(state, "state_dict")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turn errors of the format and crypto layers into `CkptmgrError`s that name the file; done once, where a file is opened."""
+"""Translation of format and crypto errors into `CkptmgrError`s that name the file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ckptmgr.formats import errors as format_errors
 
 
 def unproven(path: str | os.PathLike[str], trust: Trust) -> UnprovenCheckpoint:
-    """Return the error of a file without manifest, where only what the keys of `trust` prove is accepted."""
+    """Return the error of a file without manifest under a strict `trust`."""
     return UnprovenCheckpoint(
         "keys were given, but no manifest proves which checkpoint this file is",
         path=path,
@@ -34,7 +34,7 @@ def unproven(path: str | os.PathLike[str], trust: Trust) -> UnprovenCheckpoint:
 
 @contextlib.contextmanager
 def translated_errors(path: str) -> Iterator[None]:
-    """Turn errors of the format and crypto layers into `CkptmgrError`s that name the file."""
+    """Translate errors that leave the block; used once, where a file is opened."""
     try:
         yield
     except format_errors.FormatError as error:

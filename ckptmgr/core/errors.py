@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can go wrong, and what to do about it.
+"""The error tree.
 
 ```
 CkptmgrError (Exception)
@@ -13,7 +13,7 @@ CkptmgrError (Exception)
 │   └── UnsealedCheckpoint               a key was given, but the file is not authenticated as a whole
 │       └── UnprovenCheckpoint           keys were given, but none proves which checkpoint the file is
 ├── UnsupportedState (TypeError)         a value in the state cannot be stored without pickling
-├── StoreLocked                          another live process writes this series, or its lease cannot be had or was lost
+├── StoreLocked                          another live process writes this series, or its lease is lost
 ├── StoreFull (OSError)                  not enough disk space; nothing was changed
 ├── StagingExhausted (MemoryError)       a state does not fit the memory given to staging; nothing was saved
 ├── UnsafePrune                          a retention request that would lose the last good checkpoint
@@ -23,8 +23,8 @@ CkptmgrError (Exception)
 └── NotBuiltYet (NotImplementedError)    accepted by MindSpore, planned here, not built yet
 ```
 
-An `OSError` that is not about a checkpoint passes through untouched. Errors carry `path` and `hint`; the text already
-contains both.
+An `OSError` that is not about a checkpoint passes through untouched. Errors carry `path` and
+`hint`; the text already contains both.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CkptmgrError(Exception):
     """Report a failure of the checkpoint manager.
 
     Args:
-        message: What is wrong, as a lower-case sentence.
+        message: The problem, as a lower-case sentence.
         path: The file or directory it is about, or None.
         hint: What to do next, or None.
     """
@@ -54,7 +54,7 @@ class CkptmgrError(Exception):
 class CheckpointNotFound(CkptmgrError, LookupError, ValueError):
     """Report that no such run, checkpoint or selector exists.
 
-    A ValueError, too, because that is what MindSpore's `load_checkpoint` raises for a missing file.
+    A ValueError, too, because MindSpore's `load_checkpoint` raises one for a missing file.
     """
 
 
@@ -63,7 +63,7 @@ class CorruptCheckpoint(CkptmgrError, ValueError):
 
     Attributes:
         offset: Byte offset of the damage, or None.
-        tensor: Name of the tensor it lies in, or None.
+        tensor: Name of the damaged tensor, or None.
     """
 
     def __init__(
@@ -105,18 +105,18 @@ class UnsealedCheckpoint(KeyProblem):
 
 
 class UnprovenCheckpoint(UnsealedCheckpoint):
-    """Report a file of which nothing proves which checkpoint it is, although keys were given for that."""
+    """Report a file that no given key proves to be a certain checkpoint."""
 
 
 class UnsupportedState(CkptmgrError, TypeError):
-    """Report a value in the state that cannot be stored without pickling; names its path in the tree."""
+    """Report a value in the state that cannot be stored without pickling; names its path."""
 
 
 class StoreLocked(CkptmgrError):
-    """Report that this process may not write a series: another live one does, or the lease cannot be had, or it was lost.
+    """Report that another live process writes a series, or that its lease is unavailable or lost.
 
     Attributes:
-        is_ending: Whether the run that has the series is over, and only its saving process is still there.
+        is_ending: Whether the run that holds the lease is over and only its worker process remains.
     """
 
     is_ending: bool = False
@@ -127,7 +127,7 @@ class StoreFull(CkptmgrError, OSError):
 
 
 class StagingExhausted(CkptmgrError, MemoryError):
-    """Report that a copy of a state does not fit the memory given to checkpointing, or cannot be made as configured."""
+    """Report that a state cannot be copied within the memory given to checkpointing."""
 
 
 class UnsafePrune(CkptmgrError):
@@ -143,7 +143,7 @@ class SaveFailed(CkptmgrError):
 
 
 class SaveSuperseded(SaveFailed):
-    """Report a save that never started because a newer one took its place (`back_pressure="coalesce"`)."""
+    """Report a save that a newer one replaced before it started (`back_pressure="coalesce"`)."""
 
 
 class NotBuiltYet(CkptmgrError, NotImplementedError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The handle of a save: when the caller may go on, when the checkpoint is safe, and what it cost."""
+"""Save handle: futures for "staged" and "durable", and the cost of the save."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True, kw_only=True)
 class SaveStats:
-    """What a save cost, in seconds and bytes; filled in while it proceeds.
+    """The cost of a save in seconds and bytes; filled in while it proceeds.
 
     Attributes:
         blocked_s: How long the caller was held up.
@@ -33,8 +33,9 @@ class SaveStats:
         commit_s: Manifest, rename and directory syncs.
         size_bytes: Size of the file.
         staged_bytes: Bytes copied into staging memory.
-        staging_bytes: All staging memory there is, kept for the next save.
-        buffer_bytes: The buffers between memory and disk, which all saves and loads of the writing process share.
+        staging_bytes: All staging memory, kept for the next save.
+        buffer_bytes: Buffers between memory and disk; all saves and loads of the process share
+            them.
     """
 
     blocked_s: float = 0.0
@@ -51,13 +52,7 @@ class SaveStats:
     def note_written(
         self, figures: Mapping[str, float], *, size_bytes: int, passed_s: float
     ) -> None:
-        """Take over what was measured while the file was written.
-
-        Args:
-            figures: As in the manifest.
-            size_bytes: Of the file.
-            passed_s: Seconds from the first byte until the checkpoint was durable.
-        """
+        """Take over the manifest's `figures`; `passed_s` runs from the first byte to durable."""
         self.size_bytes = size_bytes
         self.write_s = figures.get("write_s", 0.0)
         until_synced_s = figures.get("until_synced_s", self.write_s)
@@ -67,21 +62,21 @@ class SaveStats:
 
     @property
     def peak_bytes(self) -> int:
-        """Most memory beside the state itself that the save needed; it stays allocated for the next one."""
+        """Most memory that the save needed beside the state; it stays allocated."""
         return self.staging_bytes + self.buffer_bytes
 
     @property
     def gigabytes_per_s(self) -> float:
-        """Bytes of the file over the time it took to write and sync it, in units of 10^9."""
+        """Size of the file over the time of writing and syncing it, in 10^9 bytes per second."""
         seconds = self.write_s + self.sync_s + self.commit_s
         return self.size_bytes / seconds / 1e9 if seconds > 0 else 0.0
 
 
 class _Outcome(Future[_T]):
-    """A future that nobody can cancel: a save goes on even if the task that waits for it is given up.
+    """A future that cannot be cancelled: a save outlives the task that waits for it.
 
-    Its callbacks cannot end the thread that saves: not even by sys.exit(), which a plain one lets through. In a child that is
-    forked before it is done it fails, because the child would never hear; the callbacks stay with the parent.
+    A callback cannot end the saving thread, not even by sys.exit(). In a child process that is
+    forked before the future is done, it fails, because only the parent learns the result.
     """
 
     def __init__(self) -> None:
@@ -91,23 +86,23 @@ class _Outcome(Future[_T]):
         _unfinished.add(self)
 
     def set_result(self, result: _T) -> None:
-        """Note that it went well."""
+        """Record the result."""
         super().set_result(result)
         _unfinished.discard(self)
 
     def set_exception(self, exception: BaseException | None) -> None:
-        """Note that it failed."""
+        """Record the failure."""
         super().set_exception(exception)
         _unfinished.discard(self)
 
     def forget_parent(self) -> None:
-        """Fail, with locks that no thread of the parent holds; for a forked child."""
+        """Fail in a forked child, with new locks: a thread of the parent may hold the old ones."""
         process = self._process
         _Outcome.__init__(self)
-        self.set_exception(_not_told(process))
+        self.set_exception(_saved_elsewhere(process))
 
     def add_done_callback(self, fn: Callable[[Future[_T]], object]) -> None:
-        """Call `fn` with the future when it is done; what it raises then is logged."""
+        """Call `fn` with the future when it is done; an exception of `fn` is logged."""
         super().add_done_callback(partial(_call, fn))
 
 
@@ -115,14 +110,14 @@ def _call(fn: Callable[[Future[_T]], object], future: Future[_T]) -> None:
     try:
         fn(future)
     except Exception:
-        raise  # logged by whoever calls it
+        raise  # concurrent.futures logs it
     except BaseException:
         if threading.current_thread() is threading.main_thread():
-            raise  # Ctrl-C, and whoever wants to end the program
+            raise  # Ctrl-C or sys.exit()
         _LOG.exception("a callback of a save failed")
 
 
-def _not_told(process: int) -> RuntimeError:
+def _saved_elsewhere(process: int) -> RuntimeError:
     return RuntimeError(
         f"process {process} is saving this, and process {os.getpid()}, a fork of it, is not told when it is "
         "durable: wait there, or look for it with CheckpointManager.latest()"
@@ -138,8 +133,8 @@ _unfinished: weakref.WeakSet[_Outcome[Any]] = weakref.WeakSet()
 os.register_at_fork(after_in_child=_forget_parent)
 
 
-def waits_for_itself() -> SaveFailed:
-    """Return why `on_error` cannot wait."""
+def wait_in_on_error() -> SaveFailed:
+    """Return the error of an `on_error` that waits for a save."""
     return SaveFailed(
         "on_error cannot wait for saves: the one that failed is over only when it returns",
         hint="it may call save(), which then runs next, but neither wait() nor close()",
@@ -152,11 +147,12 @@ class SaveHandle:
 
     Attributes:
         staged: Done when the caller may change its arrays again.
-        durable: Done when the checkpoint survives a power cut; its result is the checkpoint, its exception the failure.
-            Both can be awaited with `asyncio.wrap_future`; neither can be cancelled.
-        stats: What it cost so far.
-        process: Id of the process that saves. In one that was forked from it meanwhile the futures fail with a RuntimeError.
-        asked_by: The thread that saves, if the save was asked for there, by `on_error`; None otherwise.
+        durable: Done when the checkpoint survives a power cut; its result is the checkpoint, its
+            exception the failure. `asyncio.wrap_future` awaits both; neither can be cancelled.
+        stats: The cost so far.
+        process: Id of the saving process. In its forked children the futures fail with
+            RuntimeError.
+        asked_by: The saving thread, when `on_error` requested the save there; None otherwise.
     """
 
     staged: Future[None] = field(default_factory=_Outcome)
@@ -166,16 +162,16 @@ class SaveHandle:
     asked_by: threading.Thread | None = None
 
     def wait(self, timeout_s: float | None = None) -> Checkpoint:
-        """Return the checkpoint once it is durable, or raise why it is not.
+        """Return the checkpoint once it is durable, or raise the failure of the save.
 
         Raises:
             TimeoutError: It is still being saved after `timeout_s` seconds.
-            RuntimeError: It is saved by the process that this one was forked from, which alone hears when it is durable.
+            RuntimeError: The process that this one was forked from saves it.
             SaveFailed: Called by `on_error`, which would wait for itself.
         """
         if self.asked_by is threading.current_thread() and not self.durable.done():
-            raise waits_for_itself()
+            raise wait_in_on_error()
         if self.process != os.getpid() and not self.durable.done():
-            # It was forked from C, so the futures have not been told either.
-            raise _not_told(self.process)
+            # C code forked without running Python's fork hooks, so the futures did not fail.
+            raise _saved_elsewhere(self.process)
         return self.durable.result(timeout_s)

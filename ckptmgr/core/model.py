@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values that decisions are made from and explained with. All frozen, no I/O.
+"""Frozen values: checkpoints, and the plan of a retention policy. No I/O.
 
-Identity: a checkpoint is (series, step, attempt); a step can repeat after a rollback. Order is the order of commits, which
-manifests number; files without manifest come first, by step. Modification times decide nothing.
+A checkpoint is identified by (series, step, attempt); a step can repeat after a rollback. The order
+is that of commits, which manifests number; files without manifest come first, by step. Modification
+times decide nothing.
 """
 
 from __future__ import annotations
@@ -36,20 +37,20 @@ class Figures(dict[str, float]):
 
 
 class State(enum.Enum):
-    """What is known about a checkpoint in a directory."""
+    """State of a checkpoint in a directory."""
 
     OK = "ok"
     """Committed: data and manifest are in place and agree on the size."""
     UNVERIFIED = "unverified"
-    """A bare file without a manifest (MindSpore's own, or a copy): loadable, but nothing vouches for it."""
+    """A bare file without a manifest (MindSpore's own, or a copy): loadable, but not verifiable."""
     UNPROVEN = "unproven"
-    """Keys were given, and none of them proves it: no manifest, or one without authentication or signature."""
+    """No given key proves it: no manifest, or one without authentication or signature."""
     OTHER_KEY = "other-key"
     """Its manifest is authenticated or signed under another key than those given."""
     CORRUPT = "corrupt"
     """The bytes do not match the manifest, or do not parse."""
     MISSING = "missing"
-    """The manifest is here and its data is not, and nothing as new of its series is whole."""
+    """Its manifest exists without its data, and no checkpoint of its series as new is whole."""
     LEFTOVER = "leftover"
     """The remains of an interrupted save or removal."""
     WRITING = "writing"
@@ -57,7 +58,7 @@ class State(enum.Enum):
 
 
 UNFINISHED = (State.LEFTOVER, State.WRITING)
-"""States of what is no checkpoint, or none yet."""
+"""States of files that are no checkpoint, or not yet one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +71,7 @@ class Pin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What a checkpoint says about the one of its series that was newest when it was saved.
+    """Reference to the predecessor: the newest checkpoint of the series at the time of the save.
 
     Attributes:
         name: Its name in the directory.
@@ -90,29 +91,31 @@ class Checkpoint:
     """One checkpoint in a directory.
 
     Attributes:
-        path: The data file; of a sharded checkpoint the name that its manifest stands beside.
+        path: The data file; for a sharded checkpoint, the manifest's path without its suffix.
         series: Name of the series (the prefix of the file names).
         run_id: The run that wrote it; None for bare files.
         step: Global training step.
-        attempt: 0 for the first save of this step in the series, 1 for the next one after a rollback, ...
+        attempt: 0 for the first save of this step in the series, 1 for the one after a rollback,
+            ...
         sequence: Order of commits in the directory, from 1; 0 for bare files.
         epoch: Epoch number, or None.
-        why: What triggered the save: `policy`, `end`, `manual`, or `exception: ...` (the state may be mid-step).
+        why: Trigger of the save: `policy`, `end`, `manual`, or `exception: ...` (perhaps mid-step).
         saved_at: When the save was acknowledged, UTC.
         size_bytes: Size of the data file or files.
         metrics: Name to value; NaN means "measured, not a number" and never ranks.
         pins: Why retention must keep it.
-        state: What is known about it.
-        format: `ckpt` or `safetensors`; `opaque` of a container with any other file, which no directory lists.
+        state: Its state in the directory.
+        format: `ckpt` or `safetensors`; `opaque` for a container with another file (never listed).
         cipher: `AES-GCM`, `AES-CBC`, `SM4-CBC`, or None for a plain file.
         key_id: Short identifier of the key, or None.
-        opened_by: What opens it, as its manifest says: `key 0011223344556677`, `passphrase (argon2id, of a run)`.
+        opened_by: Keys of its manifest: `key 0011223344556677`, `passphrase (argon2id, of a run)`.
         problem: Why the state is not OK, or None.
-        obstacle: What kept its manifest from being read although it may be whole: permission, the disk, its version; or that a
-            file is not there, which may come back. Or None.
+        obstacle: Why its manifest could not be read although it may be whole (permission, disk,
+            version, a file that may come back); None otherwise.
         shards: Base names of the data files by rank; empty unless many ranks saved together.
-        id: Hash of what it is: files, place in the series, and the id of the one before; None without a manifest.
-        previous: The one before it in the series, or None.
+        id: Hash of its files, its place in the series and the predecessor's id; None without
+            manifest.
+        previous: Its predecessor in the series, or None.
         parent_run_ids: The runs that its run was resumed from, newest first.
     """
 
@@ -147,15 +150,16 @@ class Checkpoint:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """The sort key, oldest first: the order of commits, and of steps where no manifest says it.
+        """The sort key, oldest first: by commit, or by step where no manifest records the commit.
 
-        Not the step alone: after a rollback from step 100 to 50, the save of step 60 is newer than that of step 100.
+        Not the step alone: after a rollback from step 100 to 50, the save of step 60 is newer than
+        that of step 100.
         """
         return (self.sequence, self.step, self.attempt)
 
     @property
     def is_countable(self) -> bool:
-        """Whether retention rules may count it: whole as far as known, and saved between two steps."""
+        """Whether retention counts it: whole as far as known, and saved between two steps."""
         return self.state in (State.OK, State.UNVERIFIED) and not self.is_emergency
 
     @property
@@ -165,17 +169,17 @@ class Checkpoint:
 
     @property
     def is_attested(self) -> bool:
-        """Whether what its manifest says counts: nothing was given to prove it with, or the given keys prove it."""
+        """Whether its manifest counts: the given keys prove it, or no keys were given."""
         return self.state in (State.OK, State.CORRUPT, State.MISSING)
 
     @property
     def is_unproven(self) -> bool:
-        """Whether keys were given, and they do not prove it: it decides nothing, and nothing names it but its own name."""
+        """Whether keys were given that do not prove it: it decides nothing."""
         return self.state in (State.UNPROVEN, State.OTHER_KEY)
 
     @property
     def is_unreadable(self) -> bool:
-        """Whether it has a manifest from which nothing could be read."""
+        """Whether its manifest could not be read at all."""
         return self.state is State.CORRUPT and self.run_id is None
 
     @property
@@ -208,7 +212,7 @@ class Verdict:
     """The decision about one checkpoint.
 
     Attributes:
-        checkpoint: What it is about.
+        checkpoint: The checkpoint.
         is_kept: Whether it stays.
         reasons: Every rule or protection that keeps it; empty when dropped.
         nearest: For a dropped one, how close each rule came.
@@ -222,7 +226,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a retention policy would do to a history; newest first."""
+    """The verdicts of a retention policy about a history; newest first."""
 
     policy: str
     verdicts: tuple[Verdict, ...]

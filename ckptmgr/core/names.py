@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of checkpoint files, and which prefixes and directories are accepted. Nothing here changes a disk.
+"""Names of checkpoint files, and the checks of prefixes and directories; nothing changes a disk.
 
 ```
 {prefix}-{epoch}_{step in epoch}.{ckpt | safetensors}        an ordinary checkpoint
@@ -7,12 +7,13 @@
 {prefix}-{epoch}_{step in epoch}.safetensors.ckpz            the same, compressed and not encrypted
 {prefix}-{epoch}_{step in epoch}_breakpoint.ckpt             saved because training failed (exception_save)
 ```
-A run that finds files of its prefix in the directory continues under `{prefix}_1`, `{prefix}_2`, ..., so that it
-overwrites nothing. Names, numbers and messages are MindSpore's (`mindspore/train/callback/_checkpoint.py`, 2.10.0).
+A run that finds files of its prefix in the directory continues under `{prefix}_1`, `{prefix}_2`,
+..., so that it overwrites nothing. Names, numbers and messages are MindSpore's
+(`mindspore/train/callback/_checkpoint.py`, 2.10.0).
 
-A `CheckpointManager` counts no epochs; it writes `{prefix}-{step}.{format}`, and `{prefix}-{step}-r1.{format}` for the
-next save of that step after a rollback. So do many ranks that save `{prefix}-{epoch}_{step in epoch}.shards`, which is never
-overwritten.
+A `CheckpointManager` counts no epochs; it writes `{prefix}-{step}.{format}`, and after a rollback
+`{prefix}-{step}-r1.{format}`. Sharded checkpoints `{prefix}-{epoch}_{step in epoch}.shards` get
+`-r1` likewise, because they are never overwritten.
 
 >>> checkpoint_name("net", 3, step_in_epoch=step_in_epoch(41, batch_num=20), format="ckpt")
 'net-3_1.ckpt'
@@ -32,11 +33,11 @@ from typing import NamedTuple
 
 FORMATS = ("ckpt", "safetensors")
 OPAQUE = "opaque"
-"""In place of a format, of what a container holds that is no checkpoint: any bytes."""
+"""The format of a container whose content is not a checkpoint."""
 CONTAINER_SUFFIX = ".ckpe"
-"""Behind the name of what an encrypted container holds. Runs do not put a `.ckpt` into one: MindSpore reads it encrypted."""
+"""Suffix of encrypted containers; runs put no `.ckpt` into one, as MindSpore reads it encrypted."""
 COMPRESSED_SUFFIX = ".ckpz"
-"""Behind the name of what a compressed file expands to. One that is encrypted, too, has the name of a container."""
+"""Suffix of compressed files; if they are encrypted, too, they have that of a container only."""
 DATA_SUFFIXES = tuple(
     f".{format}{suffix}"
     for format in FORMATS
@@ -51,11 +52,8 @@ _NAME = re.compile(
     r"(?P<prefix>[^/\0]*)-(?P<epoch>0|[1-9][0-9]{0,17})_(?P<step>0|[1-9][0-9]{0,17})"
     r"(?P<breakpoint>_breakpoint(?=\.ckpt))?\.(?P<format>ckpt|safetensors)(?:\.ckp[ez])?"
 )
-_MAX_RESTARTS_DIGITS = (
-    9  # a longer number is no count of runs, and the one after it may fit into no name
-)
-
-
+# A longer number is no count of runs, and its successor may fit into no name.
+_MAX_RESTARTS_DIGITS = 9
 _STEP_NAME = re.compile(
     r"(?P<prefix>[^/\0]*)-(?P<step>0|[1-9][0-9]{0,17})(?:-r(?P<attempt>[1-9][0-9]{0,8}))?"
     r"\.(?:ckpt|safetensors)(?:\.ckp[ez])?"
@@ -64,16 +62,16 @@ _STEP_NAME = re.compile(
 _RESTART = re.compile(r"_\d+")
 _LAST_RESTART = re.compile(r"_\d+$")
 ATTEMPT = re.compile(r"-r[1-9][0-9]{0,8}$")
-"""How a name ends whose step was saved before."""
+"""Suffix of the stem when the step was saved before."""
 
 
 class ParsedName(NamedTuple):
-    """What the name of a checkpoint file says.
+    """The fields of a checkpoint's file name.
 
     Attributes:
         prefix: Name of the series.
         epoch: Epoch number; 0 is possible for a breakpoint, and for loops that count from 0.
-        step_in_epoch: Step in the epoch, from 1; 0 only for a breakpoint before the first step of an epoch.
+        step_in_epoch: From 1; 0 only for a breakpoint before the first step of an epoch.
         is_breakpoint: Whether it was saved because training failed.
         format: `ckpt` or `safetensors`.
     """
@@ -93,7 +91,7 @@ def step_in_epoch(step: int, batch_num: int) -> int:
 
 
 def extension_of(format: str, *, is_encrypted: bool, is_compressed: bool = False) -> str:
-    """Return what follows the dot in the name of a file.
+    """Return the extension of a file name, without its dot.
 
     >>> extension_of("safetensors", is_encrypted=True), extension_of("ckpt", is_encrypted=True)
     ('safetensors.ckpe', 'ckpt')
@@ -126,20 +124,20 @@ def stem_of(name: str) -> str:
 def checkpoint_name(
     prefix: str, epoch: int, *, step_in_epoch: int, format: str, attempt: int = 0
 ) -> str:
-    """Return the file name of an ordinary checkpoint; `format` may be any `extension_of`, or that of many ranks."""
+    """Return the name of an ordinary checkpoint; `format` is an `extension_of`, or `shards`."""
     return f"{prefix}-{epoch}_{step_in_epoch}{_attempt_suffix(attempt)}.{format}"
 
 
 def breakpoint_name(prefix: str, epoch: int, *, step_in_epoch: int) -> str:
-    """Return the file name of a checkpoint saved because training failed; always in the `ckpt` format."""
+    """Return the name of a checkpoint saved because training failed; always a `.ckpt`."""
     return f"{prefix}-{epoch}_{step_in_epoch}{_BREAKPOINT_SUFFIX}"
 
 
 def parse_name(file_name: str) -> ParsedName | None:
-    """Return what a file name says, or None when no run would have written that name.
+    """Return the fields of a file name; None when no run writes such a name.
 
-    Stricter than MindSpore, which counts every `{prefix}-*.ckpt` without a letter as its own and deletes it in turn:
-    `CKP-(1).ckpt`, `CKP-.ckpt` and a user's `CKP-2023.12.ckpt`.
+    Stricter than MindSpore, which counts every `{prefix}-*.ckpt` without a letter as its own and
+    deletes it in turn: `CKP-(1).ckpt`, `CKP-.ckpt` and a user's `CKP-2023.12.ckpt`.
     """
     match = _NAME.fullmatch(file_name)
     if match is None:
@@ -151,13 +149,7 @@ def parse_name(file_name: str) -> ParsedName | None:
 
 
 class ParsedStepName(NamedTuple):
-    """What the name of a file of a `CheckpointManager` says.
-
-    Attributes:
-        prefix: Name of the series.
-        step: Global step.
-        attempt: Which save of the step it is, from 0.
-    """
+    """The fields of a `CheckpointManager`'s file name; `attempt` counts the saves of a step."""
 
     prefix: str
     step: int
@@ -165,7 +157,7 @@ class ParsedStepName(NamedTuple):
 
 
 def step_name(prefix: str, step: int, *, attempt: int, format: str) -> str:
-    """Return the name of the file in which a `CheckpointManager` saves a step; `format` may be any `extension_of`."""
+    """Return the `CheckpointManager`'s file name of a step; `format` is an `extension_of`."""
     return f"{prefix}-{step}{_attempt_suffix(attempt)}.{format}"
 
 
@@ -174,7 +166,7 @@ def _attempt_suffix(attempt: int) -> str:
 
 
 def parse_step_name(file_name: str) -> ParsedStepName | None:
-    """Return what the name of a file of a `CheckpointManager` says, or None when it is no such name."""
+    """Return the fields of a file name of a `CheckpointManager`; None for other names."""
     match = _STEP_NAME.fullmatch(file_name)
     if match is None:
         return None
@@ -182,7 +174,7 @@ def parse_step_name(file_name: str) -> ParsedStepName | None:
 
 
 def is_of_prefix(series: str, prefix: str) -> bool:
-    """Return whether a series is that of a prefix, or of a run that continued under it.
+    """Return whether a series is that of a prefix, or of a restart under it.
 
     >>> [is_of_prefix(series, "net") for series in ("net", "net_2", "net-2", "network")]
     [True, True, False, False]
@@ -192,7 +184,7 @@ def is_of_prefix(series: str, prefix: str) -> bool:
 
 
 def is_same_prefix(series: str, other: str) -> bool:
-    """Return whether two series can be of one prefix: of a run, and of those that continued it.
+    """Return whether two series can have the same prefix: those of a run and of its restarts.
 
     >>> [is_same_prefix("net_1", other) for other in ("net", "net_2", "net-2", "network")]
     [True, True, False, False]
@@ -202,12 +194,9 @@ def is_same_prefix(series: str, other: str) -> bool:
 
 
 def restart_prefix(prefix: str, names: Iterable[str], *, is_breakpoint: bool = False) -> str:
-    """Return the prefix that a new run takes in a directory with these files.
+    """Return the prefix of a new run in a directory with these file names.
 
-    Args:
-        prefix: The prefix the user asked for.
-        names: The file names in the directory.
-        is_breakpoint: Whether the run looks for a name for a breakpoint; those are numbered on their own.
+    Breakpoints are numbered on their own.
     """
     taken = [
         name[len(prefix) :]
@@ -218,27 +207,27 @@ def restart_prefix(prefix: str, names: Iterable[str], *, is_breakpoint: bool = F
     ]
     number = max(map(_taken_number, taken), default=0)
     while any(rest.startswith(f"_{number}-") for rest in taken):
-        number += 1  # of a run that began beside the largest number that counts
+        number += 1  # taken by a run whose number is not counted by `_taken_number`
     return f"{prefix}_{number}" if number else prefix
 
 
 def _taken_number(rest: str) -> int:
-    """Return the first free number that a name leaves, given what follows the prefix in it; 0 for another series."""
+    """Return the first number that a name leaves free; 0 for the name of another series."""
     head, dash, _ = rest.partition("-")
     if not dash:
         return 0
     if not head:
         return 1
-    # MindSpore takes any character but a letter between prefix and number: CKP.5-1_1.ckpt counts as the fifth run.
+    # MindSpore takes any character but a letter between prefix and number: CKP.5-1_1.ckpt counts as
+    # the fifth run.
     is_number = head[1:].isdecimal() and len(head) <= 1 + _MAX_RESTARTS_DIGITS
     return int(head[1:]) + 1 if is_number and not head[0].isalpha() else 0
 
 
 def check_prefix(prefix: object) -> str | Callable[..., object]:
-    """Return a prefix given to `ModelCheckpoint` when it is a usable string or a callable.
+    """Return a prefix for `ModelCheckpoint`: a callable or a usable string, else raise ValueError.
 
-    Raises:
-        ValueError: It is neither, holds a `/` or a NUL character, or starts with a dot (which MindSpore accepts).
+    Unlike MindSpore, a leading dot is refused.
     """
     if callable(prefix):
         return prefix
@@ -252,11 +241,7 @@ def check_prefix(prefix: object) -> str | Callable[..., object]:
 
 
 def check_prefix_result(prefix: object) -> str:
-    """Return what a callable prefix returned when it is a usable string.
-
-    Raises:
-        ValueError: It is not a string, holds a `/` or a NUL character, or starts with a dot.
-    """
+    """Return the result of a callable prefix; raise ValueError unless it is a usable string."""
     if not isinstance(prefix, str) or "/" in prefix or "\0" in prefix:
         raise ValueError(
             "For 'ModelCheckpoint', the argument 'prefix' for checkpoint file name is callable, "
@@ -267,7 +252,8 @@ def check_prefix_result(prefix: object) -> str:
 
 
 def _check_start(prefix: str) -> None:
-    # Names with a leading dot are temporary files, leases, or what other systems leave beside a file (`._net-1_1.ckpt`).
+    # Names with a leading dot are temporary files, leases, or files of other systems
+    # (`._net-1_1.ckpt`).
     if prefix.startswith("."):
         raise ValueError(
             f"the prefix {prefix!r} starts with '.': such files are hidden, never listed and never resumed from"
@@ -281,13 +267,11 @@ def _check_start(prefix: str) -> None:
 
 
 def check_directory(directory: object) -> Path:
-    """Return the resolved directory when checkpoints may be put there; it need not exist yet.
+    """Return the resolved path of a usable directory for checkpoints; it need not exist yet.
 
-    Looks at the disk but changes nothing. Unlike MindSpore it takes path objects too.
+    Unlike MindSpore it takes path objects too.
 
     Raises:
-        TypeError: It is not a string or path object.
-        ValueError: It is blank, holds a NUL character, or is longer than 1024 characters when resolved.
         NotADirectoryError: It exists and is not a directory.
     """
     if isinstance(directory, os.PathLike):

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Boxes of a tensor: what two have in common, what one leaves of another, and where its bytes lie.
+"""Regions of tensors: intersection, subtraction, and the byte runs of one region in another.
 
 >>> stored, wanted = (Interval(2, 4), Interval(0, 3)), (Interval(2, 3), Interval(1, 3))
 >>> list(byte_runs(stored, wanted, wanted, item_bytes=1))
 [ByteRun(source_offset=1, target_offset=0, length=2)]
->>> without(stored, wanted)
+>>> subtract(stored, wanted)
 [(Interval(start=3, stop=4), Interval(start=0, stop=3)), (Interval(start=2, stop=3), Interval(start=0, stop=1))]
 """
 
@@ -29,11 +29,11 @@ class Interval(NamedTuple):
 
 
 Region = tuple[Interval, ...]
-"""A box of a tensor: one interval per dimension."""
+"""A hyperrectangle of a tensor: one interval per dimension."""
 
 
 class ByteRun(NamedTuple):
-    """Bytes that lie together in the stored slice and in the target; offsets count from the start of each."""
+    """A run of bytes that is contiguous in both arrays; offsets count from the array's start."""
 
     source_offset: int
     target_offset: int
@@ -41,35 +41,35 @@ class ByteRun(NamedTuple):
 
 
 def region_at(start: Sequence[int], lengths: Sequence[int]) -> Region:
-    """Return the box of these lengths that begins at `start`."""
+    """Return the region of these lengths that begins at `start`."""
     return tuple(Interval(at, at + length) for at, length in zip(start, lengths, strict=True))
 
 
 def whole_region(shape: Sequence[int]) -> Region:
-    """Return the box that is all of a tensor."""
+    """Return the region of a whole tensor."""
     return tuple(Interval(0, length) for length in shape)
 
 
-def lengths_of(region: Region) -> tuple[int, ...]:
-    """Return the shape of a box."""
+def region_shape(region: Region) -> tuple[int, ...]:
+    """Return the shape of a region."""
     return tuple(one.length for one in region)
 
 
-def overlap_of(one: Interval, other: Interval) -> Interval | None:
-    """Return what two intervals have in common, or None."""
+def interval_intersection(one: Interval, other: Interval) -> Interval | None:
+    """Return the intersection of two intervals; None when it is empty."""
     start, stop = max(one.start, other.start), min(one.stop, other.stop)
     return Interval(start, stop) if start < stop else None
 
 
-def common(one: Region, other: Region) -> Region | None:
-    """Return what two boxes have in common, or None when that is no element."""
-    found = [overlap_of(a, b) for a, b in zip(one, other, strict=True)]
+def intersection(one: Region, other: Region) -> Region | None:
+    """Return the intersection of two regions; None when it is empty."""
+    found = [interval_intersection(a, b) for a, b in zip(one, other, strict=True)]
     both = tuple(interval for interval in found if interval is not None)
     return both if len(both) == len(found) else None
 
 
-def without(region: Region, part: Region) -> list[Region]:
-    """Return boxes that are together what is left of a region without a part of it."""
+def subtract(region: Region, part: Region) -> list[Region]:
+    """Return disjoint regions that cover `region` except for `part`, which is inside it."""
     left: list[Region] = []
     for dimension, (outer, inner) in enumerate(zip(region, part, strict=True)):
         sides = (Interval(outer.start, inner.start), Interval(inner.stop, outer.stop))
@@ -82,13 +82,9 @@ def without(region: Region, part: Region) -> list[Region]:
 def byte_runs(
     stored: Region, wanted: Region, target: Region, *, item_bytes: int
 ) -> Iterator[ByteRun]:
-    """Yield where the wanted elements lie in a stored slice and in a target, by ascending offset.
+    """Yield the runs of `wanted` (inside both other regions) in two C-ordered arrays, by offset.
 
-    Args:
-        stored: What the slice holds.
-        wanted: A part of both.
-        target: What the target holds.
-        item_bytes: Bytes of an element.
+    The arrays hold the regions `stored` and `target`.
     """
     whole = len(wanted)
     while whole and wanted[whole - 1] == stored[whole - 1] == target[whole - 1]:

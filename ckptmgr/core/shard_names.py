@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The names of the files of a checkpoint that many ranks save together.
+"""Names of the files of a sharded checkpoint.
 
 ```
 net-40.shards.manifest.json                  the checkpoint: it exists when this does
 net-40.0-of-2.67d2f1a41f0c9a2e.ckpt          what rank 0 saved: an ordinary `.ckpt` or `.safetensors`
 net-40.1-of-2.67d2f1a41f0c9a2e.ckpt
 ```
-The 16 hexadecimal digits are the attempt: 8 for the second since 1970 until which it may be committed, 8 at random. So two
-attempts at one step never write the same file, and everybody can tell from a name alone when a file that no manifest
-names is garbage.
+The 16 hexadecimal digits are the attempt: 8 for its commit deadline in seconds since 1970, 8 random
+ones. So two attempts at one step never write the same file, and the name alone shows when a file
+that no manifest names is garbage.
 
 >>> shard_name("net-40", 1, world=2, attempt_id="67d2f1a41f0c9a2e", format="ckpt")
 'net-40.1-of-2.67d2f1a41f0c9a2e.ckpt'
@@ -37,14 +37,7 @@ _SHARD = re.compile(
 
 
 class ShardName(NamedTuple):
-    """What the name of a shard says.
-
-    Attributes:
-        stem: Name of the checkpoint without suffix.
-        rank: Who wrote it.
-        world: Number of ranks that saved together.
-        attempt_id: The attempt.
-    """
+    """The fields of a shard's name; `stem` is the name of the checkpoint without suffix."""
 
     stem: str
     rank: int
@@ -65,16 +58,16 @@ class ShardName(NamedTuple):
 
     @property
     def expires_at(self) -> int:
-        """When its attempt may no longer be committed, in seconds since 1970."""
+        """The commit deadline of its attempt, in seconds since 1970."""
         return int(self.attempt_id[:_SECONDS_DIGITS], 16)
 
     def has_expired(self, now: float) -> bool:
-        """Return whether nobody will commit its attempt any more, by the clock of any host."""
+        """Return whether the commit deadline has passed by the clock of every host."""
         return self.expires_at + _CLOCK_SKEW_S < now
 
 
 def new_attempt_id(expires_at: float) -> str:
-    """Return the name of a new attempt, which may be committed until then (seconds since 1970)."""
+    """Return a new attempt id with this commit deadline (seconds since 1970)."""
     seconds = min(max(0, int(expires_at)), _MAX_SECONDS)
     return f"{seconds:0{_SECONDS_DIGITS}x}{secrets.token_hex(4)}"
 
@@ -85,7 +78,7 @@ def shard_name(stem: str, rank: int, *, world: int, attempt_id: str, format: str
 
 
 def parse_shard_name(name: str) -> ShardName | None:
-    """Return what the name of a shard says, or None when it is no such name."""
+    """Return the fields of a shard's name; None for other names."""
     match = _SHARD.fullmatch(name)
     if match is None:
         return None
@@ -93,10 +86,7 @@ def parse_shard_name(name: str) -> ShardName | None:
 
 
 def with_attempt(name: str, attempt_id: str) -> str:
-    """Return the name of the same file of another attempt.
-
-    Raises:
-        ValueError: It is no such name.
+    """Return the name of a shard with another attempt; raise ValueError when it is no shard's name.
 
     >>> with_attempt("net-40.1-of-2.67d2f1a41f0c9a2e.safetensors.ckpe", "67d2f1a5c0ffee00")
     'net-40.1-of-2.67d2f1a5c0ffee00.safetensors.ckpe'

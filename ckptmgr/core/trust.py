@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trust: which keys prove a checkpoint, which key signs, and what is accepted without proof.
+"""Trust: the keys that prove a checkpoint, the signing key, and the exceptions from proof.
 
-One frozen value travels from the options of a user to every place that decides about proof. A key or a trusted public
-key makes reading strict: what it does not prove is refused, does not count for retention and is never handed out.
+One frozen value travels from the user's options to every decision about proof. A key or a trusted
+public key makes reading strict: an unproven checkpoint is refused and does not count for retention.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ ACCEPT_UNENCRYPTED_HINT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trust:
-    """What a caller trusts.
+    """The keys and exceptions of a caller.
 
     Attributes:
-        keys: Open files and check the HMAC of manifests; also encrypt and authenticate what is written.
+        keys: Open files and check the HMAC of manifests; encrypt and authenticate on writing.
         trusted_keys: Public keys whose signatures count.
         signing_key: Signs the manifests that are written.
-        allow_unsealed: Accept what is encrypted under `keys` although no seal, authenticated manifest or trusted
-            signature proves it as a whole (files that MindSpore wrote). Without `keys` it accepts nothing.
+        allow_unsealed: Accept files that are encrypted under `keys` but not proven as a whole by a
+            seal, an authenticated manifest or a trusted signature (MindSpore's). No effect without
+            `keys`.
         allow_unencrypted: Accept plain files, too; includes `allow_unsealed`.
     """
 
@@ -52,12 +53,12 @@ class Trust:
 
     @property
     def is_strict(self) -> bool:
-        """Whether only what the keys prove is accepted."""
+        """Whether only proven checkpoints are accepted."""
         return (self.keys is not None or bool(self.trusted_keys)) and not self.accepts_unsealed
 
     @property
     def can_prove(self) -> bool:
-        """Whether a manifest that is accepted is proven: by a key that opens, or by a trusted signature."""
+        """Whether an accepted manifest is proven: by an opening key or a trusted signature."""
         can_open = self.keys is not None and ring_of(self.keys).can_open
         return self.is_strict and (can_open or bool(self.trusted_keys))
 
@@ -73,7 +74,7 @@ class Trust:
 
     @property
     def strict(self) -> Trust:
-        """The same keys with nothing accepted unproven; a writer that signs trusts its own signatures."""
+        """The same keys without exceptions; a writer that signs trusts its own signatures."""
         own = () if self.signing_key is None else (self.signing_key.public_key,)
         return replace(
             self,
@@ -85,8 +86,7 @@ class Trust:
     def hint_without_mac(self, ciphers: Iterable[str | None]) -> str | None:
         """Return how to accept a manifest without authentication; None where it is accepted.
 
-        Args:
-            ciphers: The cipher mode that the manifest states for each file; None for a plain file.
+        `ciphers` has the cipher mode of each file in the manifest, None for a plain file.
         """
         if not self.needs_encryption:
             return None
@@ -95,4 +95,4 @@ class Trust:
         return None if self.allow_unsealed else ACCEPT_UNSEALED_HINT
 
 
-NOTHING_GIVEN = Trust()
+DEFAULT_TRUST = Trust()

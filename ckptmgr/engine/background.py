@@ -28,7 +28,7 @@ from typing import Protocol, TypeVar
 
 from ckptmgr.config.failure import BackPressure, OnError, check_back_pressure, parse_on_error
 from ckptmgr.core.errors import SaveFailed, SaveSuperseded
-from ckptmgr.core.handle import SaveHandle, SaveStats, waits_for_itself
+from ckptmgr.core.handle import SaveHandle, SaveStats, wait_in_on_error
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.io.threads import work_beside_training
 
@@ -174,7 +174,7 @@ class BackgroundSaver:
             SaveFailed: Called by `on_error`, which would wait for itself.
         """
         if self._is_own_thread():
-            raise waits_for_itself()
+            raise wait_in_on_error()
         with self._changed:
             self._changed.wait_for(lambda: self._running is None and self._next is None)
 

@@ -14,7 +14,7 @@
   it. It does not count writes through `.data`, through a NumPy view, by fused kernels, or by code that goes past torch. Fused
   optimizers wait before their step as all others do.
 * Memory that NumPy, another process or a buffer can change as well when the save begins is copied at once; `tree_torch.
-  is_counted` finds it. What is left are views that are made and written to between the save and the update, views of
+  is_change_counted` finds it. What is left are views that are made and written to between the save and the update, views of
   tensors that a load made, and DLPack.
 * Samples are about 128 words of 8 bytes, evenly spread, and the first and the last word of each piece of 16 MiB, as it is
   copied. They find an update of the whole tensor that was not counted, before the copy and in the middle of it, wherever the
@@ -108,9 +108,9 @@ def _guard_numpy(tensor: Tensor, array: np.ndarray, changing: Container[int]) ->
 
 
 def _guard_torch(tensor: Tensor, value: torch.Tensor, changing: Container[int]) -> Guarded | None:
-    from ckptmgr.state.torch_values import is_counted
+    from ckptmgr.state.torch_values import is_change_counted
 
-    if not value.is_cpu or value.nbytes <= _SMALL_BYTES or not is_counted(value):
+    if not value.is_cpu or value.nbytes <= _SMALL_BYTES or not is_change_counted(value):
         return None
     if value.untyped_storage().data_ptr() in changing:
         return None

@@ -36,7 +36,7 @@ from ckptmgr.engine.zero_stall import DeferredState, Updates, changing_in_forwar
 from ckptmgr.files.save.saver import Publish, Refusal, SaveOrder, save_items
 from ckptmgr.formats.tensor import Item
 from ckptmgr.observe.observers import EVERYBODY, SaveWatch
-from ckptmgr.state.devices import accelerators, settle
+from ckptmgr.state.devices import accelerators, synchronize
 from ckptmgr.store.manifest.codec import FileEntry, Manifest
 from ckptmgr.store.store import Store
 
@@ -245,7 +245,7 @@ class SaveEngine:
         watch.costs(stats, note=note_blocked)
         if not isinstance(publish, Refusal):
             publish = _measured(publish, stats)
-        settle(items, accelerators())
+        synchronize(items, accelerators())
         with self._saving_now:  # another thread would choose the same name
             stats.queue_s = time.perf_counter() - started
             try:

@@ -13,14 +13,14 @@ from ckptmgr.config.memory import MIB, Wipe
 from ckptmgr.engine.layout import SPILLED, Layout
 from ckptmgr.engine.slabs import Slab
 from ckptmgr.engine.spill import SpillFile
-from ckptmgr.formats.tensor import Item, Tensor, checked_content, content_of
+from ckptmgr.formats.tensor import Item, Tensor, content_of
 from ckptmgr.io.buffers import copy_into
 from ckptmgr.io.threads import drain
 from ckptmgr.state.devices import DeviceMemory
 from ckptmgr.state.items import (
     Content,
     Part,
-    Place,
+    SlabOffset,
     describe_items,
     replace_contents,
     tensors_in,
@@ -190,12 +190,15 @@ class StagedState:
                 self._regions[slab][offset : offset + size] = content_of(tensors[index])
         if device is not None and brought:
             targets = [self._region(index) for index in brought]
-            device.bring([tensors[index] for index in brought], targets)
+            device.copy_to_host([tensors[index] for index in brought], targets)
         if large:
             drain(self._pieces(large, tensors), _copy, threads=_COPIERS)
         if self._lot.spill is not None:
             self._lot.spill.write(
-                ((self._places[index][1], checked_content(tensors[index])) for index in spilled),
+                (
+                    (self._places[index][1], partial(content_of, tensors[index]))
+                    for index in spilled
+                ),
                 size_bytes=sum(self._sizes[index] for index in spilled),
             )
             if len(self._regions) == len(self._lot.slabs):
@@ -239,7 +242,7 @@ def _names(items: Sequence[Item]) -> list[str]:
     return [item.spec.name if isinstance(item, Tensor) else item.name for item in items]
 
 
-def _place(item: Item, by_name: Mapping[str, Place]) -> Place:
+def _place(item: Item, by_name: Mapping[str, SlabOffset]) -> SlabOffset:
     """Return where a tensor lies that is one of a state of tensors only, or a part of one."""
     part = item.content if isinstance(item, Tensor) else None
     if isinstance(part, Part):

@@ -41,7 +41,7 @@ class _Window:
 
 
 class SourceImage(Image):
-    """The first bytes of a source. Every byte is asked for once, with `views`, and given back with `done_with`.
+    """The first bytes of a source. Every byte is asked for once, with `views`, and given back with `release`.
 
     Args:
         source: Where they are read from.
@@ -81,7 +81,7 @@ class SourceImage(Image):
             )
 
     def views(self, offset: int, length: int) -> Iterator[memoryview]:
-        """Yield views that together are the bytes `[offset, offset + length)`; they are valid until `done_with`.
+        """Yield views that together are the bytes `[offset, offset + length)`; they are valid until `release`.
 
         Raises:
             CkptmgrError, FormatError, CryptoError, OSError: What the source raises.
@@ -89,7 +89,7 @@ class SourceImage(Image):
         for index, at, count in self._parts(offset, length):
             yield self._window(index)[at : at + count]
 
-    def done_with(self, offset: int, length: int) -> None:
+    def release(self, offset: int, length: int) -> None:
         """Give bytes back."""
         for index, _, count in self._parts(offset, length):
             self._used(index, count)

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptmgr.core.model import Checkpoint
-from ckptmgr.core.trust import NOTHING_GIVEN, Trust
+from ckptmgr.core.trust import DEFAULT_TRUST, Trust
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.io.leases import Processes
 from ckptmgr.maintenance.rekey_change import Action, KeyChange, Rekeying
@@ -45,7 +45,7 @@ def open_for_rekeying(
     *,
     fs: FileSystem | None = None,
     processes: Processes | None = None,
-    trust: Trust = NOTHING_GIVEN,
+    trust: Trust = DEFAULT_TRUST,
 ) -> Store:
     """Return a store that reads what any of the old and new keys authenticates, and nothing else.
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from ckptmgr.core.errors import SaveFailed
 from ckptmgr.core.model import State
 from ckptmgr.core.shard_names import parse_shard_name
-from ckptmgr.core.trust import NOTHING_GIVEN, Trust
+from ckptmgr.core.trust import DEFAULT_TRUST, Trust
 from ckptmgr.io.filesystem import FileSystem, unlink_if_present
 from ckptmgr.io.leases import Processes
 from ckptmgr.store.listing import lone_sets, problem_of_shards
@@ -45,7 +45,7 @@ class ShardStore(ShardFiles):
         *,
         clock: Callable[[], float],
         fs: FileSystem | None = None,
-        trust: Trust = NOTHING_GIVEN,
+        trust: Trust = DEFAULT_TRUST,
         processes: Processes | None = None,
     ) -> None:
         super().__init__(

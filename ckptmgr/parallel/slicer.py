@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckptmgr.core.errors import UnsupportedState
-from ckptmgr.core.regions import Region, lengths_of
+from ckptmgr.core.regions import Region, region_shape
 from ckptmgr.files.load.shard_pieces import PIECES
 from ckptmgr.files.load.state import index_of
 from ckptmgr.formats.tensor import Item, Tensor, TensorSpec
@@ -17,7 +17,7 @@ from ckptmgr.parallel.errors import LayoutError
 from ckptmgr.parallel.foreign_layouts import from_dtensor
 from ckptmgr.parallel.layout import ParallelLayout, for_shape
 from ckptmgr.parallel.mindspore.slices import full_shape, region_of
-from ckptmgr.state.jax_shards import box_of, held_here, is_spread
+from ckptmgr.state.jax_shards import addressable_part, addressable_region, is_multi_process
 from ckptmgr.state.slices import Slice
 
 Layouts = Mapping[str, ParallelLayout]
@@ -46,7 +46,7 @@ class LayoutSlicer:
         try:
             if is_dtensor(value):
                 return self._dtensor(value)
-            if is_spread(value):
+            if is_multi_process(value):
                 return _spread(value)
             if layout is None:
                 return None
@@ -117,11 +117,11 @@ class LayoutSlicer:
         lengths: tuple[int, ...],
     ) -> Slice:
         region = self._region(layout, shape)
-        if 0 in lengths and 0 in lengths_of(region):
+        if 0 in lengths and 0 in region_shape(region):
             return Slice(local=local, shape=shape, start=(0,) * len(shape), lengths=lengths)
-        if lengths_of(region) != lengths:
+        if region_shape(region) != lengths:
             raise LayoutError(
-                f"rank {self._rank} holds {list(lengths)}, but by its layout {list(lengths_of(region))} of {list(shape)}"
+                f"rank {self._rank} holds {list(lengths)}, but by its layout {list(region_shape(region))} of {list(shape)}"
             )
         start = tuple(one.start for one in region)
         return Slice(local=local, shape=shape, start=start, lengths=lengths)
@@ -151,17 +151,17 @@ def tensor_specs(items: Sequence[Item]) -> dict[str, TensorSpec]:
 
 
 def _spread(value: Any) -> Slice:
-    box = box_of(value)
+    box = addressable_region(value)
     if box is None:
         raise LayoutError(
             "the devices of this process hold parts of it that are no box together",
             hint="order the mesh so that the devices of a process are neighbours",
         )
     return Slice(
-        local=held_here(value, box),
+        local=addressable_part(value, box),
         shape=tuple(map(int, value.shape)),
         start=tuple(one.start for one in box),
-        lengths=lengths_of(box),
+        lengths=region_shape(box),
     )
 
 

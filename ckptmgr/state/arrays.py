@@ -81,11 +81,13 @@ def to_tensor(name: str, value: object) -> Tensor:
 
 def _numpy_tensor(name: str, value: Any) -> Tensor:
     array = np.asarray(value)
-    return tensor_from_array(name, array, dtype=_row(name, name_of(array.dtype), array.dtype))
+    return tensor_from_array(
+        name, array, dtype=_row(name, numpy_dtype_name(array.dtype), array.dtype)
+    )
 
 
 @lru_cache(maxsize=256)
-def name_of(dtype: np.dtype) -> str:
+def numpy_dtype_name(dtype: np.dtype) -> str:
     """Return the name of an element type, which NumPy puts together anew each time it is asked for."""
     return dtype.name
 

@@ -21,8 +21,8 @@ import numpy as np
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.mindspore.entries import CkptEntry
 from ckptmgr.state.arrays import framework_of, memory_of_tensor, torch_tensor
-from ckptmgr.state.leaves import are_apart, owner_of
-from ckptmgr.state.overlaps import clashes, sharing
+from ckptmgr.state.leaves import are_disjoint, owner_of
+from ckptmgr.state.overlaps import conflicts, overlapping_targets
 from ckptmgr.state.paths import StateMismatch
 
 _SHOWN_DIFFERENCES = 100
@@ -51,7 +51,7 @@ class Destinations:
             copy()
 
 
-def match(stored: Iterable[CkptEntry], into: Mapping[str, Any]) -> Destinations:
+def match_arrays(stored: Iterable[CkptEntry], into: Mapping[str, Any]) -> Destinations:
     """Return where the tensors go whose names are in `into`; nothing is written yet.
 
     Args:
@@ -68,14 +68,16 @@ def match(stored: Iterable[CkptEntry], into: Mapping[str, Any]) -> Destinations:
         raise _mismatch(differences)
     tensors = [entry for entry in entries.values() if isinstance(entry, TensorEntry)]
     arrays, copies = {}, []
-    direct = apart({entry.name: _memory(into[entry.name], entry) for entry in tensors})
+    direct = disjoint({entry.name: _memory(into[entry.name], entry) for entry in tensors})
     for entry in tensors:
         memory = direct.get(entry.name)
         if memory is None:
             memory = np.empty(entry.spec.shape, entry.spec.dtype.to_numpy())
             copies.append(partial(_copy, into[entry.name], memory))
         arrays[id(entry)] = memory
-    groups: list[list[str]] = sharing({entry.name: into[entry.name] for entry in tensors})
+    groups: list[list[str]] = overlapping_targets(
+        {entry.name: into[entry.name] for entry in tensors}
+    )
     return Destinations(
         entries=tuple(tensors),
         arrays=arrays,
@@ -98,11 +100,11 @@ def check_shared(
         StateMismatch: They are not; names both.
     """
     filled = {name: targets[name] for name in values if has_memory(targets[name])}
-    names = [name for group in sharing(filled) for name in group]
+    names = [name for group in overlapping_targets(filled) for name in group]
     if not names:
         return
     stored = {name: _as_given(filled[name], values[name]) for name in names}
-    found = clashes({name: filled[name] for name in names}, stored)
+    found = conflicts({name: filled[name] for name in names}, stored)
     differences = [f"{one.later!r} {one.naming(repr)}" for one in found]
     if differences:
         raise _mismatch(differences, what)
@@ -178,10 +180,10 @@ def memory_of(value: Any) -> np.ndarray | None:
     return memory_of_tensor(value)
 
 
-def apart(memories: Mapping[str, np.ndarray | None]) -> dict[str, np.ndarray]:
+def disjoint(memories: Mapping[str, np.ndarray | None]) -> dict[str, np.ndarray]:
     """Return those memories that no other one before them covers, too."""
     known = {name: one for name, one in memories.items() if one is not None}
-    if are_apart(map(owner_of, known.values()), len(known)):
+    if are_disjoint(map(owner_of, known.values()), len(known)):
         return known
     addresses = {name: _address(one) for name, one in known.items()}
     kept, end = {}, 0

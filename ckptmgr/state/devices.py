@@ -34,14 +34,14 @@ class DeviceMemory(Protocol):
         """
         ...
 
-    def bring(self, tensors: Sequence[Tensor], targets: Sequence[memoryview]) -> None:
+    def copy_to_host(self, tensors: Sequence[Tensor], targets: Sequence[memoryview]) -> None:
         """Copy tensors of devices into host memory, one target of its size for each.
 
         When this returns, the originals may change.
         """
         ...
 
-    def settle(self, tensors: Iterable[Tensor]) -> None:
+    def synchronize(self, tensors: Iterable[Tensor]) -> None:
         """Wait until what the calling thread has asked of the devices of these tensors is done.
 
         Other threads have other streams: what they read is only then what the caller computed.
@@ -64,10 +64,10 @@ def accelerators() -> DeviceMemory | None:
     return CudaMemory()  # pragma: no cover - needs CUDA
 
 
-def settle(items: Iterable[Item], memory: DeviceMemory | None) -> None:
+def synchronize(items: Iterable[Item], memory: DeviceMemory | None) -> None:
     """Make sure that any thread may read tensors of accelerators; at once where there are none."""
     if memory is not None:
-        memory.settle(tensor for item in items for tensor in tensors_of(item))
+        memory.synchronize(tensor for item in items for tensor in tensors_of(item))
 
 
 def copy_on_device(

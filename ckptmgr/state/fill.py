@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ckptmgr.state.flatten import Flattener
-from ckptmgr.state.overlaps import bytes_for, clashes
+from ckptmgr.state.overlaps import bytes_for, conflicts
 from ckptmgr.state.paths import Path
 
 
@@ -81,7 +81,7 @@ def fill_mindspore(target: Any, stored: np.ndarray) -> Any:
     return target
 
 
-def refill(target: Any, stored: Any) -> Any:
+def replace_content(target: Any, stored: Any) -> Any:
     """Give a set or a bytearray the content of another one, and return it."""
     if isinstance(target, bytearray):
         target[:] = stored
@@ -115,11 +115,11 @@ class SharedTargets:
     """What is to be restored into which memory and which objects, so far.
 
     Args:
-        look_into: Called with a stored value before the contents of its arrays are looked at.
+        read_contents: Called with a stored value before the contents of its arrays are looked at.
     """
 
-    def __init__(self, *, look_into: Callable[[Any], None]) -> None:
-        self._look_into = look_into
+    def __init__(self, *, read_contents: Callable[[Any], None]) -> None:
+        self._look_into = read_contents
         self._targets: dict[object, Any] = {}
         self._stored: dict[object, Any] = {}
         self._objects: dict[object, tuple[Path, object, Any]] = {}
@@ -147,7 +147,7 @@ class SharedTargets:
 
     def problems(self) -> list[str]:
         """Return what is wrong with the arrays, each after its path."""
-        found = clashes(self._targets, self._stored, self._look_into)
+        found = conflicts(self._targets, self._stored, self._look_into)
         return [f"{one.later} {one}" for one in found]
 
 

@@ -18,13 +18,13 @@ import numpy as np
 
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.state.arrays import array_bytes, framework_of, to_tensor
-from ckptmgr.state.leaves import ARRAYS, Leaf, stored_as
+from ckptmgr.state.leaves import ARRAYS, Leaf, storage_spec
 from ckptmgr.state.paths import MAX_DEPTH, SHARED, Json, Path, dump_skeleton, unsupported
 from ckptmgr.state.random import generator_key, generator_state
 from ckptmgr.state.scalars import encode_atom, encode_dtype, encode_key
 from ckptmgr.state.shared_memory import plan_storage
 from ckptmgr.state.skeleton import skeleton_of
-from ckptmgr.state.slices import Slice, Slicer, note_whole_shapes
+from ckptmgr.state.slices import Slice, Slicer, set_whole_shapes
 
 _INLINE_BYTES = 1024
 _WAY_OUT = "store plain values and arrays, or give the object state_dict() and load_state_dict()"
@@ -89,7 +89,7 @@ class Flattener:
             self._walk(self._frames[-1])
         tensors, aliases = plan_storage(self._leaves, self._unique)
         if self.slices:
-            note_whole_shapes(self._leaves, self.slices)
+            set_whole_shapes(self._leaves, self.slices)
         return tensors, skeleton_of(self._with_ties()), aliases
 
     def _with_ties(self) -> list[Json | Leaf]:
@@ -331,7 +331,7 @@ def _array_leaf(array: np.ndarray, path: Path, name: str) -> Leaf:
         raise unsupported(
             path, f"is an array with elements of type {dtype}", "store numbers, or a list"
         )
-    spec, is_bytes = stored_as(name, spelling, shape, dtype.itemsize)
+    spec, is_bytes = storage_spec(name, spelling, shape, dtype.itemsize)
     rest: dict[str, Json] = {"stored": "uint8"} if is_bytes else {}
     tensor = Tensor(spec, partial(array_bytes, array) if array.nbytes else _nothing)
     return Leaf(path, "array", node, shape, rest, array, tensor, dtype.itemsize, ARRAYS)
@@ -345,7 +345,7 @@ def _foreign_leaf(value: object, path: Path, name: str) -> Leaf:
     # JAX and MindSpore arrays come back as NumPy arrays; see tree.py.
     own = to_tensor(name, value)
     dtype = own.spec.dtype
-    spec, is_bytes = stored_as(name, dtype.name, own.spec.shape, dtype.item_bytes)
+    spec, is_bytes = storage_spec(name, dtype.name, own.spec.shape, dtype.item_bytes)
     rest: dict[str, Json] = {"stored": "uint8"} if is_bytes else {}
     tensor = Tensor(spec=spec, content=own.content)
     node = encode_dtype(dtype.to_numpy())

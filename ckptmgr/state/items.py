@@ -11,7 +11,7 @@ from typing import Any
 from ckptmgr.formats.dtypes import BY_NAME
 from ckptmgr.formats.tensor import Item, MapTensors, Tensor, TensorSpec, Text
 
-Place = tuple[int, int]
+SlabOffset = tuple[int, int]
 Content = Callable[[], memoryview]
 
 
@@ -66,7 +66,7 @@ def _replaced(item: Item, contents: Iterator[Content]) -> Item:
     return item
 
 
-def describe_items(items: Sequence[Item], places: Sequence[Place]) -> list[dict[str, object]]:
+def describe_items(items: Sequence[Item], places: Sequence[SlabOffset]) -> list[dict[str, object]]:
     """Return items as plain values for JSON.
 
     Args:
@@ -77,7 +77,7 @@ def describe_items(items: Sequence[Item], places: Sequence[Place]) -> list[dict[
     return [_described(item, rest) for item in items]
 
 
-def _described(item: Item, places: Iterator[Place]) -> dict[str, object]:
+def _described(item: Item, places: Iterator[SlabOffset]) -> dict[str, object]:
     if isinstance(item, Text):
         return {"name": item.name, "text": item.text}
     if isinstance(item, MapTensors):

@@ -12,22 +12,22 @@ from typing import Any
 
 import numpy as np
 
-from ckptmgr.core.regions import Interval, Region, lengths_of
+from ckptmgr.core.regions import Interval, Region, region_shape
 
 
-def is_spread(value: Any) -> bool:
+def is_multi_process(value: Any) -> bool:
     """Return whether a value is an array of JAX that this process holds only a part of."""
     jax = sys.modules.get("jax")
     return jax is not None and isinstance(value, jax.Array) and not value.is_fully_addressable
 
 
-def is_on_many_devices(value: Any) -> bool:
+def is_multi_device(value: Any) -> bool:
     """Return whether a value is an array of JAX on several devices, of this process or of others."""
     jax = sys.modules.get("jax")
     return jax is not None and isinstance(value, jax.Array) and len(value.sharding.device_set) > 1
 
 
-def box_of(array: Any) -> Region | None:
+def addressable_region(array: Any) -> Region | None:
     """Return the elements that the devices of this process hold together, or None when they are no box."""
     shape = tuple(map(int, array.shape))
     boxes = {_region(shard.index, shape) for shard in array.addressable_shards}
@@ -37,24 +37,24 @@ def box_of(array: Any) -> Region | None:
         Interval(min(one.start for one in along), max(one.stop for one in along))
         for along in zip(*boxes, strict=True)
     )
-    held = sum(prod(lengths_of(box)) for box in boxes)
-    return hull if held == prod(lengths_of(hull)) else None
+    held = sum(prod(region_shape(box)) for box in boxes)
+    return hull if held == prod(region_shape(hull)) else None
 
 
-def held_here(array: Any, box: Region) -> object:
+def addressable_part(array: Any, box: Region) -> object:
     """Return the elements that this process holds: those of a device as they are, those of several joined in a copy."""
     shards = {_region(one.index, array.shape): one.data for one in array.addressable_shards}
     if len(shards) == 1:
         return next(iter(shards.values()))
-    joined: np.ndarray = np.empty(lengths_of(box), array.dtype)
+    joined: np.ndarray = np.empty(region_shape(box), array.dtype)
     for region, data in shards.items():
         joined[_within(region, box)] = np.asarray(data)
     return joined
 
 
-def rebuilt(target: Any, stored: np.ndarray) -> object:
+def rebuild_array(target: Any, stored: np.ndarray) -> object:
     """Return an array like `target` with other elements: those that this process is to hold."""
-    box = box_of(target) or ()
+    box = addressable_region(target) or ()
 
     def part(index: tuple[slice, ...]) -> np.ndarray:
         found: np.ndarray = stored[_within(_region(index, target.shape), box)]

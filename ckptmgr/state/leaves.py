@@ -108,7 +108,7 @@ def extent(
     return low, origin + sum(step for step in reach if step > 0) + item_bytes
 
 
-def stored_as(
+def storage_spec(
     name: str, spelling: str, shape: tuple[int, ...], item_bytes: int
 ) -> tuple[TensorSpec, bool]:
     """Return how elements are stored: as themselves where every format knows them, else as their bytes.
@@ -131,7 +131,7 @@ _IN_ALL_FORMATS = {
 }
 
 
-def are_apart(owners: Iterable[object | None], count: int) -> bool:
+def are_disjoint(owners: Iterable[object | None], count: int) -> bool:
     """Return whether so many arrays share no memory for sure, given what owns theirs."""
     different = set(map(id, owners))
     return len(different) == count and id(None) not in different

@@ -15,13 +15,21 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ckptmgr.state.arrays import memory_of_tensor
-from ckptmgr.state.leaves import Finder, Memory, Span, are_apart, array_memory, array_span, owner_of
+from ckptmgr.state.leaves import (
+    Finder,
+    Memory,
+    Span,
+    are_disjoint,
+    array_memory,
+    array_span,
+    owner_of,
+)
 
 _Content = Callable[[Any], np.ndarray]
 """Returns what goes into a target: see `bytes_for`."""
 
 
-class Clash(NamedTuple):
+class Conflict(NamedTuple):
     """Two targets whose values differ where they overlap.
 
     Attributes:
@@ -56,7 +64,7 @@ class _Member(NamedTuple):
         return (self.memory.origin, self.memory.strides, self.shape, self.item_bytes)
 
 
-def sharing(targets: Mapping[Any, Any]) -> list[list[Any]]:
+def overlapping_targets(targets: Mapping[Any, Any]) -> list[list[Any]]:
     """Return the groups of targets whose memory may overlap; one alone where its own elements do.
 
     Args:
@@ -65,22 +73,22 @@ def sharing(targets: Mapping[Any, Any]) -> list[list[Any]]:
     return [[one.key for one in group] for group in _groups(targets)]
 
 
-def clashes(
+def conflicts(
     targets: Mapping[Any, Any],
     stored: Mapping[Any, Any],
-    look_into: Callable[[Any], None] = lambda _: None,
-) -> Iterator[Clash]:
+    read_contents: Callable[[Any], None] = lambda _: None,
+) -> Iterator[Conflict]:
     """Yield the targets for which there are two values.
 
     Args:
         targets: Each a NumPy array or a torch tensor, in the order in which they are filled.
         stored: What goes into each: the same framework, shape and type.
-        look_into: Called with what is stored for some, before its content is looked at.
+        read_contents: Called with what is stored for some, before its content is looked at.
     """
     for group in _groups(targets):
         if not _is_alike(group, stored):
             for one in group:
-                look_into(stored[one.key])
+                read_contents(stored[one.key])
             yield from _clashes(group, lambda key: bytes_for(targets[key], stored[key]))
 
 
@@ -96,7 +104,7 @@ def bytes_for(target: Any, stored: Any) -> np.ndarray:
 
 
 def _groups(targets: Mapping[Any, Any]) -> Iterator[list[_Member]]:
-    if are_apart(map(_owner_of, targets.values()), len(targets)):
+    if are_disjoint(map(_owner_of, targets.values()), len(targets)):
         return
     keys = list(targets)
     spans: list[tuple[str, int, int, int]] = []
@@ -169,18 +177,18 @@ def _is_alike(group: Sequence[_Member], stored: Mapping[Any, Any]) -> bool:
     return len(offsets) == 1
 
 
-def _clashes(group: Sequence[_Member], content: _Content) -> Iterator[Clash]:
+def _clashes(group: Sequence[_Member], content: _Content) -> Iterator[Conflict]:
     first: dict[tuple[object, ...], _Member] = {}
     for one in group:
         other = first.setdefault(one.layout, one)
         if other is not one and not np.array_equal(content(one.key), content(other.key)):
-            yield Clash(one.key, other.key, is_same=True)
+            yield Conflict(one.key, other.key, is_same=True)
     different = list(first.values())
     if len(different) > 1 or _overlaps_itself(different[0]):
         yield from _partial_clashes(different, content)
 
 
-def _partial_clashes(group: Sequence[_Member], content: _Content) -> Iterator[Clash]:
+def _partial_clashes(group: Sequence[_Member], content: _Content) -> Iterator[Conflict]:
     """Write all values where no harm is done, and yield those that do not find what they would write."""
     start = min(one.memory.start for one in group)
     room = max(one.memory.stop for one in group) - start
@@ -192,11 +200,11 @@ def _partial_clashes(group: Sequence[_Member], content: _Content) -> Iterator[Cl
             earlier = next(
                 other for other in group[:number] if _is_clash(other, one, content, start)
             )
-            yield Clash(one.key, earlier.key, is_same=False)
+            yield Conflict(one.key, earlier.key, is_same=False)
         there[...] = value
         written[...] = True
         if not np.array_equal(there, value):
-            yield Clash(one.key, one.key, is_same=False)
+            yield Conflict(one.key, one.key, is_same=False)
 
 
 def _is_clash(one: _Member, other: _Member, content: _Content, start: int) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ckptmgr.core.regions import lengths_of
+from ckptmgr.core.regions import region_shape
 from ckptmgr.state.arrays import framework_of, is_instance_by_name
 from ckptmgr.state.fill import (
     SharedTargets,
@@ -24,11 +24,11 @@ from ckptmgr.state.fill import (
     holds_slices,
     load_into,
     local_part,
-    refill,
+    replace_content,
     replaced,
     signature_of,
 )
-from ckptmgr.state.jax_shards import box_of, is_on_many_devices, rebuilt
+from ckptmgr.state.jax_shards import addressable_region, is_multi_device, rebuild_array
 from ckptmgr.state.paths import Path, StateMismatch
 from ckptmgr.state.random import generator_key, generator_kind, set_generator
 from ckptmgr.state.scalars import encode_atom
@@ -65,27 +65,27 @@ class Fill(NamedTuple):
     Attributes:
         target: Of the state, of the same shape and type.
         stored: What was stored.
-        is_given_on: The copy is made by the object that the target belongs to, when it gets `stored`.
+        via_load_state_dict: The copy is made by the object that the target belongs to, when it gets `stored`.
     """
 
     target: Any
     stored: Any
-    is_given_on: bool = False
+    via_load_state_dict: bool = False
 
 
 class Restorer:
     """Compares one state with what was stored and fills it; see `tree.restore`.
 
     Args:
-        look_into: Called with a part of what was stored before the contents of arrays in it are looked at.
+        read_contents: Called with a part of what was stored before the contents of arrays in it are looked at.
 
     Attributes:
         fills: What will be copied, known once `plan` returned.
         filled: `id` of what was stored and need not be copied any more.
     """
 
-    def __init__(self, *, look_into: Callable[[object], None] = lambda _: None) -> None:
-        self._shared = SharedTargets(look_into=look_into)
+    def __init__(self, *, read_contents: Callable[[object], None] = lambda _: None) -> None:
+        self._shared = SharedTargets(read_contents=read_contents)
         self._differences: list[str] = []
         self._generators: list[Callable[[], None]] = []
         self._steps: list[_Step] = []
@@ -155,7 +155,7 @@ class Restorer:
                 return self._plan_sequence(target, stored, path)
             case set() | bytearray() if type(stored) is type(target):
                 self._claim(target, stored, path)
-                return _Step(0, lambda _: refill(target, stored))
+                return _Step(0, lambda _: replace_content(target, stored))
             case frozenset() if isinstance(stored, frozenset):
                 return _give(stored)
         return self._differ(path, f"is {_described(target)}, stored is {_described(stored)}")
@@ -214,17 +214,19 @@ class Restorer:
         )
 
     def _plan_tensor(
-        self, target: Any, stored: Any, path: Path, *, is_given_on: bool = False
+        self, target: Any, stored: Any, path: Path, *, via_load_state_dict: bool = False
     ) -> _Step:
         local = local_part(target)
         if framework_of(stored) != "torch" or signature_of(local) != signature_of(stored):
             return self._differ(path, f"is {_described(local)}, stored is {_described(stored)}")
-        if is_given_on and local.is_meta:  # load_state_dict would warn, and leave it as it is
+        if (
+            via_load_state_dict and local.is_meta
+        ):  # load_state_dict would warn, and leave it as it is
             return self._differ(path, "is on the meta device, which holds no elements")
         if not can_copy_into(local):
             return _give(stored)
         self._shared.add_array(local, stored, path)
-        self.fills.append(Fill(local, stored, is_given_on))
+        self.fills.append(Fill(local, stored, via_load_state_dict))
 
         def make(_: list[Any]) -> object:
             if id(stored) not in self.filled:
@@ -234,7 +236,7 @@ class Restorer:
         return _Step(0, make)
 
     def _plan_foreign(self, target: Any, stored: np.ndarray, path: Path) -> _Step:
-        if is_on_many_devices(target):
+        if is_multi_device(target):
             return self._plan_spread(target, stored, path)
         if (tuple(target.shape), str(target.dtype).lower()) != (stored.shape, stored.dtype.name):
             return self._differ(path, f"is {_described(target)}, stored is {_described(stored)}")
@@ -244,11 +246,11 @@ class Restorer:
         return _Step(0, lambda _: sys.modules["jax"].numpy.asarray(stored))
 
     def _plan_spread(self, target: Any, stored: np.ndarray, path: Path) -> _Step:
-        lengths = lengths_of(box_of(target) or ())
+        lengths = region_shape(addressable_region(target) or ())
         if (lengths, str(target.dtype)) != (stored.shape, stored.dtype.name):
             held = f"{target.dtype}{list(lengths)} here"
             return self._differ(path, f"is {held}, stored is {_described(stored)}")
-        return _Step(0, lambda _: rebuilt(target, stored))
+        return _Step(0, lambda _: rebuild_array(target, stored))
 
     def _plan_object(self, target: Any, stored: Any, path: Path) -> _Step | _Parts:
         if not isinstance(stored, Mapping | list | tuple):
@@ -293,7 +295,9 @@ class Restorer:
         self._compare_keys(current, stored, path)
         for key in current:
             if key in stored and framework_of(current[key]) == "torch":
-                self._plan_tensor(current[key], stored[key], path.key(key), is_given_on=True)
+                self._plan_tensor(
+                    current[key], stored[key], path.key(key), via_load_state_dict=True
+                )
 
     def _plan_generator(self, target: Any, stored: Any, path: Path) -> _Step:
         if generator_kind(target) != generator_kind(stored):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ckptmgr.core.errors import UnsupportedState
 from ckptmgr.formats.dtypes import BY_NAME, DType
 from ckptmgr.formats.tensor import Tensor, TensorSpec
-from ckptmgr.state.leaves import Leaf, Memory, are_apart, contiguous_strides
+from ckptmgr.state.leaves import Leaf, Memory, are_disjoint, contiguous_strides
 
 _ALIGNMENT = 16
 _UINT8: DType = BY_NAME["uint8"]
@@ -64,7 +64,7 @@ def plan_storage(
     aliases: dict[str, str] = {}
     tensors = [leaf.tensor for leaf in leaves]
     objects = {id(leaf.value) for leaf in leaves}
-    if not are_apart(map(_owner_of, leaves), len(leaves)):
+    if not are_disjoint(map(_owner_of, leaves), len(leaves)):
         kept: dict[int, Tensor] = dict(enumerate(tensors))
         for group in _overlapping(leaves):
             _plan_group(group, kept, aliases, unique_name)

@@ -46,7 +46,7 @@ class _Value:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Merged:
+class MergedSkeleton:
     """A skeleton, and what in it is kept.
 
     Attributes:
@@ -58,9 +58,9 @@ class Merged:
     kept: tuple[str, ...]
 
 
-def merged(
+def merge_skeletons(
     first: str, others: Sequence[str], own: str | None, *, has: Callable[[str], bool]
-) -> Merged:
+) -> MergedSkeleton:
     """Return the skeleton for a rank of which nothing was saved.
 
     Args:
@@ -112,7 +112,7 @@ class _Merger:
             else:
                 self.differing[one.place] = str(path)
 
-    def result(self) -> Merged:
+    def result(self) -> MergedSkeleton:
         """Return the skeleton of the first, with what differs replaced by what the rank has."""
         out: list[Json] = []
         kept: list[str] = []
@@ -127,7 +127,9 @@ class _Merger:
             else:
                 stack.extend(reversed(_descended(item.value, item.own, item.path)))
         # What was one object on the first rank is none any more where a part of it is kept here.
-        return Merged(skeleton=dump_skeleton(out) if kept else self._first, kept=tuple(kept))
+        return MergedSkeleton(
+            skeleton=dump_skeleton(out) if kept else self._first, kept=tuple(kept)
+        )
 
     def _is_kept(self, value: _Value) -> bool:
         if value.place in self.differing:

@@ -51,7 +51,7 @@ class Slicer(Protocol):
         ...
 
 
-def note_whole_shapes(leaves: Sequence[Leaf], slices: Mapping[str, Slice]) -> None:
+def set_whole_shapes(leaves: Sequence[Leaf], slices: Mapping[str, Slice]) -> None:
     """Give the nodes of slices the shape of the whole tensor; they must be planned already.
 
     Raises:

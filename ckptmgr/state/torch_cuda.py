@@ -40,7 +40,7 @@ class CudaMemory:
             torch.cuda.current_stream(device).synchronize()  # pragma: no cover - needs CUDA
         return [partial(torch_bytes, copy) for copy in copies]
 
-    def bring(self, tensors: Sequence[Tensor], targets: Sequence[memoryview]) -> None:
+    def copy_to_host(self, tensors: Sequence[Tensor], targets: Sequence[memoryview]) -> None:
         """Copy tensors straight into host memory; when this returns, the originals may change.
 
         All copies are asked for before the first is waited for: a copy into locked memory takes no time of the processor.
@@ -51,9 +51,9 @@ class CudaMemory:
                 raise TypeError(f"{tensor.spec.name!r} is no torch tensor")
             host = torch.frombuffer(target, dtype=torch.uint8).view(value.dtype)
             host.view(value.shape).copy_(value.detach(), non_blocking=True)
-        self.settle(tensors)
+        self.synchronize(tensors)
 
-    def settle(self, tensors: Iterable[Tensor]) -> None:
+    def synchronize(self, tensors: Iterable[Tensor]) -> None:
         """Wait until what this thread has asked of the devices of these tensors is done."""
         for device in {value.device for tensor in tensors for value in _values_under(tensor)}:
             torch.cuda.current_stream(device).synchronize()  # pragma: no cover - needs CUDA

@@ -18,7 +18,7 @@ import torch
 
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.state.arrays import memory_of_tensor, numpy_types, torch_bytes
-from ckptmgr.state.leaves import Finder, Leaf, Memory, Span, extent, stored_as
+from ckptmgr.state.leaves import Finder, Leaf, Memory, Span, extent, storage_spec
 from ckptmgr.state.paths import Json, Path, TreeError, unsupported
 from ckptmgr.state.scalars import decode_float, decode_shape
 
@@ -130,7 +130,7 @@ def torch_leaf(value: torch.Tensor, path: Path, name: str) -> Leaf:
     """Return the leaf of a plain tensor."""
     dtype, shape = value.dtype, tuple(value.shape)
     spelling = dtype_name(dtype)
-    spec, is_bytes = stored_as(name, spelling, shape, dtype.itemsize)
+    spec, is_bytes = storage_spec(name, spelling, shape, dtype.itemsize)
     node = _flags(value)
     if is_bytes:
         node["stored"] = "uint8"
@@ -267,13 +267,13 @@ _alone: set[int] = set()
 """The addresses of memory that only one tensor looks at: nobody was given the NumPy array that it comes from."""
 
 
-def from_host(memory: np.ndarray) -> torch.Tensor:
+def share_array(memory: np.ndarray) -> torch.Tensor:
     """Return a tensor over the memory of a NumPy array that others may look at, too."""
     _alone.discard(memory.__array_interface__["data"][0])
     return torch.from_numpy(memory)
 
 
-def taken_over(memory: np.ndarray) -> torch.Tensor:
+def adopt_array(memory: np.ndarray) -> torch.Tensor:
     """Return a tensor over the memory of a NumPy array that nobody else looks at."""
     tensor = torch.from_numpy(memory)
     address = tensor.data_ptr()
@@ -283,7 +283,7 @@ def taken_over(memory: np.ndarray) -> torch.Tensor:
     return tensor
 
 
-def is_counted(value: torch.Tensor) -> bool:
+def is_change_counted(value: torch.Tensor) -> bool:
     """Return whether torch counts the changes of a tensor: nobody was given its memory in another form.
 
     `tensor.numpy()`, `from_numpy`, `frombuffer` and DLPack towards torch leave a storage that cannot be resized; shared

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field
 
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.io.gc_pause import gc_paused
-from ckptmgr.state.destinations import apart, memory_of
+from ckptmgr.state.destinations import disjoint, memory_of
 from ckptmgr.state.flatten import Flattener
 from ckptmgr.state.paths import StateMismatch, TreeError
 from ckptmgr.state.restore import Restorer
@@ -44,8 +44,8 @@ __all__ = [
     "Restoration",
     "StateMismatch",
     "TreeError",
-    "compared",
     "flatten",
+    "plan_restore",
     "restore",
     "unflatten",
 ]
@@ -130,10 +130,10 @@ def restore(target: object, skeleton: str, read: Read) -> object:
             Nothing was changed.
         TreeError: The skeleton is damaged or does not fit the tensors. Nothing was changed.
     """
-    return compared(target, skeleton, read)()
+    return plan_restore(target, skeleton, read)()
 
 
-def compared(target: object, skeleton: str, read: Read) -> Callable[[], object]:
+def plan_restore(target: object, skeleton: str, read: Read) -> Callable[[], object]:
     """Return what carries `restore` out, once everything is read and compared with the target, and fits.
 
     Raises:
@@ -167,20 +167,22 @@ class Restoration:
     ) -> None:
         with gc_paused():
             unflattener = Unflattener(read, fill=fill)
-            self._restorer = Restorer(look_into=unflattener.look_into)
+            self._restorer = Restorer(read_contents=unflattener.read_contents)
             self._restorer.plan(target, unflattener.run(skeleton))
             self._fills = {
                 name: one
                 for one in self._restorer.fills
                 if unflattener.whole.get(name := unflattener.leaves.get(id(one.stored), ""))
             }
-            self.direct = apart({name: memory_of(one.target) for name, one in self._fills.items()})
+            self.direct = disjoint(
+                {name: memory_of(one.target) for name, one in self._fills.items()}
+            )
 
     def finish(self) -> object:
         """Return the restored state; the memory in `direct` and all other arrays must have been filled."""
         for name in self.direct:
             one = self._fills[name]
             self._restorer.filled.add(id(one.stored))
-            if one.is_given_on:
+            if one.via_load_state_dict:
                 one.stored.data = one.target.detach()
         return self._restorer.carry_out()

@@ -199,7 +199,7 @@ class Unflattener:
 
     def _bytes(self, kind: str, body: Json) -> None:
         [array] = self._pop(1)
-        self.look_into(array)
+        self.read_contents(array)
         if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.ndim != 1:
             raise TreeError("bytes are not stored as uint8")
         self._put(array.tobytes() if kind == "to_bytes" else bytearray(array.tobytes()))
@@ -209,7 +209,7 @@ class Unflattener:
         if not isinstance(body, dict):
             raise TreeError(f"a {kind} tensor is spelled {body!r}")
         parts = self._pop(3 if "axis" in body else 2 if kind == "sparse" else 1)
-        self.look_into(parts)
+        self.read_contents(parts)
         build = torch.build_sparse if kind == "sparse" else torch.build_quantized
         if not all(_is_torch_tensor(part) for part in parts):
             raise TreeError(f"a {kind} tensor has parts that are no tensors")
@@ -217,7 +217,7 @@ class Unflattener:
 
     def _rng(self, kind: str, body: Json) -> None:
         [state] = self._pop(1)
-        self.look_into(state)
+        self.read_contents(state)
         self._put(_guarded(f"a {body}", lambda: build_generator(body, state)))
 
     def _leaf(self, kind: str, body: Json) -> object:
@@ -272,11 +272,11 @@ class Unflattener:
         is_plain = body.keys() <= _PLAIN_TORCH_FIELDS and body["shape"] == list(stored.shape)
         is_plain = is_plain and stored.flags.carray
         if is_plain and _name_of(stored.dtype) == spelling and adapter.is_known_to_numpy(dtype):
-            known: torch.Tensor = adapter.with_flags(adapter.taken_over(stored), body)
+            known: torch.Tensor = adapter.with_flags(adapter.adopt_array(stored), body)
             return known
         place = self._place(body, dtype.itemsize, spelling)
         if place.name not in self._torch_memory:
-            self._torch_memory[place.name] = adapter.from_host(place.memory)
+            self._torch_memory[place.name] = adapter.share_array(place.memory)
         memory = self._torch_memory[place.name]
         tensor = adapter.build_tensor(
             dtype, place.shape, memory=memory, offset=place.offset, strides=place.strides
@@ -328,7 +328,7 @@ class Unflattener:
         except KeyError:
             raise TreeError(f"there is no tensor called {name!r}") from None
 
-    def look_into(self, values: object) -> None:
+    def read_contents(self, values: object) -> None:
         """Have the contents of the arrays in a value read."""
         if self._fill is None:
             return
@@ -336,7 +336,7 @@ class Unflattener:
             values = list(values.values())
         if isinstance(values, list | tuple):
             for value in values:
-                self.look_into(value)
+                self.read_contents(value)
         elif (name := self.leaves.get(id(values))) is not None:
             self.whole[name] = False
             self._fill(name)

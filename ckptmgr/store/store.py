@@ -31,7 +31,7 @@ from pathlib import Path
 
 from ckptmgr.core.errors import KeyProblem, UnsafePrune, UnsupportedCheckpoint
 from ckptmgr.core.model import Checkpoint, Pin
-from ckptmgr.core.trust import NOTHING_GIVEN, Trust
+from ckptmgr.core.trust import DEFAULT_TRUST, Trust
 from ckptmgr.io.filesystem import FileSystem, InputFile, OsFileSystem, unlink_if_present
 from ckptmgr.io.leases import Leases, Processes, ProcProcesses
 from ckptmgr.io.retrying_filesystem import RetryingFileSystem
@@ -70,7 +70,7 @@ class Store(Publisher):
         directory: Path,
         *,
         fs: FileSystem | None = None,
-        trust: Trust = NOTHING_GIVEN,
+        trust: Trust = DEFAULT_TRUST,
         processes: Processes | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:

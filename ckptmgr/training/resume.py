@@ -263,7 +263,7 @@ def resume_state(
         past.start_at(0, is_own=False)
         return Resumption(step=0, state=state, metrics={}, skipped=found.skipped, doubt=found.doubt)
     checkpoint, loaded = found.newest
-    restored = writer.agreed(lambda: loaded.compared(state))()
+    restored = writer.agreed(lambda: loaded.plan_restore(state))()
     writer.continue_from(checkpoint, loaded.manifest)
     past.start_at(checkpoint.step, is_own=checkpoint.run_id == writer.run_id)
     past.resumed(checkpoint.path)

@@ -11,7 +11,7 @@ from pathlib import Path
 from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError
 from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.engine.recent_states import RecentState, RecentStates
-from ckptmgr.files.load.state import compared
+from ckptmgr.files.load.state import plan_restore
 from ckptmgr.io.passing_errors import may_be_whole
 from ckptmgr.parallel.coordinator import RanksMissing, RanksOutOfStep
 from ckptmgr.parallel.errors import ResumeFailed
@@ -67,7 +67,7 @@ def go_back(
         )
     else:
         if checkpoint is not None and loaded is not None:
-            restored = writer.agreed(lambda: loaded.compared(state))()
+            restored = writer.agreed(lambda: loaded.plan_restore(state))()
             return Resumption.at(
                 checkpoint, restored, skipped=skipped, kept=loaded.kept, doubt=doubt_of(skipped)
             )
@@ -76,7 +76,7 @@ def go_back(
             f"no state of step {target} or before: in memory are {recent.steps}, on disk nothing that loads",
             path=reader.directory,
         )
-    restored = writer.agreed(lambda: compared(state, held.skeleton, held.read))()
+    restored = writer.agreed(lambda: plan_restore(state, held.skeleton, held.read))()
     return _from_memory(held, restored, skipped)
 
 

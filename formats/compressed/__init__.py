@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compressed tensors: zstd frames and their table."""
+"""Compressed files: zstd frames of the bytes of a safetensors file, and a table of the frames."""

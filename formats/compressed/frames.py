@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compress and expand one frame of at most 4 MiB.
+"""Compresses and expands one frame of at most 4 MiB.
 
-Before zstd sees the elements of a tensor, their bytes are grouped: all first bytes, then all second ones, and so on. Of
-weights the last byte (sign and exponent) then compresses well, and the noise beside it no longer hides that. Where repeated
-elements matter more (zeros strewn over optimizer states) grouping harms, so a sample of the frame decides.
+Before compression, the bytes of a tensor's elements are grouped (byte shuffle): all first bytes,
+then all second ones, and so on. The last byte of weights (sign and exponent) then compresses well.
+Where repeated elements matter more (scattered zeros in optimizer states) grouping harms, so a
+sample of the frame decides.
 
-A frame that zstd does not make smaller is stored as it is. To expand one, its digest is checked first; then zstd must agree
-that it is one whole frame, without a dictionary, of exactly the size the table states.
+A frame that zstd does not make smaller is stored uncompressed. Before a frame is expanded, its
+digest is checked; then zstd must agree that it is one whole frame, without a dictionary, of exactly
+the size in the table.
 
 >>> packed = FramePacker(level=1).pack(memoryview(bytes(4000)), item_bytes=4)
 >>> len(packed.stored) < 100, packed.group_bytes
@@ -31,8 +33,9 @@ if TYPE_CHECKING:
 LEVELS = range(1, 20)
 """Levels of zstd. Those above 1 are worth their time for sparse states, hardly for weights."""
 _MAX_WINDOW_BYTES = 8 << 20  # RFC 8878 3.1.1.1.2: what every decoder should support
-# Grouped weights have no repetitions, only bytes of unequal frequency. Short matches that zstd finds by chance cost time and
-# room: without them, level 1 is a fifth faster than it was, and smaller than all levels up to 15.
+# Grouped weights have no repetitions, only bytes of unequal frequency. Short matches that zstd
+# finds by chance cost time and space: without them, level 1 is a fifth faster, and smaller than
+# all levels up to 15.
 _GROUPED = {"min_match": 7}
 _GROUPED_HASH_LOG = 12
 _SAMPLE_BYTES = 64 << 10
@@ -42,13 +45,7 @@ _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packed:
-    """A frame that was made.
-
-    Attributes:
-        stored: Its bytes; those of a frame stored as it is are the caller's own memory.
-        group_bytes: See `Frame`.
-        method: See `Frame`.
-    """
+    """A packed frame; `stored` is the caller's own memory if the frame is stored uncompressed."""
 
     stored: bytes | memoryview
     group_bytes: int
@@ -65,10 +62,7 @@ def _compressor(level: int, **parameters: int) -> zstandard.ZstdCompressor:
 
 
 class FramePacker:
-    """Compresses frames, for one thread at a time; keeps its memory between them.
-
-    Args:
-        level: 1 (fast) to 19.
+    """Compresses frames at a zstd level, for one thread at a time; reuses its memory.
 
     Raises:
         UnsupportedError: There is no such level.
@@ -96,7 +90,7 @@ class FramePacker:
         return Packed(stored=raw, group_bytes=1, method=STORED)
 
     def _best(self, raw: memoryview, item_bytes: int) -> tuple[bytes, int]:
-        """Return the smaller of both ways, tried out where that costs little, else told from a sample."""
+        """Return the smaller of grouped and plain; of a large frame only a sample is tried."""
         if item_bytes == 1:
             return self._compress(raw, 1), 1
         if raw.nbytes > _SMALL_BYTES:
@@ -109,7 +103,7 @@ class FramePacker:
         start = (raw.nbytes - _SAMPLE_BYTES) // 2 // item_bytes * item_bytes
         sample = raw[start : start + _SAMPLE_BYTES]
         plain = len(self._compress(sample, 1))
-        # Each group by itself, as in a large frame, where it fills blocks of zstd of its own.
+        # Each group by itself: in a large frame, a group fills its own zstd blocks.
         grouped, group = self._group(sample, item_bytes), _SAMPLE_BYTES // item_bytes
         parts = (grouped[at : at + group] for at in range(0, _SAMPLE_BYTES, group))
         return sum(len(self._compressors[True].compress(part)) for part in parts) <= plain
@@ -127,7 +121,7 @@ class FramePacker:
 
 
 def check_level(level: int) -> None:
-    """Raise unless frames can be made with a level of zstd.
+    """Raise unless zstd has such a level.
 
     Raises:
         UnsupportedError: There is no such level.
@@ -139,12 +133,7 @@ def check_level(level: int) -> None:
 
 
 def unpack_frame(frame: Frame, stored: memoryview, raw: memoryview) -> None:
-    """Expand a frame that is not stored as it is.
-
-    Args:
-        frame: What the table says about it.
-        stored: Its bytes as they were read, `frame.stored_bytes` of them.
-        raw: Where to; flat, writable, format B, of `frame.raw_bytes` bytes.
+    """Expand a compressed frame into `raw`: flat, writable, format B, of `frame.raw_bytes` bytes.
 
     Raises:
         ChecksumError: It does not match its digest; nothing was expanded.
@@ -159,7 +148,7 @@ def unpack_frame(frame: Frame, stored: memoryview, raw: memoryview) -> None:
 def _ungroup(planes: np.ndarray, raw: memoryview) -> None:
     import numpy as np
 
-    # Few long calls, each without the GIL; in one transposed copy NumPy takes the slow way through it.
+    # Few long calls, each without the GIL; one transposed copy is slow in NumPy.
     if len(planes) not in (2, 4):
         elements = _bytes_of(raw).reshape(-1, len(planes))
         for index, plane in enumerate(planes):
@@ -173,7 +162,7 @@ def _ungroup(planes: np.ndarray, raw: memoryview) -> None:
 
 
 def check_frame(frame: Frame, stored: memoryview) -> None:
-    """Compare a frame as it is stored with its digest.
+    """Compare a stored frame with its digest.
 
     Raises:
         ChecksumError: It differs.
@@ -185,7 +174,7 @@ def check_frame(frame: Frame, stored: memoryview) -> None:
 def _expand(frame: Frame, stored: memoryview) -> bytes:
     import zstandard
 
-    if stored[:4] != _ZSTD_MAGIC:  # skippable frames begin otherwise, and expand to nothing
+    if stored[:4] != _ZSTD_MAGIC:  # a skippable frame has another magic and expands to nothing
         raise FormatError("a frame is no zstd frame", offset=frame.offset)
     try:
         said = zstandard.get_frame_parameters(stored)
@@ -215,7 +204,7 @@ _decompressors = _Decompressors()
 
 
 def _decompressor() -> zstandard.ZstdDecompressor:
-    """Return the decompressor of this thread: making one costs as much as expanding a small frame."""
+    """Return this thread's decompressor: a new one costs as much as expanding a small frame."""
     import zstandard
 
     if _decompressors.known is None:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cut a file into frames, before any of them is compressed.
+"""Divides a file into frames, before any of them is compressed.
 
 * The bytes of a frame are elements of one size, so that they can be grouped, and at most 4 MiB.
-* A tensor of 1 MiB or more has frames of its own, so that reading it expands nothing else, straight into its memory.
-* Smaller neighbours share a frame: a frame costs 56 bytes and a call, and zstd learns from what is alike.
+* A tensor of 1 MiB or more has its own frames, which are expanded straight into its memory.
+* Smaller neighbours share a frame: a frame costs 56 bytes and a call, and zstd uses their
+  similarity.
 
 >>> [one.size for one in plan_frames([Run("header", 1, 100), Run("float32", 4, 5 << 20)])]
 [100, 4194304, 1048576]
@@ -23,13 +24,7 @@ _OWN_FRAMES_BYTES = 1 << 20
 
 
 class Run(NamedTuple):
-    """Neighbouring bytes that are elements of one type.
-
-    Attributes:
-        label: Name of the type.
-        item_bytes: Bytes of an element.
-        size: Bytes of all.
-    """
+    """Neighbouring bytes that are elements of one type, `label`; `size` in bytes."""
 
     label: str
     item_bytes: int
@@ -37,14 +32,7 @@ class Run(NamedTuple):
 
 
 class PlannedFrame(NamedTuple):
-    """A frame to be made.
-
-    Attributes:
-        start: First byte in the file.
-        size: Bytes.
-        item_bytes: Bytes of an element.
-        label: Name of the element type; `mixed` where tensors of several types of one size share the frame.
-    """
+    """A frame to be made; `label` is `mixed` for tensors of several types of one size."""
 
     start: int
     size: int
@@ -53,7 +41,7 @@ class PlannedFrame(NamedTuple):
 
 
 def runs_of(index: SafetensorsIndex, size_bytes: int) -> Iterator[Run]:
-    """Yield what a safetensors file of that size consists of: the header, then its tensors in file order."""
+    """Yield the runs of a safetensors file: the header, then its tensors in file order."""
     header = index.entries[0].pieces[0].offset if index.entries else size_bytes
     yield Run(HEADER, 1, header)
     for entry in index.entries:
@@ -61,7 +49,7 @@ def runs_of(index: SafetensorsIndex, size_bytes: int) -> Iterator[Run]:
 
 
 def plan_frames(runs: Iterable[Run]) -> list[PlannedFrame]:
-    """Return the frames of a file that consists of these runs, in file order.
+    """Return the frames of a file of these runs, in file order.
 
     Raises:
         UnsupportedError: They are too many.

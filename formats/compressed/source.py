@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The expanded bytes of a compressed file as a source: any range for the price of the frames it touches.
+"""A source of the expanded bytes of a compressed file; a read expands only the frames it touches.
 
-* Each frame is read, compared with its digest and expanded in one step, from the same bytes in memory.
-* A buffer that covers a whole frame is expanded into directly; other reads go through a small cache.
-* Whoever reads much asks for whole frames, which several threads may do.
+* Each frame is read, compared with its digest and expanded in one step, from the same bytes in
+  memory.
+* A frame that a buffer covers is expanded directly into it; other reads go through a small cache.
+* For bulk reads, several threads may call `read_frame_into`.
 """
 
 from __future__ import annotations
@@ -20,15 +21,7 @@ _CACHED_FRAMES = 2
 
 
 class FramesSource:
-    """The bytes that the frames of a file stand for. Safe to read from several threads.
-
-    Args:
-        source: The compressed file.
-        table: From `read_table`, of that very file.
-
-    Attributes:
-        table: The frames.
-    """
+    """The bytes that the frames of a file expand to. Safe to read from several threads."""
 
     def __init__(self, source: Source, table: FrameTable) -> None:
         self._source = source
@@ -53,20 +46,16 @@ class FramesSource:
         return self._source.size
 
     def frame_range(self, index: int) -> tuple[int, int]:
-        """Return start and stop of what a frame stands for."""
+        """Return start and stop of the expanded bytes of a frame."""
         start = self._starts[index]
         return start, start + self.table.frames[index].raw_bytes
 
     def frames_of(self, start: int, stop: int) -> range:
-        """Return which frames stand for bytes of `[start, stop)`, which must not be empty."""
+        """Return the indices of the frames of a non-empty range of expanded bytes."""
         return range(bisect_right(self._starts, start) - 1, bisect_right(self._starts, stop - 1))
 
     def read_frame_into(self, index: int, raw: memoryview) -> None:
-        """Expand a frame.
-
-        Args:
-            index: Which.
-            raw: Where to; flat, writable, format B, of as many bytes as it stands for.
+        """Expand a frame into `raw` (flat, writable, format B, of the size of its expanded bytes).
 
         Raises:
             FormatError: It is damaged; the content of `raw` is then undefined.
@@ -107,7 +96,7 @@ class FramesSource:
         with self._lock:
             raw = self._cache.get(index)
             if raw is not None:
-                # Under the lock, because memory that leaves the cache is used again.
+                # Under the lock, because memory that leaves the cache is reused.
                 self._cache.move_to_end(index)
                 part[:] = raw[at : at + part.nbytes]
                 return
@@ -144,10 +133,8 @@ class FramesSource:
 def open_frames(source: Source, *, table_from: Source | None = None) -> FramesSource:
     """Open a compressed file.
 
-    Args:
-        source: The file.
-        table_from: The same file, checked as it is read; where the table comes from. What the table says then vouches for
-            the frames, so those need no other check.
+    `table_from` is a verified source of the same file, from which the table is read. The digests in
+    the table then authenticate the frames, so `source` needs no other check.
 
     Raises:
         FormatError: The table is damaged, or this is no compressed file.

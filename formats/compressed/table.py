@@ -1,23 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout of a compressed file: frames that can be expanded one by one, and a table at the end that says where they lie.
+"""The layout of a compressed file: frames that are expanded one by one, and their table at the end.
 
 ```
 head     magic 8F 43 4B 50 5A 0D 0A 1A || version(1) = 1 || content(1) = 1 safetensors || 0(6)
 frames   in any order, without gaps
 padding  zeros up to a multiple of 16
-table    for each frame, in the order of the bytes it stands for:
+table    for each frame, in the order of its expanded bytes:
          offset(8) || stored bytes(4) || raw bytes(4) || group(1) || method(1) || 0(6) || digest(32)
 end      number of frames(8) || raw bytes of all(8) || 0(8) || digest of the table(32) || "CKPZTBL1"
 ```
-Little-endian. The frames are written in the order in which they are ready, so one pass makes the file although no compressed
-size is known before. Nothing in the file is unaccounted for:
+Little-endian. Frames are written as soon as they are compressed, so one pass makes the file
+although no compressed size is known before. Every byte is accounted for:
 
-* Digests are BLAKE3: of a frame as it is stored, and of head, table and the first 24 bytes of the end.
-* Nothing is expanded before its digest was checked, and a frame never expands to more than 4 MiB.
-* Frames do not overlap, leave no gap, and stand for exactly the raw bytes that the end states.
+* Digests are BLAKE3: of a stored frame, and of head, table and the first 24 bytes of the end.
+* A frame is expanded only after its digest was checked, and never to more than 4 MiB.
+* Frames do not overlap, leave no gap, and expand to exactly the raw bytes that the end states.
 
-No other reader takes the file for its own: no protobuf field starts like the magic, and as the length of a safetensors
-header it is too large.
+No other reader accepts the file: no protobuf field starts like the magic, and as the length of a
+safetensors header it is too large.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAGIC = b"\x8fCKPZ\r\n\x1a"
 FRAME_BYTES = 4 << 20
 """The most raw bytes of a frame."""
 MAX_FRAMES = 1 << 21
-"""8 TiB of full frames; and a table that is read whole has 112 MiB at most, as much as a safetensors header."""
+"""8 TiB of full frames; a table has at most 112 MiB, about as much as a safetensors header."""
 ALIGNMENT_BYTES = 16
 DIGEST_BYTES = 32
 STORED, ZSTD = 0, 1
@@ -51,15 +51,11 @@ _END_BYTES = _COUNTS.size + DIGEST_BYTES + len(_END_MAGIC)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """Where a frame lies, and what it stands for.
+    """An entry of the table.
 
-    Attributes:
-        offset: Its first byte in the file.
-        stored_bytes: Its length there.
-        raw_bytes: Bytes it stands for.
-        group_bytes: How many bytes an element has whose first, second, ... bytes stand together in it; 1 for as they are.
-        method: `STORED` or `ZSTD`.
-        digest: Of the stored bytes.
+    `offset` and `stored_bytes` are its range in the file, `raw_bytes` its expanded length.
+    `group_bytes` is the size of the elements whose bytes are grouped, or 1 for ungrouped; `method`
+    is `STORED` or `ZSTD`; `digest` is that of the stored bytes.
     """
 
     offset: int
@@ -72,28 +68,21 @@ class Frame:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameTable:
-    """The frames of a file, in the order of the bytes they stand for.
-
-    Attributes:
-        frames: They tile the raw bytes.
-        raw_bytes: How many those are.
-    """
+    """The frames of a file, in the order of their `raw_bytes` expanded bytes."""
 
     frames: tuple[Frame, ...]
     raw_bytes: int
 
 
 def frame_digest(stored: bytes | memoryview) -> bytes:
-    """Return the digest of a frame as it is stored."""
+    """Return the digest of a stored frame."""
     return blake3(stored).digest()
 
 
 def encode_tail(frames: Sequence[Frame], *, offset: int) -> bytes:
-    """Return everything behind the frames: padding, table and end.
+    """Return padding, table and end for frames in the order of their expanded bytes.
 
-    Args:
-        frames: In the order of the bytes they stand for.
-        offset: Where the last frame ends.
+    `offset` is the end of the last frame.
     """
     table = b"".join(
         _ENTRY.pack(
@@ -154,10 +143,10 @@ def read_table(source: Source) -> FrameTable:
 
 
 def check_frame_count(count: int) -> None:
-    """Raise unless a file may have so many frames.
+    """Raise unless a file may have `count` frames.
 
     Raises:
-        UnsupportedError: They are too many.
+        UnsupportedError: It may not.
     """
     if count > MAX_FRAMES:
         raise UnsupportedError(f"{count} compressed frames are more than {MAX_FRAMES}")

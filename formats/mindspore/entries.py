@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Join the adjacent records of one parameter in a MindSpore `.ckpt` into an entry, and check that they add up."""
+"""Joins and checks the adjacent records of one parameter in a MindSpore `.ckpt`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def join_records(wire: WireReader, records: Sequence[TensorRecord | MapRecord]) 
     """Return the entry that adjacent records of one name make.
 
     Raises:
-        FormatError: They do not belong together, or their content does not fill their shape exactly.
+        FormatError: They do not belong together, or their content does not fill their shape
+            exactly.
         UnsupportedError: The element type is unknown.
     """
     first = records[0]
@@ -64,7 +65,7 @@ def join_records(wire: WireReader, records: Sequence[TensorRecord | MapRecord]) 
 def kind_of(
     type_name: str, dims: tuple[int, ...], size_bytes: int
 ) -> tuple[DType, tuple[int, ...]] | None:
-    """Return type and shape of a tensor of one record whose content fills it; None for everything unusual."""
+    """Return type and shape of a tensor of one record that its content fills; None if unusual."""
     dtype = BY_MINDSPORE.get(type_name)
     if dtype is None or not size_bytes:
         return None

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A short cut through the plain tensors of a MindSpore `.ckpt`: messages as every writer lays them out.
+"""Fast reader of the plain tensors of a MindSpore `.ckpt`: messages in the layout of every writer.
 
-With ten thousands of small tensors it is most of the time of a load. Many of them have the same type and shape, and only
-the name differs: what stands between name and content is then compared with what was read before, not parsed again.
-Everything unusual, damage included, is left to the strict reader, `mindspore_records`.
+With ten thousands of small tensors, reading the messages takes most of the time of a load. Many of
+them have the same type and shape and differ only in the name: the bytes between name and content
+are then compared with an earlier message instead of parsed. Everything unusual, damage included, is
+left to the strict reader, `records`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .fields import (
 from .wire import AHEAD_BYTES, LENGTH_DELIMITED, VARINT, WireReader
 
 _MAX_LAYOUTS = 4096
-# Of a message below 16 KiB all that comes before the name: two keys and two lengths.
+# The bytes before the name, of a message below 16 KiB: two keys and two lengths.
 _PREFIX_BYTES = 5
 _VALUE_KEY = CHECKPOINT_VALUE << 3 | LENGTH_DELIMITED
 _TAG_KEY = VALUE_TAG << 3 | LENGTH_DELIMITED
@@ -38,7 +39,10 @@ _CONTENT_KEY = TENSOR_CONTENT << 3 | LENGTH_DELIMITED
 
 
 class _Layout(NamedTuple):
-    """A message that was read, and all that is like it but for the name and the content. Offsets count from its start."""
+    """The layout of a message, shared by those that differ only in name and content.
+
+    Offsets count from the start of the message.
+    """
 
     name: int
     head: int
@@ -50,22 +54,19 @@ class _Layout(NamedTuple):
 
 
 class PlainTensors:
-    """Takes tensors as long as they are plain.
-
-    Args:
-        wire: The file.
-    """
+    """Reads tensors as long as they are plain."""
 
     def __init__(self, wire: WireReader) -> None:
         self._wire = wire
-        # By the first bytes of the message, which say where the name and the message end.
+        # By the first bytes of the message, which hold the lengths of the message and the name.
         self._layouts: dict[bytes, _Layout] = {}
 
     def take(self, offset: int, taken: set[str]) -> tuple[list[TensorEntry], int]:
-        """Return the plain tensors from the message at `offset` on, and where they end; their names are added to `taken`.
+        """Return the plain tensors from the message at `offset` on, and their end.
 
-        A tensor whose name is in `taken`, or used by one before it, is not plain. Nor is one before something that is not:
-        both may be slices of one tensor.
+        Their names are added to `taken`. A tensor whose name is in `taken`, or repeats an earlier
+        one, is not plain. Nor is a tensor before something that is not: both may be slices of one
+        tensor.
         """
         found: dict[str, _Layout] = {}
         contents: list[int] = []
@@ -100,7 +101,7 @@ class PlainTensors:
         contents: list[int],
         taken: Container[str],
     ) -> int:
-        """Take plain tensors from a window that starts at `start`; return the position where that ends."""
+        """Read plain tensors from a window that starts at `start`; return the position behind."""
         last = self._wire.size - start
         limit = last if len(data) == last else max(at + 1, len(data) - AHEAD_BYTES)
         layouts = self._layouts
@@ -141,9 +142,9 @@ class PlainTensors:
 
 
 def _read_head(data: bytes, at: int, stop: int) -> tuple[int, DType, tuple[int, ...]] | None:
-    """Return where the content of a tensor starts that ends at `stop`, its type and its shape.
+    """Return the start of the content of a tensor that ends at `stop`, its type and its shape.
 
-    It returns None, or raises IndexError, for everything unusual.
+    For everything unusual it returns None or raises IndexError.
     """
     end, at = _length(data, at, _TENSOR_KEY)
     dims = []
@@ -162,7 +163,7 @@ def _read_head(data: bytes, at: int, stop: int) -> tuple[int, DType, tuple[int, 
 
 
 def _length(data: bytes, at: int, key: int) -> tuple[int, int]:
-    """Return where the payload of a field ends and starts; IndexError unless the field has this key."""
+    """Return stop and start of the payload of a field; IndexError unless the field has this key."""
     if data[at] != key:
         raise IndexError
     length = data[at + 1]

@@ -9,8 +9,8 @@ message TensorProto { repeated int64 dims = 1; required string tensor_type = 2; 
 message MapTensorProto { repeated TensorProto tensor = 1; }
 ```
 
-A file is a run of `Checkpoint` messages of one value each, then an optional CRC trailer. A tensor of more than 512 MiB
-spans several adjacent values that repeat its tag, dims and type.
+A file is a run of `Checkpoint` messages of one value each, then an optional CRC trailer. A tensor
+of more than 512 MiB spans several adjacent values that repeat its tag, dims and type.
 
 Source: `checkpoint.proto` and `train/serialization.py` of MindSpore 2.10.
 """
@@ -23,7 +23,7 @@ TENSOR_DIMS, TENSOR_TYPE, TENSOR_CONTENT = 1, 2, 3
 MAPTENSOR_TENSOR = 1
 
 CHECKPOINT_METADATA = 17229
-"""Our own top-level field: a UTF-8 JSON object of strings. MindSpore skips field numbers it does not know."""
+"""Our top-level field: a UTF-8 JSON object of strings. MindSpore skips unknown field numbers."""
 
 TEXT_TYPE = "str"
 SCALAR_DIMS = (0,)

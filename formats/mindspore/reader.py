@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a MindSpore `.ckpt`: first an index of what lies where, then contents straight into the caller's memory.
+"""Reads a MindSpore `.ckpt`: first an index, then contents straight into the caller's memory.
 
-Strict where MindSpore is not: what it fills with zeros, cuts, overwrites or crashes on is an error that names offset
-and tensor. Lenient where protobuf is: fields of unknown number are skipped, dims may be packed, fields may come in any
-order.
+Stricter than MindSpore: where it fills with zeros, cuts, overwrites or crashes, this reader raises
+an error with offset and tensor. Lenient like protobuf: fields of unknown number are skipped, dims
+may be packed, fields may come in any order.
 
 Source: `_parse_ckpt_proto`, `_load_ckpt_into_param_dict` of MindSpore 2.10.
 """
@@ -28,13 +28,10 @@ from .wire import Field, WireReader
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CkptIndex:
-    """What a `.ckpt` holds.
+    """The contents of a `.ckpt`, in file order.
 
-    Attributes:
-        entries: Tensors, texts and map parameters in file order.
-        metadata: The strings of our metadata field, or None in files without it.
-        crc: The CRC32 stored in the trailer, or None without a trailer.
-        body_bytes: Bytes before the trailer, which the CRC covers.
+    `metadata` holds the strings of our metadata field, or None without that field. `crc` is the
+    CRC32 in the trailer, or None without a trailer; it covers the `body_bytes` before the trailer.
     """
 
     entries: tuple[CkptEntry, ...]
@@ -52,7 +49,7 @@ class CkptIndex:
 
 
 def read_ckpt_index(source: Source) -> CkptIndex:
-    """Return what a `.ckpt` holds without reading its tensor contents.
+    """Return the index of a `.ckpt` without reading its tensor contents.
 
     Raises:
         FormatError: The bytes are not a whole `.ckpt`; names offset and tensor.
@@ -69,21 +66,13 @@ def read_ckpt_index(source: Source) -> CkptIndex:
     )
 
 
-def body_crc(source: Source, index: CkptIndex) -> int:
-    """Return the CRC32 of everything before the trailer."""
-    return read_all_into(source, index, lambda _: None)
-
-
 def read_all_into(
     source: Source, index: CkptIndex, buffers: Callable[[TensorEntry], memoryview | None]
 ) -> int:
     """Read every content once, in file order, and return the CRC32 of the body.
 
-    Args:
-        source: The file.
-        index: What it holds.
-        buffers: Gives the memory for a tensor (flat, writable, format B, `spec.size_bytes` bytes), or None where only
-            the CRC is wanted.
+    `buffers` returns the memory for a tensor (flat, writable, format B, `spec.size_bytes` bytes),
+    or None if only its CRC is needed.
 
     Raises:
         FormatError: A bool is neither 0 nor 1.
@@ -164,8 +153,9 @@ class _IndexReader:
             self.body_bytes = field.stop
 
     def _trailer(self) -> int | None:
-        # The marker starts like a group, which is an error: a trailer can only stand between two fields, and a tensor
-        # whose content ends in the same 17 bytes is none. MindSpore cuts such a file and then cannot load it.
+        # The marker starts like a group, which is an error: a trailer can only stand between two
+        # fields, and a tensor whose content ends in the same 17 bytes is none. MindSpore cuts such
+        # a file and then cannot load it.
         if self._wire.size - self.body_bytes != TRAILER_BYTES:
             return None
         return decode_trailer(self._wire.read(self.body_bytes, TRAILER_BYTES))

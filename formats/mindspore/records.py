@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One `Value` of a MindSpore `.ckpt` at a time: a whole tensor, a slice of one, or a slice of a map parameter.
+"""Reads one `Value` of a MindSpore `.ckpt`: a tensor, or a slice of a tensor or map parameter.
 
-Required fields are required and singular fields come once, unlike in protobuf, which fills in what is missing and lets
-the last one win.
+Missing required fields and repeated singular fields are errors; protobuf would fill in the missing
+ones and let the last one win.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_TYPE_BYTES = 64
 
 
 class TensorRecord(NamedTuple):
-    """A `TensorProto`: `offset` is where it starts, `piece` where its content lies."""
+    """A `TensorProto` that starts at `offset`; `piece` is its content."""
 
     name: str
     offset: int
@@ -50,7 +50,8 @@ def read_record(wire: WireReader, value: Field) -> TensorRecord | MapRecord:
     """Return the record in a `Value` message.
 
     Raises:
-        FormatError: A field is missing, doubled, or of the wrong wire type; names offset and tensor.
+        FormatError: A field is missing, doubled, or of the wrong wire type; names offset and
+            tensor.
     """
     found: dict[int, Field] = {}
     for field in wire.fields(value.start, value.stop):

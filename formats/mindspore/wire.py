@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Protobuf wire format, bounded: varints and length-delimited fields, written to bytes and read from a source.
+"""Protobuf wire format, bounded: varints and length-delimited fields.
 
-* Reading walks field headers through a small window; payloads are skipped, not read, so that the index of a file costs
-  a few reads per megabyte of headers, however large its contents are.
+* Reading walks field headers through a small window; payloads are skipped, not read, so that the
+  index of a file costs a few reads per megabyte of headers, however large its contents are.
 * A length is compared with the enclosing message before anything is done with it.
-* Groups, field number 0, varints of more than 10 bytes or 64 bits are errors that name their offset.
+* Groups, field number 0, varints of more than 10 bytes or 64 bits are errors that name their
+  offset.
 
 Source: protobuf.dev/programming-guides/encoding (wire types, varints, field numbers).
 
@@ -31,24 +32,19 @@ _FIXED_BYTES = {FIXED64: 8, FIXED32: 4}
 _MAX_VARINT_BYTES = 10
 _ONE_BYTE = tuple(bytes([value]) for value in range(0x80))
 _WINDOW_BYTES = 16 * 1024
-# Where windows follow each other, nearly everything is read anyway: in fewer, longer reads.
+# Where windows follow each other, nearly everything is read: in fewer, longer reads.
 _LONGEST_WINDOW_BYTES = 256 * 1024
 AHEAD_BYTES = 1024
 MAX_FIELDS = 1 << 20
-"""Of all messages that one reader takes apart, numbers of packed fields included. A field takes some microseconds and as
-little as two bytes, so the length of a file alone would not bound the time."""
+"""Of all messages that one reader parses, numbers of packed fields included. A field takes some
+microseconds and as little as two bytes, so the length of a file alone would not bound the time."""
 
 
 class Field(NamedTuple):
     """One field of a message.
 
-    Attributes:
-        number: Field number.
-        wire_type: 0 varint, 1 fixed64, 2 length-delimited, 5 fixed32.
-        offset: Where the field's tag starts.
-        start: First byte of the payload.
-        stop: One past the payload.
-        value: The unsigned value of a varint; 0 for the other wire types.
+    `wire_type` is 0 varint, 1 fixed64, 2 length-delimited or 5 fixed32; `[start, stop)` is the
+    payload; `value` is the unsigned value of a varint, else 0.
     """
 
     number: int
@@ -60,7 +56,7 @@ class Field(NamedTuple):
 
 
 class WireReader:
-    """Reads protobuf fields of a source by offset. Not for use by several threads at once."""
+    """Reads protobuf fields of a source by offset. Not thread-safe."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -76,7 +72,7 @@ class WireReader:
         Raises:
             FormatError: A tag, varint or length that the wire format does not allow.
             TruncatedError: A field reaches past the end of the source.
-            UnsupportedError: The reader took more than `MAX_FIELDS` fields apart.
+            UnsupportedError: The reader parsed more than `MAX_FIELDS` fields.
         """
         offset = start
         while offset < stop:
@@ -108,12 +104,12 @@ class WireReader:
         return self._window[position : position + length]
 
     def around(self, offset: int) -> tuple[bytes, int]:
-        """Return some bytes of the source and the position of `offset` among them; a KiB follows, or the source ends."""
+        """Return a window and the position of `offset` in it; a KiB follows, or the source ends."""
         self._cover(offset, min(offset + AHEAD_BYTES, self.size))
         return self._window, offset - self._window_start
 
     def field(self, offset: int, stop: int) -> Field:
-        """Return the field at `offset` of a message that ends at `stop`; raises as `fields` does."""
+        """Return the field at `offset` of a message up to `stop`; raises as `fields` does."""
         self._count(offset)
         tag, start = self._varint(offset, stop)
         number, wire_type = tag >> 3, tag & 7

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a MindSpore `.ckpt`, byte for byte as MindSpore 2.10 writes it, and nothing that it could not load.
+"""Writes a MindSpore `.ckpt`, byte for byte as MindSpore 2.10, without anything it could not load.
 
-Differences from MindSpore, all on the safe side: tensors without elements are written (its synchronous save drops
-them), and what it writes but cannot load (complex numbers, one name twice, 64-bit map keys) is refused.
+Differences from MindSpore, all on the safe side: tensors without elements are written (its
+synchronous save drops them), and items that it writes but cannot load (complex numbers, duplicate
+names, 64-bit map keys) are refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from ..errors import FormatError, UnsupportedError
 from ..image import Image, Segment, Segments
 from ..strict_json import encode_object, is_encodable
-from ..tensor import Item, MapTensors, Tensor, TensorSpec, Text, check_count, checked_content
+from ..tensor import Item, MapTensors, Tensor, TensorSpec, Text, check_count, content_of
 from .fields import (
     CHECKPOINT_METADATA,
     CHECKPOINT_VALUE,
@@ -36,7 +37,7 @@ from .fields import (
 )
 from .wire import MAX_FIELDS, encode_bytes_field, encode_length_prefix, encode_varint_field
 
-# Besides those of the dimensions.
+# Without the fields of the dimensions.
 _TEXT_FIELDS, _TENSOR_FIELDS, _MAP_FIELDS = 6, 5, 12
 
 
@@ -49,15 +50,14 @@ def build_ckpt_image(
 ) -> Image:
     """Return the bytes of a `.ckpt` that holds `items` in the given order.
 
-    Args:
-        items: Tensors, texts and map parameters; names must differ.
-        metadata: Strings stored in a field that MindSpore ignores; None writes no such field.
-        crc: Whether to end with MindSpore's CRC32 trailer.
-        slice_bytes: Contents are cut after so many bytes, as MindSpore cuts them after 512 MiB.
+    `metadata` is stored in a field that MindSpore ignores; None writes no such field. `crc` appends
+    MindSpore's CRC32 trailer. Contents are cut after `slice_bytes`, as MindSpore cuts them after
+    512 MiB.
 
     Raises:
         FormatError: A name, text, shape or content that a `.ckpt` cannot hold; names the tensor.
-        UnsupportedError: An element type that MindSpore cannot load, or more items than a reader takes.
+        UnsupportedError: An element type that MindSpore cannot load, or more items than a reader
+            takes.
 
     Source: `checkpoint.proto`, `_exec_save` of MindSpore 2.10.
     """
@@ -92,7 +92,11 @@ def _check_names(items: Sequence[Item]) -> None:
 
 
 def _check_counts(items: Sequence[Item], slice_bytes: int) -> None:
-    """Raise unless a reader takes so many: what is no plain tensor it takes apart field by field, and the one before it."""
+    """Raise unless a reader takes this many fields.
+
+    A reader parses field by field only the items that are no plain tensors, and the item before
+    each.
+    """
     check_count(len(items))
     fields = before = 0
     for item in items:
@@ -108,7 +112,7 @@ def _check_counts(items: Sequence[Item], slice_bytes: int) -> None:
 
 
 def _fields_of(item: Item, slice_bytes: int) -> tuple[int | None, int]:
-    """Return the size of a tensor, or None of what is none, and how many fields an item has."""
+    """Return the size of a tensor (None for other items) and the number of fields of an item."""
     if isinstance(item, Text):
         return None, _TEXT_FIELDS
     if isinstance(item, Tensor):
@@ -145,7 +149,7 @@ def _add_tensor(segments: Segments, tensor: Tensor, slice_bytes: int) -> None:
         segments.add(_value_head(name, head, size_bytes))
         segments.add_tensor(tensor, size_bytes=size_bytes)
         return
-    content = checked_content(tensor)
+    content = partial(content_of, tensor)
     for start in range(0, size_bytes, slice_bytes):
         stop = min(start + slice_bytes, size_bytes)
         head = _tensor_value_head(spec.shape, spec.dtype.mindspore, stop - start)
@@ -168,7 +172,7 @@ def _text_record(item: Text) -> bytes:
 def _add_map(segments: Segments, item: MapTensors, slice_bytes: int) -> None:
     parts = (item.key, item.value, item.status)
     _check_map(item)
-    contents = [checked_content(part) for part in parts]
+    contents = [partial(content_of, part) for part in parts]
     rows = item.key.spec.shape[0]
     step = max(1, slice_bytes * rows // max(1, sum(part.spec.size_bytes for part in parts)))
     for start in range(0, max(rows, 1), step):
@@ -227,12 +231,12 @@ def _check_shape(shape: tuple[int, ...], name: str) -> None:
 
 
 def _value_head(name: bytes, head: bytes, payload_bytes: int) -> bytes:
-    """Return everything before the payload; `head` is what stands between the name and it."""
+    """Return all bytes before the payload; `head` is the part between the name and the payload."""
     tag = encode_length_prefix(VALUE_TAG, len(name)) + name + head
     return encode_length_prefix(CHECKPOINT_VALUE, len(tag) + payload_bytes) + tag
 
 
-# Many tensors of a model have the same shape, and what is said about it is the same.
+# Many tensors of a model have the same shape and therefore the same head.
 @lru_cache(maxsize=1024)
 def _tensor_value_head(dims: tuple[int, ...], type_name: str, content_bytes: int) -> bytes:
     head = _tensor_head(dims, type_name, content_bytes)

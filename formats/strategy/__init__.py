@@ -1,15 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """MindSpore parallel strategy files: how each parameter of a network is cut over devices.
 
-Two spellings of one message: protobuf (`.ckpt`) and JSON (`.json`), told apart by their first byte. A file describes one
-pipeline stage, or all of them merged; in a merged file every parameter is called `STAGE-name`.
+Two spellings of one message: protobuf (`.ckpt`) and JSON (`.json`), told apart by their first byte.
+A file describes one pipeline stage, or all of them merged; in a merged file every parameter is
+called `STAGE-name`.
 
-* Reading is strict and bounded: required fields come once, every axis a tensor map names exists and is used once, and
-  numbers that would mean an absurd number of devices are refused before anything is multiplied out.
-* Tensor maps count the axes of the device matrix from the right, from 0; -1 means "not split". A file has either one
-  `TensorMap` with a number per tensor dimension, or one `TensorMap` per tensor dimension with the axes that split it.
+* Reading is strict and bounded: required fields come once, every axis a tensor map names exists and
+  is used once, and numbers that would mean an absurd number of devices are refused before anything
+  is multiplied out.
+* Tensor maps count the axes of the device matrix from the right, from 0; -1 means "not split". A
+  file has either one `TensorMap` with a number per tensor dimension, or one `TensorMap` per tensor
+  dimension with the axes that split it.
 
-Source: `node_strategy.proto` (package `mindspore.straspb`) and `parallel/_parallel_serialization.py` of MindSpore 2.10.
+Source: `node_strategy.proto` (package `mindspore.straspb`) and
+`parallel/_parallel_serialization.py` of MindSpore 2.10.
 
 >>> layout = StrategyLayout(name="w", device_matrix=(2, 4), tensor_maps=((0, -1),))
 >>> layout.axes_by_dimension
@@ -66,7 +70,8 @@ def parse_strategy(data: bytes) -> Strategy:
     """Return the strategy in the bytes of a file, protobuf or JSON.
 
     Raises:
-        FormatError: Not a strategy file, or one that contradicts itself; names offset and parameter.
+        FormatError: Not a strategy file, or one that contradicts itself; names offset and
+            parameter.
     """
     if not data:
         raise TruncatedError("the strategy file is empty", offset=0)
@@ -80,7 +85,8 @@ def encode_strategy(strategy: Strategy, *, kind: Kind = "protobuf") -> bytes:
     """Return the bytes of a strategy file.
 
     Raises:
-        FormatError: It could not be read back: a layout contradicts itself, or a name comes twice or is not UTF-8.
+        FormatError: It could not be read back: a layout contradicts itself, or a name comes twice
+            or is not UTF-8.
     """
     check_unsigned(strategy.current_stage, what="current_stage")
     for operator in strategy.operators:
@@ -97,7 +103,7 @@ def encode_strategy(strategy: Strategy, *, kind: Kind = "protobuf") -> bytes:
 
 
 def read_restore_ranks(data: bytes) -> tuple[int, ...]:
-    """Return the ranks a group file (`group_ckpt_save_file`) says a checkpoint can be restored from.
+    """Return the ranks that a checkpoint can be restored from, according to a group file.
 
     Raises:
         FormatError: Not a group file.
@@ -108,9 +114,9 @@ def read_restore_ranks(data: bytes) -> tuple[int, ...]:
 
 
 def merge_stages(strategies: Iterable[Strategy]) -> Strategy:
-    """Join the strategies of pipeline stages as MindSpore does: parameters become `STAGE-name`, `current_stage` 1.
+    """Join the strategies of pipeline stages as MindSpore does: parameters become `STAGE-name`.
 
-    Files of the same stage are taken once.
+    `current_stage` becomes 1. Files of the same stage are taken once.
 
     Raises:
         FormatError: A file has no operators or no parameters, or two files of one stage differ.
@@ -139,9 +145,9 @@ def merge_stages(strategies: Iterable[Strategy]) -> Strategy:
 
 
 def split_stages(strategy: Strategy) -> dict[int, tuple[StrategyLayout, ...]]:
-    """Return the layouts of each pipeline stage, under the parameters' own names.
+    """Return the layouts of each pipeline stage, with the parameters' own names.
 
-    A file is taken for a merged one if every name starts with a number and a dash; a single `layer-1.w` means it is not.
+    A file counts as merged if every name starts with a number and a dash.
 
     Raises:
         FormatError: Stages are missing: not 0, 1, 2 ...

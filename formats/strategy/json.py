@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strategy files in JSON: the keys of the protobuf messages, with operators and parameters as objects by name.
+"""Strategy files in JSON: the keys of the protobuf messages, with items as objects by name.
 
 A tensor map is a list of axes, or where several axes split one dimension, a list of lists.
 
@@ -28,7 +28,8 @@ def read_json(data: bytes) -> Strategy:
     """Return the strategy in a JSON object.
 
     Raises:
-        FormatError: A key is missing, or a value of the wrong type or out of range; names the parameter.
+        FormatError: A key is missing, or a value of the wrong type or out of range; names the
+            parameter.
     """
     top = parse_object(data, what=_WHAT, offset=0)
     operators = _object(top.get("parallel_strategy_item", {}), "parallel_strategy_item")
@@ -102,7 +103,8 @@ def _layout(name: str, value: object) -> StrategyLayout:
 
 def _tensor_maps(value: object, name: str) -> tuple[tuple[int, ...], ...]:
     if isinstance(value, list) and any(isinstance(axes, list) for axes in value):
-        # A dimension may be a plain number among lists; a map of one dimension needs a second, empty one to be told apart.
+        # A dimension may be a plain number among lists; a map of one dimension needs a second,
+        # empty one to be distinguished.
         return tuple(
             _numbers(axes if isinstance(axes, list) else [axes], "tensor_map", name)
             for axes in value

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Strategy files in protobuf: the messages `ParallelStrategyMap` and `ParallelGroupMap`.
 
-Required fields are required and singular fields come once, unlike in protobuf, which fills in what is missing and lets
-the last one win. Unknown fields are skipped.
+Missing required fields and repeated singular fields are errors; protobuf would fill in the missing
+ones and let the last one win. Unknown fields are skipped.
 
 Source: `node_strategy.proto` of MindSpore 2.10.
 """
@@ -50,7 +50,8 @@ def read_protobuf(data: bytes) -> Strategy:
     """Return the strategy in a `ParallelStrategyMap`.
 
     Raises:
-        FormatError: A field is missing, doubled, of the wrong type or out of range; names offset and parameter.
+        FormatError: A field is missing, doubled, of the wrong type or out of range; names offset
+            and parameter.
     """
     wire = WireReader(BytesSource(data))
     stages: list[int] = []

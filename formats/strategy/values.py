@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a parallel strategy file says, and what it may say. See `strategy`."""
+"""The contents of a parallel strategy file and their limits. See `strategy`."""
 
 from __future__ import annotations
 
@@ -24,17 +24,19 @@ _MAX_INT64 = (1 << 63) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyLayout:
-    """How one parameter is cut.
+    """How one parameter is split.
 
     Attributes:
         name: The parameter; `STAGE-name` in a merged file.
         device_matrix: Devices along each axis, row major.
-        tensor_maps: As in the file: one tuple with an axis per tensor dimension, or a tuple of axes per tensor dimension.
-        param_split_shape: Rows of each slice along dimension 0 where they differ; else empty.
+        tensor_maps: As in the file: one tuple with an axis per tensor dimension, or a tuple of axes
+            per tensor dimension.
+        param_split_shape: Rows of each slice along dimension 0 if they differ; else empty.
         indices_offset: First row of each slice, for embedding tables; else empty.
         field: Fields of a multi-field embedding table; else 0.
         opt_weight_shard_step: Stride of the optimizer shard in device numbers.
-        opt_weight_shard_size: Pieces the optimizer shard cuts each slice into; 0 for none, -1 for one per replica.
+        opt_weight_shard_size: Pieces the optimizer shard cuts each slice into; 0 for none, -1 for
+            one per replica.
     """
 
     name: str
@@ -53,7 +55,7 @@ class StrategyLayout:
 
     @property
     def axes_by_dimension(self) -> tuple[tuple[int, ...], ...]:
-        """The axes that split each tensor dimension, the slowest first; axes count from the right."""
+        """The axes that split each tensor dimension, slowest first; axes count from the right."""
         if len(self.tensor_maps) == 1:
             return tuple(() if axis == -1 else (axis,) for axis in self.tensor_maps[0])
         return tuple(
@@ -63,13 +65,7 @@ class StrategyLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorStrategy:
-    """How one operator is cut.
-
-    Attributes:
-        name: The operator.
-        stage: Its pipeline stage.
-        strategy: For each input, the pieces along each dimension.
-    """
+    """How one operator is split: for each input, the pieces along each dimension."""
 
     name: str
     stage: int
@@ -78,13 +74,7 @@ class OperatorStrategy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strategy:
-    """A strategy file.
-
-    Attributes:
-        layouts: The parameters, in file order.
-        operators: The operators, in file order.
-        current_stage: The stage that wrote the file; MindSpore writes 1 into merged files.
-    """
+    """A strategy file, in file order; MindSpore writes `current_stage` 1 into merged files."""
 
     layouts: tuple[StrategyLayout, ...]
     operators: tuple[OperatorStrategy, ...] = ()
@@ -92,12 +82,12 @@ class Strategy:
 
     @property
     def stage(self) -> int:
-        """The pipeline stage of the operators, which is what MindSpore goes by."""
+        """The pipeline stage of the operators, which MindSpore uses."""
         return self.operators[0].stage if self.operators else self.current_stage
 
 
 def check_layout(layout: StrategyLayout, *, offset: int | None = None) -> StrategyLayout:
-    """Return a layout whose numbers make sense together.
+    """Return a layout whose numbers are consistent.
 
     Raises:
         FormatError: They do not; names offset and parameter.
@@ -109,7 +99,7 @@ def check_layout(layout: StrategyLayout, *, offset: int | None = None) -> Strate
 
 
 def check_operator(operator: OperatorStrategy, *, offset: int | None = None) -> OperatorStrategy:
-    """Return an operator whose stage and pieces are unsigned numbers of 32 bits.
+    """Return an operator whose stage and pieces are unsigned 32-bit numbers.
 
     Raises:
         FormatError: They are not; names offset and operator.

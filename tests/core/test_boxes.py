@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from ckptmgr.core.regions import (
     Interval,
     Region,
-    common,
-    lengths_of,
+    intersection,
     region_at,
+    region_shape,
+    subtract,
     whole_region,
-    without,
 )
 from ckptmgr.files.load.shard_pieces import placed
 from ckptmgr.formats.dtypes import BY_NAME
@@ -35,19 +35,19 @@ def elements(region: Region) -> set[tuple[int, ...]]:
 @given(pairs)
 def test_common_part_and_the_rest_make_up_a_box(pair: tuple[Region, Region]) -> None:
     region, other = pair
-    both = common(region, other)
+    both = intersection(region, other)
     if both is None:
         assert not elements(region) & elements(other)
         return
     assert elements(both) == elements(region) & elements(other)
-    left = without(region, both)
+    left = subtract(region, both)
     assert sum(len(elements(one)) for one in left) == len(elements(region)) - len(elements(both))
     assert set().union(*map(elements, left)) == elements(region) - elements(both)
 
 
 def test_boxes_are_made_from_shapes() -> None:
     assert region_at((1, 2), (3, 4)) == (Interval(1, 4), Interval(2, 6))
-    assert lengths_of(whole_region((3, 4))) == (3, 4)
+    assert region_shape(whole_region((3, 4))) == (3, 4)
 
 
 @given(st.integers(0, 12), st.integers(0, 12))

@@ -16,7 +16,7 @@ from ckptmgr.formats.errors import FormatError, TruncatedError, UnsupportedError
 from ckptmgr.formats.file_crc import BodyCrc, crc32, crc32_combine, decode_trailer, encode_trailer
 from ckptmgr.formats.image import Image, LateHead, Segment
 from ckptmgr.formats.source import BytesSource, read_bytes
-from ckptmgr.formats.tensor import checked_content, tensor_from_array
+from ckptmgr.formats.tensor import content_of, tensor_from_array
 from tests.support.strategies import named_tensor, tensor_of
 
 
@@ -74,9 +74,9 @@ def test_tensor_of_unknown_type_is_refused() -> None:
 
 
 def test_content_function_checks_the_length() -> None:
-    assert bytes(checked_content(named_tensor("w", "uint8", (2,), b"ab"))()) == b"ab"
+    assert bytes(content_of(named_tensor("w", "uint8", (2,), b"ab"))) == b"ab"
     with pytest.raises(FormatError, match="has 3 bytes"):
-        checked_content(tensor_of(named_tensor("w", "uint8", (2,)).spec, b"abc"))()
+        content_of(tensor_of(named_tensor("w", "uint8", (2,)).spec, b"abc"))
 
 
 @given(st.lists(st.binary(max_size=9), max_size=8), st.data())

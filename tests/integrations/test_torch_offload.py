@@ -250,19 +250,19 @@ def test_cuda_memory_copy_is_independent_of_the_original() -> None:
 def test_cuda_memory_brings_the_bytes_that_a_file_holds(value: Any) -> None:
     tensor = to_tensor("w", value)
     target = bytearray(tensor.spec.size_bytes)
-    CudaMemory().bring([tensor], [memoryview(target)])
+    CudaMemory().copy_to_host([tensor], [memoryview(target)])
     assert target == tensor.content()
 
 
 def test_cuda_memory_brings_no_arrays_of_others() -> None:
     with pytest.raises(TypeError, match="'w' is no torch tensor"):
-        CudaMemory().bring([filled("w", 3)], [memoryview(bytearray(3))])
+        CudaMemory().copy_to_host([filled("w", 3)], [memoryview(bytearray(3))])
 
 
 def test_cuda_memory_settles_tensors_of_the_host_at_once() -> None:
     whole = to_tensor("w", torch.ones(3))
     part = Tensor(spec=whole.spec, content=Part(whole=whole, start=0, stop=4))
-    CudaMemory().settle([whole, part, filled("a", 3)])
+    CudaMemory().synchronize([whole, part, filled("a", 3)])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

@@ -40,7 +40,7 @@ def used(image: SourceImage, pieces: Iterable[tuple[int, int]]) -> bytes:
     found = {}
     for offset, length in pieces:
         found[offset] = b"".join(map(bytes, image.views(offset, length)))
-        image.done_with(offset, length)
+        image.release(offset, length)
     return b"".join(found[offset] for offset in sorted(found))
 
 
@@ -107,7 +107,7 @@ def test_few_windows_are_held_when_two_ranges_are_used_at_once() -> None:
     for offset, length in [pieces[half + step] for step in range(4) for half in (0, 4)]:
         list(image.views(offset, length))
         most = max(most, image.held_bytes)
-        image.done_with(offset, length)
+        image.release(offset, length)
     assert most <= 5 * (4 << 20)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ckptmgr.state import tree
 from ckptmgr.state.paths import TreeError, dump_skeleton
 from ckptmgr.state.skeleton import leaf_shapes, with_shapes
-from ckptmgr.state.skeleton_merge import KEPT, first_differing_path, merged
+from ckptmgr.state.skeleton_merge import KEPT, first_differing_path, merge_skeletons
 
 Point = namedtuple("Point", "x y")
 
@@ -36,7 +36,7 @@ def skeleton(state: object) -> str:
 
 def merged_state(first: object, others: list[object], own: object) -> tuple[Any, tuple[str, ...]]:
     """Merge, with only one number for all tensors: 0 of the stored ones, 1 of those that are kept."""
-    found = merged(
+    found = merge_skeletons(
         skeleton(first),
         [skeleton(one) for one in others],
         None if own is None else skeleton(own),
@@ -51,7 +51,7 @@ def merged_state(first: object, others: list[object], own: object) -> tuple[Any,
 
 @given(values)
 def test_what_all_agree_on_is_taken(state: Any) -> None:
-    found = merged(
+    found = merge_skeletons(
         skeleton(state), [skeleton(state)] * 2, skeleton({"other": 1}), has=lambda _: True
     )
     assert (found.skeleton, found.kept) == (skeleton(state), ())
@@ -105,7 +105,7 @@ def test_generator_of_which_a_part_differs_is_kept_whole() -> None:
 
 def test_generator_of_which_a_tensor_is_missing_is_kept_whole() -> None:
     one, own = skeleton({"g": np.random.RandomState(1)}), skeleton({"g": np.random.default_rng(3)})
-    found = merged(one, [one], own, has=lambda _: False)
+    found = merge_skeletons(one, [one], own, has=lambda _: False)
     assert (found.skeleton, found.kept) == (own, ("state['g']",))
 
 
@@ -154,7 +154,7 @@ def test_first_difference_is_named() -> None:
 )
 def test_what_is_no_skeleton_is_refused(nodes: Any) -> None:
     with pytest.raises(TreeError):
-        merged(dump_skeleton(nodes), [], None, has=lambda _: True)
+        merge_skeletons(dump_skeleton(nodes), [], None, has=lambda _: True)
 
 
 def test_shapes_are_replaced_where_they_are_asked_for() -> None:

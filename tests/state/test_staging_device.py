@@ -13,7 +13,7 @@ import pytest
 from ckptmgr.config.memory import MemoryConfig
 from ckptmgr.engine.staging import StagingPool
 from ckptmgr.formats.tensor import Tensor
-from ckptmgr.state.devices import accelerators, copy_on_device, settle
+from ckptmgr.state.devices import accelerators, copy_on_device, synchronize
 from ckptmgr.state.items import Content
 from tests.support.staging_memory import filled, values
 
@@ -40,12 +40,12 @@ class DictDevice:
         copies = [np.frombuffer(bytes(tensor.content()), np.uint8) for tensor in tensors]
         return [lambda copy=copy: copy.data for copy in copies]  # type: ignore[misc]
 
-    def bring(self, tensors: Sequence[Tensor], targets: Sequence[memoryview]) -> None:
+    def copy_to_host(self, tensors: Sequence[Tensor], targets: Sequence[memoryview]) -> None:
         for tensor, target in zip(tensors, targets, strict=True):
             self.brought.append(tensor.spec.name)
             target[:] = bytes(tensor.content())
 
-    def settle(self, tensors: Iterable[Tensor]) -> None:
+    def synchronize(self, tensors: Iterable[Tensor]) -> None:
         self.settled += [tensor.spec.name for tensor in tensors]
 
     def lock(self, memory: memoryview) -> Callable[[], object] | None:
@@ -159,7 +159,7 @@ def test_forked_child_leaves_the_device_lock_to_its_parent() -> None:
 
 def test_settle_names_all_tensors_of_all_items() -> None:
     device = DictDevice({})
-    settle([filled("a", 1), filled("b", 1)], device)
+    synchronize([filled("a", 1), filled("b", 1)], device)
     assert device.settled == ["a", "b"]
 
 

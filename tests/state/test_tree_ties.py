@@ -14,7 +14,7 @@ import pytest
 
 from ckptmgr import CheckpointConfig, CheckpointManager
 from ckptmgr.state.paths import dump_skeleton
-from ckptmgr.state.skeleton_merge import merged
+from ckptmgr.state.skeleton_merge import merge_skeletons
 from ckptmgr.state.tree import TreeError, flatten, unflatten
 from tests.support.trees import round_trip
 
@@ -148,9 +148,9 @@ def test_ranks_that_agree_keep_what_is_shared_and_one_with_values_of_its_own_tak
     shared, own = ["s"], ["own"]
     first, second = (flatten({"x": shared, "y": shared, "mine": [n]}).skeleton for n in (0, 1))
     untied = flatten({"x": ["s"], "y": ["s"], "mine": [0]}).skeleton
-    assert merged(first, [first, untied], None, has=lambda _: True).skeleton == first
+    assert merge_skeletons(first, [first, untied], None, has=lambda _: True).skeleton == first
     target = flatten({"x": own, "y": own, "mine": own}).skeleton
-    found = merged(first, [second], target, has=lambda _: True)
+    found = merge_skeletons(first, [second], target, has=lambda _: True)
     assert unflatten(found.skeleton, no_tensors) == {"x": ["s"], "y": ["s"], "mine": ["own"]}
     assert found.kept == ("state['mine'][0]",)
 

@@ -53,7 +53,7 @@ class InPlaceState:
         """Take over the open file; it is closed when the state is put back."""
         self._file = file
 
-    def compared(self, state: object) -> Callable[[], object]:
+    def plan_restore(self, state: object) -> Callable[[], object]:
         """Return what fills the state that it was compared with."""
         return lambda: self.put_back(state)
 

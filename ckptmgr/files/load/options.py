@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ckptmgr.core.trust import NOTHING_GIVEN, Trust
+from ckptmgr.core.trust import DEFAULT_TRUST, Trust
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +19,7 @@ class ReadOptions:
         world: Number of ranks that read.
     """
 
-    trust: Trust = NOTHING_GIVEN
+    trust: Trust = DEFAULT_TRUST
     mode: str | None = None
     rank: int | None = None
     world: int = 1

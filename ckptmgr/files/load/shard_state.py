@@ -27,14 +27,14 @@ from ckptmgr.core.errors import (
     UnsupportedCheckpoint,
     UnsupportedState,
 )
-from ckptmgr.core.regions import Interval, Region, lengths_of
+from ckptmgr.core.regions import Interval, Region, region_shape
 from ckptmgr.files.load.shards import ShardedCheckpoint, first_difference
 from ckptmgr.files.load.state import SKELETON, StoredState
 from ckptmgr.files.load.values import ReadOptions
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.state import tree
 from ckptmgr.state.skeleton import leaf_shapes, with_shapes
-from ckptmgr.state.skeleton_merge import KEPT, first_differing_path, merged
+from ckptmgr.state.skeleton_merge import KEPT, first_differing_path, merge_skeletons
 from ckptmgr.state.slices import Slice, Slicer
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.store import Store
@@ -132,7 +132,7 @@ class _Reading:
         arrays |= {name: self._kept(name) for name in shapes if name.startswith(KEPT)}
         if kept:
             _LOG.warning("%s holds nothing of this rank for %s", self._files.path, ", ".join(kept))
-        local = {name: lengths_of(one) for name, one in regions.items() if one is not None}
+        local = {name: region_shape(one) for name, one in regions.items() if one is not None}
         local |= {KEPT + name: one.lengths for name, one in self._own.slices.items()}
         return StoredState(
             path=self._files.path,
@@ -187,7 +187,7 @@ class _Reading:
         if self._rank < self._files.world:
             return first, ()
         texts = [self._files.metadata(rank).get(SKELETON, first) for rank in others]
-        found = merged(first, texts, self._own.skeleton, has=self._has)
+        found = merge_skeletons(first, texts, self._own.skeleton, has=self._has)
         if found.kept and self._own.problem is not None:
             raise self._own.problem  # what is to be kept cannot be read
         return found.skeleton, found.kept

@@ -17,7 +17,14 @@ import numpy as np
 
 from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.errors import ChecksumMismatch, CorruptCheckpoint, UnsupportedCheckpoint
-from ckptmgr.core.regions import Region, byte_runs, common, lengths_of, whole_region, without
+from ckptmgr.core.regions import (
+    Region,
+    byte_runs,
+    intersection,
+    region_shape,
+    subtract,
+    whole_region,
+)
 from ckptmgr.files.load.ranges import read_parts
 from ckptmgr.files.load.shard_files import OpenShards
 from ckptmgr.files.load.shard_pieces import StoredPiece, placed
@@ -69,7 +76,7 @@ class ShardedCheckpoint(OpenShards):
             specs: dict[str, TensorSpec] = {}
             for name, region in wanted.items():
                 spec, region, found = self._cover(name, region, rank)
-                arrays[name] = np.empty(lengths_of(region), spec.dtype.to_numpy())
+                arrays[name] = np.empty(region_shape(region), spec.dtype.to_numpy())
                 for task in found:
                     tasks.setdefault(task.stored.file_rank, []).append(task)
                 specs[name] = spec
@@ -124,19 +131,19 @@ class ShardedCheckpoint(OpenShards):
             self._check_alike(first, stored, wanted=region)
             left: list[Region] = []
             for box in missing:
-                both = common(stored.region, box)
+                both = intersection(stored.region, box)
                 if both is None:
                     left.append(box)
                     continue
                 chosen.append((stored, both))
-                left += without(box, both)
+                left += subtract(box, both)
             missing = left
             if not missing:
                 break
-        if first is None and region is not None and not prod(lengths_of(region)):
+        if first is None and region is not None and not prod(region_shape(region)):
             # Nobody wrote a part without elements; any other says what it is a part of.
             first = next(self.pieces(name, rank=None), None)
-        if first is None or region is None or any(prod(lengths_of(one)) for one in missing):
+        if first is None or region is None or any(prod(region_shape(one)) for one in missing):
             raise self._missing(name, region, rank, missing)
         return first.spec, region, [_Task(stored, both, name, region) for stored, both in chosen]
 

@@ -77,9 +77,9 @@ class StoredState:
 
     def put_back(self, state: object) -> object:
         """Restore into `state`, or return new objects when it is None; raises as `compared`, and nothing was changed then."""
-        return self.compared(state)()
+        return self.plan_restore(state)()
 
-    def compared(self, state: object) -> Callable[[], object]:
+    def plan_restore(self, state: object) -> Callable[[], object]:
         """Return what restores into `state`, or returns new objects when it is None.
 
         Raises:
@@ -88,7 +88,7 @@ class StoredState:
             UnsupportedCheckpoint: The file has no state tree, and there is a state to restore into.
         """
         if self.skeleton is not None:
-            return compared(state, self.skeleton, self._array)
+            return plan_restore(state, self.skeleton, self._array)
         if state is None:
             return lambda: dict(self.arrays)
         raise UnsupportedCheckpoint(
@@ -104,9 +104,9 @@ class StoredState:
             raise CorruptCheckpoint("a tensor is missing", path=self.path, tensor=name) from None
 
 
-def compared(state: object, skeleton: str, read: tree.Read) -> Callable[[], object]:
+def plan_restore(state: object, skeleton: str, read: tree.Read) -> Callable[[], object]:
     """Return what restores a state tree into `state`, which it fits, or returns new objects when that is None."""
     if state is not None:
-        return tree.compared(state, skeleton, read)
+        return tree.plan_restore(state, skeleton, read)
     restored = tree.unflatten(skeleton, read)
     return lambda: restored

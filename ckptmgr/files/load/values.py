@@ -17,7 +17,7 @@ from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.mindspore.entries import CkptEntry, MapEntry
 from ckptmgr.formats.tensor import flat_memory
 from ckptmgr.io.scatter import SmallTensorBatches, piece_bytes_of
-from ckptmgr.state.destinations import check_shared, match
+from ckptmgr.state.destinations import check_shared, match_arrays
 from ckptmgr.state.paths import StateMismatch
 
 __all__ = [
@@ -112,7 +112,7 @@ def read_into(
     """
     with translated_errors(opened.path):
         try:
-            found = match(opened.index.entries, into)
+            found = match_arrays(opened.index.entries, into)
         except StateMismatch:
             confirm_index(opened)  # damage that looks like a difference
             raise

@@ -136,7 +136,7 @@ def read_once(image: Image) -> Read:
 
     def read(offset: int, size: int, room: memoryview) -> memoryview:
         gather(image.views(offset, size), room)
-        image.done_with(offset, size)
+        image.release(offset, size)
         return room[:size]
 
     return read

@@ -100,7 +100,7 @@ class ContainerStream:
 
     def _seal(self, index: int, segment: memoryview) -> None:
         self._encrypt(index, segment)
-        self._image.done_with(*self._sealer.plaintext_range(index))
+        self._image.release(*self._sealer.plaintext_range(index))
 
     def _encrypt(self, index: int, segment: memoryview) -> None:
         start, size = self._sealer.plaintext_range(index)

@@ -36,7 +36,7 @@ from ckptmgr.io.buffers import buffer_bytes
 from ckptmgr.io.digest import FileDigest, differing_ranges
 from ckptmgr.io.filesystem import InputFile, OutputFile
 from ckptmgr.io.gc_pause import gc_paused
-from ckptmgr.state.devices import accelerators, settle
+from ckptmgr.state.devices import accelerators, synchronize
 from ckptmgr.store.manifest.codec import FileEntry, Manifest
 from ckptmgr.store.store import Store
 
@@ -136,7 +136,7 @@ def save_items(store: Store, order: SaveOrder) -> Manifest:
         SaveFailed: With `verify_after_write`: the disk does not hold what was written; nothing was changed.
         OSError: From the disk.
     """
-    settle(order.items, accelerators())
+    synchronize(order.items, accelerators())
     options, path = order.options, str(store.directory / order.name)
     with _refusals(path):
         image = build_image(order.items, options=options, metadata=order.metadata)

@@ -54,7 +54,7 @@ class PlainStream:
         start, contents = offset + late_bytes, buffer[late_bytes:]
         gather(self._image.views(start, contents.nbytes), contents)
         self._crc.add(start, contents)
-        self._image.done_with(start, contents.nbytes)
+        self._image.release(start, contents.nbytes)
         if late_bytes:
             buffer[:late_bytes] = self._image.head(self._crc.value())
 
@@ -95,7 +95,7 @@ class SealedStream:
             for block, record in records:
                 self._seal(block, record)
         for block, _ in records:
-            self._image.done_with(*self._sealer.plaintext_range(block))
+            self._image.release(*self._sealer.plaintext_range(block))
         return sum(record.nbytes for _, record in records)
 
     def _records(

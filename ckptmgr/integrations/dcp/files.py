@@ -13,7 +13,7 @@ import numpy as np
 
 from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.errors import CorruptCheckpoint, UnsupportedCheckpoint
-from ckptmgr.core.regions import Region, byte_runs, lengths_of
+from ckptmgr.core.regions import Region, byte_runs, region_shape
 from ckptmgr.files.load.ranges import read_parts
 from ckptmgr.files.load.values import (
     OpenCheckpoint,
@@ -83,7 +83,7 @@ class ShardFile:
 
     def _placements(self, want: Want) -> Iterator[Placement]:
         entry = self._entry(want.name)
-        size_bytes = prod(lengths_of(want.stored)) * want.item_bytes
+        size_bytes = prod(region_shape(want.stored)) * want.item_bytes
         if entry.spec.size_bytes != size_bytes:
             raise self._damaged(
                 f"has {entry.spec.size_bytes} bytes, but the index says {size_bytes}", want.name

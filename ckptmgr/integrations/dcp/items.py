@@ -17,7 +17,7 @@ from ckptmgr.formats.tensor import Tensor, TensorSpec
 from ckptmgr.integrations.dcp.index import piece_name
 from ckptmgr.integrations.dcp.metadata import tensor_data
 from ckptmgr.state.arrays import torch_bytes
-from ckptmgr.state.leaves import stored_as
+from ckptmgr.state.leaves import storage_spec
 from ckptmgr.state.torch_values import dtype_name
 
 _UINT8 = BY_NAME["uint8"]
@@ -33,7 +33,7 @@ def stored(item: WriteItem, planner: SavePlanner) -> Tensor:
         return bytes_tensor(piece_name(item.index.fqn, None), _object(item, planner))
     data = tensor_data(item)
     dtype = data.properties.dtype
-    spec, _ = stored_as(
+    spec, _ = storage_spec(
         piece_name(item.index.fqn, data.chunk.offsets),
         dtype_name(dtype),
         tuple(data.chunk.sizes),

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 from ckptmgr.core.regions import region_at, whole_region
 from ckptmgr.integrations.dcp.files import ShardFile, ShardSet, Want
 from ckptmgr.integrations.dcp.index import Piece, piece_name
-from ckptmgr.state.destinations import apart, has_memory, memory_of
-from ckptmgr.state.overlaps import clashes, sharing
+from ckptmgr.state.destinations import disjoint, has_memory, memory_of
+from ckptmgr.state.overlaps import conflicts, overlapping_targets
 from ckptmgr.state.paths import StateMismatch
 
 _BUFFERED_BYTES = 256 << 20
@@ -95,7 +95,7 @@ class Loading:
 
     def _jobs(self, items: Sequence[ReadItem]) -> list[_Job]:
         jobs = [self._job(item) for item in items]
-        direct = apart({str(number): job.memory for number, job in enumerate(jobs)})
+        direct = disjoint({str(number): job.memory for number, job in enumerate(jobs)})
         return [replace(job, memory=direct.get(str(number))) for number, job in enumerate(jobs)]
 
     def _job(self, item: ReadItem) -> _Job:
@@ -172,7 +172,9 @@ def check_shared(
     ]
     found = {n: planner.resolve_tensor(item).detach() for n, (_, item) in enumerate(wanted)}
     targets = {number: target for number, target in found.items() if has_memory(target)}
-    numbers = [n for group in sharing(targets) if _is_of_several(group, wanted) for n in group]
+    numbers = [
+        n for group in overlapping_targets(targets) if _is_of_several(group, wanted) for n in group
+    ]
     values: dict[int, torch.Tensor] = {}
     for rank in sorted({wanted[number][0] for number in numbers}):
         own_numbers = [number for number in numbers if wanted[number][0] == rank]
@@ -185,7 +187,7 @@ def check_shared(
 
     problems = [
         f"{name(one.later)} {one.naming(name)}"
-        for one in clashes({n: targets[n] for n in sorted(values)}, values)
+        for one in conflicts({n: targets[n] for n in sorted(values)}, values)
     ]
     if problems:
         raise StateMismatch(

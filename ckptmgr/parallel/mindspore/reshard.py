@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from ckptmgr.core.regions import Region, overlap_of
+from ckptmgr.core.regions import Region, interval_intersection
 from ckptmgr.parallel.errors import LayoutError
 from ckptmgr.parallel.layout import (
     ParallelLayout,
@@ -63,7 +63,7 @@ def plan_region(
         [
             (ordinal, piece, both)
             for ordinal, piece in enumerate(pieces)
-            if (both := overlap_of(piece, one))
+            if (both := interval_intersection(piece, one))
         ]
         for pieces, one in zip(intervals_of(layout, shape), region, strict=True)
     ]

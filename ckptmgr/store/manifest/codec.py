@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptmgr.core.errors import CorruptCheckpoint, KeyProblem, UnsupportedCheckpoint
-from ckptmgr.core.trust import NOTHING_GIVEN, Trust
+from ckptmgr.core.trust import DEFAULT_TRUST, Trust
 from ckptmgr.crypto.keys.ring import Keys
 from ckptmgr.store.manifest.document import (
     checked_document,
@@ -64,7 +64,7 @@ __all__ = [
 MAX_MANIFEST_BYTES = 64 << 20
 
 
-def encode(manifest: Manifest, *, trust: Trust = NOTHING_GIVEN) -> bytes:
+def encode(manifest: Manifest, *, trust: Trust = DEFAULT_TRUST) -> bytes:
     """Return the manifest as JSON, authenticated when there is a key, and signed when there is one for that.
 
     Raises:
@@ -86,7 +86,7 @@ def decode(
     data: bytes,
     *,
     path: Path,
-    trust: Trust = NOTHING_GIVEN,
+    trust: Trust = DEFAULT_TRUST,
 ) -> Manifest:
     """Parse a manifest strictly.
 
