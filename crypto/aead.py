@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives import constant_time, hashes, hmac
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherAlgorithm, algorithms, modes
 
 from .ciphers import AES_CBC, SM4_CBC, CbcMode, GcmDecryption
-from .errors import DecryptionError
+from .errors import DecryptionError, wrong_key_or_changed
 from .keys.key import Key
 
 _BLOCK_BYTES = 16
@@ -177,14 +177,14 @@ class CbcHmacAead:
         expected = self._mac(key, iv=iv, aad=aad, ciphertext=ciphertext)
         if not constant_time.bytes_eq(expected, tag):
             plaintext[:] = bytes(plaintext.nbytes)
-            raise _failure()
+            raise wrong_key_or_changed()
         secret = Key(key[_MAC_BYTES:])
         try:
             self.mode.decrypt_into(
                 secret, iv=iv, tag=b"", ciphertext=ciphertext, plaintext=plaintext
             )
         except DecryptionError:
-            raise _failure() from None
+            raise wrong_key_or_changed() from None
 
     def _mac(self, key: bytes, *, iv: bytes, aad: bytes, ciphertext: memoryview) -> bytes:
         mac = hmac.HMAC(key[:_MAC_BYTES], self.digest)
@@ -192,10 +192,6 @@ class CbcHmacAead:
         mac.update(ciphertext)
         mac.update((8 * len(aad)).to_bytes(8, "big"))
         return mac.finalize()[:_MAC_BYTES]
-
-
-def _failure() -> DecryptionError:
-    return DecryptionError("the key is wrong, or the bytes were changed")
 
 
 AES_256_GCM = GcmAead(key_bytes=32, algorithm=algorithms.AES)

@@ -31,10 +31,18 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.ciphers import Cipher, CipherAlgorithm, algorithms, modes
 
-from .errors import DecryptionError, KeyLengthError, UnsupportedSuiteError
+from .errors import KeyLengthError, UnsupportedSuiteError, wrong_key_or_changed
 from .keys.key import Key
 
+IV_BYTES = 16
 PIECE_BYTES = 2 << 20
+
+Random = Callable[[int], bytes]
+"""Returns that many unpredictable bytes."""
+
+_BLOCK_BYTES = 16
+_NONCE_BYTES = 12
+_GCM_TAG_BYTES = 16
 _LEAST_BYTES = 4096  # of the last piece: tag and what else ends a record lie in one
 
 
@@ -74,7 +82,7 @@ class GcmDecryption:
         try:
             self._decryptor.finalize_with_tag(tag)
         except InvalidTag:
-            raise DecryptionError("the key is wrong, or the bytes were changed") from None
+            raise wrong_key_or_changed() from None
         self._is_authentic = True
 
     def __enter__(self) -> Self:
@@ -85,7 +93,9 @@ class GcmDecryption:
             self._plaintext[:] = bytes(self._plaintext.nbytes)
 
 
-def pieces_of(read: Callable[[int, memoryview], None], buffer: memoryview) -> Iterator[memoryview]:
+def read_in_pieces(
+    read: Callable[[int, memoryview], None], buffer: memoryview
+) -> Iterator[memoryview]:
     """Read as many bytes as `buffer` has, in pieces, and yield each; it is valid until the next one.
 
     Args:
@@ -99,15 +109,6 @@ def pieces_of(read: Callable[[int, memoryview], None], buffer: memoryview) -> It
         read(start, piece)
         yield piece
         start += piece.nbytes
-
-
-IV_BYTES = 16
-
-Random = Callable[[int], bytes]
-
-_BLOCK_BYTES = 16
-_NONCE_BYTES = 12
-_GCM_TAG_BYTES = 16
 
 
 class CipherMode(Protocol):
@@ -314,7 +315,7 @@ class CbcMode:
         kept = len(tail) - padding
         if not _is_padding(tail[kept:], padding):
             plaintext[:] = bytes(plaintext.nbytes)
-            raise _failure()
+            raise wrong_key_or_changed()
         plaintext[direct:] = tail[:kept]
 
     def peek(self, key: Key, *, iv: bytes, ciphertext: memoryview) -> bytes:
@@ -335,17 +336,13 @@ class CbcMode:
         clear = decryptor.update(last) + decryptor.finalize()
         padding = clear[-1]
         if not _is_padding(clear[-padding:], padding):
-            raise _failure()
+            raise wrong_key_or_changed()
         return ciphertext_size - padding
 
 
 def _is_padding(tail: bytes, padding: int) -> bool:
     in_range = 1 <= padding <= _BLOCK_BYTES
     return hmac.compare_digest(tail, bytes([padding & 0xFF]) * len(tail)) and in_range
-
-
-def _failure() -> DecryptionError:
-    return DecryptionError("the key is wrong, or the bytes were changed")
 
 
 def check_key(key: Key, mode: CipherMode) -> None:

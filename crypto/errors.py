@@ -37,6 +37,11 @@ class DecryptionError(CryptoError):
     """Report a wrong key or changed bytes, without saying which."""
 
 
+def wrong_key_or_changed() -> DecryptionError:
+    """Return the one error of a tag, a MAC or padding that does not match: more would be an oracle."""
+    return DecryptionError("the key is wrong, or the bytes were changed")
+
+
 class TamperedError(CryptoError):
     """Report changed, reordered, dropped or spliced bytes under a key that is known to be right."""
 

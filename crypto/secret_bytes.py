@@ -3,7 +3,7 @@
 
 They are bytes in every other way; what is cut out of them is plain bytes again.
 
->>> Unshown(b"top secret"), Unshown(b"top secret") == b"top secret"
+>>> SecretBytes(b"top secret"), SecretBytes(b"top secret") == b"top secret"
 (<10 bytes, not shown>, True)
 
 What collects the local variables of a traceback, the attributes of a configuration or the hyper-parameters of a run takes
@@ -17,7 +17,7 @@ from multiprocessing.reduction import ForkingPickler
 from typing import NoReturn, Self, SupportsIndex
 
 
-class Unshown(bytes):
+class SecretBytes(bytes):
     """Secret bytes."""
 
     __slots__ = ()
@@ -37,8 +37,8 @@ class Unshown(bytes):
         raise TypeError("keys are not pickled: keep the source of a key, such as 'file:run.key'")
 
 
-def _for_another_process(secret: Unshown) -> tuple[type[Unshown], tuple[bytes]]:
-    return Unshown, (bytes(secret),)
+def _for_another_process(secret: SecretBytes) -> tuple[type[SecretBytes], tuple[bytes]]:
+    return SecretBytes, (bytes(secret),)
 
 
-ForkingPickler.register(Unshown, _for_another_process)
+ForkingPickler.register(SecretBytes, _for_another_process)

@@ -130,7 +130,7 @@ def _address(view: memoryview) -> int:
     return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
 
 
-def is_right(lanes: Sm4Lanes) -> bool:
+def passes_self_test(lanes: Sm4Lanes) -> bool:
     """Tell whether the lanes give the published answer and agree with OpenSSL, both ways.
 
     Source: draft-ribose-cfrg-sm4-10, section A.2.2 (SM4-CBC, first example).
@@ -216,7 +216,7 @@ def find_lanes(load: Callable[[], object] = _load) -> Sm4Lanes | None:
     except (OSError, AttributeError):
         return None
     lanes = None if functions is None else Sm4Lanes(functions)
-    return lanes if lanes is not None and is_right(lanes) else None
+    return lanes if lanes is not None and passes_self_test(lanes) else None
 
 
 @functools.cache

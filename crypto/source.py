@@ -22,6 +22,6 @@ class Source(Protocol):
         ...
 
 
-def is_far(source: Source) -> bool:
+def is_remote(source: Source) -> bool:
     """Return whether a source says that each read takes long, however short it is: few and long ones are better then."""
-    return getattr(source, "is_far", False) is True
+    return getattr(source, "is_remote", False) is True

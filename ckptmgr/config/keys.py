@@ -15,7 +15,7 @@ from ckptmgr.crypto.errors import CryptoError
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.material import SCHEMES, load_material
 from ckptmgr.crypto.keys.ring import KeyMaterial, KeyRing, Keys
-from ckptmgr.crypto.secret_bytes import Unshown
+from ckptmgr.crypto.secret_bytes import SecretBytes
 
 _ANY_KEY = bytes(16)  # of a length that every mode takes
 
@@ -25,7 +25,7 @@ def check_given_key(name: str, given: object) -> bytes | str | None:
     if isinstance(given, str) and given.startswith(SCHEMES):
         return given
     key = check_key(name, given)
-    return None if key is None else Unshown(key)
+    return None if key is None else SecretBytes(key)
 
 
 def check_recipients(given: Iterable[str]) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ckptmgr.crypto.pages import new_pages
+from ckptmgr.crypto.buffers import new_pages
 
 GIL_FREE_COPY_BYTES = 1 << 16
 

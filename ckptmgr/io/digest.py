@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from blake3 import blake3
 
 from ckptmgr.core.errors import ChecksumMismatch, TruncatedCheckpoint
-from ckptmgr.crypto.pages import new_pages
+from ckptmgr.crypto.buffers import new_pages
 from ckptmgr.formats.source import Source
 from ckptmgr.io.threads import HASH_STEP_BYTES, for_each
 

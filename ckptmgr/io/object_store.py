@@ -39,7 +39,7 @@ class RangeSource:
         ValueError: The size is negative.
     """
 
-    is_far = True  # whoever decrypts asks for a whole block
+    is_remote = True  # whoever decrypts asks for a whole block
 
     def __init__(
         self,

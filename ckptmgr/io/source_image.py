@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
-from ckptmgr.crypto.mindspore.reader import Buffers
+from ckptmgr.crypto.buffers import SpareBuffers
 from ckptmgr.formats.image import Image
 from ckptmgr.formats.source import Source
 from ckptmgr.io.digest import RANGE_BYTES, RangeDigests, VerifyingSource
@@ -70,7 +70,7 @@ class SourceImage(Image):
         self._unverified = unverified
         self._windows: dict[int, _Window] = {}
         self._lock = threading.Lock()
-        self._buffers = Buffers(window_bytes + source.size - size)
+        self._buffers = SpareBuffers(window_bytes + source.size - size)
 
     @property
     def held_bytes(self) -> int:
@@ -141,4 +141,4 @@ class SourceImage(Image):
                 return
             del self._windows[index]
         if window.buffer is not None:
-            self._buffers.give(window.buffer)
+            self._buffers.give_back(window.buffer)

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
+from ckptmgr.crypto.buffers import SpareBuffers
 from ckptmgr.crypto.container.source import ContainerSource
-from ckptmgr.crypto.mindspore.reader import Buffers
 from ckptmgr.files.load.bulk import check_values
 from ckptmgr.files.load.values import ReadOptions, open_source, read_through
 from ckptmgr.formats.source import Source
@@ -74,7 +74,7 @@ class DigestedSource:
         self._range_count = len(digest.ranges)
         self._digests: RangeDigests | None = None
         self._taken: list[tuple[int, int]] = []
-        self._spare = Buffers(PIECE_BYTES)
+        self._spare = SpareBuffers(PIECE_BYTES)
         self.size = raw.size
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
@@ -120,7 +120,7 @@ class DigestedSource:
                 continue
             buffer = self._spare.take()
             copy_into(buffer[: piece.nbytes], piece)
-            digests.take(start, buffer[: piece.nbytes], partial(self._spare.give, buffer))
+            digests.take(start, buffer[: piece.nbytes], partial(self._spare.give_back, buffer))
 
     def _close_gap(self, digests: RangeDigests, start: int) -> None:
         """Hash the few bytes before a piece that belong to a block which another thread is about to read."""

@@ -23,7 +23,7 @@ from ckptmgr.crypto.container.rekey import HeaderWrite, rewrite_header
 from ckptmgr.crypto.container.unlock import CopyState, find_copies, unlock
 from ckptmgr.crypto.errors import CryptoError, DecryptionError
 from ckptmgr.crypto.keys.key import Key
-from ckptmgr.crypto.keys.ring import KeyRing, Keys, ring_of, unwrapped_first
+from ckptmgr.crypto.keys.ring import KeyRing, Keys, ring_of, unwrap_first
 from ckptmgr.crypto.mindspore.blocks import open_blocks, sniff_mode
 from ckptmgr.crypto.slots import Identity, Recipient, Slot
 from ckptmgr.formats.source import Source, read_bytes
@@ -242,7 +242,7 @@ def _looks_done(header: HeaderCopy, change: KeyChange) -> bool:
 
 
 def _opens(keys: KeyRing, slots: Sequence[Slot], *, bound: bytes) -> bool:
-    return unwrapped_first(slots, keys.identities, bound=bound) is not None
+    return unwrap_first(slots, keys.identities, bound=bound) is not None
 
 
 def _labels(slots: Sequence[Slot]) -> tuple[str, ...]:

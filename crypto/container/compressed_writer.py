@@ -11,12 +11,9 @@ import os
 from collections.abc import Sequence
 
 from ..ciphers import Random
-from ..keys.key import Key
-from ..slots import DATA_KEY_BYTES, Recipient
-from .floe import start_encryption
-from .header import COPY_SIZES, FILE_ID_BYTES, Content, FixedHeader
-from .suites import suite_of
-from .writer import SEGMENT_BYTES, pack_head, wrap_header
+from ..slots import Recipient
+from .header import Content
+from .writer import SEGMENT_BYTES, start_container
 
 
 class FramesSealer:
@@ -50,22 +47,18 @@ class FramesSealer:
         random: Random = os.urandom,
     ) -> None:
         self._random = random
-        data_key = Key(random(DATA_KEY_BYTES))
-        fixed = FixedHeader(
-            copy_bytes=COPY_SIZES[0],
-            suite=suite_of(mode),
-            file_id=random(FILE_ID_BYTES),
-            plaintext_size=raw_size,
+        start = start_container(
+            recipients,
+            mode,
+            stated_size=raw_size,
             content=Content.FRAMES,
             segment_bytes=segment_bytes,
+            copy_bytes=None,
+            random=random,
         )
-        header = wrap_header(fixed, recipients, data_key, may_grow=True)
-        self._parameters = header.fixed.parameters
-        self._message = start_encryption(
-            self._parameters, data_key.raw, aad=header.fixed.pack(), random=random
-        )
-        self.head = pack_head(header, data_key, self._message)
-        self.copies_bytes = 2 * header.fixed.copy_bytes
+        self._message, self.head = start.message, start.head
+        self._parameters = start.fixed.parameters
+        self.copies_bytes = 2 * start.fixed.copy_bytes
         self.segment_bytes = segment_bytes
         self.plaintext_bytes = self._parameters.plaintext_bytes
 

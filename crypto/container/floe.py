@@ -29,7 +29,7 @@ from cryptography.hazmat.primitives import constant_time, hashes
 from cryptography.hazmat.primitives.kdf.hkdf import HKDFExpand
 
 from ..aead import Aead, GcmAead
-from ..ciphers import Random, pieces_of
+from ..ciphers import Random, read_in_pieces
 from ..errors import DecryptionError, TamperedError
 
 HEADER_BYTES = 74
@@ -177,10 +177,10 @@ class FloeMessage:
         self._check(index, plaintext, segment, is_final=is_final)
         aead, start = self.parameters.aead, LENGTH_BYTES + self.parameters.alignment_bytes
         end = segment.nbytes - aead.tag_bytes
-        with _naming_segment(index):
+        with _segment_errors(index):
             if bytes(segment[:start]) != self._prefix(segment, is_final=is_final):
                 plaintext[:] = bytes(plaintext.nbytes)
-                raise _not_this_segment(index)
+                raise _wrong_segment(index)
             aead.decrypt_into(
                 self._key(index),
                 iv=bytes(segment[start : start + aead.iv_bytes]),
@@ -218,7 +218,7 @@ class FloeMessage:
             return
         self._check(index, plaintext, segment, is_final=is_final)
         prefix = self._prefix(segment, is_final=is_final)
-        pieces = pieces_of(read, segment)
+        pieces = read_in_pieces(read, segment)
         first = next(pieces)
         start, left = len(prefix) + aead.iv_bytes, plaintext.nbytes
         decryption = aead.decryption(
@@ -227,9 +227,9 @@ class FloeMessage:
             aad=_segment_aad(index, is_final=is_final),
             plaintext=plaintext,
         )
-        with decryption, _naming_segment(index):
+        with decryption, _segment_errors(index):
             if first[: len(prefix)] != prefix:
-                raise _not_this_segment(index)
+                raise _wrong_segment(index)
             piece = first
             for piece in chain([first[start:]], pieces):
                 decryption.update(piece[:left])
@@ -283,12 +283,12 @@ def _segment_aad(index: int, *, is_final: bool) -> bytes:
 
 
 @contextmanager
-def _naming_segment(index: int) -> Iterator[None]:
+def _segment_errors(index: int) -> Iterator[None]:
     try:
         yield
     except DecryptionError:
-        raise _not_this_segment(index) from None
+        raise _wrong_segment(index) from None
 
 
-def _not_this_segment(index: int) -> TamperedError:
+def _wrong_segment(index: int) -> TamperedError:
     return TamperedError(f"segment {index} was changed, moved or replaced")

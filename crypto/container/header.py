@@ -122,7 +122,7 @@ class FixedHeader:
         last = self.parameters.segment_size(rest)
         return self.segments_offset + full * self.segment_bytes + last
 
-    def laid_out(self, file_size: int) -> FixedHeader:
+    def with_stored_size(self, file_size: int) -> FixedHeader:
         """Return where things are in a file of that size: this header, of frames with the length that they have there.
 
         Raises:

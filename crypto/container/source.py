@@ -8,19 +8,15 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 
+from ..buffers import UnitCache, shared_buffers
 from ..errors import TamperedError, TruncatedCiphertextError
-from ..mindspore.reader import buffers_for
 from ..slots import Identity
-from ..source import Source, is_far
+from ..source import Source, is_remote
 from .header import Content
-from .unlock import CopyState, UnlockedContainer, unlock
+from .unlock import UnlockedContainer, unlock
 from .writer import plaintext_range, segment_range
-
-_CACHED_SEGMENTS = 2
 
 
 def open_container(source: Source, identities: Sequence[Identity]) -> ContainerSource:
@@ -52,13 +48,12 @@ class ContainerSource:
     def __init__(self, source: Source, unlocked: UnlockedContainer) -> None:
         self._source = source
         self.unlocked = unlocked
-        self._fixed = unlocked.header.fixed.laid_out(source.size)
+        self._fixed = unlocked.header.fixed.with_stored_size(source.size)
         self._message = unlocked.message
         self._full = self._fixed.parameters.plaintext_bytes
         largest = min(self._fixed.segment_bytes, self._fixed.file_size)
-        self._buffers = buffers_for(largest)
-        self._cache: OrderedDict[int, memoryview] = OrderedDict()
-        self._lock = threading.Lock()
+        self._buffers = shared_buffers(largest)
+        self._cache = UnitCache(self._buffers)
 
     @property
     def size(self) -> int:
@@ -95,11 +90,6 @@ class ContainerSource:
         """Bytes of the file before the first segment: headers and the start of the payload."""
         return self._fixed.segments_offset
 
-    @property
-    def needs_repair(self) -> bool:
-        """Whether one header copy is damaged or outdated; the file opens from the other."""
-        return any(state is not CopyState.CURRENT for state in self.unlocked.states)
-
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` with the plaintext from `offset` on.
 
@@ -118,9 +108,14 @@ class ContainerSource:
             if part.nbytes == length:
                 self._open(index, part)
             else:
-                self._copy(index, at=at, part=part)
+                self._copy(index, at=at, part=part, length=length)
             offset += part.nbytes
             buffer = buffer[part.nbytes :]
+
+    def _copy(self, index: int, *, at: int, part: memoryview, length: int) -> None:
+        self._cache.copy(
+            index, at=at, part=part, decrypt=lambda unit: self._open(index, unit[:length])
+        )
 
     def check_empty(self) -> None:
         """Authenticate the only segment of an empty plaintext, which no read would.
@@ -136,7 +131,7 @@ class ContainerSource:
         is_final = index == self.block_count - 1
         try:
             segment = buffer[:length]
-            if is_far(self._source):
+            if is_remote(self._source):
                 self._source.read_into(start, segment)
                 self._message.open_into(index, segment, plaintext, is_final=is_final)
                 return
@@ -150,30 +145,4 @@ class ContainerSource:
         except TamperedError as error:
             raise TamperedError(error.message, offset=start) from None
         finally:
-            self._buffers.give(buffer)
-
-    def _copy(self, index: int, *, at: int, part: memoryview) -> None:
-        with self._lock:
-            segment = self._cache.get(index)
-            if segment is not None:
-                # Under the lock, because an evicted segment is overwritten by the next one.
-                self._cache.move_to_end(index)
-                part[:] = segment[at : at + part.nbytes]
-                return
-        segment = self._buffers.take()
-        try:
-            self._open(index, segment[: plaintext_range(self._fixed, index)[1]])
-        except BaseException:
-            self._buffers.give(segment)
-            raise
-        part[:] = segment[at : at + part.nbytes]
-        self._keep(index, segment)
-
-    def _keep(self, index: int, segment: memoryview) -> None:
-        with self._lock:
-            evicted = [self._cache.pop(index)] if index in self._cache else []
-            self._cache[index] = segment
-            if len(self._cache) > _CACHED_SEGMENTS:
-                evicted.append(self._cache.popitem(last=False)[1])
-        for buffer in evicted:
-            self._buffers.give(buffer)
+            self._buffers.give_back(buffer)

@@ -237,12 +237,12 @@ def _check_size(source: Source, copy: FoundCopy) -> None:
 def _check_end(source: Source, fixed: FixedHeader) -> None:
     """Tell a file that was cut off, or added to, from a whole one; what proves it is the last segment, when it is opened."""
     try:
-        laid_out = fixed.laid_out(source.size)
+        actual = fixed.with_stored_size(source.size)
     except ValueError as error:
         raise TruncatedCiphertextError(
             f"the file ends too early: {error}", offset=source.size
         ) from None
-    start, length = segment_range(laid_out, laid_out.segment_count - 1)
+    start, length = segment_range(actual, actual.segment_count - 1)
     stated = read_length(read_bytes(source, start, length=LENGTH_BYTES))
     if stated is None or stated > length:
         raise TruncatedCiphertextError("the file ends before its last segment", offset=source.size)

@@ -29,7 +29,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ..ciphers import Random
 from ..keys.key import Key
@@ -90,21 +90,17 @@ class ContainerSealer:
         random: Random = os.urandom,
     ) -> None:
         self._random = random
-        data_key = Key(random(DATA_KEY_BYTES))
-        fixed = FixedHeader(
-            copy_bytes=copy_bytes or COPY_SIZES[0],
-            suite=suite_of(mode),
-            file_id=random(FILE_ID_BYTES),
-            plaintext_size=_stated_size(plaintext_size, content, raw_size),
+        start = start_container(
+            recipients,
+            mode,
+            stated_size=_stated_size(plaintext_size, content, raw_size),
             content=content,
             segment_bytes=segment_bytes,
+            copy_bytes=copy_bytes,
+            random=random,
         )
-        header = wrap_header(fixed, recipients, data_key, may_grow=copy_bytes is None)
-        self._message = start_encryption(
-            fixed.parameters, data_key.raw, aad=header.fixed.pack(), random=random
-        )
-        self.head = pack_head(header, data_key, self._message)
-        self._fixed = replace(header.fixed, plaintext_size=plaintext_size)
+        self._message, self.head = start.message, start.head
+        self._fixed = replace(start.fixed, plaintext_size=plaintext_size)
         self.copies_bytes = 2 * self._fixed.copy_bytes
         self.block_count = self._fixed.segment_count
         self.record_bytes = segment_bytes
@@ -156,6 +152,50 @@ class ContainerSealer:
             raise ValueError(f"segment {missing} of {self.block_count} was not sealed")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartedContainer:
+    """A new container: its immutable header, its payload to be encrypted, and all before the segments."""
+
+    fixed: FixedHeader
+    message: FloeMessage
+    head: bytes
+
+
+def start_container(
+    recipients: Sequence[Recipient],
+    mode: str,
+    *,
+    stated_size: int,
+    content: Content,
+    segment_bytes: int,
+    copy_bytes: int | None,
+    random: Random,
+) -> StartedContainer:
+    """Start a container under a new data key; without `copy_bytes`, the slots decide that size.
+
+    Raises:
+        UnsupportedSuiteError: There is no such mode.
+        ValueError: A size or the number of recipients is out of range.
+    """
+    data_key = Key(random(DATA_KEY_BYTES))
+    fixed = FixedHeader(
+        copy_bytes=copy_bytes or COPY_SIZES[0],
+        suite=suite_of(mode),
+        file_id=random(FILE_ID_BYTES),
+        plaintext_size=stated_size,
+        content=content,
+        segment_bytes=segment_bytes,
+    )
+    header = _wrap_header(fixed, recipients, data_key, may_grow=copy_bytes is None)
+    message = start_encryption(
+        fixed.parameters, data_key.raw, aad=header.fixed.pack(), random=random
+    )
+    copy = header.pack(data_key)
+    zeros = header.fixed.segments_offset - 2 * len(copy) - len(message.header)
+    head = copy + copy + bytes(zeros) + message.header
+    return StartedContainer(fixed=header.fixed, message=message, head=head)
+
+
 def _stated_size(plaintext_size: int, content: Content, raw_size: int | None) -> int:
     """Return the size that the header states."""
     if (raw_size is not None) != (content is Content.FRAMES):
@@ -167,7 +207,7 @@ def _stated_size(plaintext_size: int, content: Content, raw_size: int | None) ->
     return raw_size
 
 
-def wrap_header(
+def _wrap_header(
     fixed: FixedHeader, recipients: Sequence[Recipient], data_key: Key, *, may_grow: bool
 ) -> HeaderCopy:
     """Return the first header of a file, in larger copies if the slots need them and `may_grow`.
@@ -180,7 +220,7 @@ def wrap_header(
     needed = smallest_copy_size(slots)
     if may_grow and needed is not None and needed > fixed.copy_bytes:
         # The slots are bound to the size of the copies: they are made once more.
-        return wrap_header(replace(fixed, copy_bytes=needed), recipients, data_key, may_grow=False)
+        return _wrap_header(replace(fixed, copy_bytes=needed), recipients, data_key, may_grow=False)
     return HeaderCopy(fixed=fixed, generation=1, slots=slots)
 
 
@@ -197,13 +237,6 @@ def segment_range(fixed: FixedHeader, index: int) -> tuple[int, int]:
     size = plaintext_range(fixed, index)[1]
     start = fixed.segments_offset + index * fixed.segment_bytes
     return start, fixed.parameters.segment_size(size)
-
-
-def pack_head(header: HeaderCopy, data_key: Key, message: FloeMessage) -> bytes:
-    """Return everything before the first segment."""
-    copy = header.pack(data_key)
-    zeros = header.fixed.segments_offset - 2 * len(copy) - len(message.header)
-    return copy + copy + bytes(zeros) + message.header
 
 
 def _check_index(fixed: FixedHeader, index: int) -> None:

@@ -17,17 +17,17 @@ _FORMS = ("env:", "passphrase:env:")
 _named: set[str] = set()
 
 
-def note_secret_variable(name: str) -> None:
+def hide_variable(name: str) -> None:
     """Keep a variable from all programs that are started from now on."""
     _named.add(name)
 
 
-def note_secret_sources(sources: Iterable[str]) -> None:
+def hide_source_variables(sources: Iterable[str]) -> None:
     """Keep the variables among these key sources from all programs: a `cmd:` source may be asked before them."""
     for source in sources:
         for form in _FORMS:
             if source.startswith(form):
-                note_secret_variable(source.removeprefix(form))
+                hide_variable(source.removeprefix(form))
 
 
 def child_environment() -> dict[str, str]:

@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives import constant_time, hashes, hmac
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from ..errors import KeyLengthError
-from ..secret_bytes import Unshown
+from ..secret_bytes import SecretBytes
 
 KEY_SIZES = (16, 24, 32)
 
@@ -40,7 +40,7 @@ class Key:
                 f"a key has 16, 24 or 32 bytes, not {len(self.raw)}",
                 hint="hex and base64 text must be decoded first; load_key does that",
             )
-        object.__setattr__(self, "raw", Unshown(self.raw))
+        object.__setattr__(self, "raw", SecretBytes(self.raw))
 
     @property
     def key_id(self) -> str:

@@ -20,7 +20,7 @@ import getpass
 from collections.abc import Callable, Sequence
 
 from ..errors import KeySourceError
-from .child_environment import note_secret_sources
+from .child_environment import hide_source_variables
 from .pem import is_pem, is_public_pem
 from .ring import KeyMaterial, KeyRing, Keys, Kind
 from .sources import decode_key, load_key, load_secret, read_source
@@ -38,7 +38,6 @@ def ask_person(question: str) -> str:
 def load_material(
     source: str,
     *,
-    insecure: bool = False,
     asked_for: str | None = None,
     is_new: bool = False,
     prompt: Callable[[str], str] = ask_person,
@@ -47,7 +46,6 @@ def load_material(
 
     Args:
         source: As in the table above.
-        insecure: Whether files of secrets may be readable by others or belong to somebody else.
         asked_for: The option or parameter that a person is asked about, or None.
         is_new: Whether it is to encrypt what nobody has opened with it yet; a person is then asked twice.
         prompt: Asks a person without showing the answer.
@@ -62,14 +60,12 @@ def load_material(
         return lambda _: _answered(question, prompt, is_new=is_new)
 
     if source.startswith(_PHRASE):
-        text = load_secret(
-            source.removeprefix(_PHRASE), insecure=insecure, prompt=ask("Passphrase")
-        )
+        text = load_secret(source.removeprefix(_PHRASE), prompt=ask("Passphrase"))
         return _checked(KeyMaterial(Kind.PHRASE, text.encode("utf-8")))
     if source.startswith("wrapped:"):
         return KeyMaterial.of_key(load_key(source))
     scheme, content = read_source(
-        source, insecure=insecure, is_public=is_public_pem, prompt=ask("Key (hex or base64)")
+        source, is_public=is_public_pem, prompt=ask("Key (hex or base64)")
     )
     if is_pem(content):
         return _checked(KeyMaterial(Kind.PEM, content))
@@ -96,7 +92,7 @@ def load_keys(
     Raises:
         KeySourceError: As `load_material`, or there is nobody.
     """
-    note_secret_sources((*sources, *also_for))
+    hide_source_variables((*sources, *also_for))
     own = [
         load_material(source, asked_for=asked_for, is_new=is_new, prompt=prompt)
         for source in sources

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from ..errors import CryptoError, KeySourceError, StretchingError
-from ..secret_bytes import Unshown
+from ..secret_bytes import SecretBytes
 from ..slots import DATA_KEY_BYTES, NO_KEY_ID, Identity, Recipient, Slot, SlotType
 from ..slots.secret import Passphrase, RawKey
 from .key import Key
@@ -47,7 +47,7 @@ class KeyMaterial:
     content: bytes
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "content", Unshown(self.content))
+        object.__setattr__(self, "content", SecretBytes(self.content))
 
     @classmethod
     def of_key(cls, key: Key) -> KeyMaterial:
@@ -157,7 +157,7 @@ class KeyRing:
             return any(
                 (slot.type, slot.key_id) == (mine.type, mine.key_id) for mine in self._slots()
             )
-        return unwrapped(slot, self.identities, bound=bound) is not None
+        return unwrap_slot(slot, self.identities, bound=bound) is not None
 
     def is_exactly_for(self, slots: Sequence[Slot], *, bound: bytes) -> bool:
         """Return whether slots are for everybody here, and for nobody else."""
@@ -182,7 +182,7 @@ def _empty_slot(recipient: Recipient) -> Slot:
 
 def _is_of(slot: Slot, recipient: Recipient, empty: Slot, *, bound: bytes) -> bool:
     if isinstance(recipient, RunPassphrase):
-        return unwrapped(slot, [recipient], bound=bound) is not None
+        return unwrap_slot(slot, [recipient], bound=bound) is not None
     return (slot.type, slot.key_id) == (empty.type, empty.key_id)
 
 
@@ -202,11 +202,11 @@ def block_key(keys: Keys) -> Key:
     """
     ring = ring_of(keys)
     if ring.sole_key is None:
-        raise takes_one_key(len(ring.raw_keys))
+        raise one_key_error(len(ring.raw_keys))
     return ring.sole_key
 
 
-def takes_one_key(given: int) -> KeySourceError:
+def one_key_error(given: int) -> KeySourceError:
     """Return the error of so many keys for a file that takes one."""
     if given:
         return KeySourceError(
@@ -219,12 +219,12 @@ def takes_one_key(given: int) -> KeySourceError:
     )
 
 
-def unwrapped(slot: Slot, identities: Sequence[Identity], *, bound: bytes) -> bytes | None:
-    """Return what is in a slot, or None when it opens for no identity here; raises as `unwrapped_first`."""
-    return unwrapped_first([slot], identities, bound=bound)
+def unwrap_slot(slot: Slot, identities: Sequence[Identity], *, bound: bytes) -> bytes | None:
+    """Return what is in a slot, or None when it opens for no identity here; raises as `unwrap_first`."""
+    return unwrap_first([slot], identities, bound=bound)
 
 
-def unwrapped_first(
+def unwrap_first(
     slots: Sequence[Slot], identities: Sequence[Identity], *, bound: bytes
 ) -> bytes | None:
     """Return what is in the first slot that opens for an identity here, or None.

@@ -59,7 +59,7 @@ class RunPassphrase:
             salt = self._salt
         phrase, cost = self._passphrase, self._cost
         stretched = Key(
-            phrase.stretched_keys.own((cost, salt), lambda: phrase.stretched(cost, salt))
+            phrase.stretched_keys.for_new_slot((cost, salt), lambda: phrase.stretch(cost, salt))
         )
         prefix = cost.pack() + salt
         inner = RawKey(stretched, self._random).wrap(data_key, bound=_bound(bound, prefix))
@@ -72,7 +72,7 @@ class RunPassphrase:
         check_body_size(slot, _PREFIX_BYTES + _RAW_BODY_BYTES)
         prefix, raw_body = slot.body[:_PREFIX_BYTES], slot.body[_PREFIX_BYTES:]
 
-        def unwrapped(stretched: bytes) -> bytes | None:
+        def unwrap_inner(stretched: bytes) -> bytes | None:
             key = Key(stretched)
             inner = Slot(type=SlotType.RAW, key_id=bytes.fromhex(key.key_id), body=raw_body)
             try:
@@ -80,7 +80,9 @@ class RunPassphrase:
             except TamperedError:
                 return None
 
-        return self._passphrase.opened(argon2id_parameters(slot), prefix[_COST_BYTES:], unwrapped)
+        return self._passphrase.unwrap_with(
+            argon2id_parameters(slot), prefix[_COST_BYTES:], unwrap_inner
+        )
 
 
 def _bound(bound: bytes, prefix: bytes) -> bytes:

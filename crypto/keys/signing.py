@@ -22,12 +22,11 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from ..errors import KeyLengthError, KeySourceError
-from ..secret_bytes import Unshown
+from ..secret_bytes import SecretBytes
 from .sources import load_secret
 from .trusted_files import MAX_SOURCE_BYTES, read_trusted_file
 
 KEY_BYTES = 32
-SIGNATURE_BYTES = 64
 _KEY_ID_BYTES = 8
 
 
@@ -67,9 +66,7 @@ class PublicKey:
 
     def to_pem(self) -> bytes:
         """Return what a file of it holds."""
-        return Ed25519PublicKey.from_public_bytes(self.raw).public_bytes(
-            serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-        )
+        return _public_pem(Ed25519PublicKey.from_public_bytes(self.raw))
 
     def __repr__(self) -> str:
         return f"PublicKey(id {self.key_id})"
@@ -92,7 +89,7 @@ class SigningKey:
 
     def __post_init__(self) -> None:
         _check_length(self.raw)
-        object.__setattr__(self, "raw", Unshown(self.raw))
+        object.__setattr__(self, "raw", SecretBytes(self.raw))
 
     @classmethod
     def generate(cls) -> SigningKey:
@@ -113,11 +110,7 @@ class SigningKey:
 
     def to_pem(self) -> bytes:
         """Return what a file of it holds: secret."""
-        return self._private().private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
+        return _private_pem(self._private())
 
     def _private(self) -> Ed25519PrivateKey:
         return Ed25519PrivateKey.from_private_bytes(self.raw)
@@ -153,15 +146,24 @@ def generate_pair(kind: str) -> KeyPair:
         public = key.public_key
         return KeyPair(key_id=public.key_id, private_pem=key.to_pem(), public_pem=public.to_pem())
     private = ec.generate_private_key(ec.SECP256R1())
-    public_pem = private.public_key().public_bytes(
+    public_pem = _public_pem(private.public_key())
+    return KeyPair(
+        key_id=_id_of(public_pem), private_pem=_private_pem(private), public_pem=public_pem
+    )
+
+
+def _public_pem(key: Ed25519PublicKey | ec.EllipticCurvePublicKey) -> bytes:
+    return key.public_bytes(
         serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
     )
-    private_pem = private.private_bytes(
+
+
+def _private_pem(key: Ed25519PrivateKey | ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     )
-    return KeyPair(key_id=_id_of(public_pem), private_pem=private_pem, public_pem=public_pem)
 
 
 def load_signing_key(source: str) -> SigningKey:

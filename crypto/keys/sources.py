@@ -28,13 +28,11 @@ import subprocess
 from collections.abc import Callable
 
 from ..errors import KeySourceError
-from ..secret_bytes import Unshown
-from .child_environment import child_environment, note_secret_variable
-from .key import KEY_SIZES, Key, is_manifest_mac, manifest_mac
+from ..secret_bytes import SecretBytes
+from .child_environment import child_environment, hide_variable
+from .key import KEY_SIZES, Key
 from .source_names import is_variable
 from .trusted_files import MAX_SOURCE_BYTES, read_all, read_trusted_file, shown_name
-
-__all__ = ["Key", "is_manifest_mac", "load_key", "load_secret", "manifest_mac"]
 
 _SOURCES = "env:NAME, file:PATH, cmd:COMMAND, fd:N, prompt: or wrapped:FILE"
 _HEX = re.compile(rb"(?:[0-9A-Fa-f]{32}|[0-9A-Fa-f]{48}|[0-9A-Fa-f]{64})\Z")
@@ -44,7 +42,6 @@ _COMMAND_TIMEOUT_S = 300.0
 def load_key(
     source: str,
     *,
-    insecure: bool = False,
     prompt: Callable[[str], str] = getpass.getpass,
     timeout_s: float = _COMMAND_TIMEOUT_S,
 ) -> Key:
@@ -53,7 +50,6 @@ def load_key(
     Args:
         source: `env:NAME`, `file:PATH`, `cmd:COMMAND` (split like a shell does, but run without one), `fd:N`,
             `prompt:`, or `wrapped:FILE` for a key that the service at `CKPTMGR_KEY_SERVICE` unwraps.
-        insecure: Whether a key file may be open to others or belong to another user.
         prompt: Asks a person without showing the answer.
         timeout_s: How long a command may take.
 
@@ -64,85 +60,67 @@ def load_key(
         from ..providers.wrapped_file import load_wrapped_key  # which needs this module
 
         return load_wrapped_key(source.removeprefix("wrapped:"))
-    scheme, content = _read(source, insecure=insecure, prompt=prompt, timeout_s=timeout_s)
+    scheme, content = read_source(source, prompt=prompt, timeout_s=timeout_s)
     return decode_key(content, scheme=scheme)
 
 
 def load_secret(
     source: str,
     *,
-    insecure: bool = False,
     is_public: bool = False,
     prompt: Callable[[str], str] = getpass.getpass,
-    timeout_s: float = _COMMAND_TIMEOUT_S,
 ) -> str:
     """Return the text that `source` names, such as the PIN of a token, less one newline at its end.
 
     Args:
         source: As for `load_key`.
-        insecure: As for `load_key`.
         is_public: Whether others may read a file, though not change it.
         prompt: As for `load_key`.
-        timeout_s: As for `load_key`.
 
     Raises:
         KeySourceError: The source is unknown or gives no text. The message never shows what it gave.
     """
-    _, content = _read(
+    _, content = read_source(
         source,
-        insecure=insecure,
         is_public=lambda _: is_public,
         prompt=lambda _: prompt("PIN: "),
-        timeout_s=timeout_s,
     )
-    _check_size(content)
     try:
         return _line(content).decode("utf-8")
     except UnicodeDecodeError:
         raise KeySourceError("the source gave bytes that are no text") from None
 
 
+def decode_key(content: bytes, *, scheme: str) -> Key:
+    """Return the key that a source of this kind yielded; raises as `load_key`."""
+    stated = _stated(content)
+    if stated is not None:
+        return Key(stated)
+    text = _text(content)
+    is_raw = scheme in ("file", "cmd", "fd") and len(content) in KEY_SIZES
+    if text is not None and is_raw:
+        raise KeySourceError(
+            f"{len(content)} bytes could be the key itself or its text form",
+            hint="put hex:, base64: or raw: in front of it",
+        )
+    if text is not None:
+        return Key(text)
+    if is_raw:
+        return Key(content)
+    raise KeySourceError(
+        f"the {len(content)} bytes of the key source are no key",
+        hint="a key is 16, 24 or 32 bytes, in hex, in base64 or (not in env: and prompt:) as they are",
+    )
+
+
 def read_source(
     source: str,
     *,
-    insecure: bool = False,
-    is_public: Callable[[bytes], bool] = lambda _: False,
-    prompt: Callable[[str], str] = getpass.getpass,
-    timeout_s: float = _COMMAND_TIMEOUT_S,
-) -> tuple[str, Unshown]:
-    """Return the kind of a source and what it yields, at most 4096 bytes.
-
-    Args:
-        source: As for `load_key`, `wrapped:` excepted.
-        insecure: As for `load_key`.
-        is_public: Tells of the content of a file whether others may read it, though not change it.
-        prompt: As for `load_key`.
-        timeout_s: As for `load_key`.
-
-    Raises:
-        KeySourceError: The source is unknown or gives nothing. The message never shows what it gave.
-    """
-    scheme, content = _read(
-        source, insecure=insecure, is_public=is_public, prompt=prompt, timeout_s=timeout_s
-    )
-    _check_size(content)
-    return scheme, content
-
-
-def decode_key(content: bytes, *, scheme: str) -> Key:
-    """Return the key that a source of this kind yielded; raises as `load_key`."""
-    return _decode(content, may_be_raw=scheme in ("file", "cmd", "fd"))
-
-
-def _read(
-    source: str,
-    *,
-    insecure: bool,
     prompt: Callable[[str], str],
-    timeout_s: float,
+    timeout_s: float = _COMMAND_TIMEOUT_S,
     is_public: Callable[[bytes], bool] = lambda _: False,
-) -> tuple[str, Unshown]:
-    """Return the kind of a source and what it yields."""
+) -> tuple[str, SecretBytes]:
+    """Return the scheme of a source and its content, 1 to 4096 bytes."""
     scheme, separator, place = source.partition(":")
     if not separator or scheme not in ("env", "file", "cmd", "fd", "prompt"):
         raise KeySourceError(
@@ -150,26 +128,32 @@ def _read(
             hint=f"use {_SOURCES}; never put a key on a command line, where every user can read it",
         )
     if scheme == "env":
-        return scheme, _from_environment(place)
-    if scheme == "file":
-        return scheme, read_trusted_file(place, insecure=insecure, is_public=is_public)
-    if scheme == "cmd":
-        return scheme, _from_command(place, timeout_s=timeout_s)
-    if scheme == "fd":
-        return scheme, _from_descriptor(place)
-    return scheme, _from_person(prompt)
+        content = _from_environment(place)
+    elif scheme == "file":
+        content = read_trusted_file(place, is_public=is_public)
+    elif scheme == "cmd":
+        content = _from_command(place, timeout_s=timeout_s)
+    elif scheme == "fd":
+        content = _from_descriptor(place)
+    else:
+        content = _from_person(prompt)
+    if not content:
+        raise KeySourceError("the key source is empty")
+    if len(content) > MAX_SOURCE_BYTES:
+        raise KeySourceError(f"the key source gave more than {MAX_SOURCE_BYTES} bytes")
+    return scheme, content
 
 
-def _from_environment(name: str) -> Unshown:
-    note_secret_variable(name)
+def _from_environment(name: str) -> SecretBytes:
+    hide_variable(name)
     try:
-        return Unshown(os.environb[os.fsencode(name)])
+        return SecretBytes(os.environb[os.fsencode(name)])
     except (KeyError, UnicodeError):
         shown = repr(name) if is_variable(name) else "of this name (not shown: it may be a key)"
         raise KeySourceError(f"the environment has no variable {shown}") from None
 
 
-def _from_command(command: str, *, timeout_s: float) -> Unshown:
+def _from_command(command: str, *, timeout_s: float) -> SecretBytes:
     try:
         arguments = shlex.split(command)
     except ValueError:
@@ -189,13 +173,13 @@ def _from_command(command: str, *, timeout_s: float) -> Unshown:
         raise KeySourceError(f"the key command gave no key within {timeout_s} s") from None
     except (OSError, ValueError):
         raise KeySourceError(f"the key command {shown_name(arguments[0])} cannot be run") from None
-    process.stdout = content = Unshown(process.stdout)
+    process.stdout = content = SecretBytes(process.stdout)
     if process.returncode:
         raise KeySourceError(f"the key command failed with status {process.returncode}")
     return content
 
 
-def _from_descriptor(number: str) -> Unshown:
+def _from_descriptor(number: str) -> SecretBytes:
     if not re.fullmatch(r"[0-9]{1,9}", number):
         raise KeySourceError("a key descriptor is a number", hint="write fd:3")
     try:
@@ -206,40 +190,11 @@ def _from_descriptor(number: str) -> Unshown:
         ) from None
 
 
-def _from_person(prompt: Callable[[str], str]) -> Unshown:
+def _from_person(prompt: Callable[[str], str]) -> SecretBytes:
     try:
-        return Unshown(os.fsencode(prompt("Key (hex or base64): ")))
+        return SecretBytes(os.fsencode(prompt("Key (hex or base64): ")))
     except (EOFError, OSError, UnicodeError):
         raise KeySourceError("nobody answered the prompt for the key") from None
-
-
-def _check_size(content: bytes) -> None:
-    if not content:
-        raise KeySourceError("the key source is empty")
-    if len(content) > MAX_SOURCE_BYTES:
-        raise KeySourceError(f"the key source gave more than {MAX_SOURCE_BYTES} bytes")
-
-
-def _decode(content: bytes, *, may_be_raw: bool) -> Key:
-    _check_size(content)
-    stated = _stated(content)
-    if stated is not None:
-        return Key(stated)
-    text = _text(content)
-    is_raw = may_be_raw and len(content) in KEY_SIZES
-    if text is not None and is_raw:
-        raise KeySourceError(
-            f"{len(content)} bytes could be the key itself or its text form",
-            hint="put hex:, base64: or raw: in front of it",
-        )
-    if text is not None:
-        return Key(text)
-    if is_raw:
-        return Key(content)
-    raise KeySourceError(
-        f"the {len(content)} bytes of the key source are no key",
-        hint="a key is 16, 24 or 32 bytes, in hex, in base64 or (not in env: and prompt:) as they are",
-    )
 
 
 def _stated(content: bytes) -> bytes | None:
@@ -269,7 +224,7 @@ def _line(content: bytes) -> bytes:
 
 
 def _from_hex(line: bytes) -> bytes | None:
-    return Unshown(bytes.fromhex(line.decode("ascii"))) if _HEX.match(line) else None
+    return SecretBytes(bytes.fromhex(line.decode("ascii"))) if _HEX.match(line) else None
 
 
 def _from_base64(line: bytes) -> bytes | None:
@@ -277,4 +232,4 @@ def _from_base64(line: bytes) -> bytes | None:
         key = base64.b64decode(line.translate(bytes.maketrans(b"-_", b"+/")), validate=True)
     except binascii.Error:
         return None
-    return Unshown(key) if len(key) in KEY_SIZES else None
+    return SecretBytes(key) if len(key) in KEY_SIZES else None

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import KeySourceError
-from ..secret_bytes import Unshown
+from ..secret_bytes import SecretBytes
 from .source_names import looks_like_key
 
 MAX_SOURCE_BYTES = 4096
@@ -33,16 +33,14 @@ def read_trusted_file(
     *,
     kind: str = "key file",
     is_public: Callable[[bytes], bool] = lambda _: False,
-    insecure: bool = False,
     way_out: str = "use fd: or cmd:",
-) -> Unshown:
+) -> SecretBytes:
     """Return what a file holds, at most one byte more than `MAX_SOURCE_BYTES`.
 
     Args:
         name: The file; `~` is the home directory.
         kind: What to call it in messages.
         is_public: Tells of the content whether others may read the file.
-        insecure: Whether to skip the rule; the file must still be a regular one.
         way_out: What to use in place of a pipe.
 
     Raises:
@@ -60,7 +58,7 @@ def read_trusted_file(
             raise KeySourceError(f"the {kind} {shown} is not a regular file", hint=way_out)
         content = read_all(descriptor)
         is_shown = is_public(content)
-        refusal = None if insecure else refusal_of(status, user=os.geteuid(), is_public=is_shown)
+        refusal = refusal_of(status, user=os.geteuid(), is_public=is_shown)
         if refusal is not None:
             mode = "go-w" if is_shown else "600"
             raise KeySourceError(
@@ -91,7 +89,7 @@ def shown_name(name: str) -> str:
     return "(not shown: it looks like a key)" if looks_like_key(name) else repr(name)
 
 
-def read_all(descriptor: int) -> Unshown:
+def read_all(descriptor: int) -> SecretBytes:
     """Return what a descriptor gives, at most one byte more than `MAX_SOURCE_BYTES`."""
     content = b""
     while len(content) <= MAX_SOURCE_BYTES:
@@ -99,4 +97,4 @@ def read_all(descriptor: int) -> Unshown:
         if not part:
             break
         content += part
-    return Unshown(content)
+    return SecretBytes(content)

@@ -30,7 +30,7 @@ from ..cbc_batches import MIN_LANES, FindLanes, Message, batch_of, encrypt_toget
 from ..ciphers import CipherMode, Random, check_key, mode_of
 from ..errors import CryptoError, DecryptionError, KeyLengthError, KeySourceError, UnsealedError
 from ..keys.key import Key
-from ..keys.ring import Keys, ring_of, takes_one_key
+from ..keys.ring import Keys, one_key_error, ring_of
 from ..sm4_ipp import Sm4Lanes
 from ..source import Source
 from .records import RecordHead, head_size, pack_head, record_size, sniff_mode
@@ -286,4 +286,4 @@ def open_blocks_with(
             f"{len(found)} keys are given, and without a seal nothing tells which is the right one",
             hint="give the one that it was saved with",
         ) from failures[0]
-    raise failures[0] if failures else takes_one_key(0)
+    raise failures[0] if failures else one_key_error(0)

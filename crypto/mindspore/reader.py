@@ -3,24 +3,19 @@
 
 from __future__ import annotations
 
-import os
-import threading
-import weakref
 from itertools import chain, pairwise
 
+from ..buffers import SpareBuffers, shared_buffers
 from ..cbc_batches import MIN_LANES, FindLanes, Message, batch_of, decrypt_end, decrypt_together
-from ..ciphers import CipherMode, GcmMode, pieces_of
+from ..ciphers import CipherMode, GcmMode, read_in_pieces
 from ..errors import DecryptionError, TamperedError
 from ..keys.key import Key
-from ..pages import new_pages
 from ..sm4_ipp import Sm4Lanes
-from ..source import Source, is_far
+from ..source import Source, is_remote
 from .layout import Layout
 from .records import RecordHead, head_size, parse_head
 from .seal import block_digest
 
-_SPARE_BUFFERS = 4
-_SHARED_BYTES = 4 << 20  # a record of ours; what is kept when nobody reads is four of them
 _MAX_BATCHED_RECORD_BYTES = 1 << 20  # a batch is sixteen of them, in memory
 _MIN_BATCHED_CIPHER_BYTES = 48
 
@@ -45,8 +40,8 @@ class BlockReader:
         largest = max((b - a for a, b in pairwise(self._records)), default=0)
         self._lanes = None if largest > _MAX_BATCHED_RECORD_BYTES else find_lanes(mode)
         self.batch = batch_of(self._lanes)
-        self.buffers = buffers_for(largest)
-        self._batch_buffers = Buffers(largest * self.batch)
+        self.buffers = shared_buffers(largest)
+        self._batch_buffers = SpareBuffers(largest * self.batch)
 
     def read_into(self, index: int, buffer: memoryview) -> int:
         """Fill the start of `buffer` with block `index` and, where that is faster, some that follow; return how many bytes.
@@ -84,21 +79,21 @@ class BlockReader:
         buffer = self.buffers.take()
         try:
             record = buffer[: stop - start]
-            if isinstance(self._mode, GcmMode) and not is_far(self._source):
+            if isinstance(self._mode, GcmMode) and not is_remote(self._source):
                 self._decrypt_pieces(self._mode, index, record, plaintext)
                 return
             self._source.read_into(start, record)
             head, ciphertext = self._authenticated(index, record)
             self._decrypt(index, head, ciphertext, plaintext)
         finally:
-            self.buffers.give(buffer)
+            self.buffers.give_back(buffer)
 
     def _decrypt_pieces(
         self, mode: GcmMode, index: int, record: memoryview, plaintext: memoryview
     ) -> None:
         """Decrypt a block while it is read, through `record`: all that authenticates it, the tag, stands in its head."""
         start = self._records[index]
-        pieces = pieces_of(lambda at, view: self._source.read_into(start + at, view), record)
+        pieces = read_in_pieces(lambda at, view: self._source.read_into(start + at, view), record)
         first = next(pieces)
         head = self._head(index, first)
         rest = first[head_size(mode) :]
@@ -123,7 +118,7 @@ class BlockReader:
             for index, message in zip(indices, messages, strict=True):
                 self._decrypt_end(index, message)
         finally:
-            self._batch_buffers.give(buffer)
+            self._batch_buffers.give_back(buffer)
 
     def _message(
         self, index: int, records: memoryview, plaintext: memoryview, *, first: int
@@ -170,47 +165,3 @@ class BlockReader:
         if self._seal is not None:
             return TamperedError(f"block {index} was changed", offset=offset)
         return DecryptionError(f"block {index} does not open: {error.message}", offset=offset)
-
-
-class Buffers:
-    """Memory of one size that is kept between uses: touching fresh pages costs more than decrypting."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self.start_anew()
-        _all.add(self)
-
-    def start_anew(self) -> None:
-        """Make buffers anew; for a forked child, in which nobody releases a lock that was held."""
-        self._spare: list[memoryview] = []
-        self._lock = threading.Lock()
-
-    def take(self) -> memoryview:
-        """Return a buffer that nobody else has."""
-        with self._lock:
-            if self._spare:
-                return self._spare.pop()
-        return new_pages(self._size)
-
-    def give(self, buffer: memoryview) -> None:
-        """Keep a buffer for the next one who asks, unless there are plenty."""
-        with self._lock:
-            if len(self._spare) < _SPARE_BUFFERS:
-                self._spare.append(buffer)
-
-
-def buffers_for(size: int) -> Buffers:
-    """Return buffers of at least `size` bytes: those that all files share, unless they are too small."""
-    return _shared if size <= _SHARED_BYTES else Buffers(size)
-
-
-_all: weakref.WeakSet[Buffers] = weakref.WeakSet()
-_shared = Buffers(_SHARED_BYTES)
-
-
-def _start_all_anew() -> None:
-    for buffers in list(_all):
-        buffers.start_anew()
-
-
-os.register_at_fork(after_in_child=_start_all_anew)

@@ -8,13 +8,13 @@
 
 from __future__ import annotations
 
-import threading
 from bisect import bisect_right
-from collections import OrderedDict
+from collections.abc import Callable
 
 from blake3 import blake3
 from cryptography.hazmat.primitives import constant_time
 
+from ..buffers import UnitCache
 from ..cbc_batches import FindLanes, lanes_for
 from ..ciphers import IV_BYTES, CipherMode, check_key, mode_of
 from ..errors import TruncatedCiphertextError
@@ -24,8 +24,6 @@ from .layout import Layout, read_layout
 from .reader import BlockReader
 from .records import head_size, read_bytes
 from .seal import crc_trailer
-
-_CACHED_BLOCKS = 2
 
 
 def open_blocks(
@@ -93,8 +91,7 @@ class BlockSource:
         self._trailer = b"" if self.crc is None else crc_trailer(self.crc)
         self._blocks = BlockReader(source, key, mode=mode, layout=layout, find_lanes=find_lanes)
         self.batch = self._blocks.batch
-        self._cache: OrderedDict[int, memoryview] = OrderedDict()
-        self._lock = threading.Lock()
+        self._cache = UnitCache(self._blocks.buffers)
 
     @property
     def size(self) -> int:
@@ -114,24 +111,7 @@ class BlockSource:
             TamperedError: A block is not the one the seal lists.
             DecryptionError: A block of an unsealed file does not open.
         """
-        if offset < 0 or offset + buffer.nbytes > self.size:
-            raise TruncatedCiphertextError(
-                f"{buffer.nbytes} bytes wanted at {offset}, but the plaintext has {self.size}"
-            )
-        while buffer.nbytes:
-            if offset >= self._starts[-1]:
-                at = offset - self._starts[-1]
-                buffer[:] = self._trailer[at : at + buffer.nbytes]
-                return
-            index = bisect_right(self._starts, offset) - 1
-            start, stop = self._starts[index], self._starts[index + 1]
-            part = buffer[: stop - offset]
-            if part.nbytes == stop - start:
-                part = buffer[: self._blocks.read_into(index, buffer)]
-            else:
-                self._copy(index, at=offset - start, part=part)
-            offset += part.nbytes
-            buffer = buffer[part.nbytes :]
+        self._fill(offset, buffer, self._read_block)
 
     @property
     def block_bytes(self) -> int | None:
@@ -156,6 +136,12 @@ class BlockSource:
         Raises:
             TruncatedCiphertextError: The range reaches past the end.
         """
+        self._fill(offset, buffer, self._peek)
+
+    def _fill(
+        self, offset: int, buffer: memoryview, fill: Callable[[int, int, memoryview], int]
+    ) -> None:
+        """Fill `buffer` block by block, with a function that returns how many bytes it filled."""
         if offset < 0 or offset + buffer.nbytes > self.size:
             raise TruncatedCiphertextError(
                 f"{buffer.nbytes} bytes wanted at {offset}, but the plaintext has {self.size}"
@@ -166,12 +152,22 @@ class BlockSource:
                 buffer[:] = self._trailer[at : at + buffer.nbytes]
                 return
             index = bisect_right(self._starts, offset) - 1
-            part = buffer[: self._starts[index + 1] - offset]
-            self._peek(index, at=offset - self._starts[index], part=part)
-            offset += part.nbytes
-            buffer = buffer[part.nbytes :]
+            filled = fill(index, offset - self._starts[index], buffer)
+            offset += filled
+            buffer = buffer[filled:]
 
-    def _peek(self, index: int, *, at: int, part: memoryview) -> None:
+    def _read_block(self, index: int, at: int, buffer: memoryview) -> int:
+        size = self._starts[index + 1] - self._starts[index]
+        part = buffer[: size - at]
+        if part.nbytes == size:
+            return self._blocks.read_into(index, buffer)
+        self._cache.copy(
+            index, at=at, part=part, decrypt=lambda unit: self._blocks.read_into(index, unit[:size])
+        )
+        return part.nbytes
+
+    def _peek(self, index: int, at: int, buffer: memoryview) -> int:
+        part = buffer[: self._starts[index + 1] - self._starts[index] - at]
         content = self._records[index] + head_size(self._mode)
         first, skip = divmod(at, IV_BYTES)
         start = content + first * IV_BYTES
@@ -190,30 +186,4 @@ class BlockSource:
             ciphertext=memoryview(stored)[before:],
         )
         part[:] = clear[skip : skip + part.nbytes]
-
-    def _copy(self, index: int, *, at: int, part: memoryview) -> None:
-        with self._lock:
-            block = self._cache.get(index)
-            if block is not None:
-                # Under the lock, because an evicted block is overwritten by the next one.
-                self._cache.move_to_end(index)
-                part[:] = block[at : at + part.nbytes]
-                return
-        block = self._blocks.buffers.take()
-        try:
-            size = self._starts[index + 1] - self._starts[index]
-            self._blocks.read_into(index, block[:size])
-        except BaseException:
-            self._blocks.buffers.give(block)
-            raise
-        part[:] = block[at : at + part.nbytes]
-        self._keep(index, block)
-
-    def _keep(self, index: int, block: memoryview) -> None:
-        with self._lock:
-            evicted = [self._cache.pop(index)] if index in self._cache else []
-            self._cache[index] = block
-            if len(self._cache) > _CACHED_BLOCKS:
-                evicted.append(self._cache.popitem(last=False)[1])
-        for buffer in evicted:
-            self._blocks.buffers.give(buffer)
+        return part.nbytes

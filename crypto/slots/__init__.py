@@ -126,7 +126,7 @@ def check_body_size(slot: Slot, size: int) -> None:
         raise TamperedError(f"the {slot.label} slot has {len(slot.body)} bytes, not {size}")
 
 
-def slot_is_damaged(slot: Slot) -> TamperedError:
+def damaged_slot(slot: Slot) -> TamperedError:
     """Return the error of a slot whose key is known to be right."""
     return TamperedError(
         f"the key fits the {slot.label} slot, but the slot is damaged",

@@ -42,8 +42,8 @@ from . import (
     Slot,
     SlotType,
     check_body_size,
+    damaged_slot,
     slot_head,
-    slot_is_damaged,
 )
 
 _TAG_BYTES = 16
@@ -68,7 +68,7 @@ class X25519Recipient:
 
     def wrap(self, data_key: Key, *, bound: bytes) -> Slot:
         """Return a slot for the owner of the key."""
-        return _sealed(
+        return _wrap(
             SlotType.X25519,
             _x25519_id(self.key),
             lambda info: _X25519.encrypt(data_key.raw, self.key, info=info),
@@ -89,7 +89,7 @@ class X25519Identity:
 
     def unwrap(self, slot: Slot, *, bound: bytes) -> bytes | None:
         """Return the data key, or None for another key's slot; raises as `Identity.unwrap`."""
-        return _opened(
+        return _unwrap(
             slot,
             SlotType.X25519,
             _x25519_id(self.key.public_key()),
@@ -114,7 +114,7 @@ class HybridRecipient:
     def wrap(self, data_key: Key, *, bound: bytes) -> Slot:
         """Return a slot for the owner of the keys."""
         public = MLKEM768X25519PublicKey(self.mlkem, self.x25519)
-        return _sealed(
+        return _wrap(
             SlotType.MLKEM768_X25519,
             _hybrid_id(self.mlkem, self.x25519),
             lambda info: _HYBRID.encrypt(data_key.raw, public, info=info),
@@ -138,7 +138,7 @@ class HybridIdentity:
     def unwrap(self, slot: Slot, *, bound: bytes) -> bytes | None:
         """Return the data key, or None for another key's slot; raises as `Identity.unwrap`."""
         private = MLKEM768X25519PrivateKey(self.mlkem, self.x25519)
-        return _opened(
+        return _unwrap(
             slot,
             SlotType.MLKEM768_X25519,
             _hybrid_id(self.mlkem.public_key(), self.x25519.public_key()),
@@ -166,7 +166,7 @@ class RsaRecipient:
 
     def wrap(self, data_key: Key, *, bound: bytes) -> Slot:
         """Return a slot for the owner of the key."""
-        return _sealed(
+        return _wrap(
             SlotType.RSA_OAEP,
             _rsa_id(self.key),
             lambda label: self.key.encrypt(data_key.raw, _oaep(label)),
@@ -193,7 +193,7 @@ class RsaIdentity:
 
     def unwrap(self, slot: Slot, *, bound: bytes) -> bytes | None:
         """Return the data key, or None for another key's slot; raises as `Identity.unwrap`."""
-        return _opened(
+        return _unwrap(
             slot,
             SlotType.RSA_OAEP,
             _rsa_id(self.key.public_key()),
@@ -203,7 +203,7 @@ class RsaIdentity:
         )
 
 
-def _sealed(
+def _wrap(
     slot_type: SlotType,
     key_id: bytes,
     encrypt: Callable[[bytes], bytes],
@@ -216,7 +216,7 @@ def _sealed(
     return Slot(type=slot_type, key_id=key_id, body=body)
 
 
-def _opened(
+def _unwrap(
     slot: Slot,
     slot_type: SlotType,
     key_id: bytes,
@@ -231,7 +231,7 @@ def _opened(
     try:
         return decrypt(_binding(slot_type, key_id, bound=bound, body_size=body_size))
     except (InvalidTag, ValueError):
-        raise slot_is_damaged(slot) from None
+        raise damaged_slot(slot) from None
 
 
 def _binding(slot_type: SlotType, key_id: bytes, *, bound: bytes, body_size: int) -> bytes:

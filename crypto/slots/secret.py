@@ -30,7 +30,7 @@ from cryptography.hazmat.primitives.kdf.scrypt import Scrypt as _Scrypt
 from ..ciphers import Random
 from ..errors import DecryptionError, KeySourceError, UnsupportedSuiteError
 from ..keys.key import Key
-from . import DATA_KEY_BYTES, NO_KEY_ID, Slot, SlotType, check_body_size, slot_head, slot_is_damaged
+from . import DATA_KEY_BYTES, NO_KEY_ID, Slot, SlotType, check_body_size, damaged_slot, slot_head
 from .stretching import StretchedKeys
 
 _SALT_BYTES = 32
@@ -73,7 +73,7 @@ class RawKey:
         head = slot_head(slot.type, slot.key_id, body_size=len(slot.body))
         data_key = _unwrap(self._wrapping_key(salt, bound), wrapped, aad=bound + head)
         if data_key is None:
-            raise slot_is_damaged(slot)
+            raise damaged_slot(slot)
         return data_key
 
     @property
@@ -235,7 +235,7 @@ class Passphrase:
         costs, salt = self.cost.pack(), self.random(_SALT_BYTES)
         body_size = len(costs) + _SALT_BYTES + _WRAPPED_BYTES
         head = slot_head(self.cost.slot_type, NO_KEY_ID, body_size=body_size)
-        wrapping_key = self.stretched(self.cost, salt)
+        wrapping_key = self.stretch(self.cost, salt)
         wrapped = _wrap(wrapping_key, data_key, aad=bound + head + costs)
         return Slot(type=self.cost.slot_type, key_id=NO_KEY_ID, body=costs + salt + wrapped)
 
@@ -248,9 +248,11 @@ class Passphrase:
         salt = slot.body[len(costs) : len(costs) + _SALT_BYTES]
         head = slot_head(slot.type, slot.key_id, body_size=len(slot.body))
         wrapped = slot.body[len(costs) + _SALT_BYTES :]
-        return self.opened(cost, salt, lambda key: _unwrap(key, wrapped, aad=bound + head + costs))
+        return self.unwrap_with(
+            cost, salt, lambda key: _unwrap(key, wrapped, aad=bound + head + costs)
+        )
 
-    def opened(
+    def unwrap_with(
         self, cost: PassphraseCost, salt: bytes, unwrap: Callable[[bytes], bytes | None]
     ) -> bytes:
         """Return what a slot holds that wants the passphrase stretched like this.
@@ -266,16 +268,16 @@ class Passphrase:
             UnsupportedSuiteError: There is too little memory for it.
         """
         place = cost, salt
-        key = self.stretched_keys.tried(
-            place, lambda: self.stretched(cost, salt), kib=cost.stretching_kib
+        key = self.stretched_keys.for_slot(
+            place, lambda: self.stretch(cost, salt), kib=cost.stretching_kib
         )
         content = unwrap(key)
         if content is None:
             raise DecryptionError("the passphrase is wrong, or the key slot is damaged")
-        self.stretched_keys.prove(place)
+        self.stretched_keys.confirm(place)
         return content
 
-    def stretched(self, cost: PassphraseCost, salt: bytes) -> bytes:
+    def stretch(self, cost: PassphraseCost, salt: bytes) -> bytes:
         """Return the 32 bytes that the passphrase becomes, slowly.
 
         Raises:

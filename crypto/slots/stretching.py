@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
 from ..errors import StretchingError
-from ..secret_bytes import Unshown
+from ..secret_bytes import SecretBytes
 
 MOST_STRETCHING_KIB = 32 << 20
 """KiB of memory, times the passes over them: twice the dearest slot, or 170 of the usual ones."""
@@ -45,7 +45,7 @@ class StretchingBudget:
         self._left_kib = float(most_kib)
         self._at_s = clock()
 
-    def take(self, kib: int) -> None:
+    def spend(self, kib: int) -> None:
         """Pay for one stretching.
 
         Raises:
@@ -63,7 +63,7 @@ class StretchingBudget:
                 )
             self._left_kib -= kib
 
-    def give_back(self, kib: int) -> None:
+    def refund(self, kib: int) -> None:
         """Take back a payment: the stretching opened a slot."""
         with self._lock:
             self._refill(kib)
@@ -90,27 +90,29 @@ class StretchedKeys:
     def __init__(self, budget: StretchingBudget | None = None) -> None:
         self._budget = budget
         self._lock = threading.Lock()
-        self._proven: dict[Hashable, Unshown] = {}
-        self._tried: OrderedDict[Hashable, tuple[Unshown, int]] = OrderedDict()
+        self._proven: dict[Hashable, SecretBytes] = {}
+        self._tried: OrderedDict[Hashable, tuple[SecretBytes, int]] = OrderedDict()
 
-    def own(self, place: Hashable, stretch: Callable[[], bytes]) -> Unshown:
-        """Return what the passphrase is stretched to at a place that this process chose: free.
+    def for_new_slot(self, parameters: Hashable, stretch: Callable[[], bytes]) -> SecretBytes:
+        """Return what the passphrase is stretched to at a parameters that this process chose: free.
 
         Args:
-            place: Cost and salt.
+            parameters: Cost and salt.
             stretch: Does it.
         """
         with self._lock:
-            found = self._proven.get(place)
+            found = self._proven.get(parameters)
             if found is None:
-                found = self._proven[place] = Unshown(stretch())
+                found = self._proven[parameters] = SecretBytes(stretch())
             return found
 
-    def tried(self, place: Hashable, stretch: Callable[[], bytes], *, kib: int) -> Unshown:
+    def for_slot(
+        self, parameters: Hashable, stretch: Callable[[], bytes], *, kib: int
+    ) -> SecretBytes:
         """Return what the passphrase is stretched to as a slot asks; a thread that wants the same waits for it.
 
         Args:
-            place: Cost and salt.
+            parameters: Cost and salt.
             stretch: Does it.
             kib: What it costs.
 
@@ -118,19 +120,19 @@ class StretchedKeys:
             StretchingError: The budget does not allow it.
         """
         with self._lock:
-            found = self._proven.get(place)
+            found = self._proven.get(parameters)
             if found is not None:
                 return found
-            if place not in self._tried:
-                (self._budget or process_budget()).take(kib)
-                self._tried[place] = Unshown(stretch()), kib
+            if parameters not in self._tried:
+                (self._budget or process_budget()).spend(kib)
+                self._tried[parameters] = SecretBytes(stretch()), kib
                 if len(self._tried) > _MOST_TRIED:
                     self._tried.popitem(last=False)
-            return self._tried[place][0]
+            return self._tried[parameters][0]
 
-    def prove(self, place: Hashable) -> None:
-        """Note that what the passphrase is stretched to at a place opened a slot."""
+    def confirm(self, parameters: Hashable) -> None:
+        """Note that what the passphrase is stretched to at a parameters opened a slot."""
         with self._lock:
-            if place in self._tried:
-                self._proven[place], kib = self._tried.pop(place)
-                (self._budget or process_budget()).give_back(kib)
+            if parameters in self._tried:
+                self._proven[parameters], kib = self._tried.pop(parameters)
+                (self._budget or process_budget()).refund(kib)

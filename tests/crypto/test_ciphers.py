@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ckptmgr.crypto.ciphers import AES_CBC, AES_GCM, MODES, SM4_CBC, CipherMode, mode_of
 from ckptmgr.crypto.errors import DecryptionError, KeyLengthError, UnsupportedSuiteError
-from ckptmgr.crypto.keys.sources import Key
+from ckptmgr.crypto.keys.key import Key
 
 _SM4_TEXT = "AAAAAAAABBBBBBBBCCCCCCCCDDDDDDDDEEEEEEEEFFFFFFFFAAAAAAAABBBBBBBB"
 _NIST_TEXT = "6bc1bee22e409f96e93d7e117393172a"

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptmgr.crypto.aead import AES_256_GCM
-from ckptmgr.crypto.ciphers import PIECE_BYTES, GcmDecryption, pieces_of
+from ckptmgr.crypto.ciphers import PIECE_BYTES, GcmDecryption, read_in_pieces
 from ckptmgr.crypto.container.source import open_container
 from ckptmgr.crypto.errors import DecryptionError, TamperedError
 from ckptmgr.crypto.mindspore.blocks import open_blocks
@@ -94,7 +94,7 @@ def test_pieces_follow_on_each_other_and_the_last_one_is_not_short(
 ) -> None:
     reads: list[tuple[int, int]] = []
     buffer = memoryview(bytearray(size))
-    pieces = pieces_of(lambda at, view: reads.append((at, view.nbytes)), buffer)
+    pieces = read_in_pieces(lambda at, view: reads.append((at, view.nbytes)), buffer)
     assert [piece.nbytes for piece in pieces] == lengths
     assert reads == [(sum(lengths[:index]), length) for index, length in enumerate(lengths)]
 

@@ -75,13 +75,13 @@ def test_child_forked_while_buffers_are_lent_saves_and_loads(tmp_path: Path, mod
 READER = (
     PROLOGUE
     + """
-from ckptmgr.crypto.mindspore.reader import Buffers
+from ckptmgr.crypto.buffers import SpareBuffers
 
-buffers = Buffers(4096)
-buffers.give(buffers.take())
+buffers = SpareBuffers(4096)
+buffers.give_back(buffers.take())
 lent = buffers.take()
 lent[:] = bytes([1]) * 4096
-buffers.give(buffers.take())
+buffers.give_back(buffers.take())
 buffers._lock.acquire()
 
 def scribble():

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from blake3 import blake3
 
-from ckptmgr.crypto.pages import new_pages
+from ckptmgr.crypto.buffers import new_pages
 from tools.bench.contestant import PAGE_BYTES
 from tools.bench.disk import remove, sync
 

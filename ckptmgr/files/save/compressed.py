@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from ckptmgr.crypto.buffers import SpareBuffers
 from ckptmgr.crypto.container.compressed_writer import FramesSealer
 from ckptmgr.crypto.keys.ring import Keys, ring_of
-from ckptmgr.crypto.mindspore.reader import Buffers
 from ckptmgr.files.save.compressed_chunks import Spool, Stopped
 from ckptmgr.files.save.streams import counted_views, gather
 from ckptmgr.formats.compressed.frames import FramePacker
@@ -246,7 +246,7 @@ class _Writer:
                     self._pack(turn, packer, room)
                 self._end()
         finally:
-            _rooms.give(room)
+            _rooms.give_back(room)
 
     def _is_last(self) -> bool:
         with self._lock:
@@ -278,4 +278,4 @@ class _Writer:
         return (frame for frame in self._frames if frame is not None)
 
 
-_rooms = Buffers(FRAME_BYTES)
+_rooms = SpareBuffers(FRAME_BYTES)

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
+from ckptmgr.crypto.buffers import SpareBuffers
 from ckptmgr.crypto.container.compressed_writer import FramesSealer
-from ckptmgr.crypto.mindspore.reader import Buffers
 from ckptmgr.files.save.streams import CHUNK_BYTES
 from ckptmgr.io.buffers import copy_into
 from ckptmgr.io.digest import RANGE_BYTES, FileDigest
@@ -27,7 +27,7 @@ from ckptmgr.io.filesystem import OutputFile
 _MOST_CHUNKS = 6
 _WRITERS = 3
 _TAIL_BYTES = 1 << 20
-_memory = Buffers(CHUNK_BYTES)
+_memory = SpareBuffers(CHUNK_BYTES)
 
 
 class Stopped(Exception):
@@ -182,7 +182,7 @@ class Spool:
         chunk.length = self._sealer.segment_size(chunk.filled)
         plain, segment = chunk.plain[: chunk.filled], chunk.stored[: chunk.length]
         self._sealer.seal_into(chunk.index, plain, segment, is_final=is_final)
-        _memory.give(chunk.plain)
+        _memory.give_back(chunk.plain)
 
     def _digest_all(self) -> None:
         try:
@@ -207,7 +207,7 @@ class Spool:
         while (chunk := self._writes.get()) is not None:
             offset = self._head.nbytes + chunk.index * CHUNK_BYTES
             self._file.write_at(offset, chunk.stored[: chunk.length])
-            _memory.give(chunk.stored)
+            _memory.give_back(chunk.stored)
             with self._state:
                 self._free += 1
                 self._state.notify()

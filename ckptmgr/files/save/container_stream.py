@@ -13,8 +13,8 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ckptmgr.crypto.buffers import SpareBuffers
 from ckptmgr.crypto.container.writer import SEGMENT_BYTES, ContainerSealer
-from ckptmgr.crypto.mindspore.reader import Buffers
 from ckptmgr.files.save.streams import CHUNKS_OF_A_RANGE, counted_views, gather
 from ckptmgr.formats.image import Image
 from ckptmgr.io.buffers import copy_into
@@ -96,7 +96,7 @@ class ContainerStream:
         if is_last:
             with self._lock:
                 del self._shared[index]
-            _segments.give(shared.segment)
+            _segments.give_back(shared.segment)
 
     def _seal(self, index: int, segment: memoryview) -> None:
         self._encrypt(index, segment)
@@ -113,7 +113,7 @@ class ContainerStream:
             gather(iter(views), scratch)
             self._sealer.seal_into(index, scratch[:size], segment)
         finally:
-            _segments.give(scratch)
+            _segments.give_back(scratch)
 
 
-_segments = Buffers(SEGMENT_BYTES)
+_segments = SpareBuffers(SEGMENT_BYTES)

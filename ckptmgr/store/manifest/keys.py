@@ -25,7 +25,7 @@ from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.errors import CorruptCheckpoint, KeyProblem, TamperedCheckpoint
 from ckptmgr.crypto.errors import CryptoError
 from ckptmgr.crypto.keys.key import Key
-from ckptmgr.crypto.keys.ring import KeyRing, Keys, ring_of, unwrapped_first
+from ckptmgr.crypto.keys.ring import KeyRing, Keys, ring_of, unwrap_first
 from ckptmgr.crypto.slots import (
     DATA_KEY_BYTES,
     MAX_SLOTS,
@@ -129,7 +129,7 @@ def opened_manifest_key(auth: Mapping[str, object], keys: Keys, *, path: str) ->
             )
         return ManifestKey(key)
     with translated_errors(path):
-        content = unwrapped_first(slots, ring.identities, bound=BOUND)
+        content = unwrap_first(slots, ring.identities, bound=BOUND)
     if content is None or len(content) != DATA_KEY_BYTES:
         raise KeyProblem(
             f"the manifest is authenticated for another key than {_named(keys)}",

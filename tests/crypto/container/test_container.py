@@ -94,7 +94,6 @@ def test_opened_container_says_what_it_is() -> None:
     assert (source.size, source.mode, source.content) == (100, "SM4-GCM", Content.SAFETENSORS)
     assert (source.block_count, source.block_bytes, source.head_bytes) == (2, 96, HEAD)
     assert source.unlocked.states == (CopyState.CURRENT, CopyState.CURRENT)
-    assert not source.needs_repair
 
 
 def test_segments_sealed_by_several_threads_in_any_order_make_the_file() -> None:

@@ -13,8 +13,6 @@ from ckptmgr.crypto.container.header import Content, HeaderCopy
 from ckptmgr.crypto.container.rekey import rewrite_header
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.run_passphrase import RunPassphrase
-from ckptmgr.crypto.providers.local import LocalProvider
-from ckptmgr.crypto.providers.run_key import RunKey
 from ckptmgr.crypto.slots import Recipient
 from ckptmgr.crypto.slots.public import (
     HybridRecipient,
@@ -23,7 +21,6 @@ from ckptmgr.crypto.slots.public import (
     X25519Recipient,
 )
 from ckptmgr.crypto.slots.secret import Argon2id, Passphrase, RawKey, Scrypt
-from ckptmgr.crypto.slots.service import KeyServiceRecipient
 from tests.crypto.slots import slots_reference as slots
 from tests.files.test_golden_compressed import PLAIN
 from tests.files.test_golden_compressed import reference as expanded
@@ -35,7 +32,6 @@ from .test_golden_containers import GOLDEN, INSIDE, MLKEM, PASSPHRASE, PLAINTEXT
 SIZES = (0, 1, 15, 16, 47, 48, 49, 95, 96, 97, 1000)
 COPY = 4096
 RSA = rsa.generate_private_key(65537, 3072)
-RUN = RunKey(LocalProvider(Key(bytes(range(32)))), {"run": "7f", "ort": "K\u00f6ln"})
 SMALL = Argon2id(memory_kib=64, passes=2, lanes=2)
 PHRASE = "correct horse"
 
@@ -54,7 +50,6 @@ SLOTS: dict[str, tuple[Recipient, slots.Secret]] = {
         slots.Pair(MLKEM, X25519),
     ),
     "RSA": (RsaRecipient(RSA.public_key()), RSA),
-    "key service": (KeyServiceRecipient(RUN), slots.RunKey(RUN.take().key.raw)),
 }
 
 

@@ -34,7 +34,7 @@ from ckptmgr.crypto.keys.ring import (
     keys_from_document,
     keys_to_document,
     ring_of,
-    unwrapped,
+    unwrap_slot,
 )
 from ckptmgr.crypto.keys.run_passphrase import RunPassphrase
 from ckptmgr.crypto.providers.registry import open_provider
@@ -64,9 +64,9 @@ class _Counting(Passphrase):
         super().__init__("correct horse")
         object.__setattr__(self, "counter", counter)
 
-    def stretched(self, cost: PassphraseCost, salt: bytes) -> bytes:
+    def stretch(self, cost: PassphraseCost, salt: bytes) -> bytes:
         self.counter.paid += 1
-        return super().stretched(cost, salt)
+        return super().stretch(cost, salt)
 
 
 def put(path: Path, content: bytes, *, mode: int = 0o600) -> str:
@@ -343,7 +343,7 @@ def test_ring_knows_its_slots() -> None:
     assert not ring.opens(OTHER.wrap(DATA_KEY, bound=BOUND), bound=BOUND)
     slot = phrase().wrap(DATA_KEY, bound=BOUND)
     assert not ring.opens(slot, bound=BOUND)
-    assert unwrapped(slot, [phrase("wrong"), phrase()], bound=BOUND) == DATA_KEY.raw
+    assert unwrap_slot(slot, [phrase("wrong"), phrase()], bound=BOUND) == DATA_KEY.raw
     assert (ring.key_ids, ring.key_id) == ((ME.key.key_id,), ME.key.key_id)
 
 

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptmgr.crypto.errors import KeySourceError
+from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.source_names import looks_like_key, spells_key
-from ckptmgr.crypto.keys.sources import Key, load_key, load_secret
+from ckptmgr.crypto.keys.sources import load_key, load_secret
 from ckptmgr.crypto.keys.trusted_files import MAX_SOURCE_BYTES
 
 SECRETS = [bytes(range(200, 200 + size)) for size in (16, 24, 32)]
@@ -137,12 +138,11 @@ def test_file_that_is_huge_is_refused_after_its_first_bytes(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o601])
-def test_file_that_others_can_use_is_refused_unless_insecure(mode: int, tmp_path: Path) -> None:
+def test_file_that_others_can_use_is_refused(mode: int, tmp_path: Path) -> None:
     source = key_file(tmp_path, SECRET, mode=mode)
     with pytest.raises(KeySourceError, match=f"can be used by others .mode {mode:04o}") as caught:
         load_key(source)
     assert caught.value.hint is not None
-    assert load_key(source, insecure=True) == Key(SECRET)
 
 
 def test_file_that_is_a_link_to_a_private_file_is_followed(tmp_path: Path) -> None:
@@ -171,7 +171,7 @@ def test_file_that_cannot_be_opened_is_refused(
 def test_file_that_is_a_fifo_is_refused_without_waiting(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo", 0o600)
     with pytest.raises(KeySourceError, match="not a regular file"):
-        load_key(f"file:{tmp_path / 'fifo'}", insecure=True)
+        load_key(f"file:{tmp_path / 'fifo'}")
 
 
 def test_command_output_gives_the_key() -> None:

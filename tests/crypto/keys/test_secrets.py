@@ -13,7 +13,8 @@ from traceback import TracebackException
 import pytest
 
 from ckptmgr.crypto.errors import CryptoError
-from ckptmgr.crypto.keys.sources import Key, load_key
+from ckptmgr.crypto.keys.key import Key
+from ckptmgr.crypto.keys.sources import load_key
 from ckptmgr.crypto.mindspore.blocks import BlockSealer, open_blocks
 from ckptmgr.formats.source import BytesSource
 from tests.crypto.mindspore.sealing import MODES, seal, split, unseal

@@ -71,10 +71,3 @@ def test_what_is_no_regular_file_is_refused_at_once(make: object, tmp_path: Path
             read_trusted_file(link)
         (tmp_path / "link").unlink(missing_ok=True)
         (tmp_path / "link").symlink_to(path)
-
-
-def test_file_that_others_can_change_is_read_where_the_caller_insists(tmp_path: Path) -> None:
-    path = tmp_path / "key"
-    path.write_bytes(b"text")
-    path.chmod(0o666)
-    assert read_trusted_file(path, insecure=True) == b"text"

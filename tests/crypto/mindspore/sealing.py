@@ -9,7 +9,7 @@ from collections.abc import Callable
 from itertools import pairwise
 
 from ckptmgr.crypto.ciphers import mode_of
-from ckptmgr.crypto.keys.sources import Key
+from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.mindspore.blocks import BlockSealer, open_blocks
 from ckptmgr.crypto.mindspore.records import find_records
 from ckptmgr.crypto.source import Source

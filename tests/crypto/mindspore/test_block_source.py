@@ -20,7 +20,7 @@ from ckptmgr.crypto.errors import (
     UnsealedError,
     UnsupportedSuiteError,
 )
-from ckptmgr.crypto.keys.sources import Key
+from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.mindspore.blocks import BlockSource, open_blocks
 from ckptmgr.formats.source import BytesSource
 

@@ -16,7 +16,7 @@ from ckptmgr.crypto.errors import (
     UnsealedError,
     UnsupportedSuiteError,
 )
-from ckptmgr.crypto.keys.sources import Key
+from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.mindspore.blocks import sniff_mode
 
 from .sealing import KEY, unseal

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ckptmgr.crypto.ciphers import mode_of
 from ckptmgr.crypto.errors import KeyLengthError, UnsupportedSuiteError
-from ckptmgr.crypto.keys.sources import Key
+from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.mindspore.blocks import BlockSealer
 from ckptmgr.crypto.mindspore.records import head_size, parse_head
 

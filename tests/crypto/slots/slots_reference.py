@@ -27,14 +27,7 @@ class Pair:
     x25519: X25519PrivateKey
 
 
-@dataclass(frozen=True)
-class RunKey:
-    """What a key service gives for the blob of a type 7 slot."""
-
-    raw: bytes
-
-
-Secret = bytes | str | X25519PrivateKey | Pair | RSAPrivateKey | RunKey
+Secret = bytes | str | X25519PrivateKey | Pair | RSAPrivateKey
 
 
 def open_slot(slot: bytes, secret: Secret, fixed: bytes) -> bytes | None:
@@ -48,10 +41,6 @@ def open_slot(slot: bytes, secret: Secret, fixed: bytes) -> bytes | None:
 def _opened(kind: int, head: bytes, body: bytes, secret: Secret, fixed: bytes) -> bytes | None:
     if isinstance(secret, bytes) and kind == 1:
         return _raw(head, body, secret, fixed)
-    if isinstance(secret, RunKey) and kind == 7:
-        prefix = body[:-80]
-        assert head[4:] == key_id(secret.raw)
-        return _raw(raw_head(secret.raw), body[-80:], secret.raw, fixed + head + prefix)
     if isinstance(secret, str) and kind in (2, 3, 8):
         return _passphrase(kind, head, body, secret, fixed)
     if isinstance(secret, X25519PrivateKey) and kind == 4:

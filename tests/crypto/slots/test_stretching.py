@@ -7,7 +7,7 @@ import pytest
 
 from ckptmgr.crypto.errors import DecryptionError, StretchingError
 from ckptmgr.crypto.keys.key import Key
-from ckptmgr.crypto.keys.ring import unwrapped_first
+from ckptmgr.crypto.keys.ring import unwrap_first
 from ckptmgr.crypto.keys.run_passphrase import RunPassphrase
 from ckptmgr.crypto.slots import Slot, stretching
 from ckptmgr.crypto.slots.secret import Argon2id, Passphrase, PassphraseCost, RawKey, Scrypt
@@ -126,10 +126,10 @@ def test_key_opens_what_a_passphrase_was_not_tried_on(stretches: Stretches) -> N
     me = reader(StretchingBudget(most_kib=0))
     dear, own = writer("theirs", Scrypt(log2_n=20), is_run=False), RawKey(DATA_KEY)
     slots = [dear, own.wrap(DATA_KEY, bound=BOUND)]
-    assert unwrapped_first(slots, [me, own], bound=BOUND) == DATA_KEY.raw
+    assert unwrap_first(slots, [me, own], bound=BOUND) == DATA_KEY.raw
     with pytest.raises(StretchingError):
-        unwrapped_first(slots, [me], bound=BOUND)
-    assert unwrapped_first(slots, [RawKey(Key(bytes(32)))], bound=BOUND) is None
+        unwrap_first(slots, [me], bound=BOUND)
+    assert unwrap_first(slots, [RawKey(Key(bytes(32)))], bound=BOUND) is None
 
 
 def test_oldest_of_too_many_slots_that_did_not_open_is_forgotten(

@@ -13,11 +13,11 @@ import pytest
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.ring import KeyMaterial, KeyRing, Kind
 from ckptmgr.crypto.keys.signing import SigningKey
-from ckptmgr.crypto.secret_bytes import Unshown
+from ckptmgr.crypto.secret_bytes import SecretBytes
 
 SECRET = b"0123456789-Top-Secret-0123456789"
 HOLDERS = [
-    Unshown(SECRET),
+    SecretBytes(SECRET),
     Key(SECRET),
     SigningKey(SECRET),
     KeyMaterial(Kind.PHRASE, SECRET),

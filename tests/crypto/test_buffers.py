@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptmgr.crypto.pages import new_pages
+from ckptmgr.crypto.buffers import new_pages
 
 HUGE = 2 << 20
 
