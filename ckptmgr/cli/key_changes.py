@@ -20,14 +20,14 @@ from ckptmgr.core.errors import CkptmgrError, KeyProblem, UnsafeWrite
 if TYPE_CHECKING:
     from ckptmgr.cli.selectors import OpenStore, Selected
     from ckptmgr.core.model import Checkpoint
-    from ckptmgr.maintenance.rekey import Rekeying
+    from ckptmgr.maintenance.rekey import RekeyPlan
     from ckptmgr.maintenance.rekey_change import KeyChange
     from ckptmgr.store.store import Store
 
-_Step = Callable[["Store", "Checkpoint", "KeyChange"], "Rekeying"]
+_Step = Callable[["Store", "Checkpoint", "KeyChange"], "RekeyPlan"]
 
 
-class Given(TypedDict):
+class ChangeOptions(TypedDict):
     """What both commands are given; the names are those of the options."""
 
     selectors: tuple[str, ...]
@@ -41,7 +41,7 @@ class Given(TypedDict):
 
 
 def plan_options(function: options.Command) -> options.Command:
-    """Add the options of `Given`, but for those of the output."""
+    """Add the options of `ChangeOptions`, but for those of the output."""
     for option in (
         click.option("--yes", is_flag=True, help="Do not ask."),
         click.option("--dry-run", is_flag=True, help="Show what would be done, and do nothing."),
@@ -68,7 +68,7 @@ def _opener(change: KeyChange, given: options.GivenTrust) -> OpenStore:
 @dataclass(frozen=True, slots=True)
 class _Planned:
     one: Selected
-    plan: Rekeying
+    plan: RekeyPlan
 
 
 class KeyChanges:
@@ -80,7 +80,7 @@ class KeyChanges:
         given: To what, and how.
     """
 
-    def __init__(self, ctx: click.Context, change: KeyChange, given: Given) -> None:
+    def __init__(self, ctx: click.Context, change: KeyChange, given: ChangeOptions) -> None:
         self._change = change
         self._given = given
         self._opener = _opener(change, given["given_trust"])
@@ -186,7 +186,7 @@ class KeyChanges:
             ]
             output.table(("NAME", "ACTION", "OPENS NOW", "OPENS THEN"), rows, right="")
 
-    def _report(self, planned: Sequence[_Planned], *, done: Sequence[Rekeying]) -> None:
+    def _report(self, planned: Sequence[_Planned], *, done: Sequence[RekeyPlan]) -> None:
         output = self._output
         if output.is_json:
             summary: dict[str, Json] = {
@@ -202,7 +202,7 @@ class KeyChanges:
             output.line(f"{render.count(len(done), 'checkpoint')} changed{failed}")
 
 
-def _item(plan: Rekeying, is_done: bool) -> dict[str, Json]:
+def _item(plan: RekeyPlan, is_done: bool) -> dict[str, Json]:
     return {
         **render.checkpoint_json(plan.checkpoint),
         "action": plan.action.value,
@@ -220,7 +220,7 @@ def _agreed(count: int) -> bool:
     """
     if not sys.stdin.isatty():
         raise UnsafeWrite(
-            "nobody can be asked here, so nothing was changed",
+            "stdin is not a terminal, so nothing was changed",
             hint="look at the plan (--dry-run), then pass --yes",
         )
     return click.confirm(f"Change the keys of {render.count(count, 'checkpoint')}?", err=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 from ckptmgr.cli import render
 from ckptmgr.cli.render import Cell, Json, Output
 from ckptmgr.core.model import Checkpoint, Plan, Reason, State, Verdict
-from ckptmgr.maintenance.prune import Outcome, Proposal, SeriesPlan
+from ckptmgr.maintenance.prune import Proposal, PruneResult, SeriesPlan
 from ckptmgr.policy.rules import Best, RetentionPolicy
 from ckptmgr.series.candidates import is_manifest
 
@@ -21,7 +21,7 @@ _ASCII_MARKS = {"keep": "#", "drop": ".", "corrupt": "x"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shown:
+class PlanView:
     """Where and how plans and results are shown.
 
     Attributes:
@@ -57,7 +57,7 @@ class Shown:
         verb = "stays" if len(proposal.kept) == 1 else "stay"
         self.output.line(f"would free {freed}; {len(proposal.kept)} {verb} ({stays})")
 
-    def result(self, proposal: Proposal, outcome: Outcome | None) -> None:
+    def result(self, proposal: Proposal, outcome: PruneResult | None) -> None:
         """Show what was done; None for nothing."""
         if self.output.is_json:
             self.output.result(_items(proposal), self._summary(proposal, outcome))
@@ -118,7 +118,7 @@ class Shown:
             for checkpoint in plan.dropped:
                 self.output.line(f"  {checkpoint.name}  {render.size(checkpoint.size_bytes)}")
 
-    def _summary(self, proposal: Proposal, outcome: Outcome | None) -> dict[str, Json]:
+    def _summary(self, proposal: Proposal, outcome: PruneResult | None) -> dict[str, Json]:
         return {
             "policy": str(proposal.policy),
             "filters": {"series": self.series},

@@ -33,7 +33,7 @@ from ckptmgr.formats.source import Source, read_bytes
 from ckptmgr.io.digest import FileDigest, check_size, differing_ranges
 from ckptmgr.io.filesystem import InputFile
 from ckptmgr.io.page_cache import bypass_page_cache
-from ckptmgr.maintenance.one_pass import checked_at_once
+from ckptmgr.maintenance.one_pass import verify_in_one_pass
 from ckptmgr.maintenance.verdict import Level, Status
 from ckptmgr.store.manifest.codec import Manifest
 
@@ -115,7 +115,7 @@ class FileCheck:
             return False
         options = replace(self._options, trust=replace(self._options.trust, trusted_keys=()))
         with contextlib.suppress(CkptmgrError, CryptoError, FormatError):
-            checks = checked_at_once(raw, manifest.file.digest, path=self._path, options=options)
+            checks = verify_in_one_pass(raw, manifest.file.digest, path=self._path, options=options)
             self._findings.checked += checks or ()
             return checks is not None
         return False

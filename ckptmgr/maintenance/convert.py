@@ -22,11 +22,11 @@ from ckptmgr.files.load.values import ReadOptions
 from ckptmgr.io.source_image import SourceImage
 from ckptmgr.maintenance.convert_source import open_bytes, open_plain, open_plaintext
 from ckptmgr.maintenance.convert_target import (
-    Content,
-    Converted,
+    ConversionOutput,
+    ConversionResult,
     check_target,
     publish,
-    publish_other,
+    publish_non_checkpoint,
 )
 from ckptmgr.maintenance.encrypt import (
     container_chunks,
@@ -44,7 +44,7 @@ def decrypt_file(
     options: ReadOptions,
     force: bool = False,
     clock: Callable[[], float] = time.time,
-) -> Converted:
+) -> ConversionResult:
     """Write the plaintext of an encrypted file to a file; durable when this returns.
 
     Args:
@@ -69,9 +69,9 @@ def decrypt_file(
             window_bytes=plaintext.unit_bytes,
             unverified=plaintext.unverified,
         )
-        content = Content(image=image, format=plaintext.format)
+        content = ConversionOutput(image=image, format=plaintext.format)
         if content.format == OPAQUE:
-            return publish_other(source, target, content, force=force, clock=clock)
+            return publish_non_checkpoint(source, target, content, force=force, clock=clock)
         return publish(
             source,
             target,
@@ -91,7 +91,7 @@ def encrypt_file(
     mode: str = "AES-GCM",
     force: bool = False,
     clock: Callable[[], float] = time.time,
-) -> Converted:
+) -> ConversionResult:
     """Write a plain file encrypted to a file; durable when this returns.
 
     A `.ckpt` stays one that MindSpore loads, with a seal, unless the target has the name of a container; everything else goes
@@ -118,7 +118,7 @@ def encrypt_file(
         _check_name(target, is_container=True)
         with open_bytes(source) as raw, translated_errors(str(source)):
             content = container_content(raw, key=key, mode=mode)
-            return publish_other(source, target, content, force=force, clock=clock)
+            return publish_non_checkpoint(source, target, content, force=force, clock=clock)
     opening = open_plain(source, is_for_image=True)
     with opening as (opened, manifest), translated_errors(str(source)):
         if opened.format == "safetensors" or target.name.endswith(CONTAINER_SUFFIX):

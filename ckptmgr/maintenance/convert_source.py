@@ -26,7 +26,7 @@ from ckptmgr.store.store import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plaintext:
+class DecryptionInput:
     """An encrypted file that was opened: its plaintext, checked as it is read.
 
     Attributes:
@@ -60,7 +60,7 @@ class Plaintext:
 @contextlib.contextmanager
 def open_plaintext(
     path: Path, options: ReadOptions, *, is_for_image: bool = False
-) -> Iterator[Plaintext]:
+) -> Iterator[DecryptionInput]:
     """Open an encrypted file for reading its plaintext.
 
     Args:
@@ -80,7 +80,7 @@ def open_plaintext(
             raise UnsupportedCheckpoint("is not encrypted; there is nothing to decrypt", path=path)
         unit_bytes = plain.unit_bytes or PIECE_BYTES
         if plain.format == OPAQUE:
-            yield Plaintext(
+            yield DecryptionInput(
                 source=plain.source,
                 format=OPAQUE,
                 cipher=plain.cipher,
@@ -92,7 +92,7 @@ def open_plaintext(
         opened = open_indexed(
             plain, path=str(path), has_digests=manifest is not None, is_for_loading=is_for_image
         )
-        yield Plaintext(
+        yield DecryptionInput(
             source=opened.source,
             format=opened.format,
             cipher=plain.cipher,

@@ -38,7 +38,7 @@ _PRIVATE = 0o600
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Converted:
+class ConversionResult:
     """What a conversion did.
 
     Attributes:
@@ -84,7 +84,7 @@ def store_of(path: Path, options: ReadOptions) -> Store:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Content:
+class ConversionOutput:
     """What goes into the target.
 
     Attributes:
@@ -105,13 +105,13 @@ class Content:
 def publish(
     source: Path,
     target: Path,
-    content: Content,
+    content: ConversionOutput,
     *,
     options: ReadOptions,
     manifest: Manifest | None,
     force: bool,
     clock: Callable[[], float],
-) -> Converted:
+) -> ConversionResult:
     """Make the target durable, with a manifest that says what is known about the source.
 
     Args:
@@ -150,7 +150,7 @@ def publish(
         )
         return replace(described, file=file)
 
-    with only_writer(store, target.name, described.series):
+    with exclusive_writer(store, target.name, described.series):
         check_target(source, target, force=force)
         written = store.publish(
             target.name,
@@ -160,19 +160,19 @@ def publish(
             describe=describe,
             mode=private_mode(real),
         )
-    return Converted(
+    return ConversionResult(
         source=source, target=written.to_checkpoint(directory), source_bytes=real.stat().st_size
     )
 
 
-def publish_other(
+def publish_non_checkpoint(
     source: Path,
     target: Path,
-    content: Content,
+    content: ConversionOutput,
     *,
     force: bool,
     clock: Callable[[], float],
-) -> Converted:
+) -> ConversionResult:
     """Make a target durable that is no checkpoint: whole or not at all, and without a manifest.
 
     Args:
@@ -211,7 +211,7 @@ def publish_other(
         cipher=content.mode,
         key_id=None if content.key is None else content.key.key_id,
     )
-    return Converted(source=source, target=written, source_bytes=real.stat().st_size)
+    return ConversionResult(source=source, target=written, source_bytes=real.stat().st_size)
 
 
 def _refuse_checkpoint(store: Store, path: Path) -> None:
@@ -230,7 +230,7 @@ def private_mode(source: Path) -> int:
     return _PRIVATE & stat.S_IMODE(source.stat().st_mode) or stat.S_IRUSR
 
 
-def unproven_name(checkpoint: Checkpoint, trust: Trust) -> UnprovenCheckpoint:
+def unproven_step(checkpoint: Checkpoint, trust: Trust) -> UnprovenCheckpoint:
     """Return the error of a file whose name would become a manifest that vouches for its step."""
     return UnprovenCheckpoint(
         "has no manifest, so nothing but its name says which checkpoint it is; it would get one that vouches for that",
@@ -240,7 +240,7 @@ def unproven_name(checkpoint: Checkpoint, trust: Trust) -> UnprovenCheckpoint:
 
 
 @contextlib.contextmanager
-def only_writer(store: Store, name: str, series: str) -> Iterator[None]:
+def exclusive_writer(store: Store, name: str, series: str) -> Iterator[None]:
     """Be the only one who writes a file, in a directory where a run may be writing its series.
 
     Raises:

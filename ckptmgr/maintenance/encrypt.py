@@ -19,10 +19,10 @@ from ckptmgr.files.save.pipeline import container_for
 from ckptmgr.formats.file_crc import crc32
 from ckptmgr.formats.source import Source
 from ckptmgr.io.source_image import SourceImage
-from ckptmgr.maintenance.convert_target import Content
+from ckptmgr.maintenance.convert_target import ConversionOutput
 
 
-def sealed_content(opened: OpenCheckpoint, *, key: Keys, mode: str) -> Content:
+def sealed_content(opened: OpenCheckpoint, *, key: Keys, mode: str) -> ConversionOutput:
     """Return what goes into the sealed file of an opened `.ckpt`.
 
     Raises:
@@ -35,7 +35,7 @@ def sealed_content(opened: OpenCheckpoint, *, key: Keys, mode: str) -> Content:
         has_crc_trailer=sealer.has_crc,
         unverified=opened.unverified,
     )
-    return Content(image=image, format="ckpt", mode=mode, key=key, sealer=sealer)
+    return ConversionOutput(image=image, format="ckpt", mode=mode, key=key, sealer=sealer)
 
 
 def sealed_chunks(opened: OpenCheckpoint, *, key: Keys, mode: str) -> Iterator[memoryview]:
@@ -118,7 +118,7 @@ def needs_container(key: Keys, mode: str) -> bool:
     return mode == "SM4-GCM" or ring_of(key).sole_key is None
 
 
-def container_content(source: Source | OpenCheckpoint, *, key: Keys, mode: str) -> Content:
+def container_content(source: Source | OpenCheckpoint, *, key: Keys, mode: str) -> ConversionOutput:
     """Return what goes into the container of a file.
 
     Args:
@@ -132,7 +132,7 @@ def container_content(source: Source | OpenCheckpoint, *, key: Keys, mode: str) 
     """
     image, format = _image_of(source)
     sealer = container_for(image, key, mode, content=_CONTENTS[format])
-    return Content(image=image, format=format, mode=mode, key=key, sealer=sealer)
+    return ConversionOutput(image=image, format=format, mode=mode, key=key, sealer=sealer)
 
 
 def container_chunks(

@@ -18,7 +18,7 @@ from ckptmgr.io.threads import PIECE_BYTES
 _MAX_GAP_BYTES = 64 << 10
 
 
-def checked_at_once(
+def verify_in_one_pass(
     raw: Source, digest: FileDigest, *, path: str, options: ReadOptions
 ) -> tuple[str, ...] | None:
     """Read a sealed or plain file once, and check its digests, its contents, and its CRC32, if any.
@@ -37,7 +37,7 @@ def checked_at_once(
     """
     if digest.range_bytes != RANGE_BYTES:
         return None
-    source = DigestedSource(raw, digest, path=path)
+    source = HashingSource(raw, digest, path=path)
     opened = open_source(source, path=path, options=options, is_for_loading=True)
     checks = () if opened.index.crc is None else ("CRC32",)
     if opened.source is source:
@@ -57,7 +57,7 @@ def checked_at_once(
     return checks
 
 
-class DigestedSource:
+class HashingSource:
     """A source that hashes what is read through it, between `start` and `finish`. Checks nothing before.
 
     What is read must be pieces of at most 4 MiB, none of it twice; what is left out, `finish` reads.

@@ -36,7 +36,7 @@ from ckptmgr.store.trash import Batch
 from ckptmgr.store.trash_folder import DEFAULT_GRACE
 
 
-class SoundPlans:
+class VerifiedPlanner:
     """Plans the series of a directory; reads as few checkpoints as needed, each at most once.
 
     Args:
@@ -72,7 +72,7 @@ class SoundPlans:
             if not decided.dropped or newest is None or self._problem(newest) is None:
                 return decided
 
-    def has_whole(self, history: Sequence[Checkpoint]) -> bool:
+    def has_intact(self, history: Sequence[Checkpoint]) -> bool:
         """Return whether a checkpoint of a series is whole, looking from the newest on."""
         countable = (c for c in history if c.is_countable)
         newest_first = sorted(countable, key=lambda c: c.order, reverse=True)
@@ -174,7 +174,7 @@ class Proposal:
 
 
 @dataclass(slots=True, kw_only=True)
-class Outcome:
+class PruneResult:
     """What a prune did.
 
     Attributes:
@@ -211,13 +211,13 @@ def propose(
         UnsafePrune: The policy is refused; see `retention.plan`.
     """
     found = store.scan()
-    sound = SoundPlans(store)
+    planner = VerifiedPlanner(store)
     plans = []
     for name in sorted({c.series for c in _finished(found, series)}):
-        decided = sound.plan(_finished(found, name), policy, now)
-        plans.append(SeriesPlan(series=name, plan=decided, damaged=sound.damaged))
+        decided = planner.plan(_finished(found, name), policy, now)
+        plans.append(SeriesPlan(series=name, plan=decided, damaged=planner.damaged))
     old = [b for b in trash.batches(store) if now - b.thrown_at >= grace]
-    spared = tuple(b for b in old if not _may_go(store, b, found, sound))
+    spared = tuple(b for b in old if not _may_go(store, b, found, planner))
     return Proposal(
         now=now,
         policy=policy,
@@ -228,17 +228,19 @@ def propose(
     )
 
 
-def _may_go(store: Store, batch: Batch, found: Sequence[Checkpoint], sound: SoundPlans) -> bool:
+def _may_go(
+    store: Store, batch: Batch, found: Sequence[Checkpoint], planner: VerifiedPlanner
+) -> bool:
     """Return whether every series in a batch has a whole checkpoint outside the trash."""
     names = {_series_of(store, checkpoint) for checkpoint in batch.checkpoints}
-    return all(sound.has_whole(_finished(found, name)) for name in names)
+    return all(planner.has_intact(_finished(found, name)) for name in names)
 
 
 def _finished(found: Sequence[Checkpoint], series: str | None) -> list[Checkpoint]:
     return [c for c in found if c.state not in UNFINISHED and series in (None, c.series)]
 
 
-def carry_out(store: Store, proposal: Proposal, *, at_once: bool = False) -> Outcome:
+def carry_out(store: Store, proposal: Proposal, *, at_once: bool = False) -> PruneResult:
     """Do what was proposed, series by series, each under its lease.
 
     Args:
@@ -263,8 +265,8 @@ def carry_out(store: Store, proposal: Proposal, *, at_once: bool = False) -> Out
     return outcome
 
 
-def _carry_out(store: Store, proposal: Proposal, *, at_once: bool) -> Outcome:
-    outcome = Outcome()
+def _carry_out(store: Store, proposal: Proposal, *, at_once: bool) -> PruneResult:
+    outcome = PruneResult()
     into = trash.new_batch_path(store, proposal.now)
     has_leftovers = any(c.state is State.LEFTOVER for c in proposal.leftovers)
     for one in proposal.plans:
@@ -288,7 +290,7 @@ def _carry_out(store: Store, proposal: Proposal, *, at_once: bool) -> Outcome:
 
 
 def _prune_series(
-    store: Store, proposal: Proposal, shown: SeriesPlan, outcome: Outcome, into: Path | None
+    store: Store, proposal: Proposal, shown: SeriesPlan, outcome: PruneResult, into: Path | None
 ) -> None:
     if not shown.plan.dropped:
         return
@@ -311,7 +313,7 @@ def _prune_series(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Undone:
+class UndoResult:
     """What an undo did.
 
     Attributes:
@@ -323,7 +325,7 @@ class Undone:
     taken: tuple[str, ...]
 
 
-def undo(store: Store, *, is_dry: bool = False) -> Undone:
+def undo(store: Store, *, is_dry: bool = False) -> UndoResult:
     """Bring back the last batch in the trash of which a proven checkpoint can be restored; else the last one.
 
     Args:
@@ -358,7 +360,7 @@ def undo(store: Store, *, is_dry: bool = False) -> Undone:
         ]
     if not is_dry:
         trash.tidy(store, batch.path)
-    return Undone(restored=tuple(restored), taken=tuple(taken))
+    return UndoResult(restored=tuple(restored), taken=tuple(taken))
 
 
 def _can_restore(store: Store, batch: Batch) -> bool:

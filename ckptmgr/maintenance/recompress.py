@@ -42,7 +42,7 @@ from ckptmgr.io.digest import FileDigest, digest_of
 from ckptmgr.io.filesystem import InputFile, OutputFile
 from ckptmgr.io.source_image import SourceImage
 from ckptmgr.io.threads import PIECE_BYTES
-from ckptmgr.maintenance.convert_target import unproven_name
+from ckptmgr.maintenance.convert_target import unproven_step
 from ckptmgr.maintenance.rekey_change import check_recipients
 from ckptmgr.store.change_leases import lease_of_checkpoint
 from ckptmgr.store.manifest.codec import FileEntry, Manifest
@@ -62,7 +62,7 @@ class Outcome(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recompressed:
+class RecompressResult:
     """What was done to one checkpoint.
 
     Attributes:
@@ -89,7 +89,7 @@ def recompress(
     level: int | None,
     options: ReadOptions,
     file_mode: int | None = None,
-) -> Recompressed:
+) -> RecompressResult:
     """Compress a checkpoint, or expand it, durably.
 
     Args:
@@ -122,7 +122,7 @@ def recompress(
     target = next((c for c in store.scan() if c.name == change.target), None)
     if target is None:
         raise CheckpointNotFound("vanished while it was listed", path=checkpoint.path)
-    return Recompressed(
+    return RecompressResult(
         source=checkpoint,
         target=target,
         outcome=outcome,
@@ -192,7 +192,7 @@ class _Change:
         if self._found.manifest is not None:
             self._store.check_rewritable(self._checkpoint)
         elif self._options.trust.is_strict:
-            raise unproven_name(self._checkpoint, self._options.trust)
+            raise unproven_step(self._checkpoint, self._options.trust)
         if self._found.header is not None:
             check_recipients(self._found.header, self._keys, path=self._checkpoint.path)
         outcome = Outcome.EXPANDED if self._level is None else Outcome.COMPRESSED

@@ -102,7 +102,7 @@ def reencrypt_file(
         translated_errors(str(path)),
         contextlib.closing(store.fs.open(path)) as raw,
     ):
-        sealing = sealing_anew(raw, path, old=old, new=new, manifest=manifest)
+        sealing = reencryption_of(raw, path, old=old, new=new, manifest=manifest)
         mode = mode_of(store, path.name) or 0o400
         if sealing.format == OPAQUE and manifest is None:
             store.place(
@@ -135,7 +135,7 @@ def mode_of(store: Store, name: str) -> int | None:
     return None if status is None else status.mode
 
 
-def sealing_anew(
+def reencryption_of(
     raw: Source, path: Path, *, old: Keys, new: KeyRing, manifest: Manifest | None
 ) -> Sealing:
     """Return what is written instead of an encrypted file; arguments and errors as of `reencrypt_file`."""
@@ -224,7 +224,7 @@ def _written(
         translated_errors(str(path)),
         contextlib.closing(store.fs.open(path)) as raw,
     ):
-        sealing = sealing_anew(raw, path, old=old, new=new, manifest=own)
+        sealing = reencryption_of(raw, path, old=old, new=new, manifest=own)
         published = files.publish(
             name,
             series=own.series,

@@ -23,14 +23,14 @@ from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.trust import DEFAULT_TRUST, Trust
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.io.leases import Processes
-from ckptmgr.maintenance.rekey_change import Action, KeyChange, Rekeying
+from ckptmgr.maintenance.rekey_change import Action, KeyChange, RekeyPlan
 from ckptmgr.maintenance.rekey_steps import CheckpointKeys
 from ckptmgr.store.change_leases import lease_of_checkpoint
 from ckptmgr.store.store import Store
 
 __all__ = [
     "Action",
-    "Rekeying",
+    "RekeyPlan",
     "open_for_rekeying",
     "plan_reencryption",
     "plan_rekeying",
@@ -60,11 +60,11 @@ def open_for_rekeying(
             their names, and manifests that are only authenticated are signed.
     """
     own = () if trust.signing_key is None else (trust.signing_key.public_key,)
-    given = replace(trust, keys=change.everybody, trusted_keys=own)
+    given = replace(trust, keys=change.all_keys, trusted_keys=own)
     return Store(directory, fs=fs, trust=given, processes=processes)
 
 
-def plan_rekeying(store: Store, checkpoint: Checkpoint, change: KeyChange) -> Rekeying:
+def plan_rekeying(store: Store, checkpoint: Checkpoint, change: KeyChange) -> RekeyPlan:
     """Return what would be done to a checkpoint; changes nothing.
 
     Args:
@@ -80,7 +80,7 @@ def plan_rekeying(store: Store, checkpoint: Checkpoint, change: KeyChange) -> Re
     return CheckpointKeys(store, checkpoint, change).plan()
 
 
-def rekey_checkpoint(store: Store, checkpoint: Checkpoint, change: KeyChange) -> Rekeying:
+def rekey_checkpoint(store: Store, checkpoint: Checkpoint, change: KeyChange) -> RekeyPlan:
     """Change the keys of a checkpoint, durably; return what was done.
 
     Args:
@@ -104,9 +104,9 @@ def plan_reencryption(
     change: KeyChange,
     *,
     clock: Callable[[], float] = time.time,
-) -> Rekeying:
+) -> RekeyPlan:
     """Return what `reencrypt_checkpoint` would do; changes nothing. Errors as of `plan_rekeying`."""
-    return CheckpointKeys(store, checkpoint, change, clock=clock).plan_anew()
+    return CheckpointKeys(store, checkpoint, change, clock=clock).plan_reencryption()
 
 
 def reencrypt_checkpoint(
@@ -115,13 +115,13 @@ def reencrypt_checkpoint(
     change: KeyChange,
     *,
     clock: Callable[[], float] = time.time,
-) -> Rekeying:
+) -> RekeyPlan:
     """Encrypt a checkpoint anew, durably; return what was done.
 
     Args:
         store: From `open_for_rekeying`.
         checkpoint: As listed by it.
-        change: With `is_only`: who opens it then. What was made for them alone was done before.
+        change: With `is_exclusive`: who opens it then. What was made for them alone was done before.
         clock: Seconds since 1970; names new files of many ranks, and tells which are garbage.
 
     Raises:
@@ -131,4 +131,4 @@ def reencrypt_checkpoint(
     """
     with lease_of_checkpoint(store, checkpoint):
         store.finish_swap(checkpoint)
-        return CheckpointKeys(store, checkpoint, change, clock=clock).change_anew()
+        return CheckpointKeys(store, checkpoint, change, clock=clock).reencrypt()

@@ -42,7 +42,7 @@ class KeyChange:
         add: Who opens them besides; each ring is one key, passphrase or public key.
         remove: Who no longer does, by the thing itself.
         remove_ids: The same, by the id of a key.
-        is_only: Whether nobody but those who are added opens them.
+        is_exclusive: Whether nobody but those who are added opens them.
 
     Raises:
         UnsafeWrite: Somebody is to be added and removed.
@@ -52,7 +52,7 @@ class KeyChange:
     add: tuple[KeyRing, ...] = ()
     remove: tuple[KeyRing, ...] = ()
     remove_ids: tuple[str, ...] = ()
-    is_only: bool = False
+    is_exclusive: bool = False
 
     def __post_init__(self) -> None:
         removed = {key_id for ring in self.remove for key_id in ring.key_ids}
@@ -61,7 +61,7 @@ class KeyChange:
             raise UnsafeWrite("a key is to be added and to be removed", hint="name it once")
 
     @property
-    def everybody(self) -> KeyRing:
+    def all_keys(self) -> KeyRing:
         """Whoever opens files before, during or after the change."""
         return KeyRing.joined((self.keys, *self.add))
 
@@ -81,13 +81,13 @@ class KeyChange:
         return (*self.remove, *self.remove_ids)
 
     @property
-    def shuts_out_keys(self) -> bool:
+    def removes_all_keys(self) -> bool:
         """Whether the keys that open files now are to be removed, every one of them."""
         ids = {*self.remove_ids, *(key_id for ring in self.remove for key_id in ring.key_ids)}
         secrets = {one for ring in self.remove for one in ring.own}
         return all(one in secrets or KeyRing([one]).key_id in ids for one in self.keys.own)
 
-    def found_among(self, slots: Sequence[Slot], *, bound: bytes) -> frozenset[Removal]:
+    def removals_among(self, slots: Sequence[Slot], *, bound: bytes) -> frozenset[Removal]:
         """Return those who are to be removed and have a slot among these."""
         rings = {ring for ring in self.remove if any(ring.opens(s, bound=bound) for s in slots)}
         ids = {one for one in self.remove_ids if any(is_for(slot, (one,)) for slot in slots)}
@@ -95,7 +95,7 @@ class KeyChange:
 
     def removes(self, slot: Slot, *, bound: bytes) -> bool:
         """Return whether a slot is for somebody who shall no longer open."""
-        if self.is_only:
+        if self.is_exclusive:
             return not any(ring.opens(slot, bound=bound) for ring in self.add)
         return is_for(slot, self.remove_ids) or any(
             ring.opens(slot, bound=bound) for ring in self.remove
@@ -119,7 +119,7 @@ class FilePlan:
         before: What opens it now, for people.
         after: What opens it then.
         writes: The new header copies of a container, in order; none when it is done.
-        is_anew: Whether it is encrypted anew instead.
+        needs_reencryption: Whether it is encrypted anew instead.
         is_proven: Whether it was opened. One that was changed already may open only for others.
         removals: Who of those that are to be removed has a slot in it, in its older header copy, too.
     """
@@ -127,7 +127,7 @@ class FilePlan:
     before: tuple[str, ...]
     after: tuple[str, ...]
     writes: tuple[HeaderWrite, ...] = field(default=(), repr=False)
-    is_anew: bool = False
+    needs_reencryption: bool = False
     is_proven: bool = True
     removals: frozenset[Removal] = frozenset()
 
@@ -144,11 +144,11 @@ def plan_header(raw: Source, change: KeyChange, *, path: str) -> FilePlan:
         UnsafeWrite: Nobody would open it any more, or its header is too small.
         CryptoError: It does not open, or is damaged.
     """
-    identities: Sequence[Identity] = change.everybody.identities
+    identities: Sequence[Identity] = change.all_keys.identities
     try:
         unlocked = unlock(raw, identities)
     except DecryptionError as error:
-        return _seemingly_done(raw, change, error)
+        return _plan_if_done(raw, change, error)
     header = unlocked.header
     bound = header.fixed.pack()
     removed = [slot for slot in header.slots if change.removes(slot, bound=bound)]
@@ -186,13 +186,13 @@ def plan_container(raw: Source, change: KeyChange) -> FilePlan:
     try:
         before = _labels(unlock(raw, change.keys.identities).header.slots)
     except DecryptionError as error:
-        done = _seemingly_done(raw, change, error)
+        done = _plan_if_done(raw, change, error)
         try:
             unlock(raw, change.added.identities)
         except DecryptionError:
             return done
         return replace(done, is_proven=True)
-    return FilePlan(before=before, after=change.added.labels, is_anew=True)
+    return FilePlan(before=before, after=change.added.labels, needs_reencryption=True)
 
 
 def has_first_keys(raw: Source) -> bool:
@@ -200,19 +200,19 @@ def has_first_keys(raw: Source) -> bool:
     return all(copy.header.generation == 1 for copy in find_copies(raw))
 
 
-def _seemingly_done(raw: Source, change: KeyChange, error: DecryptionError) -> FilePlan:
+def _plan_if_done(raw: Source, change: KeyChange, error: DecryptionError) -> FilePlan:
     """Return the plan for a container that opens for others only, as after the change; else raise the error."""
     copies = [copy.header for copy in find_copies(raw)]
     if not all(_looks_done(copy, change) for copy in copies):
-        raise _explained(copies[0], change, error)
+        raise _with_hint(copies[0], change, error)
     labels = _labels(copies[0].slots)
     return FilePlan(before=labels, after=labels, is_proven=False)
 
 
-def _explained(header: HeaderCopy, change: KeyChange, error: DecryptionError) -> DecryptionError:
+def _with_hint(header: HeaderCopy, change: KeyChange, error: DecryptionError) -> DecryptionError:
     """Return the error of a file that may have been rekeyed to those it is to be encrypted anew for."""
     bound = header.fixed.pack()
-    if not change.is_only or all(change.removes(slot, bound=bound) for slot in header.slots):
+    if not change.is_exclusive or all(change.removes(slot, bound=bound) for slot in header.slots):
         return error
     opens = ", ".join(_labels(header.slots))
     return DecryptionError(
@@ -226,15 +226,15 @@ def _removals_in(raw: Source, change: KeyChange) -> frozenset[Removal]:
     """Return who of those that are to be removed has a slot in any header copy: one may have been rewritten before."""
     found: frozenset[Removal] = frozenset()
     for copy in find_copies(raw):
-        found |= change.found_among(copy.header.slots, bound=copy.header.fixed.pack())
+        found |= change.removals_among(copy.header.slots, bound=copy.header.fixed.pack())
     return found
 
 
 def _looks_done(header: HeaderCopy, change: KeyChange) -> bool:
     """Return whether a header that does not open says that it was changed already; nothing is proven."""
-    if not change.add and not change.shuts_out_keys:
+    if not change.add and not change.removes_all_keys:
         return False  # these keys would open it still
-    if change.is_only and header.generation > 1:
+    if change.is_exclusive and header.generation > 1:
         return False  # its keys were changed, and the data key is the one that was there before
     bound = header.fixed.pack()
     is_free = not any(change.removes(slot, bound=bound) for slot in header.slots)
@@ -265,7 +265,7 @@ class Action(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rekeying:
+class RekeyPlan:
     """What is, or was, to be done to one checkpoint.
 
     Attributes:
@@ -306,11 +306,11 @@ def plan_blocks(raw: Source, change: KeyChange, *, path: str) -> FilePlan:
     ids = (one for one in change.remove_ids if one == key.key_id)
     removals: frozenset[Removal] = frozenset((*rings, *ids))
     # A key that is given as one of the old ones, too, opens what is to be encrypted anew under another data key.
-    is_anew_under_it = change.is_only and key in change.keys.raw_keys
-    is_done = key in added and len(change.add) == 1 and not is_anew_under_it
+    is_same_key_again = change.is_exclusive and key in change.keys.raw_keys
+    is_done = key in added and len(change.add) == 1 and not is_same_key_again
     if is_done or change.is_repair:
         return FilePlan(before=before, after=before)
-    is_removed = change.is_only or bool(removals)
+    is_removed = change.is_exclusive or bool(removals)
     if not is_removed and not change.add:
         return FilePlan(before=before, after=before)
     if not is_removed or len(change.add) != 1 or len(added) != 1:
@@ -322,7 +322,7 @@ def plan_blocks(raw: Source, change: KeyChange, *, path: str) -> FilePlan:
             else f"add one key and remove the present one: --add SOURCE --remove {key.key_id}",
         )
     after = (f"key {added[0].key_id}",)
-    return FilePlan(before=before, after=after, is_anew=True, removals=removals)
+    return FilePlan(before=before, after=after, needs_reencryption=True, removals=removals)
 
 
 def _opener(raw: Source, mode: str, *, keys: Sequence[Key]) -> Key:

@@ -18,7 +18,7 @@ from ckptmgr.crypto.slots import Slot
 from ckptmgr.files.load.container import ENCRYPTED, format_in, kind_of, open_container_file
 from ckptmgr.formats.detect import Kind
 from ckptmgr.io.filesystem import InputFile
-from ckptmgr.maintenance.convert_target import unproven_name
+from ckptmgr.maintenance.convert_target import unproven_step
 from ckptmgr.maintenance.reencrypt import (
     reencrypt_file,
     reencrypt_set,
@@ -29,7 +29,7 @@ from ckptmgr.maintenance.rekey_change import (
     Action,
     FilePlan,
     KeyChange,
-    Rekeying,
+    RekeyPlan,
     Removal,
     has_first_keys,
     plan_blocks,
@@ -67,7 +67,7 @@ class CheckpointKeys:
         self._paths = [store.directory / name for name in names]
         self._manifest: Manifest | None = None
 
-    def plan(self) -> Rekeying:
+    def plan(self) -> RekeyPlan:
         """Return what `change` would do."""
         kinds = {self._kind(path) for path in self._paths}
         if kinds == {Kind.CKPTMGR_CONTAINER}:
@@ -78,26 +78,26 @@ class CheckpointKeys:
             if not is_done:
                 self._check_digests()
                 self._check_manifest_key(plans)
-            return self._told(Action.NOTHING if is_done else Action.HEADER, *plans)
+            return self._result(Action.NOTHING if is_done else Action.HEADER, *plans)
         if kinds == {Kind.MINDSPORE_ENCRYPTED} and not self._checkpoint.shards:
             (path,) = self._paths
             with self._opened(path) as raw:
                 blocks = plan_blocks(raw, self._change, path=str(path))
             is_done = self._is_authentication_done(is_proven=True)
-            if blocks.is_anew or not is_done:
+            if blocks.needs_reencryption or not is_done:
                 self._check_proofs()
-            if blocks.is_anew:
-                return self._told(Action.REENCRYPT, blocks)
-            return self._told(Action.NOTHING if is_done else Action.HEADER, blocks)
+            if blocks.needs_reencryption:
+                return self._result(Action.REENCRYPT, blocks)
+            return self._result(Action.NOTHING if is_done else Action.HEADER, blocks)
         if kinds & {Kind.CKPTMGR_CONTAINER, Kind.MINDSPORE_ENCRYPTED}:
             raise UnsafeWrite(
                 "is of files that are encrypted in ways whose keys cannot be changed together",
                 path=self._checkpoint.path,
                 hint="ckptmgr reencrypt encrypts all of them anew; save as safetensors for keys that change",
             )
-        return Rekeying(checkpoint=self._checkpoint, action=Action.PLAIN)
+        return RekeyPlan(checkpoint=self._checkpoint, action=Action.PLAIN)
 
-    def change(self) -> Rekeying:
+    def change(self) -> RekeyPlan:
         """Add and remove keys, durably; return what was done."""
         planned = self.plan()
         if planned.action is Action.HEADER:
@@ -110,37 +110,37 @@ class CheckpointKeys:
             self._rewrite_headers(self._change)
             self._authenticate(is_final=True)
         elif planned.action is Action.REENCRYPT:
-            self._encrypt_anew()
+            self._reencrypt_file()
             self._authenticate(is_final=True)
         return planned
 
-    def plan_anew(self) -> Rekeying:
-        """Return what `change_anew` would do."""
+    def plan_reencryption(self) -> RekeyPlan:
+        """Return what `reencrypt` would do."""
         kinds = {self._kind(path) for path in self._paths}
         if not kinds & set(ENCRYPTED):
-            return Rekeying(checkpoint=self._checkpoint, action=Action.PLAIN)
+            return RekeyPlan(checkpoint=self._checkpoint, action=Action.PLAIN)
         if not kinds <= set(ENCRYPTED):
             raise UnsafeWrite("is of plain and of encrypted files", path=self._checkpoint.path)
-        plans = [self._plan_anew(path) for path in self._paths]
-        is_anew = any(plan.is_anew for plan in plans)
-        is_proven = is_anew or all(plan.is_proven for plan in plans)
+        plans = [self._plan_file_reencryption(path) for path in self._paths]
+        needs_reencryption = any(plan.needs_reencryption for plan in plans)
+        is_proven = needs_reencryption or all(plan.is_proven for plan in plans)
         is_done = self._is_authentication_done(is_proven=is_proven)
         action = Action.REENCRYPT
-        if not is_anew:
+        if not needs_reencryption:
             action = Action.NOTHING if is_done else Action.HEADER
         if action is not Action.NOTHING:
             self._check_proofs()
         elif self._stale_files():
             action = Action.CLEAN_UP
-        return self._told(action, *plans)
+        return self._result(action, *plans)
 
-    def change_anew(self) -> Rekeying:
+    def reencrypt(self) -> RekeyPlan:
         """Encrypt it anew, durably; return what was done."""
-        planned = self.plan_anew()
+        planned = self.plan_reencryption()
         if planned.action is Action.REENCRYPT and self._is_set:
-            self._encrypt_set_anew()
+            self._reencrypt_set()
         elif planned.action is Action.REENCRYPT:
-            self._encrypt_anew()
+            self._reencrypt_file()
             self._authenticate(is_final=True)
         elif planned.action is Action.HEADER:
             self._settle()
@@ -148,7 +148,7 @@ class CheckpointKeys:
         remove_stale_files(self._store, self._stale_files())
         return planned
 
-    def _plan_anew(self, path: Path) -> FilePlan:
+    def _plan_file_reencryption(self, path: Path) -> FilePlan:
         with self._opened(path) as raw:
             if kind_of(raw, name=path.name) is Kind.CKPTMGR_CONTAINER:
                 return plan_container(raw, self._change)
@@ -197,16 +197,16 @@ class CheckpointKeys:
 
     def _removals_in(self, auth: ManifestKey) -> frozenset[Removal]:
         with translated_errors(str(self._checkpoint.path)):
-            return self._change.found_among(auth.slots or auth.own_slots, bound=BOUND)
+            return self._change.removals_among(auth.slots or auth.own_slots, bound=BOUND)
 
     def _check_proofs(self) -> None:
         """Raise KeyProblem when what is encrypted anew would be proven less than it is, or more."""
         if self._manifest is not None:
             self._store.check_rewritable(self._checkpoint)
-        elif self._store.trust.is_strict and (self._is_set or not self._is_other_file()):
-            raise unproven_name(self._checkpoint, self._store.trust)
+        elif self._store.trust.is_strict and (self._is_set or not self._is_non_checkpoint()):
+            raise unproven_step(self._checkpoint, self._store.trust)
 
-    def _is_other_file(self) -> bool:
+    def _is_non_checkpoint(self) -> bool:
         """Return whether it is no checkpoint, and so gets no manifest, whatever its name says."""
         (path,) = self._paths
         with self._opened(path) as raw:
@@ -216,7 +216,7 @@ class CheckpointKeys:
             container = open_container_file(raw, raw, path=str(path), key=keys, mode=None)
             return format_in(container) == OPAQUE
 
-    def _encrypt_anew(self) -> None:
+    def _reencrypt_file(self) -> None:
         reencrypt_file(
             self._store,
             self._checkpoint,
@@ -226,7 +226,7 @@ class CheckpointKeys:
             auth=self._during,
         )
 
-    def _encrypt_set_anew(self) -> None:
+    def _reencrypt_set(self) -> None:
         if self._manifest is None:
             raise CheckpointNotFound("there is no manifest", path=self._checkpoint.path)
         reencrypt_set(
@@ -242,12 +242,12 @@ class CheckpointKeys:
         if self._manifest is not None:
             self._store.update_manifest(self._manifest)
 
-    def _told(self, action: Action, plan: FilePlan, *others: FilePlan) -> Rekeying:
+    def _result(self, action: Action, plan: FilePlan, *others: FilePlan) -> RekeyPlan:
         removals = plan.removals.union(*(other.removals for other in others))
         auth = None if self._manifest is None else self._manifest.auth
         if auth is not None:
             removals |= self._removals_in(auth)
-        return Rekeying(
+        return RekeyPlan(
             checkpoint=self._checkpoint,
             action=action,
             before=plan.before,
@@ -298,7 +298,7 @@ class CheckpointKeys:
         return self._rewrapped(manifest.auth, is_final=True) is manifest.auth
 
     def _afterwards(self, auth: ManifestKey) -> ManifestKey:
-        if self._change.is_only:
+        if self._change.is_exclusive:
             # Whoever opens the file no longer may know the key of its manifest, as of its data.
             return manifest_key_of(self._change.added)
         return self._rewrapped(auth, is_final=True)
@@ -326,7 +326,7 @@ class CheckpointKeys:
             add = change.missing(slots, bound=BOUND)
             if not add and not any(map(removes, slots)):
                 return auth
-        own: tuple[Key, ...] = change.everybody.raw_keys
+        own: tuple[Key, ...] = change.all_keys.raw_keys
         try:
             return auth.rewrapped(add=add, remove=removes, own=own)
         except ValueError as error:

@@ -2,7 +2,7 @@
 """Heal damaged files of a checkpoint of many ranks from the copies of their tensors in the other files.
 
 The digests of the manifest say which ranges of a file are damaged, and afterwards whether they are healed: what is put in
-their place are exactly the bytes that were saved, so the manifest stays as it is. Nothing is written unless a file is whole
+their place are exactly the bytes that were saved, so the manifest stays as it is. Nothing is written unless a file is repaired
 again.
 
 What only the damaged file held stays lost: a tensor without a copy, the description of its tensors, a file that is gone.
@@ -36,19 +36,19 @@ from ckptmgr.formats.index import TensorEntry
 from ckptmgr.io.digest import FileDigest, differing_ranges
 from ckptmgr.io.filesystem import OutputFile, rename_temp
 from ckptmgr.maintenance.repair_sealed import SealedRepair
-from ckptmgr.maintenance.repair_source import Healing, PaddedSource
+from ckptmgr.maintenance.repair_source import PaddedSource, RepairResult
 from ckptmgr.store.change_leases import lease_of_checkpoint
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.shards import ShardFiles
 from ckptmgr.store.store import Store
 
 
-def healings(store: Store, manifest: Manifest) -> list[Healing]:
+def plan_repairs(store: Store, manifest: Manifest) -> list[RepairResult]:
     """Return what can be done for every damaged file of a checkpoint of many ranks; changes nothing."""
     return [
         found
         for rank in range(len(manifest.shards))
-        if (found := _Patient(store, manifest, rank).examined()) is not None
+        if (found := _DamagedFile(store, manifest, rank).plan()) is not None
     ]
 
 
@@ -58,7 +58,7 @@ def repair_checkpoint(
     *,
     options: ReadOptions | None = None,
     clock: Callable[[], float] = time.time,
-) -> list[Healing]:
+) -> list[RepairResult]:
     """Heal what can be healed; return what was done for every file that was damaged.
 
     Args:
@@ -79,36 +79,36 @@ def repair_checkpoint(
         if manifest is None:
             raise CheckpointNotFound("there is no manifest", path=checkpoint.path)
         _check_kind(manifest, checkpoint)
-        if _is_made_anew(manifest):
+        if _must_be_rewritten(manifest):
             sealed = SealedRepair(store, manifest, options=options or ReadOptions(), clock=clock)
             return sealed.run()
-        done: dict[str, Healing] = {}
+        done: dict[str, RepairResult] = {}
         # A file that could not be healed may be after another one was.
         while True:
             open_cases = [
                 one
-                for one in healings(store, manifest)
+                for one in plan_repairs(store, manifest)
                 if one.problem is None or one.name not in done
             ]
             for one in open_cases:
                 done[one.name] = one
-            curable = [one for one in open_cases if one.problem is None]
-            if not curable:
+            repairable = [one for one in open_cases if one.problem is None]
+            if not repairable:
                 return [done[name] for name in sorted(done)]
-            for one in curable:
-                _heal(store, manifest, one.name)
+            for one in repairable:
+                _repair_file(store, manifest, one.name)
 
 
-def healing_hint(store: Store, manifest: Manifest) -> str | None:
+def repair_hint(store: Store, manifest: Manifest) -> str | None:
     """Return how the damage of a checkpoint can be healed, or None where it cannot, or nobody can tell."""
-    curable: list[Healing] = []
-    if not _is_made_anew(manifest):
+    repairable: list[RepairResult] = []
+    if not _must_be_rewritten(manifest):
         with contextlib.suppress(OSError):
-            curable = [one for one in healings(store, manifest) if one.problem is None]
-    if not curable:
+            repairable = [one for one in plan_repairs(store, manifest) if one.problem is None]
+    if not repairable:
         return None
-    cures = "; ".join(f"{one.name} from {', '.join(one.sources)}" for one in curable)
-    return f"ckptmgr repair {store.directory / manifest.name} heals {cures}"
+    repairs = "; ".join(f"{one.name} from {', '.join(one.sources)}" for one in repairable)
+    return f"ckptmgr repair {store.directory / manifest.name} heals {repairs}"
 
 
 def _check_kind(manifest: Manifest, checkpoint: Checkpoint) -> None:
@@ -118,27 +118,27 @@ def _check_kind(manifest: Manifest, checkpoint: Checkpoint) -> None:
         )
 
 
-def _is_made_anew(manifest: Manifest) -> bool:
+def _must_be_rewritten(manifest: Manifest) -> bool:
     """Return whether files cannot be made again byte for byte."""
     is_compressed = manifest.file.name.endswith(COMPRESSED_SUFFIX)
     is_encrypted = manifest.file.cipher is not None or manifest.file.digest.blank_bytes > 0
     return is_compressed or is_encrypted
 
 
-def _heal(store: Store, manifest: Manifest, name: str) -> None:
+def _repair_file(store: Store, manifest: Manifest, name: str) -> None:
     rank = next(rank for rank, entry in enumerate(manifest.shards) if entry.name == name)
-    patient = _Patient(store, manifest, rank)
-    healer = _Healer(store.directory, fs=store.fs)
+    shard = _DamagedFile(store, manifest, rank)
+    writer = _FileWriter(store.directory, fs=store.fs)
 
     def write(file: OutputFile) -> FileDigest:
-        for offset, content in patient.whole():
+        for offset, content in shard.repaired():
             file.write_at(offset, content)
-        return patient.digest
+        return shard.digest
 
-    healer.publish(
+    writer.publish(
         name,
         series=manifest.series,
-        size_bytes=patient.digest.size_bytes,
+        size_bytes=shard.digest.size_bytes,
         write=write,
         describe=lambda _: manifest,
         mode=_mode_of(store, name),
@@ -150,7 +150,7 @@ def _mode_of(store: Store, name: str) -> int:
     return 0o400 if status is None else stat.S_IMODE(status.mode)
 
 
-class _Healer(ShardFiles):
+class _FileWriter(ShardFiles):
     """Replaces the file of a rank; what is there stays when that fails."""
 
     def _give_name(self, temp: Path, name: str) -> None:
@@ -158,7 +158,7 @@ class _Healer(ShardFiles):
         self.fs.sync_directory(self.directory)
 
 
-class _Patient:
+class _DamagedFile:
     """A file of a rank that may be damaged."""
 
     def __init__(self, store: Store, manifest: Manifest, rank: int) -> None:
@@ -170,7 +170,7 @@ class _Patient:
         self.digest = self._entry.digest
         self._sources: set[int] = set()
 
-    def examined(self) -> Healing | None:
+    def plan(self) -> RepairResult | None:
         """Return what can be done for it, or None when it is as it was saved."""
         bad: list[tuple[int, int]] = []
         try:
@@ -179,13 +179,13 @@ class _Patient:
                 if not bad and self._has_size():
                     return None
                 for start, stop in bad:
-                    self._healed(source, start, stop)
+                    self._repaired_range(source, start, stop)
         except (CkptmgrError, FileNotFoundError) as error:
             problem = error.message if isinstance(error, CkptmgrError) else "it is gone"
-            return self._healing(bad, problem)
-        return self._healing(bad, None)
+            return self._result(bad, problem)
+        return self._result(bad, None)
 
-    def whole(self) -> Iterator[tuple[int, memoryview]]:
+    def repaired(self) -> Iterator[tuple[int, memoryview]]:
         """Yield all of the file as it was saved, range by range.
 
         Raises:
@@ -197,7 +197,7 @@ class _Patient:
                 content = bytearray(min(length, size_bytes - start))
                 source.read_into(start, memoryview(content))
                 if not self._is_right(content, start):
-                    content = self._healed(source, start, start + len(content))
+                    content = self._repaired_range(source, start, start + len(content))
                 yield start, memoryview(content)
 
     @contextlib.contextmanager
@@ -209,8 +209,8 @@ class _Patient:
         status = self._store.fs.status(self._path)
         return status is not None and status.size_bytes == self.digest.size_bytes
 
-    def _healing(self, bad: list[tuple[int, int]], problem: str | None) -> Healing:
-        return Healing(
+    def _result(self, bad: list[tuple[int, int]], problem: str | None) -> RepairResult:
+        return RepairResult(
             name=self._entry.name,
             bad_bytes=sum(stop - start for start, stop in bad),
             sources=tuple(self._manifest.shards[rank].name for rank in sorted(self._sources)),
@@ -221,7 +221,7 @@ class _Patient:
         digest: bytes = blake3(content).digest()
         return digest == self.digest.ranges[start // self.digest.range_bytes]
 
-    def _healed(self, source: PaddedSource, start: int, stop: int) -> bytearray:
+    def _repaired_range(self, source: PaddedSource, start: int, stop: int) -> bytearray:
         """Return a range of the file as it was saved.
 
         Raises:

@@ -27,7 +27,12 @@ from ckptmgr.formats.detect import detect
 from ckptmgr.formats.source import Source
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.io.digest import differing_ranges
-from ckptmgr.maintenance.repair_source import Healing, PaddedSource, Patient, open_patient
+from ckptmgr.maintenance.repair_source import (
+    DamagedShard,
+    PaddedSource,
+    RepairResult,
+    open_damaged_shard,
+)
 from ckptmgr.store.manifest.codec import FileEntry, Manifest
 from ckptmgr.store.manifest.lineage import replaced_by_older
 from ckptmgr.store.shards import swap_shards
@@ -52,7 +57,7 @@ class SealedRepair:
         self._options = options
         self._clock = clock
 
-    def run(self) -> list[Healing]:
+    def run(self) -> list[RepairResult]:
         """Heal what can be healed; return what was done for every file that was damaged, by its old name.
 
         Raises:
@@ -60,14 +65,14 @@ class SealedRepair:
             UnsupportedCheckpoint: A later checkpoint names this one by its id, and no key tells that it is the same save.
             OSError: From the disk. Files that were healed before stay so.
         """
-        done: dict[str, Healing] = {}
-        is_going_on = True
+        done: dict[str, RepairResult] = {}
+        has_progress = True
         # A file that could not be healed may be after another one was.
-        while is_going_on:
-            found = [self._treated(rank) for rank in range(len(self._manifest.shards))]
+        while has_progress:
+            found = [self._repair_rank(rank) for rank in range(len(self._manifest.shards))]
             new = [one for one in found if one is not None]
             done |= {one.name: one for one in new}
-            is_going_on = any(one.problem is None for one in new)
+            has_progress = any(one.problem is None for one in new)
         return [done[name] for name in sorted(done)]
 
     def _check_changeable(self) -> None:
@@ -89,7 +94,7 @@ class SealedRepair:
                 hint="load it, which takes the copies where they are whole, and save it again",
             )
 
-    def _treated(self, rank: int) -> Healing | None:
+    def _repair_rank(self, rank: int) -> RepairResult | None:
         entry = self._manifest.shards[rank]
         with contextlib.ExitStack() as stack:
             try:
@@ -97,27 +102,29 @@ class SealedRepair:
                     contextlib.closing(self._store.fs.open(self._store.directory / entry.name))
                 )
             except FileNotFoundError:
-                return Healing(name=entry.name, bad_bytes=0, problem="it is gone")
+                return RepairResult(name=entry.name, bad_bytes=0, problem="it is gone")
             source = PaddedSource(raw, entry.digest.size_bytes)
             bad = differing_ranges(source, entry.digest)
             if not bad and raw.size == source.size:
-                return self._unopenable(rank, source)
+                return self._header_damage(rank, source)
             self._check_changeable()
-            found = Healing(name=entry.name, bad_bytes=sum(stop - start for start, stop in bad))
+            found = RepairResult(
+                name=entry.name, bad_bytes=sum(stop - start for start, stop in bad)
+            )
             files = stack.enter_context(
                 ShardedCheckpoint(self._store, self._manifest, options=self._options)
             )
             files.leave_out(rank)
             try:
-                patient = open_patient(self._manifest, rank, source, files, self._options)
-                patient.check()
+                shard = open_damaged_shard(self._manifest, rank, source, files, self._options)
+                shard.check()
             except CkptmgrError as error:
                 return replace(found, problem=error.message)
-            self._replace(rank, patient)
+            self._replace(rank, shard)
             sources = tuple(self._manifest.shards[other].name for other in sorted(files.used))
         return replace(found, sources=sources)
 
-    def _unopenable(self, rank: int, source: Source) -> Healing | None:
+    def _header_damage(self, rank: int, source: Source) -> RepairResult | None:
         """Return what is wrong with the header of a file, which its digest leaves out, or None."""
         entry = self._manifest.shards[rank]
         if not entry.digest.blank_bytes:
@@ -130,26 +137,26 @@ class SealedRepair:
         except KeyProblem:
             raise
         except CkptmgrError as error:
-            return Healing(name=entry.name, bad_bytes=0, problem=error.message)
+            return RepairResult(name=entry.name, bad_bytes=0, problem=error.message)
         return None
 
-    def _replace(self, rank: int, patient: Patient) -> None:
+    def _replace(self, rank: int, shard: DamagedShard) -> None:
         """Write the file anew, commit it, and remove the old one."""
         store, old = self._store, self._manifest.shards[rank]
         status = store.fs.status(store.directory / old.name)
         order = SaveOrder(
             name=self._renamed(rank).name,
             items=[
-                Tensor(spec=entry.spec, content=partial(patient.content, entry))
-                for entry in patient.entries
+                Tensor(spec=entry.spec, content=partial(shard.content, entry))
+                for entry in shard.entries
             ],
             options=replace(
-                patient.save_options(),
+                shard.save_options(),
                 file_mode=0o400 if status is None else stat.S_IMODE(status.mode),
             ),
             series=self._manifest.series,
             describe=partial(self._described, rank),
-            metadata=patient.plain_metadata(),
+            metadata=shard.plain_metadata(),
         )
         self._manifest = swap_shards(
             store, self._manifest, partial(save_items, order=order), names=[order.name]

@@ -29,7 +29,7 @@ _CRC_KEY = "crc_num"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patient:
+class DamagedShard:
     """A damaged file that could be opened.
 
     Attributes:
@@ -151,9 +151,9 @@ def _description(metadata: Mapping[str, str], path: str) -> tuple[object, ...]:
     return (index.total, index.is_compared, texts)
 
 
-def open_patient(
+def open_damaged_shard(
     manifest: Manifest, rank: int, source: Source, files: ShardedCheckpoint, options: ReadOptions
-) -> Patient:
+) -> DamagedShard:
     """Open a damaged file, with its digests where they let its description be read, else without.
 
     Args:
@@ -181,7 +181,7 @@ def open_patient(
     if is_container:
         with translated_errors(path):
             header = find_copies(source)[0].header
-    return Patient(
+    return DamagedShard(
         opened=opened,
         is_proven=is_proven,
         rank=rank,
@@ -192,7 +192,7 @@ def open_patient(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Healing:
+class RepairResult:
     """What can be done, or was done, for a damaged file.
 
     Attributes:

@@ -31,7 +31,7 @@ from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.io.passing_errors import PAUSES_S, is_bad_medium, may_be_whole, may_pass
 from ckptmgr.maintenance.check_file import FileCheck, Findings, check_digests
-from ckptmgr.maintenance.repair import healing_hint
+from ckptmgr.maintenance.repair import repair_hint
 from ckptmgr.maintenance.verdict import CHECKS, Level, Status, Verification
 from ckptmgr.observe.observers import EVERYBODY, about
 from ckptmgr.store.manifest.codec import Manifest
@@ -109,7 +109,7 @@ def _verify(
         checked=tuple(sorted(set(found.checked), key=CHECKS.index)),
         unchecked=tuple(dict.fromkeys(found.unchecked)),
         nonfinite=found.nonfinite,
-        hint=None if worst is None else (_cure(store, manifest, worst, level) or worst.hint),
+        hint=None if worst is None else (_repair_hint(store, manifest, worst, level) or worst.hint),
         obstacle=next((one.error for one in failures if may_be_whole(one.error)), None),
     )
 
@@ -139,12 +139,14 @@ def was_removed(store: Store, answer: Verification) -> bool:
     return now is None or now.state is State.LEFTOVER
 
 
-def _cure(store: Store, manifest: Manifest | None, worst: _Failure, level: Level) -> str | None:
+def _repair_hint(
+    store: Store, manifest: Manifest | None, worst: _Failure, level: Level
+) -> str | None:
     """Return how the damage can be healed, where that was looked for and is possible."""
-    is_curable = worst.status in (Status.DAMAGED, Status.MISSING)
-    if manifest is None or not manifest.shards or not is_curable:
+    is_damaged = worst.status in (Status.DAMAGED, Status.MISSING)
+    if manifest is None or not manifest.shards or not is_damaged:
         return None
-    return None if level is Level.QUICK else healing_hint(store, manifest)
+    return None if level is Level.QUICK else repair_hint(store, manifest)
 
 
 def _status_of(error: Exception, *, is_described: bool) -> Status:

@@ -127,7 +127,7 @@ def test_nobody_to_ask_is_found_before_the_newest_is_read(tmp_path: Path) -> Non
     flip(save_run(tmp_path, [10, 20])[-1], 100)
     result = run("prune", tmp_path, "--keep", "last(1)")
     assert (result.exit_code, result.stdout) == (13, "")
-    assert "nobody can be asked" in result.stderr
+    assert "stdin is not a terminal" in result.stderr
     assert run("prune", tmp_path, "--keep", "last(1)", "--yes").exit_code == 0
     assert steps(tmp_path) == [10, 20]
 
@@ -394,12 +394,12 @@ def test_failure_after_something_was_removed_is_partly_done(
     runs: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from ckptmgr.cli.commands.prune import _code
-    from ckptmgr.maintenance.prune import Outcome
+    from ckptmgr.maintenance.prune import PruneResult
 
     gone = Store(runs).scan()[:1]
-    outcome = Outcome(removed=gone, failures=[OSError(5, "Input/output error", "/x")])
+    outcome = PruneResult(removed=gone, failures=[OSError(5, "Input/output error", "/x")])
     assert _code(outcome, as_json=False) == 3
-    assert _code(Outcome(failures=outcome.failures), as_json=False) == 2
+    assert _code(PruneResult(failures=outcome.failures), as_json=False) == 2
     assert "Input/output error" in capsys.readouterr().err
 
 

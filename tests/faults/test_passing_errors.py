@@ -12,7 +12,7 @@ import pytest
 from ckptmgr.core.errors import StoreLocked
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.save.saver import SaveOptions
-from ckptmgr.maintenance.prune import SoundPlans, propose
+from ckptmgr.maintenance.prune import VerifiedPlanner, propose
 from ckptmgr.parallel.errors import ResumeFailed
 from ckptmgr.policy.text import parse_policy
 from ckptmgr.series.reader import SeriesReader
@@ -339,6 +339,6 @@ def test_prune_counts_what_could_not_be_read_once(error: int) -> None:
     model = disk_with(10.0, 20.0, 30.0)
     failing = FailingFile(model, error, name_of(3), is_lasting=False, times=4)
     store = Store(RUNS, fs=failing, processes=ModelProcesses(model))
-    plans = SoundPlans(store)
+    plans = VerifiedPlanner(store)
     decided = plans.plan(store.scan(), parse_policy("last(1)"), NOW)
     assert ([c.step for c in decided.kept], plans.damaged) == ([3], {})

@@ -14,7 +14,7 @@ from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.pem import generate_pair
 from ckptmgr.crypto.keys.ring import KeyRing
 from ckptmgr.io.filesystem import FileSystem, OutputFile
-from ckptmgr.maintenance.rekey import Action, Rekeying, open_for_rekeying, reencrypt_checkpoint
+from ckptmgr.maintenance.rekey import Action, RekeyPlan, open_for_rekeying, reencrypt_checkpoint
 from ckptmgr.maintenance.rekey_change import KeyChange
 from ckptmgr.store.store import Store
 from tests.faults.training import RUNS, ModelProcesses
@@ -146,7 +146,7 @@ def test_rekeying_with_both_keys_at_hand_is_finished_after_every_power_cut(name:
         assert [opens(only(again), keys, fs=again) for keys in BOTH] == [False, True], crash
 
 
-ANEW = KeyChange(keys=BOTH[0], add=(BOTH[1],), is_only=True)
+ANEW = KeyChange(keys=BOTH[0], add=(BOTH[1],), is_exclusive=True)
 
 
 @pytest.mark.parametrize("name", ["container", "ckpt", "compressed"])
@@ -166,9 +166,9 @@ def test_reencryption_keeps_its_promises_after_every_power_cut(name: str) -> Non
 
 def test_reencryption_to_a_public_key_is_finished_after_every_power_cut() -> None:
     private, public = generate_pair("x25519")
-    change = KeyChange(keys=ring(OLD), add=(ring(public),), is_only=True)
+    change = KeyChange(keys=ring(OLD), add=(ring(public),), is_exclusive=True)
 
-    def run(disk: ModelDisk) -> Rekeying:
+    def run(disk: ModelDisk) -> RekeyPlan:
         store = open_for_rekeying(RUNS, change, fs=disk, processes=ModelProcesses(disk))
         return reencrypt_checkpoint(store, only(disk), change)
 
@@ -205,7 +205,7 @@ def test_reencryption_that_was_cut_and_then_rekeyed_is_not_done_under_a_key_that
     who: str,
 ) -> None:
     private, public = generate_pair("x25519")
-    anew = KeyChange(keys=ring(OLD), add=(ring(public),), is_only=True)
+    anew = KeyChange(keys=ring(OLD), add=(ring(public),), is_exclusive=True)
     change = {
         "old": KeyChange(keys=ring(OLD), add=(ring(public),), remove=(ring(OLD),)),
         "new": KeyChange(keys=ring(private), remove=(ring(OLD),)),

@@ -238,7 +238,7 @@ def test_keys_change_in_the_header_or_anew(tmp_path: Path) -> None:
     rekey_checkpoint(store, only(store), change)
     assert file.path.read_bytes()[8192:] == payload
     assert load_checkpoint(file.path, dec_key=OTHER_KEY.raw)["net"] == "lenet"
-    back = KeyChange(keys=ring(OTHER_KEY), add=(ring(KEY),), is_only=True)
+    back = KeyChange(keys=ring(OTHER_KEY), add=(ring(KEY),), is_exclusive=True)
     store = open_for_rekeying(directory, back)
     reencrypt_checkpoint(store, only(store), back)
     assert file.path.read_bytes()[8192:] != payload

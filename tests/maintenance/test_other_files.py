@@ -257,7 +257,7 @@ def test_keys_can_be_changed(tmp_path: Path) -> None:
 def test_file_is_encrypted_anew_without_a_manifest(tmp_path: Path) -> None:
     file = encrypt(put_file(tmp_path))
     before = file.path.read_bytes()
-    change = KeyChange(keys=ring(KEY), add=(ring(OTHER_KEY),), is_only=True)
+    change = KeyChange(keys=ring(KEY), add=(ring(OTHER_KEY),), is_exclusive=True)
     store = open_for_rekeying(tmp_path, change)
     assert store.trust.is_strict
     assert reencrypt_checkpoint(store, file, change).action is Action.REENCRYPT
@@ -275,7 +275,7 @@ def test_header_that_only_claims_to_be_of_another_file_lends_no_proof(tmp_path: 
     data = bytearray(path.read_bytes())
     data[40], data[64] = Content.OPAQUE, 9  # copy A: another content, and the newest generation
     overwrite(path, bytes(data))
-    change = KeyChange(keys=ring(KEY), add=(ring(OTHER_KEY),), is_only=True)
+    change = KeyChange(keys=ring(KEY), add=(ring(OTHER_KEY),), is_exclusive=True)
     store = open_for_rekeying(tmp_path, change)
     with pytest.raises(UnsealedCheckpoint, match="has no manifest"):
         reencrypt_checkpoint(store, only(store), change)

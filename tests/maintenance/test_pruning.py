@@ -18,7 +18,7 @@ from ckptmgr.files.save.saver import SaveOptions
 from ckptmgr.io.filesystem import InputFile, OsFileSystem
 from ckptmgr.io.leases import ProcProcesses
 from ckptmgr.io.temp_names import temp_name
-from ckptmgr.maintenance.prune import Outcome, Proposal, carry_out, propose, undo
+from ckptmgr.maintenance.prune import Proposal, PruneResult, carry_out, propose, undo
 from ckptmgr.observe import observers as observe
 from ckptmgr.observe.events import Event
 from ckptmgr.policy.text import parse_policy
@@ -38,7 +38,7 @@ def proposal(directory: Path, policy: str = "last(2)", *, now: datetime = NOW) -
     return propose(Store(directory), parse_policy(policy), now=now)
 
 
-def prune(directory: Path, policy: str = "last(2)", *, now: datetime = NOW) -> Outcome:
+def prune(directory: Path, policy: str = "last(2)", *, now: datetime = NOW) -> PruneResult:
     """Prune a directory."""
     return carry_out(Store(directory), proposal(directory, policy, now=now))
 

@@ -29,7 +29,7 @@ from ckptmgr.files.save.saver import SaveOptions
 from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
 from ckptmgr.formats.tensor import tensor_from_array
 from ckptmgr.io.filesystem import InputFile, OsFileSystem
-from ckptmgr.maintenance.recompress import Outcome, Recompressed, recompress
+from ckptmgr.maintenance.recompress import Outcome, RecompressResult, recompress
 from ckptmgr.maintenance.verify import Status, verify_all
 from ckptmgr.store.manifest.codec import decode, encode, manifest_name
 from ckptmgr.store.store import Store
@@ -56,7 +56,7 @@ def save_two(directory: Path, *, key: Key | None = None, compression: str | None
 
 def change(
     directory: Path, step: int, *, level: int | None = 1, key: Key | KeyRing | None = None
-) -> Recompressed:
+) -> RecompressResult:
     store = Store(directory, trust=Trust(keys=key, allow_unencrypted=not (key is not None)))
     return recompress(
         store, of_step(store, step), level=level, options=ReadOptions(trust=Trust(keys=key))

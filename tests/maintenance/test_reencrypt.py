@@ -35,7 +35,7 @@ from ckptmgr.training.manager import CheckpointManager
 from tests.support.rekeying import NEW, OLD, OTHER, ROTATION, openers, rekey, ring, save_run
 from tests.support.saved import only
 
-ANEW = KeyChange(keys=ring(OLD), add=(ring(NEW),), is_only=True)
+ANEW = KeyChange(keys=ring(OLD), add=(ring(NEW),), is_exclusive=True)
 
 
 def reencrypt(directory: Path, change: KeyChange = ANEW) -> Action:
@@ -97,7 +97,7 @@ def test_file_that_was_only_rekeyed_is_not_taken_as_done(tmp_path: Path) -> None
         reencrypt(tmp_path)
     assert NEW.key_id in str(caught.value.hint)
     assert "--key" in str(caught.value.hint)
-    again = KeyChange(keys=ring(NEW), add=(ring(NEW),), is_only=True)
+    again = KeyChange(keys=ring(NEW), add=(ring(NEW),), is_exclusive=True)
     assert reencrypt(tmp_path, again) is Action.REENCRYPT
     assert data_key(tmp_path, ring(NEW)) != before
     assert reencrypt(tmp_path) is Action.NOTHING
@@ -108,7 +108,7 @@ def test_file_that_was_rekeyed_to_a_public_key_is_not_taken_as_done(tmp_path: Pa
     public = ring(generate_pair("x25519")[1])
     rekey(KeyChange(keys=ring(OLD), add=(public,), remove=(ring(OLD),)), directory=tmp_path)
     with pytest.raises(KeyProblem, match="another key") as caught:
-        reencrypt(tmp_path, KeyChange(keys=ring(OLD), add=(public,), is_only=True))
+        reencrypt(tmp_path, KeyChange(keys=ring(OLD), add=(public,), is_exclusive=True))
     assert "where only its keys were changed" in str(caught.value.hint)
 
 
@@ -132,7 +132,7 @@ def test_file_that_was_rekeyed_and_then_compressed_has_no_manifest_key_that_the_
     assert manifest_key(tmp_path, ring(private)) == known
     store = Store(tmp_path, trust=Trust(keys=ring(private)))
     recompress(store, only(store), level=3, options=ReadOptions(trust=Trust(keys=ring(private))))
-    change = KeyChange(keys=ring(OLD), add=(ring(public),), is_only=True)
+    change = KeyChange(keys=ring(OLD), add=(ring(public),), is_exclusive=True)
     assert reencrypt(tmp_path, change) is Action.NOTHING
     assert manifest_key(tmp_path, ring(private)) != known
 
@@ -140,7 +140,7 @@ def test_file_that_was_rekeyed_and_then_compressed_has_no_manifest_key_that_the_
 def test_reencryption_that_was_cut_is_finished_before_a_key_is_removed(tmp_path: Path) -> None:
     save_run(directory=tmp_path, steps=1)
     private, public = generate_pair("x25519")
-    change = KeyChange(keys=ring(OLD), add=(ring(public),), is_only=True)
+    change = KeyChange(keys=ring(OLD), add=(ring(public),), is_exclusive=True)
     cut = open_for_rekeying(tmp_path, change, fs=_Cut())
     with pytest.raises(OSError, match="cut"):
         reencrypt_checkpoint(cut, only(cut), change)
@@ -169,7 +169,7 @@ class _Cut(OsFileSystem):
 
 def test_file_that_opens_for_others_as_well_is_not_taken_as_done(tmp_path: Path) -> None:
     save_run(directory=tmp_path, steps=1)
-    both = KeyChange(keys=ring(OLD), add=(ring(NEW), ring("horse")), is_only=True)
+    both = KeyChange(keys=ring(OLD), add=(ring(NEW), ring("horse")), is_exclusive=True)
     assert reencrypt(tmp_path, both) is Action.REENCRYPT
     assert reencrypt(tmp_path, both) is Action.NOTHING
     with pytest.raises(KeyProblem, match="another key"):
@@ -191,7 +191,7 @@ def test_file_with_an_older_header_copy_for_the_old_key_is_encrypted_anew(tmp_pa
 
 def test_key_that_opens_nothing_hears_nothing_about_rekeying(tmp_path: Path) -> None:
     save_run(directory=tmp_path, steps=1)
-    change = KeyChange(keys=ring(OTHER), add=(ring(NEW),), is_only=True)
+    change = KeyChange(keys=ring(OTHER), add=(ring(NEW),), is_exclusive=True)
     store = open_for_rekeying(tmp_path, change)
     with pytest.raises(KeyProblem) as caught:
         plan_reencryption(store, only(store), change)

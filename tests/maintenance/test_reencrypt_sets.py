@@ -48,7 +48,7 @@ from tests.support.rekeying import NEW, openers, opens, ring
 
 OLD = Key(KEY)
 BOTH = (ring(OLD), ring(NEW))
-ANEW = KeyChange(keys=BOTH[0], add=(BOTH[1],), is_only=True)
+ANEW = KeyChange(keys=BOTH[0], add=(BOTH[1],), is_exclusive=True)
 FORMS = pytest.mark.parametrize(
     "config", [{"crc_check": True}, SAFETENSORS, ZSTD], ids=["ckpt", "container", "compressed"]
 )
@@ -181,13 +181,13 @@ def test_old_files_are_removed_on_the_word_of_a_proven_manifest_only() -> None:
     disk = saved(enc_key=KEY, **SAFETENSORS)
     old = {name: disk.read_bytes(RUNS / name) for name in only(disk).shards}
     private, public = generate_pair("x25519")
-    change = KeyChange(keys=BOTH[0], add=(ring(public),), is_only=True)
+    change = KeyChange(keys=BOTH[0], add=(ring(public),), is_exclusive=True)
     reencrypt(disk, change)
     for name, content in old.items():
         put(disk, RUNS / name, content)
     assert reencrypt(disk, change) is Action.NOTHING
     assert set(old) <= files_of_ranks(disk)
-    with_private = KeyChange(keys=ring(private), add=(ring(private),), is_only=True)
+    with_private = KeyChange(keys=ring(private), add=(ring(private),), is_exclusive=True)
     assert reencrypt(disk, with_private) is Action.REENCRYPT
     assert files_of_ranks(disk) == set(only(disk).shards)
 
@@ -236,17 +236,17 @@ def test_set_that_was_only_rekeyed_is_not_taken_as_done() -> None:
     rekey_checkpoint(store, only(disk), rotation)
     with pytest.raises(KeyProblem, match="another key"):
         reencrypt(disk)
-    again = KeyChange(keys=BOTH[1], add=(BOTH[1],), is_only=True)
+    again = KeyChange(keys=BOTH[1], add=(BOTH[1],), is_exclusive=True)
     assert reencrypt(disk, again) is Action.REENCRYPT
 
 
 def test_set_is_encrypted_for_a_public_key() -> None:
     disk = saved(enc_key=KEY, **SAFETENSORS)
     private, public = generate_pair("x25519")
-    change = KeyChange(keys=BOTH[0], add=(ring(public), ring("horse")), is_only=True)
+    change = KeyChange(keys=BOTH[0], add=(ring(public), ring("horse")), is_exclusive=True)
     assert reencrypt(disk, change) is Action.REENCRYPT
     assert openers(only(disk), [BOTH[0], ring(private), ring("horse")], fs=disk) == [1, 2]
-    to_public = KeyChange(keys=ring("horse"), add=(ring(public),), is_only=True)
+    to_public = KeyChange(keys=ring("horse"), add=(ring(public),), is_exclusive=True)
     assert reencrypt(disk, to_public) is Action.REENCRYPT
     assert openers(only(disk), [BOTH[0], ring(private), ring("horse")], fs=disk) == [1]
     assert reencrypt(disk, to_public) is Action.NOTHING

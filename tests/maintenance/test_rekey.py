@@ -102,19 +102,19 @@ def test_rotation_done_twice_changes_nothing_more(tmp_path: Path) -> None:
 def test_public_key_and_passphrase_are_added_and_removed(tmp_path: Path) -> None:
     save_run(directory=tmp_path, steps=1)
     private, public = generate_pair("mlkem768-x25519")
-    everybody = [ring(OLD), ring("horse"), ring(private), ring(NEW)]
+    all_keys = [ring(OLD), ring("horse"), ring(private), ring(NEW)]
     rekey(KeyChange(keys=ring(OLD), add=(ring("horse"), ring(public))), directory=tmp_path)
     (checkpoint,) = Store(tmp_path).scan()
-    assert openers(checkpoint, everybody) == [0, 1, 2]
+    assert openers(checkpoint, all_keys) == [0, 1, 2]
     assert len(checkpoint.opened_by) == 3
     rekey(KeyChange(keys=ring("horse"), remove=(ring(OLD),)), directory=tmp_path)
-    assert openers(checkpoint, everybody) == [1, 2]
+    assert openers(checkpoint, all_keys) == [1, 2]
     rekey(
         KeyChange(keys=ring(private), add=(ring(NEW),), remove=(ring("horse"),)), directory=tmp_path
     )
-    assert openers(checkpoint, everybody) == [2, 3]
+    assert openers(checkpoint, all_keys) == [2, 3]
     rekey(KeyChange(keys=ring(NEW), remove_ids=ring(public).key_ids), directory=tmp_path)
-    assert openers(checkpoint, everybody) == [3]
+    assert openers(checkpoint, all_keys) == [3]
     (checkpoint,) = Store(tmp_path).scan()
     assert checkpoint.opened_by == (f"key {NEW.key_id}",)
 
@@ -327,7 +327,7 @@ def test_file_that_is_signed_is_encrypted_anew_with_the_signing_key_only(
 ) -> None:
     signer = SigningKey.generate()
     save_run(directory=tmp_path, form=form, signing_key=signer, steps=1)
-    change = KeyChange(keys=ring(OLD), add=(ring(NEW),), is_only=True)
+    change = KeyChange(keys=ring(OLD), add=(ring(NEW),), is_exclusive=True)
     (checkpoint,) = Store(tmp_path).scan()
     with pytest.raises(KeyProblem, match="signed"):
         reencrypt_checkpoint(open_for_rekeying(tmp_path, change), checkpoint, change)
@@ -351,7 +351,7 @@ def test_plain_file_is_not_encrypted_anew(tmp_path: Path) -> None:
     from tests.support.saved import save_run as save_plain
 
     save_plain(tmp_path, [1])
-    change = KeyChange(keys=ring(OLD), add=(ring(NEW),), is_only=True)
+    change = KeyChange(keys=ring(OLD), add=(ring(NEW),), is_exclusive=True)
     (checkpoint,) = Store(tmp_path).scan()
     store = Store(tmp_path)
     assert reencrypt_checkpoint(store, checkpoint, change).action is Action.PLAIN
@@ -364,7 +364,7 @@ def test_file_without_manifest_gets_one_where_its_name_is_trusted(
     save_run(directory=tmp_path, form=form, steps=1)
     (path,) = (one.path for one in Store(tmp_path).scan())
     (tmp_path / manifest_name(path.name)).unlink()
-    change = KeyChange(keys=ring(OLD), add=(ring(NEW),), is_only=True)
+    change = KeyChange(keys=ring(OLD), add=(ring(NEW),), is_exclusive=True)
     (checkpoint,) = Store(tmp_path).scan()
     with pytest.raises(UnsealedCheckpoint, match="nothing but its name"):
         reencrypt_checkpoint(open_for_rekeying(tmp_path, change), checkpoint, change)
@@ -380,7 +380,7 @@ def test_damaged_file_is_not_encrypted_anew(tmp_path: Path) -> None:
     (path,) = tmp_path.glob("*.ckpe")
     flip(path, -5)
     before = path.read_bytes()
-    change = KeyChange(keys=ring(OLD), add=(ring(NEW),), is_only=True)
+    change = KeyChange(keys=ring(OLD), add=(ring(NEW),), is_exclusive=True)
     (checkpoint,) = Store(tmp_path).scan()
     with pytest.raises(CorruptCheckpoint):
         reencrypt_checkpoint(open_for_rekeying(tmp_path, change), checkpoint, change)
@@ -393,11 +393,11 @@ def test_key_that_opens_nothing_mends_and_changes_nothing(tmp_path: Path, form: 
     save_run(directory=tmp_path, form=form, steps=1)
     for change in (
         KeyChange(keys=ring(OTHER)),
-        KeyChange(keys=ring(OTHER), add=(ring(NEW),), is_only=True),
+        KeyChange(keys=ring(OTHER), add=(ring(NEW),), is_exclusive=True),
     ):
         store = open_for_rekeying(tmp_path, change)
         (checkpoint,) = store.scan()
-        plan = plan_reencryption if change.is_only else plan_rekeying
+        plan = plan_reencryption if change.is_exclusive else plan_rekeying
         with pytest.raises(KeyProblem):
             plan(store, checkpoint, change)
 
@@ -425,18 +425,18 @@ def test_file_whose_digests_cover_its_header_is_not_rekeyed_but_encrypted_anew(
     with pytest.raises(UnsafeWrite, match="cover its header"):
         rekey(ROTATION, directory=tmp_path)
     assert openers(checkpoint, [ring(OLD), ring(NEW)]) == [0]
-    change = KeyChange(keys=ring(OLD), add=(ring(NEW),), is_only=True)
+    change = KeyChange(keys=ring(OLD), add=(ring(NEW),), is_exclusive=True)
     reencrypt_checkpoint(open_for_rekeying(tmp_path, change), checkpoint, change)
     assert openers(checkpoint, [ring(OLD), ring(NEW)]) == [1]
 
 
 def test_passphrases_of_a_change_are_stretched_together() -> None:
     change = KeyChange(keys=ring("horse"), add=(ring(NEW), ring("battery")))
-    everybody = change.everybody
-    assert everybody.identities[0] is change.keys.identities[0]
-    assert everybody.identities[2] is change.add[1].identities[0]
+    all_keys = change.all_keys
+    assert all_keys.identities[0] is change.keys.identities[0]
+    assert all_keys.identities[2] is change.add[1].identities[0]
     assert change.added.recipients[1] is change.add[1].recipients[0]
-    assert everybody.labels == (*change.keys.labels, *change.added.labels)
+    assert all_keys.labels == (*change.keys.labels, *change.added.labels)
 
 
 def test_encrypting_anew_makes_a_new_key_for_the_manifest_too(tmp_path: Path) -> None:
@@ -447,7 +447,7 @@ def test_encrypting_anew_makes_a_new_key_for_the_manifest_too(tmp_path: Path) ->
     before = Store(tmp_path, trust=Trust(keys=ring(private), allow_unencrypted=True)).read_manifest(
         checkpoint.name
     )
-    change = KeyChange(keys=ring(OLD), add=(ring(public), ring(NEW)), is_only=True)
+    change = KeyChange(keys=ring(OLD), add=(ring(public), ring(NEW)), is_exclusive=True)
     reencrypt_checkpoint(open_for_rekeying(tmp_path, change), checkpoint, change)
     after = Store(tmp_path, trust=Trust(keys=ring(private), allow_unencrypted=True)).read_manifest(
         checkpoint.name

@@ -19,7 +19,7 @@ from tests.cli.running import run
 from tests.support.rekeying import NEW, OLD, ROTATION, rekey, ring, save_run
 from tests.support.saved import only, overwrite
 
-ANEW = KeyChange(keys=ring(OLD), add=(ring(NEW),), is_only=True)
+ANEW = KeyChange(keys=ring(OLD), add=(ring(NEW),), is_exclusive=True)
 
 
 def shared(directory: Path, *, form: str = "safetensors") -> dict[str, int]:

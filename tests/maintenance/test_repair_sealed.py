@@ -21,7 +21,7 @@ from ckptmgr.crypto.keys.signing import SigningKey
 from ckptmgr.files.load.shards import ShardedCheckpoint
 from ckptmgr.files.load.values import ReadOptions
 from ckptmgr.maintenance.repair import repair_checkpoint
-from ckptmgr.maintenance.repair_source import Healing
+from ckptmgr.maintenance.repair_source import RepairResult
 from ckptmgr.maintenance.verify import Status, verify_checkpoint
 from ckptmgr.parallel.shard_store import ShardStore
 from ckptmgr.store.store import Store
@@ -82,7 +82,7 @@ def damage(disk: ModelDisk, name: str, at: float) -> None:
     put(disk, RUNS / name, bytes(content))
 
 
-def repaired(disk: ModelDisk, key: bytes | None = KEY) -> list[Healing]:
+def repaired(disk: ModelDisk, key: bytes | None = KEY) -> list[RepairResult]:
     store = store_on(disk, key)
     options = OPTIONS if key is not None else ReadOptions()
     return repair_checkpoint(store, first_of(store), options=options, clock=lambda: START + 1e6)

@@ -531,7 +531,7 @@ def test_signature_outlives_new_keys_of_a_container(tmp_path: Path) -> None:
 @pytest.mark.parametrize("format", ["ckpt", "safetensors"])
 def test_file_that_is_encrypted_anew_must_be_signed_anew(tmp_path: Path, format: str) -> None:
     train(tmp_path, range(1, 2), enc_key=KEY.raw, format=format)
-    change = KeyChange(keys=ring(KEY), add=(ring(NEW),), is_only=True)
+    change = KeyChange(keys=ring(KEY), add=(ring(NEW),), is_exclusive=True)
     store = open_for_rekeying(tmp_path, change)
     for step in (plan_reencryption, reencrypt_checkpoint):
         with pytest.raises(KeyProblem, match="is signed; without its key"):
@@ -539,7 +539,7 @@ def test_file_that_is_encrypted_anew_must_be_signed_anew(tmp_path: Path, format:
     if format == "ckpt":
         with pytest.raises(KeyProblem, match="is signed; without its key"):
             rekey_checkpoint(
-                store, only(store), replace(change, is_only=False, remove=(ring(KEY),))
+                store, only(store), replace(change, is_exclusive=False, remove=(ring(KEY),))
             )
     store = open_for_rekeying(tmp_path, change, trust=Trust(signing_key=SIGNER))
     reencrypt_checkpoint(store, only(store), change)
@@ -551,7 +551,7 @@ def test_file_that_is_encrypted_anew_is_still_the_one_that_the_next_one_names(
     tmp_path: Path,
 ) -> None:
     train(tmp_path, range(1, 3), enc_key=KEY.raw, format="safetensors")
-    change = KeyChange(keys=ring(KEY), add=(ring(NEW),), is_only=True)
+    change = KeyChange(keys=ring(KEY), add=(ring(NEW),), is_exclusive=True)
     store = open_for_rekeying(tmp_path, change, trust=Trust(signing_key=SIGNER))
     (first,) = [c for c in store.scan() if c.step == 1]
     reencrypt_checkpoint(store, first, change)

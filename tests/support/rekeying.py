@@ -25,7 +25,7 @@ from ckptmgr.formats.source import BytesSource
 from ckptmgr.io.digest import digest_of
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.io.leases import Processes
-from ckptmgr.maintenance.rekey import Rekeying, open_for_rekeying, rekey_checkpoint
+from ckptmgr.maintenance.rekey import RekeyPlan, open_for_rekeying, rekey_checkpoint
 from ckptmgr.maintenance.rekey_change import KeyChange
 from ckptmgr.maintenance.verify import Status, verify_checkpoint
 from ckptmgr.store.manifest.codec import FileEntry, encode, manifest_name
@@ -91,7 +91,7 @@ def rekey(
     fs: FileSystem | None = None,
     directory: Path = RUNS,
     processes: Processes | None = None,
-) -> list[Rekeying]:
+) -> list[RekeyPlan]:
     """Change the keys of everything in a directory."""
     store = open_for_rekeying(directory, change, fs=fs, processes=processes)
     unfinished = (State.LEFTOVER, State.WRITING)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ckptmgr.cli.selectors import Selected
     from ckptmgr.files.load.values import ReadOptions
     from ckptmgr.files.save.compressed import Figures
-    from ckptmgr.maintenance.recompress import Recompressed
+    from ckptmgr.maintenance.recompress import RecompressResult
 
 _MAX_LEVEL = 19
 
@@ -92,7 +92,7 @@ def _convert_all(
     level: int | None,
     reading: ReadOptions,
     failures: list[Exception],
-) -> Iterator[Recompressed]:
+) -> Iterator[RecompressResult]:
     from ckptmgr.maintenance.recompress import recompress
 
     for one in selected:
@@ -108,7 +108,7 @@ def _convert_all(
         yield answer
 
 
-def _print(output: Output, answer: Recompressed) -> None:
+def _print(output: Output, answer: RecompressResult) -> None:
     before, after = answer.source.size_bytes, answer.target.size_bytes
     arrow = "→" if output.has_unicode else "->"
     if answer.outcome.value == "nothing":
@@ -121,7 +121,7 @@ def _print(output: Output, answer: Recompressed) -> None:
     )
 
 
-def _show(output: Output, done: Sequence[Recompressed], *, failed: int) -> None:
+def _show(output: Output, done: Sequence[RecompressResult], *, failed: int) -> None:
     by_dtype = _together(done)
     if output.is_quiet:
         output.paths([one.target.path for one in done])
@@ -140,7 +140,7 @@ def _show(output: Output, done: Sequence[Recompressed], *, failed: int) -> None:
         output.table(header, rows, right="RAW STORED RATIO GB/S")
 
 
-def _together(done: Sequence[Recompressed]) -> Mapping[str, Figures]:
+def _together(done: Sequence[RecompressResult]) -> Mapping[str, Figures]:
     from ckptmgr.files.save.compressed import Figures
 
     total: dict[str, Figures] = {}
@@ -161,7 +161,7 @@ def _row(name: str, figures: Figures) -> list[Cell]:
     return [Cell(text) for text in texts]
 
 
-def _item(one: Recompressed) -> dict[str, Json]:
+def _item(one: RecompressResult) -> dict[str, Json]:
     return {
         **render.checkpoint_json(one.target),
         "outcome": one.outcome.value,

@@ -19,7 +19,7 @@ from ckptmgr.core.names import CONTAINER_SUFFIX
 
 if TYPE_CHECKING:
     from ckptmgr.crypto.keys.ring import Keys
-    from ckptmgr.maintenance.convert_target import Converted
+    from ckptmgr.maintenance.convert_target import ConversionResult
 
 _PIPE = "-"
 
@@ -185,7 +185,7 @@ def _write(chunks: Iterable[memoryview]) -> int:
 def _convert(
     ctx: click.Context,
     source: Path,
-    convert: Callable[[Path], Converted],
+    convert: Callable[[Path], ConversionResult],
     target: Path,
     *,
     as_json: bool,

@@ -16,8 +16,8 @@ from ckptmgr.cli.options import Session
 from ckptmgr.core.errors import CheckpointNotFound, UnsafePrune
 
 if TYPE_CHECKING:
-    from ckptmgr.cli.prune_table import Shown
-    from ckptmgr.maintenance.prune import Outcome, Proposal
+    from ckptmgr.cli.prune_table import PlanView
+    from ckptmgr.maintenance.prune import Proposal, PruneResult
     from ckptmgr.policy.rules import RetentionPolicy
     from ckptmgr.store.store import Store
 
@@ -68,13 +68,13 @@ def prune_command(
     removed by the next prune after it; until then --undo brings the last batch back.
     """
     from ckptmgr.cli.policy_file import load_policy
-    from ckptmgr.cli.prune_table import Shown
+    from ckptmgr.cli.prune_table import PlanView
     from ckptmgr.maintenance.prune import propose
 
     store = options.open_store(directory, trust=given_trust.load())
     if not store.directory.is_dir():
         raise CheckpointNotFound("no such directory", path=directory)
-    # What is shown and agreed to is of this directory, whatever gets its path meanwhile.
+    # What is view and agreed to is of this directory, whatever gets its path meanwhile.
     ctx.with_resource(store.fs.hold_directory(store.directory))
     output = render.make_output(ctx, store.directory, as_json=as_json, quiet=quiet)
     if undo:
@@ -84,23 +84,23 @@ def prune_command(
     policy = load_policy(keep, store.directory)
     now, life = ctx.ensure_object(Session).now(), _duration(grace)
     if not (dry_run or check or yes):
-        _check_that_somebody_can_agree(store, policy, series=series, now=now)
+        _check_can_ask(store, policy, series=series, now=now)
     with output.progress("the newest", 0):
         proposal = propose(store, policy, now=now, series=series, grace=life)
-    shown = Shown(output=output, directory=directory, series=series, verbose=verbose)
+    view = PlanView(output=output, directory=directory, series=series, verbose=verbose)
     if dry_run or check:
-        shown.plan(proposal)
-        shown.result(proposal, None)
+        view.plan(proposal)
+        view.result(proposal, None)
         return Exit.NO if check and proposal.dropped else Exit.DONE
     if not quiet:
-        shown.plan(proposal)
+        view.plan(proposal)
     if proposal.is_empty:
-        shown.result(proposal, None)
+        view.result(proposal, None)
         return Exit.DONE
     if not (yes or _agreed(proposal, at_once=at_once)):
         note("nothing was changed")
         return Exit.NO
-    return _act(store, proposal, shown, at_once=at_once)
+    return _act(store, proposal, view, at_once=at_once)
 
 
 def _duration(text: str) -> timedelta:
@@ -112,10 +112,10 @@ def _duration(text: str) -> timedelta:
     return value
 
 
-def _check_that_somebody_can_agree(
+def _check_can_ask(
     store: Store, policy: RetentionPolicy, *, series: str | None, now: datetime
 ) -> None:
-    """Raise UnsafePrune if anything would go and nobody can be asked; the newest, which may be large, is not read for that."""
+    """Raise UnsafePrune if checkpoints would go and stdin is not a terminal; reads manifests only."""
     from ckptmgr.cli.selectors import listed
     from ckptmgr.policy.retention import plan
 
@@ -124,12 +124,12 @@ def _check_that_somebody_can_agree(
     found = listed(store, series=series)
     for name in {c.series for c in found}:
         if plan([c for c in found if c.series == name], policy, now).dropped:
-            raise _nobody_to_ask()
+            raise _no_terminal()
 
 
-def _nobody_to_ask() -> UnsafePrune:
+def _no_terminal() -> UnsafePrune:
     return UnsafePrune(
-        "nobody can be asked here, so nothing was changed",
+        "stdin is not a terminal, so nothing was changed",
         hint="look at the plan (--dry-run), then pass --yes",
     )
 
@@ -141,27 +141,27 @@ def _agreed(proposal: Proposal, *, at_once: bool) -> bool:
         UnsafePrune: There is none.
     """
     if not sys.stdin.isatty():
-        raise _nobody_to_ask()
+        raise _no_terminal()
     dropped = render.count(len(proposal.dropped), "checkpoint")
     what = f"Remove {dropped} for good?" if at_once else f"Move {dropped} to the trash?"
     return click.confirm(what if proposal.dropped else "Clean up?", err=True)
 
 
-def _act(store: Store, proposal: Proposal, shown: Shown, *, at_once: bool) -> int:
+def _act(store: Store, proposal: Proposal, view: PlanView, *, at_once: bool) -> int:
     from ckptmgr.maintenance.prune import carry_out
 
     outcome = carry_out(store, proposal, at_once=at_once)
     for sentence in outcome.notes:
         note(sentence)
-    shown.result(proposal, outcome)
+    view.result(proposal, outcome)
     if outcome.batch is not None:
         note(
             "the disk space is freed by the first prune after the grace time; --now frees it at once"
         )
-    return _code(outcome, as_json=shown.output.is_json)
+    return _code(outcome, as_json=view.output.is_json)
 
 
-def _code(outcome: Outcome, *, as_json: bool) -> int:
+def _code(outcome: PruneResult, *, as_json: bool) -> int:
     """Report what failed; the exit code is that of the first failure, or 3 when it is no class of its own."""
     codes = [report(error, as_json=as_json) for error in outcome.failures]
     if not codes:

@@ -11,7 +11,7 @@ import click
 
 from ckptmgr.cli import options
 from ckptmgr.cli.exits import note
-from ckptmgr.cli.key_changes import Given, KeyChanges, plan_options
+from ckptmgr.cli.key_changes import ChangeOptions, KeyChanges, plan_options
 from ckptmgr.core.errors import KeyProblem
 
 if TYPE_CHECKING:
@@ -44,7 +44,10 @@ _KEY_ID = re.compile(r"[0-9a-f]{16}")
 @options.output_options
 @click.pass_context
 def rekey_command(
-    ctx: click.Context, add: tuple[str, ...], remove: tuple[str, ...], **given: Unpack[Given]
+    ctx: click.Context,
+    add: tuple[str, ...],
+    remove: tuple[str, ...],
+    **given: Unpack[ChangeOptions],
 ) -> int:
     """Change who may open checkpoints, without touching their data.
 
@@ -90,7 +93,9 @@ def rekey_command(
 )
 @options.output_options
 @click.pass_context
-def reencrypt_command(ctx: click.Context, to: tuple[str, ...], **given: Unpack[Given]) -> int:
+def reencrypt_command(
+    ctx: click.Context, to: tuple[str, ...], **given: Unpack[ChangeOptions]
+) -> int:
     """Encrypt checkpoints anew, under new data keys.
 
     Each file is written once more, as a stream, without plaintext on the disk, and takes the place of the old one like a save;
@@ -103,7 +108,7 @@ def reencrypt_command(ctx: click.Context, to: tuple[str, ...], **given: Unpack[G
     change = KeyChange(
         keys=_old_keys(given["given_trust"].key_sources),
         add=_rings("--to", to, is_new=True),
-        is_only=True,
+        is_exclusive=True,
     )
     return KeyChanges(ctx, change, given).run(plan_reencryption, reencrypt_checkpoint)
 

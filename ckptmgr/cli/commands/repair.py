@@ -16,7 +16,7 @@ from ckptmgr.cli.render import Json, Output
 
 if TYPE_CHECKING:
     from ckptmgr.core.model import Checkpoint
-    from ckptmgr.maintenance.repair_source import Healing
+    from ckptmgr.maintenance.repair_source import RepairResult
 
 
 @options.command("repair", examples=("repair runs/net-40.shards", "repair 40 --dir runs"))
@@ -56,7 +56,7 @@ def repair_command(
     return _show(output, selected.checkpoint, done, root)
 
 
-def _show(output: Output, checkpoint: Checkpoint, done: Sequence[Healing], root: Path) -> int:
+def _show(output: Output, checkpoint: Checkpoint, done: Sequence[RepairResult], root: Path) -> int:
     left = [one for one in done if one.problem is not None]
     if output.is_json:
         output.result(
@@ -77,7 +77,7 @@ def _show(output: Output, checkpoint: Checkpoint, done: Sequence[Healing], root:
     return Exit.NO if len(left) == len(done) else Exit.PARTLY
 
 
-def _item(one: Healing) -> dict[str, Json]:
+def _item(one: RepairResult) -> dict[str, Json]:
     return {
         "name": one.name,
         "healed": one.problem is None,

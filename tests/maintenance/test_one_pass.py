@@ -23,7 +23,7 @@ from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.io.digest import RANGE_BYTES, FileDigest, digest_of
 from ckptmgr.io.threads import PIECE_BYTES
-from ckptmgr.maintenance.one_pass import DigestedSource, checked_at_once
+from ckptmgr.maintenance.one_pass import HashingSource, verify_in_one_pass
 from ckptmgr.store.store import Store
 from tests.support.saved import GOLDEN_FILES
 from tests.support.surface import KEY
@@ -80,7 +80,7 @@ def saved(directory: Path, way: str, size: int) -> tuple[bytes, FileDigest]:
 def test_file_is_right_after_one_reading(tmp_path: Path, way: str, size: int) -> None:
     data, digest = saved(tmp_path, way, size)
     source = Counted(data)
-    checks = checked_at_once(source, digest, path="x", options=options_of(way))
+    checks = verify_in_one_pass(source, digest, path="x", options=options_of(way))
     assert checks == (("CRC32",) if way.endswith("crc") else ())
     assert source.read_bytes < 1.3 * len(data) + 100_000
 
@@ -101,7 +101,7 @@ def test_flipped_bit_is_never_right(
     first = BLANK_BYTES if way.startswith("container") else 0
     damaged[place.choice([first, len(damaged) - 1, place.randrange(first, len(damaged))])] ^= 4
     try:
-        checks = checked_at_once(BytesSource(damaged), digest, path="x", options=options_of(way))
+        checks = verify_in_one_pass(BytesSource(damaged), digest, path="x", options=options_of(way))
     except (CkptmgrError, CryptoError, FormatError):
         return
     assert checks is None
@@ -115,7 +115,7 @@ def test_digests_of_another_save_are_never_right(
     ranges = (digest.ranges[1], *digest.ranges[1:])
     other = FileDigest(size_bytes=len(content), ranges=ranges, blank_bytes=digest.blank_bytes)
     with pytest.raises(CkptmgrError):
-        checked_at_once(BytesSource(content), other, path="x", options=options_of(way))
+        verify_in_one_pass(BytesSource(content), other, path="x", options=options_of(way))
 
 
 @pytest.mark.parametrize("way", ["plain crc", "safetensors crc"])
@@ -130,25 +130,25 @@ def test_wrong_crc_is_not_right_though_the_digests_are(
     content[at] ^= 1
     source = BytesSource(content)
     with pytest.raises(FormatError, match="the CRC32 is"):
-        checked_at_once(source, digest_of(source), path="x", options=ReadOptions())
+        verify_in_one_pass(source, digest_of(source), path="x", options=ReadOptions())
 
 
 def test_file_that_is_not_sealed_is_left_to_others() -> None:
     data = (GOLDEN_FILES / "gcm128.ckpt").read_bytes()
     options = ReadOptions(trust=Trust(keys=Key(bytes(range(16))), allow_unencrypted=True))
     digest = digest_of(BytesSource(data))
-    assert checked_at_once(BytesSource(data), digest, path="x", options=options) is None
+    assert verify_in_one_pass(BytesSource(data), digest, path="x", options=options) is None
 
 
 def test_ranges_of_another_length_are_left_to_others() -> None:
     digest = FileDigest(size_bytes=1, ranges=(bytes(32),), range_bytes=1 << 20)
-    assert checked_at_once(BytesSource(b"x"), digest, path="x", options=WITH_KEY) is None
+    assert verify_in_one_pass(BytesSource(b"x"), digest, path="x", options=WITH_KEY) is None
 
 
 def test_source_that_was_not_started_is_not_right() -> None:
     content = b"content"
     digest = digest_of(BytesSource(content))
-    assert not DigestedSource(BytesSource(content), digest, path="x").finish()
+    assert not HashingSource(BytesSource(content), digest, path="x").finish()
 
 
 LONG = 70_000  # more than is read twice to close a gap
@@ -164,7 +164,7 @@ def test_pieces_in_any_order_and_what_was_left_out_are_hashed(
     scale: int, cuts: list[int], order: random.Random
 ) -> None:
     content = bytes(range(40)) * scale
-    source = DigestedSource(BytesSource(content), digest_of(BytesSource(content)), path="x")
+    source = HashingSource(BytesSource(content), digest_of(BytesSource(content)), path="x")
     source.start(head_bytes=3 * scale)
     ends = sorted({3, 40, *(cut for cut in cuts if cut > 3)})
     pieces = list(itertools.pairwise(ends))
@@ -178,7 +178,7 @@ def test_pieces_in_any_order_and_what_was_left_out_are_hashed(
 def test_block_that_reaches_into_the_next_range_may_come_after_that(*, is_early: bool) -> None:
     content = bytes(RANGE_BYTES + PIECE_BYTES)
     source = Counted(content)
-    digested = DigestedSource(source, digest_of(BytesSource(content)), path="x")
+    digested = HashingSource(source, digest_of(BytesSource(content)), path="x")
     digested.start(head_bytes=9)
     blocks = [(start + 9, PIECE_BYTES) for start in range(0, RANGE_BYTES, PIECE_BYTES)]
     last = (RANGE_BYTES + 9, PIECE_BYTES - 9)
@@ -190,7 +190,7 @@ def test_block_that_reaches_into_the_next_range_may_come_after_that(*, is_early:
 
 def test_block_that_changes_where_it_reaches_into_the_next_range_is_found() -> None:
     content = bytearray(RANGE_BYTES + PIECE_BYTES)
-    source = DigestedSource(BytesSource(content), digest_of(BytesSource(content)), path="x")
+    source = HashingSource(BytesSource(content), digest_of(BytesSource(content)), path="x")
     source.start(head_bytes=0)
     content[RANGE_BYTES] = 1
     with pytest.raises(ChecksumMismatch):
@@ -199,7 +199,7 @@ def test_block_that_changes_where_it_reaches_into_the_next_range_is_found() -> N
 
 def test_piece_that_is_read_twice_is_not_right() -> None:
     content = bytes(range(40))
-    source = DigestedSource(BytesSource(content), digest_of(BytesSource(content)), path="x")
+    source = HashingSource(BytesSource(content), digest_of(BytesSource(content)), path="x")
     source.start(head_bytes=0)
     source.read_into(5, memoryview(bytearray(5)))
     source.read_into(5, memoryview(bytearray(7)))
