@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check one file of a checkpoint: digests, cipher blocks, CRC32, structure, and what it holds."""
+"""Check of one file of a checkpoint: digests, cipher blocks, CRC32, structure and contents."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _HEAD_BYTES = 16
 
 @dataclass(slots=True, kw_only=True)
 class Findings:
-    """What was found in the files of a checkpoint so far; see `Verification`."""
+    """What the checks of a checkpoint's files found so far; fields as of `Verification`."""
 
     checked: list[str] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
@@ -51,14 +51,7 @@ class Findings:
 
 
 class FileCheck:
-    """One check of one file; what was found so far stays when a later step fails.
-
-    Args:
-        path: The file, for messages.
-        level: How thoroughly.
-        options: The key, and whether files without a seal are accepted.
-        findings: Takes what is found.
-    """
+    """One check of one file; adds to `findings`, which stay when a later step fails."""
 
     def __init__(
         self, path: str, *, level: Level, options: ReadOptions, findings: Findings
@@ -76,7 +69,7 @@ class FileCheck:
         Raises:
             CkptmgrError, CryptoError, FormatError, OSError: It is damaged, or cannot be read.
         """
-        # What is decoded after it was checked is read twice; the page cache is then the shorter way.
+        # A deep check reads twice; the second time comes from the page cache.
         with contextlib.closing(
             file if self._level is Level.DEEP else bypass_page_cache(file)
         ) as raw:
@@ -107,9 +100,10 @@ class FileCheck:
             self._findings.checked.append("digests")
 
     def _read_in_one_pass(self, manifest: Manifest, raw: Source) -> bool:
-        """Try to check the digests and the contents of a file in one reading; return whether both are right.
+        """Try to check digests and contents in one reading; return whether both are right.
 
-        Where they are not, or that does not suit the file, one is checked after the other, and says what is wrong.
+        Where they are not, or the file does not allow it, they are checked one after the other, so
+        that the error names the part that is wrong.
         """
         if self._level is not Level.FULL:
             return False
@@ -167,7 +161,7 @@ class FileCheck:
                 self._findings.unchecked.append(
                     "header copies: they differ; ckptmgr rekey mends that"
                 )
-            # Digests leave the header copies out; but what does not open holds nothing that could be wrong.
+            # Digests leave out the header copies, whose damage a signature does not show either.
             if self._level is not Level.QUICK and not _is_signed(manifest):
                 self._findings.status = Status.PARTIAL
             return
@@ -201,7 +195,7 @@ class FileCheck:
             self._findings.status = Status.UNVERIFIED
 
     def _open(self, raw: Source) -> OpenCheckpoint:
-        # What the manifest says about the bytes is checked apart from what they hold.
+        # The digests of the manifest are checked apart from the contents.
         options = replace(self._options, trust=replace(self._options.trust, trusted_keys=()))
         opened = open_source(raw, path=self._path, options=options)
         self._findings.checked.append("structure")
@@ -228,12 +222,12 @@ class FileCheck:
 
 
 def _is_signed(manifest: Manifest | None) -> bool:
-    """Return whether digests vouch for every byte, and somebody who is trusted for the digests."""
+    """Return whether a trusted signature vouches for the digests, and so for every byte."""
     return manifest is not None and manifest.signed_by is not None
 
 
 def check_digests(raw: Source, digest: FileDigest, *, path: str) -> None:
-    """Compare all of a file with the digests in its manifest, ranges in parallel.
+    """Compare a file with the digests in its manifest, ranges in parallel.
 
     Raises:
         ChecksumMismatch: Names the first range that differs and how many do.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a file once, for its digests and for its contents."""
+"""One-pass verify: read a file once, for its digests and for its contents."""
 
 from __future__ import annotations
 
@@ -21,16 +21,9 @@ _MAX_GAP_BYTES = 64 << 10
 def verify_in_one_pass(
     raw: Source, digest: FileDigest, *, path: str, options: ReadOptions
 ) -> tuple[str, ...] | None:
-    """Read a sealed or plain file once, and check its digests, its contents, and its CRC32, if any.
+    """Check digests, contents and CRC32 (where there is one) of a sealed or plain file, read once.
 
-    Args:
-        raw: The file.
-        digest: What its ranges should be.
-        path: For messages.
-        options: The key, if any.
-
-    Returns:
-        `("CRC32",)` or `()`: whether it has one; or None where it cannot be read like this, and nothing is known of it.
+    Returns `("CRC32",)` or `()`; None where the file cannot be read like this and was not checked.
 
     Raises:
         CkptmgrError, CryptoError, FormatError, OSError: It is damaged, or cannot be read.
@@ -49,7 +42,7 @@ def verify_in_one_pass(
         return None
     container = opened.source if isinstance(opened.source, ContainerSource) else None
     source.start(head_bytes=0 if container is None else container.head_bytes)
-    # The pieces of a range in order: what comes early has to be copied, and waits.
+    # Pieces of a range in order: one that comes early is copied and waits for its turn.
     read_through(opened, check_crc=True, units_at_once=RANGE_BYTES // opened.unit_bytes)
     if not source.finish():
         return None
@@ -58,14 +51,10 @@ def verify_in_one_pass(
 
 
 class HashingSource:
-    """A source that hashes what is read through it, between `start` and `finish`. Checks nothing before.
+    """Source that hashes the bytes read through it between `start` and `finish`; `finish` compares.
 
-    What is read must be pieces of at most 4 MiB, none of it twice; what is left out, `finish` reads.
-
-    Args:
-        raw: The file.
-        digest: What its ranges should be; of 16 MiB.
-        path: For messages.
+    Reads must be pieces of at most 4 MiB, none of them twice; `finish` reads the remaining ranges.
+    The digest must have ranges of 16 MiB.
     """
 
     def __init__(self, raw: Source, digest: FileDigest, *, path: str) -> None:
@@ -84,15 +73,15 @@ class HashingSource:
             self._take(self._digests, offset, buffer)
 
     def start(self, *, head_bytes: int) -> None:
-        """Hash from now on, and first the head, of which nothing will be read."""
+        """Hash from now on, beginning with the head, which no other read will fetch."""
         self._digests = RangeDigests(self._verifying)
         self._read(self._digests, 0, head_bytes)
 
     def finish(self) -> bool:
-        """Read what was not read; return whether everything was read once, and all digests match.
+        """Read the remaining bytes; return whether each byte was hashed once and all digests match.
 
         Raises:
-            ChecksumMismatch: A range does not.
+            ChecksumMismatch: A range does not match its digest.
         """
         digests, self._digests = self._digests, None
         if digests is None:
@@ -115,7 +104,7 @@ class HashingSource:
         self._taken.append((offset, view.nbytes))
         for start, piece in digests.pieces(offset, view):
             self._close_gap(digests, start)
-            if digests.next_in(start // RANGE_BYTES) >= start:  # nobody else moves past it
+            if digests.next_in(start // RANGE_BYTES) >= start:  # no other thread moves past it
                 digests.take(start, piece, _nothing)
                 continue
             buffer = self._spare.take()
@@ -123,7 +112,7 @@ class HashingSource:
             digests.take(start, buffer[: piece.nbytes], partial(self._spare.give_back, buffer))
 
     def _close_gap(self, digests: RangeDigests, start: int) -> None:
-        """Hash the few bytes before a piece that belong to a block which another thread is about to read."""
+        """Hash the few bytes before a piece whose block another thread is about to read."""
         first = digests.next_in(start // RANGE_BYTES)
         if 0 < start - first <= _MAX_GAP_BYTES:
             gap = memoryview(bytearray(start - first))
@@ -132,4 +121,4 @@ class HashingSource:
 
 
 def _nothing() -> None:
-    """Do nothing: the piece was hashed while its memory was there."""
+    """Do nothing: the piece was hashed while its memory was valid."""

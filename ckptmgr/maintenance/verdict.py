@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a check of a checkpoint says: how thorough it was, the verdict, and what it rests on."""
+"""Verdict of a check of a checkpoint: its level, its status, and the checks that it is based on."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ CHECKS = (
     "CRC32",
     "every tensor",
 )
-"""The names of all checks, in the order in which they are told."""
+"""The names of all checks, in the order of a report."""
 _NONE: Mapping[str, tuple[int, int]] = MappingProxyType({})
 
 
 class Level(enum.Enum):
-    """How thoroughly to look."""
+    """How thoroughly to check; the table in `verify` says what each level reads."""
 
     QUICK = "quick"
     FULL = "full"
@@ -37,42 +37,39 @@ class Level(enum.Enum):
 
 
 class Status(enum.Enum):
-    """What came out."""
+    """Result of a check."""
 
     OK = "ok"
     """Everything the level promises was checked and is right."""
     UNVERIFIED = "unverified"
-    """Well-formed, but it has no checksum: nothing vouches for its contents."""
+    """Well-formed, but without a checksum: nothing vouches for its contents."""
     PARTIAL = "partial"
-    """Right as far as it could be checked; without the key or a signature, that is not all."""
+    """Right as far as it could be checked; the rest needs the key or a signature."""
     UNSEALED = "unsealed"
     """A key was given, but the file is not authenticated as a whole."""
     UNPROVEN = "unproven"
-    """Keys were given, but none of them proves which checkpoint it is."""
+    """Keys were given, but none of them authenticates its step and series."""
     WRONG_KEY = "wrong key"
     """It does not open with this key."""
     UNREADABLE = "unreadable"
-    """The disk failed, or this version does not know such files."""
+    """The disk failed, or this version does not know the file format."""
     MISSING = "missing"
-    """Its manifest is here, and a data file that it names is not."""
+    """Its manifest is in the directory, and a data file that it names is not."""
     DAMAGED = "damaged"
-    """It is not what was saved."""
+    """Its bytes are not those that were saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What is known about a checkpoint after a check.
+    """Result of checking one checkpoint.
 
     Attributes:
-        checkpoint: The checkpoint.
-        level: How thoroughly it was checked.
-        status: The verdict.
-        problems: What is wrong, one sentence each; of many ranks' files each that failed, after its name.
-        checked: What was checked and is right, a word or two each.
-        unchecked: What could not be checked, and why.
+        problems: What is wrong, one sentence each; for a file of a rank after its name.
+        checked: Checks that passed, names from `CHECKS`.
+        unchecked: Checks that could not be made, each with the reason.
         nonfinite: With `Level.DEEP`: tensor to (number of NaN, number of Inf), where there are any.
         hint: What to do next, or None.
-        obstacle: What kept it from being read although it may be whole; or None.
+        obstacle: A passing error of the disk; the checkpoint may be intact.
     """
 
     checkpoint: Checkpoint

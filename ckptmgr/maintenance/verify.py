@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check that a checkpoint is what was saved. Damage is an answer, never an exception.
+"""Check that a checkpoint is what was saved. Damage is a result, never an exception.
 
-| level | what is checked |
+| level | checks |
 |---|---|
-| quick | manifest, size, and how the file is put together (for `.ckpt` every length and offset; with a key the seal) |
+| quick | manifest, size, and structure (for `.ckpt` every length and offset; with a key the seal) |
 | full | and every digest of the manifest, the CRC32, every compressed frame, and with a key every cipher block |
 | deep | and every tensor decoded, NaN and Inf counted |
 
-Nothing is handed to another library: MindSpore crashes on contents longer than their shape and fills shorter ones with
-zeros, so its files are taken apart here first. Contents stream through a few MiB, in parallel; no array is kept.
+No other library reads the file: MindSpore crashes on contents longer than their shape and fills
+shorter ones with zeros, so its files are parsed here first. Contents stream through a few MiB, in
+parallel; no array is kept.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ckptmgr.core.errors import (
 from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.io.passing_errors import PAUSES_S, is_bad_medium, may_be_whole, may_pass
-from ckptmgr.maintenance.check_file import FileCheck, Findings, check_digests
+from ckptmgr.maintenance.check_file import FileCheck, Findings
 from ckptmgr.maintenance.repair import repair_hint
 from ckptmgr.maintenance.verdict import CHECKS, Level, Status, Verification
 from ckptmgr.observe.observers import EVERYBODY, about
@@ -42,8 +43,6 @@ __all__ = [
     "Level",
     "Status",
     "Verification",
-    "check_digests",
-    "verify_all",
     "verify_checkpoint",
     "was_removed",
 ]
@@ -66,14 +65,14 @@ def verify_checkpoint(
     options: ReadOptions | None = None,
     present: Sequence[Checkpoint] = (),
 ) -> Verification:
-    """Check one checkpoint of a store; whatever is wrong with it is in the answer.
+    """Check one checkpoint of a store; every fault is part of the answer.
 
     Args:
-        store: The directory it lies in; its key authenticates the manifest.
+        store: The directory; its key authenticates the manifest.
         checkpoint: As listed by the store.
-        level: How thoroughly.
+        level: How thoroughly to check.
         options: The key, and whether files without a seal are accepted.
-        present: All that the store lists; those saved later say whether this file is the one they came after.
+        present: The store's listing; later checkpoints name the one that they came after.
     """
     with EVERYBODY.timed("verify", **about(checkpoint)) as told:
         answer = _verify(store, checkpoint, level, options or ReadOptions(), present)
@@ -114,25 +113,8 @@ def _verify(
     )
 
 
-def verify_all(
-    store: Store,
-    checkpoints: Sequence[Checkpoint],
-    *,
-    level: Level = Level.FULL,
-    options: ReadOptions | None = None,
-) -> Iterator[Verification]:
-    """Yield the answer for each checkpoint in turn."""
-    present = store.scan()
-    for checkpoint in checkpoints:
-        yield verify_checkpoint(store, checkpoint, level=level, options=options, present=present)
-
-
 def was_removed(store: Store, answer: Verification) -> bool:
-    """Return whether a checkpoint that did not pass is not there any more: somebody removed it while it was looked at.
-
-    Raises:
-        OSError: From the disk.
-    """
+    """Return whether a checkpoint that failed its check was removed by another process meanwhile."""
     if answer.status in (Status.OK, Status.UNVERIFIED, Status.PARTIAL):
         return False
     now = next((one for one in store.scan() if one.path == answer.checkpoint.path), None)
@@ -142,7 +124,7 @@ def was_removed(store: Store, answer: Verification) -> bool:
 def _repair_hint(
     store: Store, manifest: Manifest | None, worst: _Failure, level: Level
 ) -> str | None:
-    """Return how the damage can be healed, where that was looked for and is possible."""
+    """Return the repair that `repair_checkpoint` would make, where one is possible."""
     is_damaged = worst.status in (Status.DAMAGED, Status.MISSING)
     if manifest is None or not manifest.shards or not is_damaged:
         return None
@@ -176,7 +158,7 @@ class _Failure:
 
 
 class _Check:
-    """One check; what was found so far stays when a later step fails, and the other files are checked all the same."""
+    """One check of all files of a checkpoint; a file that fails does not stop the others."""
 
     def __init__(
         self,
@@ -211,7 +193,7 @@ class _Check:
                     self._check_file(manifest.of_shard(rank))
 
     def has_another_manifest(self) -> bool:
-        """Return whether it was replaced or removed since its manifest was read; then the failures may be none."""
+        """Return whether the manifest was replaced or removed meanwhile: failures may be void."""
         try:
             return self._store.read_manifest(self._checkpoint.name) != self.manifest
         except (CkptmgrError, OSError):

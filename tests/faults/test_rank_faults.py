@@ -14,7 +14,7 @@ import pytest
 from ckptmgr.core.errors import ChecksumMismatch, SaveFailed
 from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.io.filesystem import FileSystem, OutputFile
-from ckptmgr.maintenance.verify import check_digests
+from ckptmgr.maintenance.check_file import check_digests
 from ckptmgr.parallel.errors import RankFailed
 from tests.faults.training import RUNS, SERIES
 from tests.parallel.ranks import (

@@ -30,7 +30,7 @@ from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
 from ckptmgr.formats.tensor import tensor_from_array
 from ckptmgr.io.filesystem import InputFile, OsFileSystem
 from ckptmgr.maintenance.recompress import Outcome, RecompressResult, recompress
-from ckptmgr.maintenance.verify import Status, verify_all
+from ckptmgr.maintenance.verify import Status, verify_checkpoint
 from ckptmgr.store.manifest.codec import decode, encode, manifest_name
 from ckptmgr.store.store import Store
 from ckptmgr.training.manager import CheckpointManager
@@ -72,7 +72,9 @@ def of_step(store: Store, step: int) -> Checkpoint:
 
 def assert_whole(directory: Path, *, key: Key | None = None) -> None:
     store = Store(directory, trust=Trust(keys=key, allow_unencrypted=True))
-    answers = list(verify_all(store, store.scan(), options=ReadOptions(trust=Trust(keys=key))))
+    found = store.scan()
+    options = ReadOptions(trust=Trust(keys=key))
+    answers = [verify_checkpoint(store, one, options=options, present=found) for one in found]
     assert {answer.status for answer in answers} == {Status.OK}
     for answer in answers:
         raw = None if key is None else key.raw
@@ -172,7 +174,8 @@ def assert_steps(directory: Path, key: Key | None) -> None:
     store = Store(directory, trust=Trust(keys=key, allow_unencrypted=True))
     found = [c for c in store.scan() if c.state is State.OK]
     assert {c.step for c in found} == {1, 2}
-    for answer in verify_all(store, found, options=ReadOptions(trust=Trust(keys=key))):
+    options = ReadOptions(trust=Trust(keys=key))
+    for answer in (verify_checkpoint(store, one, options=options, present=found) for one in found):
         assert answer.status is Status.OK
 
 

@@ -17,14 +17,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.files.load.values import ReadOptions
 from ckptmgr.files.save.saver import SaveOptions
 from ckptmgr.formats.tensor import MapTensors, tensor_from_array
 from ckptmgr.io.filesystem import InputFile, OsFileSystem
-from ckptmgr.maintenance.verify import Level, Status, Verification, verify_all, verify_checkpoint
+from ckptmgr.maintenance.verify import Level, Status, Verification, verify_checkpoint
 from ckptmgr.store.manifest.codec import manifest_name
 from ckptmgr.store.store import Store
 from tests.support.crashmodel import FailingDisk, ModelDisk
@@ -378,14 +377,6 @@ def test_checkpoint_that_is_removed_meanwhile_is_unreadable_not_damaged(tmp_path
     answer = verify_checkpoint(store, only(store))
     assert answer.status is Status.UNREADABLE
     assert "No such file" in answer.problems[0]
-
-
-def test_verify_all_answers_for_each_in_turn(tmp_path: Path) -> None:
-    save_run(tmp_path, [10, 20])
-    store = Store(tmp_path)
-    found: list[Checkpoint] = sorted(store.scan(), key=lambda c: c.step)
-    answers = list(verify_all(store, found, level=Level.QUICK))
-    assert [answer.checkpoint.step for answer in answers] == [10, 20]
 
 
 @given(data=st.binary(max_size=200))

@@ -11,7 +11,7 @@ from ckptmgr.core.model import State
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.signing import SigningKey
 from ckptmgr.files.load.values import ReadOptions
-from ckptmgr.maintenance.verify import Status, verify_all
+from ckptmgr.maintenance.verify import Status, verify_checkpoint
 from ckptmgr.store.store import Store
 from ckptmgr.training.manager import CheckpointManager
 from tests.faults.training import KEY, RUNS
@@ -45,10 +45,11 @@ def test_all_files_of_all_ranks_verify_with_the_public_key(config: dict[str, Any
     found = sorted(store.scan(), key=lambda c: c.order)
     assert [c.state for c in found] == [State.OK] * 4
     options = ReadOptions(trust=Trust(trusted_keys=trusted))
-    assert [a.status for a in verify_all(store, found, options=options)] == [Status.OK] * 4
+    answers = [verify_checkpoint(store, one, options=options) for one in found]
+    assert [a.status for a in answers] == [Status.OK] * 4
     flip_bit(disk, found[1].shards[1])
-    answers = [a.status for a in verify_all(store, found, options=options)]
-    assert answers == [Status.OK, Status.DAMAGED, Status.OK, Status.OK]
+    answers = [verify_checkpoint(store, one, options=options, present=found) for one in found]
+    assert [a.status for a in answers] == [Status.OK, Status.DAMAGED, Status.OK, Status.OK]
 
 
 def test_all_ranks_agree_on_the_ids_and_each_checkpoint_names_the_one_before() -> None:
