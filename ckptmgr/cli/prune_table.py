@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a prune plan looks: a header, a timeline, a row with reasons for every checkpoint, and what would be freed."""
+"""Prune plan on the screen: header, timeline, a row with reasons per checkpoint, and sizes."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 from ckptmgr.cli import render
 from ckptmgr.cli.render import Cell, Json, Output
 from ckptmgr.core.model import Checkpoint, Plan, Reason, State, Verdict
+from ckptmgr.core.shard_names import parse_shard_name
 from ckptmgr.maintenance.prune import Proposal, PruneResult, SeriesPlan
 from ckptmgr.policy.rules import Best, RetentionPolicy
 from ckptmgr.series.candidates import is_manifest
@@ -22,11 +23,10 @@ _ASCII_MARKS = {"keep": "#", "drop": ".", "corrupt": "x"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanView:
-    """Where and how plans and results are shown.
+    """Prints plans and results.
 
     Attributes:
-        output: Decides between text, JSON and paths.
-        directory: The directory as the person named it.
+        directory: The directory as named on the command line.
         series: The filter, or None.
         verbose: Whether to list the files that would go.
     """
@@ -184,7 +184,9 @@ def _row(proposal: Proposal, verdict: Verdict, metrics: Sequence[str]) -> list[C
 def _fate(leftover: Checkpoint) -> str:
     if leftover.state is State.WRITING:
         return "stays"
-    # The data of a manifest may still be on the way here.
+    if parse_shard_name(leftover.name) is not None:
+        return "stays; its run removes it at a later save"
+    # The data of a manifest may still be on the way to the directory.
     return (
         "goes when it has been here for a day" if is_manifest(leftover) else "would be cleaned up"
     )

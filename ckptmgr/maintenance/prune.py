@@ -1,16 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prune a directory: propose, ask, and do exactly what was proposed, or nothing.
+"""Prune a directory: propose a plan, and carry out exactly that plan or nothing.
 
-Every series is planned by itself, and the newest checkpoint that would stay is verified. `carry_out` holds the lease of a
-series, plans it again and stops where the plan is no longer the one that was shown. Dropped checkpoints go to the trash and
-are removed by a later prune, after a grace time.
+Every series is planned by itself. `retention.plan` believes the listing, which looks at sizes and
+not at contents; so the newest checkpoint that would stay is verified before an older one goes. A
+damaged one does not count, and the rules are applied again.
 
-Retention plans that leave a whole checkpoint behind.
-
-`retention.plan` believes what a listing says, and a listing looks at sizes, not at contents: the newest checkpoint may be
-half of a file that another program was killed over, or have rotted since. So the newest one that would stay is read and
-verified before anything older goes. A damaged one is not counted, like all that are known to be, and the rules are applied
-again.
+`carry_out` takes the lease of a series, plans it again, and stops where the plan differs from the
+proposed one. Dropped checkpoints go to the trash; a later prune removes them after a grace time.
 """
 
 from __future__ import annotations
@@ -24,6 +20,7 @@ from types import MappingProxyType
 
 from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError, StoreLocked, UnsafePrune
 from ckptmgr.core.model import UNFINISHED, Checkpoint, Plan, State
+from ckptmgr.core.shard_names import parse_shard_name
 from ckptmgr.core.trust import Trust
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.formats.detect import Kind, detect
@@ -37,15 +34,14 @@ from ckptmgr.store.trash_folder import DEFAULT_GRACE
 
 
 class VerifiedPlanner:
-    """Plans the series of a directory; reads as few checkpoints as needed, each at most once.
+    """Plans the series of a directory; verifies as few checkpoints as needed, each at most once.
 
-    Args:
-        store: The directory. Only a key finds damage in the header of a container, which the digests leave out.
+    Only a store with a key finds damage in the header of a container, which digests leave out.
     """
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        # Digests and structure tell what is damaged of all others; nothing else is asked.
+        # Digests and structure show damage; who wrote the checkpoint does not matter here.
         self._options = ReadOptions(trust=Trust(keys=store.trust.keys, allow_unencrypted=True))
         self._problems: dict[Path, str | None] = {}
 
@@ -55,16 +51,11 @@ class VerifiedPlanner:
         return {path: problem for path, problem in self._problems.items() if problem is not None}
 
     def plan(self, history: Sequence[Checkpoint], policy: RetentionPolicy, now: datetime) -> Plan:
-        """Return what a policy would do to one series; nothing is read when nothing would be dropped.
-
-        Args:
-            history: The checkpoints of the series.
-            policy: What to keep.
-            now: The present time, UTC.
+        """Return the plan for one series at a time `now`; verifies nothing unless a file would go.
 
         Raises:
             UnsafePrune: The policy is refused; see `retention.plan`.
-            OSError: The disk does not give a checkpoint now that may be whole; it must not count as damaged.
+            OSError: A passing error of the disk; the checkpoint must not count as damaged.
         """
         while True:
             decided = plan_with(history, self.damaged, policy, now)
@@ -73,7 +64,7 @@ class VerifiedPlanner:
                 return decided
 
     def has_intact(self, history: Sequence[Checkpoint]) -> bool:
-        """Return whether a checkpoint of a series is whole, looking from the newest on."""
+        """Return whether a checkpoint of a series is intact; the newest is verified first."""
         countable = (c for c in history if c.is_countable)
         newest_first = sorted(countable, key=lambda c: c.order, reverse=True)
         return any(self._problem(checkpoint) is None for checkpoint in newest_first)
@@ -104,7 +95,7 @@ def _damage(store: Store, checkpoint: Checkpoint, options: ReadOptions) -> str |
         raise answer.obstacle
     is_damaged = answer.status in (Status.DAMAGED, Status.MISSING)
     if answer.status is Status.WRONG_KEY and options.trust.keys is not None:
-        # The key proves its manifest and does not open the file: somebody has changed the header.
+        # The key authenticates its manifest and does not open the file: the header was changed.
         is_damaged = checkpoint.state is State.OK
     if answer.status is Status.UNREADABLE:
         is_damaged = not _is_foreign(store, checkpoint)
@@ -112,7 +103,7 @@ def _damage(store: Store, checkpoint: Checkpoint, options: ReadOptions) -> str |
 
 
 def _is_foreign(store: Store, checkpoint: Checkpoint) -> bool:
-    """Return whether another library wrote a file in a format that is never read here."""
+    """Return whether another library wrote the file in a format that this one never reads."""
     with contextlib.suppress(OSError), contextlib.closing(store.fs.open(checkpoint.path)) as raw:
         return detect(raw) is Kind.ZIP_PICKLE
     return False
@@ -123,13 +114,7 @@ _NONE: Mapping[Path, str] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeriesPlan:
-    """What a policy would do to one series.
-
-    Attributes:
-        series: Its name.
-        plan: What stays and what goes.
-        damaged: Path to problem, of the checkpoints that were found damaged when the plan was made.
-    """
+    """Plan for one series, and the problems of the checkpoints that were found damaged, by path."""
 
     series: str
     plan: Plan
@@ -138,15 +123,12 @@ class SeriesPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposal:
-    """What a prune would do to a directory; made without changing anything.
+    """Plan for a directory, for the time `now`; making it changed nothing.
 
     Attributes:
-        now: The time the rules were applied for.
-        policy: The rules.
-        plans: One for each series, by name.
-        leftovers: What interrupted saves left, and what is being written now.
+        leftovers: Remains of interrupted saves, and files that live processes are writing.
         expired: Batches in the trash whose grace time is over.
-        spared: Those among them that stay, because nothing whole of a series is left outside the trash.
+        spared: Those of them that stay, because a series has no intact checkpoint outside the trash.
     """
 
     now: datetime
@@ -168,19 +150,23 @@ class Proposal:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to do."""
-        reapable = [c for c in self.leftovers if c.state is State.LEFTOVER]
-        return not (self.dropped or reapable or self.expired)
+        """Whether there is nothing to do; files of ranks are left to the saves of their run."""
+        removable = [
+            c
+            for c in self.leftovers
+            if c.state is State.LEFTOVER and parse_shard_name(c.name) is None
+        ]
+        return not (self.dropped or removable or self.expired)
 
 
 @dataclass(slots=True, kw_only=True)
 class PruneResult:
-    """What a prune did.
+    """Result of a prune.
 
     Attributes:
         removed: The checkpoints that went.
-        batch: Where they lie now, or None when they were removed at once.
-        notes: Leftovers and old trash that were removed, one sentence each.
+        batch: Their folder in the trash, or None when they were removed for good.
+        notes: Leftovers and expired trash that were removed, one sentence each.
         failures: What could not be done.
     """
 
@@ -198,14 +184,10 @@ def propose(
     series: str | None = None,
     grace: timedelta = DEFAULT_GRACE,
 ) -> Proposal:
-    """Return what a prune would do; changes nothing. Where something would go, the newest that would stay is read.
+    """Return what a prune would do at a time `now` (UTC); changes nothing.
 
-    Args:
-        store: The directory; without a key, a container whose header was damaged counts as whole.
-        policy: What to keep, in each series.
-        now: The present time, UTC.
-        series: Only this series.
-        grace: How long the trash keeps a batch.
+    Where something would go, the newest one that would stay is verified; without a key, a container
+    with a damaged header counts as intact. `grace` is how long the trash keeps a batch.
 
     Raises:
         UnsafePrune: The policy is refused; see `retention.plan`.
@@ -231,7 +213,7 @@ def propose(
 def _may_go(
     store: Store, batch: Batch, found: Sequence[Checkpoint], planner: VerifiedPlanner
 ) -> bool:
-    """Return whether every series in a batch has a whole checkpoint outside the trash."""
+    """Return whether every series in a batch has an intact checkpoint outside the trash."""
     names = {_series_of(store, checkpoint) for checkpoint in batch.checkpoints}
     return all(planner.has_intact(_finished(found, name)) for name in names)
 
@@ -243,13 +225,8 @@ def _finished(found: Sequence[Checkpoint], series: str | None) -> list[Checkpoin
 def carry_out(store: Store, proposal: Proposal, *, at_once: bool = False) -> PruneResult:
     """Do what was proposed, series by series, each under its lease.
 
-    Args:
-        store: The directory.
-        proposal: What was shown and agreed to.
-        at_once: Remove for good instead of moving to the trash.
-
-    Returns:
-        What was done; a series that is locked, has changed or fails is left alone and named in `failures`.
+    A series that is locked, has changed or fails is left alone and named in `failures`. `at_once`
+    removes for good instead of moving to the trash.
     """
     with EVERYBODY.timed("prune", path=store.directory) as told:
         outcome = _carry_out(store, proposal, at_once=at_once)
@@ -314,35 +291,28 @@ def _prune_series(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UndoResult:
-    """What an undo did.
-
-    Attributes:
-        restored: The checkpoints that are back.
-        taken: Names that another checkpoint has meanwhile; those stayed in the trash.
-    """
+    """Result of an undo: restored checkpoints, and names that another checkpoint has taken."""
 
     restored: tuple[Checkpoint, ...]
     taken: tuple[str, ...]
 
 
 def undo(store: Store, *, is_dry: bool = False) -> UndoResult:
-    """Bring back the last batch in the trash of which a proven checkpoint can be restored; else the last one.
+    """Restore the last batch in the trash of which a proven checkpoint can be restored, or the last.
 
-    Args:
-        store: The directory.
-        is_dry: Only say what would be restored; change nothing.
+    With `is_dry` only report what would be restored.
 
     Raises:
         CheckpointNotFound: The trash is empty.
         StoreLocked: A live process writes one of the series; those before it are restored.
-        OSError: From the disk; calling it again goes on.
+        OSError: From the disk; calling it again continues.
     """
     filled = [batch for batch in trash.batches(store) if batch.checkpoints]
     if not filled:
         raise CheckpointNotFound(
             "there is nothing to undo: the trash is empty", path=store.directory
         )
-    # Another one, of checkpoints that no key proves or whose names are taken, must not hide it.
+    # A batch of unproven checkpoints, or of names that are taken, must not hide an older one.
     batch = next((one for one in reversed(filled) if _can_restore(store, one)), filled[-1])
     restored: list[Checkpoint] = []
     taken: list[str] = []
@@ -369,7 +339,7 @@ def _can_restore(store: Store, batch: Batch) -> bool:
 
 
 def _has_manifest_outside(store: Store, checkpoint: Checkpoint) -> bool:
-    """Return whether a proven manifest in the directory describes data that an interrupted prune moved alone."""
+    """Return whether a proven manifest describes data that an interrupted prune moved alone."""
     with contextlib.suppress(CkptmgrError, OSError):
         return checkpoint.is_bare and store.read_manifest(checkpoint.name) is not None
     return False

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptmgr.core.shard_names import shard_name
 from ckptmgr.files.save.saver import SaveOptions
 from ckptmgr.io.leases import ProcProcesses
 from ckptmgr.io.temp_names import temp_name
@@ -324,6 +325,16 @@ def test_leftovers_are_not_reaped_where_nobody_can_be_asked(runs: Path) -> None:
     result = run("prune", runs, "--keep", "all")
     assert (result.exit_code, "pass --yes" in result.stderr) == (13, True)
     assert dead.exists()
+
+
+def test_file_of_a_rank_is_left_to_the_saves_of_its_run(runs: Path) -> None:
+    name = shard_name("net-8_8", 0, world=2, attempt_id="0" * 16, format="safetensors")
+    (runs / name).write_bytes(b"x")
+    shown = run("prune", runs, "--keep", "all", "--dry-run").stdout
+    assert f"{name}: what one rank saved for a checkpoint that is not there; stays;" in shown
+    result = run("prune", runs, "--keep", "all")
+    assert (result.exit_code, "pass --yes" in result.stderr) == (0, False)
+    assert (runs / name).exists()
 
 
 def test_leftovers_are_shown_and_reaped(runs: Path) -> None:
