@@ -23,10 +23,10 @@ from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.signing import SigningKey
 from ckptmgr.files.load.values import ReadOptions
-from ckptmgr.maintenance.verify import Status, verify_all
+from ckptmgr.maintenance.verify import Status
 from ckptmgr.store.manifest.codec import manifest_name
 from ckptmgr.store.store import Store
-from tests.support.saved import overwrite
+from tests.support.saved import overwrite, verify_all
 
 KEY, SIGNER = bytes(range(16)), SigningKey(bytes(range(32)))
 STEPS = (1, 2, 3)
@@ -299,7 +299,7 @@ def attacked(
 def statuses(run: Path, kind: Kind) -> dict[str, Status]:
     options = kind.reading()
     store = Store(run, trust=options.trust)
-    answers = verify_all(store, store.scan(), options=options)
+    answers = verify_all(store, options=options)
     return {answer.checkpoint.name: answer.status for answer in answers}
 
 

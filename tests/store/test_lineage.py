@@ -21,7 +21,7 @@ from ckptmgr.files.load.values import ReadOptions
 from ckptmgr.files.save.saver import SaveOptions
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.io.digest import digest_of
-from ckptmgr.maintenance.verify import Level, Status, verify_all
+from ckptmgr.maintenance.verify import Level, Status
 from ckptmgr.store.manifest.codec import decode, encode, manifest_name
 from ckptmgr.store.manifest.lineage import (
     Expected,
@@ -31,7 +31,7 @@ from ckptmgr.store.manifest.lineage import (
 )
 from ckptmgr.store.store import Store
 from tests.support.manifests import PATH, changed, manifest
-from tests.support.saved import KEY, flip, save_run
+from tests.support.saved import KEY, flip, save_run, verify_all
 
 OTHER_ID = "ab" * 32
 Files = dict[str, bytes]
@@ -52,9 +52,7 @@ def put_back(directory: Path, files: Files) -> None:
 
 def statuses(directory: Path, key: Keys | None = None) -> dict[int, Status]:
     store = Store(directory, trust=Trust(keys=key, allow_unencrypted=not (key is not None)))
-    answers = verify_all(
-        store, store.scan(), level=Level.QUICK, options=ReadOptions(trust=Trust(keys=key))
-    )
+    answers = verify_all(store, level=Level.QUICK, options=ReadOptions(trust=Trust(keys=key)))
     return {answer.checkpoint.step: answer.status for answer in answers}
 
 
@@ -77,7 +75,7 @@ def test_problem_names_both_files_and_both_commits(tmp_path: Path) -> None:
     save_run(tmp_path / "b", [9, 10, 11])
     put_back(tmp_path / "b", old)
     store = Store(tmp_path / "b")
-    (problem,) = [p for answer in verify_all(store, store.scan()) for p in answer.problems]
+    (problem,) = [p for answer in verify_all(store) for p in answer.problems]
     assert problem.startswith(
         "net-2_1.ckpt was saved after another file of this name (commit 2, id "
     )

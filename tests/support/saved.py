@@ -12,9 +12,11 @@ import numpy as np
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.save.saver import SaveOptions
 from ckptmgr.formats.tensor import Item, Text, tensor_from_array
 from ckptmgr.io.filesystem import FileSystem
+from ckptmgr.maintenance.verify import Level, Verification, verify_checkpoint
 from ckptmgr.series.writer import SaveFacts, SeriesWriter
 from ckptmgr.store.store import Store
 
@@ -94,3 +96,13 @@ def tree_of(directory: Path) -> dict[str, tuple[bytes, int, int]]:
         )
         for path in (directory, *sorted(directory.rglob("*")))
     }
+
+
+def verify_all(
+    store: Store, *, level: Level = Level.FULL, options: ReadOptions | None = None
+) -> list[Verification]:
+    """Verify every checkpoint of a directory."""
+    found = store.scan()
+    return [
+        verify_checkpoint(store, one, level=level, options=options, present=found) for one in found
+    ]
