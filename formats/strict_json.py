@@ -52,9 +52,7 @@ def parse_object(
         raise FormatError(f"the {what} does not start with '{{'", offset=offset)
     if has_too_many_values(data):
         raise UnsupportedError(f"the {what} has more than {MAX_VALUES} values", offset=offset)
-    # A call for each number would take most of the time, so only if one may be too long.
-    may_be_long = _MANY_DIGITS in data.translate(_DIGITS_AS_ZEROS)
-    decoder = _decoder(_parse_int if may_be_long else int, shorten)
+    decoder = _decoder(int_parser(data, refuse=_refuse_long_integer), shorten)
     try:
         value: object = decoder.decode(data.decode())
     except UnicodeDecodeError as error:
@@ -89,7 +87,7 @@ def _starts_in(data: bytes) -> int:
 def parse_value(text: str, start: int) -> tuple[object, int] | None:
     """Parse the JSON value at `start`; return it and its end, or None if it is invalid."""
     try:
-        return _decoder(_parse_int, _as_it_is).raw_decode(text, start)
+        return _decoder(_bounded_int(_refuse_long_integer), _as_it_is).raw_decode(text, start)
     except (ValueError, RecursionError, _RefusedError):
         return None
 
@@ -164,10 +162,27 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return value
 
 
-def _parse_int(text: str) -> int:
-    if len(text) > _MAX_DIGITS:
-        raise _RefusedError(f"has a number of {len(text)} digits")
-    return int(text)
+def int_parser(data: bytes, *, refuse: Callable[[str], NoReturn]) -> Callable[[str], int]:
+    """Return the `parse_int` of some JSON: `int`, or one that refuses more than 20 characters.
+
+    Calling Python code for each number would take most of the time, so only JSON that has a long
+    run of digits gets it.
+    """
+    may_be_long = _MANY_DIGITS in data.translate(_DIGITS_AS_ZEROS)
+    return _bounded_int(refuse) if may_be_long else int
+
+
+def _bounded_int(refuse: Callable[[str], NoReturn]) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if len(text) > _MAX_DIGITS:
+            refuse(text)
+        return int(text)
+
+    return parse
+
+
+def _refuse_long_integer(text: str) -> NoReturn:
+    raise _RefusedError(f"has a number of {len(text)} digits")
 
 
 def _refuse_number(text: str) -> NoReturn:

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Will it do? Pure: from what a run asks for and what was measured to warnings that name numbers and the way out.
+"""Forecast of a run: shortage of disk, memory or time, each with its numbers and a hint. Pure.
 
 >>> demand = Demand(save_bytes=2 * 10**9, keep=5, policy="last(5)", free_bytes=9 * 10**9)
->>> [concern.kind for concern in Forecast(demand=demand).concerns]
-['disk']
 >>> print(Forecast(demand=demand))
 a checkpoint takes 2.0 GB; last(5) keeps at most 5
 the disk has 9.0 GB free, room for 4 more; 12.0 GB are needed
@@ -16,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ckptmgr.observe.log import decimal_size
 from ckptmgr.policy.retention import (
@@ -32,29 +30,38 @@ from ckptmgr.policy.retention import (
 )
 
 GOOD_SHARE = 0.03
-"""What saving may cost, as a share of the time; the interval that is proposed costs that much."""
-_MOST_SHARE = 0.1
-_LEAST_LOST_S = 5.0
-_LEAST_DURABLE_S = 1.0
-_FEW = 10
+"""Share of the time that saving may cost; the proposed interval costs this much."""
+_MAX_SHARE = 0.1
+_MIN_LOST_S = 5.0
+_MIN_DURABLE_S = 1.0
+_FEW_CHECKPOINTS = 10
 
 Kind = Literal["disk", "memory", "time", "backlog", "state"]
 
 
+class Concern(NamedTuple):
+    """A shortage: its kind, the numbers, and how to resolve it."""
+
+    kind: Kind
+    text: str
+    hint: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """What a run asks for, and what there is.
+    """The configuration of a run, and the resources of its host.
 
     Attributes:
         save_bytes: Size of one checkpoint.
         keep: Most checkpoints that retention keeps; None for any number.
         policy: The retention policy as text.
-        present_bytes: Checkpoints of the run that are there already.
+        present_bytes: Existing checkpoints of the run.
         free_bytes: Free space of the disk, or None when unknown.
         staged_states: Copies of the state in memory at the same time; 0 for synchronous saves.
-        memory_bytes: Memory for those copies: the budget, else what the system has; None when unknown.
+        memory_bytes: Memory for the copies: the budget or the system's; None when unknown.
         has_memory_budget: Whether that is a budget, above which saves are refused.
-        may_spill: Whether a spill_directory would help; nothing is put there in the clear when there is a key.
+        may_spill: Whether a spill_directory would help; with a key, nothing is spilled in the
+            clear.
     """
 
     save_bytes: int
@@ -70,7 +77,7 @@ class Demand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """What was measured during the last saves.
+    """Mean costs of the last saves.
 
     Attributes:
         saves: All saves so far.
@@ -91,35 +98,15 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Concern:
-    """Something that will not do.
-
-    Attributes:
-        kind: What is short.
-        text: The numbers.
-        hint: The way out.
-    """
-
-    kind: Kind
-    text: str
-    hint: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What is to be expected of a run; `print` it.
-
-    Attributes:
-        demand: What it asks for.
-        pace: What was measured, or None before the first saves.
-    """
+    """The expected needs and costs of a run; `pace` is None before the first saves."""
 
     demand: Demand
     pace: Pace | None = None
 
     @property
     def needed_bytes(self) -> int | None:
-        """Free space that the run will need, one checkpoint more than it keeps; None without a bound."""
+        """Free space for one checkpoint more than the run keeps; None without a bound."""
         demand = self.demand
         if demand.keep is None:
             return None
@@ -133,15 +120,9 @@ class Forecast:
         return self.demand.free_bytes // self.demand.save_bytes
 
     @property
-    def staging_bytes(self) -> int:
-        """Memory for the copies of background saves."""
-        return self.demand.save_bytes * self.demand.staged_states
-
-    @property
     def concerns(self) -> tuple[Concern, ...]:
-        """What will not do, the worst first; empty when all is well."""
-        found = [self._disk(), self._memory(), self._time(), self._backlog()]
-        return tuple(concern for concern in found if concern is not None)
+        """The shortages, the worst first."""
+        return (*self._disk(), *self._memory(), *self._time(), *self._backlog())
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -156,7 +137,8 @@ class Forecast:
             room = "any number" if self.room is None else self.room
             yield f"the disk has {decimal_size(demand.free_bytes)} free, room for {room} more{needs}"
         if demand.staged_states:
-            yield f"saving in the background copies {decimal_size(self.staging_bytes)} into memory"
+            copies = decimal_size(demand.save_bytes * demand.staged_states)
+            yield f"saving in the background copies {copies} into memory"
         if pace is not None:
             yield (
                 f"saving holds up the training for {pace.share:.1%} of the time:"
@@ -164,80 +146,76 @@ class Forecast:
                 f" a checkpoint is durable after {pace.durable_s:.3g} s"
             )
         for concern in self.concerns:
-            yield f"! {concern.text}"
-            yield f"  hint: {concern.hint}"
+            yield f"! {concern.text}\n  hint: {concern.hint}"
 
-    def _disk(self) -> Concern | None:
+    def _disk(self) -> Iterator[Concern]:
         demand, needed, room = self.demand, self.needed_bytes, self.room
         if demand.free_bytes is None or room is None:
-            return None
-        free, one = decimal_size(demand.free_bytes), decimal_size(demand.save_bytes)
+            return
+        start, one = f"the disk has {decimal_size(demand.free_bytes)} free", demand.save_bytes
         if needed is None or demand.keep is None:
-            if room >= _FEW:
-                return None
-            return Concern(
-                kind="disk",
-                text=f"the disk has {free} free, room for {room} more checkpoints of {one},"
-                f" but {demand.policy} keeps any number",
-                hint="bound it, e.g. with last(5), or free space",
+            if room < _FEW_CHECKPOINTS:
+                more = f"room for {room} more checkpoints of {decimal_size(one)}"
+                text = f"{start}, {more}, but {demand.policy} keeps any number"
+                yield Concern("disk", text, "bound it, e.g. with last(5), or free space")
+        elif needed > demand.free_bytes:
+            fitting = (demand.free_bytes + demand.present_bytes) // one - 1
+            way_out = f", or keep at most {fitting}" if fitting > 0 else ""
+            yield Concern(
+                "disk",
+                f"{start}, but {demand.policy} and the save in progress need"
+                f" {decimal_size(needed)}: {demand.keep + 1} checkpoints of {decimal_size(one)}",
+                f"free {decimal_size(needed - demand.free_bytes)}{way_out}",
             )
-        if needed <= demand.free_bytes:
-            return None
-        fitting = (demand.free_bytes + demand.present_bytes) // demand.save_bytes - 1
-        way_out = f", or keep at most {fitting}" if fitting > 0 else ""
-        return Concern(
-            kind="disk",
-            text=f"the disk has {free} free, but {demand.policy} and the save in progress need"
-            f" {decimal_size(needed)}: {demand.keep + 1} checkpoints of {one}",
-            hint=f"free {decimal_size(needed - demand.free_bytes)}{way_out}",
-        )
 
-    def _memory(self) -> Concern | None:
-        demand, needed = self.demand, self.staging_bytes
+    def _memory(self) -> Iterator[Concern]:
+        demand = self.demand
+        needed = demand.save_bytes * demand.staged_states
         if demand.memory_bytes is None or needed <= demand.memory_bytes:
-            return None
+            return
         states = "" if demand.staged_states == 1 else f" for {demand.staged_states} states"
-        what = "the memory budget is" if demand.has_memory_budget else "the system has"
-        way_out = "save with async_save=False, which needs no copy"
+        limit = "the memory budget is" if demand.has_memory_budget else "the system has"
+        hint = "save with async_save=False, which needs no copy"
         if demand.has_memory_budget:
             spill = ", give it a spill_directory," if demand.may_spill else ""
-            way_out = f"raise memory=MemoryConfig(host_budget_bytes=...){spill} or {way_out}"
-        return Concern(
-            kind="memory",
-            text=f"saving in the background takes {decimal_size(needed)} of memory{states},"
-            f" but {what} {decimal_size(demand.memory_bytes)}",
-            hint=way_out,
+            hint = f"raise memory=MemoryConfig(host_budget_bytes=...){spill} or {hint}"
+        yield Concern(
+            "memory",
+            f"saving in the background takes {decimal_size(needed)} of memory{states},"
+            f" but {limit} {decimal_size(demand.memory_bytes)}",
+            hint,
         )
 
-    def _time(self) -> Concern | None:
+    def _time(self) -> Iterator[Concern]:
         pace = self.pace
-        if pace is None or pace.share <= _MOST_SHARE:
-            return None
-        if pace.blocked_s * pace.saves < _LEAST_LOST_S:
-            return None
-        better_s = math.ceil(pace.blocked_s / GOOD_SHARE)
-        in_background = "" if self.demand.staged_states else "async_save='process', or "
-        return Concern(
-            kind="time",
-            text=f"saving costs {pace.share:.0%} of the training time: {pace.blocked_s:.3g} s every"
-            f" {pace.interval_s:.3g} s",
-            hint=f"{in_background}save every {better_s} s or less often;"
-            f" save_checkpoint_overhead={GOOD_SHARE} finds the interval by itself",
-        )
+        if (
+            pace is not None
+            and pace.share > _MAX_SHARE
+            and pace.blocked_s * pace.saves >= _MIN_LOST_S
+        ):
+            background = "" if self.demand.staged_states else "async_save='process', or "
+            yield Concern(
+                "time",
+                f"saving costs {pace.share:.0%} of the training time: {pace.blocked_s:.3g} s every"
+                f" {pace.interval_s:.3g} s",
+                f"{background}save every {math.ceil(pace.blocked_s / GOOD_SHARE)} s or less often;"
+                f" save_checkpoint_overhead={GOOD_SHARE} finds the interval by itself",
+            )
 
-    def _backlog(self) -> Concern | None:
+    def _backlog(self) -> Iterator[Concern]:
         pace = self.pace
-        if pace is None or self.demand.staged_states == 0:
-            return None
-        if pace.durable_s <= max(pace.interval_s, _LEAST_DURABLE_S):
-            return None
-        return Concern(
-            kind="backlog",
-            text=f"a save takes {pace.durable_s:.3g} s until it is durable, but one is asked for every"
-            f" {pace.interval_s:.3g} s",
-            hint=f"save every {math.ceil(2 * pace.durable_s)} s or less often, or to a faster disk;"
-            " back_pressure= says what happens meanwhile: wait, skip or coalesce",
-        )
+        if (
+            pace is not None
+            and self.demand.staged_states
+            and pace.durable_s > max(pace.interval_s, _MIN_DURABLE_S)
+        ):
+            yield Concern(
+                "backlog",
+                f"a save takes {pace.durable_s:.3g} s until it is durable, but one is asked for"
+                f" every {pace.interval_s:.3g} s",
+                f"save every {math.ceil(2 * pace.durable_s)} s or less often, or to a faster disk;"
+                " back_pressure= says what happens meanwhile: wait, skip or coalesce",
+            )
 
 
 def most_kept(policy: RetentionPolicy) -> int | None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host views of the arrays of every framework, and the flat list of named tensors that a file stores.
+"""Host views of the arrays of every framework, and the flat list of named tensors in a file.
 
-No framework is imported here: a value can only be a torch tensor when the program has imported torch already.
-Nothing is copied until the content of a tensor is asked for, and then only where the bytes are not already C-ordered,
+No framework is imported here: a value can only be a torch tensor when the program has imported
+torch. A content is copied only when it is used, and only where the bytes are not already C-ordered,
 little-endian and on the host.
 
 >>> import numpy as np
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import cache, lru_cache, partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -41,7 +41,7 @@ _MAX_NESTING = 100
 
 
 def framework_of(value: object) -> Framework | None:
-    """Return whose array `value` is, or None when it is no array at all."""
+    """Return the framework of an array, or None when `value` is no array."""
     if isinstance(value, np.ndarray | np.generic):
         return "numpy"
     torch_module = sys.modules.get("torch")
@@ -56,16 +56,12 @@ def framework_of(value: object) -> Framework | None:
 
 
 def is_instance_by_name(value: object, module: str, name: str) -> bool:
-    """Return whether the type of `value` has the class `module.name` among its bases, without importing it."""
+    """Return whether `value` is an instance of `module.name`, without importing the module."""
     return any(base.__module__ == module and base.__name__ == name for base in type(value).__mro__)
 
 
 def to_tensor(name: str, value: object) -> Tensor:
-    """Return a tensor over the memory of an array-like.
-
-    Args:
-        name: The tensor's name; it appears in messages.
-        value: A NumPy, torch, MindSpore or JAX array (any strides, byte order, device), or a NumPy scalar.
+    """Return a tensor over the memory of an array of any layout and device, or a NumPy scalar.
 
     Raises:
         UnsupportedState: No array, or of a type or layout that no file format can hold as itself.
@@ -88,7 +84,7 @@ def _numpy_tensor(name: str, value: Any) -> Tensor:
 
 @lru_cache(maxsize=256)
 def numpy_dtype_name(dtype: np.dtype) -> str:
-    """Return the name of an element type, which NumPy puts together anew each time it is asked for."""
+    """Return the name of an element type; NumPy computes it on each access."""
     return dtype.name
 
 
@@ -99,8 +95,7 @@ def _torch_tensor(name: str, value: torch.Tensor) -> Tensor:
         raise UnsupportedState(
             f"{name!r} is sparse ({value.layout})", hint="store it as .to_dense()"
         )
-    is_wrapper = _dispatch_of(type(value)) is not _dispatch_of(torch.Tensor)
-    if value.is_meta or is_wrapper:
+    if value.is_meta or is_wrapper(value):
         raise UnsupportedState(
             f"{name!r} is a {type(value).__qualname__} on {value.device}, whose memory is not here",
             hint="materialise it first, e.g. with full_tensor() or to_empty()",
@@ -110,21 +105,24 @@ def _torch_tensor(name: str, value: torch.Tensor) -> Tensor:
     return Tensor(spec=spec, content=partial(torch_bytes, value))
 
 
-def _dispatch_of(kind: type[Any]) -> object:
-    # A subclass with a dispatcher of its own (DTensor, FakeTensor, ...) keeps its data elsewhere.
-    return getattr(kind, "__torch_dispatch__", None)
+def is_wrapper(value: torch.Tensor) -> bool:
+    """Return whether a torch tensor keeps its data elsewhere, like DTensor and FakeTensor."""
+    import torch
+
+    plain = getattr(torch.Tensor, "__torch_dispatch__", None)
+    return getattr(type(value), "__torch_dispatch__", None) is not plain
 
 
 def torch_bytes(value: torch.Tensor) -> memoryview:
-    """Return a strided tensor in C order; a view of its memory when it is contiguous and on the CPU."""
-    has_its_bytes = value.is_contiguous() and not value.is_conj() and not value.is_neg()
-    if value.is_cpu and has_its_bytes:
+    """Return a strided tensor in C order; a view when it is contiguous and on the CPU."""
+    is_direct = value.is_contiguous() and not value.is_conj() and not value.is_neg()
+    if value.is_cpu and is_direct:
         return memory_of_tensor(value).data
     return memory_of_tensor(value.detach().resolve_conj().resolve_neg().cpu().contiguous()).data
 
 
 class _Host:
-    """Gives NumPy the memory of a tensor, which it keeps."""
+    """Exposes the memory of a tensor to NumPy, and keeps the tensor alive."""
 
     __slots__ = ("__array_interface__", "_tensor")
 
@@ -138,11 +136,11 @@ class _Host:
 def memory_of_tensor(tensor: torch.Tensor) -> np.ndarray:
     """Return the bytes of a contiguous tensor on the CPU, over the same memory.
 
-    Not by `tensor.numpy()`, which notes in the storage that NumPy sees it: `array_guard` asks whether anybody did that.
+    `tensor.numpy()` would mark the storage as exposed to NumPy, which `engine.change_guard` checks.
     """
     if not tensor.nbytes:
         return np.empty(0, np.uint8)
-    # Tensors of zeros that autograd makes have no memory before they are copied.
+    # The zero tensors of autograd have no memory before they are copied.
     return np.asarray(_Host(tensor if tensor.data_ptr() else tensor.clone()))
 
 
@@ -155,19 +153,8 @@ def torch_tensor(array: np.ndarray) -> torch.Tensor:
     return flat.view(dtype).reshape(array.shape)
 
 
-@cache
-def numpy_types() -> frozenset[torch.dtype]:
-    """Return those element types of torch that NumPy knows."""
-    import torch
-
-    numbers = (torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128)
-    return frozenset(
-        (*numbers, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool)
-    )
-
-
 def array_bytes(array: np.ndarray) -> memoryview:
-    """Return a NumPy array in C order, in its own byte order; a view of its memory when it is C-contiguous."""
+    """Return a NumPy array in C order and its own byte order; a view when it is C-contiguous."""
     return flat_memory(np.ascontiguousarray(array))
 
 
@@ -190,12 +177,13 @@ def _mindspore_tensor(name: str, value: Any) -> Tensor:
 
 def _jax_tensor(name: str, value: Any) -> Tensor:
     spec = TensorSpec(name=name, dtype=_row(name, str(value.dtype), value.dtype), shape=value.shape)
-    # Asking JAX for a host view keeps the buffer from being donated, so it happens only when the bytes are needed.
+    # A host view prevents JAX from donating the buffer, so it is made only when the bytes are
+    # needed.
     return Tensor(spec=spec, content=partial(jax_bytes, value))
 
 
 def jax_bytes(value: Any) -> memoryview:
-    """Return a JAX array in C order; a view of its memory when it lies on one CPU device."""
+    """Return a JAX array in C order; a view when it is on one CPU device."""
     return array_bytes(np.asarray(value))
 
 
@@ -208,7 +196,7 @@ _TO_TENSOR: Mapping[Framework, Callable[[str, Any], Tensor]] = {
 
 
 def _row(name: str, spelling: str, dtype: object) -> DType:
-    # Everybody else's int4 has one value in a byte, unlike the `int4` of the table.
+    # Only MindSpore's int4 has two values in a byte, as the `int4` of the table.
     row = None if spelling == "int4" else BY_NAME.get(spelling)
     if row is None:
         raise UnsupportedState(
@@ -219,18 +207,18 @@ def _row(name: str, spelling: str, dtype: object) -> DType:
 
 
 def named_tensors(obj: object) -> list[Item]:
-    """Return what `save_checkpoint(obj, ...)` stores, in order.
+    """Return the items that `save_checkpoint(obj, ...)` stores, in order.
 
-    Python numbers get MindSpore's types: int becomes int64 (uint64 from 2**63), float becomes float32, bool becomes
-    bool, all without dimensions; a string stays a string.
+    Python numbers get MindSpore's types: int becomes int64 (uint64 from 2**63), float becomes
+    float32, bool becomes bool, all without dimensions; a string stays a string.
 
     Args:
-        obj: One of: a mapping of names to arrays, strings and numbers; a list of `{"name": ..., "data": ...}`; a list
-            of MindSpore parameters; a MindSpore `Cell`; an object with `state_dict()`, whose nested names are joined
-            by dots.
+        obj: A mapping of names to arrays, strings and numbers; a list of `{"name": ..., "data":
+            ...}`; a list of MindSpore parameters; a MindSpore `Cell`; or an object with
+            `state_dict()`, whose nested names are joined by dots.
 
     Raises:
-        TypeError: Another shape; the messages are MindSpore's.
+        TypeError: Another kind of object; the messages are MindSpore's.
         UnsupportedState: A value that no file format can hold (a TypeError, too).
     """
     source: Any = obj

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays that exist already as the places a load fills: all compared with the file before the first byte is written.
+"""Destinations: existing arrays that a load fills, all compared with the file before any write.
 
-| given | how it is filled |
+| destination | how it is filled |
 |---|---|
 | NumPy array: writable, C-contiguous, little-endian | straight from the file |
 | torch tensor: on the CPU, contiguous | straight from the file |
 | any other NumPy array or strided torch tensor | through a buffer of its size |
-| memory that an array before it covers as well | through a buffer, once it is known that both are given the same values |
+| memory that overlaps an earlier array | through a buffer, if both get the same values |
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ import numpy as np
 
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.mindspore.entries import CkptEntry
-from ckptmgr.state.arrays import framework_of, memory_of_tensor, torch_tensor
+from ckptmgr.state.arrays import framework_of, is_wrapper, memory_of_tensor, torch_tensor
+from ckptmgr.state.fill import can_copy_into
 from ckptmgr.state.leaves import are_disjoint, owner_of
 from ckptmgr.state.overlaps import conflicts, overlapping_targets
-from ckptmgr.state.paths import StateMismatch
+from ckptmgr.state.paths import mismatch
 
-_SHOWN_DIFFERENCES = 100
+_HINT = "give arrays of the stored shapes and types, or load without into"
 _INTO = "the arrays given as into"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Destinations:
-    """Where the contents of some tensors go.
+    """Destinations of some tensors.
 
     Attributes:
         entries: The tensors, in file order.
         arrays: `id` of an entry to C-contiguous memory of its size.
-        copies: What is left to do when the memory is filled.
+        copies: Functions that copy the buffers once they are filled.
         sharing: The names of arrays that may share memory; see `check_shared`.
     """
 
@@ -46,26 +47,23 @@ class Destinations:
     sharing: frozenset[str]
 
     def finish(self) -> None:
-        """Copy what was read into a buffer to where it belongs."""
+        """Copy each buffer to its array."""
         for copy in self.copies:
             copy()
 
 
 def match_arrays(stored: Iterable[CkptEntry], into: Mapping[str, Any]) -> Destinations:
-    """Return where the tensors go whose names are in `into`; nothing is written yet.
-
-    Args:
-        stored: What the file holds, in file order.
-        into: Name to NumPy array or torch tensor.
+    """Return the destinations of the stored tensors that `into` names; nothing is written yet.
 
     Raises:
-        StateMismatch: Names every difference: what the file lacks, other shapes or types, what cannot be written to.
+        StateMismatch: Names every difference: missing tensors, other shapes or types, read-only
+            arrays.
     """
     entries = {entry.name: entry for entry in stored if entry.name in into}
     problems = [_problem(name, value, entries.get(name)) for name, value in into.items()]
     differences = [problem for problem in problems if problem is not None]
     if differences:
-        raise _mismatch(differences)
+        raise mismatch(_INTO, differences, hint=_HINT)
     tensors = [entry for entry in entries.values() if isinstance(entry, TensorEntry)]
     arrays, copies = {}, []
     direct = disjoint({entry.name: _memory(into[entry.name], entry) for entry in tensors})
@@ -89,15 +87,12 @@ def match_arrays(stored: Iterable[CkptEntry], into: Mapping[str, Any]) -> Destin
 def check_shared(
     targets: Mapping[str, Any], values: Mapping[str, np.ndarray], *, what: str = _INTO
 ) -> None:
-    """Check that arrays which share memory are given the same values there.
+    """Raise StateMismatch unless arrays that share memory get the same values there.
 
     Args:
-        targets: Name to NumPy array or torch tensor; more than `values` has are passed over.
-        values: Name to what goes there: of the same shape, and of a type that is converted.
+        targets: Name to NumPy array or torch tensor.
+        values: Name to the value of a target: of the same shape, and of a type that is converted.
         what: The targets, for messages.
-
-    Raises:
-        StateMismatch: They are not; names both.
     """
     filled = {name: targets[name] for name in values if has_memory(targets[name])}
     names = [name for group in overlapping_targets(filled) for name in group]
@@ -107,11 +102,11 @@ def check_shared(
     found = conflicts({name: filled[name] for name in names}, stored)
     differences = [f"{one.later!r} {one.naming(repr)}" for one in found]
     if differences:
-        raise _mismatch(differences, what)
+        raise mismatch(what, differences, hint=_HINT)
 
 
 def has_memory(value: Any) -> bool:
-    """Return whether a value is an array with memory of its own for every element, as far as strides of 0 tell."""
+    """Return whether a value is an array whose elements have separate memory (no stride of 0)."""
     return isinstance(value, np.ndarray) or (framework_of(value) == "torch" and _is_plain(value))
 
 
@@ -122,7 +117,7 @@ def _as_given(target: Any, value: np.ndarray) -> Any:
 
 
 def _problem(name: str, value: Any, entry: CkptEntry | None) -> str | None:
-    """Return why a value cannot take what is stored under its name, or None."""
+    """Return why a value cannot take the tensor of its name, or None."""
     if entry is None:
         return f"{name!r} is not in the checkpoint"
     if not isinstance(entry, TensorEntry):
@@ -141,34 +136,23 @@ def _problem(name: str, value: Any, entry: CkptEntry | None) -> str | None:
 
 @cache
 def _spelling(dtype: object) -> str:
-    # NumPy puts the name together anew each time it is asked for.
+    # Cached, because NumPy computes the name on each access.
     return dtype.name if isinstance(dtype, np.dtype) else str(dtype).removeprefix("torch.")
 
 
 def _is_plain(tensor: Any) -> bool:
-    """Return whether a torch tensor has memory of its own for every element."""
-    import torch
-
-    if getattr(type(tensor), "__torch_dispatch__", None) is not getattr(
-        torch.Tensor, "__torch_dispatch__", None
-    ):
-        return False  # DTensor and the like keep their data elsewhere
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-        return False
-    return all(
-        stride or size < 2 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+    return not is_wrapper(tensor) and can_copy_into(tensor)
 
 
 def _memory(value: Any, entry: TensorEntry) -> np.ndarray | None:
-    """Return the memory of a value as the file would fill it, or None where it is laid out otherwise."""
+    """Return the memory of a value if the file's bytes can go straight into it, else None."""
     if isinstance(value, np.ndarray) and value.dtype != entry.spec.dtype.to_numpy():
         return None
     return memory_of(value)
 
 
 def memory_of(value: Any) -> np.ndarray | None:
-    """Return the memory of a NumPy array or torch tensor that has one and is C-contiguous in it, or None."""
+    """Return the host memory of a writable, C-contiguous NumPy array or torch tensor, or None."""
     if isinstance(value, np.ndarray):
         is_direct = value.flags.c_contiguous and value.flags.writeable
         return np.asarray(value) if is_direct else None
@@ -181,7 +165,7 @@ def memory_of(value: Any) -> np.ndarray | None:
 
 
 def disjoint(memories: Mapping[str, np.ndarray | None]) -> dict[str, np.ndarray]:
-    """Return those memories that no other one before them covers, too."""
+    """Return the memories that overlap none of those kept before them."""
     known = {name: one for name, one in memories.items() if one is not None}
     if are_disjoint(map(owner_of, known.values()), len(known)):
         return known
@@ -206,13 +190,3 @@ def _copy(value: Any, memory: np.ndarray) -> None:
         return
     # Not through autograd: weights are leaves, and loading is no step of a computation.
     value.detach().copy_(torch_tensor(memory))
-
-
-def _mismatch(differences: list[str], what: str = _INTO) -> StateMismatch:
-    shown = sorted(differences)[:_SHOWN_DIFFERENCES]
-    if len(differences) > len(shown):
-        shown.append(f"... and {len(differences) - len(shown)} more")
-    return StateMismatch(
-        f"the checkpoint does not fit {what}; nothing was changed:\n  " + "\n  ".join(shown),
-        hint="give arrays of the stored shapes and types, or load without into",
-    )

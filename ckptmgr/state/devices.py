@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory of accelerators: where it lies, how it comes to the host, and copies that do not leave it.
+"""Accelerator memory: copies on the device, and copies to the host.
 
-The shortest wait for training is a copy on the device. It takes the place of staging in host memory; its bytes come to the
-host when the writer asks for them. What is not copied there goes straight into the staging memory, without a tensor on the
-host in between.
+A copy on the device holds up training the least. It replaces staging in host memory; its bytes are
+copied to the host when the writer uses them. Other tensors are copied straight into staging memory,
+without a host tensor in between.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ckptmgr.state.items import Content, tensors_of
 
 
 class DeviceMemory(Protocol):
-    """The memory of accelerators, as one framework gives access to it."""
+    """The memory of one framework's accelerators."""
 
     def device_of(self, tensor: Tensor) -> Hashable | None:
-        """Return the device whose memory holds a tensor; None for the host and for other frameworks' tensors."""
+        """Return the device of a tensor; None for the host and for other frameworks' tensors."""
         ...
 
     def free_bytes(self, device: Hashable) -> int:
@@ -28,33 +28,30 @@ class DeviceMemory(Protocol):
         ...
 
     def copy(self, tensors: Sequence[Tensor]) -> list[Content]:
-        """Copy tensors on their devices; return functions that bring the copies to the host.
+        """Copy tensors on their devices; return functions that copy the copies to the host.
 
         When this returns, the originals may change.
         """
         ...
 
     def copy_to_host(self, tensors: Sequence[Tensor], targets: Sequence[memoryview]) -> None:
-        """Copy tensors of devices into host memory, one target of its size for each.
-
-        When this returns, the originals may change.
-        """
+        """Copy each tensor into a target of its size; then the originals may change."""
         ...
 
     def synchronize(self, tensors: Iterable[Tensor]) -> None:
-        """Wait until what the calling thread has asked of the devices of these tensors is done.
+        """Wait for the work that the calling thread has queued on the devices of these tensors.
 
-        Other threads have other streams: what they read is only then what the caller computed.
+        Other threads have other streams and would read the tensors before the work is done.
         """
         ...
 
     def lock(self, memory: memoryview) -> Callable[[], object] | None:
-        """Lock host memory for copies from devices; return what unlocks it, or None where that cannot be done."""
+        """Page-lock host memory for copies from devices; return the unlock function, or None."""
         ...
 
 
 def accelerators() -> DeviceMemory | None:
-    """Return the CUDA devices that PyTorch uses in this process, or None; other accelerators copy as PyTorch does."""
+    """Return the CUDA devices of PyTorch, or None; other accelerators use PyTorch's own copies."""
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
     if cuda is None or not cuda.is_initialized():
@@ -65,7 +62,7 @@ def accelerators() -> DeviceMemory | None:
 
 
 def synchronize(items: Iterable[Item], memory: DeviceMemory | None) -> None:
-    """Make sure that any thread may read tensors of accelerators; at once where there are none."""
+    """Wait until any thread may read the tensors of accelerators; return at once without them."""
     if memory is not None:
         memory.synchronize(tensor for item in items for tensor in tensors_of(item))
 
@@ -73,12 +70,7 @@ def synchronize(items: Iterable[Item], memory: DeviceMemory | None) -> None:
 def copy_on_device(
     tensors: Sequence[Tensor], memory: DeviceMemory | None, *, share: float
 ) -> Mapping[int, Content]:
-    """Copy what fits the share of each device's free memory, in the order given.
-
-    Args:
-        tensors: All tensors of a state.
-        memory: The accelerators, or None.
-        share: Share of the free bytes that the copies may take, in [0, 1].
+    """Copy the tensors that fit a share (0 to 1) of each device's free memory, in the order given.
 
     Returns:
         Contents of the copies, by index into `tensors`.

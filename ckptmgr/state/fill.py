@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a state: what may be filled in place, and how, for each kind of object in its own way.
-
-Parts of a state that are one and the same: two stored values that differ cannot both go there.
-"""
+"""In-place filling of a state's objects, and the check that no memory or object gets two values."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from ckptmgr.state.paths import Path
 
 
 def local_part(tensor: Any) -> Any:
-    """Return what a DTensor holds here; every other tensor itself."""
+    """Return the local part of a DTensor; every other tensor itself."""
     if not hasattr(tensor, "to_local"):
         return tensor
     import torch
@@ -27,7 +24,7 @@ def local_part(tensor: Any) -> Any:
         return tensor.to_local()
 
 
-def holds_slices(target: Any) -> bool:
+def has_dtensors(target: Any) -> bool:
     """Return whether a torch module or optimizer has DTensors for parameters."""
     torch = sys.modules.get("torch")
     if torch is None:
@@ -41,12 +38,12 @@ def holds_slices(target: Any) -> bool:
 
 
 def signature_of(tensor: Any) -> tuple[object, ...]:
-    """Return what must be the same for the elements of one tensor to be copied into another."""
+    """Return the properties in which two tensors must agree to be copied into each other."""
     return (tuple(tensor.shape), tensor.dtype, tensor.layout, tensor.is_quantized)
 
 
 def can_copy_into(tensor: Any) -> bool:
-    """Return whether the elements of a torch tensor can be written in place."""
+    """Return whether a torch tensor has a separate place for each element (no stride of 0)."""
     import torch
 
     return (
@@ -60,13 +57,13 @@ def can_copy_into(tensor: Any) -> bool:
 
 
 def fill_array(target: np.ndarray, stored: np.ndarray) -> np.ndarray:
-    """Copy what was stored into an array, and return the array."""
+    """Copy a stored array into `target`, and return `target`."""
     np.copyto(target, stored, casting="no")
     return target
 
 
 def fill_tensor(target: Any, stored: Any) -> Any:
-    """Copy what was stored into a torch tensor, and return the tensor."""
+    """Copy a stored torch tensor into `target`, and return `target`."""
     import torch
 
     with torch.no_grad():
@@ -74,7 +71,7 @@ def fill_tensor(target: Any, stored: Any) -> Any:
 
 
 def fill_mindspore(target: Any, stored: np.ndarray) -> Any:
-    """Copy what was stored into a tensor or a parameter of MindSpore, and return that."""
+    """Copy a stored array into a tensor or parameter of MindSpore, and return that."""
     tensor_type = sys.modules["mindspore"].Tensor
     fill = target.set_data if hasattr(target, "set_data") else target.assign_value
     fill(tensor_type(stored, target.dtype))
@@ -91,8 +88,8 @@ def replace_content(target: Any, stored: Any) -> Any:
     return target
 
 
-def replaced(target: Any, values: Any) -> Any:
-    """Return a sequence with these values: a list is the same one, a tuple a new one of the same type."""
+def with_values(target: Any, values: Any) -> Any:
+    """Return a sequence with these values: the same list, or a new tuple of the same type."""
     if isinstance(target, list):
         target[:] = values
         return target
@@ -102,7 +99,7 @@ def replaced(target: Any, values: Any) -> Any:
 
 
 def load_into(target: Any, stored: object, path: Path) -> object:
-    """Let an object take what was stored as its state, and return the object; an error names its place in the state."""
+    """Call `load_state_dict` of an object, and return the object; an error names its path."""
     try:
         target.load_state_dict(stored)
     except Exception as error:
@@ -112,10 +109,10 @@ def load_into(target: Any, stored: object, path: Path) -> object:
 
 
 class SharedTargets:
-    """What is to be restored into which memory and which objects, so far.
+    """The memory and objects that are to be filled, and the stored values for them.
 
     Args:
-        read_contents: Called with a stored value before the contents of its arrays are looked at.
+        read_contents: Called with a stored value before the contents of its arrays are compared.
     """
 
     def __init__(self, *, read_contents: Callable[[Any], None]) -> None:
@@ -125,17 +122,14 @@ class SharedTargets:
         self._objects: dict[object, tuple[Path, object, Any]] = {}
 
     def add_array(self, target: Any, stored: Any, path: Path) -> None:
-        """Note that an array of the state is to be filled with a stored one of the same shape and type."""
+        """Add an array that is to be filled with a stored one of the same shape and type."""
         self._targets[path], self._stored[path] = target, stored
 
     def add_object(self, key: object, target: object, stored: Any, path: Path) -> str | None:
-        """Note that an object of the state is to be filled; return why it cannot be, or None.
+        """Add an object that is to be filled; return the conflict with an earlier one, or None.
 
-        Args:
-            key: The same for two targets that are one.
-            target: The object, which is held.
-            stored: What it is to be filled with.
-            path: Where in the state.
+        Targets with the same `key` are one object. The target is held, so that its id stays its
+        own.
         """
         other, _, first = self._objects.setdefault(key, (path, target, stored))
         if first is stored:
@@ -146,13 +140,13 @@ class SharedTargets:
         return f"is the same object as {other}, stored are two different values"
 
     def problems(self) -> list[str]:
-        """Return what is wrong with the arrays, each after its path."""
+        """Return the conflicts between arrays, each after its path."""
         found = conflicts(self._targets, self._stored, self._look_into)
         return [f"{one.later} {one}" for one in found]
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Return whether two stored values are the same, bit for bit: NaN equals itself."""
+    """Return whether two stored values are equal bit for bit: NaN equals itself."""
     if isinstance(one, np.ndarray):
         return np.array_equal(bytes_for(one, one), bytes_for(one, other))
     (tensors, skeleton, _), (others, other_skeleton, _) = (

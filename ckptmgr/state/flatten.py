@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way down: a nested state becomes a list of tensors and a skeleton.
+"""Flattening: a nested state becomes a list of tensors and a skeleton.
 
-The walk keeps its own stack, so the depth of a state is limited by a rule and not by the interpreter.
+The walk keeps its own stack, so `MAX_DEPTH` limits the depth of a state, not the interpreter.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ _CONTAINERS: dict[type, str] = {
 
 
 _Part = tuple[Sequence[Json], object, object]
-"""Nodes to write before a value, the value, and what leads to it."""
+"""Nodes to write before a value, the value, and its key or index."""
 
 
 class _Frame(NamedTuple):
     """A container whose parts are being encoded.
 
     Attributes:
-        parts: Those that are left.
-        path: Where it is.
-        step: How a part is reached; None when the one part stands for the container itself.
-        depth: Of its parts.
-        end: Nodes to write after them.
-        container: Its `id`; None for what is no container of the state.
-        tie: The same for values that are one object which can change; None for what cannot.
+        parts: The parts that are left.
+        path: Its path.
+        step: The kind of step to a part; None when the one part stands for the container itself.
+        depth: The depth of its parts.
+        end: Nodes to write after its parts.
+        container: Its `id`; None for a tensor that is split into parts.
+        tie: Identity of a mutable object, the same at every occurrence; None for immutable values.
     """
 
     parts: Iterator[_Part]
@@ -64,11 +64,7 @@ class _Frame(NamedTuple):
 
 
 class Flattener:
-    """Encodes one state; see `tree.flatten`.
-
-    Attributes:
-        slices: Name to leaf, of those leaves that are parts of larger tensors.
-    """
+    """Encodes one state; see `tree.flatten`."""
 
     def __init__(self, slicer: Slicer | None = None) -> None:
         self._slicer = slicer
@@ -93,7 +89,7 @@ class Flattener:
         return tensors, skeleton_of(self._with_ties()), aliases
 
     def _with_ties(self) -> list[Json | Leaf]:
-        """Return the nodes, and after each value that is one object with another a node that says so."""
+        """Return the nodes, with a `SHARED` node after each occurrence of a repeated object."""
         tied = [ends for ends in self._ends.values() if len(ends) > 1]
         if not tied:
             return self._nodes
@@ -126,11 +122,11 @@ class Flattener:
             self._note_end(frame.tie)
 
     def _note_end(self, tie: object) -> None:
-        """Note that the nodes of an object that can change, and is held, are complete."""
+        """Record where the nodes of a mutable object end; the caller holds the object."""
         self._ends.setdefault(tie, []).append(len(self._nodes))
 
     def _visit(self, value: Any, path: Path, depth: int) -> None:
-        """Encode a value without parts; of others note what is to be done."""
+        """Encode a value without parts, or push a frame for its parts."""
         if isinstance(value, bytes | bytearray) and len(value) > _INLINE_BYTES:
             self._long_bytes(value, path)
             return
@@ -156,7 +152,7 @@ class Flattener:
         if id(value) in self._open:
             raise unsupported(path, "contains itself", "break the cycle")
         self._open.add(id(value))
-        # Temporary dicts must live as long as their ids are looked at.
+        # Temporary dicts must live as long as their ids are compared.
         self._held.append(value)
         self._frames.append(frame)
 
@@ -209,7 +205,7 @@ class Flattener:
             self._hold(value)
 
     def _hold(self, value: object) -> None:
-        """Note an object without parts that can change, and whose nodes are complete."""
+        """Hold a mutable object without parts whose nodes are complete."""
         self._held.append(value)
         self._note_end(id(value))
 
@@ -232,7 +228,7 @@ class Flattener:
         name, framework = self._unique(path.tensor_name()), framework_of(part.local)
         self.slices[name] = part
         if framework == "torch":
-            adapter = _tree_torch()
+            adapter = _torch_values()
             if adapter.split_tensor(part.local, path) is not None:
                 raise unsupported(path, "is sparse or quantized, and cut", "save it as dense")
             self._add(adapter.torch_leaf(part.local, path, name))
@@ -242,7 +238,7 @@ class Flattener:
             self._add(_foreign_leaf(part.local, path, name))
 
     def _torch_tensor(self, value: Any, path: Path, depth: int) -> None:
-        adapter = _tree_torch()
+        adapter = _torch_values()
         split = adapter.split_tensor(value, path)
         if split is None:
             self._add(adapter.torch_leaf(value, path, self._unique(path.tensor_name())))
@@ -264,14 +260,14 @@ class Flattener:
         while candidate in self._names:
             number += 1
             candidate = f"{name}~{number}"
-        # Many arrays may want one name (tuples as keys); each search goes on where the last one ended.
+        # Many arrays may have one name (tuples as keys); each search continues after the last one.
         self._numbers[name] = number
         self._names.add(candidate)
         return candidate
 
 
 def _mapping(value: Any, path: Path) -> Iterator[_Part]:
-    # A copy, because state_dict() of a part may change what it is part of.
+    # A copy, because state_dict() of a part may change the mapping.
     for key, child in list(value.items()):
         is_plain = type(key) is str and key.isascii()
         yield (key,) if is_plain else encode_key(key, path), child, key
@@ -285,7 +281,7 @@ def _ordered(value: Any, path: Path, depth: int) -> _Frame:
     end: list[Json] = [{"ordered": len(value)}]
     if not extra:
         return _Frame(parts, path, "key", depth, end, id(value), id(value))
-    # torch notes the versions of its modules there; load_state_dict looks at them.
+    # torch keeps the versions of its modules there, for load_state_dict.
     metadata: list[_Part] = [(end, extra["_metadata"], "_metadata")]
     end = [{"with_metadata": 2}]
     return _Frame(chain(parts, metadata), path, "key", depth, end, id(value), id(value))
@@ -305,14 +301,14 @@ def _set(value: Any, path: Path) -> list[Json]:
 
 
 @cache
-def _tree_torch() -> ModuleType:
-    from ckptmgr.state import torch_values as tree_torch
+def _torch_values() -> ModuleType:
+    from ckptmgr.state import torch_values
 
-    return tree_torch
+    return torch_values
 
 
 def _dtype_of(dtype: np.dtype) -> tuple[Json, str]:
-    """Return how an element type is called in the skeleton, and in the table; None and "" where it is not."""
+    """Return the skeleton node and the table's name of an element type; None and "" if absent."""
     if dtype.fields is not None:
         return encode_dtype(dtype), ""
     return _plain_dtype_of(dtype)
@@ -320,7 +316,7 @@ def _dtype_of(dtype: np.dtype) -> tuple[Json, str]:
 
 @lru_cache(maxsize=256)
 def _plain_dtype_of(dtype: np.dtype) -> tuple[Json, str]:
-    # NumPy puts the name together anew each time it is asked for.
+    # Cached, because NumPy computes the name on each access.
     return encode_dtype(dtype), dtype.name if dtype.isnative else ""
 
 
@@ -342,7 +338,7 @@ def _nothing() -> memoryview:
 
 
 def _foreign_leaf(value: object, path: Path, name: str) -> Leaf:
-    # JAX and MindSpore arrays come back as NumPy arrays; see tree.py.
+    # JAX and MindSpore arrays are restored as NumPy arrays; see tree.py.
     own = to_tensor(name, value)
     dtype = own.spec.dtype
     spec, is_bytes = storage_spec(name, dtype.name, own.spec.shape, dtype.item_bytes)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Items of a staged state: their tensors, the same items over other memory, and a description for another process."""
+"""Items of a staged state: their tensors, copies over other memory, descriptions for the worker."""
 
 from __future__ import annotations
 
@@ -17,13 +17,7 @@ Content = Callable[[], memoryview]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A content that is some bytes of that of a tensor; told apart so that another process can find them.
-
-    Attributes:
-        whole: The tensor.
-        start: The first byte.
-        stop: One past the last.
-    """
+    """The bytes `start` to `stop` of a tensor; a class, so that `CudaMemory` recognises it."""
 
     whole: Tensor
     start: int
@@ -44,7 +38,7 @@ def tensors_of(item: Item) -> tuple[Tensor, ...]:
 def tensors_in(items: Sequence[Item]) -> list[Tensor]:
     """Return the tensors in all items, in order."""
     found = [item for item in items if isinstance(item, Tensor)]
-    if len(found) == len(items):  # nearly always, and there may be very many
+    if len(found) == len(items):  # nearly always; there may be many items
         return found
     return [tensor for item in items for tensor in tensors_of(item)]
 
@@ -67,12 +61,7 @@ def _replaced(item: Item, contents: Iterator[Content]) -> Item:
 
 
 def describe_items(items: Sequence[Item], places: Sequence[SlabOffset]) -> list[dict[str, object]]:
-    """Return items as plain values for JSON.
-
-    Args:
-        items: Any.
-        places: For each tensor in order the slab it lies in, and its offset there.
-    """
+    """Return items as plain values for JSON; `places` has the slab and offset of each tensor."""
     rest = iter(places)
     return [_described(item, rest) for item in items]
 
@@ -95,11 +84,7 @@ def _described(item: Item, places: Iterator[SlabOffset]) -> dict[str, object]:
 
 
 def items_from(description: Sequence[Mapping[str, Any]], slabs: Sequence[memoryview]) -> list[Item]:
-    """Return the items of a description.
-
-    Args:
-        description: From `StagedState.describe`, also after a trip through JSON.
-        slabs: The memory it speaks of, in the order of `StagedState.descriptors`.
+    """Return the items of a description by `StagedState.describe`, over its slabs.
 
     Raises:
         ValueError: The description does not fit the slabs.
@@ -132,8 +117,4 @@ def _tensor_from(entry: Mapping[str, Any], slabs: Sequence[memoryview]) -> Tenso
     slab = slabs[entry["slab"]]
     if not 0 <= start < stop <= slab.nbytes:
         raise ValueError(f"{spec.name!r} lies outside a slab of {slab.nbytes} bytes")
-    return Tensor(spec=spec, content=partial(_part, slab, start, stop))
-
-
-def _part(slab: memoryview, start: int, stop: int) -> memoryview:
-    return slab[start:stop]
+    return Tensor(spec=spec, content=partial(slab.__getitem__, slice(start, stop)))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays of JAX that lie on the devices of several processes: what this process holds of one, and one made of that.
+"""JAX arrays on the devices of several processes: the addressable part, and arrays rebuilt from it.
 
-Nothing here imports JAX; an array of it brings all that is needed.
+Nothing here imports JAX.
 """
 
 from __future__ import annotations
@@ -16,48 +16,48 @@ from ckptmgr.core.regions import Interval, Region, region_shape
 
 
 def is_multi_process(value: Any) -> bool:
-    """Return whether a value is an array of JAX that this process holds only a part of."""
+    """Return whether a value is a JAX array of which this process holds only a part."""
     jax = sys.modules.get("jax")
     return jax is not None and isinstance(value, jax.Array) and not value.is_fully_addressable
 
 
 def is_multi_device(value: Any) -> bool:
-    """Return whether a value is an array of JAX on several devices, of this process or of others."""
+    """Return whether a value is a JAX array on several devices, of this process or of others."""
     jax = sys.modules.get("jax")
     return jax is not None and isinstance(value, jax.Array) and len(value.sharding.device_set) > 1
 
 
 def addressable_region(array: Any) -> Region | None:
-    """Return the elements that the devices of this process hold together, or None when they are no box."""
+    """Return the region on the devices of this process; None when it is not one region."""
     shape = tuple(map(int, array.shape))
-    boxes = {_region(shard.index, shape) for shard in array.addressable_shards}
-    if not boxes:
+    regions = {_region(shard.index, shape) for shard in array.addressable_shards}
+    if not regions:
         return tuple(Interval(0, 0) for _ in shape)
     hull = tuple(
         Interval(min(one.start for one in along), max(one.stop for one in along))
-        for along in zip(*boxes, strict=True)
+        for along in zip(*regions, strict=True)
     )
-    held = sum(prod(region_shape(box)) for box in boxes)
+    held = sum(prod(region_shape(region)) for region in regions)
     return hull if held == prod(region_shape(hull)) else None
 
 
-def addressable_part(array: Any, box: Region) -> object:
-    """Return the elements that this process holds: those of a device as they are, those of several joined in a copy."""
+def addressable_part(array: Any, hull: Region) -> object:
+    """Return the addressable elements: the shard itself, or several joined in a copy."""
     shards = {_region(one.index, array.shape): one.data for one in array.addressable_shards}
     if len(shards) == 1:
         return next(iter(shards.values()))
-    joined: np.ndarray = np.empty(region_shape(box), array.dtype)
+    joined: np.ndarray = np.empty(region_shape(hull), array.dtype)
     for region, data in shards.items():
-        joined[_within(region, box)] = np.asarray(data)
+        joined[_within(region, hull)] = np.asarray(data)
     return joined
 
 
 def rebuild_array(target: Any, stored: np.ndarray) -> object:
-    """Return an array like `target` with other elements: those that this process is to hold."""
-    box = addressable_region(target) or ()
+    """Return an array like `target` whose addressable part is `stored`."""
+    hull = addressable_region(target) or ()
 
     def part(index: tuple[slice, ...]) -> np.ndarray:
-        found: np.ndarray = stored[_within(_region(index, target.shape), box)]
+        found: np.ndarray = stored[_within(_region(index, target.shape), hull)]
         return found
 
     return sys.modules["jax"].make_array_from_callback(target.shape, target.sharding, part)
@@ -69,8 +69,8 @@ def _region(index: tuple[slice, ...], shape: tuple[int, ...]) -> Region:
     )
 
 
-def _within(region: Region, box: Region) -> tuple[slice, ...]:
+def _within(region: Region, hull: Region) -> tuple[slice, ...]:
     return tuple(
         slice(one.start - outer.start, one.stop - outer.start)
-        for one, outer in zip(region, box, strict=True)
+        for one, outer in zip(region, hull, strict=True)
     )

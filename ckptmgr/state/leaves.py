@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The leaves of a state, and the memory that they look at; what is stored for it, `tree_storage` decides."""
+"""Leaves of a state, and the memory behind them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, NamedTuple
@@ -17,15 +17,15 @@ from ckptmgr.state.paths import Json, Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """The memory that a leaf looks at.
+    """The memory behind a leaf.
 
     Attributes:
         device: Name of the address space.
-        start: Address of the first byte that the leaf can reach.
+        start: Address of the first byte that the leaf reaches.
         stop: One past the last.
         origin: Address of element 0 (after `start` only when a stride is negative).
         strides: Bytes from one element to the next, per dimension.
-        alignment: The offset of the leaf in what is stored must be a multiple of it.
+        alignment: The leaf's offset in the stored tensor must be a multiple of it.
         bounds: First and one-past-last address of the storage behind it.
         content: Returns the bytes between two addresses in that storage.
     """
@@ -45,13 +45,14 @@ Span = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finder:
-    """How memory is found behind the arrays of a framework.
+    """Functions that find the memory behind the arrays of a framework.
 
     Attributes:
-        owner: Returns the object that owns the memory, if others can look at it only as views of that object; None when
-            that is not sure.
-        span: Returns the `device`, `start` and `stop` of an array's memory; None when nobody can share it.
-        memory: Returns all that is known of it.
+        owner: Returns the object that owns the memory, if every other array over that memory is a
+            view of that object; None when that is not certain.
+        span: Returns the `device`, `start` and `stop` of an array's memory; None if it is not
+            shared.
+        memory: Returns the `Memory`.
     """
 
     owner: Callable[[Any], object | None]
@@ -63,15 +64,15 @@ class Leaf(NamedTuple):
     """An array in the state.
 
     Attributes:
-        path: Where it is, for messages.
+        path: Its path, for messages.
         kind: Of its skeleton node.
         dtype: Its element type, in the skeleton.
-        shape: Its own shape (that of `tensor` has one more dimension where the bytes are stored as uint8).
+        shape: Its own shape (`tensor` has one more dimension where the bytes are stored as uint8).
         node: The rest of the body of its skeleton node; planning completes it.
         value: The array; held so that its memory and identity stay its own.
-        tensor: How it is stored when it shares nothing.
+        tensor: The stored tensor, if the leaf shares no memory.
         item_bytes: Bytes of an element.
-        finder: Finds its memory; None when nobody can share it.
+        finder: Finds its memory; None when it cannot be shared.
     """
 
     path: Path
@@ -111,10 +112,9 @@ def extent(
 def storage_spec(
     name: str, spelling: str, shape: tuple[int, ...], item_bytes: int
 ) -> tuple[TensorSpec, bool]:
-    """Return how elements are stored: as themselves where every format knows them, else as their bytes.
+    """Return the stored specification, and whether it is bytes as some format lacks the type.
 
-    Returns:
-        The specification, and whether it is the bytes (uint8, with one more dimension unless an element is one byte).
+    Bytes are uint8 with one more dimension, unless an element is one byte.
     """
     row = _IN_ALL_FORMATS.get(spelling)
     if row is not None:
@@ -132,13 +132,30 @@ _IN_ALL_FORMATS = {
 
 
 def are_disjoint(owners: Iterable[object | None], count: int) -> bool:
-    """Return whether so many arrays share no memory for sure, given what owns theirs."""
+    """Return whether `count` arrays certainly share no memory, given the owners of theirs."""
     different = set(map(id, owners))
     return len(different) == count and id(None) not in different
 
 
+def overlapping_groups(spans: list[tuple[str, int, int, int]]) -> Iterator[tuple[list[int], int]]:
+    """Group overlapping spans (device, start, stop, number); yield numbers and hull size."""
+    spans.sort()
+    group: list[int] = []
+    group_device, group_start, group_stop = "", 0, 0
+    for device, start, stop, number in spans:
+        if group and (device != group_device or start >= group_stop):
+            yield group, group_stop - group_start
+            group = []
+        if not group:
+            group_device, group_start, group_stop = device, start, stop
+        group.append(number)
+        group_stop = max(group_stop, stop)
+    if group:
+        yield group, group_stop - group_start
+
+
 def array_span(array: np.ndarray) -> Span | None:
-    """Return where the memory of a NumPy array starts and ends; None when it is empty."""
+    """Return the memory span of a NumPy array; None when it is empty."""
     if array.nbytes == 0:
         return None
     origin = array.__array_interface__["data"][0]
@@ -148,10 +165,7 @@ def array_span(array: np.ndarray) -> Span | None:
 
 
 def owner_of(array: np.ndarray) -> np.ndarray | None:
-    """Return the array that owns the memory: others can look at it only through views, which own none.
-
-    None when it is owned by something else, or by nobody knows whom, or when elements may overlap.
-    """
+    """Return the array that owns the memory; None if another object does, or elements overlap."""
     base: object = array.base
     owner = array if base is None else base
     if isinstance(owner, np.ndarray) and owner.flags.owndata and array.flags.forc:
@@ -168,7 +182,8 @@ def array_memory(array: np.ndarray) -> Memory:
         root = root.base
     low = root.__array_interface__["data"][0]
     flat = root.T if root.flags.f_contiguous and not root.flags.c_contiguous else root
-    # Where the memory behind the array is itself a strided view, only what the array reaches is known to be there.
+    # If the memory behind the array is itself a strided view, only the array's own reach is
+    # certain.
     bounds = (low, low + root.nbytes) if flat.flags.c_contiguous else (start, start)
 
     def content(first: int, last: int) -> memoryview:

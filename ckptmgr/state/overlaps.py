@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays that share memory, all or a part of it: two stored values that differ there cannot both go into them.
+"""Overlapping restore targets: conflicts between the stored values of arrays that share memory.
 
-Values go together when they are the same where their targets overlap: tied weights, a buffer and the views of it. What is
-refused is a state in which the value that is written last would change one that was written before.
+Values agree when they are equal wherever their targets overlap: tied weights, a buffer and its
+views. A conflict is a value whose write would change one that was written before.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ckptmgr.state.leaves import (
     are_disjoint,
     array_memory,
     array_span,
+    overlapping_groups,
     owner_of,
 )
 
@@ -33,9 +34,9 @@ class Conflict(NamedTuple):
     """Two targets whose values differ where they overlap.
 
     Attributes:
-        later: The one that comes later; the same as `earlier` when the elements of one target overlap.
+        later: The later one; the same as `earlier` when the elements of one target overlap.
         earlier: The other one.
-        is_same: Whether both are the same elements, and not only a part of them.
+        is_same: Whether both are exactly the same elements.
     """
 
     later: Any
@@ -46,7 +47,7 @@ class Conflict(NamedTuple):
         return self.naming(str)
 
     def naming(self, name: Callable[[Any], str]) -> str:
-        """Return what is wrong with `later`, given how messages name a target."""
+        """Return the problem of `later` as text; `name` formats a target."""
         if self.is_same:
             return f"is the same memory as {name(self.earlier)}, stored are two different values"
         other = "itself" if self.later is self.earlier else name(self.earlier)
@@ -65,11 +66,7 @@ class _Member(NamedTuple):
 
 
 def overlapping_targets(targets: Mapping[Any, Any]) -> list[list[Any]]:
-    """Return the groups of targets whose memory may overlap; one alone where its own elements do.
-
-    Args:
-        targets: Each a NumPy array or a torch tensor, in the order in which they are filled.
-    """
+    """Return the groups of arrays that overlap; a group of one where its own elements do."""
     return [[one.key for one in group] for group in _groups(targets)]
 
 
@@ -78,22 +75,22 @@ def conflicts(
     stored: Mapping[Any, Any],
     read_contents: Callable[[Any], None] = lambda _: None,
 ) -> Iterator[Conflict]:
-    """Yield the targets for which there are two values.
+    """Yield the targets that would get two values.
 
     Args:
-        targets: Each a NumPy array or a torch tensor, in the order in which they are filled.
-        stored: What goes into each: the same framework, shape and type.
-        read_contents: Called with what is stored for some, before its content is looked at.
+        targets: NumPy arrays or torch tensors, in the order in which they are filled.
+        stored: The value of each: the same framework, shape and type.
+        read_contents: Called with a stored value before its content is compared.
     """
     for group in _groups(targets):
         if not _is_alike(group, stored):
             for one in group:
                 read_contents(stored[one.key])
-            yield from _clashes(group, lambda key: bytes_for(targets[key], stored[key]))
+            yield from _conflicts(group, lambda key: bytes_for(targets[key], stored[key]))
 
 
 def bytes_for(target: Any, stored: Any) -> np.ndarray:
-    """Return the bytes in the memory of a target when `stored` was copied into it: one dimension more for each element."""
+    """Return the bytes of `stored` as the target's memory would hold them, by element."""
     if isinstance(stored, np.ndarray):
         flat = np.ascontiguousarray(stored).reshape(-1).view(np.uint8)
     else:
@@ -107,29 +104,15 @@ def _groups(targets: Mapping[Any, Any]) -> Iterator[list[_Member]]:
     if are_disjoint(map(_owner_of, targets.values()), len(targets)):
         return
     keys = list(targets)
-    spans: list[tuple[str, int, int, int]] = []
-    for number, value in enumerate(targets.values()):
-        span = _span_of(value)
-        if span is not None:
-            spans.append((*span, number))
-    spans.sort()
-    group: list[int] = []
-    device, end = "", 0
-    for at, start, stop, number in spans:
-        if group and (at != device or start >= end):
-            yield from _sharing(targets, keys, group)
-            group = []
-        device, end = at, stop if not group else max(end, stop)
-        group.append(number)
-    yield from _sharing(targets, keys, group)
-
-
-def _sharing(
-    targets: Mapping[Any, Any], keys: Sequence[Any], group: list[int]
-) -> Iterator[list[_Member]]:
-    members = [_member(keys[number], targets[keys[number]]) for number in sorted(group)]
-    if len(members) > 1 or any(map(_overlaps_itself, members)):
-        yield members
+    spans = [
+        (*span, number)
+        for number, value in enumerate(targets.values())
+        if (span := _span_of(value)) is not None
+    ]
+    for group, _ in overlapping_groups(spans):
+        members = [_member(keys[number], targets[keys[number]]) for number in sorted(group)]
+        if len(members) > 1 or _overlaps_itself(members[0]):
+            yield members
 
 
 def _owner_of(value: Any) -> object | None:
@@ -141,7 +124,7 @@ def _span_of(value: Any) -> Span | None:
         return array_span(value)
     if not value.numel():
         return None
-    # A tensor has no span where its values are not those in its memory; here its memory counts.
+    # Conjugated and negated tensors have no span, but their memory counts here.
     span = _tensors().span(value)
     if span is not None:
         return span
@@ -167,7 +150,7 @@ def _overlaps_itself(one: _Member) -> bool:
 
 
 def _is_alike(group: Sequence[_Member], stored: Mapping[Any, Any]) -> bool:
-    """Return whether what is stored for a group shares memory in the same way, so that no two values can differ."""
+    """Return whether the stored values share memory as the targets do: then no two differ."""
     offsets = set()
     for one in group:
         memory = _member(one.key, stored[one.key]).memory
@@ -177,7 +160,7 @@ def _is_alike(group: Sequence[_Member], stored: Mapping[Any, Any]) -> bool:
     return len(offsets) == 1
 
 
-def _clashes(group: Sequence[_Member], content: _Content) -> Iterator[Conflict]:
+def _conflicts(group: Sequence[_Member], content: _Content) -> Iterator[Conflict]:
     first: dict[tuple[object, ...], _Member] = {}
     for one in group:
         other = first.setdefault(one.layout, one)
@@ -185,11 +168,11 @@ def _clashes(group: Sequence[_Member], content: _Content) -> Iterator[Conflict]:
             yield Conflict(one.key, other.key, is_same=True)
     different = list(first.values())
     if len(different) > 1 or _overlaps_itself(different[0]):
-        yield from _partial_clashes(different, content)
+        yield from _partial_conflicts(different, content)
 
 
-def _partial_clashes(group: Sequence[_Member], content: _Content) -> Iterator[Conflict]:
-    """Write all values where no harm is done, and yield those that do not find what they would write."""
+def _partial_conflicts(group: Sequence[_Member], content: _Content) -> Iterator[Conflict]:
+    """Write all values into scratch memory, and yield those that meet another value there."""
     start = min(one.memory.start for one in group)
     room = max(one.memory.stop for one in group) - start
     memory, is_written = np.zeros(room, np.uint8), np.zeros(room, np.bool_)
@@ -198,7 +181,7 @@ def _partial_clashes(group: Sequence[_Member], content: _Content) -> Iterator[Co
         there, written = (_view(one, whole, start) for whole in (memory, is_written))
         if _differs(there, written, value):
             earlier = next(
-                other for other in group[:number] if _is_clash(other, one, content, start)
+                other for other in group[:number] if _is_conflict(other, one, content, start)
             )
             yield Conflict(one.key, earlier.key, is_same=False)
         there[...] = value
@@ -207,7 +190,7 @@ def _partial_clashes(group: Sequence[_Member], content: _Content) -> Iterator[Co
             yield Conflict(one.key, one.key, is_same=False)
 
 
-def _is_clash(one: _Member, other: _Member, content: _Content, start: int) -> bool:
+def _is_conflict(one: _Member, other: _Member, content: _Content, start: int) -> bool:
     room = max(one.memory.stop, other.memory.stop) - start
     memory, is_written = np.zeros(room, np.uint8), np.zeros(room, np.bool_)
     _view(one, memory, start)[...] = content(one.key)

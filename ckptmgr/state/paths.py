@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The skeleton of a state: its JSON, the paths in it, and its errors.
+"""Skeleton of a state (the treedef, as JAX calls it): its JSON, the paths in it, and its errors.
 
-A skeleton is a postfix program, `{"version":1,"nodes":[...]}`: a node is a value, or takes the values before it and
-puts one in their place (`{"list":3}`). In version 2, `{"shared":0}` puts the first value that it follows in the place of
-every other one that it follows. So the JSON is flat however deep the state is, and a cycle cannot be written
-down. Numbers that JSON would change are hexadecimal. The text is ASCII and the same state gives the same text.
+A skeleton is a postfix program, `{"version":1,"nodes":[...]}`: a node is a value, or takes the
+values before it and puts one in their place (`{"list":3}`). In version 2, the value before the
+first `{"shared":0}` replaces the value before every other one. So the JSON is flat however deep the
+state is, and a cycle cannot be written down. Numbers that JSON would change are hexadecimal. The
+text is ASCII, and the same state gives the same text.
 """
 
 from __future__ import annotations
@@ -16,17 +17,16 @@ from collections.abc import Iterable
 from typing import Literal, NoReturn
 
 from ckptmgr.core.errors import CkptmgrError, UnsupportedState
+from ckptmgr.formats.strict_json import int_parser
 
 Json = None | bool | int | str | list["Json"] | dict[str, "Json"]
 
 SHARED = "shared"
-"""The kind of node after a value that is one object with every other value before a node of the same number."""
+"""Kind of the node that follows each occurrence of one object; its number identifies the object."""
 _VERSIONS = (1, 2)
 MAX_DEPTH = 500
-_MAX_INT_DIGITS = 20
-_MANY_DIGITS = "0" * _MAX_INT_DIGITS
-_DIGITS_AS_ZEROS = str.maketrans("123456789", "0" * 9)
 _SHOWN_CHARS = 60
+_SHOWN_DIFFERENCES = 100
 _MAX_DECIMAL_BITS = 1000
 
 
@@ -35,11 +35,22 @@ class TreeError(CkptmgrError, ValueError):
 
 
 class StateMismatch(UnsupportedState, ValueError):
-    """Report that a stored state does not fit the state it should be restored into; nothing was changed."""
+    """Report that a stored state does not fit the target of a restore; nothing was changed."""
+
+
+def mismatch(what: str, differences: list[str], *, hint: str) -> StateMismatch:
+    """Return the error of `what` a checkpoint does not fit; names at most 100 differences."""
+    shown_ones = sorted(differences)[:_SHOWN_DIFFERENCES]
+    if len(differences) > len(shown_ones):
+        shown_ones.append(f"... and {len(differences) - len(shown_ones)} more")
+    lines = "\n  ".join(shown_ones)
+    return StateMismatch(
+        f"the checkpoint does not fit {what}; nothing was changed:\n  {lines}", hint=hint
+    )
 
 
 class Path:
-    """Where a value is in the state; linked, so that a deep tree costs nothing until a path is printed."""
+    """Path of a value in the state; linked, so that a deep tree is cheap until it is printed."""
 
     __slots__ = ("_kind", "_parent", "_prefix", "_step")
 
@@ -63,7 +74,7 @@ class Path:
         return Path(self, "index", index)
 
     def state_dict(self) -> Path:
-        """Return the path of what `state_dict()` gives."""
+        """Return the path of the result of `state_dict()`."""
         return Path(self, "object")
 
     def _steps(self) -> list[Path]:
@@ -82,7 +93,7 @@ class Path:
         return "state" + "".join(parts)
 
     def tensor_name(self) -> str:
-        """Return the name under which a tensor at this path is stored (made unique by the caller)."""
+        """Return the stored name of a tensor at this path (the caller makes it unique)."""
         parent = self._parent
         if parent is None or self._kind == "object":
             name = self._name_prefix()[:-1] or "state"
@@ -92,7 +103,7 @@ class Path:
         return f"~{name}" if name.startswith("__") else name
 
     def _name_prefix(self) -> str:
-        """Return what the names of all tensors below start with; kept, because they may be many."""
+        """Return the prefix of the names of all tensors below; cached, as there may be many."""
         if self._prefix is None:
             steps = [_escaped(at._step) for at in self._steps() if at._kind != "object"]
             self._prefix = "".join([f"{step}/" for step in steps])
@@ -137,23 +148,17 @@ def dump_skeleton(nodes: list[Json]) -> str:
 
 
 def version_of(nodes: Iterable[object]) -> int:
-    """Return the version of a skeleton: 2 where objects are shared, which readers of version 1 do not know."""
+    """Return the version of a skeleton: 2 where objects are shared, else 1."""
     return 2 if any(isinstance(node, dict) and SHARED in node for node in nodes) else 1
 
 
 def load_skeleton(skeleton: str) -> list[Json]:
-    """Return the node list of a skeleton.
-
-    Raises:
-        TreeError: Not the JSON of a skeleton, or of a version this library does not know.
-    """
+    """Return the node list of a skeleton; raise TreeError for any other text or version."""
     try:
-        # A call for each number would take most of the time; only where one may be too long is it worth it.
-        may_be_long = _MANY_DIGITS in skeleton.translate(_DIGITS_AS_ZEROS)
         body = json.loads(
             skeleton,
             object_pairs_hook=_unique_pairs,
-            parse_int=_parse_int if may_be_long else int,
+            parse_int=int_parser(skeleton.encode("utf-8", "surrogatepass"), refuse=_reject_number),
             parse_float=_reject_number,
             parse_constant=_reject_number,
         )
@@ -180,12 +185,6 @@ def _unique_pairs(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]
         raise TreeError(f"the skeleton of the state says {shown(twice)} twice")
     return result
-
-
-def _parse_int(text: str) -> int:
-    if len(text) > _MAX_INT_DIGITS:
-        _reject_number(text)
-    return int(text)
 
 
 def _reject_number(text: str) -> NoReturn:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random number generators in a state: NumPy's, torch's and Python's, saved by their state.
 
-A generator is never looked up by a stored name, except among the bit generators that are listed here.
+A stored name selects only among the bit generators listed here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BIT_GENERATORS: dict[str, Callable[[], np.random.BitGenerator]] = {
 
 
 def generator_kind(value: Any) -> str:
-    """Return what a state must come from to fit a generator, or an empty string when `value` is none."""
+    """Return the kind of a generator, which its state must match; empty when `value` is none."""
     match value:
         case np.random.Generator():
             return f"numpy.Generator({type(value.bit_generator).__name__})"
@@ -42,13 +42,13 @@ def generator_kind(value: Any) -> str:
 
 
 def generator_key(value: Any) -> object:
-    """Return what two generators of a state have in common if they draw from the same stream."""
+    """Return a key that is equal for generators which draw from the same stream."""
     source = value.bit_generator if isinstance(value, np.random.Generator) else value
     return type(value), id(source)
 
 
 def generator_state(value: Any) -> tuple[Json, object] | None:
-    """Return the skeleton node and the state of a generator; None for everything that cannot be built again."""
+    """Return the skeleton node and state of a generator; None if it cannot be rebuilt."""
     kind, _, inner = generator_kind(value).rstrip(")").partition("(")
     if kind == "numpy.Generator" and inner in _BIT_GENERATORS:
         return {"rng": kind}, value.bit_generator.state
@@ -64,11 +64,7 @@ def generator_state(value: Any) -> tuple[Json, object] | None:
 
 
 def build_generator(kind: object, state: object) -> object:
-    """Return a generator of a stored kind with a stored state.
-
-    Raises:
-        TreeError: No such kind. What the generators say against their state passes through.
-    """
+    """Return a generator of a stored kind with a stored state; the generators' own errors pass."""
     build = _BUILDERS.get(kind) if isinstance(kind, str) else None
     if build is None:
         raise TreeError(f"there is no random number generator called {kind!r}")

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Into an existing state: compare first, then fill.
+"""Restore into an existing state: compare first, then fill.
 
-Comparing names every difference and plans what to do; only a plan without differences is carried out. Random number
-generators come last, because loading other objects may draw from them.
+The comparison collects every difference and plans the steps; only a plan without differences is
+carried out. Random number generators come last, because loading other objects may draw from them.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,24 +21,23 @@ from ckptmgr.state.fill import (
     fill_array,
     fill_mindspore,
     fill_tensor,
-    holds_slices,
+    has_dtensors,
     load_into,
     local_part,
     replace_content,
-    replaced,
     signature_of,
+    with_values,
 )
 from ckptmgr.state.jax_shards import addressable_region, is_multi_device, rebuild_array
-from ckptmgr.state.paths import Path, StateMismatch
+from ckptmgr.state.paths import Path, mismatch
 from ckptmgr.state.random import generator_key, generator_kind, set_generator
 from ckptmgr.state.scalars import encode_atom
 
-_SHOWN_DIFFERENCES = 100
 _PLAIN_TYPES = frozenset({str, bytes, bool, int, float, complex, type(None)})
 
 
 class _Visit(NamedTuple):
-    """A value still to be compared with what is stored for it."""
+    """A value still to be compared with its stored value."""
 
     target: Any
     stored: Any
@@ -46,26 +45,23 @@ class _Visit(NamedTuple):
 
 
 class _Step(NamedTuple):
-    """Takes the last `takes` restored values and gives the one that they are parts of."""
+    """Replaces the last `takes` restored values with the container of these parts."""
 
     takes: int
     make: Callable[[list[Any]], object]
 
 
 class _Parts(NamedTuple):
-    """What is left to do for a container."""
+    """The visits to a container's parts, and the step after them."""
 
     visits: list[_Visit]
     step: _Step
 
 
 class Fill(NamedTuple):
-    """A stored array or torch tensor that will be copied into one of the state.
+    """A stored array or torch tensor, and its target of the same shape and type.
 
-    Attributes:
-        target: Of the state, of the same shape and type.
-        stored: What was stored.
-        via_load_state_dict: The copy is made by the object that the target belongs to, when it gets `stored`.
+    With `via_load_state_dict`, the module that owns the target copies it.
     """
 
     target: Any
@@ -74,14 +70,14 @@ class Fill(NamedTuple):
 
 
 class Restorer:
-    """Compares one state with what was stored and fills it; see `tree.restore`.
+    """Compares one state with a stored one and fills it; see `tree.restore`.
 
     Args:
-        read_contents: Called with a part of what was stored before the contents of arrays in it are looked at.
+        read_contents: Called with a stored value before the contents of arrays in it are compared.
 
     Attributes:
-        fills: What will be copied, known once `plan` returned.
-        filled: `id` of what was stored and need not be copied any more.
+        fills: The copies to make, known once `plan` returned.
+        filled: `id` of stored arrays whose target is filled already.
     """
 
     def __init__(self, *, read_contents: Callable[[object], None] = lambda _: None) -> None:
@@ -93,11 +89,7 @@ class Restorer:
         self.filled: set[int] = set()
 
     def plan(self, target: object, stored: object) -> None:
-        """Compare.
-
-        Raises:
-            StateMismatch: The two differ in structure, shape or type; nothing was changed.
-        """
+        """Compare; raise StateMismatch when structure, shape or type differ. Nothing is changed."""
         steps = self._steps
         stack: list[_Visit | _Step] = [_Visit(target, stored, Path())]
         while stack:
@@ -113,7 +105,12 @@ class Restorer:
                 steps.append(plan)
         self._differences += self._shared.problems()
         if self._differences:
-            raise _mismatch(self._differences)
+            raise mismatch(
+                "this state",
+                self._differences,
+                hint="build the same model and optimizer that was saved, or load the state without"
+                " a target; None in a target takes whatever is stored",
+            )
 
     def carry_out(self) -> object:
         """Fill the state that was compared, and return it."""
@@ -126,14 +123,17 @@ class Restorer:
         self._differences.append(f"{path} {problem}")
         return _give(None)
 
+    def _differ_in_type(self, path: Path, target: Any, stored: Any) -> _Step:
+        return self._differ(path, f"is {_described(target)}, stored is {_described(stored)}")
+
     def _claim(self, target: Any, stored: Any, path: Path, *, key: object = None) -> None:
-        """Note that `stored` will be put into `target`, for which there may be only one value."""
+        """Record that `stored` will be put into `target`, for which there may be only one value."""
         problem = self._shared.add_object(key or id(target), target, stored, path)
         if problem is not None:
             self._differ(path, problem)
 
     def _plan(self, target: Any, stored: Any, path: Path) -> _Step | _Parts:
-        """Return what will restore `target` and give the value that takes its place."""
+        """Return the step, or the parts and the step, that give the restored `target`."""
         if target is None or {type(target), type(stored)} <= _PLAIN_TYPES:
             return _give(stored)
         if framework_of(target) is not None and not isinstance(target, np.generic):
@@ -158,7 +158,7 @@ class Restorer:
                 return _Step(0, lambda _: replace_content(target, stored))
             case frozenset() if isinstance(stored, frozenset):
                 return _give(stored)
-        return self._differ(path, f"is {_described(target)}, stored is {_described(stored)}")
+        return self._differ_in_type(path, target, stored)
 
     def _plan_mapping(
         self, target: MutableMapping[Any, Any], stored: Mapping[Any, Any], path: Path
@@ -188,23 +188,23 @@ class Restorer:
     def _plan_sequence(self, target: Any, stored: Any, path: Path) -> _Step | _Parts:
         if len(target) != len(stored):
             if all(map(_is_history, (*target, *stored))) and not hasattr(target, "_fields"):
-                return _Step(0, lambda _: replaced(target, stored))
+                return _Step(0, lambda _: with_values(target, stored))
             return self._differ(path, f"has {len(target)} elements, stored are {len(stored)}")
         visits = [
             _Visit(target[index], value, path.index(index)) for index, value in enumerate(stored)
         ]
-        return _Parts(visits, _Step(len(visits), lambda values: replaced(target, values)))
+        return _Parts(visits, _Step(len(visits), lambda values: with_values(target, values)))
 
     def _plan_array(self, target: Any, stored: Any, path: Path) -> _Step:
         framework = framework_of(target)
         if framework == "torch":
             return self._plan_tensor(target, stored, path)
         if not isinstance(stored, np.ndarray):
-            return self._differ(path, f"is {_described(target)}, stored is {_described(stored)}")
+            return self._differ_in_type(path, target, stored)
         if framework != "numpy":
             return self._plan_foreign(target, stored, path)
         if (target.shape, target.dtype) != (stored.shape, stored.dtype):
-            return self._differ(path, f"is {_described(target)}, stored is {_described(stored)}")
+            return self._differ_in_type(path, target, stored)
         if not target.flags.writeable:
             return _give(stored)
         self._shared.add_array(target, stored, path)
@@ -218,10 +218,8 @@ class Restorer:
     ) -> _Step:
         local = local_part(target)
         if framework_of(stored) != "torch" or signature_of(local) != signature_of(stored):
-            return self._differ(path, f"is {_described(local)}, stored is {_described(stored)}")
-        if (
-            via_load_state_dict and local.is_meta
-        ):  # load_state_dict would warn, and leave it as it is
+            return self._differ_in_type(path, local, stored)
+        if via_load_state_dict and local.is_meta:  # load_state_dict would warn and do nothing
             return self._differ(path, "is on the meta device, which holds no elements")
         if not can_copy_into(local):
             return _give(stored)
@@ -237,15 +235,15 @@ class Restorer:
 
     def _plan_foreign(self, target: Any, stored: np.ndarray, path: Path) -> _Step:
         if is_multi_device(target):
-            return self._plan_spread(target, stored, path)
+            return self._plan_multi_device(target, stored, path)
         if (tuple(target.shape), str(target.dtype).lower()) != (stored.shape, stored.dtype.name):
-            return self._differ(path, f"is {_described(target)}, stored is {_described(stored)}")
+            return self._differ_in_type(path, target, stored)
         if is_instance_by_name(target, "mindspore.common.tensor", "Tensor"):
             self._claim(target, stored, path)
             return _Step(0, lambda _: fill_mindspore(target, stored))
         return _Step(0, lambda _: sys.modules["jax"].numpy.asarray(stored))
 
-    def _plan_spread(self, target: Any, stored: np.ndarray, path: Path) -> _Step:
+    def _plan_multi_device(self, target: Any, stored: np.ndarray, path: Path) -> _Step:
         lengths = region_shape(addressable_region(target) or ())
         if (lengths, str(target.dtype)) != (stored.shape, stored.dtype.name):
             held = f"{target.dtype}{list(lengths)} here"
@@ -254,29 +252,26 @@ class Restorer:
 
     def _plan_object(self, target: Any, stored: Any, path: Path) -> _Step | _Parts:
         if not isinstance(stored, Mapping | list | tuple):
-            return self._differ(path, f"is {_described(target)}, stored is {_described(stored)}")
+            return self._differ_in_type(path, target, stored)
         self._claim(target, stored, path)
-        torch_module = sys.modules.get("torch")
-        has_slices = holds_slices(target)
-        if (
-            torch_module is not None
-            and isinstance(target, torch_module.nn.Module)
-            and not has_slices
-        ):
+        torch = sys.modules.get("torch")
+        is_sharded = has_dtensors(target)
+        if torch is not None and isinstance(target, torch.nn.Module) and not is_sharded:
             self._compare_module(target, stored, path.state_dict())
         if is_instance_by_name(target, "mindspore.nn.cell", "Cell") and isinstance(stored, Mapping):
             return self._plan_cell(target, stored, path.state_dict())
-        if isinstance(stored, Mapping) and has_slices:
-            return self._plan_sliced(target, stored, path.state_dict())
+        if isinstance(stored, Mapping) and is_sharded:
+            return self._plan_sharded(target, stored, path.state_dict())
         return _Step(0, lambda _: load_into(target, stored, path))
 
     def _plan_cell(self, target: Any, stored: Mapping[Any, Any], path: Path) -> _Parts:
-        # MindSpore's own load_state_dict wants its tensors, and refuses what its optimizers give as their state_dict.
+        # MindSpore's load_state_dict takes only its tensors, and not the state_dict of its
+        # optimizers.
         parts = self._plan_mapping(target.state_dict(), stored, path)
         return _Parts(parts.visits, _Step(parts.step.takes, lambda _: target))
 
-    def _plan_sliced(self, target: Any, stored: Mapping[Any, Any], path: Path) -> _Parts:
-        # Its own load_state_dict wants DTensors: what is stored is copied into those that are there.
+    def _plan_sharded(self, target: Any, stored: Mapping[Any, Any], path: Path) -> _Parts:
+        # Its load_state_dict takes DTensors: the stored tensors are copied into the current ones.
         current = target.state_dict()
         parts = self._plan_mapping(current, stored, path)
 
@@ -290,7 +285,7 @@ class Restorer:
     def _compare_module(self, target: Any, stored: Any, path: Path) -> None:
         current = target.state_dict()
         if not isinstance(stored, Mapping):
-            self._differ(path, f"is {_described(current)}, stored is {_described(stored)}")
+            self._differ_in_type(path, current, stored)
             return
         self._compare_keys(current, stored, path)
         for key in current:
@@ -307,17 +302,6 @@ class Restorer:
         self._claim(target, stored, path, key=generator_key(target))
         self._generators.append(lambda: set_generator(target, stored))
         return _give(target)
-
-
-def _mismatch(differences: Sequence[str]) -> StateMismatch:
-    shown = sorted(differences)[:_SHOWN_DIFFERENCES]
-    if len(differences) > len(shown):
-        shown.append(f"... and {len(differences) - len(shown)} more")
-    return StateMismatch(
-        "the checkpoint does not fit this state; nothing was changed:\n  " + "\n  ".join(shown),
-        hint="build the same model and optimizer that was saved, or load the state without a target; "
-        "None in a target takes whatever is stored",
-    )
 
 
 def _give(value: object) -> _Step:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The values that fit into a skeleton whole, and the names of element types.
+"""Encoding of the values that a skeleton holds itself, and of element types.
 
-Whatever is decoded may come from a stranger: every spelling but the one that encoding gives is refused.
+Decoding refuses every spelling but the canonical one, because a skeleton may be untrusted.
 """
 
 from __future__ import annotations
@@ -59,11 +59,7 @@ _KEY_TYPES = frozenset(_ENCODERS) - {bytearray}
 
 
 def encode_key(key: object, path: Path, *, depth: int = 0) -> list[Json]:
-    """Return the nodes of a dict key or set element.
-
-    Raises:
-        UnsupportedState: It is neither a plain value nor a tuple or frozenset of them.
-    """
+    """Return the nodes of a dict key or set element: plain, or a tuple or frozenset."""
     if type(key) is str and key.isascii():  # most are
         return [key]
     atom = None if isinstance(key, bytearray) else encode_atom(key)
@@ -150,7 +146,7 @@ def decode_scalar(node: object) -> np.generic:
 
 
 def encode_dtype(dtype: np.dtype) -> Json:
-    """Return the JSON of a NumPy element type, or None when its elements are not plain bytes."""
+    """Return the JSON of a NumPy element type; None when its elements are not plain bytes."""
     if dtype.subdtype is not None:
         base = encode_dtype(dtype.subdtype[0])
         return None if base is None else {"base": base, "shape": list(dtype.subdtype[1])}
@@ -174,16 +170,12 @@ def _encode_fields(dtype: np.dtype) -> Json:
 
 
 def decode_dtype(node: object) -> np.dtype:
-    """Return the NumPy element type of its JSON.
-
-    Raises:
-        TreeError: No such type, or one whose elements are not plain bytes.
-    """
-    return _dtype_called(node) if isinstance(node, str) else _checked_dtype(node)
+    """Return the NumPy element type of its JSON; raise TreeError unless it is plain bytes."""
+    return _named_dtype(node) if isinstance(node, str) else _checked_dtype(node)
 
 
 @lru_cache(maxsize=256)
-def _dtype_called(node: str) -> np.dtype:
+def _named_dtype(node: str) -> np.dtype:
     return _checked_dtype(node)
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is stored for leaves that share memory.
+"""Storage of leaves that share memory.
 
-Leaves whose memory overlaps form a group. Its bytes are stored once: as the leaf that covers them all where there is
-one (tied weights, a flat buffer and its views), otherwise as a run of uint8. A leaf that overlaps nobody is stored
-compactly, however large the storage behind it is.
+Leaves whose memory overlaps form a group. Its bytes are stored once: as the leaf that covers them
+all if there is one (tied weights, a flat buffer and its views), otherwise as a run of uint8. A leaf
+that overlaps no other is stored compactly, however large the storage behind it is.
 """
 
 from __future__ import annotations
@@ -15,14 +15,20 @@ from typing import NamedTuple
 from ckptmgr.core.errors import UnsupportedState
 from ckptmgr.formats.dtypes import BY_NAME, DType
 from ckptmgr.formats.tensor import Tensor, TensorSpec
-from ckptmgr.state.leaves import Leaf, Memory, are_disjoint, contiguous_strides
+from ckptmgr.state.leaves import (
+    Leaf,
+    Memory,
+    are_disjoint,
+    contiguous_strides,
+    overlapping_groups,
+)
 
 _ALIGNMENT = 16
 _UINT8: DType = BY_NAME["uint8"]
 
 
 class _Located(NamedTuple):
-    """A leaf, its place in the order of the tree, and the memory it looks at."""
+    """A leaf, its number in the order of the tree, and its memory."""
 
     number: int
     leaf: Leaf
@@ -38,7 +44,7 @@ class _Located(NamedTuple):
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether its elements lie side by side in C order."""
+        """Whether its elements are contiguous in C order."""
         strides = contiguous_strides(self.leaf.shape, self.leaf.item_bytes)
         return all(
             size == 1 or have == want
@@ -49,14 +55,10 @@ class _Located(NamedTuple):
 def plan_storage(
     leaves: Sequence[Leaf], unique_name: Callable[[str], str]
 ) -> tuple[list[Tensor], dict[str, str]]:
-    """Decide what is stored and complete the nodes of all leaves.
+    """Return the tensors to store, and alias to name; complete the nodes of all leaves.
 
-    Args:
-        leaves: In the order of the tree.
-        unique_name: Reserves a free tensor name like the one given.
-
-    Returns:
-        The tensors in that order, and `alias -> name` for leaves that are another one under a second name.
+    An alias is a leaf with the same elements as an earlier one. `unique_name` reserves a free
+    tensor name like the given one.
 
     Raises:
         UnsupportedState: Overlapping leaves with no common storage behind them.
@@ -98,31 +100,15 @@ def _plan_group(
 
 
 def _overlapping(leaves: Sequence[Leaf]) -> Iterator[list[_Located]]:
-    """Yield the groups that need more than storing each leaf on its own; members in the order of the tree."""
-    spans: list[tuple[str, int, int, int]] = []
-    for index, leaf in enumerate(leaves):
-        span = None if leaf.finder is None else leaf.finder.span(leaf.value)
-        if span is not None:
-            spans.append((*span, index))
-    spans.sort()
-    group: list[int] = []
-    group_device, group_start, group_stop = "", 0, 0
-    for device, start, stop, index in spans:
-        if group and (device != group_device or start >= group_stop):
-            yield from _needing_care(leaves, group, group_stop - group_start)
-            group = []
-        if not group:
-            group_device, group_start, group_stop = device, start, stop
-        group.append(index)
-        group_stop = max(group_stop, stop)
-    yield from _needing_care(leaves, group, group_stop - group_start)
-
-
-def _needing_care(
-    leaves: Sequence[Leaf], group: list[int], span_bytes: int
-) -> Iterator[list[_Located]]:
-    if len(group) > 1 or (group and span_bytes < leaves[group[0]].size_bytes):
-        yield [_located(leaves, index) for index in sorted(group)]
+    """Yield the groups of leaves that overlap each other or themselves, in tree order."""
+    spans = [
+        (*span, index)
+        for index, leaf in enumerate(leaves)
+        if leaf.finder is not None and (span := leaf.finder.span(leaf.value)) is not None
+    ]
+    for group, size_bytes in overlapping_groups(spans):
+        if len(group) > 1 or size_bytes < leaves[group[0]].size_bytes:
+            yield [_located(leaves, index) for index in sorted(group)]
 
 
 def _located(leaves: Sequence[Leaf], index: int) -> _Located:
@@ -153,14 +139,14 @@ def _hull(group: list[_Located]) -> tuple[int, int]:
 
 
 def _point_at(one: _Located, owner: _Located) -> bool:
-    """Make a leaf a view of what is stored for `owner`; return whether both are the same elements."""
+    """Make a leaf a view of the tensor of `owner`; return whether both are the same elements."""
     node = one.leaf.node
     node["tensor"] = owner.name
     node.pop("stored", None)
     if _layout(one) == _layout(owner):
         node["offset"] = 0
         return one.leaf.tensor.spec == _renamed(owner.leaf.tensor.spec, one.name)
-    _place(one, owner.memory.start)
+    _set_offset(one, owner.memory.start)
     return False
 
 
@@ -168,7 +154,7 @@ def _renamed(spec: TensorSpec, name: str) -> TensorSpec:
     return TensorSpec(name=name, dtype=spec.dtype, shape=spec.shape)
 
 
-def _place(one: _Located, start: int) -> None:
+def _set_offset(one: _Located, start: int) -> None:
     one.leaf.node["offset"] = one.memory.origin - start
     if not one.is_contiguous:
         one.leaf.node["strides"] = list(one.memory.strides)
@@ -199,13 +185,13 @@ def _store_hull(
                 hint="store a copy of it",
             )
         one.leaf.node.pop("stored", None)
-        _place(one, start)
+        _set_offset(one, start)
     name = unique_name(f"{group[0].name}~storage")
     spec = TensorSpec(name=name, dtype=_UINT8, shape=(stop - start,))
     content = memory.content
     for one in group:
         one.leaf.node["tensor"] = name
-        # The first place in the order of the tree is kept, with the storage in it.
+        # The storage takes the first leaf's place in the order of the tree.
         if one is group[0]:
             tensors[one.number] = Tensor(spec=spec, content=lambda: content(start, stop))
         else:
@@ -213,7 +199,7 @@ def _store_hull(
 
 
 def _number_shared(leaves: Sequence[Leaf]) -> None:
-    """Note which leaves are the very same object, so that it comes back as one object."""
+    """Number the leaves that are one object, so that they are restored as one object."""
     counts = Counter(id(leaf.value) for leaf in leaves)
     numbers: dict[int, int] = {}
     for leaf in leaves:

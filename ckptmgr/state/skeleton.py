@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The JSON of a skeleton whose leaves are still objects.
+"""Encoding of skeletons as JSON, and the tensor shapes in them.
 
-Most leaves of a large state say the same but for their name, and names are most of what is left; so both are spelled without
-a detour over dicts, which the collector would look at again and again.
-
-Skeletons of states whose tensors are cut over many ranks: whole on disk, a part in each process.
+Most leaves of a large state differ only by name, so their text is built directly: dicts would cost
+the garbage collector time. A sharded tensor has its whole shape in a stored skeleton, and the shape
+of the local part in a process.
 """
 
 from __future__ import annotations
@@ -51,26 +50,16 @@ def _leaf(leaf: Leaf, heads: dict[tuple[str, str, tuple[int, ...]], str]) -> str
         shape = ",".join(map(str, leaf.shape))
         head = heads[key] = f'{{"{leaf.kind}":{{"dtype":{_encode(leaf.dtype)},"shape":[{shape}]'
     name = node["tensor"]
-    if len(node) == 1 and isinstance(name, str):  # most have but that
+    if len(node) == 1 and isinstance(name, str):  # most leaves
         return f'{head},"tensor":{encode_basestring_ascii(name)}}}}}'
-    return "".join([head, *[f',"{name}":{_text(value)}' for name, value in node.items()], "}}"])
-
-
-def _text(value: Json) -> str:
-    if value is True:
-        return "true"
-    return _encode(value)
+    return "".join([head, *[f',"{name}":{_encode(value)}' for name, value in node.items()], "}}"])
 
 
 _LEAVES = ("array", "torch")
 
 
 def leaf_shapes(skeleton: str) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every tensor that a skeleton has a leaf of; of several leaves the first one counts.
-
-    Raises:
-        TreeError: It is no skeleton.
-    """
+    """Return the shape of every tensor in a skeleton; of several leaves the first counts."""
     found: dict[str, tuple[int, ...]] = {}
     for leaf in leaves_of(load_skeleton(skeleton)):
         shape = leaf.get("shape")
@@ -80,11 +69,7 @@ def leaf_shapes(skeleton: str) -> dict[str, tuple[int, ...]]:
 
 
 def with_shapes(skeleton: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
-    """Return a skeleton in which the leaves of some tensors have other shapes.
-
-    Raises:
-        TreeError: It is no skeleton.
-    """
+    """Return a skeleton in which the leaves of some tensors have other shapes."""
     if not shapes:
         return skeleton
     nodes = load_skeleton(skeleton)
@@ -96,7 +81,7 @@ def with_shapes(skeleton: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
 
 
 def leaves_of(nodes: list[Json]) -> Iterator[dict[str, Any]]:
-    """Yield the bodies of the nodes that stand for tensors; they may be changed."""
+    """Yield the bodies of the tensor nodes; the caller may change them."""
     for node in nodes:
         if isinstance(node, dict) and len(node) == 1:
             [(kind, body)] = node.items()

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A skeleton for a rank that has none of its own: what all ranks agree on, and for the rest what it has already.
+"""Skeleton merging for a rank of which nothing was saved.
 
-A skeleton is a postfix program, so every value in it is a run of nodes. Values are compared by their place in the state; where
-they differ, the run of one skeleton takes the place of that of another.
+It takes the values that all ranks agree on and keeps its own value of every other.
+A skeleton is a postfix program, so every value in it is a run of nodes. Values are compared by
+path; where they differ, the run of one skeleton replaces that of another.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from ckptmgr.state.paths import SHARED, Json, Path, TreeError, dump_skeleton, lo
 from ckptmgr.state.skeleton import leaves_of
 
 KEPT = "\0kept/"
-"""Before the names of tensors that the rank has already."""
+"""Prefix of the names of tensors that the rank keeps."""
 
 _MAPPINGS = ("dict", "ordered", "counter")
 _SEQUENCES = ("list", "tuple")
 _SETS = ("set", "frozenset")
-# These are built from the value before them, and make sense as a whole only.
+# These are built from the value before them; their parts are never merged on their own.
 _BUILT = ("to_bytes", "to_bytearray", "rng")
 
 
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """A value: its nodes, and its parts by key or index where it can be taken apart."""
+    """A value: its nodes, and its parts by key or index if it is a container."""
 
     start: int
     stop: int
@@ -34,12 +35,12 @@ class _Value:
     is_mapping: bool = False
 
     @property
-    def place(self) -> tuple[int, int]:
-        """What tells it from all others; a value begins where its first part begins."""
+    def position(self) -> tuple[int, int]:
+        """Its nodes, which identify it: a container starts at its first part but ends later."""
         return self.start, self.stop
 
     def tail(self, nodes: list[Json]) -> list[Json]:
-        """Return the nodes after the last part: what the parts are made into."""
+        """Return the nodes after the last part, which build the container."""
         return nodes[
             max((part.stop for part in self.parts.values()), default=self.start) : self.stop
         ]
@@ -47,12 +48,7 @@ class _Value:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergedSkeleton:
-    """A skeleton, and what in it is kept.
-
-    Attributes:
-        skeleton: Tensors that are kept have `KEPT` before their names.
-        kept: The paths of kept values.
-    """
+    """A skeleton with `KEPT` before the names of kept tensors, and the paths of kept values."""
 
     skeleton: str
     kept: tuple[str, ...]
@@ -66,11 +62,8 @@ def merge_skeletons(
     Args:
         first: The skeleton of rank 0.
         others: Those of the other ranks that saved.
-        own: That of the state to restore into; None for none, then what differs becomes None.
+        own: That of the state to restore into; without it, values that differ become None.
         has: Whether all ranks have the same tensor of a name.
-
-    Raises:
-        TreeError: One of them is no skeleton.
     """
     merger = _Merger(first, own, has)
     for other in dict.fromkeys(others):
@@ -79,7 +72,7 @@ def merge_skeletons(
 
 
 def first_differing_path(first: str, other: str) -> str:
-    """Return the place in the state of something that two skeletons say differently."""
+    """Return the path of a value in which two skeletons differ."""
     merger = _Merger(first, None, lambda _: True)
     merger.compare(other)
     return next(iter(merger.differing.values()), "state")
@@ -87,7 +80,7 @@ def first_differing_path(first: str, other: str) -> str:
 
 class _Merger:
     def __init__(self, first: str, own: str | None, has: Callable[[str], bool]) -> None:
-        # Ranks are compared by their values, whichever of them are one object.
+        # Ranks are compared by value, not by object identity.
         self._first = first
         self._nodes = _without_ties(first)
         self._root = _parsed(self._nodes)
@@ -97,7 +90,7 @@ class _Merger:
         self.differing: dict[tuple[int, int], str] = {}
 
     def compare(self, other: str) -> None:
-        """Note what another skeleton says differently."""
+        """Record the values in which another skeleton differs."""
         nodes = _without_ties(other)
         stack = [(self._root, _parsed(nodes), Path())]
         while stack:
@@ -110,10 +103,10 @@ class _Merger:
                     (part, two.parts[key], _step(one, key, path)) for key, part in one.parts.items()
                 ]
             else:
-                self.differing[one.place] = str(path)
+                self.differing[one.position] = str(path)
 
     def result(self) -> MergedSkeleton:
-        """Return the skeleton of the first, with what differs replaced by what the rank has."""
+        """Return the first skeleton, with every differing value replaced by the rank's own."""
         out: list[Json] = []
         kept: list[str] = []
         stack: list[_Todo] = [_Todo(self._root, self._own, Path())]
@@ -126,24 +119,25 @@ class _Merger:
                 out.extend(self._replacement(item.own))
             else:
                 stack.extend(reversed(_descended(item.value, item.own, item.path)))
-        # What was one object on the first rank is none any more where a part of it is kept here.
+        # Values that are one object on rank 0 are not where a part of them is kept here.
         return MergedSkeleton(
             skeleton=dump_skeleton(out) if kept else self._first, kept=tuple(kept)
         )
 
     def _is_kept(self, value: _Value) -> bool:
-        if value.place in self.differing:
-            return True
-        names = leaves_of(self._nodes[value.start : value.stop]) if not value.parts else ()
-        return not all(self._has(str(leaf.get("tensor"))) for leaf in names)
+        is_differing = value.position in self.differing
+        return is_differing or (not value.parts and self._lacks_tensor(value))
+
+    def _lacks_tensor(self, value: _Value) -> bool:
+        leaves = leaves_of(self._nodes[value.start : value.stop])
+        return not all(self._has(str(leaf.get("tensor"))) for leaf in leaves)
 
     def _is_cut_short(self, value: _Value, own: _Value | None) -> bool:
-        """Return whether a list lacks an element at the place of one that would be kept."""
+        """Return whether the rank's own list is too short for an element that it should keep."""
         if own is None or value.is_mapping or value.parts.keys() <= own.parts.keys():
             return False
         differs = any(value.start <= start and stop <= value.stop for start, stop in self.differing)
-        names = leaves_of(self._nodes[value.start : value.stop])
-        return differs or not all(self._has(str(leaf.get("tensor"))) for leaf in names)
+        return differs or self._lacks_tensor(value)
 
     def _replacement(self, own: _Value | None) -> list[Json]:
         if own is None:
@@ -156,7 +150,7 @@ class _Merger:
 
 
 def _without_ties(skeleton: str) -> list[Json]:
-    """Return the nodes that make values, without those that say which values are one object."""
+    """Return the nodes of a skeleton except the `SHARED` ones."""
     nodes = load_skeleton(skeleton)
     return [node for node in nodes if not (isinstance(node, dict) and SHARED in node)]
 
@@ -190,11 +184,7 @@ def _step(value: _Value, key: str, path: Path) -> Path:
 
 
 def _parsed(nodes: list[Json]) -> _Value:
-    """Return the one value that a postfix program makes, with its parts.
-
-    Raises:
-        TreeError: It makes none, or several.
-    """
+    """Return the one value of a postfix program; raise TreeError for none or several."""
     stack: list[_Value] = []
     for index, node in enumerate(nodes):
         kind, count = _taken(node)

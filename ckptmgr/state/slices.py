@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leaves of a state that are parts of larger tensors, whose other parts other processes hold."""
+"""Slices: leaves of a state that are the local parts of sharded tensors."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Protocol
 
 from ckptmgr.core.regions import Region, region_at
 from ckptmgr.state.leaves import Leaf
-from ckptmgr.state.paths import Path, unsupported
+from ckptmgr.state.paths import unsupported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """What this process holds of a tensor.
+    """The local part of a sharded tensor.
 
     Attributes:
-        local: The array that it holds.
+        local: The array that this process holds.
         shape: Of the whole tensor.
         start: The first element of `local` in the whole.
         lengths: Shape of `local`.
@@ -30,39 +30,38 @@ class Slice:
 
     @property
     def region(self) -> Region:
-        """The elements that it holds."""
+        """The region of `local` in the whole."""
         return region_at(self.start, self.lengths)
 
 
 class Slicer(Protocol):
-    """Tells which leaves are slices."""
+    """Decides which leaves are slices."""
 
     def slice_of(self, name: str, value: object, /) -> Slice | None:
-        """Return what a leaf is a part of, or None when it is whole.
-
-        Args:
-            name: Where it is in the state, such as `model/weight`.
-            value: An array of any framework.
-        """
+        """Return the slice of an array, `name` being its path (`model/weight`); None if whole."""
         ...
 
     def region(self, name: str, shape: tuple[int, ...], /) -> Region | None:
-        """Return which part of a stored tensor this process is to get, or None for all of it."""
+        """Return the region of a stored tensor that this process needs; None for all of it."""
         ...
 
 
 def set_whole_shapes(leaves: Sequence[Leaf], slices: Mapping[str, Slice]) -> None:
-    """Give the nodes of slices the shape of the whole tensor; they must be planned already.
+    """Give the planned nodes of slices the shape of the whole tensor.
 
     Raises:
-        UnsupportedState: A slice shares its memory with something that is not the same slice.
+        UnsupportedState: A slice shares its memory with a leaf that is not the same slice.
     """
     for leaf in leaves:
         own, stored = slices.get(leaf.tensor.spec.name), slices.get(str(leaf.node["tensor"]))
         if own is None and stored is None:
             continue
         if own is None or stored is None or not _is_same(own, stored) or _is_view(leaf):
-            raise _shared(leaf.path)
+            raise unsupported(
+                leaf.path,
+                "shares memory with a slice of a tensor that other ranks hold the rest of",
+                "store a copy of one of them",
+            )
         leaf.node["shape"] = list(own.shape)
 
 
@@ -72,11 +71,3 @@ def _is_same(one: Slice, other: Slice) -> bool:
 
 def _is_view(leaf: Leaf) -> bool:
     return "strides" in leaf.node or leaf.node.get("offset", 0) != 0
-
-
-def _shared(path: Path) -> Exception:
-    return unsupported(
-        path,
-        "shares memory with a slice of a tensor that other ranks hold the rest of",
-        "store a copy of one of them",
-    )

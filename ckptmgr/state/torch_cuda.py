@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CUDA memory as PyTorch gives access to it."""
+"""CUDA memory, through PyTorch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class CudaMemory:
         return value.device if value is not None and value.is_cuda else None
 
     def free_bytes(self, device: object) -> int:  # pragma: no cover - needs CUDA
-        """Return how many bytes a device has free, without what PyTorch itself keeps cached."""
+        """Return the free bytes of a device, without those in PyTorch's cache."""
         free, _ = torch.cuda.mem_get_info(torch.device(str(device)))
         return int(free)
 
@@ -36,14 +36,14 @@ class CudaMemory:
         values = [value for tensor in tensors if (value := _torch_value(tensor)) is not None]
         copies = [value.detach().clone() for value in values]
         for device in {copy.device for copy in copies if copy.is_cuda}:
-            # Another thread brings the copies to the host, on another stream.
+            # Another thread copies them to the host, on another stream.
             torch.cuda.current_stream(device).synchronize()  # pragma: no cover - needs CUDA
         return [partial(torch_bytes, copy) for copy in copies]
 
     def copy_to_host(self, tensors: Sequence[Tensor], targets: Sequence[memoryview]) -> None:
         """Copy tensors straight into host memory; when this returns, the originals may change.
 
-        All copies are asked for before the first is waited for: a copy into locked memory takes no time of the processor.
+        All copies start before the first wait: a copy into page-locked memory takes no CPU time.
         """
         for tensor, target in zip(tensors, targets, strict=True):
             value = _torch_value(tensor)
@@ -54,7 +54,7 @@ class CudaMemory:
         self.synchronize(tensors)
 
     def synchronize(self, tensors: Iterable[Tensor]) -> None:
-        """Wait until what this thread has asked of the devices of these tensors is done."""
+        """Wait for the work that this thread has queued on the devices of these tensors."""
         for device in {value.device for tensor in tensors for value in _values_under(tensor)}:
             torch.cuda.current_stream(device).synchronize()  # pragma: no cover - needs CUDA
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The torch values of a state: tensors of every layout, sizes, types, devices.
+"""Torch values of a state: tensors of every layout, sizes, types, devices.
 
 Imported only when a state or a skeleton has torch values in it.
 """
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ckptmgr.formats.tensor import Tensor
-from ckptmgr.state.arrays import memory_of_tensor, numpy_types, torch_bytes
+from ckptmgr.state.arrays import memory_of_tensor, torch_bytes
 from ckptmgr.state.leaves import Finder, Leaf, Memory, Span, extent, storage_spec
 from ckptmgr.state.paths import Json, Path, TreeError, unsupported
 from ckptmgr.state.scalars import decode_float, decode_shape
@@ -25,10 +25,16 @@ from ckptmgr.state.scalars import decode_float, decode_shape
 _PLAIN_HINT = "save its state_dict(), or a plain tensor: tensor.detach().as_subclass(torch.Tensor)"
 _QUANTIZED = {"qint8": "int8", "quint8": "uint8", "qint32": "int32"}
 _FULL_TENSOR_HINT = "save its full_tensor(), or use the distributed integration"
+_NUMPY_TYPES = frozenset(
+    (
+        *(torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+        *(torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool),
+    )
+)
 
 
 def encode_torch_atom(value: Any) -> tuple[Json] | None:
-    """Return the node of a torch value without parts, in a tuple; None for everything else."""
+    """Return the node of a torch value without parts, in a tuple; None for other values."""
     if isinstance(value, torch.Size):
         return ({"torch.Size": list(value)},)
     if isinstance(value, torch.dtype):
@@ -45,21 +51,20 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def decode_torch_dtype(node: object) -> torch.dtype:
-    """Return the element type of a name; raise TreeError for another one."""
+    """Return the element type of a name; raise TreeError if there is none."""
     dtype = getattr(torch, node, None) if isinstance(node, str) and node.isidentifier() else None
     if not isinstance(dtype, torch.dtype):
         raise TreeError(f"torch has no element type {node!r}")
     return dtype
 
 
-@cache
 def is_known_to_numpy(dtype: torch.dtype) -> bool:
-    """Return whether NumPy has an element type of this name by itself."""
-    return dtype in numpy_types()
+    """Return whether NumPy itself, without ml_dtypes, has an element type of this name."""
+    return dtype in _NUMPY_TYPES
 
 
 def decode_torch_device(node: object) -> torch.device:
-    """Return the device of a name; raise TreeError for another one. The device need not be present."""
+    """Return the device of a name, present or not; raise TreeError if the name is invalid."""
     if isinstance(node, str) and re.fullmatch(r"[a-z]{1,20}(:[0-9]{1,3})?", node):
         try:
             return torch.device(node)
@@ -69,16 +74,12 @@ def decode_torch_device(node: object) -> torch.device:
 
 
 def decode_torch_size(node: object) -> torch.Size:
-    """Return the size of a list of integers; raise TreeError for another one."""
+    """Return the size of a list of integers; raise TreeError for any other node."""
     return torch.Size(decode_shape(node))
 
 
 def split_tensor(value: torch.Tensor, path: Path) -> tuple[Json, dict[str, object]] | None:
-    """Return the node and the parts of a sparse or quantized tensor; None for a plain one.
-
-    Raises:
-        UnsupportedState: A layout or type whose elements cannot be taken apart.
-    """
+    """Return the node and the parts of a sparse or quantized tensor; None for a plain one."""
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         hint = _FULL_TENSOR_HINT if hasattr(value, "full_tensor") else _PLAIN_HINT
         raise unsupported(path, f"is a {type(value).__qualname__}", hint)
@@ -118,7 +119,7 @@ def _split_quantized(value: torch.Tensor, path: Path) -> tuple[Json, dict[str, o
 
 def _flags(value: torch.Tensor) -> dict[str, Json]:
     flags: dict[str, Json] = {}
-    # Parameters look at more than the type when they are asked, which takes longer than all of the rest.
+    # The isinstance check of torch.nn.Parameter is slow, so plain tensors skip it.
     if type(value) is not torch.Tensor and isinstance(value, torch.nn.Parameter):
         flags["parameter"] = True
     if value.requires_grad:
@@ -139,7 +140,7 @@ def torch_leaf(value: torch.Tensor, path: Path, name: str) -> Leaf:
 
 
 def _span(value: torch.Tensor) -> Span | None:
-    # Conjugated and negated views differ from their memory: stored on their own, as the values they stand for.
+    # Conjugated and negated views differ from their memory, so their values are stored separately.
     if value.numel() == 0 or value.is_conj() or value.is_neg():
         return None
     item_bytes, origin = value.dtype.itemsize, value.data_ptr()
@@ -172,7 +173,7 @@ def _memory(value: torch.Tensor) -> Memory:
     )
 
 
-# Any number of tensors may look at one storage.
+# Any number of tensors may share one storage, so none owns it.
 TENSORS = Finder(owner=lambda value: None, span=_span, memory=_memory)
 
 
@@ -184,7 +185,7 @@ def build_tensor(
     offset: int,
     strides: Sequence[int],
 ) -> torch.Tensor:
-    """Return a view of uint8 memory, `offset` and `strides` in bytes, already checked to lie inside it."""
+    """Return a view of uint8 memory; `offset` and `strides` are in bytes and inside it."""
     item_bytes = dtype.itemsize
     if offset % item_bytes or any(stride % item_bytes for stride in strides):
         raise TreeError(f"elements of {item_bytes} bytes lie unaligned")
@@ -225,7 +226,7 @@ def build_quantized(node: dict[str, Json], parts: list[Any]) -> torch.Tensor:
     if want is None or dtype_name(parts[0].dtype) != want:
         raise TreeError(f"a tensor quantized as {name!r} has parts of another type")
     with warnings.catch_warnings():
-        # torch calls its own quantized types deprecated; the state that is restored has them all the same.
+        # torch calls its own quantized types deprecated, but the stored state has them.
         warnings.filterwarnings("ignore", message=".*quantize", category=UserWarning)
         if len(parts) == 3:
             axis = node["axis"]
@@ -239,11 +240,7 @@ def build_quantized(node: dict[str, Json], parts: list[Any]) -> torch.Tensor:
 
 
 def build_generator(device: object, state: object) -> torch.Generator:
-    """Return a generator with the given state.
-
-    Raises:
-        TreeError: No such device here, or a state of another kind.
-    """
+    """Return a generator with the given state; raise TreeError when the device does not take it."""
     if not isinstance(state, torch.Tensor):
         raise TreeError("the state of a torch generator is not a tensor")
     try:
@@ -263,33 +260,34 @@ ATOM_DECODERS: dict[str, Callable[[object], object]] = {
 }
 
 
-_alone: set[int] = set()
-"""The addresses of memory that only one tensor looks at: nobody was given the NumPy array that it comes from."""
+_exclusive: set[int] = set()
+"""Addresses of NumPy arrays that only one tensor references."""
 
 
 def share_array(memory: np.ndarray) -> torch.Tensor:
-    """Return a tensor over the memory of a NumPy array that others may look at, too."""
-    _alone.discard(memory.__array_interface__["data"][0])
+    """Return a tensor over the memory of a NumPy array that may have other references."""
+    _exclusive.discard(memory.__array_interface__["data"][0])
     return torch.from_numpy(memory)
 
 
 def adopt_array(memory: np.ndarray) -> torch.Tensor:
-    """Return a tensor over the memory of a NumPy array that nobody else looks at."""
+    """Return a tensor over the memory of a NumPy array that has no other reference."""
     tensor = torch.from_numpy(memory)
     address = tensor.data_ptr()
     if address:
-        _alone.add(address)
-        weakref.finalize(memory, _alone.discard, address).atexit = False
+        _exclusive.add(address)
+        weakref.finalize(memory, _exclusive.discard, address).atexit = False
     return tensor
 
 
 def is_change_counted(value: torch.Tensor) -> bool:
-    """Return whether torch counts the changes of a tensor: nobody was given its memory in another form.
+    """Return whether torch counts every change of a tensor: its memory is not exposed otherwise.
 
-    `tensor.numpy()`, `from_numpy`, `frombuffer` and DLPack towards torch leave a storage that cannot be resized; shared
-    memory may be changed by other processes, and tensors of the inference mode have no counter.
+    `tensor.numpy()`, `from_numpy`, `frombuffer` and DLPack towards torch leave a storage that
+    cannot be resized; other processes may change shared memory; tensors of the inference mode have
+    no counter.
     """
     storage = value.untyped_storage()
     if value.is_inference() or storage.is_shared():
         return False
-    return storage.resizable() or storage.data_ptr() in _alone
+    return storage.resizable() or storage.data_ptr() in _exclusive

@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nested state to named tensors and back, without pickle.
 
-A state is any nesting of dicts, lists, tuples, sets, numbers, strings, bytes, arrays, random number generators, and
-objects with `state_dict()`. Its arrays become named tensors that every file format can hold; everything else becomes
-one line of JSON, the skeleton.
+A state is any nesting of dicts, lists, tuples, sets, numbers, strings, bytes, arrays, random number
+generators, and objects with `state_dict()`. Its arrays become named tensors that every file format
+can hold; everything else becomes one line of JSON, the skeleton.
 
-* What comes back is equal: types, dtypes (also those that no file format knows), NaN and -0.0, keys and their order.
-* Arrays that share memory share it again (tied weights); what they share is stored once. One list, dict, set, bytearray,
-  generator or object in several places is one again.
-* What cannot be stored is refused with its path. Nothing in a skeleton is ever imported or called.
+* What comes back is equal: types, dtypes (also those that no file format knows), NaN and -0.0, keys
+  and their order.
+* Arrays that share memory share it again (tied weights); the shared bytes are stored once. One
+  list, dict, set, bytearray, generator or object in several places is one again.
+* A value that cannot be stored is refused with its path. Nothing in a skeleton is ever imported or
+  called.
 
-Some things come back in another form unless they are restored into one of their kind: a namedtuple as a plain tuple, an
-object with `state_dict()` as its state dict, a torch tensor on the CPU, a JAX or MindSpore array as a NumPy array.
-Strides are not kept: a lone transposed array comes back C-contiguous.
+Some values come back in another form unless they are restored into one of their kind: a namedtuple
+as a plain tuple, an object with `state_dict()` as its state dict, a torch tensor on the CPU, a JAX
+or MindSpore array as a NumPy array. Strides are not kept: a lone transposed array comes back
+C-contiguous.
 
 >>> import numpy as np
 >>> state = {"weights": np.arange(3.0), "step": 7, "history": [0.5, float("nan")]}
@@ -56,11 +59,14 @@ class FlatState:
     """A state as a file stores it.
 
     Attributes:
-        tensors: In the order of the tree, with unique names; both `.ckpt` and `.safetensors` can hold all of them.
+        tensors: In the order of the tree, with unique names, of types that every format can hold.
             Their contents are views of live memory: copy them before training goes on.
-        skeleton: Everything else, as ASCII JSON without a newline. The same state gives the same text.
-        aliases: Second names of whole tensors (tied weights) to the names they are stored under, for `__metadata__`.
-        slices: Name to leaf, of those leaves that are parts of larger tensors; the skeleton has the shapes of the whole.
+        skeleton: All other values, as ASCII JSON without a newline; the same state gives the same
+            text.
+        aliases: Second names of whole tensors (tied weights) to their stored names, for
+            `__metadata__`.
+        slices: Name to slice, for leaves that are parts of larger tensors; the skeleton has the
+            shapes of the whole tensors.
     """
 
     tensors: list[Tensor]
@@ -75,17 +81,13 @@ class FlatState:
 
 
 def flatten(state: object, slicer: Slicer | None = None) -> FlatState:
-    """Take a state apart.
-
-    Args:
-        state: Any nesting of the types that the module names; nothing in it is changed or copied.
-        slicer: Tells which leaves are parts of larger tensors; None for none.
+    """Flatten a state; nothing in it is changed or copied.
 
     Raises:
-        UnsupportedState: A value of another type, a cycle, or more than 500 levels; names the path and the way out.
+        UnsupportedState: A value of another type, a cycle, or more than 500 levels; names the path.
     """
     with gc_paused():
-        return _flattened(state, slicer)  # and nothing else is left of the walk when the pause ends
+        return _flattened(state, slicer)  # a call, so that the walk's objects die within the pause
 
 
 def _flattened(state: object, slicer: Slicer | None) -> FlatState:
@@ -95,46 +97,37 @@ def _flattened(state: object, slicer: Slicer | None) -> FlatState:
 
 
 def unflatten(skeleton: str, read: Read) -> object:
-    """Put a state together again.
+    """Rebuild a state from its skeleton, which may be untrusted, and its tensors.
 
-    Args:
-        skeleton: From `flatten`; it may come from a stranger.
-        read: Returns the tensor of a name as a NumPy array of its stored type. It is asked once for each name. A
-            writable array becomes part of the state; a read-only one is copied.
+    `read` returns the tensor of a name as a NumPy array of its stored type; it is called once for
+    each name. A writable array becomes part of the state; a read-only one is copied.
 
     Raises:
-        TreeError: The skeleton is damaged or does not fit the tensors; what `read` raises passes through.
+        TreeError: The skeleton is damaged or does not fit the tensors.
     """
     with gc_paused():
         return Unflattener(read).run(skeleton)
 
 
 def restore(target: object, skeleton: str, read: Read) -> object:
-    """Put a stored state into an existing one.
+    """Restore a stored state into an existing one; return it, or its replacement if immutable.
 
-    All tensors are read and compared with the target first. Then objects get `load_state_dict`, arrays and tensors of
-    equal shape and type are filled in place, dicts, lists and sets are updated in place, generators get their state
-    last, and plain values are replaced. None in the target takes whatever is stored. A list whose length differs is
-    replaced when it holds plain values only (a history), or dicts, lists and tuples of them.
-
-    Args:
-        target: The state to fill, built as the stored one was.
-        skeleton: From `flatten`.
-        read: As for `unflatten`.
-
-    Returns:
-        The target, or what takes its place when it is immutable.
+    All tensors are read and compared with the target first. Then objects get `load_state_dict`,
+    arrays and tensors of equal shape and type are filled in place, dicts, lists and sets are
+    updated in place, generators get their state last, and plain values are replaced. None in the
+    target takes any stored value. A list whose length differs is replaced when it holds plain
+    values only (a history), or dicts, lists and tuples of them.
 
     Raises:
-        StateMismatch: Missing or extra keys, other shapes or types, two values for one memory or object; names every path.
-            Nothing was changed.
+        StateMismatch: Missing or extra keys, other shapes or types, two values for one memory or
+            object; names every path. Nothing was changed.
         TreeError: The skeleton is damaged or does not fit the tensors. Nothing was changed.
     """
     return plan_restore(target, skeleton, read)()
 
 
 def plan_restore(target: object, skeleton: str, read: Read) -> Callable[[], object]:
-    """Return what carries `restore` out, once everything is read and compared with the target, and fits.
+    """Read all tensors and compare them with the target; return a function that then restores.
 
     Raises:
         StateMismatch, TreeError: As `restore`.
@@ -146,20 +139,20 @@ def plan_restore(target: object, skeleton: str, read: Read) -> Callable[[], obje
 
 
 class Restoration:
-    """`restore` in two steps, so that what is stored can be read when it is known where it goes.
+    """`restore` in two steps, so that contents can be read straight into the target's memory.
 
     Args:
         target: As for `restore`.
         skeleton: As for `restore`.
-        read: Returns an array for each tensor, whose content may be anything yet.
-        fill: Has the content of a tensor read now.
+        read: Returns an array for each tensor, whose content need not be read yet.
+        fill: Reads the content of a tensor now.
 
     Attributes:
-        direct: Tensor to the memory of the target that is all its content is for.
+        direct: Tensor name to the target's memory, where that memory is the only use of the
+            content.
 
     Raises:
-        StateMismatch: As `restore`.
-        TreeError: As `restore`.
+        StateMismatch, TreeError: As `restore`.
     """
 
     def __init__(
@@ -179,7 +172,7 @@ class Restoration:
             )
 
     def finish(self) -> object:
-        """Return the restored state; the memory in `direct` and all other arrays must have been filled."""
+        """Return the restored state; the caller has filled `direct` and all other arrays."""
         for name in self.direct:
             one = self._fills[name]
             self._restorer.filled.add(id(one.stored))

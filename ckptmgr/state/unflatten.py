@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way up: a skeleton and its tensors become a state again.
+"""Unflattening: a skeleton and its tensors become a state again.
 
-A skeleton may come from a stranger. Every node is checked, nothing that it names is imported or called, and no memory
-is taken beyond what the tensors themselves hold.
+A skeleton may be untrusted. Every node is checked, nothing that it names is imported or called, and
+no memory is allocated beyond that of the tensors themselves.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ckptmgr.state.arrays import numpy_dtype_name
 from ckptmgr.state.leaves import contiguous_strides, extent
 from ckptmgr.state.paths import MAX_DEPTH, SHARED, Json, TreeError, load_skeleton
 from ckptmgr.state.random import build_generator
@@ -54,19 +55,13 @@ _ATOMS: dict[str, Callable[[object], object]] = {
 }
 
 
-@cache
-def _name_of(dtype: np.dtype) -> str:
-    # NumPy puts the name together anew each time, which takes as long as reading a small tensor.
-    return dtype.name
-
-
 class _Built(NamedTuple):
     value: Any
     depth: int
 
 
-class _Place(NamedTuple):
-    """Where a leaf lies in the bytes of its tensor; all in bytes but the shape."""
+class _View(NamedTuple):
+    """The view that a leaf is of the bytes of its tensor; `offset` and `strides` in bytes."""
 
     memory: np.ndarray
     name: str
@@ -80,11 +75,11 @@ class Unflattener:
 
     Args:
         read: Returns the array of a tensor.
-        fill: Called with the name of a tensor before its content is looked at; until then it may be anything.
+        fill: Reads the content of a tensor; called with its name before the content is used.
 
     Attributes:
         leaves: `id` of an array or torch tensor in the state to the name of its tensor.
-        whole: The names of tensors that are one leaf and nothing else.
+        whole: Tensor name to whether the tensor is exactly one leaf.
     """
 
     def __init__(self, read: Read, *, fill: Callable[[str], None] | None = None) -> None:
@@ -101,11 +96,7 @@ class Unflattener:
         self._stack: list[_Built] = []
 
     def run(self, skeleton: str) -> object:
-        """Return the state.
-
-        Raises:
-            TreeError: The skeleton is damaged or does not fit the tensors.
-        """
+        """Return the state; raise TreeError if the skeleton does not fit the tensors."""
         for index, node in enumerate(load_skeleton(skeleton)):
             try:
                 self._step(node)
@@ -139,7 +130,7 @@ class Unflattener:
             raise TreeError(f"there is no kind of node called {kind!r}")
 
     def _tie(self, number: Json) -> None:
-        """Put the first value of a number in the place of the last one."""
+        """Replace the last value with the first one of the same number."""
         if type(number) is not int or not self._stack:
             raise TreeError(f"a value is shared as {number!r}")
         last = self._stack[-1]
@@ -149,7 +140,7 @@ class Unflattener:
         self._stack[-1] = last._replace(value=first)
 
     def _pop(self, count: object) -> list[Any]:
-        """Take the last values and put a placeholder of the right depth in their place."""
+        """Replace the last values with a placeholder of the right depth, and return them."""
         if type(count) is not int or not 0 <= count <= len(self._stack):
             raise TreeError(f"{count!r} values are taken, {len(self._stack)} are there")
         taken = self._stack[len(self._stack) - count :]
@@ -245,7 +236,7 @@ class Unflattener:
             self.whole[name] = is_whole and name not in self.whole
 
     def _plain_array(self, body: dict[str, Json]) -> np.ndarray | None:
-        """Return what is stored for a leaf, where the leaf is just that."""
+        """Return the stored array of a leaf; None where the leaf is only a view of it."""
         name, node = body["tensor"], body["dtype"]
         if not isinstance(name, str) or not isinstance(node, str) or name in self._stored:
             return None
@@ -259,10 +250,10 @@ class Unflattener:
 
     def _array(self, body: dict[str, Json]) -> np.ndarray:
         dtype = decode_dtype(body["dtype"])
-        place = self._place(body, dtype.itemsize, _name_of(dtype))
-        if prod(place.shape) * dtype.itemsize == 0:
-            return np.ndarray(place.shape, dtype)
-        return np.ndarray(place.shape, dtype, place.memory.data, place.offset, place.strides)
+        view = self._view(body, dtype.itemsize, numpy_dtype_name(dtype))
+        if prod(view.shape) * dtype.itemsize == 0:
+            return np.ndarray(view.shape, dtype)
+        return np.ndarray(view.shape, dtype, view.memory.data, view.offset, view.strides)
 
     def _tensor(self, body: dict[str, Json]) -> torch.Tensor:
         adapter = _torch()
@@ -271,26 +262,27 @@ class Unflattener:
         spelling = adapter.dtype_name(dtype)
         is_plain = body.keys() <= _PLAIN_TORCH_FIELDS and body["shape"] == list(stored.shape)
         is_plain = is_plain and stored.flags.carray
-        if is_plain and _name_of(stored.dtype) == spelling and adapter.is_known_to_numpy(dtype):
+        is_plain = is_plain and numpy_dtype_name(stored.dtype) == spelling
+        if is_plain and adapter.is_known_to_numpy(dtype):
             known: torch.Tensor = adapter.with_flags(adapter.adopt_array(stored), body)
             return known
-        place = self._place(body, dtype.itemsize, spelling)
-        if place.name not in self._torch_memory:
-            self._torch_memory[place.name] = adapter.share_array(place.memory)
-        memory = self._torch_memory[place.name]
+        view = self._view(body, dtype.itemsize, spelling)
+        if view.name not in self._torch_memory:
+            self._torch_memory[view.name] = adapter.share_array(view.memory)
+        memory = self._torch_memory[view.name]
         tensor = adapter.build_tensor(
-            dtype, place.shape, memory=memory, offset=place.offset, strides=place.strides
+            dtype, view.shape, memory=memory, offset=view.offset, strides=view.strides
         )
         flagged: torch.Tensor = adapter.with_flags(tensor, body)
         return flagged
 
-    def _place(self, body: dict[str, Json], item_bytes: int, spelling: str) -> _Place:
+    def _view(self, body: dict[str, Json], item_bytes: int, spelling: str) -> _View:
         name, shape = str(body["tensor"]), decode_shape(body["shape"])
         memory = self._memory[name]
         strides, start = contiguous_strides(shape, item_bytes), body.get("offset", 0)
         if "offset" not in body:
             stored = body.get("stored", spelling)
-            held = _name_of(self._stored[name].dtype)
+            held = numpy_dtype_name(self._stored[name].dtype)
             if held != stored:
                 raise TreeError(f"it holds {held}, not {stored}")
             if memory.nbytes != prod(shape) * item_bytes:
@@ -303,10 +295,10 @@ class Unflattener:
             low, high = extent(start, shape, strides, item_bytes)
             if low < 0 or high > memory.nbytes:
                 raise TreeError(f"bytes [{low}, {high}) of {memory.nbytes} are wanted")
-        return _Place(memory, name, shape, start, strides)
+        return _View(memory, name, shape, start, strides)
 
     def _load(self, name: Json) -> str:
-        """Read the bytes of a stored tensor into memory that the state will own; return its name."""
+        """Read a stored tensor into memory that the state will own; return its name."""
         if not isinstance(name, str):
             raise TreeError(f"a tensor is called {name!r}")
         if name in self._memory:
@@ -329,7 +321,7 @@ class Unflattener:
             raise TreeError(f"there is no tensor called {name!r}") from None
 
     def read_contents(self, values: object) -> None:
-        """Have the contents of the arrays in a value read."""
+        """Read the contents of the arrays in a value."""
         if self._fill is None:
             return
         if isinstance(values, dict):
@@ -359,7 +351,7 @@ def _key(value: object) -> object:
 
 
 def _guarded(what: str, build: Callable[[], Any]) -> Any:
-    """Return `build()`; what NumPy and torch say against its arguments becomes a TreeError."""
+    """Return `build()`; errors of NumPy and torch become a TreeError."""
     try:
         return build()
     except TreeError as error:
@@ -377,13 +369,13 @@ def _is_torch_tensor(value: object) -> bool:
 @cache
 def _torch() -> Any:
     try:
-        from ckptmgr.state import torch_values as tree_torch
+        from ckptmgr.state import torch_values
     except ImportError as error:
         raise TreeError(
             "the state has torch values, but torch is not installed",
             hint="pip install 'ckptmgr[torch]'",
         ) from error
-    return tree_torch
+    return torch_values
 
 
 _COMBINERS: dict[str, Callable[[Unflattener, str, Json], None]] = {

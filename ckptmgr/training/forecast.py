@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Watch a run and warn in time: before it starts about space and memory, after the first saves about what they cost.
+"""Forecaster: warns of a lack of space and memory before a run, and of costly saves during it.
 
-Each kind of warning comes once, in the log and as a `forecast` event. Nothing here ever fails a save.
+Each kind of warning comes once, in the log and as a `forecast` event. It never fails a save.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckptmgr.formats.tensor import Item
 from ckptmgr.observe.observers import Observers
 from ckptmgr.policy.forecast import Concern, Demand, Forecast, Kind, Pace, most_kept
 from ckptmgr.series.writer import SeriesWriter
-from ckptmgr.state.items import tensors_of
+from ckptmgr.state.items import tensors_in
 
 _LOG = logging.getLogger(__name__)
 _WINDOW = 6
@@ -29,12 +29,7 @@ _MEMORY_INFO = Path("/proc/meminfo")
 
 
 class Forecaster:
-    """Measures a run and warns.
-
-    Args:
-        config: What the run asks for.
-        observers: Hear the warnings.
-    """
+    """Measures a run and warns."""
 
     def __init__(self, config: CheckpointConfig, observers: Observers) -> None:
         self._config = config
@@ -45,47 +40,30 @@ class Forecaster:
         self._count = 0
 
     def before_run(self, writer: SeriesWriter, save_bytes: Callable[[], int]) -> None:
-        """Warn of what will not do; only the first time.
-
-        Args:
-            writer: What the run writes to.
-            save_bytes: Returns the size of one checkpoint.
-        """
+        """Warn of shortages in the first call; `save_bytes` returns the size of a checkpoint."""
         if self._is_checked:
             return
         self._is_checked = True
         try:
-            concerns = self.forecast(writer, save_bytes()).concerns
+            self._warn(*self.forecast(writer, save_bytes()).concerns)
         except CkptmgrError as error:
             hint = error.hint or "the first save will fail"
-            self._warn(Concern(kind="state", text=f"cannot be saved: {error.message}", hint=hint))
-        except (
-            Exception
-        ) as error:  # the state is anybody's code; what is wrong with it shows when it is saved
+            self._warn(Concern("state", f"cannot be saved: {error.message}", hint))
+        except Exception as error:  # from the user's state_dict(): it will fail the save, too
             _LOG.debug("no forecast: %r", error)
-        else:
-            for concern in concerns:
-                self._warn(concern)
 
     def after_save(self, handle: SaveHandle, at: float) -> None:
-        """Note a save that was handed over, and warn when saves cost too much.
-
-        Args:
-            handle: Of the save.
-            at: When it was asked for, in seconds on any clock.
-        """
+        """Count a save requested `at` (seconds on any clock); warn when saves are costly."""
         self._saves.append((at, handle))
         self._count += 1
         pace = self.pace
-        if pace is None or {"time", "backlog"} <= self._warned:
-            return
-        demand = demand_of(self._config, handle.stats.size_bytes, available_bytes=None)
-        for concern in Forecast(demand=demand, pace=pace).concerns:
-            self._warn(concern)
+        if pace is not None and not {"time", "backlog"} <= self._warned:
+            demand = demand_of(self._config, handle.stats.size_bytes, available_bytes=None)
+            self._warn(*Forecast(demand=demand, pace=pace).concerns)
 
     @property
     def pace(self) -> Pace | None:
-        """What the last saves cost; None before there were three, the first of which warms up memory and disk."""
+        """Mean costs of the last saves without the first, which warms up memory and disk."""
         if len(self._saves) < 3:
             return None
         times = [at for at, _ in self._saves]
@@ -99,43 +77,27 @@ class Forecaster:
         )
 
     def forecast(self, writer: SeriesWriter, save_bytes: int) -> Forecast:
-        """Return what is to be expected.
-
-        Args:
-            writer: What the run writes to.
-            save_bytes: Size of one checkpoint.
-
-        Raises:
-            OSError: From the disk.
-        """
+        """Return the forecast of a run whose checkpoints have this size."""
         demand = demand_of(self._config, save_bytes, available_bytes=available_memory_bytes())
         fs, place = writer.store.fs, writer.store.directory
         while fs.status(place) is None and place != place.parent:
             place = place.parent
-        demand = replace(
-            demand,
-            free_bytes=fs.free_bytes(place),
-            present_bytes=sum(checkpoint.size_bytes for checkpoint in writer.own_history()),
-        )
+        present_bytes = sum(checkpoint.size_bytes for checkpoint in writer.own_history())
+        demand = replace(demand, free_bytes=fs.free_bytes(place), present_bytes=present_bytes)
         return Forecast(demand=demand, pace=self.pace)
 
-    def _warn(self, concern: Concern) -> None:
-        if concern.kind in self._warned:
-            return
-        self._warned.add(concern.kind)
-        _LOG.warning("%s\nhint: %s", concern.text, concern.hint)
-        self._observers.emit(
-            "forecast", error=concern.text, error_type=concern.kind, notes=(concern.hint,)
-        )
+    def _warn(self, *concerns: Concern) -> None:
+        for kind, text, hint in concerns:
+            if kind not in self._warned:
+                self._warned.add(kind)
+                _LOG.warning("%s\nhint: %s", text, hint)
+                self._observers.emit("forecast", error=text, error_type=kind, notes=(hint,))
 
 
 def demand_of(config: CheckpointConfig, save_bytes: int, *, available_bytes: int | None) -> Demand:
-    """Return what a configuration asks for; what the disk has is not known here.
+    """Return the demand of a configuration, without the disk.
 
-    Args:
-        config: The configuration.
-        save_bytes: Size of one checkpoint.
-        available_bytes: Memory that the system has, or None when unknown.
+    `available_bytes` is the memory that the system has, None when unknown.
     """
     policy, memory = config.retention_policy(), config.memory
     states = 0
@@ -155,13 +117,12 @@ def demand_of(config: CheckpointConfig, save_bytes: int, *, available_bytes: int
 
 
 def size_of(items: Sequence[Item]) -> int:
-    """Return about the size of a file of these items."""
-    tensors = (tensor for item in items for tensor in tensors_of(item))
-    return sum(tensor.spec.size_bytes for tensor in tensors)
+    """Return the approximate size of a file of these items."""
+    return sum(tensor.spec.size_bytes for tensor in tensors_in(items))
 
 
 def available_memory_bytes(path: Path = _MEMORY_INFO) -> int | None:
-    """Return the memory that new work can have without swapping, or None when the system does not say."""
+    """Return the memory that is available without swapping, or None when unknown."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         for line in path.read_text().splitlines():
             if line.startswith("MemAvailable:"):
