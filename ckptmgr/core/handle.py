@@ -6,14 +6,14 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ckptmgr.core.errors import SaveFailed
+from ckptmgr.core.forks import keep_in_child, reset_in_child
 from ckptmgr.core.model import Checkpoint
 
 _LOG = logging.getLogger(__name__)
@@ -83,17 +83,17 @@ class _Outcome(Future[_T]):
         super().__init__()
         self.set_running_or_notify_cancel()
         self._process = os.getpid()
-        _unfinished.add(self)
+        reset_in_child(self)
 
     def set_result(self, result: _T) -> None:
         """Record the result."""
         super().set_result(result)
-        _unfinished.discard(self)
+        keep_in_child(self)
 
     def set_exception(self, exception: BaseException | None) -> None:
         """Record the failure."""
         super().set_exception(exception)
-        _unfinished.discard(self)
+        keep_in_child(self)
 
     def forget_parent(self) -> None:
         """Fail in a forked child, with new locks: a thread of the parent may hold the old ones."""
@@ -122,15 +122,6 @@ def _saved_elsewhere(process: int) -> RuntimeError:
         f"process {process} is saving this, and process {os.getpid()}, a fork of it, is not told when it is "
         "durable: wait there, or look for it with CheckpointManager.latest()"
     )
-
-
-def _forget_parent() -> None:
-    for outcome in list(_unfinished):
-        outcome.forget_parent()
-
-
-_unfinished: weakref.WeakSet[_Outcome[Any]] = weakref.WeakSet()
-os.register_at_fork(after_in_child=_forget_parent)
 
 
 def wait_in_on_error() -> SaveFailed:

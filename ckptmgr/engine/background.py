@@ -16,11 +16,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-import os
 import threading
 import time
 import traceback
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,6 +26,7 @@ from typing import Protocol, TypeVar
 
 from ckptmgr.config.failure import BackPressure, OnError, check_back_pressure, parse_on_error
 from ckptmgr.core.errors import SaveFailed, SaveSuperseded
+from ckptmgr.core.forks import reset_in_child
 from ckptmgr.core.handle import SaveHandle, SaveStats, wait_in_on_error
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.io.threads import work_beside_training
@@ -74,7 +73,7 @@ class BackgroundSaver:
         self._policy = parse_on_error(on_error)
         self._failure: Exception | None = None
         self._start_anew()
-        _savers.add(self)
+        reset_in_child(self)
 
     def _start_anew(self) -> None:
         """Be idle; in a forked child, where locks may be held by threads that are not there."""
@@ -188,6 +187,7 @@ class BackgroundSaver:
         """Leave what is in flight to the parent; for a forked child."""
         self._start_anew()
         self._failure = None
+        _unfetched.discard(self)
 
     def _is_busy(self) -> bool:
         running = self._running
@@ -365,7 +365,6 @@ def _all_of(failure: Exception) -> str:
     return "; ".join([str(failure), *getattr(failure, "__notes__", [])])
 
 
-_savers: weakref.WeakSet[BackgroundSaver] = weakref.WeakSet()
 # Strong references: a failure outlives the manager that was dropped without close().
 _unfetched: set[BackgroundSaver] = set()
 
@@ -374,12 +373,3 @@ _unfetched: set[BackgroundSaver] = set()
 def _report_at_exit() -> None:
     for saver in list(_unfetched):
         saver.report_unfetched()
-
-
-def _forget_parent() -> None:
-    _unfetched.clear()
-    for saver in list(_savers):
-        saver.forget_parent()
-
-
-os.register_at_fork(after_in_child=_forget_parent)

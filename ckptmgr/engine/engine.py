@@ -14,7 +14,6 @@ With zero stall the caller does not wait for the copy either, until it changes t
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 import traceback
@@ -26,6 +25,7 @@ from typing import Literal, TypeVar
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.config.failure import BackPressure, OnError
 from ckptmgr.config.memory import MemoryConfig
+from ckptmgr.core.forks import reset_in_child
 from ckptmgr.core.handle import SaveHandle, SaveStats
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.engine.background import BackgroundSaver, is_exiting
@@ -132,7 +132,7 @@ class SaveEngine:
         self._saves_now = 0
         self._free_pool: Callable[[], object] = _nothing
         self._updates = Updates() if has_zero_stall else None
-        _engines.add(self)
+        reset_in_child(self)
 
     def run(
         self,
@@ -383,17 +383,6 @@ def _noting(failures: list[Exception], work: Callable[[], _T]) -> _T:
 
 def _nothing() -> None:
     pass
-
-
-_engines: weakref.WeakSet[SaveEngine] = weakref.WeakSet()
-
-
-def _forget_parent() -> None:
-    for engine in list(_engines):
-        engine.forget_parent()
-
-
-os.register_at_fork(after_in_child=_forget_parent)
 
 
 def _measured(publish: Publish, stats: SaveStats) -> Publish:

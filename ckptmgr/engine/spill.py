@@ -19,7 +19,7 @@ from pathlib import Path
 from ckptmgr.core.errors import StagingExhausted
 from ckptmgr.engine.budget import next_region_id
 from ckptmgr.io.descriptors import reserve_standard_descriptors
-from ckptmgr.io.threads import drain
+from ckptmgr.io.threads import for_each
 
 Job = tuple[int, Callable[[], memoryview]]
 
@@ -71,7 +71,7 @@ class SpillFile:
         """
         blocks = -(-size_bytes // self._block_bytes)
         threads = min(self._writes_in_flight, max(1, blocks))
-        drain(self._blocks(jobs), self._write_block, threads=threads)
+        for_each(self._blocks(jobs), self._write_block, threads=threads)
 
     def view(self) -> memoryview:
         """Return the content, backed by the file; the view stays valid after `close`."""

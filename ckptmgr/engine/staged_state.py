@@ -15,7 +15,7 @@ from ckptmgr.engine.slabs import Slab
 from ckptmgr.engine.spill import SpillFile
 from ckptmgr.formats.tensor import Item, Tensor, content_of
 from ckptmgr.io.buffers import copy_into
-from ckptmgr.io.threads import drain
+from ckptmgr.io.threads import for_each
 from ckptmgr.state.devices import DeviceMemory
 from ckptmgr.state.items import (
     Content,
@@ -192,7 +192,7 @@ class StagedState:
             targets = [self._region(index) for index in brought]
             device.copy_to_host([tensors[index] for index in brought], targets)
         if large:
-            drain(self._pieces(large, tensors), _copy, threads=_COPIERS)
+            for_each(self._pieces(large, tensors), _copy, threads=_COPIERS)
         if self._lot.spill is not None:
             self._lot.spill.write(
                 (

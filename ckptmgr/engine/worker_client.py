@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptmgr.core.errors import SaveFailed
+from ckptmgr.core.forks import reset_in_child
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.child_environment import child_environment
 from ckptmgr.crypto.keys.ring import keys_to_document
@@ -65,7 +66,7 @@ class WorkerClient:
     def __init__(self) -> None:
         self._in_use = threading.Lock()
         self._running: _Running | None = None
-        _clients.add(self)
+        reset_in_child(self)
 
     @property
     def pid(self) -> int | None:
@@ -248,17 +249,6 @@ def _hint_about(end: str) -> str:
     if end == signal.SIGKILL.name:
         return "look for the out-of-memory killer in the system log; the next save starts a new process"
     return "its own words, if any, are on standard error; the next save starts a new process"
-
-
-_clients: weakref.WeakSet[WorkerClient] = weakref.WeakSet()
-
-
-def _forget_parent() -> None:
-    for client in list(_clients):
-        client.forget_parent()
-
-
-os.register_at_fork(after_in_child=_forget_parent)
 
 
 def _trust_to_document(trust: Trust) -> dict[str, Any]:

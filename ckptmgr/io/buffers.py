@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Page-aligned buffers that are kept, and copies that do not hold the GIL.
+"""Page-aligned buffers that are reused, and copies that do not hold the GIL.
 
-Touching a fresh page costs more than encrypting it, and direct I/O needs aligned memory: so a few buffers are made once and
-shared by all saves and loads of the process.
+Touching a fresh page costs more than encrypting it, and direct I/O needs aligned memory. So all saves
+and loads of the process share a few buffers, which are made once.
 """
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ckptmgr.core.forks import reset_in_child
 from ckptmgr.crypto.buffers import new_pages
 
 GIL_FREE_COPY_BYTES = 1 << 16
@@ -22,17 +22,18 @@ GIL_FREE_COPY_BYTES = 1 << 16
 class Buffers:
     """At most `count` buffers of `size_bytes`, made when first needed.
 
-    Whoever takes one waits until one is free; whoever holds one must never wait for another of the same kind.
+    `take` waits until a buffer is free: a thread that has one must not wait for another of the same pool.
     """
 
     def __init__(self, count: int, size_bytes: int) -> None:
         self._count = count
         self._size_bytes = size_bytes
-        self.reset()
+        self.forget_parent()
         _all.add(self)
+        reset_in_child(self)
 
-    def reset(self) -> None:
-        """Make all buffers anew; for a forked child, in which nobody gives back what was lent."""
+    def forget_parent(self) -> None:
+        """Make all buffers again: in a forked child no thread gives back those that were lent."""
         self._free: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
         self._unmade = self._count
         self._lock = threading.Lock()
@@ -40,11 +41,11 @@ class Buffers:
 
     @property
     def made_bytes(self) -> int:
-        """Bytes of the buffers that were needed so far."""
+        """Bytes of the buffers that exist."""
         return (self._count - self._unmade) * self._size_bytes
 
     def take(self) -> memoryview:
-        """Return a buffer, waiting for one if all are in use."""
+        """Return a buffer; wait for one if all are in use."""
         try:
             return self._free.get_nowait()
         except queue.Empty:
@@ -56,13 +57,13 @@ class Buffers:
         return self._free.get()
 
     def take_many(self, count: int) -> list[memoryview]:
-        """Return some buffers, waiting until they are free; never ask for more than there are."""
-        # One at a time: two that each hold a part would wait for each other forever.
+        """Return several buffers, at most all of the pool; wait until they are free."""
+        # One caller at a time: two callers that each hold a part would wait for each other forever.
         with self._taking_many:
             return [self.take() for _ in range(count)]
 
     def give_back(self, buffer: memoryview) -> None:
-        """Let somebody else have a buffer."""
+        """Return a buffer to the pool."""
         self._free.put(buffer)
 
     @contextmanager
@@ -78,21 +79,13 @@ class Buffers:
 _all: weakref.WeakSet[Buffers] = weakref.WeakSet()
 
 
-def _reset_all() -> None:
-    for buffers in list(_all):
-        buffers.reset()
-
-
-os.register_at_fork(after_in_child=_reset_all)
-
-
 def buffer_bytes() -> int:
-    """Return the bytes of all buffers of this process; they are kept, so this is also the most there ever were."""
+    """Return the bytes of all buffers of this process; buffers are never freed, so this is also the peak."""
     return sum(buffers.made_bytes for buffers in list(_all))
 
 
 def copy_into(target: memoryview, source: memoryview) -> None:
-    """Copy bytes; large copies let other threads run."""
+    """Copy bytes; release the GIL for large copies."""
     if target.nbytes >= GIL_FREE_COPY_BYTES:
         import numpy as np  # not above: listing a directory needs digests, but no arrays
 

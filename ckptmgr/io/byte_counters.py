@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many bytes the files of this process move, for whoever shows progress.
+"""Count the bytes that this process reads and writes, for a progress display.
 
-One counter at a time; without one, a file pays for a comparison. Process-wide, because one file is read by several threads.
+There is one counter for the process, because several threads read one file. Without a counter, a
+transfer costs one comparison.
 
 >>> counted = []
 >>> with counting(lambda direction, count: counted.append((direction, count))):
@@ -24,7 +25,7 @@ _counter: Counter | None = None
 
 
 def count_bytes(direction: Direction, count: int) -> None:
-    """Say that so many bytes went from or to a file."""
+    """Report a transfer from or to a file to the counter."""
     counter = _counter
     if counter is not None:
         counter(direction, count)
@@ -32,7 +33,10 @@ def count_bytes(direction: Direction, count: int) -> None:
 
 @contextmanager
 def counting(counter: Counter) -> Iterator[None]:
-    """Let a function hear of all bytes within a `with` block, from any thread; it must not raise. The innermost hears them."""
+    """Call `counter` for every transfer of any thread within a `with` block; it must not raise.
+
+    Of nested blocks only the innermost counts.
+    """
     global _counter
     before, _counter = _counter, counter
     try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""File descriptors that nobody takes for the standard streams.
+"""File descriptors above those of the standard streams.
 
-Those are free in a process that was started without them, where libraries still print to them: into the file, or the memory,
-that got their number.
+In a process that was started without standard streams, descriptors 0 to 2 are free. Libraries still
+print to them, and would print into the file or memory that gets the number.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def above_standard_streams(descriptor: int) -> int:
 
 
 def open_entry(path: Path, flags: int, mode: int = 0o600, *, dir_fd: int | None = None) -> int:
-    """Open a file by its path, or by its name alone in a directory that is open; errors name the whole path."""
+    """Open a file by its path, or with `dir_fd` by its name in that directory; errors name the whole path."""
     if dir_fd is None:
         return os.open(path, flags, mode)
     try:
@@ -39,7 +39,7 @@ def open_entry(path: Path, flags: int, mode: int = 0o600, *, dir_fd: int | None 
 
 @contextlib.contextmanager
 def errors_naming(path: Path) -> Iterator[None]:
-    """Let errors of calls on a descriptor name its file."""
+    """Add the path of a file to errors of calls on its descriptor."""
     try:
         yield
     except OSError as error:
@@ -50,11 +50,11 @@ def errors_naming(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reserve_standard_descriptors() -> Iterator[None]:
-    """Let nothing that is opened within the block have one of the numbers up to 2; also not what duplicates descriptors."""
-    with contextlib.ExitStack() as taken:
-        with contextlib.suppress(OSError):  # without /dev/null nothing is taken
+    """Occupy the free descriptors up to 2, so that no file or duplicate within the block gets one of them."""
+    with contextlib.ExitStack() as reserved:
+        with contextlib.suppress(OSError):  # without /dev/null none is reserved
             descriptor = -1
             while descriptor <= _LAST_STANDARD_DESCRIPTOR:
                 descriptor = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-                taken.callback(os.close, descriptor)
+                reserved.callback(os.close, descriptor)
         yield

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of a file in ranges of 16 MiB, and a source that checks them as it reads.
+"""Digests of a file in ranges of 16 MiB, and sources that check them as they read.
 
-Ranges make the digest parallel when writing and lazy when reading: one tensor costs the digests of the ranges it lies in.
-The total is the digest of (size, range digests), so it commits to every byte without a second pass over them.
+Ranges make the digest parallel when writing and lazy when reading: to read one tensor, only the ranges
+that it is in are hashed. The total is the digest of (size, range digests), so it commits to every byte
+without a second pass.
 
-The two header copies at the start of a container change with the keys that open it, and are authenticated by themselves. They
-count as zeros (`blank_bytes`), so that the digest of a file is the same for ever.
+The two header copies at the start of a container change with its keys, and are authenticated
+separately. They count as zeros (`blank_bytes`), so the digest of a file never changes.
 
-Source: BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs); chosen over SHA-256 because it is four times faster on one
-core, so that it hides behind the disk.
-
-Digests of ranges whose pieces arrive in any order, from several threads.
+Source: BLAKE3 (https://github.com/BLAKE3-team/BLAKE3-specs); four times faster than SHA-256 on one
+core, so it takes no longer than the disk.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from blake3 import blake3
 from ckptmgr.core.errors import ChecksumMismatch, TruncatedCheckpoint
 from ckptmgr.crypto.buffers import new_pages
 from ckptmgr.formats.source import Source
-from ckptmgr.io.threads import HASH_STEP_BYTES, for_each
+from ckptmgr.io.threads import HASH_STEP_BYTES, for_each_unit
 
 ALGORITHM = "blake3"
 RANGE_BYTES = 16 << 20
@@ -41,7 +40,7 @@ class FileDigest:
         ranges: One 32-byte digest per started 16 MiB.
         range_bytes: Length of all ranges but the last.
         algorithm: Always `blake3` in this version.
-        blank_bytes: So many bytes at the start of the file are not covered: they count as zeros.
+        blank_bytes: The number of bytes at the start of the file that count as zeros.
     """
 
     size_bytes: int
@@ -60,19 +59,14 @@ class FileDigest:
 
 
 def digest_of(source: Source, *, blank_bytes: int = 0) -> FileDigest:
-    """Return the digests of everything in `source` but its first `blank_bytes`, ranges in parallel."""
+    """Return the digests of `source` with its first `blank_bytes` as zeros; hash ranges in parallel."""
     blanked = _blanked(source, blank_bytes)
     ranges = _range_digests(blanked, source.size, RANGE_BYTES)
     return FileDigest(size_bytes=source.size, ranges=tuple(ranges), blank_bytes=blank_bytes)
 
 
 def differing_ranges(source: Source, digest: FileDigest) -> list[tuple[int, int]]:
-    """Read everything, ranges in parallel; return start and end of those that do not match their digest.
-
-    Args:
-        source: The file; of the size that `digest` says.
-        digest: What its ranges should be.
-    """
+    """Read a source of the right size; return start and end of the ranges that do not match `digest`."""
     length = digest.range_bytes
     found = _range_digests(_blanked(source, digest.blank_bytes), digest.size_bytes, length)
     return [
@@ -113,21 +107,17 @@ def _range_digests(source: Source, size: int, range_bytes: int) -> list[bytes]:
             hasher.update(view)
         digests[index] = hasher.digest()
 
-    for_each(range(len(digests)), work)
+    for_each_unit(range(len(digests)), work)
     return digests
 
 
 class VerifyingSource:
-    """A source that hands out no byte of a range before the range's digest was checked; what none covers reads as zeros.
+    """A source that returns no byte of a range before the digest of the range was checked.
 
-    Whole ranges are read straight into the caller's memory and checked there; of a partly wanted range one copy is kept, so
-    that walking through a file checks each range once. The bytes that were checked are the bytes that are returned: nothing
-    is read twice. Whoever can take back what it was given reads a range in pieces, with `open_range`.
-
-    Args:
-        raw: The file.
-        digest: What its manifest says.
-        path: For error messages.
+    A whole range is read into the caller's memory and checked there. Of a range that is read in parts one
+    copy is kept, so that a walk through a file checks each range once. The bytes that were checked are
+    the bytes that are returned: nothing is read twice. A caller that discards its data after an error
+    can read a range in pieces, with `open_range`.
 
     Raises:
         TruncatedCheckpoint: The file is shorter than the manifest says.
@@ -173,11 +163,11 @@ class VerifyingSource:
             buffer = buffer[count:]
 
     def read_unchecked(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with bytes that are NOT checked; for who hands them to `RangeReader.take`, and waits for `finish`."""
+        """Fill `buffer` with bytes that are NOT checked: pass them to `RangeReader.take`, and call `finish`."""
         self._raw.read_into(offset, buffer)
 
     def open_range(self, index: int) -> RangeReader:
-        """Return what reads one range from its first byte to its last."""
+        """Return a reader of one range."""
         return RangeReader(self._raw, self._digest, index, path=self._path)
 
     def _cached_range(self, index: int, size: int) -> memoryview:
@@ -196,7 +186,7 @@ class VerifyingSource:
 
 
 class RangeReader:
-    """Reads one range in order, in pieces of any length; nothing that it gave is checked before `finish`."""
+    """Reads one range in order, in pieces of any length; its bytes are checked only by `finish`."""
 
     def __init__(self, raw: Source, digest: FileDigest, index: int, *, path: str) -> None:
         self._raw = raw
@@ -211,12 +201,12 @@ class RangeReader:
         self.take(view)
 
     def take(self, view: memoryview) -> None:
-        """Count memory that holds the next bytes as read."""
+        """Hash the next bytes, which the caller has read."""
         self._hasher.update(view)
         self._offset += view.nbytes
 
     def finish(self) -> None:
-        """Compare the digest; all of the range must have been read.
+        """Compare the digest, after the whole range was read.
 
         Raises:
             ChecksumMismatch: It differs.
@@ -232,7 +222,7 @@ class RangeReader:
 
 
 def check_size(size_bytes: int, digest: FileDigest, *, path: str) -> None:
-    """Raise unless a file has the size its manifest says.
+    """Raise unless a file has the size in its manifest.
 
     Raises:
         TruncatedCheckpoint: It is shorter.
@@ -253,11 +243,7 @@ def check_size(size_bytes: int, digest: FileDigest, *, path: str) -> None:
 
 
 class RangeDigests:
-    """Hashes ranges of a source, and checks each when it is complete.
-
-    Attributes:
-        checked_count: How many ranges were complete and right.
-    """
+    """Checks ranges of a source whose pieces arrive in any order, from several threads."""
 
     def __init__(self, source: VerifyingSource) -> None:
         self._source = source
@@ -266,7 +252,7 @@ class RangeDigests:
         self.checked_count = 0
 
     def read(self, offset: int, view: memoryview) -> list[tuple[int, memoryview]]:
-        """Fill `view` with unchecked bytes; return the pieces in which to hand it to `take`."""
+        """Fill `view` with unchecked bytes; return the pieces to pass to `take`."""
         self._source.read_unchecked(offset, view)
         return self.pieces(offset, view)
 
@@ -277,14 +263,14 @@ class RangeDigests:
         return [piece for piece in pieces if piece[1].nbytes]
 
     def next_in(self, index: int) -> int:
-        """Return where the piece of a range starts that would be hashed at once."""
+        """Return the offset of the next byte of a range to be hashed."""
         return self._range(index).next
 
     def take(self, offset: int, view: memoryview, done: Callable[[], object]) -> None:
-        """Take a piece of one range; call `done` when it was hashed, or found to have been hashed before.
+        """Take a piece of one range; call `done` when it was hashed, or if it had been hashed before.
 
         Raises:
-            ChecksumMismatch: With this piece a range is complete, and is not what its digest says.
+            ChecksumMismatch: With this piece the range is complete, and does not match its digest.
         """
         found = self._range(offset // RANGE_BYTES)
         if found.take(offset, view, done):
@@ -312,7 +298,7 @@ class _Range:
         self._lock = threading.Lock()
 
     def take(self, offset: int, view: memoryview, done: Callable[[], object]) -> bool:
-        """Hash what is next, if it has come; return whether that completes the range."""
+        """Hash all pieces that are next in order; return whether that completes the range."""
         with self._lock:
             if offset < self.next:
                 done()

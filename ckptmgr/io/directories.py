@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Directories that are held open: their entries are reached through a descriptor, whatever gets their path meanwhile.
+"""Directories that are held open, so that their entries are reached through a descriptor.
 
-A user who may write to a directory can put a link, or another directory, in its place between two calls. Root's call would
-then reach the files that the link leads to.
+A user with write permission on the parent can replace a directory by a link between two calls. A call
+of root by path would then reach the files behind the link.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class Entry(NamedTuple):
-    """A name and the descriptor that it is resolved at; the whole path and None where its directory is not held."""
+    """A name and the descriptor of its directory; the whole path and None if the directory is not held."""
 
     name: str
     dir_fd: int | None
@@ -45,11 +45,11 @@ class HeldDirectories:
 
     @contextlib.contextmanager
     def hold(self, path: Path) -> Iterator[None]:
-        """Hold a directory; one inside a held directory must be no link, and belong to a user whom we trust with it.
+        """Hold a directory; one inside a held directory must be no link, and belong to a trusted user.
 
         Raises:
             NotADirectoryError: It is a link, or no directory.
-            PermissionError: It belongs to a stranger.
+            PermissionError: It belongs to an untrusted user.
         """
         with self._mutex:
             if path not in self._held:
@@ -68,7 +68,7 @@ class HeldDirectories:
             return path in self._held
 
     def is_moved(self, path: Path) -> bool:
-        """Return whether the path of a held directory leads elsewhere now; False where it is not held."""
+        """Return whether the path of a held directory leads elsewhere now; False if it is not held."""
         with self._mutex:
             held = self._use(path)
         if held is None:
@@ -82,7 +82,7 @@ class HeldDirectories:
 
     @contextlib.contextmanager
     def entry(self, path: Path) -> Iterator[Entry]:
-        """Yield how an entry of a directory is reached; its errors name the whole path."""
+        """Yield the entry for a path; errors within the block name the whole path."""
         with self._mutex:
             held = self._use(path.parent)
         if held is None:
@@ -108,7 +108,7 @@ class HeldDirectories:
                 descriptor = os.open(at.name, _DIRECTORY | nofollow, dir_fd=at.dir_fd)
         else:
             try:
-                # Not a duplicate: that would share the place where a listing is.
+                # Not a duplicate: that would share the position of a listing.
                 descriptor = os.open(".", _DIRECTORY, dir_fd=held.descriptor)
             finally:
                 self._leave(path, held)
@@ -150,9 +150,9 @@ def _opened(path: Path, parent: int | None) -> int:
 
 
 def _check_owner(path: Path, figures: os.stat_result, parent: os.stat_result) -> None:
-    """Raise PermissionError where a stranger made a directory inside another one.
+    """Raise PermissionError if an untrusted user made a directory inside another one.
 
-    In a directory that a group writes, every member of the group may have made it.
+    In a directory that a group may write to, any member may have made it.
     """
     is_shared = parent.st_mode & _WRITABLE_BY_OTHERS and not parent.st_mode & stat.S_ISVTX
     if is_shared or figures.st_uid in (os.geteuid(), 0, parent.st_uid):

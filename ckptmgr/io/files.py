@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of the real disk, opened for reading: through the page cache, or past it to see what the disk itself holds.
+"""Files of the real disk: read through the page cache or past it, written with direct I/O if possible.
 
-Files of the real disk, opened for writing: new ones, with direct I/O where that works, and headers of those that exist.
+A new file is written whole; of a file that exists only the header of a container is overwritten.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class CachedFile:
         return self._size
 
     def status(self) -> os.stat_result:
-        """Return owner, mode and the like of the open file."""
+        """Return the `fstat` of the open file."""
         return os.fstat(self._descriptor)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
@@ -96,8 +96,9 @@ class CachedFile:
 class UncachedFile(CachedFile):
     """A regular file whose bytes come from the disk.
 
-    Direct I/O where file system, offset, length and memory allow it. The rest is read through the page cache, from which
-    the file is dropped first: that works for what was synced. (tmpfs has no disk; its page cache is the file.)
+    It is read with direct I/O if file system, offset, length and memory allow it. The rest is read
+    through the page cache, from which the synced pages of the file are dropped first. (tmpfs has no
+    disk; its page cache is the file.)
     """
 
     def __init__(self, path: Path, *, dir_fd: int | None = None) -> None:
@@ -121,7 +122,7 @@ class UncachedFile(CachedFile):
                 if error.errno not in REFUSALS_OF_DIRECT_IO:
                     raise
                 count = 0
-            if count:  # where nothing comes, whoever reads through the page cache sees whether the file ends there
+            if count:  # otherwise the read through the page cache shows whether the file ends here
                 return count
         return super()._read_once(offset, buffer)
 
@@ -140,14 +141,14 @@ _LIBC.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 
 _NO_SUCH_OWNER = (errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
-"""Root without the right to do it, as on NFS and in containers; a user that this container does not know; no owners at all."""
+"""Root without the permission (NFS, containers); a user unknown in this container; no owners at all."""
 
 
 def adopt_owner(descriptor: int, like: os.stat_result) -> None:
-    """Give a new file that root made to the owner and group of another one, as far as the file system can do that.
+    """Give a new file that root made the owner and group of another one, if the file system can.
 
-    An administrator who works in the directory of another user must not lock that user out of it. A file that anybody else
-    made stays as it is. Set the mode afterwards: a change of the owner can change it.
+    An administrator who works in the directory of another user must not lock that user out. Files of
+    other users stay as they are. Set the mode afterwards: a change of the owner can change it.
     """
     if os.geteuid() != 0:
         return
@@ -178,8 +179,8 @@ class NewFile:
         self._direct = -1
         try:
             with contextlib.suppress(OSError):
-                # tmpfs before Linux 6.6, some FUSE and network file systems refuse O_DIRECT: EINVAL. Opened before the
-                # mode is set: only root may open a read-only file for writing.
+                # tmpfs before Linux 6.6, some FUSE and network file systems refuse O_DIRECT: EINVAL.
+                # Opened before the mode is set: only root may open a read-only file for writing.
                 self._direct = above_standard_streams(
                     os.open(
                         f"/proc/self/fd/{self._buffered}", os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC
@@ -193,12 +194,13 @@ class NewFile:
             raise
 
     def reserve(self, size_bytes: int) -> None:
-        """Ask the file system to set aside `size_bytes`; ENOSPC before anything is written."""
-        # Besides the early ENOSPC, direct writes below the file size run in parallel; extending ones are serialised by
-        # the inode lock. posix_fallocate() is not used: where it is missing, glibc emulates it by writing every block.
+        """Allocate `size_bytes` on the disk; raise ENOSPC before anything is written."""
+        # Besides the early ENOSPC, direct writes below the file size run in parallel; the inode lock
+        # serialises those that extend the file. posix_fallocate() is not used: where a file system
+        # cannot allocate, glibc writes every block.
         if size_bytes and _LIBC.fallocate(self._buffered, 0, 0, size_bytes) != 0:
             number = ctypes.get_errno()
-            # A signal (EINTR; tmpfs gives everything back then) would come again where a profiler sends one every few ms.
+            # EINTR is not tried again (tmpfs frees everything then): a profiler sends a signal every few ms.
             if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EINTR):
                 raise OSError(number, os.strerror(number), str(self._path))
 
@@ -214,7 +216,7 @@ class NewFile:
             view = view[written:]
 
     def _write_once(self, offset: int, view: memoryview) -> int:
-        # Of an unaligned length only the last bytes go through the page cache; write_at comes back for them.
+        # Of an unaligned length only the last bytes go through the page cache, in the next call.
         aligned = view.nbytes - view.nbytes % DIRECT_IO_ALIGNMENT
         if self._direct >= 0 and offset % DIRECT_IO_ALIGNMENT == 0 and aligned:
             try:
@@ -229,7 +231,7 @@ class NewFile:
         os.fsync(self._buffered)
 
     def close(self) -> None:
-        """Release what is open."""
+        """Close the descriptors."""
         descriptors, self._buffered, self._direct = (self._direct, self._buffered), -1, -1
         failure = None
         for descriptor in descriptors:
@@ -243,7 +245,7 @@ class NewFile:
 
 
 class ChangedFile:
-    """A file that exists, opened for writing whatever its permission bits, which stay."""
+    """A file that exists, opened for writing; its permission bits do not matter, and stay."""
 
     def __init__(self, path: Path, *, dir_fd: int | None = None) -> None:
         self._path = path
@@ -261,7 +263,7 @@ class ChangedFile:
             os.close(reading)
 
     def reserve(self, size_bytes: int) -> None:
-        """Do nothing: the space is there."""
+        """Do nothing: the space is allocated."""
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
         """Write all of `data` at `offset`."""
@@ -281,7 +283,7 @@ class ChangedFile:
             os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Release what is open."""
+        """Close the descriptor."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             with errors_naming(self._path):

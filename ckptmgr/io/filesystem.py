@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The only room that changes a disk: every open-for-write, fsync, rename, link and unlink lives here or in `output_files`.
+"""The disk: every open-for-write, fsync, rename, link and unlink is in this module, `files` or `locks`.
 
-Everything above works on a `FileSystem`, so that tests can put a model of a disk (every legal state after a power cut)
-or a failing disk in its place. Rules:
+The other modules use a `FileSystem`, so that tests can put a model of a disk (every legal state after
+a power cut) or a failing disk in its place. Rules:
 
-* A file is created with `O_EXCL` under a name nobody else uses. The header of a container is all that is ever written into a
-  file that exists (`change`), because it has two copies of which one is always whole.
-* `sync` failing is final: the pages may be gone, so nothing is retried on that file (Linux marks them clean after EIO).
+* A file is created with `O_EXCL` under a unique name. Of a file that exists only the header of a
+  container is overwritten (`change`), because it has two copies of which one is always intact.
+* A failed `sync` is final, and nothing is retried on that file: Linux marks the pages clean after EIO,
+  so they may be lost.
 * A directory entry is durable only after `sync_directory`.
-* Whatever removes, moves or writes files does so in a directory that it holds (`hold_directory`): another user who may write
-  to the directory could put a link in its place at any moment.
+* Files are removed, moved and written in a held directory (`hold_directory`): another user who may
+  write to its parent could replace it by a link at any moment.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _PRIVATE = 0o400
 
 
 class FileStatus(NamedTuple):
-    """What a directory says about one entry; a tuple, because a large directory has thousands at every save.
+    """Status of one directory entry; a tuple, because each save lists thousands of them in a large directory.
 
     Attributes:
         size_bytes: Size of the file.
@@ -40,9 +41,9 @@ class FileStatus(NamedTuple):
         is_file: Whether it is a regular file (not a link, directory, FIFO or device).
         is_directory: Whether it is a directory.
         identity: Device and inode: two names with the same identity are the same file.
-        mode: Permission bits; of a link, or anything else that is no file, those that a file in its place should have.
-        changed_ns: When the disk last noted a change of the file, in nanoseconds since the epoch; None where it does not tell.
-            Unlike `modified_at` nobody can choose it, except by the clock of the machine.
+        mode: Permission bits; of a link, or another entry that is no file, those for a file in its place.
+        changed_ns: Time of the last change of the inode in nanoseconds since the epoch; None if the disk
+            has none. Unlike `modified_at` it can only be set by changing the clock of the machine.
     """
 
     size_bytes: int
@@ -58,18 +59,14 @@ class OutputFile(Protocol):
     """A new file being written by offset. Safe to use from several threads."""
 
     def reserve(self, size_bytes: int) -> None:
-        """Ask the file system to set aside `size_bytes`; the file then has that size and reads as zeros.
+        """Allocate `size_bytes`, which then read as zeros; raise ENOSPC before anything is written.
 
-        Raises ENOSPC before anything is written; does nothing where the file system cannot reserve.
+        Does nothing if the file system cannot allocate.
         """
         ...
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
-        """Write all of `data` at `offset`.
-
-        Direct I/O is used where the file system allows it and offset, length and memory are aligned; otherwise the page
-        cache. Callers need not know.
-        """
+        """Write all of `data` at `offset`; with direct I/O if the file system and the alignment allow it."""
         ...
 
     def sync(self) -> None:
@@ -99,13 +96,13 @@ class InputFile(Protocol):
 
 
 class FileSystem(Protocol):
-    """What the store asks of a disk. Paths are absolute."""
+    """The operations of a disk. Paths are absolute."""
 
     def hold_directory(self, path: Path) -> contextlib.AbstractContextManager[None]:
-        """Reach the entries of a directory through one descriptor of it, whatever gets its path meanwhile.
+        """Reach the entries of a directory through one descriptor, even if its path leads elsewhere later.
 
-        No link in it is followed. A directory in a held one must be no link, and must not belong to a stranger. Holding a
-        directory again keeps the descriptor that there is.
+        No link in it is followed. A directory in a held one must be no link, and must not belong to an
+        untrusted user. A directory that is held twice has one descriptor.
         """
         ...
 
@@ -116,20 +113,20 @@ class FileSystem(Protocol):
     def create(self, path: Path, *, mode: int, owner_of: Path | None = None) -> OutputFile:
         """Create a new file for writing; FileExistsError when the name is taken.
 
-        If root creates it, it gets the owner of the file `owner_of` in the same directory, which it will replace, or the
-        owner of the directory where there is none; with None it stays root's.
+        A file that root creates gets the owner of the file `owner_of` in the same directory, which it will
+        replace, or of the directory if there is none; with None it stays root's.
         """
         ...
 
     def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:
-        """Open a regular file for reading; FIFOs and devices are refused, and links where the directory is held.
+        """Open a regular file for reading; refuse FIFOs and devices, and in a held directory links.
 
-        With `is_uncached`, what the disk holds is read, as far as the page cache lets itself be passed by.
+        With `is_uncached`, read past the page cache if possible.
         """
         ...
 
     def change(self, path: Path) -> OutputFile:
-        """Open a regular file that exists, to overwrite some of its bytes; links are refused, also hard ones."""
+        """Open a regular file that exists, to overwrite some of its bytes; refuse symbolic and hard links."""
         ...
 
     def replace(self, source: Path, target: Path) -> None:
@@ -137,11 +134,11 @@ class FileSystem(Protocol):
         ...
 
     def link(self, source: Path, target: Path) -> None:
-        """Give a file a second name; FileExistsError when that is taken."""
+        """Give a file a second name; raise FileExistsError if it is taken."""
         ...
 
     def unlink(self, path: Path) -> None:
-        """Remove a name; FileNotFoundError when it is gone."""
+        """Remove a name; raise FileNotFoundError if it is gone."""
         ...
 
     def sync_directory(self, path: Path) -> None:
@@ -149,9 +146,9 @@ class FileSystem(Protocol):
         ...
 
     def make_directory(self, path: Path, *, mode: int) -> None:
-        """Create a directory and its missing parents durably; no error when it exists.
+        """Create a directory and its missing parents durably, unless it exists.
 
-        One that root creates in a held directory gets the owner of that directory.
+        A directory that root creates in a held one gets the owner of that directory.
         """
         ...
 
@@ -178,24 +175,24 @@ class FileSystem(Protocol):
     def lock(self, path: Path, *, owner: str) -> contextlib.AbstractContextManager[str | None]:
         """Hold an advisory lock on a file, without waiting.
 
-        Yields None when it is held, and is then released at the end or by the death of the process. When somebody else
-        holds it, yields the text that they gave as `owner`.
+        Yields None while this process holds it; its end or its death releases it. If another process
+        holds it, yields the `owner` text of that process.
         """
         ...
 
     def pause(self, seconds: float) -> None:
-        """Wait before a call is made again that failed with an error that may pass."""
+        """Wait before a call is tried again that failed with a transient error."""
         ...
 
 
 def discard(fs: FileSystem, path: Path) -> None:
-    """Remove a file that nobody needs, as far as the disk lets us."""
+    """Remove a file that is not needed; ignore errors of the disk."""
     with contextlib.suppress(OSError):
         fs.unlink(path)
 
 
 def rename_temp(fs: FileSystem, temp: Path, path: Path) -> None:
-    """Rename a temporary file to its name, replacing what has it; where that fails, remove the temporary file."""
+    """Rename a temporary file to its final name, replacing an older file; remove it if that fails."""
     try:
         fs.replace(temp, path)
     except BaseException:
@@ -212,8 +209,7 @@ def unlink_if_present(fs: FileSystem, path: Path) -> None:
 class OsFileSystem:
     """The real disk.
 
-    Args:
-        keeps_owner: Whether what root creates stays root's, whatever `owner_of` says: for outputs that no run reads.
+    With `keeps_owner`, files that root creates stay root's: for outputs that no run reads.
     """
 
     def __init__(self, *, keeps_owner: bool = False) -> None:
@@ -221,7 +217,7 @@ class OsFileSystem:
         self._keeps_owner = keeps_owner
 
     def hold_directory(self, path: Path) -> contextlib.AbstractContextManager[None]:
-        """Reach the entries of a directory through one descriptor of it, whatever gets its path meanwhile."""
+        """Reach the entries of a directory through one descriptor, even if its path leads elsewhere later."""
         return self._directories.hold(path)
 
     def is_moved(self, path: Path) -> bool:
@@ -237,13 +233,13 @@ class OsFileSystem:
             return NewFile(path, mode, dir_fd=at.dir_fd, owner=owner)
 
     def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:
-        """Open a regular file for reading; FIFOs and devices are refused, links in a held directory, too."""
+        """Open a regular file for reading; refuse FIFOs and devices, and in a held directory links."""
         kind = UncachedFile if is_uncached else CachedFile
         with self._directories.entry(path) as at:
             return kind(path, dir_fd=at.dir_fd)
 
     def change(self, path: Path) -> OutputFile:
-        """Open a regular file that exists, to overwrite some of its bytes; links are refused, also hard ones."""
+        """Open a regular file that exists, to overwrite some of its bytes; refuse symbolic and hard links."""
         with self._directories.entry(path) as at:
             return ChangedFile(path, dir_fd=at.dir_fd)
 
@@ -275,7 +271,7 @@ class OsFileSystem:
                 with errors_naming(path):
                     os.fsync(descriptor)
             except OSError as error:
-                # Some network file systems cannot sync directories and say so; there is nothing better to do there.
+                # Some network file systems cannot sync directories, and there is no substitute.
                 if error.errno not in (errno.EINVAL, errno.ENOTSUP):
                     raise
 
@@ -292,7 +288,7 @@ class OsFileSystem:
         while not current.exists():
             missing.append(current)
             current = current.parent
-        # The deepest one that exists may be the work of a process that died before it synced the parent.
+        # A process may have made the deepest existing one, and died before it synced the parent.
         with contextlib.suppress(PermissionError):
             self.sync_directory(current.parent)
         for directory in reversed(missing):
@@ -306,7 +302,7 @@ class OsFileSystem:
         with contextlib.suppress(FileExistsError):
             os.mkdir(name, mode, dir_fd=dir_fd)
             with self._directories.opened(path) as descriptor:
-                # In the place of the new one, another user may have put one that is in use.
+                # Another user may have replaced the new one by a directory that is in use.
                 if not os.listdir(descriptor):
                     adopt_owner(descriptor, os.fstat(dir_fd))
         self.sync_directory(path.parent)
@@ -319,7 +315,7 @@ class OsFileSystem:
             os.rmdir(at.name, dir_fd=at.dir_fd)
 
     def list(self, path: Path) -> dict[str, FileStatus]:
-        """Return name to status for a directory; entries that vanish meanwhile are left out."""
+        """Return name to status for a directory, without entries that vanish meanwhile."""
         entries = {}
         with self._directories.opened(path) as descriptor, os.scandir(descriptor) as scan:
             for entry in scan:
@@ -336,7 +332,7 @@ class OsFileSystem:
             return None
 
     def _owner(self, path: Path) -> os.stat_result:
-        """Return the status of a regular file, or that of its directory where there is none."""
+        """Return the status of a regular file, or that of its directory if there is none."""
         with self._directories.entry(path) as at, contextlib.suppress(FileNotFoundError):
             figures = os.stat(at.name, dir_fd=at.dir_fd, follow_symlinks=False)
             if stat.S_ISREG(figures.st_mode):
@@ -350,12 +346,12 @@ class OsFileSystem:
         return figures.f_bavail * figures.f_frsize
 
     def free_inodes(self, path: Path) -> int | None:
-        """Return how many files an unprivileged writer may still create; btrfs and others count none."""
+        """Return how many files an unprivileged writer may still create; None on btrfs and others."""
         figures = os.statvfs(path)
         return figures.f_favail if figures.f_files else None
 
     def lock(self, path: Path, *, owner: str) -> contextlib.AbstractContextManager[str | None]:
-        """Hold an advisory lock (flock) on a file; yields the owner's text when a live process holds it."""
+        """Hold an advisory lock (flock) on a file, or yield the owner text of the process that holds it."""
         return self._locked(path, owner)
 
     @contextlib.contextmanager
@@ -367,7 +363,7 @@ class OsFileSystem:
             yield holder
 
     def pause(self, seconds: float) -> None:
-        """Wait before a call is made again that failed with an error that may pass."""
+        """Wait before a call is tried again that failed with a transient error."""
         time.sleep(seconds)
 
 

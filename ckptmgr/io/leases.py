@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who writes: the identity of a process that survives in file names, and the lease on a series.
+"""The lease on a series, and tokens that identify a process in file names.
 
-A series has one writer at a time. The lease is a locked file, `.<series>.lease`; the kernel drops the lock when its holder
-dies, so a stale lease needs no guessing. The holder removes the file before it lets go.
+A series has one writer at a time. The lease is a locked file, `.<series>.lease`; the kernel drops the
+lock when its holder dies, so a lease is never stale. The holder removes the file before it unlocks it.
 
-Its text names the holder, in two lines: a description for people; the token of the process and a random number. A worker
-process that saves for the holder adds the same two lines of its own.
+The text of the file names the holder, in two lines: a description for people; the token of the process
+and a random number. A worker process that saves for the holder adds two such lines of its own.
 
-A lock does not see everything: the file, or the directory, may be removed or replaced under a live run, and some file systems
-are mounted so that each host has its own locks. So the holder looks again before each commit, at the file that has the name
-and at the text in it. If one is not its own, it has lost the lease and no longer writes. Between this look and the commit a
-moment remains.
+A lock is not enough: the file, or its directory, may be removed or replaced during a run, and some file
+systems are mounted with locks per host. So before each commit the holder checks that the file under
+this name is its own, with its text. If not, it has lost the lease and no longer writes. Only between
+this check and the commit can a loss go unnoticed.
 
-Temporary files carry the token of their writer, so that only those of dead writers are reaped. A token is dead when it comes
-from this host and another boot, or from this boot and a process that is gone (pid and start time, so a reused pid does not
-count as alive). Of other hosts nothing is known.
+Temporary files carry the token of their writer, so that only those of dead writers are removed. A token
+is dead if it is from this host and another boot, or from this boot and a process that is gone (pid and
+start time, so a reused pid does not count as alive). Of other hosts nothing is known.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ _LOST_HINT = (
 
 
 class Processes(Protocol):
-    """What is known about writing processes."""
+    """Information about writing processes."""
 
     def token(self) -> str:
         """Return the token of this process: only letters, digits and `-`."""
         ...
 
     def is_dead(self, token: str) -> bool | None:
-        """Return whether the process of a token is gone; None when that cannot be known."""
+        """Return whether the process of a token is gone; None if that is unknown."""
         ...
 
 
@@ -97,14 +97,14 @@ class ProcProcesses:
         return "0"
 
     def _start_time(self, pid: int) -> int | None:
-        """Return the start time of a process in clock ticks since boot, or None when it is gone or only waited for."""
+        """Return the start time of a process in clock ticks since boot, or None if it is gone or a zombie."""
         try:
             text = (self.proc / str(pid) / "stat").read_text()
         except OSError:
             return None
         # The second field is the command in parentheses and may itself contain spaces and parentheses.
         fields = text.rpartition(")")[2].split()
-        # The init process of a container may never wait for orphans: a zombie is dead.
+        # A zombie is dead: the init process of a container may never wait for orphans.
         return None if fields[0] in ("Z", "X") else int(fields[19])
 
 
@@ -119,32 +119,27 @@ def lease_path(directory: Path, series: str) -> Path:
 
 
 class Holder(NamedTuple):
-    """A process that a lease file names.
-
-    Attributes:
-        description: For people; only printable characters.
-        token: Of the process; empty where the text has none.
-    """
+    """A process in the text of a lease file: its description for people, and its token or ''."""
 
     description: str
     token: str
 
 
 def new_owner_text() -> str:
-    """Return what this process writes into a lease file: no other process, and no other lease, has the same text."""
+    """Return the text of this process for a lease file; the text of every lease is unique."""
     return f"{worker_text()}{secrets.token_hex(8)}\n"
 
 
 def worker_text() -> str:
-    """Return what a worker process adds to the text of the process that it saves for."""
+    """Return the text that a worker process adds to that of the process it saves for."""
     return f"{describe_owner()}\n{ProcProcesses().token()} "
 
 
 def holders_in(text: str) -> tuple[Holder, Holder | None]:
-    """Return the holder that the text of a lease file names, and the worker process that saves for it, if any."""
+    """Return the holder in the text of a lease file, and the worker process that saves for it, if any."""
     lines = [*text.splitlines(), "", "", "", ""]
-    owner, helper = (_holder(*lines[at : at + 2]) for at in (0, 2))
-    return owner, helper if helper.token else None
+    owner, worker = (_holder(*lines[at : at + 2]) for at in (0, 2))
+    return owner, worker if worker.token else None
 
 
 def _holder(description: str, token_line: str) -> Holder:
@@ -153,14 +148,7 @@ def _holder(description: str, token_line: str) -> Holder:
 
 
 class Lease:
-    """A lease that this process holds.
-
-    Args:
-        fs: The disk.
-        path: Of the lease file.
-        text: What the holder has written into it.
-        identity: Device and inode of the file.
-    """
+    """A lease that this process holds."""
 
     def __init__(
         self, fs: FileSystem, path: Path, *, text: str, identity: tuple[int, int] | None
@@ -178,10 +166,10 @@ class Lease:
             StoreLocked: The lease is lost.
             OSError: From the disk.
         """
-        # The rest is seen through the descriptor of the directory that was locked.
+        # All else is read through the descriptor of the held directory.
         if self._fs.is_moved(self._path.parent):
             raise self._lost("its directory was removed, moved or replaced")
-        # The status first: on network file systems only opening a file asks the server how it is now.
+        # The status first: on network file systems only the open asks the server.
         status = self._fs.status(self._path)
         try:
             text = read_text(self._fs, self._path)
@@ -197,7 +185,7 @@ class Lease:
             raise self._lost("another file has the name of its lease file")
 
     def remove(self) -> None:
-        """Remove the file while the lock is held, if it is still that of this process; as far as the disk lets us."""
+        """Remove the file, if it is still that of this process, while the lock is held; ignore errors of the disk."""
         if os.getpid() == self._pid:  # a forked child has no part in the lease of its parent
             with contextlib.suppress(OSError, StoreLocked):
                 self.check()
@@ -224,12 +212,7 @@ def read_text(fs: FileSystem, path: Path) -> str:
 
 
 class Leases:
-    """The leases that are held in one directory, by name.
-
-    Args:
-        fs: The disk.
-        directory: Where the lease files are.
-    """
+    """The leases that are held in one directory, by name."""
 
     def __init__(self, fs: FileSystem, directory: Path) -> None:
         self._fs = fs
@@ -238,7 +221,7 @@ class Leases:
 
     @contextlib.contextmanager
     def hold(self, name: str) -> Iterator[None]:
-        """Be the only writer of a series, or of a file; see `hold_lease`."""
+        """Hold the lease on a series, or on a file, and its directory; see `hold_lease`."""
         with (
             self._fs.hold_directory(self._directory),
             hold_lease(self._fs, self._directory, name) as lease,
@@ -250,7 +233,7 @@ class Leases:
                 self._held.pop(name, None)
 
     def share(self, name: str, *, text: str, identity: tuple[int, int] | None) -> None:
-        """Hold a lease together with the process that has taken it."""
+        """Hold a lease together with the process that took it."""
         path = lease_path(self._directory, name)
         self._held[name] = Lease(self._fs, path, text=text, identity=identity)
 
@@ -259,7 +242,7 @@ class Leases:
         return self._held.get(name)
 
     def check(self, *names: str) -> None:
-        """Raise if a lease on one of the names was held and is lost; called before each commit.
+        """Raise if a held lease on one of the names is lost; called before each commit.
 
         Raises:
             StoreLocked: It is lost.
@@ -271,13 +254,13 @@ class Leases:
                 lease.check()
 
     def check_all(self) -> None:
-        """Raise if any lease that is held is lost; see `check`."""
+        """Raise if any held lease is lost; see `check`."""
         self.check(*self._held)
 
 
 @contextlib.contextmanager
 def hold_lease(fs: FileSystem, directory: Path, series: str) -> Iterator[Lease]:
-    """Be the only writer of a series, or of a file; no lease file stays behind where the block is left.
+    """Be the only writer of a series, or of a file; the lease file is removed at the end of the block.
 
     Raises:
         StoreLocked: A live process holds the lease.
@@ -303,7 +286,7 @@ def hold_lease(fs: FileSystem, directory: Path, series: str) -> Iterator[Lease]:
         try:
             yield lease
         except GeneratorExit:
-            # A manager that was not closed is collected, perhaps at the end of the interpreter: the lock goes, the file stays.
+            # A manager that was not closed is collected, perhaps at interpreter exit: release the lock, keep the file.
             is_dropped = True
             raise
         finally:
@@ -312,13 +295,13 @@ def hold_lease(fs: FileSystem, directory: Path, series: str) -> Iterator[Lease]:
 
 
 def _locked(series: str, directory: Path, text: str) -> StoreLocked:
-    """Return the error for a lease that another process holds; it names one that is alive."""
-    owner, helper = holders_in(text)
+    """Return the error for a lease that another process holds; it names a live process."""
+    owner, worker = holders_in(text)
     name = owner.description or "another process"
     is_own = owner.token == ProcProcesses().token()
     is_over = ProcProcesses().is_dead(owner.token) is True
-    if is_over and helper is not None:
-        name = f"{helper.description}, the saving process of {name}, which has ended"
+    if is_over and worker is not None:
+        name = f"{worker.description}, the saving process of {name}, which has ended"
     elif is_over:
         name = f"a process that was started by {name}, which has ended"
     error = StoreLocked(

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lock files of the real disk: the kernel lets go of one when its holder dies, so a stale one needs no guessing.
+"""Lock files of the real disk; the kernel releases a lock when its holder dies.
 
-A lock file has a name that everybody can predict, in a directory that others may write to. So it is opened without
-truncating and without following links, and it is written to only if it is a regular file with one name, of an owner whose
-file it may be: otherwise a link planted there would have its target overwritten.
+The name of a lock file is predictable, and other users may write to its directory. So the file is opened
+without truncating or following links, and is written to only if it is a regular file with one name and
+a plausible owner. Otherwise another user could plant a link and have its target overwritten.
 """
 
 from __future__ import annotations
@@ -36,12 +36,7 @@ _KINDS = {
 
 @contextlib.contextmanager
 def locked(path: Path, *, owner: str, dir_fd: int | None = None) -> Iterator[str | None]:
-    """Hold an advisory lock (flock) on a file, without waiting; yields the holder's text when another process has it.
-
-    Args:
-        path: The file.
-        owner: Text of this holder.
-        dir_fd: Its directory, where that is held open.
+    """Hold an advisory lock (flock) on a file, without waiting, or yield the text of its holder.
 
     Raises:
         StoreLocked: The file may not be written to, or its file system cannot lock files.
@@ -57,9 +52,9 @@ def locked(path: Path, *, owner: str, dir_fd: int | None = None) -> Iterator[str
 
 
 def add_worker_text(descriptor: int, owner: str, text: str) -> None:
-    """Write behind the text of the holder of a lock which other process has a copy of its descriptor.
+    """Append the text of a worker process, which has a copy of the descriptor, to that of the holder.
 
-    Where the disk was full when the lock was taken, both are written; what another process wrote there stays.
+    If the disk was full when the lock was taken, write both. The text of another process stays.
     """
     there = os.pread(descriptor, _MAX_OWNER_BYTES, 0)
     if not there:
@@ -69,7 +64,7 @@ def add_worker_text(descriptor: int, owner: str, text: str) -> None:
 
 
 class _LockFile:
-    """An open lock file. Forked children close theirs at once: a data loader must not keep the lock of a dead trainer."""
+    """An open lock file. Forked children close it at once: a data loader must not keep the lock of a dead trainer."""
 
     _open: ClassVar[set[_LockFile]] = set()
 
@@ -97,7 +92,7 @@ class _LockFile:
 def lock_descriptor(path: Path) -> int | None:
     """Return the descriptor of a lock that `OsFileSystem` holds, or None.
 
-    A worker process that has a copy of it holds the lock, too: it is free only when both are gone.
+    A worker process with a copy of it holds the lock, too, until both are gone.
     """
     return _LockFile.descriptor_of(path)
 
@@ -106,7 +101,7 @@ os.register_at_fork(after_in_child=_LockFile.close_inherited)
 
 
 def _open_lock(path: Path, dir_fd: int | None) -> tuple[int, bool]:
-    """Return a descriptor of a lock file, and whether the lock is ours."""
+    """Return a descriptor of a lock file, and whether this process has the lock."""
     while True:
         try:
             descriptor = _opened(path, dir_fd)
@@ -126,18 +121,18 @@ def _open_lock(path: Path, dir_fd: int | None) -> tuple[int, bool]:
         except BaseException:
             os.close(descriptor)
             raise
-        # Its last holder may remove the file before letting go: a lock on a file without a name keeps no process out.
+        # Its last holder may have removed the file before it unlocked it: such a lock excludes no process.
         if os.path.samestat(named, figures):
             return descriptor, True
         os.close(descriptor)
 
 
 def _opened(path: Path, dir_fd: int | None) -> int:
-    """Open a lock file, or make it.
+    """Open a lock file, or create it.
 
     Raises:
-        FileExistsError: Another process makes it meanwhile.
-        StoreLocked: Something that is no file has its name.
+        FileExistsError: Another process creates it meanwhile.
+        StoreLocked: Its name is taken by something that is no file.
     """
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
@@ -163,7 +158,7 @@ def _folder(path: Path, dir_fd: int | None) -> os.stat_result:
 
 
 def _check_owner(path: Path, figures: os.stat_result, folder: os.stat_result) -> None:
-    """Raise unless this is a regular file of an owner who may have made it as a lock file."""
+    """Raise unless this is a regular file of this user, root, the owner of the directory, or a member of its group."""
     if not stat.S_ISREG(figures.st_mode):
         raise _refusal(path, figures, f"is {_kind_of(figures)}")
     owner = figures.st_uid

@@ -26,12 +26,12 @@ _HEAD_BYTES = 128 * 1024
 class RangeSource:
     """A source for `open_checkpoint` over anything that gives ranges of bytes: an object store, HTTP, a database.
 
-    The first 128 KiB are asked for once and kept, because the headers of all formats are looked for there; everything else is
-    asked for as it is needed, large tensors in pieces of 4 MiB.
+    The first 128 KiB are asked for once and kept, because the headers of all formats are there; the rest
+    is asked for as it is needed, large tensors in pieces of 4 MiB.
 
     Args:
-        read: Given an offset and a length, returns these bytes, and never fewer; called by several threads at once. What it
-            raises passes through.
+        read: Given an offset and a length, returns these bytes, and never fewer; called by several
+            threads at once. Its errors pass through.
         size_bytes: Size of the object.
         name: For messages; best the address of the object.
 
@@ -39,7 +39,7 @@ class RangeSource:
         ValueError: The size is negative.
     """
 
-    is_remote = True  # whoever decrypts asks for a whole block
+    is_remote = True  # ciphers then read whole blocks
 
     def __init__(
         self,
@@ -75,16 +75,16 @@ class RangeSource:
         if end <= _HEAD_BYTES:
             buffer[:] = self._first_bytes()[offset:end]
         else:
-            buffer[:] = self._given(offset, buffer.nbytes)
+            buffer[:] = self._fetch(offset, buffer.nbytes)
 
     def _first_bytes(self) -> bytes:
         with self._lock:
             if self._head is None:
-                # A copy: the memory that was given is used for the next range, perhaps.
-                self._head = bytes(self._given(0, min(_HEAD_BYTES, self._size)))
+                # A copy: `read` may use the memory again for the next range.
+                self._head = bytes(self._fetch(0, min(_HEAD_BYTES, self._size)))
             return self._head
 
-    def _given(self, offset: int, length: int) -> memoryview:
+    def _fetch(self, offset: int, length: int) -> memoryview:
         if not length:
             return memoryview(b"")
         view = memoryview(self._read(offset, length)).cast("B")

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that are read once: from the page cache what it holds, past it what it does not.
+"""Bypass of the page cache for files that are read once, and a read-ahead predictor.
 
-Reading through the page cache fills memory that is then used for one copy. Where memory is fresh (a virtual machine that gives
-free pages back, a training job that left none) that costs more than the disk. So large reads of what is not cached go
-into a few kept buffers with direct I/O. What somebody else put into the cache is used, and nobody's pages are evicted.
+A read through the page cache fills pages that are then copied once. With fresh memory (a virtual
+machine that returns free pages, a training job that left none) this costs more than the disk. So large
+reads of data that is not cached use direct I/O into a few reused buffers. Cached pages are used, and no
+page is evicted.
 
-Where small reads of a file will go, if they go on as they did.
+The predictor is for small reads: each description of a tensor, or head of a cipher block, contains
+only the place of the next one, so each read would wait for the one before. But the layers of a model
+are alike, and so are the steps between their descriptions.
 
-Each description of a tensor, or head of a cipher block, tells only where the next one is: so each read would wait for the
-one before. But layers of a model are alike, and so are the steps from one description to the next.
-
->>> trail = ReadAheadPredictor()
->>> [trail.note(offset << 20) for offset in (0, 1, 2)][-1]
+>>> predictor = ReadAheadPredictor()
+>>> [predictor.next_reads(offset << 20) for offset in (0, 1, 2)][-1]
 (3145728, 4194304, 5242880, 6291456)
 """
 
@@ -30,21 +30,21 @@ from ckptmgr.io.retrying_filesystem import RetryingFile
 
 _MAX_PERIOD = 32
 _MAX_AHEAD = 64
-_AHEAD_PER_STEP = 4  # of those that were as foreseen: one repetition says little
+_AHEAD_PER_STEP = 4  # for each predicted step: one repetition proves little
 _LIKE_BYTES = 256  # names and heads differ in length from layer to layer
-_SPARSE_BYTES = 64 << 10  # what is closer is read together, or was read ahead by the kernel
+_SPARSE_BYTES = 64 << 10  # closer data is read together, or was read ahead by the kernel
 
 
 class ReadAheadPredictor:
-    """Offsets of reads, and what they foretell. Safe to use from several threads, whose reads it then mixes up."""
+    """Predicts the offsets of reads from earlier ones. Several threads may use it, but predict worse."""
 
     def __init__(self) -> None:
         self._last = 0
         self._steps: tuple[int, ...] = ()
         self._expected: tuple[int, ...] = ()
 
-    def note(self, offset: int) -> tuple[int, ...]:
-        """Take the offset of a read; return those of reads that will probably follow and were not returned before."""
+    def next_reads(self, offset: int) -> tuple[int, ...]:
+        """Record the offset of a read; return those of probable next reads that were not returned before."""
         step, self._last = offset - self._last, offset
         self._steps = steps = (*self._steps[-2 * _MAX_PERIOD :], step)
         expected, self._expected = self._expected, ()
@@ -64,11 +64,11 @@ class ReadAheadPredictor:
 
 
 def _period_of(steps: tuple[int, ...]) -> tuple[int, int]:
-    """Return after how many steps they repeat themselves, and how many of the last ones did: 0, or a period or more."""
+    """Return the period of the steps, and how many of the last steps repeat: 0, or at least one period."""
     best = (1, 0)
     step = steps[-1]
     for period, before in enumerate(steps[-2 : -2 - _MAX_PERIOD : -1], start=1):
-        is_known = best[1] >= period and period % best[0] == 0  # the same, taken several times
+        is_known = best[1] >= period and period % best[0] == 0  # a multiple of the best period
         if not is_known and -_LIKE_BYTES <= step - before <= _LIKE_BYTES:
             repeated = _repeated(steps, period)
             if repeated >= period and repeated > best[1]:
@@ -89,14 +89,14 @@ def _repeated(steps: tuple[int, ...], period: int) -> int:
 _MIN_DIRECT_BYTES = 256 << 10
 _CHUNK_BYTES = 4 << 20
 _PAGE_BYTES = mmap.PAGESIZE
-# One page of each MiB is looked at, and not at its start, where heads of cipher blocks are read through the page cache.
+# One page of each MiB is sampled, but not its start, where heads of cipher blocks are read through the cache.
 _STRETCH_BYTES = 16 << 20
 _SAMPLE_BYTES = 1 << 20
 _SAMPLE_OFFSET = 84 * _PAGE_BYTES
-_TOLERATED = 6  # one odd page of so many says nothing: the description of a tensor
-# Buffers for unaligned memory; a chunk and its ends, rounded to whole sectors.
+_TOLERATED = 6  # one odd page among these is ignored: the description of a tensor
+# Buffers for unaligned memory: a chunk and its ends, rounded to whole sectors.
 _bounces = Buffers(4, _CHUNK_BYTES + 2 * DIRECT_IO_ALIGNMENT)
-# Not CDLL, which gives the GIL away: getting it back takes longer than the call.
+# Not CDLL, which releases the GIL: to get it back takes longer than the call.
 _LIBC = ctypes.PyDLL(None, use_errno=True)
 _LIBC.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 _LOWEST_BIT = bytes(value & 1 for value in range(256))  # the others are reserved
@@ -104,26 +104,26 @@ _WORLD_SIZES = ("WORLD_SIZE", "RANK_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "
 
 
 def bypass_page_cache(file: InputFile) -> InputFile:
-    """Return a file that is read past the page cache where that is faster; close this one instead of `file`.
+    """Return a file that bypasses the page cache where that is faster; close it instead of `file`.
 
-    A file that is read twice, or by several processes, is better left in the page cache.
+    For a file that is read once, by one process.
     """
     if isinstance(file, RetryingFile):
-        return file.around(bypass_page_cache(file.file))
-    return _ColdFile(file) if isinstance(file, CachedFile) else file
+        return file.wrapping(bypass_page_cache(file.file))
+    return _BypassingFile(file) if isinstance(file, CachedFile) else file
 
 
 def bypass_page_cache_unless_shared(file: InputFile) -> InputFile:
-    """Return what `bypass_page_cache` does, unless other processes may be about to read the same file."""
+    """Bypass the page cache, unless other ranks may read the same file."""
     return file if is_one_of_many() else bypass_page_cache(file)
 
 
 def is_one_of_many() -> bool:
-    """Return whether a launcher started this process together with others, which may read the same files."""
+    """Return whether a launcher started this process as one of several ranks."""
     return any(os.environ.get(name, "1") not in ("", "0", "1") for name in _WORLD_SIZES)
 
 
-class _ColdFile:
+class _BypassingFile:
     """A regular file. Safe to read from several threads."""
 
     def __init__(self, file: CachedFile) -> None:
@@ -131,11 +131,11 @@ class _ColdFile:
         self._direct = -1
         self._memory: mmap.mmap | None = None
         self._address = 0
-        self._trails: dict[int, ReadAheadPredictor] = {}
+        self._predictors: dict[int, ReadAheadPredictor] = {}
         self._stretches: dict[int, bool | None] = {}
         self.size = file.size
         if self.size >= _MIN_DIRECT_BYTES:
-            # A file system without direct I/O or mappings, or a file that became shorter: whoever reads will see.
+            # A file system without direct I/O or mappings, or a file that became shorter: reads show it.
             with contextlib.suppress(OSError, ValueError):
                 self._open()
 
@@ -162,21 +162,19 @@ class _ColdFile:
         self._file.read_into(offset, buffer)
 
     def _ask_ahead(self, offset: int, length: int) -> None:
-        """Have the disk look up what small reads will probably want next, those of each size by themselves."""
-        trail = self._trails.setdefault(length.bit_length(), ReadAheadPredictor())
-        for ahead in trail.note(offset):
+        """Start reading the probable next small reads; those of each size are predicted separately."""
+        predictor = self._predictors.setdefault(length.bit_length(), ReadAheadPredictor())
+        for ahead in predictor.next_reads(offset):
             if 0 <= ahead < self.size:
-                with contextlib.suppress(OSError):  # the read itself will say so
+                with contextlib.suppress(OSError):  # the read itself will raise it
                     self._file.will_need(ahead, length)
 
     def _read_directly(self, offset: int, buffer: memoryview) -> int:
-        """Read the start of `buffer` past the page cache; return how many bytes, 0 where that does not work."""
+        """Read the start of `buffer` past the page cache; return how many bytes, 0 if that is impossible."""
         try:
             count = max(0, self._read_once(offset, buffer))
-        except OSError:
-            return (
-                0  # some file systems accept the flag but not the read; a broken disk says so again
-            )
+        except OSError:  # of a file system that accepts only the flag; a broken disk fails again
+            return 0
         count_bytes("read", count)
         return count
 
@@ -196,9 +194,9 @@ class _ColdFile:
             return count
 
     def _is_cached(self, offset: int, length: int) -> bool:
-        """Return whether the page cache holds a range, or half of it or more, as far as the kernel tells.
+        """Return whether the page cache holds half of a range or more, as far as the kernel reports.
 
-        A few pages of a longer stretch are looked at, once; only where they differ, the kernel walks through the range.
+        A few pages of a longer stretch are sampled once; only if they differ, all pages are looked up.
         """
         stretch = offset // _STRETCH_BYTES
         if stretch not in self._stretches:
@@ -207,13 +205,13 @@ class _ColdFile:
         return self._is_half_cached(offset, length) if answer is None else answer
 
     def _sample(self, start: int) -> bool | None:
-        """Return what is true of nearly all pages that are looked at: they are cached, or they are not; else None."""
+        """Return whether nearly all sampled pages are cached, or None if they differ."""
         stop = min(start + _STRETCH_BYTES, self.size)
         offsets = range(start + _SAMPLE_OFFSET, stop, _SAMPLE_BYTES)
         page, cached = ctypes.c_ubyte(), 0
         for offset in offsets:
-            is_told = _LIBC.mincore(self._address + offset, _PAGE_BYTES, ctypes.byref(page)) == 0
-            cached += not is_told or page.value & 1
+            is_known = _LIBC.mincore(self._address + offset, _PAGE_BYTES, ctypes.byref(page)) == 0
+            cached += not is_known or page.value & 1
         is_mostly = cached * 2 > len(offsets)
         odd = len(offsets) - cached if is_mostly else cached
         return is_mostly if odd * _TOLERATED < len(offsets) else None
@@ -222,8 +220,8 @@ class _ColdFile:
         first = offset // _PAGE_BYTES * _PAGE_BYTES
         count = max(0, -(-(min(offset + length, self.size) - first) // _PAGE_BYTES))
         pages = (ctypes.c_ubyte * count)()
-        is_told = _LIBC.mincore(self._address + first, count * _PAGE_BYTES, pages) == 0
-        return not is_told or bytes(pages).translate(_LOWEST_BIT).count(1) * 2 >= count
+        is_known = _LIBC.mincore(self._address + first, count * _PAGE_BYTES, pages) == 0
+        return not is_known or bytes(pages).translate(_LOWEST_BIT).count(1) * 2 >= count
 
     def close(self) -> None:
         """Release the descriptors."""

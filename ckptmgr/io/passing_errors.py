@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which errors of the disk pass, which are damage, and after which of them nothing older may be used instead.
+"""Classes of disk errors: transient ones, damage, and those after which no older file may be used instead.
 
 | error | tried again | then |
 |---|---|---|
 | EAGAIN, EINTR, EMFILE, ENFILE, ENOMEM, MemoryError, ESTALE, ETIMEDOUT | yes | raised |
-| EIO, EBADMSG, EUCLEAN: the disk cannot give the bytes | yes, and with the file opened anew | damage of that file |
+| EIO, EBADMSG, EUCLEAN: the disk cannot read the bytes | yes, and with the file opened again | damage of that file |
 | no such file, or none of the right kind | no | damage of that file |
 | all others, such as EACCES | no | raised |
 """
@@ -15,9 +15,10 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint
+from ckptmgr.io.filesystem import FileSystem
 
 _PASSING = frozenset(
     {
@@ -39,16 +40,8 @@ PAUSES_S = (0.05, 0.5)
 _Done = TypeVar("_Done")
 
 
-class Waiting(Protocol):
-    """What can wait."""
-
-    def pause(self, seconds: float) -> None:
-        """Wait."""
-        ...
-
-
 def may_pass(error: BaseException) -> bool:
-    """Return whether the same call may succeed when it is made again."""
+    """Return whether the same call may succeed the next time."""
     if isinstance(error, CkptmgrError):
         return False
     if isinstance(error, OSError):
@@ -57,26 +50,26 @@ def may_pass(error: BaseException) -> bool:
 
 
 def is_bad_medium(error: BaseException | None) -> bool:
-    """Return whether the disk says that it cannot give the bytes of a file."""
+    """Return whether the disk reports that it cannot read the bytes of a file."""
     return isinstance(error, OSError) and error.errno in _BAD_MEDIUM
 
 
 def is_damage(error: BaseException) -> bool:
-    """Return whether an error, once all attempts are made, says that stored bytes are damaged or gone."""
+    """Return whether an error, after all attempts, means that stored bytes are damaged or gone."""
     if isinstance(error, OSError) and not isinstance(error, CkptmgrError):
         return error.errno in _BAD_MEDIUM | _NO_SUCH_FILE
     return isinstance(error, CorruptCheckpoint)
 
 
 def may_be_whole(error: BaseException) -> bool:
-    """Return whether an error leaves open that the file is whole and belongs to the run: nothing older may replace it."""
+    """Return whether the file may be intact despite an error: then no older file may be used instead."""
     if isinstance(error, CkptmgrError):
         return False
     return isinstance(error, (OSError, MemoryError)) and not is_damage(error)
 
 
 def may_return(error: BaseException | None) -> bool:
-    """Return whether what is damage here may still be whole elsewhere, or later: the file is gone, or the disk failed."""
+    """Return whether a file that is gone or unreadable here may be intact elsewhere, or later."""
     return isinstance(error, FileNotFoundError) or is_bad_medium(error)
 
 
@@ -85,12 +78,8 @@ def no_such_file(path: Path) -> FileNotFoundError:
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
-def with_one_retry(work: Callable[[], _Done], disk: Waiting) -> _Done:
-    """Return what `work` returns; it is done once more, with its files opened anew, after an error that may pass.
-
-    Raises:
-        Exception: What `work` raised, the second time if there was one.
-    """
+def with_one_retry(work: Callable[[], _Done], disk: FileSystem) -> _Done:
+    """Return the result of `work`, which is called once more after a transient error and opens its files again."""
     try:
         return work()
     except (OSError, MemoryError) as error:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A disk that makes a read call again when it failed with an error that may pass; writes fail at once, as their callers want.
+"""A disk that retries read calls after transient errors; writes fail at once.
 
-Nothing is opened again under a file that is open: its name may be that of another file by now.
+An open file is not opened again: its name may be that of another file by now.
 """
 
 from __future__ import annotations
@@ -19,53 +19,46 @@ _Done = TypeVar("_Done")
 
 
 class RetryingFileSystem:
-    """A `FileSystem` around another one.
-
-    Args:
-        disk: Does the work.
-
-    Attributes:
-        disk: As given.
-    """
+    """A `FileSystem` around another one."""
 
     def __init__(self, disk: FileSystem) -> None:
         self.disk = disk
-        # Errors that outlasted all attempts: a disk that fails for every file is not waited for at each.
+        # Errors that outlasted all attempts: do not wait again for each file of a failing disk.
         self._lasting: set[int | None] = set()
 
     @classmethod
-    def around(cls, disk: FileSystem) -> RetryingFileSystem:
-        """Return one around a disk; a disk that is one already is returned."""
+    def wrapping(cls, disk: FileSystem) -> RetryingFileSystem:
+        """Return a retrying file system around a disk, or the disk if it is one."""
         return disk if isinstance(disk, cls) else cls(disk)
 
     @contextlib.contextmanager
     def hold_directory(self, path: Path) -> Iterator[None]:
         """Reach the entries of a directory through one descriptor of it."""
         with contextlib.ExitStack() as held:
-            yield self.again(lambda: held.enter_context(self.disk.hold_directory(path)))
+            yield self.retry(lambda: held.enter_context(self.disk.hold_directory(path)))
 
     def is_moved(self, path: Path) -> bool:
         """Return whether the path of a held directory leads elsewhere now, or nowhere."""
-        return self.again(lambda: self.disk.is_moved(path))
+        return self.retry(lambda: self.disk.is_moved(path))
 
     def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:
         """Open a regular file for reading."""
-        file = self.again(lambda: self.disk.open(path, is_uncached=is_uncached))
+        file = self.retry(lambda: self.disk.open(path, is_uncached=is_uncached))
         return RetryingFile(file, self)
 
     def list(self, path: Path) -> dict[str, FileStatus]:
         """Return name to status for a directory."""
-        return self.again(lambda: self.disk.list(path))
+        return self.retry(lambda: self.disk.list(path))
 
     def status(self, path: Path) -> FileStatus | None:
         """Return the status of a name, or None when it is absent."""
-        return self.again(lambda: self.disk.status(path))
+        return self.retry(lambda: self.disk.status(path))
 
     @contextlib.contextmanager
     def lock(self, path: Path, *, owner: str) -> Iterator[str | None]:
         """Hold an advisory lock on a file, or yield the text of its holder."""
         with contextlib.ExitStack() as held:
-            yield self.again(lambda: held.enter_context(self.disk.lock(path, owner=owner)))
+            yield self.retry(lambda: held.enter_context(self.disk.lock(path, owner=owner)))
 
     def create(self, path: Path, *, mode: int, owner_of: Path | None = None) -> OutputFile:
         """Create a new file for writing."""
@@ -111,12 +104,8 @@ class RetryingFileSystem:
         """Wait."""
         self.disk.pause(seconds)
 
-    def again(self, call: Callable[[], _Done]) -> _Done:
-        """Return what a call returns, made a few times while it fails with an error that may pass.
-
-        Raises:
-            OSError, MemoryError: What it raised last.
-        """
+    def retry(self, call: Callable[[], _Done]) -> _Done:
+        """Return the result of a call, which is tried a few times while it fails with a transient error."""
         failed: int | None = None
         for pause_s in PAUSES_S:
             try:
@@ -140,11 +129,7 @@ class RetryingFileSystem:
 
 
 class RetryingFile:
-    """An open file of a `RetryingFileSystem`.
-
-    Attributes:
-        file: Of the disk beneath.
-    """
+    """An open file of a `RetryingFileSystem`."""
 
     def __init__(self, file: InputFile, disk: RetryingFileSystem) -> None:
         self.file = file
@@ -155,13 +140,13 @@ class RetryingFile:
         """The number of bytes when it was opened."""
         return self.file.size
 
-    def around(self, file: InputFile) -> InputFile:
-        """Return another file beneath, read in the same way."""
+    def wrapping(self, file: InputFile) -> InputFile:
+        """Return a retrying file around another open file."""
         return RetryingFile(file, self._disk)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset` on, or raise TruncatedError."""
-        self._disk.again(lambda: self.file.read_into(offset, buffer))
+        self._disk.retry(lambda: self.file.read_into(offset, buffer))
 
     def close(self) -> None:
         """Release the descriptor."""

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a file into many arrays at once: the mirror of `pipeline`.
+"""Read a file into many arrays at once: the counterpart of `files.save.pipeline`.
 
-The file is taken in units (digest ranges of 16 MiB, or cipher blocks of 4 MiB). A few threads each read a unit, ranges in
-pieces of 2 MiB: straight into the array where a piece lies in one, else into a recycled buffer from which its parts are
-copied. So reads are large whatever the sizes of the tensors, several are in flight, every byte is hashed while it is in
-cache, and the only fresh pages that are touched are those of the arrays.
+The file is read in units (digest ranges of 16 MiB, or cipher blocks of 4 MiB) by a few threads, ranges
+in pieces of 2 MiB. A piece within one array is read straight into it, others into a reused buffer, from
+which their parts are copied. So reads are large for tensors of any size, several are in flight, every
+byte is hashed while it is in the cache, and only the pages of the arrays are fresh.
 
-Small tensors that lie side by side in a file: read together, and made into new arrays while they are in the cache.
-
-A place of its own for each of ten thousands of tensors would cost more than its bytes.
+Small tensors that are side by side in the file are read as one batch and copied from the cache into new
+arrays: a placement for each of 100,000 tensors would double the time of the load.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.source import Source, read_bytes
 from ckptmgr.io.buffers import GIL_FREE_COPY_BYTES, copy_into
 from ckptmgr.io.digest import VerifyingSource
-from ckptmgr.io.threads import HASH_STEP_BYTES, PIECE_BYTES, for_each
+from ckptmgr.io.threads import HASH_STEP_BYTES, PIECE_BYTES, for_each_unit
 from ckptmgr.io.unverified_reads import UnverifiedReads
 
 
 class Placement(NamedTuple):
-    """Where a run of the file's bytes goes.
+    """Bytes of the file and the memory that they are read into.
 
     Attributes:
         offset: First byte in the file.
@@ -47,12 +46,12 @@ class Placement(NamedTuple):
 
 
 class SmallTensorBatch(NamedTuple):
-    """A run of the file's bytes that somebody takes as a whole; it lies in one of the pieces that are read.
+    """Bytes of the file, within one piece, that are passed on as a whole.
 
     Attributes:
         offset: First byte in the file.
         stop: One past the last.
-        take: Called once with the bytes, in any thread; they are checked only when everything was read.
+        take: Called once with the bytes, in any thread; they are checked only at the end of the read.
     """
 
     offset: int
@@ -61,7 +60,7 @@ class SmallTensorBatch(NamedTuple):
 
 
 def piece_bytes_of(unit_bytes: int) -> int:
-    """Return in pieces of how many bytes, from multiples of that on, `read_scattered` reads units."""
+    """Return the length of the pieces in which `read_scattered` reads units; they start at its multiples."""
     return unit_bytes if unit_bytes <= PIECE_BYTES else HASH_STEP_BYTES
 
 
@@ -80,15 +79,15 @@ def read_scattered(
     Args:
         source: The file.
         placements: In ascending order, not overlapping.
-        unit_bytes: What the source checks at once: its ranges of digests; of other sources at most 4 MiB. Of a unit no more
-            is read than is wanted, unless the source has digests or it holds bytes of the CRC.
-        crc: Also read everything that it covers, and give it every byte.
-        unverified: What was seen of the file before; compared with those bytes that are read.
-        also_units: Units to read as a whole, whether or not somebody wants them, to have them checked.
+        unit_bytes: Length of the digest ranges of the source; of other sources at most 4 MiB. A unit is
+            read whole only if the source has digests or the CRC covers it.
+        crc: Also read everything that it covers, and pass it every byte.
+        unverified: Earlier reads of the file; compared with the bytes that are read now.
+        also_units: Units to read as a whole in any case, to have them checked.
         units_at_once: How many units in a row one thread reads one after the other.
 
     Raises:
-        CkptmgrError, FormatError, CryptoError, OSError: What the source raises; targets are then undefined.
+        CkptmgrError, FormatError, CryptoError, OSError: From the source; targets are then undefined.
     """
     if not 0 < unit_bytes <= PIECE_BYTES and not isinstance(source, VerifyingSource):
         raise ValueError(f"a unit of {unit_bytes} bytes is no unit")
@@ -96,7 +95,7 @@ def read_scattered(
 
 
 def read_checked(source: Source, offset: int, length: int) -> bytes:
-    """Return bytes of a file whose digests are checked in passing, in pieces, so that no range of them is kept."""
+    """Return checked bytes of a file without keeping a whole digest range in memory."""
     if not isinstance(source, VerifyingSource):
         return read_bytes(source, offset, length)
     content = bytearray(length)
@@ -131,7 +130,7 @@ class _Reader:
     def _wanted_units(self) -> list[int]:
         units = set(self._whole_units)
         size = self._unit_bytes
-        after = 0  # the units before it are counted
+        after = 0  # all units before it are in the set
         for start, stop in zip(self._starts, self._stops, strict=True):
             if stop > after:
                 units.update(range(start // size, (stop - 1) // size + 1))
@@ -148,7 +147,7 @@ class _Reader:
             for unit in runs[run]:
                 self._read(unit, buffer)
 
-        for_each(runs, read)
+        for_each_unit(runs, read)
 
     def _read(self, unit: int, buffer: memoryview) -> None:
         start = unit * self._unit_bytes
@@ -167,7 +166,7 @@ class _Reader:
         self._scatter(start, stop, parts, buffer, partial(self._source.read_into, start))
 
     def _parts(self, start: int, stop: int) -> range:
-        """Return which placements want bytes of `[start, stop)`."""
+        """Return the indices of the placements with bytes of `[start, stop)`."""
         first = bisect_right(self._stops, start)
         return range(first, bisect_left(self._starts, stop, lo=first))
 
@@ -179,22 +178,22 @@ class _Reader:
         buffer: memoryview,
         read_into: Callable[[memoryview], None],
     ) -> None:
-        """Read `[start, stop)` and put it where it is wanted."""
+        """Read `[start, stop)` and copy it to its targets."""
         only = self._targets[parts[0]] if len(parts) == 1 else None
         if (
             isinstance(only, memoryview)
             and self._starts[parts[0]] <= start
             and stop <= self._stops[parts[0]]
         ):
-            # All of it belongs to one array: no copy.
+            # All of it is part of one array: no copy.
             at = start - self._starts[parts[0]]
             view = only[at : at + stop - start]
             read_into(view)
-            self._note(start, view)
+            self._check(start, view)
             return
         view = buffer[: stop - start]
         read_into(view)
-        self._note(start, view)
+        self._check(start, view)
         for index in parts:
             first, last = self._starts[index], self._stops[index]
             target = self._targets[index]
@@ -209,26 +208,21 @@ class _Reader:
             else:
                 copy_into(target, view[first - start : last - start])
 
-    def _note(self, start: int, view: memoryview) -> None:
+    def _check(self, start: int, view: memoryview) -> None:
         if self._unverified is not None:
             self._unverified.check(start, view)
         if self._crc is not None and start < self._crc.stop:
             self._crc.add(start, view)
 
 
-# Above, a place of its own costs nothing beside the copy of the bytes.
+# Above, a placement costs nothing beside the copy of the bytes.
 _SMALL_BYTES = 16 << 10
 
 
 class SmallTensorBatches:
-    """Collects small tensors.
+    """Collects small tensors; `arrays` gets a new array for the `id` of each entry.
 
-    Args:
-        arrays: Takes the new arrays, by the `id` of their entry. Each has memory of its own.
-        grid_bytes: The file is read in pieces that start at multiples of it; a cluster lies in one of them.
-
-    Attributes:
-        found: The batches, in file order.
+    The file is read in pieces that start at multiples of `grid_bytes`; a batch is within one of them.
     """
 
     def __init__(self, arrays: dict[int, np.ndarray], *, grid_bytes: int) -> None:
@@ -237,7 +231,7 @@ class SmallTensorBatches:
         self.found: list[SmallTensorBatch] = []
 
     def take(self, entries: Iterable[TensorEntry]) -> list[TensorEntry]:
-        """Take tensors, given in file order; return those that need an array before the file is read."""
+        """Add tensors, given in file order; return those that need an array before the file is read."""
         others: list[TensorEntry] = []
         run: list[TensorEntry] = []
         run_stop = run_limit = 0
@@ -258,7 +252,7 @@ class SmallTensorBatches:
                         run, run_stop, run_limit = [entry], stop, limit
                         continue
             others.append(entry)
-            run_limit = 0  # nothing else may lie within a cluster
+            run_limit = 0  # no other tensor may be within a batch
         self._add(run)
         return others
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A source as an image, to be written somewhere else: read in windows of 4 MiB, each once, in memory that is used again.
+"""A source as an image to be written elsewhere, read once in windows of 4 MiB of reused memory.
 
-The ranges of the output are made in any order by several threads, and neighbours share the windows between them. Whoever
-comes first reads a window; when all of it was used, its memory is free for another. So what is held is a few windows for
-each thread, whatever the size of the source.
+Several threads make the ranges of the output in any order, and neighbours share a window. The first
+thread that needs a window reads it; after its last use its memory is free for another. So the image
+holds a few windows per thread, for a source of any size.
 
-A digest covers several windows. It is computed as they arrive, so damage may be found only after other bytes of its range
-were handed out: an image must not be published before all of it was asked for.
+A digest covers several windows and is computed as they arrive, so damage may be found after other bytes
+of its range were returned: an image must not be published before all of it was read.
 """
 
 from __future__ import annotations
@@ -26,12 +26,9 @@ from ckptmgr.io.unverified_reads import UnverifiedReads
 
 @dataclass(slots=True)
 class _Window:
-    """Some bytes of the source, in memory from the first use to the last.
+    """Bytes of the source, in memory from the first use to the last.
 
-    Attributes:
-        unused: Bytes that somebody will still ask for, and one for each digest that still needs them.
-        buffer: Its memory.
-        view: Its bytes.
+    `unused` counts the bytes that were not released yet, and one for each digest that needs the window.
     """
 
     unused: int
@@ -41,14 +38,10 @@ class _Window:
 
 
 class SourceImage(Image):
-    """The first bytes of a source. Every byte is asked for once, with `views`, and given back with `release`.
+    """The first `size` bytes of a source, of which at most a CRC trailer follows.
 
-    Args:
-        source: Where they are read from.
-        size: How many; at most a CRC trailer follows them.
-        window_bytes: What the source best reads at once; ignored where it has digests.
-        has_crc_trailer: Whether the CRC trailer is made anew.
-        unverified: What was seen of the source before, in pieces of the length of a window; compared with what is read.
+    Each byte is read once with `views`, and then given back with `release`. `window_bytes` is ignored if
+    the source has digests; `unverified` reads must not cross windows.
     """
 
     def __init__(
@@ -72,19 +65,11 @@ class SourceImage(Image):
         self._lock = threading.Lock()
         self._buffers = SpareBuffers(window_bytes + source.size - size)
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of memory that are in use now."""
-        with self._lock:
-            return sum(
-                one.buffer.nbytes for one in self._windows.values() if one.buffer is not None
-            )
-
     def views(self, offset: int, length: int) -> Iterator[memoryview]:
         """Yield views that together are the bytes `[offset, offset + length)`; they are valid until `release`.
 
         Raises:
-            CkptmgrError, FormatError, CryptoError, OSError: What the source raises.
+            CkptmgrError, FormatError, CryptoError, OSError: From the source.
         """
         for index, at, count in self._parts(offset, length):
             yield self._window(index)[at : at + count]
@@ -118,7 +103,7 @@ class SourceImage(Image):
             return window.view
 
     def _end_of(self, index: int) -> int:
-        """Return where a window ends; the last one also holds what follows the image: digests cover it."""
+        """Return where a window ends; the last one includes the bytes after the image, as digests cover them."""
         end = (index + 1) * self._window_bytes
         return end if end < self.body_size else self._source.size
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a failed save says: the file, and for a full disk the figures and the way out."""
+"""Errors of a failed save: they name the file and, for a full disk, the figures and the way out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def not_enough_space(path: Path, needed: int, free: int) -> StoreFull:
 
 
 def explain_error(error: OSError, path: Path, needed: int, fs: FileSystem) -> OSError:
-    """Return the error to raise for a failed save: it names the file and, for a full disk, the figures."""
+    """Return the error of a failed save with the name of the file and, for a full disk, the figures."""
     if isinstance(error, CkptmgrError):
         return error
     if error.errno in _NO_SPACE:
@@ -64,7 +64,7 @@ def _no_inodes(error: OSError, path: Path, free: int | None) -> StoreFull:
 
 @contextlib.contextmanager
 def explain_errors(path: Path, fs: FileSystem) -> Iterator[None]:
-    """Turn errors of the disk into those of `explain_error`, where a small file of a checkpoint is written."""
+    """Apply `explain_error` to errors of the disk while a small file of a checkpoint is written."""
     try:
         yield
     except OSError as error:

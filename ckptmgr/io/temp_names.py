@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of temporary files: unique, never too long, and telling whose they are.
+"""Names of temporary files: unique, never too long, and with the writer in them.
 
-`.<final name>.<writer token>.<series tag>.<thread>-<number>.tmp`; see `lease` for tokens and tags.
+`.<final name>.<writer token>.<series tag>.<thread>-<number>.tmp`; see `leases` for tokens and tags.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import threading
 from ckptmgr.io.leases import series_tag
 
 _SUFFIX = ".tmp"
-_MAX_NAME_BYTES = 143  # of eCryptfs; all others take more
-_ATTEMPTS = itertools.count()  # of the process: two stores must never choose the same name
+_MAX_NAME_BYTES = 143  # of eCryptfs; other file systems allow more
+_ATTEMPTS = itertools.count()  # one for the process: two stores must never choose the same name
 
 
 def temp_name(name: str, *, token: str, series: str) -> str:
-    """Return a name that nobody else uses, for a file that will be called `name`."""
+    """Return a unique temporary name for a file that will be called `name`."""
     unique = f"{token}.{series_tag(series)}.{threading.get_ident():x}-{next(_ATTEMPTS)}"
     room = _MAX_NAME_BYTES - len(f"..{unique}{_SUFFIX}")
     if (
@@ -30,12 +30,12 @@ def temp_name(name: str, *, token: str, series: str) -> str:
 
 
 def final_name(name: str) -> str:
-    """Return the name that a temporary file was to get, perhaps shortened."""
+    """Return the final name in that of a temporary file; it may be shortened."""
     return name.removeprefix(".").rsplit(".", 4)[0]
 
 
 def is_temp_of(temp: str, name: str) -> bool:
-    """Return whether a temporary file of ours was to be called `name`."""
+    """Return whether `temp` is a temporary name for a file called `name`."""
     if parse_temp(temp) is None:
         return False
     found = final_name(temp)
@@ -45,7 +45,7 @@ def is_temp_of(temp: str, name: str) -> bool:
 
 
 def parse_temp(name: str) -> tuple[str, str] | None:
-    """Return (writer token, series tag) of a temporary name of ours, or None."""
+    """Return (writer token, series tag) of a temporary name, or None if it is no such name."""
     if not (name.startswith(".") and name.endswith(_SUFFIX)):
         return None
     parts = name.removesuffix(_SUFFIX).rsplit(".", 3)

@@ -1,18 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run functions in threads and return when none of them runs any more, however often Ctrl-C is pressed.
+"""Work in a few threads; every function returns only when none of them runs any more, despite Ctrl-C.
 
-The caller closes the file that the threads write to: a descriptor closed too early may already be another file's. And
-`Thread.join()` cannot be trusted with that: interrupted, Python 3.11 takes the running thread for finished (bpo-45274).
-
-Take the units of a file in turn, in a few threads, each with a buffer that is kept.
-
-Do many pieces of GIL-free work in a few threads, and hand the first failure to the caller.
-
-How many threads make the bytes of a file: all that help, or, beside a training loop, all but one processor's.
-
-Giving way is not enough. A thread that yields still takes its share of the processor it shares with the loop, and its data
-out of the caches; on two cores a loop lost three times as many steps beside two threads as beside one, and the save was no
-slower: one core digests and encrypts about as fast as a disk writes.
+The caller closes the file that the threads use: a descriptor that is closed too early may already
+be that of another file. `Thread.join()` does not ensure this: when it is interrupted, Python 3.11
+takes the running thread for finished (bpo-45274).
 """
 
 from __future__ import annotations
@@ -24,31 +15,42 @@ from typing import Generic, TypeVar
 
 from ckptmgr.io.buffers import Buffers
 
+PIECE_BYTES = 4 << 20
+"""The largest cipher block that is read as a whole."""
+HASH_STEP_BYTES = 2 << 20
+"""Bytes of a digest range that are read and hashed at once: those of all threads stay in the cache."""
+MOST_PRODUCERS = 4
+"""Two keep a disk busy with plain or GCM bytes; CBC, 1.5 GB/s a core, can use more. Four leave buffers for the writers."""
+
+# More reads in flight than cores: while one thread hashes, the disk must not wait.
+_READERS = 4
+_buffers = Buffers(_READERS, PIECE_BYTES)
+_thread = threading.local()
+_Item = TypeVar("_Item")
+
 
 def run_in_threads(
-    works: Sequence[Callable[[], None]], *, fail: Callable[[BaseException], None]
+    functions: Sequence[Callable[[], None]], *, fail: Callable[[BaseException], None]
 ) -> None:
-    """Call every work exactly once, each in a thread of its own, and return when all have returned.
+    """Call every function exactly once, each in a thread of its own, and return when all have returned.
 
-    Args:
-        works: They raise nothing, and end soon after `fail` was called.
-        fail: Takes what stops them early: Ctrl-C, or that a thread cannot be started. Works without a thread are then
-            called one after the other in this one.
+    The functions raise nothing, and end soon after `fail` was called: with Ctrl-C, or with the error
+    of a thread that cannot be started. Functions without a thread then run in this one, in turn.
     """
-    _Crew(works, fail).run()
+    _ThreadGroup(functions, fail).run()
 
 
-class _Crew:
+class _ThreadGroup:
     def __init__(
-        self, works: Sequence[Callable[[], None]], fail: Callable[[BaseException], None]
+        self, functions: Sequence[Callable[[], None]], fail: Callable[[BaseException], None]
     ) -> None:
         self._fail = fail
         self._lock = threading.Lock()
-        self._working = len(works)
-        # A bare lock that the last one out opens: an interrupted Event can be left locked, or lose its own lock.
+        self._unfinished = len(functions)
+        # A bare lock that the last member opens: an interrupted Event may stay locked, or lose its own lock.
         self._gate = threading.Lock()
         self._gate.acquire()
-        self._members = [_once(work, self._leave) for work in works]
+        self._members = [_once(function, self._leave) for function in functions]
         self._threads: list[threading.Thread] = []
         self._must_take_over = False
 
@@ -57,7 +59,7 @@ class _Crew:
             self._guard(self._start)
             while not self._guard(self._finish):
                 pass
-            self._members.clear()  # they hold this object, and the works what they work on
+            self._members.clear()  # they refer to this object, and to all that the functions use
 
     def _start(self) -> None:
         for member in self._members:
@@ -70,16 +72,16 @@ class _Crew:
             for member in self._members:
                 member()
         # Ctrl-C may come after the gate was passed, and then it is closed again
-        while self._working:
+        while self._unfinished:
             self._gate.acquire()
-        for thread in self._threads:  # nobody works any more; this only tidies up
+        for thread in self._threads:  # all functions have returned
             if thread.ident is not None:
                 thread.join()
 
     def _guard(self, step: Callable[[], None]) -> bool:
         try:
             step()
-        except BaseException as error:  # raised by the caller, when everybody has stopped
+        except BaseException as error:  # raised by the caller, when all threads have stopped
             self._must_take_over = True
             self._fail(error)
             return False
@@ -87,98 +89,37 @@ class _Crew:
 
     def _leave(self) -> None:
         with self._lock:
-            self._working -= 1
-            if self._working == 0:
+            self._unfinished -= 1
+            if self._unfinished == 0:
                 self._gate.release()
 
 
-def _once(work: Callable[[], None], leave: Callable[[], None]) -> Callable[[], None]:
-    """Return a function that does the work for the first who calls it, and nothing for anybody else."""
+def _once(function: Callable[[], None], leave: Callable[[], None]) -> Callable[[], None]:
+    """Return a function that calls `function` and `leave` the first time, and then does nothing."""
     token = threading.Lock()
 
     def member() -> None:
         if token.acquire(blocking=False):
             try:
-                work()
+                function()
             finally:
                 leave()
 
     return member
 
 
-PIECE_BYTES = 4 << 20
-"""The largest cipher block that is read as a whole."""
-HASH_STEP_BYTES = 2 << 20
-"""What is read and hashed at once of a digest range: so much of each thread stays in the cache."""
-
-# More reads in flight than cores: while one thread hashes, the disk must not wait.
-_THREADS = 4
-_buffers = Buffers(_THREADS, PIECE_BYTES)
-
-
-def for_each(units: Collection[int], work: Callable[[int, memoryview], None]) -> None:
-    """Call `work` once for every unit, in this order, several at a time; return when nothing runs any more.
-
-    Args:
-        units: Numbers of whatever the work is cut into.
-        work: Takes a unit and a page-aligned buffer of 4 MiB, which is its own until it returns.
+def for_each(items: Iterator[_Item], work: Callable[[_Item], None], *, threads: int) -> None:
+    """Call `work` with every item, in their order, at most `threads` at a time; take items one at a time.
 
     Raises:
-        BaseException: The first error of `work`; no unit is started after it.
+        BaseException: The first failure of `items` or `work`; no item is taken after it.
     """
-    _Turns(units, work).run()
+    _Loop(items, work).run(threads)
 
 
-class _Turns:
-    def __init__(self, units: Collection[int], work: Callable[[int, memoryview], None]) -> None:
-        self._work = work
-        self._count = len(units)
-        self._units = iter(units)
-        self._lock = threading.Lock()
-        self._failure: BaseException | None = None
-
-    def run(self) -> None:
-        if self._count > 1:
-            run_in_threads([self._guard] * min(_THREADS, self._count), fail=self._fail)
-        else:  # starting a thread takes longer
-            self._guard()
-        if self._failure is not None:
-            raise self._failure
-
-    def _guard(self) -> None:
-        try:
-            with _buffers.lent() as buffer:
-                while (unit := self._next()) is not None:
-                    self._work(unit, buffer)
-        except BaseException as error:  # raised by run(), in the caller's thread
-            self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
-        with self._lock:
-            self._failure = self._failure or error
-
-    def _next(self) -> int | None:
-        with self._lock:
-            return None if self._failure is not None else next(self._units, None)
-
-
-Piece = TypeVar("Piece")
-
-
-def drain(pieces: Iterator[Piece], work: Callable[[Piece], None], *, threads: int) -> None:
-    """Call `work` with every piece, at most `threads` at a time.
-
-    Pieces are made one at a time. No thread is left when this returns.
-
-    Raises:
-        BaseException: The first failure of `pieces` or `work`; the pieces after it are left undone.
-    """
-    _Drain(pieces, work).run(threads)
-
-
-class _Drain(Generic[Piece]):
-    def __init__(self, pieces: Iterator[Piece], work: Callable[[Piece], None]) -> None:
-        self._pieces = pieces
+class _Loop(Generic[_Item]):
+    def __init__(self, items: Iterator[_Item], work: Callable[[_Item], None]) -> None:
+        self._items = items
         self._work = work
         self._lock = threading.Lock()
         self._failure: BaseException | None = None
@@ -186,7 +127,7 @@ class _Drain(Generic[Piece]):
     def run(self, threads: int) -> None:
         if threads > 1:
             run_in_threads([self._loop] * threads, fail=self._fail)
-        else:
+        else:  # starting a thread takes longer
             self._loop()
         if self._failure is not None:
             raise self._failure
@@ -195,10 +136,10 @@ class _Drain(Generic[Piece]):
         try:
             while self._failure is None:
                 with self._lock:
-                    piece = next(self._pieces, None)
-                if piece is None:
+                    item = next(self._items, None)
+                if item is None:
                     return
-                self._work(piece)
+                self._work(item)
         except BaseException as error:  # raised by run() in the caller
             self._fail(error)
 
@@ -206,14 +147,27 @@ class _Drain(Generic[Piece]):
         self._failure = self._failure or error
 
 
-# Two keep a disk busy with plain or GCM bytes; CBC, 1.5 GB/s a core, can use more. Four leave buffers for the writers.
-MOST_PRODUCERS = 4
+def for_each_unit(units: Collection[int], work: Callable[[int, memoryview], None]) -> None:
+    """Call `work` with every unit of a file and a page-aligned buffer of 4 MiB for the time of the call.
 
-_thread = threading.local()
+    Raises:
+        BaseException: The first failure of `work`; no unit is begun after it.
+    """
+
+    def work_in_buffer(unit: int) -> None:
+        with _buffers.lent() as buffer:
+            work(unit, buffer)
+
+    for_each(iter(units), work_in_buffer, threads=min(_READERS, len(units)))
 
 
 def work_beside_training() -> None:
-    """Leave one processor to others in whatever the calling thread saves from now on."""
+    """Leave one processor to the training loop in all later saves of the calling thread.
+
+    To yield is not enough: a thread that yields still takes its share of a processor, and displaces
+    the data of the loop from the caches. On two cores a loop lost three times as many steps beside
+    two threads as beside one, and the save was no slower.
+    """
     _thread.spared = 1
 
 

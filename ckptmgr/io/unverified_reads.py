@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find one's way through a file before it is checked, and check afterwards that what was seen was true.
+"""Reads of an index before the file is verified, compared with the verified bytes afterwards.
 
-An index is made of small pieces all over a `.ckpt`. Reading them through a checking source would check, and so read, the
-whole file once for the index and once more for the contents. Instead the pieces are read unchecked, and a digest of each
-is kept; the one pass over the contents, which checks everything, compares them with the checked bytes.
+The index of a `.ckpt` consists of small pieces all over the file. To read them through a checking source
+would read the whole file once for the index and once more for the contents. Instead the pieces are read
+unchecked, and a digest of each is kept. The pass over the contents, which checks everything, compares
+these digests with the checked bytes.
 """
 
 from __future__ import annotations
@@ -19,14 +20,7 @@ _DIGEST_BYTES = 16
 
 
 class UnverifiedReads:
-    """A source whose reads are remembered.
-
-    Args:
-        size: Bytes of the source.
-        read_into: Reads without checking.
-        piece_bytes: The pieces that will be checked one by one; what is remembered never crosses from one into the next.
-        path: For messages.
-    """
+    """A source that records digests of its reads, split at multiples of `piece_bytes`."""
 
     def __init__(
         self,
@@ -44,11 +38,11 @@ class UnverifiedReads:
         self._starts: list[tuple[int, int]] | None = None
 
     def units(self, unit_bytes: int) -> set[int]:
-        """Return the numbers of the units of so many bytes, a multiple of the pieces, in which something was seen."""
+        """Return the numbers of the units that were read from; `unit_bytes` is a multiple of the pieces."""
         return {start // unit_bytes for start, _ in self._seen}
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with unchecked bytes and remember them."""
+        """Fill `buffer` with unchecked bytes and record their digests."""
         self._read_into(offset, buffer)
         self._starts = None
         while buffer.nbytes:
@@ -58,7 +52,7 @@ class UnverifiedReads:
             buffer = buffer[part.nbytes :]
 
     def check(self, start: int, view: memoryview) -> None:
-        """Compare what was seen in one piece with its bytes. Safe to call from several threads.
+        """Compare the reads in one piece with its checked bytes. Safe to call from several threads.
 
         Raises:
             ChecksumMismatch: They differ: the file changed while it was being read.

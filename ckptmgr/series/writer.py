@@ -13,7 +13,6 @@ import os
 import threading
 import time
 import uuid
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from ckptmgr.core.errors import CkptmgrError, StoreLocked, UnsafePrune
+from ckptmgr.core.forks import reset_in_child
 from ckptmgr.core.model import Checkpoint, Link, Plan, State
 from ckptmgr.files.save.saver import Publish, SaveOptions, SaveOrder, save_items
 from ckptmgr.formats.tensor import Item
@@ -113,7 +113,7 @@ class SeriesWriter:
         self._lease = contextlib.ExitStack()
         self._holder: int | None = None
         self.forget_parent()
-        _writers.add(self)
+        reset_in_child(self)
 
     def forget_parent(self) -> None:
         """Have locks of its own; in a forked child, where threads may hold them that are not there."""
@@ -444,14 +444,3 @@ class SeriesWriter:
             except (StoreLocked, CkptmgrError) as error:
                 failures.append(error)
         return failures
-
-
-_writers: weakref.WeakSet[SeriesWriter] = weakref.WeakSet()
-
-
-def _forget_parent() -> None:
-    for writer in list(_writers):
-        writer.forget_parent()
-
-
-os.register_at_fork(after_in_child=_forget_parent)

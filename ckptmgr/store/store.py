@@ -74,7 +74,7 @@ class Store(Publisher):
         processes: Processes | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        disk = RetryingFileSystem.around(OsFileSystem() if fs is None else fs)
+        disk = RetryingFileSystem.wrapping(OsFileSystem() if fs is None else fs)
         self.is_on_real_disk = isinstance(disk.disk, OsFileSystem)
         self._clock = clock
         self._seen = ManifestCache()

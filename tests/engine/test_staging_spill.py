@@ -18,7 +18,7 @@ from ckptmgr.config.memory import MemoryConfig
 from ckptmgr.core.errors import StagingExhausted
 from ckptmgr.engine.spill import SpillFile
 from ckptmgr.engine.staging import StagingPool
-from ckptmgr.io.threads import drain
+from ckptmgr.io.threads import for_each
 from tests.support.staging_memory import MIB, filled, values
 
 KIB = 1 << 10
@@ -148,7 +148,7 @@ def test_spill_files_are_gone_after_kill_9(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_drain_first_failure_stops_the_rest_and_is_raised() -> None:
+def test_for_each_first_failure_stops_the_rest_and_is_raised() -> None:
     made = []
 
     def pieces() -> Iterator[int]:
@@ -160,12 +160,12 @@ def test_drain_first_failure_stops_the_rest_and_is_raised() -> None:
         raise LookupError(piece)
 
     with pytest.raises(LookupError):
-        drain(pieces(), work, threads=3)
+        for_each(pieces(), work, threads=3)
     assert len(made) <= 3
     assert not [thread for thread in threading.enumerate() if thread.name == "ckptmgr-staging"]
 
 
-def test_drain_without_threads_to_start_raises_and_leaves_none(
+def test_for_each_without_threads_to_start_raises_and_leaves_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def refuse(thread: threading.Thread) -> None:
@@ -173,4 +173,4 @@ def test_drain_without_threads_to_start_raises_and_leaves_none(
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     with pytest.raises(RuntimeError, match="can't start"):
-        drain(iter([1, 2]), lambda _: None, threads=3)
+        for_each(iter([1, 2]), lambda _: None, threads=3)

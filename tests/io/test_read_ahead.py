@@ -17,8 +17,8 @@ PAGES = (4 * KIB).__mul__
 
 def foretold(offsets: list[int]) -> list[tuple[int, ...]]:
     """Return what is foretold at each of some reads."""
-    trail = ReadAheadPredictor()
-    return [trail.note(offset) for offset in offsets]
+    predictor = ReadAheadPredictor()
+    return [predictor.next_reads(offset) for offset in offsets]
 
 
 @settings(max_examples=60)
@@ -32,11 +32,11 @@ def test_reads_of_layers_that_are_alike_are_foretold_from_the_fourth_on(
 ) -> None:
     steps = [step + drift for step in islice(cycle(layer), 6 * len(layer))]
     offsets = list(accumulate(steps, initial=start))
-    trail, known = ReadAheadPredictor(), set[int]()
+    predictor, known = ReadAheadPredictor(), set[int]()
     for index, offset in enumerate(offsets):
         if index > 3 * len(layer):  # by then, what looked like a shorter period has failed
             assert min(abs(offset - one) for one in known) <= 256
-        known.update(trail.note(offset))
+        known.update(predictor.next_reads(offset))
 
 
 @given(st.lists(st.integers(0, 10 * MIB), max_size=80))

@@ -47,11 +47,6 @@ def read_through(
 ) -> None:
     """Read everything and keep nothing: the source checks all of it on the way.
 
-    Args:
-        opened: The checkpoint.
-        check_crc: Also compare the CRC32 of the whole file with the stored one, where there is one.
-        units_at_once: How many units of the source one thread reads one after the other.
-
     Raises:
         FormatError, CryptoError, CkptmgrError: What the source raises, or the CRC32 differs.
     """
@@ -101,13 +96,6 @@ def read_every_byte(
 ) -> None:
     """Read a source and keep nothing.
 
-    Args:
-        source: Checks what is read.
-        unit_bytes: What it checks at once, for reading in parallel; 0 reads piece after piece.
-        units_at_once: How many of these one thread reads one after the other.
-        crc: Is given every byte.
-        unverified: What was seen of the source before; checked where it is read in parallel.
-
     Raises:
         FormatError, CryptoError, CkptmgrError: What the source raises.
     """
@@ -139,13 +127,6 @@ def fill_arrays(
     batches: SmallTensorBatches | None = None,
 ) -> None:
     """Read the contents of some tensors into C-contiguous memory that exists.
-
-    Args:
-        opened: The checkpoint.
-        entries: The tensors, in file order.
-        arrays: `id` of an entry to its memory.
-        check_crc: Compare the CRC32 of the whole file with the stored one.
-        batches: Other tensors, which are made as they are read; only where the file is read in pieces.
 
     Raises:
         FormatError, CryptoError, CkptmgrError: Damage was found; the memory is then undefined.

@@ -10,18 +10,13 @@ from ckptmgr.formats.compressed.source import FramesSource
 from ckptmgr.formats.file_crc import FileCrc
 from ckptmgr.io.buffers import copy_into
 from ckptmgr.io.scatter import Placement
-from ckptmgr.io.threads import for_each
+from ckptmgr.io.threads import for_each_unit
 
 
 def read_frames(
     source: FramesSource, placements: Sequence[Placement], *, crc: FileCrc | None = None
 ) -> None:
     """Fill the targets of all placements.
-
-    Args:
-        source: The expanded bytes.
-        placements: In ascending order, not overlapping.
-        crc: Also read everything that it covers, and give it every byte.
 
     Raises:
         CkptmgrError, FormatError, CryptoError, OSError: What the source raises; targets are then undefined.
@@ -32,14 +27,10 @@ def read_frames(
 def check_frames(source: FramesSource, *, crc: FileCrc | None = None) -> None:
     """Read and expand everything, and keep nothing.
 
-    Args:
-        source: The expanded bytes.
-        crc: Is given every byte.
-
     Raises:
         CkptmgrError, FormatError, CryptoError, OSError: What the source raises.
     """
-    for_each(range(len(source.table.frames)), _Reader(source, (), crc).read)
+    for_each_unit(range(len(source.table.frames)), _Reader(source, (), crc).read)
 
 
 class _Reader:
@@ -58,7 +49,7 @@ class _Reader:
             wanted.update(self._source.frames_of(0, self._crc.stop))
         for start, stop in zip(self._starts, self._stops, strict=True):
             wanted.update(self._source.frames_of(start, stop))
-        for_each(sorted(wanted), self.read)
+        for_each_unit(sorted(wanted), self.read)
 
     def read(self, index: int, buffer: memoryview) -> None:
         start, stop = self._source.frame_range(index)

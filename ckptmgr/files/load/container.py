@@ -36,13 +36,6 @@ def open_container_file(
 ) -> ContainerSource:
     """Return the plaintext of a container.
 
-    Args:
-        raw: The file.
-        checked: The same, compared with the digests of its manifest as it is read; `raw` itself when there is none.
-        path: For messages.
-        key: The key.
-        mode: The cipher mode to insist on, or None.
-
     Raises:
         KeyProblem: There is no key, or the mode is another one.
         ChecksumMismatch: It is not the file that the manifest describes.

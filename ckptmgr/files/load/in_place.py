@@ -26,12 +26,7 @@ _WORTH_IT = 0.5  # of the bytes; else reading the file twice costs more than the
 
 
 class InPlaceState:
-    """A verified checkpoint and where its tensors go; made by `in_place`.
-
-    Attributes:
-        manifest: Of the file, or None.
-        kept: What is left as it is; nothing, as the file is that of this very rank.
-    """
+    """A verified checkpoint and where its tensors go; made by `in_place`."""
 
     kept: tuple[str, ...] = ()
 
@@ -90,12 +85,6 @@ def in_place(
     """Return a checkpoint that was verified and compared with a state, or None where it is better loaded another way.
 
     None also stands for everything that is wrong with it: the other way says what.
-
-    Args:
-        opened: The checkpoint.
-        state: What it will be restored into.
-        skeleton: Of the state tree; not verified yet.
-        manifest: Of the file.
     """
     entries = {one.name: one for one in tensors_in(opened)}
     is_parallel = opened.unit_bytes or opened.compressed_bytes is not None

@@ -98,13 +98,6 @@ def inspect_file(
 ) -> FileSummary:
     """Return what a checkpoint holds.
 
-    Args:
-        store: The directory it lies in.
-        checkpoint: As listed by the store.
-        options: The key, and whether a file without a seal is accepted.
-        choose: Which tensors and texts to list.
-        has_stats: Whether to read the tensors for their figures.
-
     Raises:
         CkptmgrError: It is damaged, does not open with the key, or is of an unknown kind.
         OSError: From the disk.

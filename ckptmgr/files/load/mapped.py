@@ -18,15 +18,11 @@ from ckptmgr.files.load.values import OpenCheckpoint
 from ckptmgr.formats.index import TensorEntry, check_content
 from ckptmgr.io.digest import RANGE_BYTES, VerifyingSource
 from ckptmgr.io.files import CachedFile
-from ckptmgr.io.threads import PIECE_BYTES, for_each
+from ckptmgr.io.threads import PIECE_BYTES, for_each_unit
 
 
 class MappedTensors:
     """The tensors of one open file.
-
-    Args:
-        file: The file, open.
-        opened: The same, indexed.
 
     Raises:
         UnsupportedCheckpoint: It is encrypted or compressed.
@@ -53,11 +49,6 @@ class MappedTensors:
 
     def part(self, entry: TensorEntry, skipped: int, shape: tuple[int, ...]) -> np.ndarray | None:
         """Return a part of a tensor as a read-only array, or None where it cannot be mapped.
-
-        Args:
-            entry: The tensor.
-            skipped: Bytes of its content before the part.
-            shape: Shape of the part.
 
         Raises:
             ChecksumMismatch: A range it lies in does not match its digest.
@@ -95,4 +86,4 @@ class MappedTensors:
             reader.finish()
             self._checked.add(index)
 
-        for_each([one for one in ranges if one not in self._checked], check)
+        for_each_unit([one for one in ranges if one not in self._checked], check)

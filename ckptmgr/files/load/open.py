@@ -101,12 +101,6 @@ def open_indexed(
 ) -> OpenCheckpoint:
     """Open the checkpoint that a plaintext is.
 
-    Args:
-        plain: The plaintext.
-        path: For messages.
-        has_digests: Whether a manifest vouches for it.
-        is_for_loading: As for `open_source`.
-
     Raises:
         CorruptCheckpoint: It is damaged.
         UnsupportedCheckpoint: It is no checkpoint.

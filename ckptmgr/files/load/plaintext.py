@@ -50,13 +50,7 @@ _HINT = "the file was changed or replaced after it was saved; use an older check
 
 
 def check_kind(kind: Kind, manifest: Manifest | None, *, path: str) -> None:
-    """Raise TamperedCheckpoint unless a file is of a kind that its manifest allows.
-
-    Args:
-        kind: What its first bytes say. What they say nothing sensible of, its parser or the digests refuse.
-        manifest: Says format and cipher; None says nothing.
-        path: For messages.
-    """
+    """Raise TamperedCheckpoint unless a file is of a kind that its manifest allows."""
     if manifest is None:
         return
     entry = manifest.file
@@ -141,12 +135,6 @@ def plaintext_of(
     raw: Source, *, path: str, options: ReadOptions, manifest: Manifest | None
 ) -> Plaintext:
     """Return the plaintext in a file.
-
-    Args:
-        raw: The bytes as stored.
-        path: For messages.
-        options: Key and what to accept.
-        manifest: Checks every byte that is read against its digests.
 
     Raises:
         CkptmgrError, CryptoError: It cannot be read, or not like this.

@@ -18,12 +18,6 @@ def read_parts(
 
     Frames are proven by their table, cipher blocks by their tags, plain files by the digests of the ranges that are read.
 
-    Args:
-        opened: The checkpoint.
-        placements: Which of its bytes go where.
-        is_confirmed: Whether an earlier read has confirmed what was seen of the file when it was opened. Otherwise the ranges
-            that its description lies in are read, too, and compared.
-
     Raises:
         CorruptCheckpoint: What was read is damaged, or the description was; the targets are then undefined.
         OSError: From the disk.

@@ -26,17 +26,7 @@ _OPEN_FILES = 64
 
 
 class OpenShards:
-    """The files of many ranks, opened for reading. Use as a context manager.
-
-    Args:
-        store: The directory.
-        manifest: Of all files.
-        options: Keys, and what to accept.
-
-    Attributes:
-        manifest: As given.
-        path: Of the checkpoint.
-    """
+    """The files of many ranks, opened for reading. Use as a context manager."""
 
     def __init__(self, store: Store, manifest: Manifest, *, options: ReadOptions) -> None:
         self._store = store

@@ -52,13 +52,6 @@ def read_sharded(
 ) -> StoredState:
     """Return what one rank gets of a checkpoint of many ranks, verified.
 
-    Args:
-        store: The directory.
-        manifest: Of the checkpoint.
-        options: Keys, and which rank of how many reads; one alone unless they say so.
-        state: What it will be restored into, or None.
-        slicer: Tells which leaves are parts of larger tensors.
-
     Raises:
         CorruptCheckpoint, KeyProblem: A file that is needed is damaged, or does not open with the key.
         UnsupportedCheckpoint: Other ranks read than have saved, and nobody can tell how what they saved joins.
@@ -71,11 +64,6 @@ def load_sharded(
     path: Path, *, options: ReadOptions, choose: Callable[[str], bool]
 ) -> dict[str, np.ndarray]:
     """Return the chosen tensors of a checkpoint of many ranks, whole; of those that differ the ones of the first rank.
-
-    Args:
-        path: Its name, which ends in `.shards`, in its directory.
-        options: Keys, and what to accept.
-        choose: Which tensors.
 
     Raises:
         CheckpointNotFound: There is no such checkpoint.

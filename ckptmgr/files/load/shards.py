@@ -50,11 +50,7 @@ class _Task:
 
 
 class ShardedCheckpoint(OpenShards):
-    """The tensors in the files of many ranks; arguments and the rest as for `OpenShards`.
-
-    Attributes:
-        used: The ranks whose files tensors were read from.
-    """
+    """The tensors in the files of many ranks; arguments and the rest as for `OpenShards`."""
 
     def __init__(self, store: Store, manifest: Manifest, *, options: ReadOptions) -> None:
         super().__init__(store, manifest, options=options)
@@ -62,10 +58,6 @@ class ShardedCheckpoint(OpenShards):
 
     def read(self, wanted: Wanted, *, rank: int | None) -> dict[str, np.ndarray]:
         """Return tensors, or parts of them, as a rank has them.
-
-        Args:
-            wanted: Which, and which part.
-            rank: The rank; None where all have the same, see `pieces`.
 
         Raises:
             CorruptCheckpoint: Damage was found, or a part is in no file.

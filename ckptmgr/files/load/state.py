@@ -51,15 +51,7 @@ def index_of(slices: Mapping[str, Slice], stored: Mapping[str, TensorSpec]) -> I
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredState:
-    """What was read from a checkpoint, verified.
-
-    Attributes:
-        path: Where from.
-        skeleton: Of the state tree, or None in a file that holds plain named tensors.
-        arrays: Name to array.
-        manifest: Of the file, or None.
-        kept: What nobody has saved for this process and is left as it is, by its path in the state.
-    """
+    """What was read from a checkpoint, verified."""
 
     path: Path
     skeleton: str | None

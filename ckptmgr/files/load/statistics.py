@@ -38,10 +38,6 @@ class TensorStats:
 def stats_of(source: Source, entry: TensorEntry) -> TensorStats:
     """Return the figures of one tensor, read in pieces of at most 4 MiB.
 
-    Args:
-        source: The plaintext the entry was found in.
-        entry: Which tensor.
-
     Raises:
         FormatError: A bool is neither 0 nor 1, or the source became shorter.
     """

@@ -63,11 +63,6 @@ def read_values(
 ) -> dict[str, Value]:
     """Read tensors straight into new arrays, in file order.
 
-    Args:
-        opened: The checkpoint.
-        choose: Which names to read.
-        check_crc: Compare the CRC32 of the whole file with the stored one.
-
     Raises:
         CorruptCheckpoint: Damage was found; nothing is returned.
         ChecksumMismatch: The CRC differs, or a plain `.ckpt` that nothing else vouches for has none: its end may be cut off.
@@ -100,11 +95,6 @@ def read_into(
     opened: OpenCheckpoint, into: Mapping[str, object], *, check_crc: bool = False
 ) -> None:
     """Read the tensors that `into` names straight into the arrays there.
-
-    Args:
-        opened: The checkpoint.
-        into: Name to NumPy array or torch tensor; see `ckptmgr.destinations`.
-        check_crc: Compare the CRC32 of the whole file with the stored one.
 
     Raises:
         StateMismatch: What is stored does not fit all arrays; names every difference. Nothing was changed.

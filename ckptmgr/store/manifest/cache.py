@@ -34,12 +34,7 @@ class ManifestCache:
         self._seen: Mapping[str, _Seen] = {}
 
     def listing(self, entries: Mapping[str, FileStatus], *, now_s: float) -> CachedListing:
-        """Return what is still true of a directory with these entries.
-
-        Args:
-            entries: From before anything in it is read.
-            now_s: Seconds since the epoch, as the disk counts them.
-        """
+        """Return what is still true of a directory with these entries."""
         return CachedListing(self._seen, entries, before_ns=int((now_s - _TICK_S) * 1e9))
 
     def keep(self, listing: CachedListing) -> None:
@@ -48,11 +43,7 @@ class ManifestCache:
 
 
 class CachedListing:
-    """What is known while a directory is being listed.
-
-    Attributes:
-        found: What was asked for, or noted, in this listing.
-    """
+    """What is known while a directory is being listed."""
 
     def __init__(
         self, seen: Mapping[str, _Seen], entries: Mapping[str, FileStatus], *, before_ns: int

@@ -90,11 +90,6 @@ def decode(
 ) -> Manifest:
     """Parse a manifest strictly.
 
-    Args:
-        data: The file's bytes.
-        path: For messages, and to check that the manifest belongs to the file it lies beside.
-        trust: Its keys check the authentication and the signature, and it says whether one may be missing.
-
     Raises:
         CorruptCheckpoint: It is not a manifest.
         UnsupportedCheckpoint: It is of a version that is not known here.
@@ -137,12 +132,6 @@ def reauthenticated(
     data: bytes, *, path: Path, key: Keys, change: Callable[[ManifestKey], ManifestKey]
 ) -> tuple[Manifest, bytes]:
     """Return a manifest with another authentication and nothing else changed: its signatures still hold.
-
-    Args:
-        data: The file's bytes.
-        path: For messages.
-        key: Opens the authentication that it has.
-        change: Gives the new one.
 
     Raises:
         UnprovenCheckpoint: It has none.

@@ -21,17 +21,7 @@ from ckptmgr.store.manifest.reader import ManifestContent, ManifestReader
 
 
 class ManifestFiles(ManifestReader):
-    """The manifests of a directory, to be read and written.
-
-    Args:
-        directory: Where the checkpoints lie.
-        fs: The disk.
-        trust: Its keys authenticate, sign and prove manifests.
-        processes: Names this writer, so that its leftovers can be told from those of live ones.
-
-    Attributes:
-        leases: Those that are held in the directory; they are looked at again before each commit.
-    """
+    """The manifests of a directory, to be read and written."""
 
     def __init__(
         self,
@@ -58,13 +48,7 @@ class ManifestFiles(ManifestReader):
         return "signed" if has_signature and signing_key is None else None
 
     def put(self, manifest: Manifest, *, series: str, mode: int | None) -> None:
-        """Replace a manifest atomically; its content is durable, its name not before the directory is synced.
-
-        Args:
-            manifest: The new one.
-            series: The series it belongs to, for reaping leftovers.
-            mode: Permission bits; None for those it has.
-        """
+        """Replace a manifest atomically; its content is durable, its name not before the directory is synced."""
         data = manifests.encode(manifest, trust=self.trust)
         target = self.directory / manifest_name(manifest.name)
         mode = self._mode_of(target) if mode is None else mode

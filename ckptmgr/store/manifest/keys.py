@@ -41,12 +41,7 @@ _KEY_ID = re.compile(r"[0-9a-f]{16}")
 
 @dataclass(frozen=True, slots=True)
 class ManifestKey:
-    """What authenticates a manifest.
-
-    Attributes:
-        key: The key; never shown.
-        slots: The key wrapped for those who may check; none when they have the key itself.
-    """
+    """What authenticates a manifest."""
 
     key: Key
     slots: tuple[Slot, ...] = ()
@@ -60,11 +55,6 @@ class ManifestKey:
         self, *, add: Sequence[Recipient], remove: Callable[[Slot], bool], own: Sequence[Key]
     ) -> ManifestKey:
         """Return what authenticates the manifest when some are added and then some removed.
-
-        Args:
-            add: For whom the key is wrapped as well.
-            remove: Tells which slots go.
-            own: Keys that are at hand: one that would be alone in the end authenticates by itself.
 
         Raises:
             ValueError: No slot would be left, or more than sixteen.

@@ -30,12 +30,7 @@ def link_to_newest(present: Iterable[Checkpoint], series: str) -> Link | None:
 
 
 def replaced_by_older(checkpoint: Checkpoint, present: Sequence[Checkpoint]) -> str | None:
-    """Return why a checkpoint is not the one that a later one was saved after, or None.
-
-    Args:
-        checkpoint: What its manifest says; must not be older than what is known of the others.
-        present: What lies in the same directory. Those that are contradicted themselves count for nothing.
-    """
+    """Return why a checkpoint is not the one that a later one was saved after, or None."""
     return _contradicted(checkpoint, _sayings(present))
 
 
@@ -43,10 +38,6 @@ def foreign_predecessor(checkpoint: Checkpoint, present: Iterable[Checkpoint]) -
     """Return why a checkpoint was not saved after the one that lies before it here, or None.
 
     Then one of the two is from elsewhere: the one before was replaced, or this one is of another run with the same key.
-
-    Args:
-        checkpoint: As for `replaced_by_older`.
-        present: What lies in the same directory.
     """
     link = checkpoint.previous
     known = (c for c in present if link and c.name == link.name and c.is_attested)
@@ -96,12 +87,7 @@ def _is_replaced(checkpoint: Checkpoint, link: Link, later: Checkpoint) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What somebody knows to have been saved.
-
-    Attributes:
-        step: A step that was reached, or None.
-        id: The id of a checkpoint, or its first 16 digits or more; or None.
-    """
+    """What somebody knows to have been saved."""
 
     step: int | None = None
     id: str | None = None

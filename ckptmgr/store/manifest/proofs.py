@@ -72,13 +72,6 @@ def check_mac(
 
     A caller with only public keys can check nothing, and needs not: nothing is proven to it.
 
-    Args:
-        document: The document without its proofs.
-        auth: Its authentication, or None.
-        key: Checks it.
-        path: For messages.
-        accept_hint: How to accept a document without authentication; None where that is accepted.
-
     Raises:
         UnprovenCheckpoint: It must have one and has none.
         CorruptCheckpoint: It is of an unknown kind.

@@ -25,12 +25,7 @@ _MAX_KEPT_DEPTH = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestContent:
-    """A manifest file as it is: what is put back when an overwrite fails.
-
-    Attributes:
-        data: Its bytes.
-        mode: Its permission bits.
-    """
+    """A manifest file as it is: what is put back when an overwrite fails."""
 
     data: bytes
     mode: int
@@ -58,13 +53,7 @@ def check_is_file(fs: FileSystem, path: Path) -> None:
 
 
 class ManifestReader:
-    """The manifests of a directory, to be read.
-
-    Args:
-        directory: Where the checkpoints lie.
-        fs: The disk.
-        trust: Which keys prove them, and whether a proof may be missing.
-    """
+    """The manifests of a directory, to be read."""
 
     def __init__(
         self,
@@ -159,10 +148,6 @@ class ManifestReader:
 
     def load(self, name: str, *, trust: Trust) -> Manifest | None:
         """Return what a manifest file says, both halves of an interrupted swap; None when there is no such file.
-
-        Args:
-            name: Of the manifest file.
-            trust: What is checked; `Trust()` checks no proof.
 
         Raises:
             CorruptCheckpoint, TamperedCheckpoint, KeyProblem: It is damaged, changed, or under another key.
