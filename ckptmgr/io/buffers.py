@@ -19,7 +19,7 @@ from ckptmgr.crypto.buffers import new_pages
 GIL_FREE_COPY_BYTES = 1 << 16
 
 
-class Buffers:
+class BufferPool:
     """At most `count` buffers of `size_bytes`, made when first needed.
 
     `take` waits until a buffer is free: a thread that has one must not wait for another of the same pool.
@@ -76,7 +76,7 @@ class Buffers:
             self.give_back(buffer)
 
 
-_all: weakref.WeakSet[Buffers] = weakref.WeakSet()
+_all: weakref.WeakSet[BufferPool] = weakref.WeakSet()
 
 
 def buffer_bytes() -> int:

@@ -22,7 +22,7 @@ import ctypes
 import mmap
 import os
 
-from ckptmgr.io.buffers import Buffers, copy_into
+from ckptmgr.io.buffers import BufferPool, copy_into
 from ckptmgr.io.byte_counters import count_bytes
 from ckptmgr.io.files import DIRECT_IO_ALIGNMENT, CachedFile
 from ckptmgr.io.filesystem import InputFile
@@ -94,8 +94,8 @@ _STRETCH_BYTES = 16 << 20
 _SAMPLE_BYTES = 1 << 20
 _SAMPLE_OFFSET = 84 * _PAGE_BYTES
 _TOLERATED = 6  # one odd page among these is ignored: the description of a tensor
-# Buffers for unaligned memory: a chunk and its ends, rounded to whole sectors.
-_bounces = Buffers(4, _CHUNK_BYTES + 2 * DIRECT_IO_ALIGNMENT)
+# BufferPool for unaligned memory: a chunk and its ends, rounded to whole sectors.
+_bounces = BufferPool(4, _CHUNK_BYTES + 2 * DIRECT_IO_ALIGNMENT)
 # Not CDLL, which releases the GIL: to get it back takes longer than the call.
 _LIBC = ctypes.PyDLL(None, use_errno=True)
 _LIBC.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)

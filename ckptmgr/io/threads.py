@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Generic, TypeVar
 
-from ckptmgr.io.buffers import Buffers
+from ckptmgr.io.buffers import BufferPool
 
 PIECE_BYTES = 4 << 20
 """The largest cipher block that is read as a whole."""
@@ -24,7 +24,7 @@ MOST_PRODUCERS = 4
 
 # More reads in flight than cores: while one thread hashes, the disk must not wait.
 _READERS = 4
-_buffers = Buffers(_READERS, PIECE_BYTES)
+_buffers = BufferPool(_READERS, PIECE_BYTES)
 _thread = threading.local()
 _Item = TypeVar("_Item")
 

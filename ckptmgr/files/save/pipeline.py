@@ -30,7 +30,7 @@ from ckptmgr.crypto.mindspore.blocks import BlockSealer
 from ckptmgr.files.save.container_stream import ContainerStream
 from ckptmgr.files.save.streams import CHUNK_BYTES, PlainStream, SealedStream
 from ckptmgr.formats.image import Image
-from ckptmgr.io.buffers import Buffers
+from ckptmgr.io.buffers import BufferPool
 from ckptmgr.io.digest import RANGE_BYTES, FileDigest
 from ckptmgr.io.filesystem import OutputFile
 from ckptmgr.io.threads import producer_threads, run_in_threads
@@ -108,7 +108,7 @@ def _stream_of(image: Image, sealer: BlockSealer | ContainerSealer | None) -> _S
     return SealedStream(image, sealer)
 
 
-_buffers = Buffers(_BUFFERS, CHUNK_BYTES)
+_buffers = BufferPool(_BUFFERS, CHUNK_BYTES)
 _Write = tuple[int, memoryview, int]  # where, a buffer, and how many bytes of it
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from ckptmgr.crypto.mindspore.blocks import BlockSealer
 from ckptmgr.formats.file_crc import FileCrc
 from ckptmgr.formats.image import Image
-from ckptmgr.io.buffers import Buffers, copy_into
+from ckptmgr.io.buffers import BufferPool, copy_into
 from ckptmgr.io.digest import RANGE_BYTES
 from ckptmgr.io.threads import MOST_PRODUCERS
 
@@ -159,4 +159,4 @@ def gather(views: Iterator[memoryview], buffer: memoryview) -> None:
         position = end
 
 
-_scratch = Buffers(MOST_PRODUCERS, CHUNK_BYTES)
+_scratch = BufferPool(MOST_PRODUCERS, CHUNK_BYTES)
