@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks behind `CheckpointConfig`: MindSpore's exception types and messages, and ours where it would fail later.
+"""Checks of `CheckpointConfig`: MindSpore's exception types and messages, and own ones.
 
-Source: `mindspore/train/callback/_checkpoint.py` and `mindspore/_checkparam.py`, 2.10.0 (the wording).
+Source: `mindspore/train/callback/_checkpoint.py` and `mindspore/_checkparam.py`, 2.10.0 (the
+wording).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ KEY_LENGTHS_BYTES: Mapping[str, tuple[int, ...]] = {
 CONTAINER_KEY_LENGTHS_BYTES: Mapping[str, tuple[int, ...]] = dict.fromkeys(
     (*KEY_LENGTHS_BYTES, "SM4-GCM"), (16, 24, 32)
 )
-"""Cipher mode to the lengths of key it takes."""
+"""Cipher mode of a container to its key lengths."""
 
 MAX_ZSTD_LEVEL = 19
 
@@ -49,7 +50,7 @@ def check_count(value: object) -> int | None:
 
 
 def check_any_set(*counts: int | None) -> None:
-    """Raise when nothing says when to save or what to keep."""
+    """Raise when all of these settings are None or 0."""
     if not any(counts):
         raise ValueError(
             "For 'CheckpointConfig', the input arguments 'save_checkpoint_steps', 'save_checkpoint_seconds', "
@@ -99,7 +100,7 @@ def check_network(network: object) -> object:
 
 
 def check_append_info(info: object) -> dict[str, object] | None:
-    """Return the values to append to every checkpoint, counters with their start values; None for nothing."""
+    """Return the values to append, counters with their start values; None for nothing."""
     if info is None or info == []:
         return None
     if not isinstance(info, list):
@@ -118,7 +119,7 @@ def check_append_info(info: object) -> dict[str, object] | None:
             _check_counter_name(element)
             continue
         if has_dict:
-            # The braces are MindSpore's: its message lacks the f that would fill them in.
+            # The braces are MindSpore's: its message lacks the f of an f-string.
             raise TypeError(
                 "For 'CheckpointConfig', the element of 'append_info' must has only one dict, but got {dict_num}"
             )
@@ -128,7 +129,7 @@ def check_append_info(info: object) -> dict[str, object] | None:
 
 
 def check_key(name: str, key: object) -> bytes | None:
-    """Return a key or None. The message never shows what was given."""
+    """Return a key or None; the message never shows the value."""
     if key is not None and not isinstance(key, bytes):
         raise ValueError(
             f"The parameter '{name}' must be isinstance of (<class 'NoneType'>, <class 'bytes'>), "
@@ -143,7 +144,7 @@ def check_mode(name: str, mode: object) -> str:
 
 
 def check_signing_key(key: object) -> SigningKey | None:
-    """Return the key that a source gives, or None. The message never shows what it gave."""
+    """Return the key of a source, or None; the message never shows the value."""
     if key is None or isinstance(key, SigningKey):
         return key
     if not isinstance(key, str):
@@ -157,7 +158,7 @@ def check_signing_key(key: object) -> SigningKey | None:
 
 
 def check_trusted_keys(keys: Iterable[str | os.PathLike[str] | PublicKey]) -> tuple[PublicKey, ...]:
-    """Return public keys that are given themselves or as files in PEM."""
+    """Return public keys, given as values or as PEM files."""
     if isinstance(keys, str | bytes | os.PathLike):
         raise TypeError("'trusted_keys' must be a list of public key files, not one of them")
     try:
@@ -172,9 +173,9 @@ def check_is_bool(name: str, value: object) -> bool:
 
 
 def check_cipher(key: bytes | None, mode: str, *, format: str = "ckpt") -> None:
-    """Raise KeyProblem unless there is no key, or the cipher mode is known and takes a key of this length.
+    """Raise KeyProblem when the cipher mode is unknown or does not take a key of this length.
 
-    A container, which encrypted safetensors files are, has one mode more and takes any key in every mode.
+    A container (encrypted safetensors) has one mode more and takes any key in every mode.
     """
     if key is None:
         return
@@ -191,7 +192,7 @@ def check_cipher(key: bytes | None, mode: str, *, format: str = "ckpt") -> None:
 
 
 def check_compression(method: object, level: object, *, format: str) -> int | None:
-    """Return the level of zstd that files are compressed with, or None when they are not."""
+    """Return the zstd level of compressed files, or None without compression."""
     if method is None:
         return None
     if method != "zstd":
@@ -210,7 +211,7 @@ def check_compression(method: object, level: object, *, format: str) -> int | No
 def warn_unknown_options(
     names: Iterable[str], *, options: Iterable[str], known: Iterable[str]
 ) -> None:
-    """Log a warning for each option that will have no effect; the values are never logged."""
+    """Log a warning for each unknown option; the values are never logged."""
     known = [*options, *known]
     for name in names:
         if name not in known:
@@ -223,7 +224,7 @@ def warn_unknown_options(
 
 
 def _out_of_range(value: int) -> str:
-    # Past 4300 digits Python itself refuses to print an int, so a huge one is described.
+    # Python refuses to print an int of more than 4300 digits.
     is_huge = value.bit_length() > _INT64_BITS
     shown = f"a number of {value.bit_length()} bits" if is_huge else str(value)
     return f"The input value must be int and must >= 0, but got '{shown}' with type '{type(value).__name__}'."

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`CheckpointConfig`: MindSpore's configuration surface, with the faults refused at construction.
+"""`CheckpointConfig`: MindSpore's configuration surface; invalid values fail at construction.
 
-Parameters, defaults, properties, normalisation and messages are those of `mindspore.train.CheckpointConfig` 2.10.0
-(`mindspore/train/callback/_checkpoint.py`), in the order it checks them. What differs, and why:
+Parameters, defaults, properties, normalisation and messages are those of
+`mindspore.train.CheckpointConfig` 2.10.0 (`mindspore/train/callback/_checkpoint.py`), in the order
+in which it checks them. Differences:
 
-* A key of the wrong length, an unknown `enc_mode` with a key, an unknown `format`, and an appended integer of more than
-  64 bits are refused here. MindSpore accepts them, and when it saves it deletes the oldest checkpoint before it fails.
+* A key of the wrong length, an unknown `enc_mode` with a key, an unknown `format`, and an appended
+  integer of more than 64 bits are refused here. MindSpore accepts them, and a save then deletes the
+  oldest checkpoint before it fails.
 * `crc_check` together with `enc_key` works; MindSpore writes files that cannot be loaded.
-* The configuration is never changed by a run. MindSpore counts in the shared `append_dict`, so that a second callback
-  with the same configuration continues the counts of the first.
+* A run never changes the configuration. MindSpore counts in the shared `append_dict`, so that a
+  second callback with the same configuration continues the counts of the first.
 * The key is in no message and no repr, and the configuration is not pickled with one.
 * `keep=` takes any retention policy, as text or value.
 
@@ -30,11 +32,9 @@ from ckptmgr.config.checks import (
     check_append_info,
     check_async_save,
     check_bool,
-    check_cipher,
     check_compression,
     check_count,
     check_is_bool,
-    check_key,
     check_mode,
     check_network,
     check_signing_key,
@@ -53,17 +53,6 @@ from ckptmgr.policy.retention import Best, Every, Last, PerMinutes, Pinned, Rete
 from ckptmgr.policy.save import EverySeconds, EverySteps, Never, Overhead, SavePolicy
 from ckptmgr.policy.text import parse_policy
 
-__all__ = [
-    "CheckpointConfig",
-    "check_async_save",
-    "check_bool",
-    "check_cipher",
-    "check_config",
-    "check_is_bool",
-    "check_key",
-    "check_mode",
-]
-
 DEFAULT_KEEP_MAX = 5
 _OPTIONS = ("incremental", "enable_redundance")
 
@@ -72,53 +61,60 @@ class CheckpointConfig:
     """When to save, what to keep, and how a checkpoint file is written.
 
     Args:
-        save_checkpoint_steps: Save every so many steps; None or 0 for not by steps.
-        save_checkpoint_seconds: Save every so many seconds; has no effect together with steps, whose default is 1.
-        keep_checkpoint_max: How many of the newest checkpoints stay; None or 0 for not by number.
-        keep_checkpoint_per_n_minutes: Keep about one checkpoint for so many minutes; has no effect together with
-            `keep_checkpoint_max`, whose default is 5. When both are None or 0, one checkpoint is kept.
+        save_checkpoint_steps: Interval of saves in steps; None or 0 for none.
+        save_checkpoint_seconds: Interval of saves in seconds; no effect with steps (whose default
+            is 1).
+        keep_checkpoint_max: How many of the newest checkpoints stay; None or 0 for no such limit.
+        keep_checkpoint_per_n_minutes: Keep about one checkpoint per this many minutes; no effect
+            with `keep_checkpoint_max` (whose default is 5). Without both, one checkpoint is kept.
         integrated_save: Whether split tensors are merged before saving.
-        async_save: False, True or "thread" for a background thread, "process" for a background process.
-        saved_network: What to save instead of the training network: an object with parameters (a MindSpore Cell,
-            anything with `state_dict()`), or a mapping of names to arrays.
-        append_info: "epoch_num", "step_num", and at most one dict of names to int, float, bool or str (or MindSpore
-            Parameter, Tensor, Generator).
-        enc_key: The key, 16, 24 or 32 bytes (SM4-CBC: 16), or None for a plain file. Or a source: of the key
-            (`file:run.key`, `env:RUN_KEY`, `cmd:...`, `fd:3`, `prompt:`, `wrapped:FILE`), of a passphrase
-            (`passphrase:prompt:`), or of a private or public key (`file:alice.pem`). Sources are read once, here; a
-            person is asked twice, so that no file depends on a slip of the fingers.
-        enc_mode: "AES-GCM", "AES-CBC" or "SM4-CBC"; without a key it means nothing.
+        async_save: False, True or "thread" for a background thread, "process" for a background
+            process.
+        saved_network: Saved instead of the training network: an object with parameters (a MindSpore
+            Cell, any object with `state_dict()`), or a mapping of names to arrays.
+        append_info: "epoch_num", "step_num", and at most one dict of names to int, float, bool or
+            str (or MindSpore Parameter, Tensor, Generator).
+        enc_key: The key, 16, 24 or 32 bytes (SM4-CBC: 16), or None for a plain file. Or a source:
+            of the key (`file:run.key`, `env:RUN_KEY`, `cmd:...`, `fd:3`, `prompt:`,
+            `wrapped:FILE`), of a passphrase (`passphrase:prompt:`), or of a private or public key
+            (`file:alice.pem`). Sources are read once, at construction; a prompt asks twice, against
+            typing errors.
+        enc_mode: "AES-GCM", "AES-CBC" or "SM4-CBC"; no effect without a key.
         exception_save: Whether to save when training fails.
-        crc_check: Whether the file ends with a CRC-32 of its content; with a key it lies inside the encryption.
-        remove_redundancy: Whether each rank of a parallel run saves only what no other rank saves.
+        crc_check: Whether the file ends with a CRC-32 of its content (inside the encryption).
+        remove_redundancy: Whether each tensor is saved by one rank of a parallel run only.
         format: "ckpt" or "safetensors".
-        keep: A retention policy instead of the two `keep_checkpoint_*`, e.g. "last(3) | best(2, loss, min)".
-        save_checkpoint_overhead: Instead of steps and seconds: save as often as saving holds the training up for at most this
-            share of its time, e.g. 0.03.
+        keep: A retention policy instead of `keep_checkpoint_*`, e.g. "last(3) | best(2, loss,
+            min)".
+        save_checkpoint_overhead: Instead of steps and seconds: the largest share of the training
+            time for which saving may hold it up, e.g. 0.03.
         memory: Budget and kind of the memory in which background saves stage the state.
-        back_pressure: What happens to a background save while another one runs: "wait" for that one, "skip" this one, or
-            "coalesce": keep only the newest as the next to run.
-        on_error: What happens when a background save fails: "raise" at the next step, "warn" in the log, "retry(n)" and
-            then raise, or a function that gets the exception.
-        zero_stall: Whether background saves also copy the state in the background, during forward and backward. The loop
-            calls `manager.before_update()` before it changes the state in place; torch optimizers do so by themselves.
-            NumPy arrays are copied at once. A change that comes too early fails the save if torch counts it. Torch does
-            not count writes through `.data`, DLPack or a NumPy view that is made after the save began (or of a tensor that a
-            load made), nor those of fused kernels and other code that goes past it: of these, only changes of a whole tensor
-            are noticed for sure.
-        verify_after_write: Read every file back from the disk, past the page cache, before it is published; a save whose
-            bytes did not arrive fails, and the earlier checkpoints stay.
-        compression: "zstd", or None. Only with format "safetensors"; the name then ends in `.ckpz`, with a key in `.ckpe`.
+        back_pressure: For a background save while another one runs: "wait" for that one, "skip"
+            this one, or "coalesce": keep only the newest as the next to run.
+        on_error: After a failed background save: "raise" at the next step, "warn" in the log,
+            "retry(n)" and then raise, or a function that gets the exception.
+        zero_stall: Whether background saves also copy the state in the background, during forward
+            and backward. The loop calls `manager.before_update()` before it changes the state in
+            place; torch optimizers do so by themselves. NumPy arrays are copied at once. A change
+            that comes too early fails the save if torch counts it. Torch does not count writes
+            through `.data`, DLPack, a NumPy view made after the save began (or of a tensor that a
+            load made), or fused kernels: of these, only changes of a whole tensor are detected with
+            certainty.
+        verify_after_write: Read every file back from the disk, past the page cache, before it is
+            published; if the bytes differ, the save fails, and the earlier checkpoints stay.
+        compression: "zstd", or None. Only with format "safetensors"; the name then ends in `.ckpz`,
+            with a key in `.ckpe`.
         compression_level: 1 (fast) to 19; above 1 hardly pays for weights, but for sparse states.
-        enc_recipients: Sources of those who open the files besides, usually files of public keys (`file:alice.pem.pub`).
-            Without `enc_key`, only they do: then nothing here can read what is saved.
-        signing_key: The source of an Ed25519 private key (`file:sign.pem` of `ckptmgr keygen --type ed25519`) that signs the
-            manifest of every checkpoint, so that anybody with the public key can verify it.
-        options: `incremental` and `enable_redundance`, as in MindSpore. Others are ignored with a logged warning.
+        enc_recipients: Sources of further keys that open the files, usually files of public keys
+            (`file:alice.pem.pub`). Without `enc_key`, this run cannot read its own checkpoints.
+        signing_key: The source of an Ed25519 private key (`file:sign.pem` of `ckptmgr keygen --type
+            ed25519`) that signs every manifest; the public key verifies it.
+        options: `incremental` and `enable_redundance`, as in MindSpore. Others are ignored with a
+            logged warning.
 
     Raises:
         TypeError: A value of a wrong type.
-        ValueError: A value out of range, a combination that cannot work, or a `keep` that cannot be understood.
+        ValueError: A value out of range, an impossible combination, or an invalid `keep`.
         KeyProblem: A key that does not fit the mode; also a ValueError.
     """
 
@@ -206,7 +202,7 @@ class CheckpointConfig:
         warn_unknown_options(options, options=_OPTIONS, known=_PARAMETERS)
 
     def __repr__(self) -> str:
-        if not hasattr(self, "zero_stall"):  # one that was refused, in its traceback
+        if not hasattr(self, "zero_stall"):  # construction failed; a traceback shows it
             return "CheckpointConfig(...)"
         key = None if self._keys is None else "<redacted>"
         network = None if self._saved_network is None else type(self._saved_network).__name__
@@ -250,7 +246,7 @@ class CheckpointConfig:
 
     @property
     def saved_network(self) -> object:
-        """What is saved instead of the training network, or None."""
+        """The object that is saved instead of the training network, or None."""
         return self._saved_network
 
     @property
@@ -260,7 +256,7 @@ class CheckpointConfig:
 
     @property
     def keys(self) -> Keys | None:
-        """What encrypts and opens, loaded; None for plain files."""
+        """The loaded keys; None for plain files."""
         return self._keys
 
     @property
@@ -285,7 +281,7 @@ class CheckpointConfig:
 
     @property
     def extension(self) -> str:
-        """What follows the dot in the names of files: the format, and the ending of a container or a compressed file."""
+        """The extension of files: the format, and any suffix of containers or compression."""
         return extension_of(
             self._format,
             is_encrypted=self._keys is not None,
@@ -294,7 +290,7 @@ class CheckpointConfig:
 
     @property
     def append_dict(self) -> dict[str, object] | None:
-        """What is appended to every checkpoint, with the values the counters start from; a new dict each time."""
+        """The values appended to every checkpoint, counters with their start values; a new dict."""
         return None if self._append is None else dict(self._append)
 
     @property
@@ -303,7 +299,7 @@ class CheckpointConfig:
         return self._map_param_inc
 
     def get_checkpoint_policy(self) -> dict[str, object]:
-        """Return MindSpore's policy dict: the four numbers after normalisation, and the saved network."""
+        """Return MindSpore's policy dict: the four normalised numbers, and the saved network."""
         return {
             "save_checkpoint_steps": self.save_checkpoint_steps,
             "save_checkpoint_seconds": self.save_checkpoint_seconds,
@@ -313,7 +309,7 @@ class CheckpointConfig:
         }
 
     def save_policy(self) -> SavePolicy:
-        """Return when to save: by overhead, else by steps, else by seconds, else never."""
+        """Return the save policy: by overhead, else by steps, else by seconds, else never."""
         if self._overhead is not None:
             return self._overhead
         if self._save_steps:
@@ -321,10 +317,11 @@ class CheckpointConfig:
         return EverySeconds(self._save_seconds) if self._save_seconds else Never()
 
     def retention_policy(self) -> RetentionPolicy:
-        """Return what to keep: `keep`, else the newest by number, else one for some minutes.
+        """Return the retention policy: `keep`, else the newest by number, else by minutes.
 
-        A `keep` of only `every`, `best` and `pinned` is joined with `last(1)`: early in a run those keep nothing yet,
-        which `plan` would refuse. The newest checkpoint stays under every policy, so nothing else changes.
+        A `keep` of only `every`, `best` and `pinned` is joined with `last(1)`: early in a run those
+        keep nothing yet, which `plan` refuses. The newest checkpoint stays under every policy
+        anyway.
         """
         if self._keep is not None:
             is_sparse = all(isinstance(rule, Every | Best | Pinned) for rule in self._keep.rules)
@@ -334,7 +331,7 @@ class CheckpointConfig:
         return RetentionPolicy((Last(self._keep_max or 1),))
 
     def append_values(self, epoch: int, *, step: int) -> dict[str, object] | None:
-        """Return what to append to a checkpoint: the counters run on from their start values. None for nothing."""
+        """Return the values to append: counters plus start values; None for nothing."""
         values = self.append_dict
         for name, counted in (("epoch_num", epoch), ("step_num", step)):
             start = values.get(name) if values else None
@@ -362,11 +359,7 @@ class CheckpointConfig:
 
 
 def check_config(config: object) -> CheckpointConfig:
-    """Return a configuration given to `ModelCheckpoint`; None stands for the default one.
-
-    Raises:
-        TypeError: It is something else.
-    """
+    """Return the configuration of a `ModelCheckpoint`; None stands for the default one."""
     if config is None:
         return CheckpointConfig()
     if not isinstance(config, CheckpointConfig):
@@ -415,11 +408,7 @@ def trust_of(
     allow_unsealed: bool = False,
     allow_unencrypted: bool = False,
 ) -> Trust:
-    """Return what a run with a configuration trusts; its own signing key is always one of the trusted ones.
-
-    Raises:
-        TypeError, ValueError, KeyProblem: An argument is unusable.
-    """
+    """Return the trust of a run; its own signing key is always a trusted one."""
     check_is_bool("allow_unsealed", allow_unsealed)
     check_is_bool("allow_unencrypted", allow_unencrypted)
     own = () if config.signing_key is None else (config.signing_key.public_key,)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to do when a background save fails, and when one is asked for while another still runs."""
+"""Error policy and back-pressure of background saves."""
 
 from __future__ import annotations
 
@@ -14,13 +14,7 @@ OnError = str | Callable[[BaseException], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorPolicy:
-    """What to do about a failed background save.
-
-    Attributes:
-        action: `raise` at the next call, `warn` in the log, or `call`.
-        attempts: How often to try before that.
-        call: Gets the exception.
-    """
+    """The action after `attempts` of a background save failed: raise in the next call, warn, call."""
 
     action: Literal["raise", "warn", "call"] = "raise"
     attempts: int = 1
@@ -28,13 +22,10 @@ class ErrorPolicy:
 
 
 def parse_on_error(on_error: OnError) -> ErrorPolicy:
-    """Return the policy for `raise`, `warn`, `retry(n)` or a function.
+    """Return the policy for `raise`, `warn`, `retry(n)` or a function; raise ValueError for others.
 
     >>> parse_on_error("retry(3)").attempts
     4
-
-    Raises:
-        ValueError: It is none of these.
     """
     if callable(on_error):
         return ErrorPolicy(action="call", call=on_error)
@@ -51,11 +42,7 @@ def parse_on_error(on_error: OnError) -> ErrorPolicy:
 
 
 def check_back_pressure(value: BackPressure) -> BackPressure:
-    """Return `wait`, `skip` or `coalesce`.
-
-    Raises:
-        ValueError: It is none of these.
-    """
+    """Return `wait`, `skip` or `coalesce`; raise ValueError for other values."""
     if value not in ("wait", "skip", "coalesce"):
         raise ValueError(f"back_pressure must be 'wait', 'skip' or 'coalesce', but got {value!r}")
     return value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys that the API takes: bytes, as MindSpore does, or the source of a key, a passphrase, a private or public key.
+"""Keys of the API: bytes, as in MindSpore, or the source of a key or passphrase.
 
 >>> chosen_keys("enc_key", bytes(16), mode="AES-GCM", format="ckpt")
 Key(16 bytes, id fcaf80b25b219f3f)
@@ -21,7 +21,7 @@ _ANY_KEY = bytes(16)  # of a length that every mode takes
 
 
 def check_given_key(name: str, given: object) -> bytes | str | None:
-    """Return a key, the source of one, or None. The message never shows what was given."""
+    """Return a key, the source of one, or None; the message never shows the value."""
     if isinstance(given, str) and given.startswith(SCHEMES):
         return given
     key = check_key(name, given)
@@ -29,7 +29,7 @@ def check_given_key(name: str, given: object) -> bytes | str | None:
 
 
 def check_recipients(given: Iterable[str]) -> tuple[str, ...]:
-    """Return the sources of further recipients. The message never shows what was given."""
+    """Return the sources of further recipients; the message never shows the values."""
     if isinstance(given, str | bytes):
         raise TypeError("'enc_recipients' must be a list of sources, not one of them")
     sources: tuple[object, ...] = tuple(given)
@@ -51,21 +51,14 @@ def chosen_keys(
     recipients: Iterable[str] = (),
     is_for_reading: bool = False,
 ) -> Keys | None:
-    """Return what encrypts and opens, or None for plain files. Sources are read now, once.
+    """Return the keys, or None for plain files; reads the sources once, now.
 
-    A person who gives what encrypts is asked twice. Whether files exist already that it opens is not known here.
-
-    Args:
-        name: Of the parameter, for messages.
-        given: Bytes, a source, or None.
-        mode: The cipher mode.
-        format: `ckpt` or `safetensors`.
-        recipients: Sources of those who open files besides.
-        is_for_reading: Whether it is the file that decides what opens it.
+    The prompt for a new passphrase asks twice. `name` is the parameter, for messages. With
+    `is_for_reading`, the file decides which of the keys opens it.
 
     Raises:
-        ValueError: It is neither bytes nor a source; the message is MindSpore's.
-        KeyProblem: The mode is unknown, a source gives nothing, or the format takes keys of one kind only.
+        ValueError: `given` is neither bytes nor a source; the message is MindSpore's.
+        KeyProblem: The mode is unknown, a source fails, or the format takes one kind of key only.
     """
     checked, others = check_given_key(name, given), check_recipients(recipients)
     if not isinstance(checked, str) and not others:

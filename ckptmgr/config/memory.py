@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`MemoryConfig`: the memory of checkpointing, under native names and under those of three frameworks.
+"""`MemoryConfig`: the memory of checkpointing, by native names and those of three frameworks.
 
-It covers three things: the staging of background saves, recent snapshots in memory for rollback, and (opt-in) the offload
-of the tensors that PyTorch keeps for the backward pass. Nobody has to configure anything: the default stages up to two
-states in host memory and keeps it between saves.
+It covers the staging of background saves, recent snapshots in memory for rollback, and (opt-in) the
+offload of the tensors that PyTorch keeps for the backward pass. The default stages up to two states
+in host memory and keeps it between saves.
 
-`from_mindspore`, `from_dtr` and `from_ascend` take the keys of `mindspore.set_offload_context`, MegEngine's `DTRConfig` and
-Ascend's `MemoryConfig`. What each key means here:
+`from_mindspore`, `from_dtr` and `from_ascend` take the keys of `mindspore.set_offload_context`,
+MegEngine's `DTRConfig` and Ascend's `MemoryConfig`, which mean:
 
 | key | here |
 |---|---|
 | offload_path | `spill_directory` |
 | offload_cpu_size, cpu_ratio | `host_budget_bytes`, of which `host_share` is used |
-| offload_disk_size | `disk_budget_bytes`; 0 or absent means what the disk has |
+| offload_disk_size | `disk_budget_bytes`; absent means the whole disk |
 | hbm_ratio | `device_copy_share` |
 | enable_pinned_mem | `is_page_locked` |
 | enable_aio, aio_queue_depth (aio_queue_size) | `writes_in_flight`; without aio it is 1 |
@@ -26,12 +26,13 @@ Ascend's `MemoryConfig`. What each key means here:
 | static_memory_policy | `allocation` |
 | variable_use_1g_huge_page | `huge_pages` |
 
-Validation and messages are MindSpore's (2.7.0) and MegEngine's. What differs, and why:
+Validation and messages are MindSpore's (2.7.0) and MegEngine's. Differences:
 
-* A configuration is valid as a whole or not made; MindSpore applies the keys before the first bad one.
-* Absent keys take the defaults here, not MindSpore's: a block pool of 1 GiB quanta, 1024 requests in flight and locked
-  pages (most systems allow 8 MiB) suit offloading a network, not staging a checkpoint.
-* `offload_cpu_size` is what was said; MindSpore takes 80 % of it.
+* A configuration is valid as a whole or not made; MindSpore applies the keys before the first bad
+  one.
+* Absent keys take the defaults here, not MindSpore's: a block pool of 1 GiB quanta, 1024 requests
+  in flight and locked pages (most systems allow 8 MiB) suit offloading a network, not staging.
+* `offload_cpu_size` is used in full; MindSpore takes 80 % of it.
 
 >>> MemoryConfig.from_mindspore({"offload_cpu_size": "2GB", "cpu_ratio": 0.5}).usable_host_bytes
 1073741824
@@ -59,32 +60,38 @@ _ALLOCATIONS = ("exact", "arena", "slabs", "arena_and_slabs")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryConfig:
-    """How much memory checkpointing may use, of which kind, and what is done with it.
+    """Amount, kind and use of the memory of checkpointing.
 
     Attributes:
-        host_budget_bytes: Host memory for staging and snapshots together; None for two states of any size.
-        host_share: Share of that budget that may be used, in (0, 1].
-        disk_budget_bytes: Bytes of spill files; None for as much as the disk has.
-        spill_directory: Where spill files go; None for no spilling. Made with mode 0700 when it is missing.
-        device_copy_share: Share of the free device memory that a copy on the device may take, in [0, 1]; training then
-            waits for that copy only. 0 copies to the host at once.
-        is_page_locked: Whether staging memory is locked: it cannot reach the swap, and CUDA copies into it faster.
+        host_budget_bytes: Host memory for staging and snapshots; None for two states of any size.
+        host_share: Usable share of that budget, in (0, 1].
+        disk_budget_bytes: Bytes of spill files; None for the whole disk.
+        spill_directory: Directory of spill files, created with mode 0700; None for no spilling.
+        device_copy_share: Share of the free device memory for a copy on the device, in [0, 1];
+            training then waits for that copy only. 0 copies to the host at once.
+        is_page_locked: Whether staging memory is locked: it is never swapped, and CUDA copies
+            faster.
         write_block_bytes: Size of one write to a spill file.
         writes_in_flight: Most writes to a spill file at the same time.
         slab_bytes: Quantum of the staging pool.
-        staging_place: Where a staged state waits for its writer, when not automatic; None means the host.
-        snapshot_place: Where snapshots and offloaded tensors live, when not automatic; None means the host.
-        is_automatic: Use the host first and spill what exceeds the budget. Otherwise the two places are obeyed strictly.
-        snapshot_budget_bytes: Size of all snapshots above which some are evicted; None for no limit of their own.
-        smallest_evictee_bytes: Smaller snapshots are never evicted, smaller tensors never offloaded.
-        restore_time_exponent: Weight of the seconds that a restore would take in the choice of what to evict.
-        restore_memory_exponent: Weight of the extra bytes that a restore would need.
-        is_sampling: Whether only about the square root of the candidates is looked at.
-        wipe: When staged plaintext is overwritten with zeros: never, when the save ends, or buffer by buffer.
-        allocation: `exact` allocates for each save and keeps nothing; `arena` keeps one region as large as the largest
-            state; `slabs` keeps quanta; `arena_and_slabs` keeps one region of whole quanta. With an arena only one state
-            can be staged at a time.
-        huge_pages: 0 for what the system gives, 1 for reserved huge pages or an error, 2 to fall back.
+        staging_place: Where a staged state waits for its writer, when not automatic; None is the
+            host.
+        snapshot_place: Where snapshots and offloaded tensors are, when not automatic; None is the
+            host.
+        is_automatic: Use the host first and spill above the budget, instead of the two places.
+        snapshot_budget_bytes: Size of all snapshots above which some are evicted; None for no
+            limit.
+        smallest_evictee_bytes: Smaller snapshots are never evicted, smaller tensors never
+            offloaded.
+        restore_time_exponent: Weight of a restore's seconds in the choice of snapshots to evict.
+        restore_memory_exponent: Weight of a restore's extra bytes in that choice.
+        is_sampling: Whether that choice is among about the square root of the candidates.
+        wipe: When staged plaintext is zeroed: never, when the save ends, or buffer by buffer.
+        allocation: `exact` allocates for each save and keeps nothing; `arena` keeps one region as
+            large as the largest state; `slabs` keeps quanta; `arena_and_slabs` keeps one region of
+            whole quanta. With an arena only one state can be staged at a time.
+        huge_pages: 0 for the system's default, 1 for reserved huge pages or an error, 2 to fall
+            back.
     """
 
     host_budget_bytes: int | None = None
@@ -137,15 +144,14 @@ class MemoryConfig:
 
     @classmethod
     def from_mindspore(cls, offload_config: Mapping[str, object]) -> MemoryConfig:
-        """Return the meaning of a `mindspore.set_offload_context` dictionary.
+        """Return the configuration of a `mindspore.set_offload_context` dictionary.
 
         Args:
-            offload_config: Keys and values as MindSpore 2.7.0 accepts them; `aio_queue_size` is its other spelling of
-                `aio_queue_depth`.
+            offload_config: Keys and values as MindSpore 2.7.0 accepts them; `aio_queue_size` is its
+                other spelling of `aio_queue_depth`.
 
         Raises:
-            ValueError: An unknown key or a value that is not allowed, with MindSpore's message.
-            TypeError: A value of another type, with MindSpore's message.
+            ValueError, TypeError: An unknown key or an invalid value, with MindSpore's message.
         """
         keys = memory_keys.checked_offload_config(offload_config)
         ratio = keys.hbm_ratio
@@ -174,11 +180,11 @@ class MemoryConfig:
         *,
         enable_sqrt_sampling: bool = False,
     ) -> MemoryConfig:
-        """Return the meaning of a MegEngine `DTRConfig`.
+        """Return the configuration of a MegEngine `DTRConfig`.
 
         Args:
-            eviction_threshold: Bytes, or a text such as "5GB"; or a `DTRConfig` (any object with these attributes), and
-                then nothing else counts.
+            eviction_threshold: Bytes, or a text such as "5GB"; or a `DTRConfig` (any object with
+                these attributes), which replaces all arguments.
             evictee_minimum_size: Bytes, or a text.
             recomp_memory_factor: At least 0.
             recomp_time_factor: At least 0.
@@ -211,13 +217,14 @@ class MemoryConfig:
         memory_optimization_policy: str | None = None,
         variable_use_1g_huge_page: int = 0,
     ) -> MemoryConfig:
-        """Return the meaning of an Ascend `MemoryConfig`.
+        """Return the configuration of an Ascend `MemoryConfig`.
 
         Args:
-            atomic_clean_policy: 0 wipes staged plaintext when a save ends, 1 wipes each buffer when it is written.
-            static_memory_policy: 0 allocates exactly, 2 (and 1, as on Ascend) keeps an arena, 3 keeps slabs, 4 both.
+            atomic_clean_policy: 0 wipes staged plaintext when a save ends, 1 each written buffer.
+            static_memory_policy: 0 allocates exactly, 1 and 2 keep an arena, 3 slabs, 4 both.
             memory_optimization_policy: Only None: it chooses recomputation inside Ascend graphs.
-            variable_use_1g_huge_page: 0, 1 (huge pages or an error) or 2 (huge pages if there are any).
+            variable_use_1g_huge_page: 0, 1 (huge pages or an error) or 2 (huge pages if there are
+                any).
 
         Raises:
             ValueError: Another value.

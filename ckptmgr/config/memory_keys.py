@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys of `mindspore.set_offload_context`, MegEngine's `DTRConfig` and Ascend's `MemoryConfig`, checked as they do.
+"""Checks of the keys of `mindspore.set_offload_context`, MegEngine's and Ascend's memory options.
 
-Source: `mindspore/context.py` and `mindspore/parallel/_offload_context.py` 2.7.0 (the messages, recorded);
-`megengine/jit/dtr_config.py`, `megengine/dtr/dtr.py`; `npu_device/configs/memory_config.py` (the ranges).
+Source: `mindspore/context.py` and `mindspore/parallel/_offload_context.py` 2.7.0 (the messages,
+recorded); `megengine/jit/dtr_config.py`, `megengine/dtr/dtr.py`;
+`npu_device/configs/memory_config.py` (the ranges).
 """
 
 from __future__ import annotations
@@ -22,12 +23,7 @@ _UNITS = ("b", "kb", "mb", "gb")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OffloadKeys:
-    """A checked `offload_config`; None and "" stand for a key that was not given.
-
-    Attributes:
-        offload_disk_size: Bytes, or None for what the disk has.
-        aio_queue_depth: Writes in flight.
-    """
+    """A checked `offload_config`; sizes are bytes, and None and "" stand for absent keys."""
 
     offload_path: str = "./offload/"
     offload_cpu_size: int | None = None
@@ -56,11 +52,7 @@ class DtrKeys:
 
 
 def checked_offload_config(offload_config: object) -> OffloadKeys:
-    """Check a whole `offload_config`.
-
-    Raises:
-        TypeError, ValueError: With MindSpore's message, about the first key that is wrong.
-    """
+    """Check an `offload_config`; raise MindSpore's TypeError or ValueError for the first fault."""
     if offload_config is None:
         raise TypeError("'NoneType' object is not iterable")
     if not isinstance(offload_config, Mapping):
@@ -131,15 +123,11 @@ def _checked_ratio(name: str, value: object) -> float:
 
 def _checked_depth(name: str, value: object) -> int:
     kind = type(value).__name__
-    if isinstance(value, bool):
-        raise TypeError(
-            f"For 'set_{name}', the '{name}' must be int and must > 0,"
-            f" but got '{value}' with type '{kind}'."
-        )
     if not isinstance(value, int):
         raise TypeError(f"For 'set_{name}', the '{name}' must be int, but got '{kind}'")
-    if value <= 0:
-        raise ValueError(
+    if isinstance(value, bool) or value <= 0:
+        error = TypeError if isinstance(value, bool) else ValueError
+        raise error(
             f"For 'set_{name}', the '{name}' must be int and must > 0,"
             f" but got '{value}' with type '{kind}'."
         )
@@ -172,9 +160,7 @@ def checked_dtr(
 ) -> DtrKeys:
     """Check the arguments of a `DTRConfig`, or the attributes of one given as the first argument.
 
-    Raises:
-        ValueError: Out of range, with the text of MegEngine's assertion, or no size.
-        TypeError: No number.
+    Raises TypeError, or ValueError with the text of MegEngine's assertion.
     """
     if hasattr(eviction_threshold, "eviction_threshold"):
         source: Any = eviction_threshold
@@ -228,11 +214,7 @@ def check_ascend(
     memory_optimization_policy: object,
     variable_use_1g_huge_page: object,
 ) -> None:
-    """Check the arguments of an Ascend `MemoryConfig`.
-
-    Raises:
-        ValueError: One of them is not among the values that Ascend accepts.
-    """
+    """Raise ValueError unless Ascend's `MemoryConfig` accepts these arguments."""
     _check_option("atomic_clean_policy", atomic_clean_policy, (0, 1))
     _check_option("static_memory_policy", static_memory_policy, (0, 1, 2, 3, 4))
     _check_option("memory_optimization_policy", memory_optimization_policy, (None,))
@@ -240,6 +222,6 @@ def check_ascend(
 
 
 def _check_option(name: str, value: object, allowed: tuple[object, ...]) -> None:
-    # True equals 1, which is no reason to accept it.
+    # True equals 1 but is not accepted.
     if value not in allowed or type(value) not in {type(option) for option in allowed}:
         raise ValueError(f"{name} must be one of {list(allowed)}, but got {value!r}")

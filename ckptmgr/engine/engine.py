@@ -35,7 +35,7 @@ from ckptmgr.engine.worker_client import WorkerClient
 from ckptmgr.engine.zero_stall import DeferredState, Updates, changing_in_forward, defer
 from ckptmgr.files.save.saver import Publish, Refusal, SaveOrder, save_items
 from ckptmgr.formats.tensor import Item
-from ckptmgr.observe.observers import EVERYBODY, SaveWatch
+from ckptmgr.observe.observers import REGISTERED, SaveWatch
 from ckptmgr.state.devices import accelerators, synchronize
 from ckptmgr.store.manifest.codec import FileEntry, Manifest
 from ckptmgr.store.store import Store
@@ -155,7 +155,7 @@ class SaveEngine:
         Raises:
             BaseException: In `sync` mode the failure of this save, otherwise that of an earlier one.
         """
-        watch = EVERYBODY.watch(series="", step=None, why="manual") if watch is None else watch
+        watch = REGISTERED.watch(series="", step=None, why="manual") if watch is None else watch
         if self._must_run_now():
             return self._run_now(items, save, watch)
         if self.mode == "process" and not store.is_on_real_disk:

@@ -62,7 +62,7 @@ from ckptmgr.formats.tensor import Item, Tensor
 from ckptmgr.io.gc_pause import gc_paused
 from ckptmgr.io.page_cache import bypass_page_cache_unless_shared
 from ckptmgr.io.signals import defer_signals, deliver_signals
-from ckptmgr.observe.observers import EVERYBODY
+from ckptmgr.observe.observers import REGISTERED
 from ckptmgr.state.arrays import named_tensors
 from ckptmgr.store.change_leases import lease_of_name
 from ckptmgr.store.manifest.codec import FileEntry, Manifest
@@ -179,7 +179,7 @@ def save_checkpoint(
     )
     started = time.perf_counter()
     with (
-        EVERYBODY.watch(series=path.name, step=None, why="manual") as watch,
+        REGISTERED.watch(series=path.name, step=None, why="manual") as watch,
         defer_signals(),
         lease_of_name(store, path.name),
     ):
@@ -296,7 +296,7 @@ def load_checkpoint(
         values = dict(load_sharded(Path(ckpt_file_name), options=options, choose=choose))
     else:
         path = load_path(ckpt_file_name, format)
-        with EVERYBODY.timed("load", path=path) as told:
+        with REGISTERED.timed("load", path=path) as told:
             values = _read_file(path, options, wanted)
             with suppress(OSError):  # its name may be gone by now
                 told["size_bytes"] = path.stat().st_size

@@ -25,7 +25,7 @@ from ckptmgr.core.trust import Trust
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.formats.detect import Kind, detect
 from ckptmgr.maintenance.verify import Status, verify_checkpoint
-from ckptmgr.observe.observers import EVERYBODY
+from ckptmgr.observe.observers import REGISTERED
 from ckptmgr.policy.retention import RetentionPolicy, plan
 from ckptmgr.store import trash
 from ckptmgr.store.store import Store
@@ -228,7 +228,7 @@ def carry_out(store: Store, proposal: Proposal, *, at_once: bool = False) -> Pru
     A series that is locked, has changed or fails is left alone and named in `failures`. `at_once`
     removes for good instead of moving to the trash.
     """
-    with EVERYBODY.timed("prune", path=store.directory) as told:
+    with REGISTERED.timed("prune", path=store.directory) as told:
         outcome = _carry_out(store, proposal, at_once=at_once)
         told["figures"] = {
             "kept": len(proposal.kept),

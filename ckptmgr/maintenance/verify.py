@@ -34,7 +34,7 @@ from ckptmgr.io.passing_errors import PAUSES_S, is_bad_medium, may_be_whole, may
 from ckptmgr.maintenance.check_file import FileCheck, Findings
 from ckptmgr.maintenance.repair import repair_hint
 from ckptmgr.maintenance.verdict import CHECKS, Level, Status, Verification
-from ckptmgr.observe.observers import EVERYBODY, about
+from ckptmgr.observe.observers import REGISTERED, about
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.manifest.lineage import replaced_by_older
 from ckptmgr.store.store import Store
@@ -74,7 +74,7 @@ def verify_checkpoint(
         options: The key, and whether files without a seal are accepted.
         present: The store's listing; later checkpoints name the one that they came after.
     """
-    with EVERYBODY.timed("verify", **about(checkpoint)) as told:
+    with REGISTERED.timed("verify", **about(checkpoint)) as told:
         answer = _verify(store, checkpoint, level, options or ReadOptions(), present)
         if answer.status not in (Status.OK, Status.UNVERIFIED):
             told["error"] = "; ".join(answer.problems or answer.unchecked)

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events: what checkpointing tells those who observe it. See `observe` for how to hear them.
+"""Events that observers receive; see `observe` for registering observers.
 
 | event | when | figures and notes |
 |---|---|---|
-| `save.started` | a save was asked for | why |
+| `save.started` | a save was requested | why |
 | `save.staged` | a background save has its copy; the training goes on | stage_s, staged_bytes |
 | `save.durable` | the checkpoint survives a power cut | all of `SaveStats` |
 | `save.failed` | it did not become durable | |
 | `save.skipped`, `save.superseded` | under back-pressure, by `skip` and `coalesce` | |
-| `load`, `resume`, `verify` | afterwards | resume: skipped, starts; what was skipped and why |
+| `load`, `resume`, `verify` | afterwards | resume: skipped, starts; skipped checkpoints and why |
 | `prune` | checkpoints were removed, or should have been | kept, dropped, freed_bytes |
-| `lease.taken_over` | what a dead writer left was cleaned up | what was done |
-| `forecast` | space, time or memory will not do | what, and the way out |
+| `lease.taken_over` | the leftovers of a dead writer were cleaned up | actions |
+| `forecast` | a shortage of space, time or memory is expected | hint |
 
 Every `save.started` is followed by exactly one of `durable`, `failed`, `skipped` and `superseded`.
 """
@@ -31,25 +31,25 @@ from ckptmgr.core.model import Checkpoint
 _NO_FIGURES: Mapping[str, float] = MappingProxyType({})
 
 MOMENTS = frozenset({"save.started", "save.staged", "lease.taken_over", "forecast"})
-"""Events that are no end of an operation: they have no duration of their own to add up."""
+"""Events that do not end an operation, so their durations must not be added up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something that happened.
+    """An event of checkpointing.
 
     Attributes:
         name: As in the table of the module.
-        at: Seconds since the epoch, when it was over.
-        seconds: How long it took; 0 for what is only a moment.
+        at: Its end, in seconds since the epoch.
+        seconds: Its duration, or 0.
         size_bytes: Bytes of the file, or of the staged copy.
         path: The file or directory, or None.
         series: Name of the series, or None.
         step: Global step, or None.
-        error: What went wrong, as text; None when all is well.
+        error: The failure, as text, or None.
         error_type: Name of the exception, or of the verdict of `verify`.
-        figures: More numbers by name; units are in the names.
-        notes: More sentences.
+        figures: Further numbers by name; units are in the names.
+        notes: Further sentences.
     """
 
     name: str
@@ -66,17 +66,17 @@ class Event:
 
     @property
     def is_ok(self) -> bool:
-        """Whether nothing went wrong."""
+        """Whether there was no failure."""
         return self.error_type is None
 
     @property
     def operation(self) -> str:
-        """What was done: `save`, `load`, ...; the name up to the dot."""
+        """The operation: `save`, `load`, ...; the name up to the dot."""
         return self.name.partition(".")[0]
 
     @property
     def outcome(self) -> str:
-        """How it went: what stands behind the dot, else `ok` or `failed`."""
+        """The outcome: the name after the dot, else `ok` or `failed`."""
         return self.name.partition(".")[2] or ("ok" if self.is_ok else "failed")
 
     def to_json(self) -> dict[str, object]:
@@ -98,7 +98,7 @@ class Event:
 
 
 class Facts(TypedDict, total=False):
-    """The attributes of an event that depend on what happened."""
+    """The attributes of an event besides its name and time."""
 
     seconds: float
     size_bytes: int
@@ -112,14 +112,14 @@ class Facts(TypedDict, total=False):
 
 
 def direction_of(event: Event) -> Literal["read", "write"] | None:
-    """Return whether bytes of checkpoints were read or written, all of them and well; None otherwise."""
+    """Return whether an event is a successful read or write of a checkpoint, else None."""
     if event.name == "save.durable":
         return "write"
     return "read" if event.name in ("load", "resume", "verify") and event.is_ok else None
 
 
 def about(checkpoint: Checkpoint) -> Facts:
-    """Return which checkpoint an event is about."""
+    """Return the attributes of an event about a checkpoint."""
     return Facts(
         path=checkpoint.path,
         series=checkpoint.series,

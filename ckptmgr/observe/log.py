@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An observer that writes events to the log: one sentence each, and the whole event for those who log JSON.
+"""Log observer: one sentence per event, with the whole event as an attribute for JSON logs.
 
 >>> from ckptmgr.observe.events import Event
 >>> print(sentence(Event(name="save.durable", at=0.0, series="net", step=7, size_bytes=2_000_000, seconds=0.5)))
@@ -16,11 +16,11 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 class LogObserver:
-    """Log what is well as INFO, what is not as WARNING; the record's `ckptmgr` attribute holds the whole event.
+    """Log successes as INFO and failures as WARNING; the record's `ckptmgr` attribute is the event.
 
     Args:
-        logger: Where to.
-        level: For what is well.
+        logger: The logger; `ckptmgr.events` by default.
+        level: The level of successes.
     """
 
     def __init__(self, logger: logging.Logger | None = None, *, level: int = logging.INFO) -> None:
@@ -54,7 +54,7 @@ def sentence(event: Event) -> str:
 
 
 def decimal_size(size_bytes: float) -> str:
-    """Return e.g. `512 B`, `1.5 GB`, in powers of 1000 as disks are sold."""
+    """Return e.g. `512 B`, `1.5 GB`, in powers of 1000."""
     value, unit = float(size_bytes), 0
     while value >= 999.5 and unit < len(_UNITS) - 1:
         value, unit = value / 1000, unit + 1

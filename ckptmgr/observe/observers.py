@@ -1,17 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who hears what checkpointing does: `observe=` of a manager or callback, `register` for the whole process.
+"""Observers of a manager or callback (`observe=`), or of the whole process (`register`).
 
-An observer is any function that takes an `Event`. It is called in the thread where the event happens (for background saves
-that is not the training loop), so it must be quick and thread-safe. One that raises is logged once and never harms a save.
+An observer is a function that takes an `Event` (see `events`). It runs in the thread of the event
+(not the training loop, for background saves), so it must be quick and thread-safe. The first
+exception of an observer is logged; it never harms a save.
 
-The events are listed in `events`.
-
->>> heard = []
->>> observers = Observers(lambda event: heard.append(event.name))
+>>> names = []
+>>> observers = Observers(lambda event: names.append(event.name))
 >>> with observers.watch(series="net", step=7, why="manual") as save:
 ...     save.costs(SaveStats(size_bytes=100))
 ...     save.durable(Path("net-7.ckpt"))
->>> heard
+>>> names
 ['save.started', 'save.durable']
 """
 
@@ -33,7 +32,7 @@ from ckptmgr.core.model import Checkpoint
 from ckptmgr.observe.events import Event, Facts, about, figures_of
 
 __all__ = [
-    "EVERYBODY",
+    "REGISTERED",
     "Event",
     "Observer",
     "Observers",
@@ -51,7 +50,7 @@ _registered: list[Observer] = []
 
 
 def register(observer: Observer) -> None:
-    """Let an observer hear everything that happens in this process, until `unregister`."""
+    """Call an observer for every event of this process, until `unregister`."""
     _registered.append(observer)
 
 
@@ -65,14 +64,11 @@ def unregister(observer: Observer) -> None:
 
 
 class Observers:
-    """Those who hear the events of one manager or callback; the registered ones always do.
+    """The observers of one manager or callback, and the registered ones.
 
     Args:
         observe: An observer, several, or None.
         clock: Seconds since the epoch; stamps the events.
-
-    Raises:
-        TypeError: Something else.
     """
 
     def __init__(
@@ -86,23 +82,17 @@ class Observers:
         self._failed: list[Observer] = []
 
     def emit(self, name: str, failure: BaseException | None = None, **facts: Unpack[Facts]) -> None:
-        """Tell all observers; never raises because of them.
-
-        Args:
-            name: Of the event.
-            failure: What went wrong.
-            facts: The other attributes of `Event`.
-        """
-        everybody = (*self._own, *_registered)
-        if not everybody:
+        """Call all observers with an event; their exceptions do not leave this method."""
+        observers = (*self._own, *_registered)
+        if not observers:
             return
         if failure is not None:
             facts["error"], facts["error_type"] = _text(failure), type(failure).__name__
         event = Event(name=name, at=self._clock(), **facts)
-        for observer in everybody:
-            self._tell(observer, event)
+        for observer in observers:
+            self._notify(observer, event)
 
-    def _tell(self, observer: Observer, event: Event) -> None:
+    def _notify(self, observer: Observer, event: Event) -> None:
         try:
             observer(event)
         except KeyboardInterrupt:
@@ -116,11 +106,7 @@ class Observers:
 
     @contextmanager
     def timed(self, name: str, **facts: Unpack[Facts]) -> Iterator[Facts]:
-        """Emit an event at the end of a `with` block, with its seconds and its error, if any.
-
-        Yields:
-            The attributes of the event, to be completed.
-        """
+        """Emit an event at the end of a `with` block; yield its attributes, to be completed."""
         started = time.perf_counter()
         error: BaseException | None = None
         try:
@@ -134,12 +120,12 @@ class Observers:
             del error  # its traceback holds this frame
 
     def watch(self, *, series: str, step: int | None, why: str) -> SaveWatch:
-        """Return the watch over a save that starts now."""
+        """Return the watch of a save that starts now."""
         return SaveWatch(self, series=series, step=step, why=why)
 
 
 class SaveWatch:
-    """Tells observers about one save. Use it in a `with` block: an exception that leaves it is the failure of the save."""
+    """Emits the events of one save; an exception that leaves its `with` block is its failure."""
 
     def __init__(self, observers: Observers, *, series: str, step: int | None, why: str) -> None:
         self._observers = observers
@@ -166,7 +152,7 @@ class SaveWatch:
             self.ended_with(error)
 
     def staged(self, stats: SaveStats) -> None:
-        """Say that the copy is made; only the first time."""
+        """Emit `save.staged`, once."""
         with self._lock:
             is_late, self._is_staged = self._is_staged or self._is_over, True
         if not is_late:
@@ -176,20 +162,20 @@ class SaveWatch:
             self._observers.emit("save.staged", **facts)
 
     def costs(self, stats: SaveStats, *, note: Callable[[], object] | None = None) -> None:
-        """Take the figures of the save, which are told when it ends; `note` brings them up to date."""
+        """Take the figures for the last event; `note` updates them before it."""
         self._stats, self._note = stats, note
 
     def durable(self, path: Path) -> None:
-        """Say that the checkpoint is safe, and what it cost."""
+        """Emit `save.durable`."""
         stats = self._stats
         if self._note is not None:
             self._note()
         if stats.staged_bytes:
-            self.staged(stats)  # whoever staged it may not have had the time to say so
+            self.staged(stats)  # the staging thread may not have emitted it yet
         self._end("save.durable", path=path, size_bytes=stats.size_bytes, figures=figures_of(stats))
 
     def ended_with(self, error: BaseException | None) -> None:
-        """Say how the save ended, unless that was said already; None stands for skipped."""
+        """Emit the end of the save, once; None stands for skipped."""
         if error is None:
             self._end("save.skipped")
         else:
@@ -197,7 +183,7 @@ class SaveWatch:
             self._end("save.superseded" if is_superseded else "save.failed", error)
 
     def follow(self, handle: SaveHandle | None) -> None:
-        """Tell of a save in the background as it proceeds; None stands for skipped."""
+        """Emit the events of a background save as it proceeds; None stands for skipped."""
         if handle is None:
             self.ended_with(None)
             return
@@ -240,5 +226,5 @@ def _text(error: BaseException) -> str:
     return error.message if isinstance(error, CkptmgrError) else str(error)
 
 
-EVERYBODY = Observers()
-"""The registered observers only, for functions that belong to no manager."""
+REGISTERED = Observers()
+"""Only the registered observers, for functions without a manager."""

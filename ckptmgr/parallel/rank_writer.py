@@ -16,7 +16,7 @@ from ckptmgr.core.names import is_of_prefix
 from ckptmgr.core.shard_names import SET_FORMAT, new_attempt_id, stem_of
 from ckptmgr.files.save.saver import Publish, Refusal, SaveOptions, SaveOrder, save_items
 from ckptmgr.formats.tensor import Item
-from ckptmgr.observe.observers import EVERYBODY, Observers
+from ckptmgr.observe.observers import REGISTERED, Observers
 from ckptmgr.parallel.agreement import all_prepared, first_that_all_load, steps_of_all
 from ckptmgr.parallel.coordinator import Coordinator, Json, RanksMissing
 from ckptmgr.parallel.dedup import Sharing
@@ -61,7 +61,7 @@ class RankWriter(SeriesWriter):
         clock: Callable[[], float],
         timeout_s: float = DEFAULT_TIMEOUT_S,
         run_id: str | None = None,
-        observers: Observers = EVERYBODY,
+        observers: Observers = REGISTERED,
         sharing: Sharing | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:

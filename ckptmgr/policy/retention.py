@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to keep. Pure: `plan(history, policy, now)` gives a verdict with reasons for every checkpoint.
+"""Retention: `plan(history, policy, now)` gives a verdict with reasons for every checkpoint. Pure.
 
-Whatever the policy says:
+Under every policy:
 
-* The newest countable checkpoint of every series stays, and so do pinned ones and those the caller protects.
-* Only countable checkpoints use up a slot. Damaged ones, leftovers, those being written, and those saved while an exception
-  unwound the training are not counted and not dropped; cleaning up leftovers is another decision.
+* The newest countable checkpoint of every series stays, and so do pinned and protected ones.
+* Only countable checkpoints use up a slot. Damaged ones, leftovers, unfinished ones and those saved
+  while an exception unwound the training are neither counted nor dropped.
 * Series are planned one by one: one never evicts another.
-* Order is `Checkpoint.order`, never a time; two attempts of one step are two checkpoints. Times decide only where a rule is
-  about time.
-* Refused with UnsafePrune: a policy without rules; rules that keep nothing of a series; `best` by a metric that no
-  checkpoint of a series has. The last two only when something would be dropped, so nothing is ever dropped on them.
+* Order is `Checkpoint.order`, never a time; two attempts of one step are two checkpoints. Only
+  rules about time use times.
+* Refused with UnsafePrune: a policy without rules; and when a checkpoint would be dropped, rules
+  that keep nothing of a series, or `best` by a metric that no checkpoint of a series has.
 
 >>> from pathlib import Path
 >>> from datetime import UTC
@@ -75,20 +75,16 @@ def plan(
     *,
     protected: Mapping[Path, str] = _NONE_PROTECTED,
 ) -> Plan:
-    """Return what a policy would keep and drop.
+    """Return the plan of a policy: series in the order of their names, each newest first.
 
     Args:
-        history: All checkpoints found, in any order; a path that occurs twice counts once, as its newest entry.
+        history: All checkpoints, in any order; of a repeated path the newest entry counts.
         policy: The rules.
         now: The present time, UTC.
-        protected: Path, as in the history, to the reason why it must stay, e.g. `resumed from`.
-
-    Returns:
-        The plan; series in the order of their names, each newest first.
+        protected: Path to the reason why it must stay, e.g. `resumed from`.
 
     Raises:
-        UnsafePrune: The policy is empty, or would drop checkpoints while its rules keep nothing of a series or rank by
-            a metric that no checkpoint of the series has.
+        UnsafePrune: See the module's list.
     """
     rules = policy.rules if isinstance(policy, RetentionPolicy) else (policy,)
     if not rules:
@@ -100,7 +96,7 @@ def plan(
 
 
 def _newest_first_by_series(history: Sequence[Checkpoint]) -> list[list[Checkpoint]]:
-    # The text of the whole value as the last key makes the order total, so that the order of the input cannot matter.
+    # The repr as the last key makes the order total, so that the order of the input cannot matter.
     newest_first = sorted(
         history, key=lambda item: (item.order, as_utc(item.saved_at), repr(item)), reverse=True
     )

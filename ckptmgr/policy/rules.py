@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rules that retention policies are joined from: `Last(3) | Best(2, "loss", "min") | Every(1000)`.
+"""Retention rules, joined into a policy: `Last(3) | Best(2, "loss", "min") | Every(1000)`.
 
-A rule looks at the countable checkpoints of one series, newest first, and gives a finding for each: kept and why, or
-not kept and how near it came. Rules know nothing of each other; a checkpoint stays when any rule keeps it. `str` of a
-rule is its policy text.
+A rule gets the countable checkpoints of one series, newest first, and returns a finding for each:
+kept and why, or not kept and how near it came. A checkpoint stays when any rule keeps it. `str` of
+a rule is its policy text.
 
 >>> str(Last(3) | Best(2, "val loss", "min"))
 'last(3) | best(2, "val loss", min)'
@@ -28,7 +28,7 @@ _BARE_METRIC = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """What one rule says about one checkpoint; for one that it does not keep, the reason is the nearest miss."""
+    """A rule's finding about a checkpoint; if it is not kept, the reason is its nearest miss."""
 
     is_kept: bool
     reason: Reason
@@ -40,11 +40,9 @@ class Rule(ABC):
 
     @abstractmethod
     def judge(self, history: Sequence[Checkpoint], now: datetime) -> Sequence[Finding | None]:
-        """Return a finding for each checkpoint, or None where the rule has nothing to say.
+        """Return a finding for each checkpoint of a series, or None where the rule does not apply.
 
-        Args:
-            history: The countable checkpoints of one series, newest first; at least one.
-            now: The present time.
+        `history` has the countable checkpoints, newest first; at least one.
         """
 
     @abstractmethod
@@ -160,8 +158,8 @@ class Best(Rule):
 class Every(Rule):
     """Keep the first step at or after each multiple of `interval_steps`, for ever.
 
-    Where saves fall on the multiples, those are kept and nothing else. Where they do not (saves by time, odd epoch
-    lengths), there is still one checkpoint for each interval, instead of none.
+    Where saves do not fall on the multiples (saves by time, odd epoch lengths), each interval still
+    keeps one checkpoint.
     """
 
     interval_steps: int
@@ -192,7 +190,7 @@ class Every(Rule):
 
 @dataclass(frozen=True, slots=True)
 class Pinned(Rule):
-    """Keep the pinned checkpoints. They stay under every policy; as a rule, this makes "and nothing else" sayable."""
+    """Keep the pinned checkpoints, as every policy does; the rule expresses "and no others"."""
 
     def __str__(self) -> str:
         return "pinned"
@@ -235,12 +233,7 @@ def _short(steps: int) -> str:
 
 
 def check_count(rule: str, count: object) -> None:
-    """Raise unless a count is a whole number from 1 to 2**63 - 1.
-
-    Raises:
-        TypeError: It is not an int.
-        ValueError: It is out of range.
-    """
+    """Raise TypeError or ValueError unless a count is a whole number from 1 to 2**63 - 1."""
     if not isinstance(count, int) or isinstance(count, bool):
         raise TypeError(f"{rule} needs a whole number, but got {type(count).__name__}")
     if not 1 <= count <= MAX_COUNT:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When to save. Pure: a policy sees a step, a time and the last save, and answers with a reason.
+"""Save policies: from a step, a time and the last save to a decision with a reason. Pure.
 
 * A step is never saved twice.
-* Only a save that succeeded moves `LastSave` on. So after a failure the next step is due again, and the one after it,
-  until one succeeds: losing an interval is worse than trying often. Whoever wants fewer attempts says so in `on_error`.
-  (MindSpore marks the step as saved before it writes, and silently skips it, even at the end of training.)
-* After a rollback that gave up saves, the next step is due under every policy that is active: until it is saved, the newest
-  checkpoint is of the future that was given up, and a crash would resume there. The intervals count from that save on. A
-  rollback that gave up no save changes nothing.
+* Only a successful save advances `LastSave`. So after a failure every step is due until one
+  succeeds: losing an interval is worse than trying often; `on_error` allows fewer attempts.
+  (MindSpore marks the step as saved before it writes, and silently skips it, even at the end of
+  training.)
+* After a rollback that gave up saves, the next step is due under every active policy: until it is
+  saved, the newest checkpoint is of the abandoned future, and a crash would resume there. The
+  intervals count from that save on.
 * The time comes from the caller, in seconds on any clock.
 
 >>> policy = EverySteps(100)
@@ -30,9 +31,9 @@ class LastSave:
 
     Attributes:
         step: Its global step; 0 before the first save.
-        at: When it was due, in seconds on the caller's clock; before the first save, when the manager was constructed.
+        at: When it was due, on the caller's clock; before the first save, the manager's start.
         cost_s: Seconds for which it held up the training; 0 before the first save.
-        is_given_up: Whether a rollback went back behind it; `step` is then the step gone back to, `at` the time of that.
+        is_given_up: Whether a rollback gave it up; `step` and `at` are then those of the rollback.
     """
 
     step: int = 0
@@ -54,17 +55,11 @@ class SavePolicy(Protocol):
 
     @property
     def is_active(self) -> bool:
-        """Whether it ever asks for a save. An inactive policy does not save at the end of training either."""
+        """Whether it ever requests a save; an inactive one does not save at the end of training."""
         ...
 
     def decide(self, step: int, now: float, last: LastSave) -> SaveDecision:
-        """Return the decision for a step that has just ended.
-
-        Args:
-            step: Global step, from 1.
-            now: Seconds on the clock that `last.at` was taken from.
-            last: The last save that succeeded.
-        """
+        """Return the decision for a step that just ended; `now` is on the clock of `last.at`."""
         ...
 
 
@@ -72,9 +67,9 @@ class SavePolicy(Protocol):
 class EverySteps:
     """Save once at least `interval_steps` steps have passed since the last save.
 
-    At or after, because the step jumps when several steps run at once (sink mode). When the step has gone back behind
-    the last save (a second training with the same callback) it is due at once; MindSpore would not save
-    again before the old step is passed.
+    Not exactly at the interval, because in sink mode the step jumps. A step before the last save (a
+    second training with the same callback) is due at once; MindSpore waits until the old step is
+    passed.
     """
 
     interval_steps: int
@@ -89,7 +84,7 @@ class EverySteps:
         return True
 
     def decide(self, step: int, now: float, last: LastSave) -> SaveDecision:
-        """Return due when the interval has passed; the time plays no part."""
+        """Return due when the interval has passed; the time has no effect."""
         if step == last.step:
             return _same_step(step)
         if step < last.step:
@@ -105,9 +100,9 @@ class EverySteps:
 
 @dataclass(frozen=True, slots=True)
 class EverySeconds:
-    """Save once more than `interval_s` seconds have passed since the last save; exactly that many is not enough.
+    """Save once more than `interval_s` seconds have passed since the last save.
 
-    When the clock has gone back it is due at once; MindSpore would wait until the clock has caught up.
+    When the clock has gone back it is due at once; MindSpore waits until the clock has caught up.
     """
 
     interval_s: float
@@ -127,7 +122,7 @@ class EverySeconds:
             return _same_step(step)
         passed_s = now - last.at
         if passed_s < 0:
-            return SaveDecision(is_due=True, reason=f"the clock went back by {-passed_s:.6g} s")
+            return _clock_went_back(passed_s)
         return SaveDecision(
             is_due=passed_s > self.interval_s,
             reason=f"{passed_s:.6g} s since the last save, every {self.interval_s:g} s",
@@ -138,10 +133,11 @@ class EverySeconds:
 class Overhead:
     """Save as often as saving holds up the training for at most a share of its time.
 
-    The first step is saved, to learn the cost; from then on the interval is the cost of the last save over the share. When
-    the clock has gone back it is due at once.
+    The first step is saved, to learn the cost; then the interval is the cost of the last save
+    divided by the share. When the clock has gone back it is due at once.
 
-    Source: Mohan, Phanishayee, Chidambaram, "CheckFreq: Frequent, Fine-Grained DNN Checkpointing", FAST 2021.
+    Source: Mohan, Phanishayee, Chidambaram, "CheckFreq: Frequent, Fine-Grained DNN Checkpointing",
+        FAST 2021.
     """
 
     share: float
@@ -156,12 +152,12 @@ class Overhead:
         return True
 
     def decide(self, step: int, now: float, last: LastSave) -> SaveDecision:
-        """Return due when the time since the last save is long enough for its cost."""
+        """Return due when the time since the last save outweighs its cost."""
         if step == last.step:
             return _same_step(step)
         passed_s = now - last.at
         if passed_s < 0:
-            return SaveDecision(is_due=True, reason=f"the clock went back by {-passed_s:.6g} s")
+            return _clock_went_back(passed_s)
         interval_s = last.cost_s / self.share
         return SaveDecision(
             is_due=passed_s >= interval_s,
@@ -186,7 +182,7 @@ class Never:
 
 @dataclass(frozen=True, slots=True)
 class AnyOf:
-    """Save when any of the policies says so; the first one that does gives the reason."""
+    """Save when any of the policies is due; the first due one gives the reason."""
 
     policies: tuple[SavePolicy, ...]
 
@@ -206,14 +202,15 @@ class AnyOf:
 
 
 def decide_at_step(policy: SavePolicy, step: int, now: float, *, last: LastSave) -> SaveDecision:
-    """Return the policy's decision, or due when a rollback gave up the last save and the policy ever saves."""
+    """Return the policy's decision; due after a rollback that gave up saves, if it is active."""
     if last.is_given_up and policy.is_active:
-        return SaveDecision(is_due=True, reason=_given_up(last))
+        reason = f"a rollback to step {last.step} gave up the saves after it"
+        return SaveDecision(is_due=True, reason=reason)
     return policy.decide(step, now, last)
 
 
 def decide_at_end(policy: SavePolicy, step: int, *, last: LastSave) -> SaveDecision:
-    """Return the decision at the end of training: due, unless the last step is saved or the policy never saves."""
+    """Return the decision at the end of training: due unless saved or never saving."""
     if not policy.is_active:
         return SaveDecision(is_due=False, reason="no save policy is set")
     if step == last.step and not last.is_given_up:
@@ -225,5 +222,5 @@ def _same_step(step: int) -> SaveDecision:
     return SaveDecision(is_due=False, reason=f"step {step} is already saved")
 
 
-def _given_up(last: LastSave) -> str:
-    return f"a rollback to step {last.step} gave up the saves after it"
+def _clock_went_back(passed_s: float) -> SaveDecision:
+    return SaveDecision(is_due=True, reason=f"the clock went back by {-passed_s:.6g} s")

@@ -11,7 +11,7 @@ duration  90s 30m 12h 2d 1w, or several in one: 1d12h
 
 >>> parse_policy("last(3)|best(2, 'val loss', min)").rules[1]
 Best(count=2, metric='val loss', mode='min')
->>> format_policy(parse_policy("within(36h) | pinned"))
+>>> str(parse_policy("within(36h) | pinned"))
 'within(1d12h) | pinned'
 """
 
@@ -43,7 +43,7 @@ _SHOWN_BEFORE, _SHOWN_AFTER = 40, 40
 
 
 class PolicyTextError(CkptmgrError, ValueError):
-    """Report a policy text that cannot be understood; the message shows the place.
+    """Report an invalid policy text; the message shows the place.
 
     Attributes:
         text: The policy text.
@@ -63,7 +63,7 @@ class PolicyTextError(CkptmgrError, ValueError):
 
 
 def parse_policy(text: str) -> RetentionPolicy:
-    """Return the policy that a text describes.
+    """Return the policy of a text; its `str` gives the text.
 
     Raises:
         PolicyTextError: The text is empty, too long, or not a policy.
@@ -71,13 +71,8 @@ def parse_policy(text: str) -> RetentionPolicy:
     return _Parser(text).policy()
 
 
-def format_policy(policy: RetentionPolicy | Rule) -> str:
-    """Return the text of a policy; `parse_policy` gives the same policy back."""
-    return str(policy)
-
-
 def parse_duration(text: str) -> timedelta | None:
-    """Return a duration such as `90s`, `12h` or `1d12h`, or None when the text is not one or is out of range."""
+    """Return a duration such as `90s` or `1d12h`; None for other texts and when out of range."""
     if not _DURATION.fullmatch(text):
         return None
     try:
@@ -98,7 +93,7 @@ class _Token:
 
 
 class _Parser:
-    """Reads tokens from left to right; every complaint goes through `_fail`, which knows the place."""
+    """Recursive-descent parser; all errors go through `_fail`, which adds the place."""
 
     def __init__(self, text: str) -> None:
         self._text = text

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The retention rules that look at times. All in UTC; the present time is given, never read.
+"""Retention rules by time, in UTC; the caller passes the present time.
 
 >>> str(Within(timedelta(hours=36)) | Daily(7))
 'within(1d12h) | daily(7)'
@@ -22,10 +22,10 @@ _UNITS_S = {"w": 604_800, "d": 86_400, "h": 3_600, "m": 60, "s": 1}
 
 @dataclass(frozen=True, slots=True)
 class Within(Rule):
-    """Keep what is less than `age` older than the newest checkpoint that is not dated in the future.
+    """Keep checkpoints less than `age` older than the newest one that is not dated in the future.
 
-    Relative to the newest, so that nothing expires while a run is paused; not to one dated in the future, because a
-    clock that was wrong once would make everything else look old.
+    Relative to the newest, so that nothing expires while a run is paused; not to one dated in the
+    future, because one wrong clock would make all others look old.
     """
 
     age: timedelta
@@ -48,8 +48,7 @@ class Within(Rule):
         if age is None or age < timedelta(0):
             return self.finding(True, f"{name} (dated in the future)")
         is_kept = age < self.age
-        older = format_duration(age)
-        detail = f"{name} ({older} before the newest)"
+        detail = f"{name} ({format_duration(age)} before the newest)"
         return self.finding(is_kept, detail, value=age.total_seconds())
 
 
@@ -57,8 +56,8 @@ class Within(Rule):
 class _PerPeriod(Rule):
     """Keep the newest checkpoint of each of the `count` newest periods (UTC) that have one.
 
-    As restic does: periods without a checkpoint do not count, and when the history has fewer periods than `count`, its
-    oldest checkpoint is kept too.
+    As in restic, periods without a checkpoint do not count, and when the history has fewer periods
+    than `count`, its oldest checkpoint is kept too.
     """
 
     NAME: ClassVar[str]
@@ -126,7 +125,7 @@ class Daily(_PerPeriod):
 
 @dataclass(frozen=True, slots=True)
 class Weekly(_PerPeriod):
-    """Keep the newest checkpoint of each of the `count` newest ISO weeks (Monday to Sunday, UTC) that have one."""
+    """Keep the newest checkpoint of each of the `count` newest ISO weeks (UTC) that have one."""
 
     NAME: ClassVar[str] = "weekly"
 
@@ -151,9 +150,9 @@ class Monthly(_PerPeriod):
 class PerMinutes(Rule):
     """Thin out as MindSpore's `keep_checkpoint_per_n_minutes` does.
 
-    Of the checkpoints less than `minutes` older than the newest, keep the oldest; keep the newest and all that is
-    older. Applied at each save, that leaves about one checkpoint for each `minutes`, and the newest. What is dated after
-    the newest is kept, too: when the clock has gone back, the whole history is.
+    Of the checkpoints less than `minutes` older than the newest, keep the oldest; keep the newest
+    and all older ones. Applied at each save, that leaves about one checkpoint for each `minutes`,
+    and the newest. Checkpoints dated after the newest are kept, too (the clock has gone back).
     """
 
     minutes: int
@@ -186,7 +185,7 @@ def as_utc(time: datetime) -> datetime:
         return time.replace(tzinfo=UTC)
     try:
         return time.astimezone(UTC)
-    except OverflowError:  # within hours of year 1 or 9999, where a shift has no answer
+    except OverflowError:  # within hours of year 1 or 9999
         return time.replace(tzinfo=UTC)
 
 

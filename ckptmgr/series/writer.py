@@ -26,7 +26,7 @@ from ckptmgr.files.save.saver import Publish, SaveOptions, SaveOrder, save_items
 from ckptmgr.formats.tensor import Item
 from ckptmgr.io.passing_errors import with_one_retry
 from ckptmgr.io.signals import defer_signals, deliver_signals
-from ckptmgr.observe.observers import EVERYBODY, Observers
+from ckptmgr.observe.observers import REGISTERED, Observers
 from ckptmgr.policy.retention import RetentionPolicy, plan
 from ckptmgr.series.candidates import Skipped, first_that_loads
 from ckptmgr.store.manifest.codec import FileEntry, Manifest
@@ -94,7 +94,7 @@ class SeriesWriter:
         options: SaveOptions,
         clock: Callable[[], float],
         run_id: str | None = None,
-        observers: Observers = EVERYBODY,
+        observers: Observers = REGISTERED,
         monotonic: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
     ) -> None:

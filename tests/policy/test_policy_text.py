@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.policy.retention import RetentionPolicy
-from ckptmgr.policy.text import PolicyTextError, format_policy, parse_duration, parse_policy
+from ckptmgr.policy.text import PolicyTextError, parse_duration, parse_policy
 from tests.support.policies import rules
 
 _EVERYTHING = (
@@ -22,19 +22,19 @@ _EVERYTHING = (
 
 
 def test_policy_with_every_rule_reads_and_prints_the_same() -> None:
-    assert format_policy(parse_policy(_EVERYTHING)) == _EVERYTHING
+    assert str(parse_policy(_EVERYTHING)) == _EVERYTHING
 
 
 @given(st.lists(rules(), min_size=1, max_size=4))
 def test_policy_printed_and_parsed_is_the_same_policy(some: list[object]) -> None:
     policy = RetentionPolicy(tuple(some))  # type: ignore[arg-type]
-    assert parse_policy(format_policy(policy)) == policy
+    assert parse_policy(str(policy)) == policy
 
 
 @given(st.lists(rules(), min_size=1, max_size=4))
 def test_text_parsed_and_printed_is_the_same_text(some: list[object]) -> None:
-    text = format_policy(RetentionPolicy(tuple(some)))  # type: ignore[arg-type]
-    assert format_policy(parse_policy(text)) == text
+    text = str(RetentionPolicy(tuple(some)))  # type: ignore[arg-type]
+    assert str(parse_policy(text)) == text
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_text_parsed_and_printed_is_the_same_text(some: list[object]) -> None:
     ],
 )
 def test_policy_in_another_spelling_has_one_printed_form(text: str, canonical: str) -> None:
-    assert format_policy(parse_policy(text)) == canonical
+    assert str(parse_policy(text)) == canonical
 
 
 @pytest.mark.parametrize(
@@ -133,7 +133,7 @@ def test_error_is_one_of_ours_and_a_value_error() -> None:
 def test_policy_of_any_text_is_read_or_refused(text: str) -> None:
     with contextlib.suppress(PolicyTextError):
         policy = parse_policy(text)
-        assert parse_policy(format_policy(policy)) == policy
+        assert parse_policy(str(policy)) == policy
 
 
 @pytest.mark.parametrize(

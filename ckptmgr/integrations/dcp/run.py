@@ -24,7 +24,7 @@ from ckptmgr.core.trust import Trust
 from ckptmgr.files.load.values import ReadOptions
 from ckptmgr.files.save.saver import SaveOptions
 from ckptmgr.io.filesystem import FileSystem
-from ckptmgr.observe.observers import EVERYBODY, Observers, SaveWatch
+from ckptmgr.observe.observers import REGISTERED, Observers, SaveWatch
 from ckptmgr.parallel.offer import Offer
 from ckptmgr.parallel.shard_store import ShardStore
 from ckptmgr.policy.retention import RetentionPolicy
@@ -89,7 +89,7 @@ class Run:
     """What this process writes in a series."""
 
     def __init__(
-        self, place: SeriesAt, *, options: SaveOptions, observers: Observers = EVERYBODY
+        self, place: SeriesAt, *, options: SaveOptions, observers: Observers = REGISTERED
     ) -> None:
         self.place = place
         self.store = place.store()
@@ -210,7 +210,7 @@ def run_of(
     place: SeriesAt,
     *,
     options: SaveOptions,
-    observers: Observers = EVERYBODY,
+    observers: Observers = REGISTERED,
     lineage: Lineage | None = None,
 ) -> Run:
     """Return the run of this process in a series; with another key, or another disk, it goes on there.
