@@ -34,7 +34,7 @@ class SaveStats:
         size_bytes: Size of the file.
         staged_bytes: Bytes copied into staging memory.
         staging_bytes: All staging memory, kept for the next save.
-        buffer_bytes: BufferPool between memory and disk; all saves and loads of the process share
+        buffer_bytes: Buffers between memory and disk; all saves and loads of the process share
             them.
     """
 

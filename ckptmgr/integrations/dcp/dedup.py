@@ -5,7 +5,7 @@ DCP itself gives whole tensors to the rank with the least so far, so one large t
 
 Whether plain tensors that several ranks have under one name are the same: only equal digests make equal tensors.
 
-BufferPool, statistics and random number generators may differ between ranks. Rows of different ranks must never become one
+Buffers, statistics and random number generators may differ between ranks. Rows of different ranks must never become one
 tensor, so of what differs the lowest rank's is kept, as a whole.
 """
 
