@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`AutoParallelContext`: the settings of `mindspore.set_auto_parallel_context`, as a value of its own.
+"""`AutoParallelContext`: the settings of `mindspore.set_auto_parallel_context`, as a value.
 
 Keys, defaults, checks and messages are MindSpore's. Different on purpose:
 
-* `set` is atomic: after an error nothing has changed. MindSpore applies the keys before the bad one.
+* `set` is atomic: it changes nothing after an error. MindSpore applies the keys before the bad one.
 * Nothing is global, and no directory is made for `strategy_ckpt_save_file`.
 
 >>> context = AutoParallelContext(device_num=8, parallel_mode=ParallelMode.SEMI_AUTO_PARALLEL)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys of `mindspore.set_auto_parallel_context`, checked as MindSpore 2.10 does, with its messages.
+"""Checks and messages of the keys of `mindspore.set_auto_parallel_context` in MindSpore 2.10.
 
-A check takes the key and the value and returns what it changes: one key or several.
+A check takes the key and the value and returns the changed keys with their values: one or several.
 
-Source: `mindspore/context.py`, `mindspore/parallel/_auto_parallel_context.py` (messages recorded from 2.10.0).
+Source: `mindspore/context.py`, `mindspore/parallel/_auto_parallel_context.py` (messages of 2.10.0).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load the checkpoints of many ranks into the network of one, as MindSpore's functions of these names do.
+"""Load the checkpoints of many ranks into the network of one, under MindSpore's function names.
 
-Only the bytes of the own slices are read. What no file holds, or does not fit the strategy, is an error.
+Only the bytes of the own slices are read. A slice that no file holds, or that does not fit the
+strategy, is an error.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ckptmgr.files.load.network import load_into
 from ckptmgr.files.load.values import Value
 from ckptmgr.files.serialization import load_checkpoint
 from ckptmgr.formats.strict_json import parse_object, parse_strings
-from ckptmgr.formats.tensor import Item, Tensor
+from ckptmgr.formats.tensor import Tensor, Text
 from ckptmgr.parallel.errors import LayoutError
 from ckptmgr.parallel.layout import (
     ParallelLayout,
@@ -73,29 +74,32 @@ def load_distributed_checkpoint(
     allow_unencrypted: bool = False,
     trusted_keys: TrustedKeys = (),
 ) -> bool | dict[str, Value]:
-    """Load what a rank needs of a distributed checkpoint into its network, or write it to files.
+    """Load the slices of a rank from a distributed checkpoint into its network or into files.
 
     Args:
-        network: A mapping of names to arrays, a PyTorch module, an object with `load_state_dict()`, or a MindSpore Cell. None
-            writes `rank_R/net.{output_format}` (unified source only).
+        network: A mapping of names to arrays, a PyTorch module, an object with `load_state_dict()`,
+            or a MindSpore Cell. None writes `rank_R/net.{output_format}` (unified source only).
         checkpoint_filenames: For `format="ckpt"`: the file of every rank, in order.
-        predict_strategy: How the network is cut: a strategy file, or names with layouts; None for one device.
+        predict_strategy: How the network is cut: a strategy file, or names with layouts; None for
+            one device.
         train_strategy_filename: For `format="ckpt"`: how the files are cut.
         strict_load: Refuse other element types instead of converting.
         dec_key: Key of the files.
         dec_mode: Their cipher mode.
-        format: `ckpt` for the files of all ranks, `safetensors` for a directory that `unified_safetensors` wrote.
-        unified_safetensors_dir: That directory.
-        dst_safetensors_dir: Where to write without a network.
-        rank_id: Whose slices; None for this process (`RANK_ID` or `RANK`), and when writing for all ranks.
-        output_format: Of what is written.
+        format: `ckpt` for the files of all ranks, `safetensors` for the output of
+            `unified_safetensors`.
+        unified_safetensors_dir: The directory of that output.
+        dst_safetensors_dir: The directory to write to without a network.
+        rank_id: The rank; None for that of this process (`RANK_ID` or `RANK`), and when writing for
+            all.
+        output_format: Format of the files that are written.
         name_map: Names in the network to names in the unified files.
         max_process_num: Accepted; one process keeps the disk busy.
         return_param_dict: Return the values instead of loading them.
         allow_unsealed: Accept encrypted files without a seal.
         allow_unencrypted: Accept plain files although a key is given.
-        trusted_keys: For `format="ckpt"`: public keys, or their files in PEM; files whose manifest none of them signed are
-            refused.
+        trusted_keys: For `format="ckpt"`: public keys, or their files in PEM; files whose manifest
+            none of them signed are refused.
 
     Returns:
         True, or the values.
@@ -203,7 +207,8 @@ def load_segmented_checkpoints(
     Raises:
         TypeError, ValueError: It is no directory; messages as MindSpore's.
         MixedSteps: The files are proven to be of different training steps.
-        LayoutError: Two files have different values under one name: they are not parts of one checkpoint.
+        LayoutError: Two files have different values under one name: not the parts of one
+            checkpoint.
         CkptmgrError: As `load_checkpoint`.
     """
     if not isinstance(ckpt_file_dir, str):
@@ -253,7 +258,7 @@ def load_segmented_checkpoints(
 
 
 class _Unified:
-    """What ranks need of unified files."""
+    """Makes the parameters of ranks from unified files."""
 
     def __init__(
         self, files: RankFiles, target: Layouts | None, name_map: Mapping[str, str]
@@ -270,12 +275,12 @@ class _Unified:
         layouts = self._target or {}
         return stage_count(layouts.values()) * devices_per_stage(layouts)
 
-    def items(self, rank: int) -> list[Item]:
-        """Return the parameters a rank holds by the target layout, and all values that no strategy lists."""
+    def items(self, rank: int) -> list[Tensor | Text]:
+        """Return the parameters of a rank by the target layout, and all unlisted values."""
         target = self._target
         resharder = Resharder(files=self._files, source=None, target=target)
         stage, device = divmod(rank, devices_per_stage(target or {}))
-        found: list[Item] = []
+        found: list[Tensor | Text] = []
         for stored in self._files.names():
             name = self._names.get(stored, stored)
             layout = whole() if target is None or stored in self._hyper else target.get(name)
@@ -288,7 +293,7 @@ class _Unified:
 
 @contextmanager
 def _unified_files(directory: Path) -> Iterator[RankFiles]:
-    """Open the files that the parameter map names, and the one with what no strategy lists; without a map all."""
+    """Open the files of the parameter map and the one of unlisted values; without a map all."""
     found = {file.name: file for file in sorted(directory.glob("*.safetensors"))}
     if not found:
         raise CheckpointNotFound("there are no safetensors files", path=directory)
@@ -366,7 +371,7 @@ def _target(strategy: Predicted) -> Layouts | None:
 
 
 def _finish(
-    network: Any, items: Iterable[Item], *, strict: bool, is_returned: bool
+    network: Any, items: Iterable[Tensor | Text], *, strict: bool, is_returned: bool
 ) -> bool | dict[str, Value]:
     values = {
         item.spec.name if isinstance(item, Tensor) else item.name: _value(item) for item in items
@@ -377,12 +382,11 @@ def _finish(
     return True
 
 
-def _value(item: Item) -> Value:
+def _value(item: Tensor | Text) -> Value:
     if isinstance(item, Tensor):
         flat: np.ndarray = np.frombuffer(item.content(), np.uint8)
         return flat.view(item.spec.dtype.to_numpy()).reshape(item.spec.shape)
-    text = getattr(item, "text", None)
-    return text if isinstance(text, str) else ""
+    return item.text
 
 
 def _are_equal(one: Value, other: Value) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Put the slices of one parameter together in memory: MindSpore's `merge_sliced_parameter`."""
+"""Join the slices of one parameter in memory: MindSpore's `merge_sliced_parameter`."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class SlicedParameter(NamedTuple):
 def merge_sliced_parameter(
     sliced_parameters: list[Any], strategy: Mapping[str, Any] | None = None
 ) -> SlicedParameter:
-    """Return the whole of a parameter of which every rank has a slice; bfloat16 becomes float32, as in MindSpore.
+    """Join the slices of all ranks of a parameter; bfloat16 becomes float32, as in MindSpore.
 
     Args:
         sliced_parameters: The slices in the order of ranks: objects with `name` and `data`.
-        strategy: Parameter names and their layouts: a `ParallelLayout`, a `StrategyLayout`, or MindSpore's `ParallelLayouts`.
-            None joins the slices along dimension 0.
+        strategy: Parameter names and their layouts: a `ParallelLayout`, a `StrategyLayout`, or
+            MindSpore's `ParallelLayouts`. None joins the slices along dimension 0.
 
     Raises:
         TypeError, ValueError, KeyError: An argument is unusable; messages as MindSpore's.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write one file of a transformed checkpoint: durable when it returns, with a manifest, whole or not at all."""
+"""Output files of a transformation: durable, whole, with a manifest when the call returns."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from ckptmgr.store.store import Store
 
 
 class WrittenFiles(list[Path]):
-    """The files that a call wrote, and what its caller must know about where they come from.
+    """The files that a call wrote.
 
     Attributes:
-        step: The training step that was taken, `20` or `3_40`; None where the names of the files say none.
+        step: The training step, `20` or `3_40`; None where the names of the source files have none.
         notes: Newer steps that were passed over, ranks that were left out.
     """
 
@@ -47,15 +47,7 @@ def write_file(
     step: int | None = None,
     fs: FileSystem | None = None,
 ) -> Path:
-    """Write a checkpoint file and return its path; directories are made, a file of that name is replaced.
-
-    Args:
-        path: Where to.
-        items: What it holds; contents are asked for one after the other.
-        options: Format and key.
-        metadata: Strings kept in the file.
-        step: The training step that it is of, where that is known.
-        fs: The disk; None for the real one.
+    """Write a checkpoint file and return its path; makes directories, replaces a file of that name.
 
     Raises:
         UnsupportedCheckpoint: The format cannot hold an item; nothing was changed.
@@ -94,7 +86,7 @@ def write_file(
 
 
 def remove_file(path: Path) -> None:
-    """Remove a checkpoint file that an earlier call may have written, and its manifest, durably.
+    """Remove a checkpoint file of an earlier call, if there is one, and its manifest, durably.
 
     Raises:
         StoreLocked: Another process writes this file now.
@@ -110,7 +102,7 @@ def remove_file(path: Path) -> None:
 
 
 class Staging(NamedTuple):
-    """A folder for files that are moved out of it together, and the disk that holds it."""
+    """A folder whose files are moved out of it together, and the disk that holds it."""
 
     fs: FileSystem
     path: Path
@@ -118,16 +110,14 @@ class Staging(NamedTuple):
 
 @contextmanager
 def staging_folder(target: Path, name: str) -> Iterator[Staging]:
-    """Yield an empty folder in a directory, for files that are to lie in it together; it is removed at the end.
+    """Yield an empty folder in a directory that will get its files; remove it at the end.
 
-    The directory and the folder are held: another user who may write to the directory cannot put a link in their place.
-
-    Args:
-        target: The directory; made where it does not exist.
-        name: Of the work; two at once are refused.
+    The directory and the folder are held open: another user with write access to the directory
+        cannot
+    put a link in their place.
 
     Raises:
-        StoreLocked: Another process does this work now.
+        StoreLocked: Another process uses the folder of this name now.
         OSError: From the disk.
     """
     fs, folder = OsFileSystem(keeps_owner=True), target / f".{name}.tmp"
@@ -149,7 +139,7 @@ def _empty(fs: FileSystem, folder: Path) -> None:
 
 
 def move_files(staging: Staging, names: Sequence[str]) -> list[Path]:
-    """Move checkpoint files and their manifests out of a staging folder, durably; return their new paths.
+    """Move checkpoint files and their manifests out of a staging folder, durably.
 
     Raises:
         StoreLocked: Another process writes one of them in the target now; some are moved.
@@ -165,15 +155,9 @@ def move_files(staging: Staging, names: Sequence[str]) -> list[Path]:
 
 
 def write_small_file(path: Path, data: bytes, *, is_beside_checkpoint: bool = False) -> None:
-    """Replace a small file durably; directories are made.
+    """Replace a small file durably; makes directories. After an error the older file is intact.
 
-    Args:
-        path: Where to.
-        data: The new content.
-        is_beside_checkpoint: Whether the file belongs to a checkpoint, and so to the owner of its directory.
-
-    Raises:
-        OSError: From the disk; an older file of this name is intact.
+    A file that `is_beside_checkpoint` gets the owner of its directory.
     """
     fs = OsFileSystem(keeps_owner=not is_beside_checkpoint)
     fs.make_directory(path.parent, mode=0o700)

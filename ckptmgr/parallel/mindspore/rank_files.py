@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of many ranks: `rank_0/net.ckpt`, `rank_1/net.ckpt` ..., found, opened when needed, and read slice by slice.
+"""Files of many ranks (`rank_0/net.ckpt`, `rank_1/net.ckpt` ...), read slice by slice.
 
-A file with a manifest is checked against it, an encrypted one against its seal; no byte is used unchecked. One slice is read
-at a time, whichever thread asks, so memory is bounded by the largest slices.
+A file with a manifest is checked against it, an encrypted one against its seal; no byte is used
+unchecked. All threads together read one slice at a time, so the largest slices bound the memory.
 """
 
 from __future__ import annotations
@@ -44,16 +44,14 @@ _RANK_DIRECTORY = re.compile(r"rank_([0-9]{1,9})")
 def find_rank_files(
     directory: Path, *, format: str, file_suffix: str | None = None
 ) -> dict[int, list[Path]]:
-    """Return the files of every rank directory that has any.
+    """Return the files of every rank directory that has any, by rank.
 
-    Args:
-        directory: Holds `rank_0`, `rank_1`, ...
-        format: `ckpt` or `safetensors`; containers of it count as well.
-        file_suffix: Only the shortest of the names that end so, before the dot.
+    Containers of the format (`ckpt` or `safetensors`) count as well. With a `file_suffix` only the
+    shortest of the names whose stem ends with it count.
 
     Raises:
         CheckpointNotFound: A rank directory has no file with the suffix.
-        LayoutError: Two directories are those of one rank.
+        LayoutError: Two directories have the number of one rank.
     """
     found: dict[int, list[Path]] = {}
     for folder in sorted(directory.glob("rank_[0-9]*")):
@@ -86,7 +84,7 @@ def _shortest(files: Sequence[Path]) -> list[Path]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFile:
-    """What is known about the file of a rank without keeping it open."""
+    """Path, format and index of the file of a rank, which need not be open."""
 
     path: Path
     format: str
@@ -95,13 +93,9 @@ class RankFile:
 
 
 class RankFiles:
-    """The files of many ranks, for reading. Use as a context manager; safe for use by several threads.
+    """Open files of many ranks, by rank; a context manager, safe for use by several threads.
 
-    Args:
-        paths: Rank to file.
-        options: Keys, and what to accept.
-        fs: The disk; None for the real one.
-        takes: Whether an entry of the file of a rank counts, by its name; None for all.
+    `takes` filters the entries of a file by rank and name; None takes all.
     """
 
     def __init__(
@@ -133,10 +127,9 @@ class RankFiles:
         return rank in self.paths
 
     def one_step(self, *, by_lineage: bool = False) -> int | None:
-        """Return the global step of all files, where a manifest says it.
+        """Return the global step of all files, where a manifest has it.
 
-        Args:
-            by_lineage: Whether the runs must have been resumed equally often, too.
+        With `by_lineage` the runs must have been resumed equally often, too.
 
         Raises:
             MixedSteps: The files are proven to be of different steps.
@@ -156,7 +149,7 @@ class RankFiles:
         return refuse_mixture(self.paths, manifests, by_lineage=by_lineage)
 
     def file(self, rank: int) -> RankFile:
-        """Return what the file of a rank holds.
+        """Return path, format and index of the file of a rank.
 
         Raises:
             CheckpointNotFound: There is none.
@@ -180,15 +173,9 @@ class RankFiles:
         return self._names
 
     def read_runs(self, rank: int, name: str, runs: Iterator[ByteRun], target: memoryview) -> None:
-        """Copy runs of a tensor's bytes into memory the caller owns.
+        """Copy runs of a tensor's bytes, in ascending source order, into flat memory of the caller.
 
-        Runs that lie close together are read at once, so a few bytes between them may be read and dropped.
-
-        Args:
-            rank: Whose file.
-            name: Of a tensor in it.
-            runs: By ascending source offset.
-            target: Flat, writable, format B.
+        Runs close together are read at once; the bytes between them are dropped.
 
         Raises:
             CorruptCheckpoint: The bytes are damaged.
@@ -256,14 +243,14 @@ class RankFiles:
 
 
 def _described(path: Path) -> Path:
-    """Return where a link leads, such as `latest.ckpt`, unless a manifest beside the link describes the file."""
+    """Return the target of a link such as `latest.ckpt`, unless the link has a manifest."""
     if path.is_symlink() and not (path.parent / manifest_name(path.name)).exists():
         return path.resolve()
     return path
 
 
 class _Content:
-    """The content of a tensor by offset, though it may lie in several pieces of its file."""
+    """Reads the content of a tensor by offset; its file may store it in several pieces."""
 
     def __init__(self, source: Source, entry: TensorEntry) -> None:
         self._source = source
@@ -297,7 +284,7 @@ class _Content:
 
 
 def _batches(runs: Iterator[ByteRun]) -> Iterator[list[ByteRun]]:
-    """Join runs whose source bytes lie close together, up to a window."""
+    """Join runs whose source bytes are close together, up to a window."""
     batch: list[ByteRun] = []
     for run in runs:
         if batch:

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which file of each rank belongs to one training step. Pure: decides from file names and manifests, reads nothing.
+"""Choice of one training step among the files of all ranks. Pure: reads names and manifests only.
 
-The files of all ranks are one checkpoint only if they are of one step. Directories of ranks may hold several steps, and not
-the same ones: a rank that died while it saved step 20 has 10 only. `choose_step` takes the newest step that all ranks have,
-`refuse_mixture` compares what the manifests and names of the chosen files say.
+The files of all ranks are one checkpoint only if they are of one step. Directories of ranks may
+hold different steps: a rank that was killed while it saved step 20 has 10 only. `choose_step` takes
+the newest step that all ranks have, `refuse_mixture` compares manifests and names of the chosen
+files.
 
-Restart names count: where several ranks have files of the series `net`, `net-1_20` and `net_1-1_20` are of different runs.
+Restart names count: where several ranks have files of the series `net`, `net-1_20` and `net_1-1_20`
+are of different runs.
 """
 
 from __future__ import annotations
@@ -29,14 +31,8 @@ _NUMBERED = re.compile(r"(?P<head>.*?)(?P<number>[0-9]{1,18})")
 Position = tuple[int, ...]
 
 
-class Place(NamedTuple):
-    """What a file name says about when the file was saved.
-
-    Attributes:
-        series: The prefix of the name.
-        position: The step, or epoch and step in the epoch.
-        attempt: Which save of the step it is, from 0.
-    """
+class NamedSave(NamedTuple):
+    """The save of a file name: series, step (or epoch and step in the epoch), attempt."""
 
     series: str
     position: Position
@@ -44,7 +40,7 @@ class Place(NamedTuple):
 
 
 class Label(NamedTuple):
-    """What the files of one step have in common; the series only where ranks share the names of series."""
+    """Key of one step; with the series only where ranks share the names of series."""
 
     position: Position
     series: str | None
@@ -52,21 +48,15 @@ class Label(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """The files of one step.
-
-    Attributes:
-        paths: Rank to file.
-        step: The step as the user writes it, `20` or `3_40`; None where no name says it.
-        notes: What the user must know: newer steps that were passed over, ranks that were left out.
-    """
+    """The files of one step, by rank."""
 
     paths: Mapping[int, Path]
-    step: str | None = None
-    notes: tuple[str, ...] = ()
+    step: str | None = None  # as users write it, `20` or `3_40`; None where no name has it
+    notes: tuple[str, ...] = ()  # newer steps that were passed over, ranks that were left out
 
 
 def checked_step(step: int | str | None) -> str | None:
-    """Return a step as names spell it.
+    """Return a step as file names spell it.
 
     Raises:
         ValueError: It is no step.
@@ -87,14 +77,11 @@ def choose_step(
     step: str | None = None,
     has_step: Callable[[Path, int], bool] = lambda _path, _step: False,
 ) -> Chosen:
-    """Return the file of each rank at one step: the newest that all ranks have, unless the caller names one.
+    """Return the file of each rank at one step: the newest that all ranks have, or the one named.
 
-    Files whose names say no step are taken as they are; of several the one with the largest numbers.
-
-    Args:
-        files: Rank to the files in its directory, at least one each.
-        step: The step that is wanted; ranks that lack it are left out, and named in the notes.
-        has_step: Whether the manifest of a file says this global step; asked only when the name does not say it.
+    Files whose names have no step are taken as they are; of several the one with the largest
+    numbers. Ranks that lack a named step are left out; the notes name them. `has_step` looks for a
+    global step in the manifest of a file whose name does not have it.
 
     Raises:
         MixedSteps: No step is there for all ranks.
@@ -133,7 +120,7 @@ def choose_step(
 
 
 def _chosen_by_user(
-    places: Mapping[int, Mapping[Path, Place | None]],
+    places: Mapping[int, Mapping[Path, NamedSave | None]],
     step: str,
     has_step: Callable[[Path, int], bool],
 ) -> Chosen:
@@ -155,52 +142,52 @@ def _chosen_by_user(
     return Chosen(paths=dict(sorted(paths.items())), step=step, notes=notes)
 
 
-def place_of(name: str) -> Place | None:
-    """Return what a file name says, or None where no run writes such names."""
+def named_save(name: str) -> NamedSave | None:
+    """Return the save that a file name names, or None where no run writes such names."""
     parsed = parse_name(name)
     if parsed is not None:
-        return Place(parsed.prefix, (parsed.epoch, parsed.step_in_epoch))
+        return NamedSave(parsed.prefix, (parsed.epoch, parsed.step_in_epoch))
     step = parse_step_name(name)
-    return None if step is None else Place(step.prefix, (step.step,), step.attempt)
+    return None if step is None else NamedSave(step.prefix, (step.step,), step.attempt)
 
 
-def _places(files: Mapping[int, Sequence[Path]]) -> dict[int, dict[Path, Place | None]]:
+def _places(files: Mapping[int, Sequence[Path]]) -> dict[int, dict[Path, NamedSave | None]]:
     if numbered_by_rank(files):
         return {rank: dict.fromkeys(found) for rank, found in files.items()}
     heads = _series_without_steps(files)
     return {
-        rank: {path: place_of(path.name) or _numbered(path, heads) for path in found}
+        rank: {path: named_save(path.name) or _numbered(path, heads) for path in found}
         for rank, found in files.items()
     }
 
 
 def numbered_by_rank(files: Mapping[int, Sequence[Path]]) -> bool:
-    """Return whether the last number in the only name of each of several ranks is that of the rank: `net-1_7` in rank_7."""
+    """Return whether each rank of several has one file that ends in its number (`net-1_7`)."""
     return len(files) > 1 and all(
         len(found) == 1 and _numbers(found[0])[-1:] == [rank] for rank, found in files.items()
     )
 
 
 def _series_without_steps(files: Mapping[int, Sequence[Path]]) -> set[str]:
-    """Return what stands before the number in names such as `model_10`, where a rank has several of them."""
+    """Return the text before the number of names such as `model_10` of which a rank has several."""
     heads: set[str] = set()
     for found in files.values():
         seen: set[str] = set()
         for path in found:
             match = _NUMBERED.fullmatch(stem_of(path.name))
-            if match is not None and place_of(path.name) is None:
+            if match is not None and named_save(path.name) is None:
                 (heads if match["head"] in seen else seen).add(match["head"])
     return heads
 
 
-def _numbered(path: Path, heads: Collection[str]) -> Place | None:
+def _numbered(path: Path, heads: Collection[str]) -> NamedSave | None:
     match = _NUMBERED.fullmatch(stem_of(path.name))
     if match is None or match["head"] not in heads:
         return None
-    return Place(match["head"], (int(match["number"]),))
+    return NamedSave(match["head"], (int(match["number"]),))
 
 
-def _shared_series(known: Mapping[int, Mapping[Path, Place | None]]) -> set[str]:
+def _shared_series(known: Mapping[int, Mapping[Path, NamedSave | None]]) -> set[str]:
     """Return the series that several ranks have files of."""
     seen: set[str] = set()
     shared: set[str] = set()
@@ -211,20 +198,21 @@ def _shared_series(known: Mapping[int, Mapping[Path, Place | None]]) -> set[str]
     return shared
 
 
-def _label(place: Place, shared: Collection[str]) -> Label:
-    # Where ranks share series, one that a single rank has is of another run; else names may hold the rank.
+def _label(place: NamedSave, shared: Collection[str]) -> Label:
+    # Where ranks share series, a series of a single rank is of another run; else names may hold the
+    # rank.
     return Label(place.position, place.series if shared else None)
 
 
-def _is_one_of(place: Place | None, labels: Sequence[Label], shared: Collection[str]) -> bool:
+def _is_one_of(place: NamedSave | None, labels: Sequence[Label], shared: Collection[str]) -> bool:
     return place is not None and _label(place, shared) in labels
 
 
-def _says(place: Place | None, step: str) -> bool:
+def _says(place: NamedSave | None, step: str) -> bool:
     return place is not None and _text(place.position) == step
 
 
-def _only(found: Sequence[tuple[Path, Place | None]]) -> Path:
+def _only(found: Sequence[tuple[Path, NamedSave | None]]) -> Path:
     """Return the last attempt among the files of one step.
 
     Raises:
@@ -238,7 +226,7 @@ def _only(found: Sequence[tuple[Path, Place | None]]) -> Path:
 
 
 def _newest(found: Collection[Path]) -> Path:
-    """Return the file with the largest numbers; MindSpore takes the last one by name, so that step 9 wins over step 10."""
+    """Return the file with the largest numbers (MindSpore's order by name has 9 after 10)."""
     latest = max(_numbers(path)[-2:] for path in found)
     return _single([path for path in found if _numbers(path)[-2:] == latest])
 
@@ -274,12 +262,9 @@ def _passed_over(
 def refuse_mixture(
     files: Mapping[int, Path], manifests: Mapping[int, Manifest | None], *, by_lineage: bool = False
 ) -> int | None:
-    """Compare what manifests and names say about the files that are to be one checkpoint; return their global step.
+    """Compare manifests and names of the files of one checkpoint; return their global step.
 
-    Args:
-        files: Rank to file.
-        manifests: Of each, where there is one.
-        by_lineage: Whether the runs must have been resumed equally often, too.
+    With `by_lineage` the runs must have been resumed equally often, too.
 
     Raises:
         MixedSteps: Two of them are proven to be of different steps.

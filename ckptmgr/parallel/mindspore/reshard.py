@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From N ranks to M: which bytes of which ranks make up a slice of another layout. Arithmetic only; reads no file.
+"""Resharding arithmetic: which bytes of which ranks make up a slice of another layout.
 
 >>> from ckptmgr.core.regions import Interval, byte_runs
 >>> rows = ParallelLayout(device_matrix=(2,), tensor_map=((0,), ()))
@@ -34,9 +34,9 @@ class SourcePart:
     """A part of a region that one slice of the source covers.
 
     Attributes:
-        holders: The ranks that store the slice; any of them will do.
+        holders: The ranks that store the slice; any of them is enough.
         stored: The elements of the slice, in the whole tensor.
-        wanted: Those of them that are wanted, in the whole tensor.
+        wanted: The elements to read, in the whole tensor.
     """
 
     holders: tuple[int, ...]
@@ -47,12 +47,12 @@ class SourcePart:
 def plan_region(
     layout: ParallelLayout, shape: Sequence[int], region: Region
 ) -> tuple[SourcePart, ...]:
-    """Return the slices of a layout that together make up a region of a tensor; nothing for an empty region.
+    """Return the slices of a layout that make up a region of a tensor; none for an empty region.
 
     Args:
         layout: How the tensor is stored.
-        shape: Of the whole tensor.
-        region: What is wanted, inside the shape.
+        shape: Shape of the whole tensor.
+        region: The elements to read, inside the shape.
 
     Raises:
         LayoutError: The layout does not fit the shape.
@@ -86,7 +86,7 @@ def plan_region(
 def plan_slice(
     source: ParallelLayout, target: ParallelLayout, *, shape: Sequence[int], device: int
 ) -> tuple[SourcePart, ...]:
-    """Return what a device of the target layout needs from the source; raises as `plan_region`."""
+    """Return the parts of the source for a device of the target layout; raises as `plan_region`."""
     return plan_region(source, shape, region_of(for_shape(target, tuple(shape)), device, shape))
 
 
@@ -95,10 +95,10 @@ def rank_list_for_transform(
     src_strategy_file: str | os.PathLike[str] | None = None,
     dst_strategy_file: str | os.PathLike[str] | None = None,
 ) -> list[int]:
-    """Return the source ranks whose files a rank needs after a change of strategy, in descending order.
+    """Return the source ranks whose files a rank needs after a change of strategy, descending.
 
-    MindSpore's answer: the ranks its own `transform_checkpoint_by_rank` insists on. Ours is content with fewer where they hold
-    everything.
+    These are the ranks that MindSpore's `transform_checkpoint_by_rank` requires. Ours works with
+    fewer where they hold everything.
 
     Args:
         rank_id: A rank of the destination.
@@ -121,7 +121,7 @@ def rank_list_for_transform(
 
 
 def needed_ranks(rank: int, source: Layouts, target: Layouts | None) -> list[int]:
-    """Return MindSpore's list of source ranks for a rank of the target, in descending order.
+    """Return MindSpore's list of source ranks for a rank of the target, descending.
 
     Raises:
         LayoutError: Neither number of devices divides the other, or there is no such rank.

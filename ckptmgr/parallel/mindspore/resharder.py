@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors of one layout, made from the files of another: planned at once, read when their turn comes."""
+"""Tensors of one layout made from the files of another: planned at once, read one by one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckptmgr.core.errors import UnsupportedCheckpoint
 from ckptmgr.core.regions import Region, byte_runs
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.mindspore.entries import TextEntry
-from ckptmgr.formats.tensor import Item, Tensor, TensorSpec, Text
+from ckptmgr.formats.tensor import Tensor, TensorSpec, Text
 from ckptmgr.parallel.errors import LayoutError, SliceMissing
 from ckptmgr.parallel.layout import ParallelLayout, devices_per_stage, for_shape, whole
 from ckptmgr.parallel.mindspore.rank_files import RankFiles
@@ -25,28 +25,22 @@ from ckptmgr.parallel.mindspore.slices import full_shape, region_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resharder:
-    """Makes the tensors of one layout from the files of another.
-
-    Attributes:
-        files: The source.
-        source: How it is cut; None for whole tensors.
-        target: What is wanted; None for whole tensors.
-    """
+    """Makes tensors of `target` layouts from files of `source` layouts; None for whole ones."""
 
     files: RankFiles
     source: Layouts | None
     target: Layouts | None
 
-    def items(self, rank: int) -> list[Item]:
-        """Return what a rank of the target holds; contents are read when their turn comes.
+    def items(self, rank: int) -> list[Tensor | Text]:
+        """Return the items that a rank of the target holds; each content is read when it is called.
 
         Raises:
-            SliceMissing: No file holds a part of it.
+            SliceMissing: No file holds a part of an item.
             LayoutError: A file does not fit the strategy.
         """
         devices = devices_per_stage(self.target or {})
         stage, device = divmod(rank, devices)
-        found: list[Item] = []
+        found: list[Tensor | Text] = []
         for name in self.files.names():
             layout = (self.target or {}).get(name)
             if layout is not None and stage not in layout.stages:
@@ -59,7 +53,7 @@ class Resharder:
         return found
 
     def tensor(self, name: str, target: ParallelLayout, *, device: int = 0) -> Tensor:
-        """Return what a device of the target layout holds of a tensor; raises as `items`."""
+        """Return the slice of a tensor on a device of the target layout; raises as `items`."""
         source = self._layout(name)
         _refuse_fields(name, source, target)
         spec, shape = self._whole(name, source)
@@ -74,8 +68,8 @@ class Resharder:
             content=_Shared(partial(self._read, name, region, choices, spec.dtype.item_bytes)),
         )
 
-    def unlisted(self) -> list[Item]:
-        """Return the values that the source strategy does not list, as the first rank that has them holds them."""
+    def unlisted(self) -> list[Tensor | Text]:
+        """Return the values that the source strategy does not list, each from one rank."""
         listed = self.source
         names = [] if listed is None else [n for n in self.files.names() if n not in listed]
         return [item for name in names for item in self._unlisted(name, 0)]
@@ -84,7 +78,7 @@ class Resharder:
         return whole() if self.source is None else self.source.get(name, whole())
 
     def _whole(self, name: str, source: ParallelLayout) -> tuple[TensorSpec, tuple[int, ...]]:
-        """Return a stored slice of a tensor and the shape of the whole."""
+        """Return the spec of a stored slice of a tensor, and the shape of the whole."""
         for rank in self.files.paths:
             spec = self.files.tensor(rank, name)
             if spec is not None:
@@ -93,7 +87,7 @@ class Resharder:
         raise UnsupportedCheckpoint(f"{name!r} is no tensor, so it cannot be cut or joined")
 
     def _holder(self, name: str, part: SourcePart, spec: TensorSpec) -> int:
-        """Return a rank whose file has the slice, and check that it is the slice the layout says."""
+        """Return a rank whose file has the slice, with the shape and type of the layout."""
         wanted = tuple(one.length for one in part.stored)
         holders = part.holders if self._is_cut(name) else tuple(self.files.paths)
         for rank in holders:
@@ -117,8 +111,8 @@ class Resharder:
     def _is_cut(self, name: str) -> bool:
         return self.source is not None and name in self.source
 
-    def _unlisted(self, name: str, device: int) -> Iterator[Item]:
-        """Yield a value that no strategy lists, from the file that a rank of the source would have it in."""
+    def _unlisted(self, name: str, device: int) -> Iterator[Tensor | Text]:
+        """Yield a value that no strategy lists, from the file of the matching source rank."""
         ranks = [rank for rank in self.files.paths if name in self.files.file(rank).entries]
         own = device % max(1, devices_per_stage(self.source or {}))
         rank = own if own in ranks else ranks[0]
@@ -160,7 +154,7 @@ def _refuse_fields(name: str, *layouts: ParallelLayout) -> None:
 
 
 class _Shared:
-    """A content that is read once for all threads that need it at the same time, and forgotten when none does."""
+    """A content that is read once for all threads that hold it at the same time."""
 
     def __init__(self, read: Callable[[], np.ndarray]) -> None:
         self._read = read

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which device holds which slice, and which elements a slice is made of.
+"""Slice arithmetic of layouts: which device holds which slice, and which elements a slice has.
 
-Slices are numbered per dimension: the ordinal along a dimension counts its pieces in the order of the tensor, the optimizer
-shard as the fastest digit of dimension 0.
+Slices are numbered per dimension: the ordinal along a dimension counts its pieces in the order of
+the tensor, the optimizer shard as the fastest digit of dimension 0.
 
-The ranks MindSpore's tensor redistribution gathers from when one layout becomes another.
-
-Both layouts are written over one number of devices; every axis becomes digits of prime size. Read from its slowest digit, a
-tensor dimension keeps the digits that are the same in both layouts and gathers over the others of the source. So the set is
-what varying those digits of the own rank gives; it holds all that is needed, and often more.
+`gathered_ranks` returns the source ranks of MindSpore's tensor redistribution. Both layouts are
+written over one number of devices; every axis becomes digits of prime size. From its slowest digit
+on, a tensor dimension keeps the digits that are equal in both layouts and gathers over the others
+of the source. The result holds all ranks that are needed, and often more.
 """
 
 from __future__ import annotations
@@ -29,21 +28,17 @@ from ckptmgr.parallel.layout import ParallelLayout
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Slicing:
-    """Who holds what.
+    """The slices of a layout and the devices that hold them."""
 
-    Attributes:
-        counts: Slices along each dimension.
-        ordinals: int64[dimensions, devices], the position of each device's slice along each dimension.
-        holders: int64[slices, copies], the devices of each slice, in row-major order of the ordinals.
-    """
-
-    counts: tuple[int, ...]
-    ordinals: np.ndarray
-    holders: np.ndarray
+    counts: tuple[int, ...]  # slices along each dimension
+    ordinals: np.ndarray  # int64[dimensions, devices]: the position of each device's slice
+    holders: (
+        np.ndarray
+    )  # int64[slices, copies]: the devices of each slice, in row-major order of ordinals
 
 
 def slicing_of(layout: ParallelLayout) -> Slicing:
-    """Return who holds what.
+    """Return the slices of a layout.
 
     Raises:
         LayoutError: The optimizer shard divides neither the devices nor a scalar.
@@ -56,10 +51,7 @@ def equal_groups(
 ) -> np.ndarray:
     """Return int64[groups, copies]: the devices that hold the same bytes, in MindSpore's order.
 
-    Args:
-        device_matrix: Devices along each axis.
-        axes: The axes that split the tensor.
-        opt_shard_count: Divides the copies.
+    `axes` are the axes that split the tensor; `opt_shard_count` divides the copies.
     """
     key = np.zeros(prod(device_matrix), np.int64)
     places = _coordinates(device_matrix)
@@ -93,17 +85,17 @@ def intervals_of(layout: ParallelLayout, shape: Sequence[int]) -> tuple[tuple[In
 
 
 def region_of(layout: ParallelLayout, device: int, shape: Sequence[int]) -> Region:
-    """Return what a device holds of a tensor of `shape`; raises as `intervals_of`."""
+    """Return the region of a tensor of `shape` that a device holds; raises as `intervals_of`."""
     ordinals = slicing_of(layout).ordinals[:, device]
     cut = intervals_of(layout, shape)
     return tuple(pieces[ordinal] for pieces, ordinal in zip(cut, ordinals, strict=True))
 
 
 def full_shape(layout: ParallelLayout, slice_shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of a tensor of which every device holds an equal slice.
+    """Return the shape of a tensor from its layout and the shape of a slice.
 
     Raises:
-        LayoutError: The slices are not equal; then only the layout itself knows the shape.
+        LayoutError: The slices are not equal, and the layout has no shape.
     """
     if layout.shape is not None:
         return layout.shape
@@ -173,7 +165,7 @@ def _given_rows(layout: ParallelLayout, length: int) -> list[Interval]:
 
 
 def _rows_by_ordinal(layout: ParallelLayout) -> list[int]:
-    """Return the rows of the slices along dimension 0; the file lists every slice, row major."""
+    """Return the rows of the slices along dimension 0; the layout lists every slice, row major."""
     pieces = layout.pieces
     if len(layout.split_rows) != prod(pieces) or not pieces:
         raise LayoutError(
@@ -193,7 +185,7 @@ class Digit(NamedTuple):
 
 
 def gathered_ranks(source: ParallelLayout, target: ParallelLayout | None, device: int) -> set[int]:
-    """Return the source devices gathered from for a device of the target; None as target is a single device.
+    """Return the source devices that a device of the target gathers from; None is a single device.
 
     Devices count modulo the number of source devices.
 
@@ -229,7 +221,7 @@ def _gathered(source: Sequence[Digit], target: Sequence[Digit]) -> Iterator[Digi
 
 
 def _digits_by_dimension(layout: ParallelLayout) -> list[list[Digit]] | None:
-    """Return the digits that split each dimension, the slowest first; the optimizer shard last on dimension 0.
+    """Return the digits that split each dimension, slowest first; the optimizer shard last on 0.
 
     None where an optimizer shard is no product of digits.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strategy files on the disk, under MindSpore's names: merged over pipeline stages, and looked into."""
+"""Strategy files under MindSpore's function names: merge stages, read layouts and groups."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def merge_pipeline_strategys(
     """Join the strategy files of all pipeline stages in a directory into one.
 
     Args:
-        src_strategy_dirs: Holds `.ckpt` or `.json` files; several of one stage must say the same.
-        dst_strategy_file: Where to; JSON when the sources are.
+        src_strategy_dirs: Holds `.ckpt` or `.json` files; several of one stage must be equal.
+        dst_strategy_file: The output; JSON when the sources are.
 
     Raises:
         NotADirectoryError: There is no such directory.
@@ -57,7 +57,7 @@ def merge_pipeline_strategys(
 def build_searched_strategy(
     strategy_filename: str | os.PathLike[str] | None,
 ) -> dict[str, ParallelLayout] | None:
-    """Return the layouts in a strategy file by the names that stand in it; None for None.
+    """Return the layouts in a strategy file by their names in it; None for None.
 
     Raises:
         TypeError, CheckpointNotFound, CorruptCheckpoint: As `read_strategy`.
@@ -68,7 +68,7 @@ def build_searched_strategy(
 
 
 def restore_group_info_list(group_info_file_name: str | os.PathLike[str]) -> list[int]:
-    """Return the ranks that a group file (`group_ckpt_save_file`) says hold the same checkpoint.
+    """Return the ranks of a group file (`group_ckpt_save_file`), which hold the same checkpoint.
 
     Raises:
         TypeError, ValueError: No file name, no such file, or an empty one; messages as MindSpore's.

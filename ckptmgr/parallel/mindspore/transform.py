@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints of N ranks rewritten for M: MindSpore's `transform_checkpoints`, streaming and without its silent losses.
+"""Rewrite checkpoints of N ranks for M: MindSpore's `transform_checkpoints`, streaming.
 
-Same names and places: `rank_R/PREFIXR.ckpt`. Different on purpose:
+Same names and places: `rank_R/PREFIXR.ckpt`. Different on purpose, so that no data are lost:
 
-* A slice is taken from any rank that holds it, so deduplicated checkpoints and missing files do no harm while a copy is left.
-* What no file holds is an error before anything is written; a file whose slices do not fit the strategy is one, too.
-* All files are of one training step: the newest that all ranks have, or `step`. Step 10 is newer than step 9.
-* bfloat16, float8 and int4 stay what they are. Every output is durable and has a manifest.
+* A slice is taken from any rank that holds it: deduplicated checkpoints and missing files do no
+  harm while a copy is left.
+* A slice that no file holds, or that does not fit the strategy, is an error before the first write.
+* All files are of one training step: the newest that all ranks have, or `step`. Step 10 is newer
+  than step 9.
+* bfloat16, float8 and int4 keep their types. Every output is durable and has a manifest.
 """
 
 from __future__ import annotations
@@ -70,8 +72,8 @@ def transform_checkpoints(
 
     Args:
         src_checkpoints_dir: Holds `rank_0`, `rank_1` ... with `.ckpt` or `.safetensors` files.
-        dst_checkpoints_dir: Gets `rank_R/{ckpt_prefix}{R}.{output_format}`; made where it does not exist. Encrypted
-            safetensors are containers, whose names end in `.safetensors.ckpe`.
+        dst_checkpoints_dir: Gets `rank_R/{ckpt_prefix}{R}.{output_format}`; made where it does not
+            exist. Encrypted safetensors are containers, whose names end in `.safetensors.ckpe`.
         ckpt_prefix: Start of the file names.
         src_strategy_file: How the files are cut; None for whole tensors in `rank_0`.
         dst_strategy_file: How they are to be cut; None for whole tensors.
@@ -83,16 +85,19 @@ def transform_checkpoints(
         enc_mode: Its cipher mode.
         allow_unsealed: Accept source encrypted files without a seal.
         allow_unencrypted: Accept plain source files although a key is given.
-        step: The training step to take, or epoch and step in the epoch (`"3_40"`); ranks without it are left out. None
-            for the newest that all ranks have.
-        trusted_keys: Public keys, or their files in PEM: source files whose manifest none of them signed are refused.
+        step: The training step, or epoch and step in the epoch (`"3_40"`); ranks without it are
+            left out. None for the newest that all ranks have.
+        trusted_keys: Public keys, or their files in PEM: source files whose manifest none of them
+            signed are refused.
 
     Returns:
-        The files, in the order of ranks; `step` and `notes` say which step was taken, and what was passed over.
+        The files, in the order of ranks, with the step and notes about newer steps and missing
+        ranks.
 
     Raises:
         TypeError, ValueError: An argument is unusable; messages as MindSpore's.
-        MixedSteps: No step is there for all ranks, or their manifests contradict each other; nothing was written.
+        MixedSteps: No step is there for all ranks, or their manifests contradict each other;
+            nothing was written.
         SliceMissing, LayoutError: A slice is nowhere, or does not fit; nothing was written.
         CkptmgrError: A file is damaged, or a key wrong.
     """
@@ -131,16 +136,10 @@ def rewrite(
     options: SaveOptions,
     step: str | None = None,
 ) -> WrittenFiles:
-    """Rewrite the checkpoints of all ranks; raises as `transform_checkpoints`.
+    """Write `rank_R/{prefix}{R}` for all ranks of the output; raises as `transform_checkpoints`.
 
-    Args:
-        source_dir: Holds `rank_0`, `rank_1` ...
-        target_dir: Gets `rank_R/{prefix}{R}` with the extension of the options.
-        prefix: Start of the file names.
-        strategies: How the files are cut, and how they are to be cut.
-        reading: Key of the source.
-        options: Format and key of the output.
-        step: The training step to take; None for the newest that all ranks have.
+    `strategies` are those of the source and of the output; without a step the newest of all ranks
+    counts.
     """
     chosen = source_files(source_dir, "transform_checkpoints", reading=reading, step=step)
     source, target, suffix = _layouts(*strategies)
@@ -151,7 +150,7 @@ def rewrite(
         global_step = files.one_step(by_lineage=step is None)
         resharder = Resharder(files=files, source=source, target=target)
         for rank in range(count):
-            resharder.items(rank)  # what is missing shows before the first file is written
+            resharder.items(rank)  # a missing slice is an error before the first write
         for rank in range(count):
             file = target_dir / f"rank_{rank}" / f"{prefix}{rank}{suffix}.{options.extension}"
             items = resharder.items(rank)
@@ -179,8 +178,10 @@ def transform_checkpoint_by_rank(
 
     Args:
         rank_id: The rank of the destination.
-        checkpoint_files_map: Source rank to file; those of `rank_list_for_transform` are always enough.
-        save_checkpoint_file_name: Where to; ends in `.ckpt` or `.safetensors`, to which encryption adds `.ckpe`.
+        checkpoint_files_map: Source rank to file; those of `rank_list_for_transform` are always
+            enough.
+        save_checkpoint_file_name: The output; ends in `.ckpt` or `.safetensors`, to which
+            encryption adds `.ckpe`.
         src_strategy_file: How the files are cut; None for whole tensors.
         dst_strategy_file: How they are to be cut; None for whole tensors.
         dec_key: Key of the source.
@@ -233,7 +234,7 @@ def transform_checkpoint_by_rank(
 
 
 def unproven_strategies(strategies: Sequence[StrategyFile], trust: Trust) -> tuple[str, ...]:
-    """Return a note about strategy files that are used beside keys: no manifest or seal covers them."""
+    """Return a note about strategy files beside keys: no manifest or seal covers them."""
     named = [os.fspath(one) for one in strategies if one is not None]
     if not named or (trust.keys is None and not trust.trusted_keys):
         return ()
@@ -241,13 +242,13 @@ def unproven_strategies(strategies: Sequence[StrategyFile], trust: Trust) -> tup
 
 
 def log_notes(notes: Sequence[str]) -> None:
-    """Log what a caller who drops the result would miss."""
+    """Log notes for callers that drop the result."""
     for note in notes:
         _logger.warning("%s", note)
 
 
 def output_options(output_format: str, enc_key: bytes | None, enc_mode: str) -> SaveOptions:
-    """Return how outputs are written.
+    """Return the save options of outputs.
 
     Raises:
         TypeError, ValueError: Format, key or mode is unusable.
@@ -272,7 +273,7 @@ def reading_options(
     allow_unencrypted: bool,
     trusted_keys: TrustedKeys = (),
 ) -> ReadOptions:
-    """Return how sources are read.
+    """Return the read options of sources.
 
     Raises:
         TypeError, ValueError: Key or mode is unusable.
@@ -300,15 +301,10 @@ def source_files(
     step: str | None = None,
     is_whole: bool = False,
 ) -> Chosen:
-    """Return the files of all ranks at one step, of one format.
+    """Return the files of all ranks at one step, of one format; `function` is named in messages.
 
-    Args:
-        directory: Holds `rank_0`, `rank_1` ...
-        function: For messages.
-        reading: The key of manifests.
-        file_suffix: Only files whose name ends so, before the dot; safetensors then.
-        step: The training step to take; None for the newest that all ranks have.
-        is_whole: Take the file of the first rank alone, which holds whole tensors.
+    With a `file_suffix` only safetensors files whose stem ends with it count. `is_whole` takes the
+    file of the first rank alone, which holds whole tensors.
 
     Raises:
         CheckpointNotFound: There are none, or none of the step.
@@ -344,7 +340,7 @@ def source_files(
 def _proven(
     found: Mapping[int, list[Path]], reading: ReadOptions
 ) -> tuple[dict[int, list[Path]], list[str]]:
-    """Return the files that the keys prove, and a note for each other one; all files of a rank without any."""
+    """Return the files that the keys prove (all of a rank without any), and notes on others."""
     if not reading.trust.can_prove:
         return dict(found), []
     kept: dict[int, list[Path]] = {}
@@ -386,7 +382,7 @@ def _nothing_found(directory: Path, function: str) -> CheckpointNotFound:
 def _layouts(
     src_strategy_file: StrategyFile, dst_strategy_file: StrategyFile
 ) -> tuple[Layouts | None, Layouts | None, str]:
-    """Return both layouts, and what MindSpore adds to file names when the source is one stage of the destination."""
+    """Return both layouts, and the infix of names where the source is one stage of the target."""
     target = None if dst_strategy_file is None else read_layouts(dst_strategy_file)
     if src_strategy_file is None:
         return None, target, ""

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checkpoints of all ranks as one: MindSpore's `unified_safetensors`.
+"""Join the checkpoints of all ranks into one: MindSpore's `unified_safetensors`.
 
 ```
 part0.safetensors, part1.safetensors ...   whole tensors, about 3 GiB each
-hyper_param.safetensors                    what no strategy lists (learning rate, counters)
+hyper_param.safetensors                    values that no strategy lists (learning rate, counters)
 param_name_map.json                        {"metadata": {"total_size"}, "weight_map": {name: file}}
 ```
-All parts are written before the first of them gets its name, so a call that fails leaves what was there. One that is killed
-while they get their names leaves a map that no loader accepts. Beside an earlier result both need room at the same time.
+All parts are written before the first gets its name, so a call that fails leaves the earlier
+result. A call that is killed while it renames leaves a map that no loader accepts. Both results
+need disk space at the same time.
 
-Deduplicated sources need no argument: a slice is taken from whichever rank saved it. No more than a few tensors are held at a
-time, and nothing waits for free memory.
+Deduplicated sources need no argument: a slice is taken from any rank that saved it. Memory holds a
+few tensors at a time.
 """
 
 from __future__ import annotations
@@ -78,27 +79,32 @@ def unified_safetensors(
     Args:
         src_dir: Holds `rank_0`, `rank_1` ...
         src_strategy_file: How the files are cut; None for whole tensors in `rank_0`.
-        dst_dir: Gets the parts, in plain text even when the source is encrypted; made where it does not exist. A
-            `hyper_param.safetensors` of an earlier call is replaced, or removed when all parameters are listed.
-        merge_with_redundancy: Accepted; the files themselves show what they hold.
+        dst_dir: Gets the parts, in plain text even when the source is encrypted; made where it does
+            not exist. A `hyper_param.safetensors` of an earlier call is replaced, or removed when
+            all parameters are listed.
+        merge_with_redundancy: Accepted; the index of each file decides.
         file_suffix: Only files whose name ends so, before the dot.
         max_process_num: Accepted; one process keeps the disk busy.
-        choice_func: Given a parameter's name, returns False to leave it out, or the name to store it under.
-        split_dst_file: `(number, count)`: write only the parts of this one of `count` machines, from 1. While the ranks still
-            save, give all machines the same `step`: parts of different steps are refused when they are loaded.
+        choice_func: Takes the name of a parameter; returns False to leave it out, or the name to
+            store it under.
+        split_dst_file: `(number, count)`: write only the parts of this one of `count` machines,
+            from 1. While the ranks still save, give all machines the same `step`: parts of
+            different steps are refused when they are loaded.
         dec_key: Key of the source.
         dec_mode: Its cipher mode.
         allow_unsealed: Accept source encrypted files without a seal.
         allow_unencrypted: Accept plain source files although a key is given.
-        step: The training step to take, or epoch and step in the epoch (`"3_40"`); ranks without it are left out. None
-            for the newest that all ranks have.
-        trusted_keys: Public keys, or their files in PEM: source files whose manifest none of them signed are refused.
+        step: The training step, or epoch and step in the epoch (`"3_40"`); ranks without it are
+            left out. None for the newest that all ranks have.
+        trusted_keys: Public keys, or their files in PEM: source files whose manifest none of them
+            signed are refused.
 
     Returns:
-        The files that were written; `step` and `notes` say which step was taken, and what was passed over.
+        The files, with the step and notes about newer steps and missing ranks.
 
     Raises:
-        MixedSteps: No step is there for all ranks, or their manifests contradict each other; nothing was written.
+        MixedSteps: No step is there for all ranks, or their manifests contradict each other;
+            nothing was written.
         ValueError: An argument is unusable; messages as MindSpore's.
         SliceMissing, LayoutError: A slice is nowhere, or does not fit; nothing was written.
         CkptmgrError: A file is damaged, or a key wrong.
@@ -141,7 +147,7 @@ def unify(
     share: tuple[int, int] = (1, 1),
     step: str | None = None,
 ) -> WrittenFiles:
-    """Join the checkpoints of all ranks in plain files; arguments and errors are those of `unified_safetensors`."""
+    """Join the checkpoints of all ranks in plain files; otherwise as `unified_safetensors`."""
     source = None if strategy is None else read_layouts(strategy)
     chosen = source_files(
         source_dir,
@@ -177,7 +183,8 @@ def unify(
                     fs=staging.fs,
                 )
             if share[0] == 1:
-                # From here on an interruption leaves some of each call: no loader may take them for one.
+                # An interruption from here on leaves parts of both calls: no loader may accept
+                # them.
                 write_small_file(target_dir / MAP_FILE, json.dumps(_UNFINISHED).encode())
             written = move_files(staging, [*files])
     if share[0] > 1:
@@ -207,7 +214,7 @@ def _chosen(resharder: Resharder, names: Sequence[str], choice_func: Choose | No
 
 
 def _parts(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Deal tensors out to parts of about `PART_BYTES`, the largest first, each to the smallest part so far."""
+    """Deal tensors out to parts of about `PART_BYTES`: largest first, to the smallest part."""
     total = sum(one.spec.size_bytes for one in tensors)
     parts: list[list[Tensor]] = [[] for _ in range(min(-(-total // PART_BYTES), len(tensors)))]
     if tensors and not parts:
@@ -221,7 +228,7 @@ def _parts(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def _share(parts: int, number: int, count: int) -> tuple[int, int]:
-    """Return which parts the machine `number` of `count` writes; the first ones get those that are left over."""
+    """Return the range of parts of machine `number` of `count`; the first take the remainder."""
     size, more = divmod(parts, count)
     first = size * (number - 1) + min(number - 1, more)
     return first, first + size + (number <= more)
