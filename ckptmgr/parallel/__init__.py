@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that are cut over many ranks: layouts, who saves what, and checkpoints of N ranks for M.
+"""Tensors cut over many ranks: layouts, deduplicated saves, and checkpoints of N ranks for M.
 
 ```
-strategy file | DTensor | NamedSharding ──> ParallelLayout ──> redundancy, balance     who holds, who saves
-                                                          └──> reshard ──> transform   which bytes go where
+strategy file | DTensor | NamedSharding ──> ParallelLayout ──> redundancy, balance    savers
+                                                          └──> reshard ──> transform  readers
 ```
-Names that MindSpore has are its own, and so are their answers, except where those lose data. Names are imported on first use.
+Functions that MindSpore has bear its names and return its results, except where those lose data.
+Names are imported on first use.
 """
 
 from __future__ import annotations

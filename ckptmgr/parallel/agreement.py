@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What many ranks go on from: the newest checkpoint that every one of them can load, or a copy that all have in memory.
+"""Collective resume: the newest checkpoint, or copy in memory, that all ranks can load.
 
-Rank 0 says which there are, newest first. Each is tried by all ranks, and taken when none of them objects, so they never go
-on from different steps.
+Rank 0 lists the candidates, newest first. All ranks try each, and take it when none of them fails,
+so they never resume from different steps.
 """
 
 from __future__ import annotations
@@ -31,20 +31,17 @@ def first_that_all_load(
     stop: Callable[[], float],
     pause: Callable[[float], None] = lambda _: None,
 ) -> tuple[Checkpoint | None, _Loaded | None, list[Skipped]]:
-    """Return the first checkpoint that all ranks can load, what this rank loaded, and the ones skipped before it.
+    """Return the first checkpoint that all ranks can load, its state, and the skipped ones.
 
-    Args:
-        rounds: Of this resumption.
-        coordinator: The ranks.
-        scan: Returns what this rank sees, newest first. Rank 0 looks once it is prepared, the others once it has spoken.
-        load: Loads one; nothing may be changed before all agree.
-        prepare: What rank 0 does first; a failure is told to all.
-        stop: Until when to wait for a round that begins now.
-        pause: Waits before this rank looks again for what it does not see.
+    `scan` lists the checkpoints that this rank sees, newest first; rank 0 calls it after `prepare`,
+    the others after the list of rank 0. `load` must change nothing before all agree. `stop` returns
+    the deadline of a round that begins now. `pause` waits before this rank looks again for a
+    checkpoint that it does not see.
 
     Raises:
-        ResumeFailed: A rank cannot go on from any of them, and not because all are damaged; or one of them may be whole, but
-            the disk of a rank does not give it now, and nothing older may take its place.
+        ResumeFailed: A rank cannot load any of them, and not because all are damaged; or one may be
+            whole, but the disk of a rank does not give it now, and nothing older may take its
+            place.
         RanksMissing: Some ranks did not come in time.
     """
     seen: dict[str, Checkpoint] = {}
@@ -61,7 +58,9 @@ def first_that_all_load(
 
     skipped: list[Skipped] = []
     objections: list[Failure] = []
-    for index, name in enumerate(_offered(rounds.compared("candidates", names, stop=stop())[0])):
+    for index, name in enumerate(
+        _candidate_names(rounds.compared("candidates", names, stop=stop())[0])
+    ):
         loaded: list[_Loaded] = []
 
         def attempt(name: str = name, loaded: list[_Loaded] = loaded) -> Json:
@@ -95,10 +94,10 @@ def first_that_all_load(
 
 
 def _refuse_to_pass_over(name: str, answers: Sequence[Json | Failure]) -> None:
-    """Raise when what some ranks cannot load may be whole: the others must not go back with them.
+    """Raise when a checkpoint that some ranks cannot load may be whole: no rank may fall back then.
 
     Raises:
-        ResumeFailed: It may be.
+        ResumeFailed: It may be whole.
     """
     for rank, answer in enumerate(answers):
         if isinstance(answer, Failure) and (answer.may_be_whole or not answer.is_expected):
@@ -116,16 +115,11 @@ def _refuse_to_pass_over(name: str, answers: Sequence[Json | Failure]) -> None:
 
 
 def all_prepared(rounds: Rounds, prepare: Callable[[], _Loaded], *, stop: float) -> _Loaded:
-    """Return what this rank has prepared, once all ranks have.
-
-    Args:
-        rounds: Of what is prepared.
-        prepare: Does it, and changes nothing yet.
-        stop: Until when to wait for the others.
+    """Return the result of `prepare`, which changes nothing yet, once all ranks have one.
 
     Raises:
-        Exception: What prevents it on this rank.
-        ResumeFailed: It is prevented on another rank.
+        Exception: The error of `prepare` on this rank.
+        ResumeFailed: It failed on another rank.
         RanksMissing: Some ranks did not come in time, and this one is ready.
     """
     prepared: list[_Loaded] = []
@@ -156,11 +150,10 @@ def all_prepared(rounds: Rounds, prepare: Callable[[], _Loaded], *, stop: float)
 def steps_of_all(answers: Sequence[Json]) -> list[int]:
     """Return the steps that all ranks have in memory.
 
-    Args:
-        answers: By rank: the step to go back to, then those in memory.
+    Each answer, by rank, is the step to go back to, then the steps in memory.
 
     Raises:
-        RanksOutOfStep: The ranks go back to different steps, or one says something else.
+        RanksOutOfStep: The ranks go back to different steps, or an answer is malformed.
     """
     said = [
         [step for step in answer if isinstance(step, int)] if isinstance(answer, list) else []
@@ -175,11 +168,11 @@ def steps_of_all(answers: Sequence[Json]) -> list[int]:
     return sorted(set.intersection(*(set(steps[1:]) for steps in said)))
 
 
-def _offered(answer: Json | Failure) -> list[str]:
-    """Return the names that rank 0 has said.
+def _candidate_names(answer: Json | Failure) -> list[str]:
+    """Return the names that rank 0 has sent.
 
     Raises:
-        ResumeFailed: It could not say any.
+        ResumeFailed: Rank 0 failed.
         RanksOutOfStep: They are no names.
     """
     if isinstance(answer, Failure):

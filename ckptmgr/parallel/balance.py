@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which rank saves which rows, so that every rank saves about as many bytes: the default policy for replicated tensors.
+"""Byte-balanced deduplication: which rank saves which rows of replicated tensors.
 
 1. Every rank starts with the bytes that only it holds.
-2. Large tensors are cut along dimension 0 into chunks of `min(64 MiB, total / (4 * ranks))` or less; `total / (50 *
-   ranks)` where the largest load would be more than 2 % over the best there can be.
-3. Chunks with the fewest holders come first, the largest of them first; each goes to the holder with the least so far.
+2. Large tensors are cut along dimension 0 into chunks of `min(64 MiB, total / (4 * ranks))` or
+   less; `total / (50 * ranks)` where the largest load would be more than 2 % over the best possible
+   one.
+3. Chunks with the fewest holders come first, the largest of them first; each goes to the holder
+   with the smallest load so far.
 
-It depends on sizes, names and layouts only, so every rank finds the same plan without talking to the others. Slices of one
-layout are dealt out side by side, which keeps thousands of ranks cheap.
+The plan depends on sizes, names and layouts only, so every rank computes the same plan without
+communication. Slices of one layout are dealt out together, which keeps thousands of ranks cheap.
 
 >>> groups = ((0, 1),)
 >>> plan = balance_by_bytes([Replicated(name="w", shape=(6, 4), item_bytes=4, groups=groups)])
@@ -38,11 +40,11 @@ _FEW_SLICES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replicated:
-    """A tensor and who holds its slices.
+    """A tensor and the ranks that hold its slices.
 
     Attributes:
         name: The tensor.
-        shape: Of a slice; every slice of a tensor counts as this large.
+        shape: Shape of a slice; every slice of a tensor counts as this large.
         item_bytes: Bytes of an element.
         groups: Ranks that hold the same slice, one group per slice.
     """
@@ -54,7 +56,7 @@ class Replicated:
 
     @property
     def rows(self) -> int:
-        """Where it can be cut: the length of dimension 0; 1 for a scalar."""
+        """The length of dimension 0, along which it can be cut; 1 for a scalar."""
         return self.shape[0] if self.shape else 1
 
     @property
@@ -73,15 +75,7 @@ class Share(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Rows of every slice of a tensor, and who saves them.
-
-    Attributes:
-        name: The tensor.
-        start_row: First row.
-        stop_row: One past the last row.
-        size_bytes: Bytes of the rows of one slice.
-        savers: int64[slices, copies], the ranks that save them.
-    """
+    """Rows of every slice of a tensor, and int64[slices, copies], the ranks that save them."""
 
     name: str
     start_row: int
@@ -92,7 +86,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BalancedPlan:
-    """Who saves what.
+    """The chunks that each rank saves.
 
     Attributes:
         chunks: In order of tensor and row.
@@ -111,7 +105,7 @@ class BalancedPlan:
         return float(self.loads.max() * len(self.loads) / total) if total else 1.0
 
     def shares(self, rank: int) -> list[Share]:
-        """Return what a rank saves; rows that follow each other are joined."""
+        """Return the shares that a rank saves; adjacent rows are joined."""
         joined: list[Share] = []
         for chunk in self.chunks:
             if not (chunk.savers == rank).any():
@@ -133,11 +127,14 @@ def balance_by_bytes(
 
     Args:
         tensors: All tensors of the ranks, in any order.
-        keep_redundancy: Copies to keep of every row, on different ranks; as many as there are when there are fewer.
-        chunk_bytes: Largest chunk; None for 64 MiB or a quarter of an even share, whichever is less.
+        keep_redundancy: Copies to keep of every row, on different ranks; fewer where there are
+            fewer.
+        chunk_bytes: Largest chunk; None for 64 MiB or a quarter of an even share, whichever is
+            less.
 
     Raises:
-        ValueError: No copy is to be kept, a tensor is held by no rank, or its groups differ in size or share a rank.
+        ValueError: No copy is to be kept, a tensor is held by no rank, or its groups differ in size
+            or share a rank.
     """
     if keep_redundancy < 1:
         raise ValueError(f"keep_redundancy is {keep_redundancy}; at least one copy must be kept")
@@ -159,7 +156,7 @@ def balance_by_bytes(
 
 
 def _plan(tensors: Sequence[Replicated], copies: int, chunk_bytes: int) -> tuple[BalancedPlan, int]:
-    """Return a plan, and the largest load that no plan could avoid."""
+    """Return a plan, and the largest load that no plan can avoid."""
     dealer = _Dealer(tensors, copies)
     parts = [(one, rows) for one in tensors for rows in _cut(one, chunk_bytes, copies)]
     parts.sort(key=dealer.order)
@@ -174,7 +171,7 @@ class _Dealer:
     def __init__(self, tensors: Sequence[Replicated], copies: int) -> None:
         self._copies = copies
         self._heaps: dict[int, list[list[tuple[int, int]]]] = {}
-        # Tensors of one layout share their groups; comparing thousands of tuples for each would cost more than the rest.
+        # Tensors of one layout share their groups; comparing thousands of tuples for each is slow.
         self._numbers: dict[int, int] = {}
         matrices: dict[Groups, np.ndarray] = {}
         known: dict[Groups, int] = {}
@@ -190,7 +187,7 @@ class _Dealer:
         self._places = [np.searchsorted(self.ranks, matrix) for matrix in matrices.values()]
 
     def order(self, part: tuple[Replicated, tuple[int, int]]) -> tuple[int, int, str, int]:
-        """Return the sort key: what leaves no choice first, as that is where the others start from."""
+        """Return the sort key: chunks without a choice of holders first; they fix initial loads."""
         one, rows = part
         holders = len(one.groups[0])
         choice = holders if holders > self._copies else 0
@@ -209,7 +206,7 @@ class _Dealer:
         return Chunk(one.name, *rows, size_bytes, self.ranks[places])
 
     def _least_loaded(self, number: int, places: np.ndarray, size_bytes: int) -> np.ndarray:
-        """Load the least loaded holders of each slice and return them."""
+        """Add to the loads of the least loaded holders of each slice, and return them."""
         if len(places) <= _FEW_SLICES:
             if number not in self._heaps:
                 self._heaps[number] = [[(0, place) for place in row] for row in places.tolist()]

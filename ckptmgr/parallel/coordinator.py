@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ranks tell each other small things: one operation, over whatever the job already has.
+"""Exchange of small values between ranks: one operation, `all_gather`, over any transport.
 
-`all_gather` brings every rank the value of every rank. Barriers and broadcasts are special cases. Only JSON travels, never a
-pickle; keys and tensors never do.
+Barriers and broadcasts are special cases of it. Only JSON travels, never a pickle; keys and tensors
+never do.
 
-A coordinator need not be reliable. Whoever waits too long hears who is missing (`RanksMissing`), and what a save has come to
-is then decided by the storage alone (see `commit`).
+A coordinator need not be reliable. A rank that waits too long gets the list of missing ranks
+(`RanksMissing`); the storage alone then decides whether a save was committed (`two_phase_commit`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class RanksMissing(CkptmgrError, TimeoutError):
     """Report ranks that did not come in time.
 
     Attributes:
-        tag: What they did not come to.
-        ranks: Who.
+        tag: The tag of the exchange.
+        ranks: The missing ranks.
         found: Rank to value, of those that came.
-        timeout_s: How long they were waited for.
+        timeout_s: How long this rank waited.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class RanksOutOfStep(CkptmgrError):
 
 
 class Coordinator(Protocol):
-    """The ranks of a job, as one of them sees them. Background threads may use it, each with a first part of tags."""
+    """The ranks of a job, as seen by one of them. Threads that share it use other tag prefixes."""
 
     @property
     def rank(self) -> int:
@@ -65,14 +65,16 @@ class Coordinator(Protocol):
         """Return the values of all ranks, by rank.
 
         Args:
-            tag: What it is about; the same on all ranks, and never the same twice in a job. Tags whose first part, until `/`,
-                is the same come one after the other, in the same order on all ranks; others may come at the same time.
-            value: What this rank says; a few KiB.
+            tag: The same on all ranks, and never the same twice in a job. Exchanges whose tags have
+                the same first part, up to `/`, come one after the other, in the same order on all
+                ranks; others may be concurrent.
+            value: The value of this rank; a few KiB.
             timeout_s: How long to wait for the others.
 
         Raises:
-            RanksMissing: Some did not come in time. They may still come, and hear this rank.
-            RanksOutOfStep: The others are doing something else.
+            RanksMissing: Some did not come in time. They may still come, and get the value of this
+                rank.
+            RanksOutOfStep: The others are in another exchange.
         """
         ...
 
@@ -85,32 +87,29 @@ class KeyValues(Protocol):
         ...
 
     def get(self, key: str, *, timeout_s: float) -> bytes | None:
-        """Return a value once it is set, or None when it is not within the time; looks at least once."""
+        """Return a value once it is set, or None after the timeout; looks at least once."""
         ...
 
     def drop(self, key: str) -> None:
-        """Forget a key, as far as the table can."""
+        """Delete a key, as far as the table can."""
         ...
 
 
 @runtime_checkable
 class ManyValues(KeyValues, Protocol):
-    """A table that tells many values at once: with a thousand ranks, one question in place of a thousand."""
+    """A table that returns many values at once: one request in place of one per rank."""
 
     def get_many(self, keys: Sequence[str], *, timeout_s: float) -> dict[str, bytes]:
-        """Return the values of keys once all are set, or of those that are set when the time is over."""
+        """Return the values of keys once all are set, or those that are set at the timeout."""
         ...
 
 
 def values_of(
     table: KeyValues, keys: Sequence[str], *, left_s: Callable[[], float]
 ) -> list[bytes | None]:
-    """Return the values of keys, waiting for all of them; None for those that are not set in time.
+    """Wait for all keys and return their values; None for those not set in time.
 
-    Args:
-        table: The table.
-        keys: They.
-        left_s: Returns how many seconds to wait from now on.
+    `left_s` returns the seconds to wait from now on.
     """
     if isinstance(table, ManyValues):
         found = table.get_many(keys, timeout_s=left_s())
@@ -119,7 +118,7 @@ def values_of(
 
 
 class KeyValueCoordinator:
-    """Ranks that meet over a table of values: each puts its own value, and waits for those of the others.
+    """Coordinate ranks over a table: each puts its own value, and waits for those of the others.
 
     Args:
         table: The table; only this job uses it.
@@ -142,14 +141,14 @@ class KeyValueCoordinator:
         self.rank, self.world = checked_rank(rank, world)
         self._table = table
         self._monotonic = monotonic
-        self._said: dict[str, list[str]] = {}
+        self._own_keys: dict[str, list[str]] = {}
 
     def all_gather(self, tag: str, value: Json, *, timeout_s: float) -> list[Json]:
         """Return the values of all ranks, by rank; see `Coordinator`."""
         own = _key(tag, self.rank)
         self._table.put(own, to_json(value))
-        said = self._said.setdefault(_speaker(tag), [])
-        said.append(own)
+        keys = self._own_keys.setdefault(_prefix(tag), [])
+        keys.append(own)
         stop = self._monotonic() + timeout_s
         values = values_of(
             self._table,
@@ -164,13 +163,13 @@ class KeyValueCoordinator:
         missing = [rank for rank in range(self.world) if rank not in found]
         if missing:
             raise RanksMissing(tag, ranks=missing, found=found, timeout_s=timeout_s)
-        self._forget(said)
+        self._forget(keys)
         return [found[rank] for rank in range(self.world)]
 
-    def _forget(self, said: list[str]) -> None:
-        # Everybody came here, so nobody waits for what this speaker said before.
-        earlier = said[:-1]
-        del said[:-1]
+    def _forget(self, keys: list[str]) -> None:
+        # All ranks came to this exchange, so none waits for earlier values of this prefix.
+        earlier = keys[:-1]
+        del keys[:-1]
         for key in earlier:
             self._table.drop(key)
 
@@ -187,12 +186,12 @@ def checked_rank(rank: int, world: int) -> tuple[int, int]:
 
 
 def to_json(value: Json) -> bytes:
-    """Return a value as it travels."""
+    """Return a value as it is sent."""
     return json.dumps(value, separators=(",", ":")).encode()
 
 
 def from_json(data: bytes, *, tag: str, rank: int) -> Json:
-    """Return a value that has travelled.
+    """Return a value that another rank sent.
 
     Raises:
         RanksOutOfStep: It is not JSON.
@@ -211,8 +210,8 @@ def shown_ranks(ranks: Sequence[int]) -> str:
     return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}{more}"
 
 
-def _speaker(tag: str) -> str:
-    """Return the first part of a tag: whose rounds it belongs to, which come one after the other."""
+def _prefix(tag: str) -> str:
+    """Return the first part of a tag; exchanges with the same one come one after the other."""
     first, slash, _ = tag.partition("/")
     return first if slash else ""
 

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving with many ranks without redundancy: what is the same on several ranks is written once.
+"""Deduplicated saves of many ranks: tensors that several ranks hold are written once.
 
-1. Every rank says which tensors it has, and which part each is of which whole.
-2. Of what several ranks have, they compare the digests. Only equal digests make equal tensors, whatever a layout declares:
-   what differs (random number generators, positions in the data) is kept for every rank that has another value.
-3. `balance_by_bytes` decides who writes which rows; every rank finds the same plan by itself.
+1. Every rank sends the names and regions of its tensors.
+2. The ranks compare digests of the tensors that several of them hold. Only equal digests make equal
+   tensors, whatever a layout declares: tensors that differ (random number generators, positions in
+   the data) are kept for every rank with another value.
+3. `balance_by_bytes` decides which rank writes which rows; every rank computes the same plan.
 """
 
 from __future__ import annotations
@@ -22,16 +23,16 @@ from ckptmgr.formats.tensor import Item, Tensor, TensorSpec
 from ckptmgr.parallel.balance import Replicated, Share, balance_by_bytes
 from ckptmgr.parallel.coordinator import Coordinator, Json
 from ckptmgr.parallel.dedup_tensors import (
-    Note,
-    Shared,
-    agreed,
-    alike,
+    SharedTensor,
+    TensorNote,
     digest_of_tensor,
     digests_by_part,
-    held,
+    equal_parts,
+    holders_by_note,
     notes_of,
-    packed,
-    told_by,
+    pack_notes,
+    shared_tensors,
+    unpack_notes,
 )
 from ckptmgr.parallel.redundancy import remove_param_redundancy
 from ckptmgr.parallel.rounds import Rounds
@@ -41,11 +42,10 @@ Balance = Literal["bytes", "round_robin"]
 
 
 class Sharing:
-    """How the ranks share the writing.
+    """Division of the writing among the ranks.
 
-    Args:
-        keep_redundancy: Copies to keep of what several ranks have.
-        balance: `bytes` spreads bytes evenly and cuts large tensors; `round_robin` deals out whole ones by name, as MindSpore.
+    `keep_redundancy` copies of each tensor stay. The balance `bytes` spreads bytes evenly and cuts
+    large tensors; `round_robin` deals out whole ones by name, as MindSpore.
 
     Raises:
         ValueError: No copy is to be kept, or there is no such balance.
@@ -70,28 +70,25 @@ class Sharing:
         *,
         stop: float,
     ) -> tuple[list[Item], dict[str, str]]:
-        """Return what this rank writes, and the metadata of its file with the index of it.
+        """Return the items that this rank writes, and the metadata of its file with their index.
 
-        Args:
-            rounds: Of this save.
-            coordinator: The ranks.
-            items: What this rank has.
-            metadata: Of its file; its index, if any, says what the items are parts of.
-            stop: Until when to wait for the others.
+        An index in `metadata` gives the regions of the items. `stop` is the deadline of the other
+        ranks.
 
         Raises:
-            RankFailed: A rank could not say what it has.
+            RankFailed: A rank could not describe its tensors.
             RanksMissing: Some ranks did not come in time.
-            LayoutError: The parts of a tensor do not make up the whole, or the ranks contradict each other.
+            LayoutError: The parts of a tensor do not make up the whole, or the ranks contradict
+                each other.
         """
         tensors: list[Tensor] = []
 
-        def tell() -> Json:
+        def described() -> Json:
             tensors.extend(_tensors(items))
-            return packed(notes_of(tensors, metadata))
+            return pack_notes(notes_of(tensors, metadata))
 
-        answers = rounds.together("tensors", tell, stop=stop)
-        holders_of = held(told_by(answers))
+        answers = rounds.together("tensors", described, stop=stop)
+        holders_of = holders_by_note(unpack_notes(answers))
         own = {tensor.spec.name: tensor for tensor in tensors}
         doubtful = [(key, holders) for key, holders in holders_of.items() if len(holders) > 1]
 
@@ -99,12 +96,12 @@ class Sharing:
             mine = [own[key.name] for key, holders in doubtful if coordinator.rank in holders]
             return "".join(map(digest_of_tensor, mine))
 
-        said: list[Json] = []
+        digests_by_rank: list[Json] = []
         if doubtful:
-            said = rounds.together("digests", digests, stop=stop)
-        same = alike(holders_of, digests_by_part(doubtful, said))
+            digests_by_rank = rounds.together("digests", digests, stop=stop)
+        same = equal_parts(holders_of, digests_by_part(doubtful, digests_by_rank))
         parts = sorted(
-            agreed(same, world=coordinator.world),
+            shared_tensors(same, world=coordinator.world),
             key=lambda one: (one.note.name, one.note.start, one.holders),
         )
         total = len({(part.note.name, part.ranks) for part in parts})
@@ -113,17 +110,17 @@ class Sharing:
         index = Index(pieces=pieces, is_compared=True, total=total)
         return wrote, {**metadata, PIECES: index.to_text()}
 
-    def _shares(self, parts: Sequence[Shared], rank: int) -> list[tuple[Shared, Share]]:
-        """Return what a rank writes: which rows of which parts."""
+    def _shares(self, parts: Sequence[SharedTensor], rank: int) -> list[tuple[SharedTensor, Share]]:
+        """Return the parts that a rank writes, with their rows."""
         fixed = [part for part in parts if len(part.holders) <= self._keep]
         open_parts = [part for part in parts if len(part.holders) > self._keep]
         own = [(part, _all_rows(part.note)) for part in fixed if rank in part.holders]
         return own + self._dealt(open_parts, fixed, rank)
 
     def _dealt(
-        self, parts: Sequence[Shared], fixed: Sequence[Shared], rank: int
-    ) -> list[tuple[Shared, Share]]:
-        """Return what a rank writes of what more ranks have than there are to be copies."""
+        self, parts: Sequence[SharedTensor], fixed: Sequence[SharedTensor], rank: int
+    ) -> list[tuple[SharedTensor, Share]]:
+        """Return the shares of a rank in the parts with more holders than copies to keep."""
         by_key = {f"{number:012}": part for number, part in enumerate(parts)}
         if self._balance == "round_robin":
             dealt = remove_param_redundancy(
@@ -146,7 +143,7 @@ def _tensors(items: Sequence[Item]) -> Iterator[Tensor]:
         yield item
 
 
-def _replicated(key: str, part: Shared) -> Replicated:
+def _replicated(key: str, part: SharedTensor) -> Replicated:
     note = part.note
     return Replicated(
         name=key,
@@ -156,8 +153,8 @@ def _replicated(key: str, part: Shared) -> Replicated:
     )
 
 
-def _loads(fixed: Sequence[Shared]) -> Iterator[Replicated]:
-    """Yield what each rank writes in any case, in one."""
+def _loads(fixed: Sequence[SharedTensor]) -> Iterator[Replicated]:
+    """Yield one entry per rank for the bytes that it writes in any case."""
     loads: Counter[int] = Counter()
     for part in fixed:
         for rank in part.holders:
@@ -166,16 +163,16 @@ def _loads(fixed: Sequence[Shared]) -> Iterator[Replicated]:
         yield Replicated(name=f"rank {rank}", shape=(size_bytes,), item_bytes=1, groups=((rank,),))
 
 
-def _all_rows(note: Note) -> Share:
+def _all_rows(note: TensorNote) -> Share:
     rows = note.lengths[0] if note.lengths else 1
     size_bytes = prod(note.lengths) * BY_NAME[note.dtype].item_bytes
     return Share(note.name, 0, rows, size_bytes)
 
 
 def _pieces(
-    shares: Sequence[tuple[Shared, Share]], own: Mapping[str, Tensor]
+    shares: Sequence[tuple[SharedTensor, Share]], own: Mapping[str, Tensor]
 ) -> tuple[list[Item], dict[str, Piece]]:
-    """Return the tensors of the file, in the order of the state, and what they are parts of."""
+    """Return the tensors of the file, in the order of the state, and their index."""
     order = {name: number for number, name in enumerate(own)}
     tensors: dict[str, Tensor] = {}
     pieces: dict[str, Piece] = {}
@@ -198,7 +195,7 @@ def _pieces(
     return [*tensors.values()], pieces
 
 
-def _region(note: Note, share: Share) -> Region:
+def _region(note: TensorNote, share: Share) -> Region:
     if not note.lengths:
         return ()
     start = (note.start[0] + share.start_row, *note.start[1:])

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tensors are the same on which ranks, from what the ranks say and from digests.
-
-What ranks tell each other about their tensors before they share the writing of them.
-"""
+"""Descriptions and digests that ranks exchange before a deduplicated save, and their comparison."""
 
 from __future__ import annotations
 
@@ -22,42 +19,36 @@ from ckptmgr.formats.tensor import Tensor
 from ckptmgr.parallel.coordinator import Json, RanksOutOfStep, from_json, to_json
 from ckptmgr.parallel.errors import LayoutError
 
+_LOG = logging.getLogger(__name__)
 _MAX_NOTES_BYTES = 1 << 30
+_DIGEST_BYTES = 16
+_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Note:
-    """What a rank says about a tensor.
-
-    Attributes:
-        name: The tensor.
-        dtype: Name of its element type.
-        lengths: Shape of what the rank has.
-        shape: Of the whole.
-        start: Where it begins in the whole.
-        is_declared: Whether a layout says so; otherwise it is taken for whole.
-    """
+class TensorNote:
+    """A rank's description of a tensor."""
 
     name: str
     dtype: str
-    lengths: tuple[int, ...]
-    shape: tuple[int, ...]
-    start: tuple[int, ...]
-    is_declared: bool
+    lengths: tuple[int, ...]  # shape of the part on the rank
+    shape: tuple[int, ...]  # of the whole
+    start: tuple[int, ...]  # of the part in the whole
+    is_declared: bool  # by a layout; otherwise the tensor counts as whole
 
     @property
     def region(self) -> Region:
-        """The elements that the rank has, in the whole."""
+        """The elements that the rank holds, in the whole."""
         return region_at(self.start, self.lengths)
 
     def to_json(self) -> Json:
-        """Return it as it travels."""
+        """Return it as it is sent."""
         own: list[Json] = [self.name, self.dtype, list(self.lengths)]
         return [*own, list(self.shape), list(self.start)] if self.is_declared else own
 
     @classmethod
-    def from_json(cls, value: Json, *, rank: int) -> Note:
-        """Return what another rank has said.
+    def from_json(cls, value: Json, *, rank: int) -> TensorNote:
+        """Return the note of another rank.
 
         Raises:
             RanksOutOfStep: It is no note.
@@ -82,13 +73,13 @@ class Note:
         )
 
 
-def notes_of(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> Iterator[Note]:
-    """Yield what there is to say about tensors; the index in the metadata says what they are parts of."""
+def notes_of(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> Iterator[TensorNote]:
+    """Yield a note for each tensor; an index in the metadata gives their regions."""
     declared = read_index(metadata.get(PIECES), path="the state").pieces
     for tensor in tensors:
         spec, piece = tensor.spec, declared.get(tensor.spec.name)
         is_part = piece is not None and piece.shape is not None
-        yield Note(
+        yield TensorNote(
             name=spec.name,
             dtype=spec.dtype.name,
             lengths=spec.shape,
@@ -98,23 +89,25 @@ def notes_of(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> Iterator
         )
 
 
-def packed(notes: Iterable[Note]) -> str:
-    """Return notes as they travel; names of tensors repeat themselves, so they become ten times shorter."""
+def pack_notes(notes: Iterable[TensorNote]) -> str:
+    """Return notes as they are sent; compression makes the repetitive names ten times shorter."""
     return b64encode(zlib.compress(to_json([note.to_json() for note in notes]))).decode()
 
 
-def told_by(answers: Sequence[Json]) -> list[list[Note]]:
-    """Return what all ranks say; what several say in the same words is read once.
+def unpack_notes(answers: Sequence[Json]) -> list[list[TensorNote]]:
+    """Return the notes of all ranks; equal answers are parsed once.
 
     Raises:
-        RanksOutOfStep: It is no list of notes.
+        RanksOutOfStep: An answer is no list of notes.
     """
-    known: dict[Json, list[Note]] = {}
+    known: dict[Json, list[TensorNote]] = {}
     for rank, answer in enumerate(answers):
         if not isinstance(answer, str):
             raise RanksOutOfStep(f"rank {rank} names no tensors: {answer!r}")
         if answer not in known:
-            known[answer] = [Note.from_json(one, rank=rank) for one in _unpacked(answer, rank)]
+            known[answer] = [
+                TensorNote.from_json(one, rank=rank) for one in _unpacked(answer, rank)
+            ]
     return [known[answer] for answer in answers]
 
 
@@ -136,27 +129,13 @@ def _numbers(value: object) -> tuple[int, ...]:
     return tuple(value)
 
 
-_LOG = logging.getLogger(__name__)
-_DIGEST_BYTES = 16
-_SHOWN = 3
-
-Parts = Mapping[str, list[tuple[Note, tuple[int, ...]]]]
-"""Name to the parts of a tensor, each with the ranks that have the same bytes for it."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shared:
-    """A tensor, or a part of one, that some ranks have alike.
+class SharedTensor:
+    """A tensor, or a part of one, with the same bytes on its holders."""
 
-    Attributes:
-        note: What it is.
-        holders: The ranks that have it.
-        is_for_all: Whether it is the one tensor of this name; otherwise it is that of its holders only.
-    """
-
-    note: Note
+    note: TensorNote
     holders: tuple[int, ...]
-    is_for_all: bool
+    is_for_all: bool  # the one tensor of this name; otherwise that of its holders only
 
     @property
     def ranks(self) -> tuple[int, ...] | None:
@@ -164,10 +143,14 @@ class Shared:
         return None if self.is_for_all else self.holders
 
 
-def held(told: Sequence[Sequence[Note]]) -> dict[Note, list[int]]:
-    """Return who says to have the same, in the same order on all ranks."""
-    holders: dict[Note, list[int]] = {}
-    for rank, notes in enumerate(told):
+Parts = Mapping[str, list[tuple[TensorNote, tuple[int, ...]]]]
+"""Name to the parts of a tensor, each with the ranks that have the same bytes for it."""
+
+
+def holders_by_note(notes_by_rank: Sequence[Sequence[TensorNote]]) -> dict[TensorNote, list[int]]:
+    """Return the ranks of each equal note, in the same order on all ranks."""
+    holders: dict[TensorNote, list[int]] = {}
+    for rank, notes in enumerate(notes_by_rank):
         for note in notes:
             holders.setdefault(note, []).append(rank)
     return holders
@@ -179,24 +162,22 @@ def digest_of_tensor(tensor: Tensor) -> str:
 
 
 def digests_by_part(
-    doubtful: Sequence[tuple[Note, list[int]]], said: Sequence[Json]
-) -> dict[tuple[Note, int], str]:
+    doubtful: Sequence[tuple[TensorNote, list[int]]], answers: Sequence[Json]
+) -> dict[tuple[TensorNote, int], str]:
     """Return the digest of every part on every rank that has it.
 
-    Args:
-        doubtful: What several ranks say to have.
-        said: The digests of each rank, one after the other, in the same order.
+    `answers` are the digests of each rank, concatenated in the order of `doubtful`.
 
     Raises:
-        RanksOutOfStep: They are not as many.
+        RanksOutOfStep: Their number is wrong.
     """
-    found: dict[tuple[Note, int], str] = {}
+    found: dict[tuple[TensorNote, int], str] = {}
     length = 2 * _DIGEST_BYTES
-    keys_of: dict[int, list[Note]] = {}
+    keys_of: dict[int, list[TensorNote]] = {}
     for key, holders in doubtful:
         for rank in holders:
             keys_of.setdefault(rank, []).append(key)
-    for rank, text in enumerate(said):
+    for rank, text in enumerate(answers):
         keys = keys_of.get(rank, [])
         if not isinstance(text, str) or len(text) != length * len(keys):
             raise RanksOutOfStep(f"rank {rank} runs another version: its digests are not as many")
@@ -205,9 +186,11 @@ def digests_by_part(
     return found
 
 
-def alike(holders_of: Mapping[Note, list[int]], digests: Mapping[tuple[Note, int], str]) -> Parts:
+def equal_parts(
+    holders_of: Mapping[TensorNote, list[int]], digests: Mapping[tuple[TensorNote, int], str]
+) -> Parts:
     """Return, for each name, the parts and the ranks that have the same bytes for them."""
-    found: dict[str, list[tuple[Note, tuple[int, ...]]]] = {}
+    found: dict[str, list[tuple[TensorNote, tuple[int, ...]]]] = {}
     for note, holders in holders_of.items():
         groups: dict[str, list[int]] = {}
         for rank in holders:
@@ -216,11 +199,12 @@ def alike(holders_of: Mapping[Note, list[int]], digests: Mapping[tuple[Note, int
     return found
 
 
-def agreed(parts: Parts, *, world: int) -> Iterator[Shared]:
-    """Yield what the ranks have, each once for those that have it alike.
+def shared_tensors(parts: Parts, *, world: int) -> Iterator[SharedTensor]:
+    """Yield each distinct tensor or part once, with its holders.
 
     Raises:
-        LayoutError: The parts of a tensor do not make up the whole, or the ranks contradict each other.
+        LayoutError: The parts of a tensor do not make up the whole, or the ranks contradict each
+            other.
     """
     for name, groups in parts.items():
         declared = [note.is_declared for note, _ in groups]
@@ -236,27 +220,27 @@ def agreed(parts: Parts, *, world: int) -> Iterator[Shared]:
             if not is_for_all:
                 _warn_of_difference(name, groups)
         for note, holders in groups:
-            yield Shared(note=note, holders=holders, is_for_all=is_for_all)
+            yield SharedTensor(note=note, holders=holders, is_for_all=is_for_all)
 
 
 def _with_elements(
-    groups: list[tuple[Note, tuple[int, ...]]],
-) -> list[tuple[Note, tuple[int, ...]]]:
+    groups: list[tuple[TensorNote, tuple[int, ...]]],
+) -> list[tuple[TensorNote, tuple[int, ...]]]:
     """Leave out empty parts, unless the whole is empty."""
     return [one for one in groups if prod(one[0].lengths)] or groups[:1]
 
 
-def _check_alike(name: str, notes: Sequence[Note]) -> None:
+def _check_alike(name: str, notes: Sequence[TensorNote]) -> None:
     first = notes[0]
     if any((note.shape, note.dtype) != (first.shape, first.dtype) for note in notes):
         raise LayoutError(f"the ranks say different shapes or types of {name!r}")
 
 
-def _check_grid(name: str, notes: Sequence[Note]) -> None:
+def _check_grid(name: str, notes: Sequence[TensorNote]) -> None:
     """Check that the parts of a tensor are those of a grid over all of it.
 
     Raises:
-        LayoutError: They are not; rows would be lost, or nobody could tell whose count.
+        LayoutError: They are not; rows would be lost or ambiguous.
     """
     first = notes[0]
     if not prod(first.shape):
@@ -273,14 +257,14 @@ def _check_grid(name: str, notes: Sequence[Note]) -> None:
         raise _no_whole(name, first)
 
 
-def _no_whole(name: str, note: Note) -> LayoutError:
+def _no_whole(name: str, note: TensorNote) -> LayoutError:
     return LayoutError(
         f"the parts of {name!r} that the ranks have do not make up its shape {list(note.shape)}",
         hint="check its layout, and that all ranks that hold a part of it are saving",
     )
 
 
-def _warn_of_difference(name: str, groups: Sequence[tuple[Note, tuple[int, ...]]]) -> None:
+def _warn_of_difference(name: str, groups: Sequence[tuple[TensorNote, tuple[int, ...]]]) -> None:
     by_region: dict[Region, list[tuple[int, ...]]] = {}
     for note, holders in groups:
         by_region.setdefault(note.region, []).append(holders)

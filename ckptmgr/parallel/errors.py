@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors about how tensors are laid out over ranks.
-
-What goes wrong when many ranks save together, told to all of them.
-"""
+"""Errors of layouts, and errors of collective saves, which all ranks raise."""
 
 from __future__ import annotations
 
 import errno as errno_names
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError, SaveFailed
@@ -17,7 +14,7 @@ from ckptmgr.parallel.coordinator import Json, RanksMissing, shown_ranks
 
 
 class LayoutError(CkptmgrError, ValueError):
-    """Report a layout that contradicts itself, the shape of its tensor, or the layout it is to become."""
+    """Report a layout that contradicts itself, the shape of its tensor, or its target layout."""
 
 
 class SliceMissing(CheckpointNotFound):
@@ -25,7 +22,7 @@ class SliceMissing(CheckpointNotFound):
 
     Attributes:
         parameter: The tensor.
-        ranks: The ranks any one of which would do.
+        ranks: The ranks with the slice; the file of any of them is enough.
     """
 
     def __init__(self, message: str, *, parameter: str, ranks: tuple[int, ...]) -> None:
@@ -37,7 +34,7 @@ class SliceMissing(CheckpointNotFound):
 
 
 class MixedSteps(LayoutError):
-    """Report files of several ranks that are not one checkpoint: they are of different training steps or runs.
+    """Report files of several ranks that are of different training steps or runs.
 
     Attributes:
         ranks: The ranks that were compared.
@@ -54,15 +51,15 @@ class MixedSteps(LayoutError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why one rank could not do its part.
+    """The error of one rank, as other ranks get it.
 
     Attributes:
         rank: The rank.
         kind: Name of the class of the error.
-        message: What it says.
+        message: Its message.
         errno: Number of the error of the operating system, or None.
-        is_damage: Whether it says that stored bytes are damaged or gone.
-        may_be_whole: Whether it leaves open that they are whole, so that nothing older may take their place.
+        is_damage: Whether stored bytes are damaged or gone.
+        may_be_whole: Whether they may be whole, so that nothing older may take their place.
         may_return: Whether they may be whole elsewhere, or later.
         is_expected: Whether it is an error of checkpoints or of the disk, not of the program.
     """
@@ -78,7 +75,7 @@ class Failure:
 
     @classmethod
     def of(cls, error: Exception, *, rank: int) -> Failure:
-        """Return what to tell the others about an error."""
+        """Return the failure to send for an error."""
         return cls(
             rank=rank,
             kind=type(error).__name__,
@@ -92,31 +89,23 @@ class Failure:
 
     @classmethod
     def from_json(cls, value: Json, *, rank: int) -> Failure:
-        """Return what another rank has told."""
-        told = value if isinstance(value, Mapping) else {}
-        number = told.get("errno")
+        """Return the failure that another rank sent."""
+        fields = value if isinstance(value, Mapping) else {}
+        number = fields.get("errno")
         return cls(
             rank=rank,
-            kind=str(told.get("kind", "Exception")),
-            message=str(told.get("message", value)),
+            kind=str(fields.get("kind", "Exception")),
+            message=str(fields.get("message", value)),
             errno=number if isinstance(number, int) else None,
-            is_damage=told.get("is_damage") is True,
-            may_be_whole=told.get("may_be_whole") is True,
-            may_return=told.get("may_return") is True,
-            is_expected=told.get("is_expected") is True,
+            is_damage=fields.get("is_damage") is True,
+            may_be_whole=fields.get("may_be_whole") is True,
+            may_return=fields.get("may_return") is True,
+            is_expected=fields.get("is_expected") is True,
         )
 
     def to_json(self) -> Json:
-        """Return it as it travels; the rank is known to whoever hears it."""
-        return {
-            "kind": self.kind,
-            "message": self.message,
-            "errno": self.errno,
-            "is_damage": self.is_damage,
-            "may_be_whole": self.may_be_whole,
-            "may_return": self.may_return,
-            "is_expected": self.is_expected,
-        }
+        """Return it as it is sent; the receiver knows the rank."""
+        return {name: value for name, value in asdict(self).items() if name != "rank"}
 
     def __str__(self) -> str:
         name = (
@@ -134,10 +123,10 @@ def _errno_of(error: BaseException | None) -> int | None:
 
 
 class ResumeFailed(CkptmgrError):
-    """Report that the ranks cannot go on together from any checkpoint; names the rank that cannot, and why.
+    """Report that the ranks cannot resume together from any checkpoint; names a failing rank.
 
     Attributes:
-        may_be_whole: Whether it is because the disk of a rank does not give a checkpoint now that may be whole.
+        may_be_whole: Whether the disk of a rank does not give a checkpoint now that may be whole.
     """
 
     may_be_whole: bool = False
@@ -147,8 +136,8 @@ class RankFailed(SaveFailed):
     """Report a save that failed because a rank could not do its part; nothing was committed.
 
     Attributes:
-        failures: Why, for each rank that failed.
-        rank: The first of them.
+        failures: The failure of each rank that failed.
+        rank: The first of these ranks.
         errno: Number of its error of the operating system, or None.
     """
 
@@ -166,13 +155,9 @@ class RankFailed(SaveFailed):
 def not_begun(
     missing: RanksMissing, step: int, elsewhere: Mapping[int, int], *, path: Path
 ) -> SaveFailed:
-    """Return the error of a save to which some ranks did not come.
+    """Return the error of a save of `step` to which some ranks did not come.
 
-    Args:
-        missing: Who did not, and who did.
-        step: What those who came want to save.
-        elsewhere: Rank to step, of those that waited for the others and gave up.
-        path: The directory.
+    `elsewhere` maps ranks that gave up waiting to the steps at which they waited.
     """
     came = shown_ranks(sorted(missing.found))
     others = [f"rank {rank} at step {other}" for rank, other in elsewhere.items() if other != step]

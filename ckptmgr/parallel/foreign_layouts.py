@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layouts from PyTorch's DTensor and JAX's shardings, so that their checkpoints are resharded by the same arithmetic.
-
-Neither framework is imported: the objects are asked for what they say.
-"""
+"""Layouts of PyTorch's DTensor and of JAX's shardings, without importing either framework."""
 
 from __future__ import annotations
 
@@ -31,16 +28,17 @@ def from_placements(
 ) -> ParallelLayout:
     """Return the layout that placements on a `DeviceMesh` give a tensor.
 
-    Uneven shards are cut as `torch.chunk` does. Tensor parallelism below FSDP (`_StridedShard`) is understood where the
-    shards are even.
+    Uneven shards are cut as `torch.chunk` does. Tensor parallelism below FSDP (`_StridedShard`) is
+    supported where the shards are even.
 
     Args:
         mesh: A `DeviceMesh`; its `mesh` holds the global ranks.
         placements: One per mesh dimension.
-        shape: Of the whole tensor.
+        shape: Shape of the whole tensor.
 
     Raises:
-        LayoutError: The tensor is a pending sum (`Partial`), or placed in a way that no order of axes expresses.
+        LayoutError: The tensor is a pending sum (`Partial`), or placed in a way that no order of
+            axes expresses.
     """
     sizes = tuple(int(size) for size in mesh.mesh.shape)
     plain: list[list[int]] = [[] for _ in shape]
@@ -73,14 +71,15 @@ def from_placements(
 
 
 def from_named_sharding(sharding: Any, *, shape: tuple[int, ...]) -> ParallelLayout:
-    """Return the layout of a `jax.sharding.NamedSharding`; ranks are the positions of devices in its mesh.
+    """Return the layout of a `jax.sharding.NamedSharding`; ranks are device positions in its mesh.
 
     Args:
         sharding: With `mesh` and `spec`.
-        shape: Of the whole array.
+        shape: Shape of the whole array.
 
     Raises:
-        LayoutError: The spec names an axis the mesh lacks, or has more entries than the array has dimensions.
+        LayoutError: The spec names an axis the mesh lacks, or has more entries than the array has
+            dimensions.
     """
     names = [str(name) for name in sharding.mesh.axis_names]
     spec = tuple(sharding.spec)
@@ -116,7 +115,7 @@ def _check_strided(
     sizes: tuple[int, ...],
     shape: tuple[int, ...],
 ) -> None:
-    """Check that a strided shard is one cut after all plain ones to its right, and the only one of its dimension."""
+    """Check that a strided shard is the last cut of its dimension, behind plain ones."""
     dimension = _dimension(int(placement.dim), shape)
     others = [
         (index, type(other).__name__)

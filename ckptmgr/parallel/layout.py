@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ParallelLayout`: how one tensor is cut over devices, whichever framework says so.
+"""`ParallelLayout`: how one tensor is cut over devices, in any framework.
 
-Devices form a matrix, row major. An axis of it that splits a tensor dimension cuts that dimension into as many pieces; devices
-that differ only along other axes hold the same bytes. Axes are numbered from the right, from 0, as in MindSpore's files.
+Devices form a matrix, row major. An axis of it that splits a tensor dimension cuts that dimension
+into as many pieces; devices that differ only along other axes hold the same bytes. Axes are
+numbered from the right, from 0, as in MindSpore's files.
 
 >>> layout = ParallelLayout(device_matrix=(2, 4), tensor_map=((0,), ()))
 >>> layout.device_count, layout.pieces
@@ -39,13 +40,17 @@ class ParallelLayout:
 
     Attributes:
         device_matrix: Devices along each axis, row major.
-        tensor_map: For each tensor dimension the axes that split it, the slowest first; axes count from the right.
-        shape: Of the whole tensor, or None when only the files know it.
+        tensor_map: For each tensor dimension the axes that split it, the slowest first; axes count
+            from the right.
+        shape: Shape of the whole tensor, or None when only the files have it.
         dtype: Its element type, or None.
         stages: The pipeline stages that hold it; more than one for a shared parameter.
-        opt_shard_size: Pieces the optimizer shard cuts dimension 0 of every slice into; 0 for none, -1 for one per replica.
-        opt_shard_step: The stride MindSpore states for it; positions in the group decide, as they do there.
-        split_rows: Rows of each slice along dimension 0 where they are given one by one; else empty.
+        opt_shard_size: Pieces the optimizer shard cuts dimension 0 of every slice into; 0 for none,
+            -1 for one per replica.
+        opt_shard_step: MindSpore's stride of it; unused, as positions in the group decide there,
+            too.
+        split_rows: Rows of each slice along dimension 0 where they are given one by one; else
+            empty.
         field_size: Fields of a multi-field embedding table; else 0.
         is_uneven: Whether the last pieces may be smaller or empty, as `torch.chunk` cuts.
         ranks: The global rank of each device; None counts them up, stage after stage.
@@ -75,7 +80,7 @@ class ParallelLayout:
 
     @property
     def pieces(self) -> tuple[int, ...]:
-        """Into how many pieces the device matrix cuts each dimension; the optimizer shard not counted."""
+        """The number of pieces of each dimension, without the optimizer shard."""
         return tuple(prod(self.axis_size(axis) for axis in axes) for axes in self.tensor_map)
 
     @property
@@ -88,7 +93,8 @@ class ParallelLayout:
         """Pieces the optimizer shard cuts each slice into; 1 for none.
 
         Raises:
-            LayoutError: It does not divide the devices that hold a slice, so nobody can tell who holds what.
+            LayoutError: It does not divide the devices that hold a slice, so the holders are
+                unknown.
         """
         if self.opt_shard_size == 0:
             return 1
@@ -106,22 +112,22 @@ class ParallelLayout:
         return self.device_matrix[-1 - axis]
 
     def rank_of(self, device: int, *, stage: int | None = None) -> int:
-        """Return the global rank of a device of a stage (the first one that holds the tensor, unless given)."""
+        """Return the global rank of a device of a stage, by default the first with the tensor."""
         if self.ranks is not None:
             return self.ranks[device]
         return (self.stages[0] if stage is None else stage) * self.device_count + device
 
 
 def whole() -> ParallelLayout:
-    """Return the layout of one device that holds everything; `for_shape` gives it the right number of dimensions."""
+    """Return the layout of a single device; `for_shape` gives it the number of dimensions."""
     return ParallelLayout(device_matrix=(), tensor_map=())
 
 
 def for_shape(layout: ParallelLayout, shape: tuple[int, ...]) -> ParallelLayout:
     """Return a layout for a tensor of `shape`.
 
-    A map without any axis fits every shape. A map of two numbers for a tensor of one dimension is MindSpore's way to write two
-    axes on it.
+    A map without any axis fits every shape. A map of two numbers for a tensor of one dimension is
+    MindSpore's notation for two axes on it.
 
     Raises:
         LayoutError: The map has another number of dimensions.
@@ -155,12 +161,11 @@ def from_strategy_layout(layout: StrategyLayout, *, stage: int = 0) -> ParallelL
 def from_layout_tuple(value: Any, *, opt_shard_size: int = 0) -> ParallelLayout:
     """Return the layout in a value of MindSpore's `parameter_layout_dict`.
 
-    Args:
-        value: `(device_matrix, tensor_map, slice_shape, field, ...)`; a tensor map may hold tuples of axes.
-        opt_shard_size: Ranks in the optimizer shard group that the value names.
+    The value is `(device_matrix, tensor_map, slice_shape, field, ...)`; a tensor map may hold
+    tuples of axes. `opt_shard_size` is the size of the optimizer shard group that the value names.
 
     Raises:
-        LayoutError: It is something else.
+        LayoutError: It is no such value.
     """
     try:
         matrix, axes = tuple(map(int, value[0])), tuple(map(_axes, value[1]))
@@ -208,9 +213,9 @@ def read_strategy(path: str | os.PathLike[str]) -> Strategy:
 
 
 def layouts_of(strategy: Strategy) -> dict[str, ParallelLayout]:
-    """Return the layout of every parameter; those of a merged file under their own names, with their stages.
+    """Return the layout of every parameter by its own name, with its stages.
 
-    Where a parameter is shared by stages, the first one decides how it is cut.
+    For a parameter that stages share, the layout of the first one counts.
 
     Raises:
         FormatError: Stages are missing in a merged file.
@@ -242,7 +247,7 @@ def devices_per_stage(layouts: Mapping[str, ParallelLayout]) -> int:
     """Return the devices of a stage.
 
     Raises:
-        LayoutError: Two parameters say different numbers.
+        LayoutError: Two parameters have different numbers.
     """
     counts = {layout.device_count: name for name, layout in layouts.items()}
     if len(counts) > 1:
@@ -252,7 +257,7 @@ def devices_per_stage(layouts: Mapping[str, ParallelLayout]) -> int:
 
 
 def rank_of_process() -> int:
-    """Return the rank of this process by `RANK_ID` (MindSpore) or `RANK` (torchrun) in the environment; 0 without either."""
+    """Return the rank in `RANK_ID` (MindSpore) or `RANK` (torchrun); 0 without either."""
     for name in ("RANK_ID", "RANK"):
         text = os.environ.get(name, "")
         if text.isdecimal():

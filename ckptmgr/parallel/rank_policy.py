@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving by time on many ranks: rank 0 looks at its clock, and all save at the same steps.
+"""Save policies of many ranks: compared at the first step; by time with the clock of rank 0.
 
-Asking at every step would cost a round at every step. So at each meeting rank 0 also says at which step to meet next: the
-policy is pure, and can be asked about steps to come, at the pace of those that were. They meet again before half of the
-way to the next save is gone, so that steps that take twice as long are no harm: some twenty times for a save every
-thousand steps.
+Ranks with different policies would wait in vain for each other, until the timeout.
 
-One save policy on all ranks: it is compared at the first step, before ranks wait for each other at different ones.
-
-A rank that saves every 10 steps would wait in vain, until the timeout, for one that saves every 15.
+For policies by time, an exchange at every step would be dear. So in each exchange rank 0 also sends
+the step of the next one: the policy is pure and can be evaluated for later steps, at the pace of
+the steps so far. The next exchange comes before half of the way to the next save, so that steps
+which take twice as long do no harm: about twenty exchanges for a save every thousand steps.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from ckptmgr.parallel.coordinator import Coordinator, Json, RanksMissing, RanksOutOfStep
 from ckptmgr.parallel.rounds import Meetings
@@ -32,21 +30,17 @@ from ckptmgr.policy.save import (
 )
 
 _LOG = logging.getLogger(__name__)
+_MOST_AHEAD = 1 << 16
+_ABOUT, _COMPARED = ".policy", ".policies"  # no series is called so
 
 
-class CommonPolicy:
-    """A policy that all ranks must have; all of them decide about the first step together.
+class ComparedPolicy:
+    """A policy that must be equal on all ranks, which first compare its `description`."""
 
-    Args:
-        policy: The policy of this rank.
-        meetings: Where the ranks compare what they have.
-        described: What this rank says that it has.
-    """
-
-    def __init__(self, policy: SavePolicy, meetings: Meetings, *, described: str) -> None:
+    def __init__(self, policy: SavePolicy, meetings: Meetings, *, description: str) -> None:
         self._policy = policy
         self._meetings = meetings
-        self._described = described
+        self._described = description
         self._is_compared = False
 
     @property
@@ -55,7 +49,7 @@ class CommonPolicy:
         return self._policy.is_active
 
     def decide(self, step: int, now: float, last: LastSave) -> SaveDecision:
-        """Return what the policy decides.
+        """Return the decision of the policy.
 
         Raises:
             RanksOutOfStep: Another rank has another policy.
@@ -69,7 +63,7 @@ class CommonPolicy:
         rounds = self._meetings.begin("policy", what="the save policies were not compared")
         try:
             said = rounds.together("compare", lambda: self._described, stop=self._meetings.stop())
-        except RanksMissing as missing:  # they may come to the save, which is what counts
+        except RanksMissing as missing:  # they may still come to the save
             _LOG.warning("the save policies were not compared: %s", missing)
             return
         for rank, other in enumerate(said):
@@ -80,38 +74,31 @@ class CommonPolicy:
                 )
 
 
-def described(policy: SavePolicy) -> str:
-    """Return a policy in words: alike for policies that decide alike about steps."""
+def describe_policy(policy: SavePolicy) -> str:
+    """Return a policy in words: equal for policies that decide equally about steps."""
     if isinstance(policy, EverySteps):
         return f"every {policy.interval_steps} steps"
     if isinstance(policy, Never):
         return "never"
     if isinstance(policy, AnyOf):
-        return " or ".join(map(described, policy.policies))
+        return " or ".join(map(describe_policy, policy.policies))
     return f"by {type(policy).__name__}"
-
-
-_MOST_AHEAD = 1 << 16
-_ABOUT, _COMPARED = ".policy", ".policies"  # no series is called so
 
 
 def for_all_ranks(
     policy: SavePolicy, coordinator: Coordinator | None, *, timeout_s: float
 ) -> SavePolicy:
-    """Return a policy that decides the same on all ranks: by the clock of rank 0, or else the one that they all have.
+    """Return a policy that decides equally on all ranks; unchanged without a coordinator.
 
-    Args:
-        policy: What one process would do.
-        coordinator: The ranks; None for one process.
-        timeout_s: How long they wait for each other.
+    Policies by time decide by the clock of rank 0; others must be equal on all ranks.
     """
     if coordinator is None:
         return policy
     meetings = Meetings(coordinator, _COMPARED, timeout_s=timeout_s, monotonic=time.monotonic)
     if not _is_by_time(policy):
-        return CommonPolicy(policy, meetings, described=described(policy))
-    joint = JointPolicy(policy, coordinator, timeout_s=timeout_s)
-    return CommonPolicy(joint, meetings, described="by time")
+        return ComparedPolicy(policy, meetings, description=describe_policy(policy))
+    joint = RankZeroPolicy(policy, coordinator, timeout_s=timeout_s)
+    return ComparedPolicy(joint, meetings, description="by time")
 
 
 def _is_by_time(policy: SavePolicy) -> bool:
@@ -120,15 +107,8 @@ def _is_by_time(policy: SavePolicy) -> bool:
     return isinstance(policy, (EverySeconds, Overhead))
 
 
-class JointPolicy:
-    """A policy as rank 0 sees it; all ranks decide about the same steps, in the same order.
-
-    Args:
-        policy: The policy.
-        coordinator: The ranks.
-        timeout_s: How long they wait for each other.
-        monotonic: Seconds that never go back.
-    """
+class RankZeroPolicy:
+    """The policy of rank 0 with its clock; all ranks decide about the same steps."""
 
     def __init__(
         self,
@@ -151,7 +131,7 @@ class JointPolicy:
         return self._policy.is_active
 
     def decide(self, step: int, now: float, last: LastSave) -> SaveDecision:
-        """Return what rank 0 decides; between two meetings, not due.
+        """Return the decision of rank 0; between two exchanges, not due.
 
         Raises:
             RanksOutOfStep: The ranks ended different steps.
@@ -187,13 +167,13 @@ class JointPolicy:
             is_due=decision.is_due,
             reason=decision.reason,
             # A save that fails is due again at the next step.
-            next_step=step + 1 if decision.is_due else self._next_meeting(before, step, now, last),
+            next_step=step + 1 if decision.is_due else self._next_exchange(before, step, now, last),
         )
 
-    def _next_meeting(
+    def _next_exchange(
         self, before: tuple[int, float] | None, step: int, now: float, last: LastSave
     ) -> int:
-        """Return the step at which to ask again: before half of the steps are gone that the next save is away at this pace."""
+        """Return the step of the next exchange, before half of the way to the next save."""
         if before is None or step <= before[0] or now <= before[1]:
             return step + 1
         step_s = (now - before[1]) / (step - before[0])
@@ -208,7 +188,7 @@ class JointPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Answer:
-    """What a rank says; of all but rank 0 only the step counts."""
+    """The answer of a rank; of all but rank 0 only the step counts."""
 
     step: int
     is_due: bool = False
@@ -216,12 +196,7 @@ class _Answer:
     next_step: int = 0
 
     def to_json(self) -> Json:
-        return {
-            "step": self.step,
-            "is_due": self.is_due,
-            "reason": self.reason,
-            "next_step": self.next_step,
-        }
+        return asdict(self)
 
     @classmethod
     def from_json(cls, said: Json) -> _Answer:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ranks hold the same bytes, and MindSpore's way to let one of them save each parameter.
+"""Groups of ranks that hold the same bytes, and MindSpore's round robin of parameters over them.
 
-The answers are MindSpore's (`get_parameter_redundancy`, `remove_param_redundancy` of `mindspore/train/_utils.py` 2.10), but no
-parameter is ever lost: more than 128 pieces, several axes on one dimension and scalars are counted right, and where an
-optimizer shard does not divide its group, every rank keeps its own slice instead of none.
+The results are MindSpore's (`get_parameter_redundancy`, `remove_param_redundancy` of
+`mindspore/train/_utils.py` 2.10), but no parameter is ever lost: more than 128 pieces, several axes
+on one dimension and scalars are counted right, and where an optimizer shard does not divide its
+group, every rank keeps its own slice instead of none.
 
-`balance` has the policy that spreads bytes evenly, which is the default here; MindSpore deals parameters out by name.
+`balance` has the default policy, which spreads bytes evenly.
 
 >>> layout = ParallelLayout(device_matrix=(2, 2), tensor_map=((0,), ()))
 >>> get_parameter_redundancy({"w": layout}, initial_rank=0)
@@ -47,12 +48,12 @@ def get_parameter_redundancy(
     """Return for every parameter, sorted by name, the groups of ranks that hold the same bytes.
 
     Args:
-        layout_obj: A strategy file, or parameter names with a `ParallelLayout` or a value of MindSpore's
-            `parameter_layout_dict`.
+        layout_obj: A strategy file, or parameter names with a `ParallelLayout` or a value of
+            MindSpore's `parameter_layout_dict`.
         initial_rank: First rank of this pipeline stage; None for the stage that `rank` is in.
-        rank: A global rank; None for that of this process, as `RANK_ID` or `RANK` in the environment says.
-        group_size: Gives the size of an optimizer shard group by its name; needed for a `parameter_layout_dict` that names
-            one.
+        rank: A global rank; None for `RANK_ID` or `RANK` in the environment.
+        group_size: Returns the size of an optimizer shard group by its name; needed for a
+            `parameter_layout_dict` that names one.
 
     Raises:
         LayoutError: A layout contradicts itself.
@@ -73,15 +74,13 @@ def get_parameter_redundancy(
 def groups_of(layout: ParallelLayout, *, first_rank: int = 0) -> Groups:
     """Return the groups of ranks that hold the same bytes.
 
-    Args:
-        layout: Of one parameter.
-        first_rank: Rank of the first device; of no meaning where the layout names its ranks.
+    `first_rank` is that of the first device, for layouts that do not name their ranks.
     """
     axes = frozenset(axis for one in layout.tensor_map for axis in one)
     try:
         shards = layout.opt_shard_count
     except LayoutError:
-        # Nobody can tell who holds what: all are kept.
+        # The holders are unknown: all copies are kept.
         axes, shards = frozenset(range(len(layout.device_matrix))), 1
     return _groups(layout.device_matrix, axes, shards, layout.ranks or first_rank)
 
@@ -89,11 +88,11 @@ def groups_of(layout: ParallelLayout, *, first_rank: int = 0) -> Groups:
 def remove_param_redundancy(
     param_redundancy_dict: Mapping[str, Groups], keep_redundancy: int = 1
 ) -> dict[int, set[str]]:
-    """Deal the parameters out: which rank saves which, in MindSpore's round robin by name, whatever their sizes.
+    """Return the parameters that each rank saves, in MindSpore's round robin by name.
 
     Args:
         param_redundancy_dict: As `get_parameter_redundancy` returns it.
-        keep_redundancy: Copies to keep of each slice, 1 or more; as many as there are when there are fewer.
+        keep_redundancy: Copies to keep of each slice, 1 or more; fewer where there are fewer.
 
     Raises:
         ValueError: No copy is to be kept, or a parameter is held by no rank: it would be lost.

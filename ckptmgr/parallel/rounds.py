@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work that all ranks do at the same time, after which each knows how all of them fared.
+"""Collective work: all ranks do a part at the same time, then each knows the results of all.
 
-The meetings of one writer on many ranks: each thing that they do together has rounds of its own, with names of its own.
+`Rounds` are the exchanges of one operation; `Meetings` begins the operations of one writer, with
+tags that no other operation has.
 """
 
 from __future__ import annotations
@@ -18,13 +19,9 @@ _OK, _FAILED = "ok", "failed"
 
 
 class Rounds:
-    """The rounds of one thing that the ranks do together.
+    """The exchanges of one collective operation.
 
-    Args:
-        coordinator: The ranks.
-        tag: Names the thing; never the same twice in a job.
-        what: Says in messages what failed.
-        monotonic: Seconds that never go back.
+    The `tag` is never the same twice in a job; `what` starts the message of a failure.
     """
 
     def __init__(
@@ -41,17 +38,14 @@ class Rounds:
         self._monotonic = monotonic
 
     def of_attempt(self, attempt_id: str) -> Rounds:
-        """Return the further rounds of one attempt: who holds the id of another one is not heard in them."""
+        """Return further rounds of one attempt, without the ranks that have another attempt id."""
         tag = f"{self._tag}/{attempt_id}"
         return Rounds(self._coordinator, tag, what=self._what, monotonic=self._monotonic)
 
     def together(self, name: str, work: Callable[[], Json], *, stop: float) -> list[Json]:
-        """Do a part of the work; return what came out on every rank, by rank.
+        """Do a part of the work; return the results of all ranks, by rank.
 
-        Args:
-            name: Of the round.
-            work: What this rank does; an exception is told to the others.
-            stop: Until when to wait for the others.
+        An exception of `work` is sent to the others. `stop` is the deadline of the others.
 
         Raises:
             RankFailed: Some ranks could not do their part; the same error on all ranks.
@@ -79,7 +73,7 @@ class Rounds:
         return [values[rank] for rank in range(self._coordinator.world)]
 
     def compared(self, name: str, work: Callable[[], Json], *, stop: float) -> list[Json | Failure]:
-        """Do something that may fail; return what came out on every rank, or why nothing did.
+        """Do work that may fail; return the result or the failure of every rank.
 
         Raises:
             RanksMissing: Some ranks did not come in time.
@@ -103,8 +97,8 @@ class Rounds:
 def _failure(answer: Json, rank: int) -> Failure | None:
     if isinstance(answer, Mapping) and _OK in answer:
         return None
-    told = answer.get(_FAILED) if isinstance(answer, Mapping) else answer
-    return Failure.from_json(told, rank=rank)
+    failure = answer.get(_FAILED) if isinstance(answer, Mapping) else answer
+    return Failure.from_json(failure, rank=rank)
 
 
 def _value(answer: Json) -> Json:
@@ -112,14 +106,7 @@ def _value(answer: Json) -> Json:
 
 
 class Meetings:
-    """Begins what the ranks do together. All ranks begin the same things in the same order.
-
-    Args:
-        coordinator: The ranks.
-        series: What the writer writes.
-        timeout_s: How long the ranks wait for each other.
-        monotonic: Seconds that never go back.
-    """
+    """Begins the collective operations of a writer, in the same order on all ranks."""
 
     def __init__(
         self,
@@ -139,24 +126,22 @@ class Meetings:
         self._first = f"series.{number}"
 
     def begin(self, about: str, *, what: str) -> Rounds:
-        """Return the rounds of something that all ranks begin now.
+        """Return the rounds of an operation that all ranks begin now.
 
-        Args:
-            about: Tells it from the other things that the ranks do; the same on all.
-            what: What it means when it fails, for messages.
+        `about` names the operation, the same on all ranks; `what` starts the message of a failure.
         """
         return self._rounds(f"{self._about}/{about}", what=what)
 
     def begin_first(self, *, what: str) -> Rounds:
-        """Return the rounds in which the ranks compare which series they write: they meet also with different ones."""
+        """Return the rounds in which the ranks compare their series, which may differ."""
         return self._rounds(self._first, what=what)
 
     def stop(self) -> float:
-        """Return until when to wait for the others, from now on."""
+        """Return the deadline of a round that begins now."""
         return self._monotonic() + self._timeout_s
 
     def give_up(self, step: int) -> dict[int, int]:
-        """Say that this rank waits no longer for the others to come to a step; return who said so before, with which step."""
+        """Send that this rank gives up waiting at a step; return earlier ones, rank to step."""
         self._given_up += 1
         tag = f"{self._about}/given up/{self._given_up}"
         try:
@@ -164,10 +149,10 @@ class Meetings:
         except RanksMissing as missing:
             answers = dict(missing.found)
         own = self._coordinator.rank
-        return {r: said for r, said in answers.items() if r != own and isinstance(said, int)}
+        return {r: at for r, at in answers.items() if r != own and isinstance(at, int)}
 
     def _rounds(self, tag: str, *, what: str) -> Rounds:
-        # Ranks that fail apart meet again: at the next step, not at the next number.
+        # Ranks that fail apart come together again at the next step, not at the next number.
         self._begun[tag] += 1
         tag = f"{tag}/{self._begun[tag]}"
         return Rounds(self._coordinator, tag, what=what, monotonic=self._monotonic)
@@ -178,9 +163,10 @@ _kept: list[Coordinator] = []
 
 
 def _writers_before(coordinator: Coordinator) -> int:
-    """Return how many writers this coordinator has: the same on all ranks, which run the same program.
+    """Return how many writers this coordinator has; the ranks run the same program, so all agree.
 
-    Two writers of a series, in two directories or one after the other, must not take the values of one for the other's.
+    Two writers of a series, in two directories or one after the other, must not take the values of
+    one for the other's.
     """
     key = id(coordinator)
     if key not in _writers:

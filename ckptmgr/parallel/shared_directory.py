@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks that share nothing but a directory: Slurm arrays, `msrun`, processes started by hand.
+"""A directory as the table of a coordinator: Slurm arrays, `msrun`, processes started by hand.
 
-Every value is a small file that appears under its name by a rename, so it is there as a whole or not at all. Nothing is
-synced: a job that loses power starts over anyway.
+Every value is a small file that appears under its name by a rename, so readers see all of it or
+nothing. Nothing is synced: a job that loses power starts over anyway.
 
 ```
-<directory>/<session>/4f0c9a2e67d2f1a4.3.json        what rank 3 said; the tag is hashed, and inside
+<directory>/<session>/4f0c9a2e67d2f1a4.3.json    the value of rank 3; the tag is hashed, and inside
 ```
 
-One name for this start of a job, for ranks that meet over a table which an earlier start has used.
-
-Every rank puts a number that nobody has used before, and then a digest of the numbers that it sees. When all digests are its
-own, every rank has seen the number of every other one: all of them belong to this start. A rank that has read what an
-earlier start left sees another digest, and looks again.
+`agreed_session` finds a name for this start of a job over a table that an earlier start has used.
+Every rank puts a fresh random number, and then a digest of the numbers that it sees. When all
+digests equal its own, every rank has seen the number of every other one: all of them belong to this
+start. A rank that has read values of an earlier start sees another digest, and reads again.
 """
 
 from __future__ import annotations
@@ -41,8 +40,13 @@ from ckptmgr.parallel.coordinator import (
     values_of,
 )
 
-_PAUSE_S = 0.01
+_LOG = logging.getLogger(__name__)
+_AGREEMENT_PAUSE_S = 0.01
+_FIRST_PAUSE_S = 0.001
+_LONGEST_PAUSE_S = 0.1
+_MAX_VALUE_BYTES = 16 << 20
 _HELLO, _SEEN = "hello", "seen"
+_begun: Counter[tuple[str, int]] = Counter()
 
 
 def agreed_session(
@@ -54,36 +58,30 @@ def agreed_session(
     monotonic: Callable[[], float] = time.monotonic,
     pause: Callable[[float], None] = time.sleep,
 ) -> str:
-    """Return a name that all ranks of this start of the job agree on, and no others.
+    """Return a name that the ranks of this start of the job agree on, and no other processes.
 
-    Args:
-        table: A table in which keys may be set again; it may hold what an earlier start has put.
-        rank: Number of this rank.
-        world: Number of ranks.
-        timeout_s: How long to wait for the others.
-        monotonic: Seconds that never go back.
-        pause: Waits for some seconds.
+    Keys of the table may be set again; it may hold values of an earlier start.
 
     Raises:
         ValueError: There is no such rank.
         RanksMissing: Some ranks did not come in time.
-        RanksOutOfStep: Another process says that it is this rank.
+        RanksOutOfStep: Another process has the number of this rank.
     """
     checked_rank(rank, world)
     stop = monotonic() + timeout_s
 
-    def heard(about: str) -> list[bytes]:
-        keys = [f"{about}/{other}" for other in range(world)]
-        said = values_of(table, keys, left_s=lambda: max(0.0, stop - monotonic()))
-        missing = [other for other, value in enumerate(said) if value is None]
+    def values_for(kind: str) -> list[bytes]:
+        keys = [f"{kind}/{other}" for other in range(world)]
+        values = values_of(table, keys, left_s=lambda: max(0.0, stop - monotonic()))
+        missing = [other for other, value in enumerate(values) if value is None]
         if missing:
             raise RanksMissing("the start of the job", ranks=missing, found={}, timeout_s=timeout_s)
-        return [value for value in said if value is not None]
+        return [value for value in values if value is not None]
 
     own = secrets.token_hex(16).encode()
     table.put(f"{_HELLO}/{rank}", own)
     while True:
-        numbers = heard(_HELLO)
+        numbers = values_for(_HELLO)
         if numbers[rank] != own:
             raise RanksOutOfStep(
                 f"another process is rank {rank} of this job",
@@ -91,32 +89,26 @@ def agreed_session(
             )
         name = blake2s(b"".join(numbers), digest_size=16).hexdigest()
         table.put(f"{_SEEN}/{rank}", name.encode())
-        seen = heard(_SEEN)
+        seen = values_for(_SEEN)
         others = [other for other, value in enumerate(seen) if value != name.encode()]
         if not others:
             return name
         if monotonic() >= stop:
             raise RanksMissing("the start of the job", ranks=others, found={}, timeout_s=timeout_s)
-        pause(_PAUSE_S)
-
-
-_LOG = logging.getLogger(__name__)
-_FIRST_PAUSE_S = 0.001
-_LONGEST_PAUSE_S = 0.1
-_MAX_VALUE_BYTES = 16 << 20
-_begun: Counter[tuple[str, int]] = Counter()
+        pause(_AGREEMENT_PAUSE_S)
 
 
 class SharedDirectory(KeyValueCoordinator):
     """Coordinate ranks through a directory that all of them see.
 
     Args:
-        directory: The directory; created when missing. It may be removed when the job is over.
+        directory: The directory; created when missing. It may be removed after the job.
         rank: Number of this rank.
         world: Number of ranks.
-        session: Names this start of the job, the same on all ranks and another one after a restart (with Slurm
-            `f"{SLURM_JOB_ID}.{SLURM_RESTART_COUNT}"`). Ranks of different sessions never hear each other. None lets the
-            ranks agree on a name; then no other job may use the directory.
+        session: Names this start of the job, the same on all ranks and another one after a restart
+            (with Slurm `f"{SLURM_JOB_ID}.{SLURM_RESTART_COUNT}"`). Ranks of different sessions
+            never see each other's values. None lets the ranks agree on a name; then no other job
+            may use the directory.
         timeout_s: How long to wait for the other ranks to agree.
         fs: The disk.
         monotonic: Seconds that never go back.
@@ -148,7 +140,7 @@ class SharedDirectory(KeyValueCoordinator):
 
         checked_rank(rank, world)
         if session is None:
-            # As many as on the other ranks, which run the same program.
+            # The same number on the other ranks, which run the same program.
             begun = (os.path.realpath(directory), rank)
             _begun[begun] += 1
             session = agreed_session(
@@ -184,7 +176,7 @@ class _Folder:
         return self
 
     def put(self, key: str, value: bytes) -> None:
-        # A directory that fails is like ranks that do not come: what a save came to is decided by the storage then.
+        # A failing directory counts as missing ranks: the storage then decides about the save.
         try:
             self._put(key, value)
         except OSError as error:
@@ -222,7 +214,7 @@ class _Folder:
         try:
             with contextlib.closing(self._fs.open(self._path_of(key))) as file:
                 data = read_bytes(file, 0, min(file.size, _MAX_VALUE_BYTES))
-        except OSError:  # not there yet, or a file system that fails: it is looked for again
+        except OSError:  # not there yet, or the file system fails: the caller retries
             return None
         try:
             found, value = json.loads(data)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which leaves of a state are slices: those that a layout names, DTensors, and arrays of JAX on many processes."""
+"""Slices in the state of a rank: leaves with a layout, DTensors, JAX arrays of many processes."""
 
 from __future__ import annotations
 
@@ -25,11 +25,9 @@ _SHOWN = 5
 
 
 class LayoutSlicer:
-    """Tells which part of which tensor a rank holds; a `Slicer`.
+    """Finds the regions of tensors that a rank holds; a `Slicer`.
 
-    Args:
-        rank: The rank.
-        layouts: Name of a tensor, such as `model/weight`, to how it is cut.
+    `layouts` are by the name of a tensor, such as `model/weight`.
     """
 
     def __init__(self, rank: int, layouts: Layouts | None = None) -> None:
@@ -37,7 +35,7 @@ class LayoutSlicer:
         self._layouts = layouts or {}
 
     def slice_of(self, name: str, value: Any, /) -> Slice | None:
-        """Return what a leaf is a part of; see `Slicer`.
+        """Return the slice that a leaf is, or None; see `Slicer`.
 
         Raises:
             UnsupportedState: Its shape is not that of the slice.
@@ -58,10 +56,11 @@ class LayoutSlicer:
             raise UnsupportedState(f"{name!r}: {error.message}", hint=error.hint) from error
 
     def metadata_of(self, items: Sequence[Item]) -> dict[str, str]:
-        """Return the metadata that says which of some named tensors are slices.
+        """Return the metadata with the index of the named tensors that are slices.
 
         Raises:
-            UnsupportedState: One is no tensor, or has not the shape of the slice; or a layout names none of them.
+            UnsupportedState: One is no tensor, or has not the shape of the slice; or a layout names
+                none.
         """
         specs = tensor_specs(items)
         self.check_used(specs)
@@ -70,10 +69,7 @@ class LayoutSlicer:
         return {PIECES: index_of(slices, specs).to_text()} if slices else {}
 
     def check_used(self, names: Collection[str]) -> None:
-        """Check that every layout of this rank is that of a tensor: a misspelled one would cut nothing.
-
-        Args:
-            names: Of the tensors.
+        """Check that every layout of this rank names a tensor: a misspelled one would cut nothing.
 
         Raises:
             UnsupportedState: There is no such tensor.
@@ -87,7 +83,7 @@ class LayoutSlicer:
                 )
 
     def region(self, name: str, shape: tuple[int, ...], /) -> Region | None:
-        """Return which part of a tensor of this shape the rank is to get, or None where no layout names it.
+        """Return the region of a tensor that the rank is to get, or None without a layout for it.
 
         Raises:
             LayoutError: The layout does not fit the shape.
@@ -134,7 +130,7 @@ class LayoutSlicer:
 
 
 def tensor_specs(items: Sequence[Item]) -> dict[str, TensorSpec]:
-    """Return name and description of what many ranks can save.
+    """Return the spec of each item by name.
 
     Raises:
         UnsupportedState: One is no tensor.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The processes that save a series together, one or many: how they share the work, and what they cannot do together."""
+"""The processes that save a series together, one or many, and options that exclude each other."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Team:
 
     Attributes:
         coordinator: The ranks; None for one process.
-        timeout_s: How long the ranks wait for each other, and how long a save of all may take.
-        sharing: How they share the writing of what they have alike; None when each writes all that it has.
-        slicer: Tells which leaves of the state of this rank are slices; None for one process.
+        timeout_s: How long the ranks wait for each other, and how long a collective save may take.
+        sharing: Deduplication; None when each rank writes all that it holds.
+        slicer: Finds the leaves of the state of this rank that are slices; None for one process.
     """
 
     coordinator: Coordinator | None = None
@@ -50,18 +50,10 @@ def team_for(
     keep_redundancy: int,
     balance: Balance,
 ) -> Team:
-    """Return who saves together, and how.
-
-    Args:
-        config: What is asked for.
-        coordinator: The ranks; None for one process.
-        timeout_s: As for `Team`.
-        layout: Name of a tensor to how it is cut over the ranks.
-        keep_redundancy: Copies to keep of what several ranks have.
-        balance: As for `Sharing`.
+    """Return the team for a configuration; arguments as for `Team`, `Sharing` and `LayoutSlicer`.
 
     Raises:
-        ValueError: The ranks would save at different steps; or it is said how they share, and they do not.
+        ValueError: The ranks would save at different steps; or options of deduplication without it.
     """
     if coordinator is not None:
         check_ranks_agree(config)
@@ -94,7 +86,7 @@ def _slicer(
 
 
 def check_ranks_agree(config: CheckpointConfig) -> None:
-    """Check that all ranks will save at the same steps, and can.
+    """Check that all ranks will save at the same steps.
 
     Raises:
         ValueError: They would save at different steps.

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.parallel.coordinator import Json, RanksOutOfStep
 from ckptmgr.parallel.errors import RankFailed
-from ckptmgr.parallel.rank_policy import JointPolicy, for_all_ranks
+from ckptmgr.parallel.rank_policy import RankZeroPolicy, for_all_ranks
 from ckptmgr.parallel.shared_directory import SharedDirectory
 from ckptmgr.policy.save import (
     AnyOf,
@@ -29,8 +29,8 @@ from ckptmgr.training.manager import CheckpointManager
 from tests.parallel.ranks import START, WORLD, Clock, Meeting, Outcome, Seat, run_ranks
 
 
-def joint(policy: SavePolicy, meeting: Meeting, rank: int) -> JointPolicy:
-    return JointPolicy(policy, Seat(meeting, rank), timeout_s=9.0, monotonic=Clock())
+def joint(policy: SavePolicy, meeting: Meeting, rank: int) -> RankZeroPolicy:
+    return RankZeroPolicy(policy, Seat(meeting, rank), timeout_s=9.0, monotonic=Clock())
 
 
 def saved_steps(
@@ -119,7 +119,7 @@ def test_reason_and_activity_are_those_of_rank_0() -> None:
 
 
 def test_ranks_meet_again_within_65536_steps_however_far_the_next_save_is() -> None:
-    policy = JointPolicy(EverySeconds(1e9), Seat(Meeting(1), 0), timeout_s=9.0)
+    policy = RankZeroPolicy(EverySeconds(1e9), Seat(Meeting(1), 0), timeout_s=9.0)
     for step in (1, 2):
         assert not policy.decide(step, float(step), LastSave(at=0.0)).is_due
     assert policy.decide(3, 3.0, LastSave(at=0.0)).reason == "rank 0 is asked again at step 65538"
@@ -157,7 +157,7 @@ def test_answer_of_another_version_is_refused() -> None:
         def all_gather(self, tag: str, value: Json, *, timeout_s: float) -> list[Json]:
             return [{"ok": {"step": 1}}]
 
-    policy = JointPolicy(EverySeconds(8.0), Other(Meeting(1), 0), timeout_s=9.0)
+    policy = RankZeroPolicy(EverySeconds(8.0), Other(Meeting(1), 0), timeout_s=9.0)
     with pytest.raises(RanksOutOfStep, match="the same version of ckptmgr"):
         policy.decide(1, 1.0, LastSave(at=0.0))
 
