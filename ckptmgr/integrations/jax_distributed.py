@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of JAX that meet over the table of `jax.distributed`: no collectives, so nothing to keep in order with training.
+"""Coordinator of JAX processes over the table of `jax.distributed`; it needs no collectives.
 
-The table lives in process 0. When that dies, JAX ends the other processes, too; until then they wait, and hear nothing.
+The table is in process 0. When that process ends, JAX ends the others, too; until then they wait.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ def jax_coordinator() -> KeyValueCoordinator:
     state = distributed.global_state
     if state.client is None:
         raise ValueError("this process is alone: call jax.distributed.initialize() first")
-    # As many as on the other processes, which run the same program. Every start of a job has a table of its own.
+    # The same number on the other processes, which run the same program. Every start has its own
+    # table.
     table = _Table(state.client, f"ckptmgr/{next(_made)}")
     return KeyValueCoordinator(table, rank=state.process_id, world=state.num_processes)
 
 
 class _Table:
-    """The table of JAX. One that cannot be reached is like ranks that do not come: the storage decides then."""
+    """The table of JAX. An unreachable one counts as missing ranks: the storage decides then."""
 
     def __init__(self, client: Any, prefix: str) -> None:
         self._client = client
@@ -61,7 +62,7 @@ class _Table:
                 left_s = stop - time.monotonic()
                 if missing is None or left_s <= 0 or self.get(missing, timeout_s=left_s) is None:
                     return found
-        # Together they are more than a message may hold.
+        # Together they exceed the size of a message.
         values = ((key, self.get(key, timeout_s=max(0.0, stop - time.monotonic()))) for key in keys)
         return {key: value for key, value in values if value is not None}
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The coordinator of the job that this process belongs to, where only one comes into question.
+"""The coordinator of the job that this process belongs to, where exactly one is possible.
 
-| it comes into question | when |
+| coordinator | condition |
 |---|---|
 | `torch_store.torchrun_coordinator` | `torchrun` has started this process |
 | `torch_store.group_coordinator` | it has not, and `torch.distributed` is initialized |
@@ -26,10 +26,11 @@ def job_coordinator(*, directory: str | os.PathLike[str] | None = None) -> KeyVa
     """Return the coordinator of the job that this process belongs to.
 
     Args:
-        directory: Where the ranks meet if nothing else will do, as with MindSpore; all of them see it, no other job uses it.
+        directory: A directory for the coordinator of engines without a better one, as MindSpore;
+            all ranks see it, and no other job uses it.
 
     Raises:
-        ValueError: There is no such job, or there are several ways to meet; names them.
+        ValueError: There is no such job, or several coordinators are possible; names them.
     """
     ways = {name: make for name, is_there, make in _ENGINES if is_there()}
     if not ways:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportAttributeAccessIssue=false
-"""Ranks of MindSpore, which meet in a directory.
+"""Coordinator of MindSpore ranks over a shared directory.
 
-MindSpore has nothing better to meet over: its collectives have no timeout and do not tell who is missing, and the clients
-of its `TCPStore` count as nodes of the cluster, which takes them for lost when they leave, and fails the job.
+MindSpore has no better means: its collectives have no timeout and do not report missing ranks, and
+clients of its `TCPStore` count as nodes of the cluster, which fails the job when they leave.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ckptmgr.parallel.shared_directory import SharedDirectory
 def mindspore_coordinator(
     directory: str | os.PathLike[str], *, timeout_s: float = 60.0
 ) -> SharedDirectory:
-    """Return a coordinator for the ranks of `mindspore.communication.init`, for `ModelCheckpoint(..., coordinator=...)`.
+    """Return a coordinator for the ranks of `mindspore.communication.init`.
 
     Args:
-        directory: Where they meet; all of them see it, and no other job uses it.
+        directory: All ranks see it, and no other job uses it.
         timeout_s: How long to wait for the other ranks.
 
     Raises:
-        ValueError: MindSpore is not told of other ranks yet.
+        ValueError: `mindspore.communication.init` was not called.
         RanksMissing: Some ranks did not come in time.
     """
     try:

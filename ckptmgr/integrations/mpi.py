@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of MPI that meet by messages between two: no collectives, which neither have a timeout nor tell who is missing.
+"""Coordinator of MPI processes over point-to-point messages, since collectives have no timeout.
 
-When a process dies, most MPI runtimes end the whole job. What a save in flight came to, the storage tells the next start.
+When a process dies, most MPI runtimes end the whole job. The next start finds in the storage
+whether a save in flight was committed.
 """
 
 from __future__ import annotations
@@ -21,10 +22,12 @@ def mpi_coordinator(communicator: MPI.Intracomm | None = None) -> KeyValueCoordi
     """Return a coordinator for the processes of a communicator; all of them call it.
 
     Args:
-        communicator: They; all processes by default. It is duplicated: what training sends is never taken for ours.
+        communicator: The processes; all by default. It is duplicated: messages of training are
+            never taken for ours.
 
     Raises:
-        ValueError: MPI was initialized so that a background thread cannot use it while training does.
+        ValueError: MPI was initialized so that a background thread cannot use it while training
+            does.
     """
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise ValueError(
@@ -36,13 +39,7 @@ def mpi_coordinator(communicator: MPI.Intracomm | None = None) -> KeyValueCoordi
 
 
 class _Messages:
-    """A table whose values are sent to everybody when they are put.
-
-    Args:
-        communicator: The processes.
-        monotonic: Seconds that never go back.
-        pause: Waits for some seconds.
-    """
+    """A table that sends each value to all other processes when it is put."""
 
     def __init__(
         self,
@@ -54,12 +51,12 @@ class _Messages:
         self._communicator = communicator
         self._monotonic = monotonic
         self._pause = pause
-        self._heard: dict[str, bytes] = {}
-        self._sending: list[MPI.Request] = []  # each holds on to what it sends
+        self._received: dict[str, bytes] = {}
+        self._sending: list[MPI.Request] = []  # each holds a reference to its message
         self._lock = threading.Lock()
 
     def put(self, key: str, value: bytes) -> None:
-        self._heard[key] = value
+        self._received[key] = value
         message = key.encode() + b"\0" + value
         own = self._communicator.Get_rank()
         with self._lock:
@@ -73,8 +70,8 @@ class _Messages:
         pause_s = _FIRST_PAUSE_S
         while True:
             self._receive()
-            if key in self._heard:
-                return self._heard.pop(key)
+            if key in self._received:
+                return self._received.pop(key)
             left_s = stop - self._monotonic()
             if left_s <= 0:
                 return None
@@ -82,7 +79,7 @@ class _Messages:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def drop(self, key: str) -> None:
-        self._heard.pop(key, None)
+        self._received.pop(key, None)
 
     def _receive(self) -> None:
         status = MPI.Status()
@@ -90,4 +87,4 @@ class _Messages:
             buffer = bytearray(status.Get_count(MPI.BYTE))
             message.Recv([buffer, MPI.BYTE])
             key, _, value = bytes(buffer).partition(b"\0")
-            self._heard[key.decode(errors="replace")] = value
+            self._received[key.decode(errors="replace")] = value

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenSSF model signing: bundles that `model_signing verify key` accepts, made by the `model_signing` package.
+"""OpenSSF model signing: bundles that `model_signing verify key` accepts, made by that package.
 
-A bundle of a file signs that file, `net-3_40.safetensors.sig`; a bundle of a directory signs all files in it, `model.sig`,
-but for hidden ones: leases and the trash of a run. Source: github.com/sigstore/model-transparency, 1.1.1.
+A bundle of a file signs that file, `net-3_40.safetensors.sig`; a bundle of a directory signs all
+files in it, `model.sig`, but for hidden ones: leases and the trash of a run. Source:
+github.com/sigstore/model-transparency, 1.1.1.
 """
 
 from __future__ import annotations
@@ -20,20 +21,19 @@ BUNDLE_SUFFIX = ".sig"
 
 
 def bundle_path(path: Path) -> Path:
-    """Return where the bundle of a file or a directory lies."""
+    """Return the path of the bundle of a file or a directory."""
     return path / BUNDLE_NAME if path.is_dir() else path.with_name(path.name + BUNDLE_SUFFIX)
 
 
 def sign_bundle(path: Path, key_source: str) -> bytes:
-    """Return a bundle that signs a file, or all that is in a directory.
+    """Return a bundle that signs a file, or all files in a directory.
 
-    Args:
-        path: What is signed; it is read once.
-        key_source: Source of a private key on a NIST curve, in PEM: `file:PATH`, `env:NAME`, `cmd:COMMAND` or `fd:N`.
+    `key_source` is that of a private key on a NIST curve, in PEM: `file:PATH`, `env:NAME`,
+    `cmd:COMMAND` or `fd:N`.
 
     Raises:
         UnsupportedCheckpoint: `model_signing` is not installed, or cannot sign such files.
-        KeyProblem: The source gives no such key. The message never shows what it gave.
+        KeyProblem: The source gives no such key. The message never shows the secret.
         OSError: From the disk.
     """
     try:
@@ -64,7 +64,7 @@ def _unsigned(path: Path) -> list[str]:
 
 
 def _give_key(signer: object, source: str) -> None:
-    """Give the package a key that never lies on a disk: it takes a path only."""
+    """Give the package, which takes a path only, a key that is never on a disk."""
     try:
         text = load_secret(source).encode("utf-8")
     except CryptoError as error:

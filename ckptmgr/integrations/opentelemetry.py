@@ -7,7 +7,7 @@
 | `ckptmgr.io` (counter) | By | `ckptmgr.operation`, `ckptmgr.io.direction` |
 | `ckptmgr.train.blocked` (histogram) | s | |
 
-Needs `opentelemetry-api`; where they go is decided by the SDK that the program sets up.
+Needs `opentelemetry-api`; the SDK that the program sets up exports them.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@
 | `ckptmgr_errors_total` (counter) | operation, error_type |
 | `ckptmgr_last_success_timestamp_seconds` (gauge) | operation |
 
-The alert people need is on the last one: `time() - ckptmgr_last_success_timestamp_seconds{operation="save"} > 3600`.
-Needs `prometheus-client`; `start_http_server` of that package serves them, `write_textfile` is for jobs that end.
+A useful alert: `time() - ckptmgr_last_success_timestamp_seconds{operation="save"} > 3600`. Needs
+`prometheus-client`; its `start_http_server` serves them, `write_textfile` is for jobs that end.
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Offload of the tensors that PyTorch keeps for the backward pass, to host memory or to a disk.
 
-Tensors are copied out when autograd saves them and copied back, bit for bit and with the same strides, when the backward
-pass needs them. Parameters, small tensors, and tensors whose elements overlap in memory stay where they are.
+Tensors are copied out when autograd saves them and copied back, bit for bit and with the same
+strides, when the backward pass needs them. Parameters, small tensors, and tensors whose elements
+overlap in memory stay where they are.
 
-With `snapshot_place="disk"` (`offload_checkpoint`) they go to a spill file, with `"host"` to host memory, bounded by the
-host budget; when automatic, to the host first and to the disk when the budget is full.
+With `snapshot_place="disk"` (`offload_checkpoint`) they go to a spill file, with `"host"` to host
+memory, bounded by the host budget; when automatic, to the host first and to the disk when the
+budget is full.
 
 >>> import torch
 >>> from ckptmgr.config.memory import MemoryConfig
@@ -38,25 +40,17 @@ from ckptmgr.state.arrays import torch_bytes
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, kw_only=True)
 class _Offloaded:
-    """A tensor that is elsewhere.
+    """An offloaded tensor."""
 
-    Attributes:
-        place: Its elements in memory order in host memory, or a spill file and their offset there.
-        order: Its dimensions by stride, the largest first.
-        shape: Its shape with the dimensions in that order.
-        dtype: Its element type.
-        device: Where it came from.
-    """
-
-    place: torch.Tensor | tuple[SpillFile, int]
-    order: tuple[int, ...]
-    shape: tuple[int, ...]
+    place: torch.Tensor | tuple[SpillFile, int]  # elements in memory order, or file and offset
+    order: tuple[int, ...]  # its dimensions by stride, the largest first
+    shape: tuple[int, ...]  # with the dimensions in that order
     dtype: torch.dtype
     device: torch.device
 
 
 class _SpillArea:
-    """One spill file for many tensors; its space is used again once all of them are gone."""
+    """One spill file for many tensors; its space is reused once all of them are dropped."""
 
     def __init__(self, config: MemoryConfig, ledger: Ledger) -> None:
         self._config = config
@@ -68,7 +62,7 @@ class _SpillArea:
         self._tensors = 0
 
     def put(self, content: memoryview) -> tuple[SpillFile, int] | None:
-        """Write a content and return where, or None when the disk budget is used up or there is no directory."""
+        """Write a content and return its place; None without disk budget or directory."""
         config = self._config
         with self._lock:
             if config.spill_directory is None or not self._ledger.add_disk(content.nbytes):
@@ -91,7 +85,7 @@ class _SpillArea:
             return self._file, offset
 
     def drop(self) -> None:
-        """Say that one content is no longer needed."""
+        """Drop one content."""
         with self._lock:
             self._forget_one()
 
@@ -108,15 +102,17 @@ class _SpillArea:
 class SavedTensorOffload:
     """A context in which tensors that autograd saves are offloaded.
 
-    The forward pass runs inside it; the backward pass may run later, and memory is given back as the graph is freed.
+    The forward pass runs inside it; the backward pass may run later. Memory is released with the
+    graph.
 
     Args:
-        config: `snapshot_place`, `is_automatic`, budgets, `spill_directory`, `smallest_evictee_bytes`.
-        ledger: Shared with staging and snapshots when they live on one budget; a new one by default.
+        config: `snapshot_place`, `is_automatic`, budgets, `spill_directory`,
+            `smallest_evictee_bytes`.
+        ledger: Shared with staging and snapshots when they use one budget; a new one by default.
 
     Attributes:
-        offloaded_tensors: How many tensors were offloaded so far.
-        spilled_bytes: How many bytes of them went to spill files.
+        offloaded_tensors: Number of tensors offloaded so far.
+        spilled_bytes: Bytes of them that went to spill files.
     """
 
     def __init__(self, config: MemoryConfig, *, ledger: Ledger | None = None) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks of PyTorch that meet over its rendezvous store: no collectives, so nothing to keep in order with training.
+"""Coordinators of PyTorch ranks over the rendezvous store of `torch.distributed`; no collectives.
 
-Under `torchrun` the store lives in the agent, not in a rank, and outlives all of them, and restarts. The number of restarts
-that it tells is one of each agent, so the ranks agree on a name for their start themselves.
+Under `torchrun` the store is in the agent, not in a rank, and outlives all ranks, and restarts. The
+restart number of the environment is one per agent, so the ranks agree on a name for their start.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def store_coordinator(store: Store, *, rank: int, world: int) -> KeyValueCoordin
     """Return a coordinator over a store of `torch.distributed`.
 
     Args:
-        store: Any store that all ranks have; wrap it in a `PrefixStore` that is another one after every restart.
+        store: Any store that all ranks have; wrap it in a `PrefixStore` with another prefix after
+            every restart.
         rank: Number of this rank.
         world: Number of ranks.
     """
@@ -42,8 +43,8 @@ def store_coordinator(store: Store, *, rank: int, world: int) -> KeyValueCoordin
 
 
 def _own_connection(store: Store) -> Store:
-    # A client waits with its lock held: a save in the background would hold up whoever uses the same one, collectives or the
-    # saves of another series, for which the other ranks may wait.
+    # A client waits with its lock held: a save in the background would block all other users of
+    # the same one, collectives or saves of another series, for which the other ranks may wait.
     try:
         own: Store = store.clone()  # type: ignore[attr-defined]
     except (
@@ -56,7 +57,7 @@ def _own_connection(store: Store) -> Store:
 
 
 def torchrun_coordinator(*, timeout_s: float = 60.0) -> KeyValueCoordinator:
-    """Return a coordinator for a process that `torchrun` has started; training needs no process group for it.
+    """Return a coordinator for a process that `torchrun` has started; it needs no process group.
 
     Args:
         timeout_s: How long to try to reach the store, and then to wait for the other ranks.
@@ -84,10 +85,10 @@ def torchrun_coordinator(*, timeout_s: float = 60.0) -> KeyValueCoordinator:
 def group_coordinator(
     group: ProcessGroup | None = None, *, timeout_s: float = 60.0
 ) -> KeyValueCoordinator:
-    """Return a coordinator for the ranks of a process group, over the store that the process groups were made with.
+    """Return a coordinator for the ranks of a process group, over the store of process groups.
 
-    Unless `torchrun` has started the job, that store lives in rank 0. When rank 0 dies, a save in flight fails, or is found
-    to be committed, on all other ranks; nothing is damaged.
+    Unless `torchrun` has started the job, that store is in rank 0. When rank 0 dies, a save in
+    flight fails, or is found to be committed, on all other ranks; nothing is damaged.
 
     Args:
         group: The group; None for all ranks.
@@ -110,14 +111,14 @@ def _in_session(
     store: Store, job: str, *, rank: int, world: int, timeout_s: float
 ) -> KeyValueCoordinator:
     """Return a coordinator of this start of a job, and of no other."""
-    _made[job, rank] += 1  # as on the other ranks, which run the same program
+    _made[job, rank] += 1  # the same on the other ranks, which run the same program
     place = PrefixStore(f"ckptmgr/{job}/{_made[job, rank]}", store)
     name = agreed_session(_Table(place), rank=rank, world=world, timeout_s=timeout_s)
     return store_coordinator(PrefixStore(name, place), rank=rank, world=world)
 
 
 class _Table:
-    """A store as a table. One that cannot be reached is like ranks that do not come: the storage decides then."""
+    """A store as a table. An unreachable one counts as missing ranks: the storage decides then."""
 
     def __init__(self, store: Store) -> None:
         self._shared = store

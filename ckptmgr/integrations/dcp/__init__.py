@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch Distributed Checkpoint (DCP) over our files: FSDP2, DTensor and plain states, encrypted, verified and retained.
+"""PyTorch Distributed Checkpoint (DCP) over our files: encrypted, verified and retained.
 
 ```
 import torch.distributed.checkpoint as dcp
@@ -11,11 +11,14 @@ writer = StorageWriter("runs/fsdp", config, step=500, metrics={"loss": loss})
 dcp.save(state, storage_writer=writer, planner=SavePlanner())     # or dcp.async_save
 ```
 
-* A checkpoint is what `CheckpointManager` makes with a coordinator: a file for each rank, and one manifest, `ckpt-500.shards`,
-  that is created when all ranks have written, or never. `ckptmgr ls`, `verify`, `pin` and `prune` work on it.
-* It is loaded by any number of ranks, also by one without a process group (`no_dist`), each reading the bytes it needs.
+* States may be plain, DTensor or FSDP2. A checkpoint has a file for each rank, and one
+  manifest, `ckpt-500.shards`, that is created when all ranks have written, or never. `ckptmgr ls`,
+  `verify`, `pin` and `prune` work on it.
+* It is loaded by any number of ranks, also by one without a process group (`no_dist`), each reading
+  the bytes it needs.
 * Nothing is pickled or unpickled in files. (DCP itself sends plans from rank to rank as pickles.)
-* When the coordinator dies in the commit, the storage decides: the checkpoint is listed, or it is not.
+* When the coordinator dies in the commit, the storage decides: the checkpoint is listed, or it is
+  not.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who writes what several ranks have: each byte once, every rank about as many, large tensors cut by rows.
+"""Deduplication of DCP's save plans: each byte is written once, and ranks write about equally much.
 
-DCP itself gives whole tensors to the rank with the least so far, so one large table makes one rank write it all.
+Large tensors are cut by rows. DCP itself gives whole tensors to the rank with the smallest load, so
+one large table makes one rank write all of it.
 
-Whether plain tensors that several ranks have under one name are the same: only equal digests make equal tensors.
-
-Buffers, statistics and random number generators may differ between ranks. Rows of different ranks must never become one
-tensor, so of what differs the lowest rank's is kept, as a whole.
+Plain tensors of one name on several ranks count as the same only if their digests are equal:
+buffers, statistics and random number generators may differ between ranks. Rows of different ranks
+must never become one tensor, so where they differ the whole tensor of the lowest rank is kept.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ from ckptmgr.integrations.dcp.metadata import tensor_data
 from ckptmgr.parallel.balance import MAX_CHUNK_BYTES, Chunk, Replicated, balance_by_bytes
 from ckptmgr.parallel.dedup_tensors import digest_of_tensor
 
+_LOG = logging.getLogger(__name__)
+_SHOWN_NAMES = 8
 # Smaller pieces cost more in reading than they save in writing.
 LEAST_CHUNK_BYTES = 1 << 20
-# So many chunks a rank bring the largest load within 2 % of the mean.
+# This many chunks per rank bring the largest load within 2 % of the mean.
 _CHUNKS_PER_RANK = 50
 
 
@@ -59,7 +61,7 @@ def balanced(plans: Sequence[SavePlan]) -> list[SavePlan]:
 
 
 def rows_of(whole: torch.Tensor, item: WriteItem, part: WriteItem) -> torch.Tensor:
-    """Return the rows of the tensor of an item that a part of it is about."""
+    """Return the rows of the tensor of an item that a part of it covers."""
     chunk = tensor_data(part).chunk
     start = chunk.offsets[0] - tensor_data(item).chunk.offsets[0]
     return whole.narrow(0, start, chunk.sizes[0])
@@ -85,7 +87,7 @@ def _dealt_out(
     *,
     own_bytes: Sequence[int],
 ) -> Iterator[tuple[int, WriteItem]]:
-    """Yield who writes which rows of the items that several ranks have."""
+    """Yield the rank that writes, and the rows, of the items that several ranks have."""
     if not shared:
         return
     names = {f"{number:09}": index for number, index in enumerate(shared)}
@@ -111,7 +113,7 @@ def _dealt_out(
 
 
 def _joined(chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, int]]:
-    """Yield chunks, with the row at which those end that follow and have the same saver."""
+    """Yield chunks, with the last row of the following ones of the same saver."""
     first: Chunk | None = None
     stop_row = 0
     for chunk in chunks:
@@ -130,7 +132,7 @@ def _saver(chunk: Chunk) -> int:
 
 
 def _rows(item: WriteItem, start: int, stop: int) -> WriteItem:
-    """Return the part of an item that some of its rows are."""
+    """Return an item for some rows of another one."""
     data = tensor_data(item)
     if not data.chunk.sizes or stop - start == data.chunk.sizes[0]:
         return item
@@ -151,24 +153,20 @@ def _size_bytes(items: Sequence[WriteItem]) -> int:
     )
 
 
-_LOG = logging.getLogger(__name__)
-_SHOWN_NAMES = 8
-
-
 @dataclass(frozen=True)
 class ComparedPlan(SavePlan):
-    """The plan of a rank that can tell what it has from what others have under the same name.
+    """The plan of a rank with the means to compare its plain tensors with those of other ranks.
 
     Attributes:
-        digests: Name of a plain tensor to the digest of its content; None where they are not taken yet.
-        is_compared: Whether what several ranks have is known to be the same on all of them.
+        digests: Name of a plain tensor to the digest of its content; None before they are computed.
+        is_compared: Whether tensors of several ranks are known to be the same on all of them.
     """
 
     digests: Mapping[str, str] | None = None
     is_compared: bool = False
 
 
-def told(plan: SavePlan, planner: SavePlanner) -> ComparedPlan:
+def with_digests(plan: SavePlan, planner: SavePlanner) -> ComparedPlan:
     """Return a plan with the digests of its plain tensors.
 
     Raises:
@@ -179,11 +177,11 @@ def told(plan: SavePlan, planner: SavePlanner) -> ComparedPlan:
         for item in plan.items
         if item.type == WriteItemType.TENSOR
     }
-    return replace(untold(plan), digests=digests)
+    return replace(without_digests(plan), digests=digests)
 
 
-def untold(plan: SavePlan) -> ComparedPlan:
-    """Return a plan without digests yet."""
+def without_digests(plan: SavePlan) -> ComparedPlan:
+    """Return a plan whose digests are not computed yet."""
     return ComparedPlan(plan.items, plan.storage_data, plan.planner_data, plan.usable)
 
 
@@ -196,8 +194,8 @@ def has_peers() -> bool:
     )
 
 
-def one_for_all(plans: Sequence[SavePlan]) -> list[SavePlan]:
-    """Return the plans of all ranks without what they have under the name of something else on a lower rank."""
+def without_conflicts(plans: Sequence[SavePlan]) -> list[SavePlan]:
+    """Return the plans of all ranks without items that differ from those of a lower rank."""
     values: dict[str, dict[int, Hashable]] = {}
     for rank, plan in enumerate(plans):
         for item in _plain(plan):
@@ -219,7 +217,7 @@ def one_for_all(plans: Sequence[SavePlan]) -> list[SavePlan]:
 
 
 def is_compared(plans: Sequence[SavePlan]) -> bool:
-    """Return whether what several ranks have is known to be the same on all of them."""
+    """Return whether tensors of several ranks are known to be the same on all of them."""
     return all(isinstance(plan, ComparedPlan) and plan.is_compared for plan in plans)
 
 
@@ -228,9 +226,9 @@ def _plain(plan: SavePlan) -> Iterator[WriteItem]:
 
 
 def _value(plan: SavePlan, item: WriteItem, rank: int) -> Hashable:
-    """Return what is equal where two ranks have the same; without a digest nothing is."""
+    """Return a key that is equal for equal tensors of two ranks; without a digest none is."""
     if item.type == WriteItemType.BYTE_IO:
-        return None  # whatever it is: that of the lowest rank is kept
+        return None  # any value: that of the lowest rank is kept
     data = tensor_data(item)
     digests = plan.digests if isinstance(plan, ComparedPlan) else None
     return data.properties.dtype, data.size, (digests or {}).get(item.index.fqn, rank)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a checkpoint that ranks saved through DCP: its index, and the pieces that somebody wants, checked."""
+"""Files of a checkpoint that ranks saved through DCP: its index, and checked reads of pieces."""
 
 from __future__ import annotations
 
@@ -30,21 +30,13 @@ from ckptmgr.store.store import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Want:
-    """A part of a piece, and where it goes.
+class PieceRead:
+    """A read of a part of a piece into flat writable memory of the same size."""
 
-    Attributes:
-        name: Under which the piece is stored.
-        stored: The piece; its elements count from 0.
-        wanted: The part of it.
-        item_bytes: Bytes of an element.
-        target: Memory of the size of the part, flat and writable.
-    """
-
-    name: str
-    stored: Region
-    wanted: Region
-    item_bytes: int
+    name: str  # the stored name of the piece
+    stored: Region  # the piece; its elements count from 0
+    wanted: Region  # the part of it
+    item_bytes: int  # bytes of an element
     target: memoryview
 
 
@@ -66,31 +58,32 @@ class ShardFile:
         """Return where a piece begins; raises as `read`."""
         return self._entry(name).pieces[0].offset
 
-    def read(self, wants: Sequence[Want]) -> None:
+    def read(self, reads: Sequence[PieceRead]) -> None:
         """Read parts of pieces into their memory.
 
         Raises:
-            CorruptCheckpoint: The bytes are damaged, or not what the index says. The memory is then undefined.
+            CorruptCheckpoint: The bytes are damaged, or contradict the index. The memory is then
+                undefined.
             OSError: From the disk.
         """
-        placements = [one for want in wants for one in self._placements(want)]
+        placements = [one for read in reads for one in self._placements(read)]
         with translated_errors(self._opened.path):
             for batch in _apart(placements):
                 self._fill(batch)
-            for want in wants:
-                entry = self._entry(want.name)
-                check_content(entry, want.target, offset=entry.pieces[0].offset)
+            for read in reads:
+                entry = self._entry(read.name)
+                check_content(entry, read.target, offset=entry.pieces[0].offset)
 
-    def _placements(self, want: Want) -> Iterator[Placement]:
-        entry = self._entry(want.name)
-        size_bytes = prod(region_shape(want.stored)) * want.item_bytes
+    def _placements(self, read: PieceRead) -> Iterator[Placement]:
+        entry = self._entry(read.name)
+        size_bytes = prod(region_shape(read.stored)) * read.item_bytes
         if entry.spec.size_bytes != size_bytes:
             raise self._damaged(
-                f"has {entry.spec.size_bytes} bytes, but the index says {size_bytes}", want.name
+                f"has {entry.spec.size_bytes} bytes, but the index says {size_bytes}", read.name
             )
         start = entry.pieces[0].offset
-        for run in byte_runs(want.stored, want.wanted, want.wanted, item_bytes=want.item_bytes):
-            target = want.target[run.target_offset :][: run.length]
+        for run in byte_runs(read.stored, read.wanted, read.wanted, item_bytes=read.item_bytes):
+            target = read.target[run.target_offset :][: run.length]
             yield Placement(start + run.source_offset, target)
 
     def _fill(self, placements: Sequence[Placement]) -> None:
@@ -110,13 +103,7 @@ class ShardFile:
 
 
 class ShardSet:
-    """The files of one committed checkpoint.
-
-    Args:
-        store: The directory.
-        manifest: Of the checkpoint.
-        options: The key, and what to accept.
-    """
+    """The files of one committed checkpoint."""
 
     def __init__(self, store: Store, manifest: Manifest, *, options: ReadOptions) -> None:
         self._store = store
@@ -124,7 +111,7 @@ class ShardSet:
         self._options = options
 
     def index(self) -> Index:
-        """Return what the checkpoint holds.
+        """Return the index of the checkpoint.
 
         Raises:
             UnsupportedCheckpoint: It was not saved through DCP.

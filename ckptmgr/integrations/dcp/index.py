@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint of PyTorch DCP holds, and which rank wrote which piece of it; as JSON, never as a pickle.
+"""Index of a PyTorch DCP checkpoint: its tensors and the rank with each piece, as JSON.
 
-The file of rank 0 has the index of the whole checkpoint as a uint8 tensor, `~index`, so that a reader opens that file and
-those it needs. Where a piece lies in the file of its rank follows from its name.
+The file of rank 0 has it as a uint8 tensor, `~index`, so a reader opens that file and those that it
+needs. The name of a piece in the file of its rank follows from tensor and offsets.
 
 >>> piece_name("layer.weight", (0, 0)), piece_name("layer.weight", (512, 0)), piece_name("format", None)
 ('layer.weight', 'layer.weight~@512,0', '~format')
@@ -28,13 +28,13 @@ _RESERVED = ("__", "ckptmgr.")
 _RESERVED_NAMES = ("format", "crc_num")
 _WHAT = "index of the checkpoint"
 _MAX_SIZE = (1 << 63) - 1
-# A list in a state has at most as many elements as are saved; a path must not make anybody allocate more.
+# A list in a state has at most as many elements as are saved; a path must not cause more.
 _MAX_LIST_INDEX = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """A box of a tensor, and the rank in whose file it lies. Values that are no tensors are in one piece without sizes."""
+    """A box of a tensor, and the rank with its file; no sizes for values that are no tensors."""
 
     rank: int
     offsets: tuple[int, ...] = ()
@@ -43,37 +43,26 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CutTensor:
-    """A tensor that lies in pieces.
+    """A tensor stored in pieces, which together have as many elements as the whole."""
 
-    Attributes:
-        dtype: As torch spells it, without `torch.`.
-        shape: Of the whole.
-        pieces: Boxes that together have as many elements as the whole.
-    """
-
-    dtype: str
+    dtype: str  # as torch spells it, without `torch.`
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
-    """What a checkpoint holds.
+    """The contents of a checkpoint."""
 
-    Attributes:
-        world: Number of ranks that saved.
-        tensors: Name to tensor.
-        objects: Name of a value that is no tensor to the rank in whose file it lies.
-        paths: Name to the keys and list positions that lead to it in the nested state, or None for a flat one.
-    """
-
-    world: int
+    world: int  # number of ranks that saved
     tensors: Mapping[str, CutTensor]
-    objects: Mapping[str, int]
-    paths: Mapping[str, ObjectPath] | None
+    objects: Mapping[str, int]  # name of a value that is no tensor to the rank with its file
+    paths: (
+        Mapping[str, ObjectPath] | None
+    )  # keys and list positions of a name; None for a flat state
 
     def problem(self) -> str | None:
-        """Return why nothing should be loaded by this index, or None."""
+        """Return a contradiction in the index, or None."""
         for name, rank in self.objects.items():
             if rank >= self.world:
                 return f"{name!r} is in the file of rank {rank} of {self.world}"
@@ -107,7 +96,7 @@ def parse_index(data: bytes) -> Index:
 
     Raises:
         FormatError: It is no index, or contradicts itself.
-        UnsupportedError: It is of a version that is not known here.
+        UnsupportedError: Its version is unknown here.
     """
     document = parse_object(data, what=_WHAT, offset=0)
     if document.get("version") != VERSION:
@@ -132,7 +121,7 @@ def parse_index(data: bytes) -> Index:
 
 
 def piece_name(fqn: str, offsets: Sequence[int] | None) -> str:
-    """Return the name under which a piece is stored: that of the tensor, unless the piece begins elsewhere."""
+    """Return the stored name of a piece: that of the tensor, with its offsets unless all are 0."""
     name = fqn.replace("~", "~0")
     if name in _RESERVED_NAMES or name.startswith(_RESERVED):
         name = f"~{name}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the items of a plan of PyTorch DCP hold, as files store it."""
+"""The items of DCP's save plans as tensors of our files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _UINT8 = BY_NAME["uint8"]
 
 
 def stored(item: WriteItem, planner: SavePlanner) -> Tensor:
-    """Return an item as a file holds it; tensors are looked up when their turn comes.
+    """Return an item as a file stores it; its content is looked up when it is called.
 
     Raises:
         UnsupportedState: A value cannot be stored without pickling.
@@ -43,7 +43,7 @@ def stored(item: WriteItem, planner: SavePlanner) -> Tensor:
 
 
 def bytes_tensor(name: str, data: bytes) -> Tensor:
-    """Return bytes as a file holds them."""
+    """Return bytes as a uint8 tensor."""
     spec = TensorSpec(name=name, dtype=_UINT8, shape=(len(data),))
     return Tensor(spec=spec, content=lambda: memoryview(data))
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a load plan wants from the file of one rank, read into the tensors of its planner.
+"""Execution of DCP's load plans: reads items from the file of one rank into the planner's tensors.
 
-Contents go straight into tensors on the CPU that are contiguous and of the stored type; all others, and memory that two
-tensors share, are filled through buffers of at most 256 MiB together.
+Contents go straight into tensors on the CPU that are contiguous and of the stored type; all others,
+and memory that two tensors share, are filled through buffers of at most 256 MiB together.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from ckptmgr.core.regions import region_at, whole_region
-from ckptmgr.integrations.dcp.files import ShardFile, ShardSet, Want
+from ckptmgr.integrations.dcp.files import PieceRead, ShardFile, ShardSet
 from ckptmgr.integrations.dcp.index import Piece, piece_name
 from ckptmgr.state.destinations import disjoint, has_memory, memory_of
 from ckptmgr.state.overlaps import conflicts, overlapping_targets
@@ -31,34 +31,21 @@ _SHOWN_DIFFERENCES = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Job:
-    """An item to read.
-
-    Attributes:
-        item: The item.
-        target: Where the planner wants it.
-        dtype: The stored element type.
-        memory: The memory of the target, when it can be filled as the file has it; else None.
-    """
+    """An item to read."""
 
     item: ReadItem
-    target: torch.Tensor
-    dtype: torch.dtype
-    memory: np.ndarray | None
+    target: torch.Tensor  # of the planner
+    dtype: torch.dtype  # the stored element type
+    memory: np.ndarray | None  # that of the target, where it can be filled without conversion
 
     @property
     def buffered_bytes(self) -> int:
-        """How much memory it takes besides its target."""
+        """Memory that it takes besides its target."""
         return prod(self.item.lengths) * self.dtype.itemsize if self.memory is None else 0
 
 
 class Loading:
-    """Reads from the file of one rank.
-
-    Args:
-        file: The file.
-        metadata: Of the checkpoint, from `metadata_from`.
-        planner: Says where things go.
-    """
+    """Reads from the file of one rank; `metadata` is that of `metadata_from`."""
 
     def __init__(self, file: ShardFile, metadata: Metadata, planner: LoadPlanner) -> None:
         self._file = file
@@ -75,22 +62,22 @@ class Loading:
             self._read(jobs)
 
     def values(self, items: Sequence[ReadItem]) -> list[torch.Tensor]:
-        """Return what the targets of some items are to be given, each of the type of its target; raises as `run`."""
+        """Return the new values of targets, in the types of the targets; raises as `run`."""
         jobs = [replace(self._job(item), memory=None) for item in items]
         buffers = self._filled(jobs)
         return [buffers[id(job)].to(job.target.dtype) for job in jobs]
 
     def _read_objects(self, items: Sequence[ReadItem]) -> None:
-        wants = []
+        reads = []
         for item in items:
             size_bytes = self._file.size_bytes(_name(item))
             whole = whole_region([size_bytes])
             target = memoryview(bytearray(size_bytes))
-            wants.append(
-                Want(name=_name(item), stored=whole, wanted=whole, item_bytes=1, target=target)
+            reads.append(
+                PieceRead(name=_name(item), stored=whole, wanted=whole, item_bytes=1, target=target)
             )
-        self._file.read(wants)
-        for item, want in zip(items, wants, strict=True):
+        self._file.read(reads)
+        for item, want in zip(items, reads, strict=True):
             self._planner.load_bytes(item, io.BytesIO(want.target))
 
     def _jobs(self, items: Sequence[ReadItem]) -> list[_Job]:
@@ -118,23 +105,23 @@ class Loading:
             self._planner.commit_tensor(job.item, job.target)
 
     def _filled(self, jobs: Sequence[_Job]) -> dict[int, torch.Tensor]:
-        """Read what some jobs want, and return by `id` of a job the buffers of those without memory."""
+        """Read some jobs, and return the buffers of those without memory, by `id` of the job."""
         buffers = {
             id(job): torch.empty(job.item.lengths, dtype=job.dtype)
             for job in jobs
             if job.memory is None
         }
-        wants = []
+        reads = []
         for job in jobs:
             memory = memory_of(buffers[id(job)]) if job.memory is None else job.memory
-            wants.append(self._want(job, memory))
-        self._file.read(wants)
+            reads.append(self._piece_read(job, memory))
+        self._file.read(reads)
         return buffers
 
-    def _want(self, job: _Job, memory: np.ndarray | None) -> Want:
+    def _piece_read(self, job: _Job, memory: np.ndarray | None) -> PieceRead:
         assert memory is not None  # noqa: S101 - a new tensor on the CPU has memory
         item = job.item
-        return Want(
+        return PieceRead(
             name=_name(item),
             stored=whole_region(self._pieces[item.storage_index].sizes),
             wanted=region_at(item.storage_offsets, item.lengths),
@@ -149,16 +136,12 @@ def check_shared(
     metadata: Metadata,
     planner: LoadPlanner,
 ) -> None:
-    """Check that tensors which share memory are given the same values there; nothing is changed.
+    """Check that tensors which share memory get the same values there; changes nothing.
 
-    Args:
-        shards: The files.
-        items: What is wanted, by the rank whose file it is in.
-        metadata: Of the checkpoint, from `metadata_from`.
-        planner: Says where things go.
+    `items` are by the rank whose file has them; `metadata` is that of `metadata_from`.
 
     Raises:
-        StateMismatch: They are not; names both. Or a target has another size than what is read into it.
+        StateMismatch: Two tensors get different values; or a target has another size than its item.
         CorruptCheckpoint, OSError: As `StorageReader.read_data`.
     """
     # A planner of another kind may take memory whenever it is asked for a target.
@@ -198,7 +181,7 @@ def check_shared(
 
 
 def _is_of_several(group: Sequence[int], wanted: Sequence[tuple[int, ReadItem]]) -> bool:
-    """Return whether targets belong to several tensors; the parts of one tensor are apart."""
+    """Return whether targets belong to several tensors; the parts of one tensor are disjoint."""
     return len(group) == 1 or len({wanted[number][1].dest_index.fqn for number in group}) > 1
 
 

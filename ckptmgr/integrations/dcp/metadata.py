@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Between the plans and metadata of PyTorch DCP and our index."""
+"""Conversion between the plans and metadata of PyTorch DCP and our index."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from ckptmgr.state.torch_values import decode_torch_dtype, dtype_name
 
 
 def index_of(plans: Sequence[SavePlan]) -> Index:
-    """Return what all ranks together are about to save.
+    """Return the index of the checkpoint that all ranks together are about to save.
 
     Raises:
         SaveFailed: They would save only a part of a tensor.
-        UnsupportedState: A planner has other data than paths.
+        UnsupportedState: The data of a planner are not paths.
     """
     wholes: dict[str, TensorWriteData] = {}
     boxes: dict[str, list[Piece]] = {}
@@ -63,10 +63,10 @@ def index_of(plans: Sequence[SavePlan]) -> Index:
 
 
 def tensor_data(item: WriteItem) -> TensorWriteData:
-    """Return what an item of a tensor says about it.
+    """Return the tensor data of an item.
 
     Raises:
-        UnsupportedState: Nothing; DCP itself cannot handle such an item.
+        UnsupportedState: It has none; DCP itself cannot handle such an item.
     """
     if item.tensor_data is None:
         raise UnsupportedState(f"the planner says nothing about the tensor {item.index.fqn!r}")
@@ -74,12 +74,10 @@ def tensor_data(item: WriteItem) -> TensorWriteData:
 
 
 def pieces_of(plan: SavePlan, items: Sequence[Tensor], *, is_compared: bool) -> pieces.Index:
-    """Return the index of the file of one rank, as all files of many ranks have one.
+    """Return the index of the file of one rank, as in every file of a set.
 
-    Args:
-        plan: What it holds.
-        items: The same as it is stored, and more that belongs to no item.
-        is_compared: Whether what several ranks have is known to be the same on all of them.
+    `items` are the stored tensors of the plan, and further ones that belong to no item of it.
+    `is_compared` as in `ComparedPlan`.
     """
     found = {item.spec.name: pieces.Piece(tensor=item.spec.name) for item in items}
     for planned, stored in zip(plan.items, items, strict=False):
@@ -97,7 +95,7 @@ def pieces_of(plan: SavePlan, items: Sequence[Tensor], *, is_compared: bool) -> 
 
 
 def metadata_from(index: Index) -> Metadata:
-    """Return the metadata that load planners work with; `storage_data` has the piece behind each `MetadataIndex`.
+    """Return the metadata for load planners; `storage_data` has the piece of each `MetadataIndex`.
 
     Raises:
         TreeError: torch has no such element type.
@@ -124,7 +122,7 @@ def metadata_from(index: Index) -> Metadata:
 
 
 def _paths(plans: Sequence[SavePlan]) -> Mapping[str, ObjectPath] | None:
-    """Return where the planners found the values in the nested state; None where they keep no such record."""
+    """Return the paths of values in the nested state, from the planners; None without any."""
     found: dict[str, ObjectPath] = {}
     for plan in plans:
         if plan.planner_data is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the constructors and the `checkpoint_id`s of the DCP storage mean."""
+"""Checks of the constructor arguments and `checkpoint_id`s of the DCP storage."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from ckptmgr.store.manifest.codec import SUFFIX
 
 
 def checked_config(config: CheckpointConfig | None) -> CheckpointConfig:
-    """Return a configuration that makes sense for DCP; None stands for the default one.
+    """Return a configuration that is valid for DCP; None is the default one.
 
     Raises:
-        TypeError, ValueError: It does not.
+        TypeError, ValueError: It is not valid.
     """
     checked = check_config(config)
     if checked.async_save:
@@ -66,7 +66,7 @@ def place_of(
 
 
 def set_name_of(checkpoint_id: str | os.PathLike[str], place: SeriesAt) -> str | int:
-    """Return the step, or the name of the checkpoint, that an id means: a number, or a name or path of this directory.
+    """Return the step, or the set name, of an id: a number, or a name or path in this directory.
 
     Raises:
         ValueError: It is in another directory.
@@ -82,10 +82,10 @@ def set_name_of(checkpoint_id: str | os.PathLike[str], place: SeriesAt) -> str |
 
 
 def parse_step(checkpoint_id: str | os.PathLike[str], place: SeriesAt) -> int:
-    """Return the step that an id means.
+    """Return the step of an id.
 
     Raises:
-        ValueError: It means none, or one of another series.
+        ValueError: It has none, or is of another series.
     """
     found = set_name_of(checkpoint_id, place)
     if isinstance(found, int):

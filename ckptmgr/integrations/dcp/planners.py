@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DCP's default planners without their pickles: what is no tensor is stored as a state tree in a small safetensors file."""
+"""DCP's default planners without pickles: values but tensors become safetensors files."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from ckptmgr.integrations.dcp.dedup import (
     balanced,
     has_peers,
     is_part,
-    one_for_all,
     rows_of,
-    told,
-    untold,
+    with_digests,
+    without_conflicts,
+    without_digests,
 )
 from ckptmgr.state import tree
 
@@ -34,37 +34,37 @@ _NOWHERE = Path()
 
 
 class SavePlanner(DefaultSavePlanner):
-    """`DefaultSavePlanner`, with the same options, that never pickles, and gives every rank about as many bytes to write."""
+    """`DefaultSavePlanner` with its options; never pickles, balances bytes over ranks."""
 
     def create_local_plan(self) -> SavePlan:
-        """Return what this rank has, with digests of what others may have, too.
+        """Return the plan of this rank, with digests of tensors that other ranks may have, too.
 
         Raises:
             UnsupportedState: A tensor cannot be stored.
         """
         super().create_local_plan()
         self._own: dict[str, list[WriteItem]] = {}
-        # All of it, also where the cache says that it is known: what is the same on all ranks may have changed.
+        # All items, also with plan caching: equal tensors may differ since the last save.
         for item in self.plan.items:
             self._own.setdefault(item.index.fqn, []).append(item)
         is_alone = self.is_coordinator and not has_peers()
-        return untold(self.plan) if is_alone else told(self.plan, self)
+        return without_digests(self.plan) if is_alone else with_digests(self.plan, self)
 
     def _dedup_save_plans(self, all_plans: list[SavePlan]) -> list[SavePlan]:
         if len(all_plans) > 1:
             all_plans = [
-                told(plan, self)
+                with_digests(plan, self)
                 if isinstance(plan, ComparedPlan) and plan.digests is None
                 else plan
                 for plan in all_plans
             ]
-        plans = one_for_all(all_plans)
+        plans = without_conflicts(all_plans)
         if self.dedup_save_to_lowest_rank:
             return super()._dedup_save_plans(plans)
         return balanced(plans)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """Return what is to be written: a tensor, some rows of one, or bytes."""
+        """Return the content of an item: a tensor, some rows of one, or bytes."""
         for item in self._own.get(write_item.index.fqn, ()):
             if is_part(write_item, item):
                 tensor = super().resolve_data(item)
@@ -73,7 +73,7 @@ class SavePlanner(DefaultSavePlanner):
         return super().resolve_data(write_item)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Return the plans of all ranks, whole ones also with `enable_plan_caching`: each save has files of its own."""
+        """Return the plans of all ranks, whole even with `enable_plan_caching`."""
         _, metadata = super().create_global_plan(all_plans)
         return self.global_plan, metadata
 
@@ -92,7 +92,7 @@ class LoadPlanner(DefaultLoadPlanner):
     """`DefaultLoadPlanner`, with the same options, that never unpickles."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put a value that is no tensor where it belongs in the state.
+        """Put a value that is no tensor into the state.
 
         Raises:
             CorruptCheckpoint: The bytes are damaged.
@@ -106,11 +106,7 @@ class LoadPlanner(DefaultLoadPlanner):
 
 
 def encode_object(fqn: str, value: object) -> bytes:
-    """Return a value as a safetensors file.
-
-    Args:
-        fqn: Its name, for messages.
-        value: Any state that `ckptmgr.tree` takes.
+    """Return any state that `ckptmgr.tree` takes as a safetensors file; `fqn` is named in messages.
 
     Raises:
         UnsupportedState: It cannot be stored without pickling; names its path.
@@ -124,7 +120,7 @@ def encode_object(fqn: str, value: object) -> bytes:
 
 
 def decode_object(fqn: str, data: bytes) -> object:
-    """Return the value that `encode_object` was given; nothing in it is imported or called.
+    """Return the value that `encode_object` was given; imports and calls nothing in it.
 
     Raises:
         CorruptCheckpoint: It is something else.
@@ -142,7 +138,7 @@ def decode_object(fqn: str, data: bytes) -> object:
 
 
 def _put(state: Any, path: tuple[str | int, ...], value: object) -> None:
-    """Put a value into a nested state, at a path that DCP has found in it."""
+    """Put a value into a nested state, at a path from DCP."""
     *parents, last = path
     for key in parents:
         state = state[_own_key(state, key)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StorageReader`: any number of ranks read a checkpoint, each only the bytes that it needs, all of them checked."""
+"""`StorageReader`: any number of ranks read a checkpoint, each the bytes it needs, checked."""
 
 from __future__ import annotations
 
@@ -54,18 +54,21 @@ class _Found:
 
 
 class StorageReader(storage.StorageReader):
-    """Where `dcp.load` reads from: the newest checkpoint of a series that is whole, unless told another one.
+    """Storage for `dcp.load`: by default the newest checkpoint of a series that is whole.
 
-    After a load the saves of this process go on with the run that the checkpoint is of: retention counts its checkpoints.
+    After a load the saves of this process continue the run of the checkpoint: retention counts its
+    checkpoints.
 
     Args:
-        directory: Where the checkpoints lie; all ranks see it.
-        config: The keys; nothing else in it matters here.
+        directory: The directory of the checkpoints; all ranks see it.
+        config: The keys; no other field has an effect here.
         prefix: Name of the series.
-        step: Which one; None for the newest.
-        allow_unsealed: With a key, also accept files encrypted under it that are not proven as a whole.
+        step: The step to load; None for the newest.
+        allow_unsealed: With a key, also accept files encrypted under it that are not proven as a
+            whole.
         allow_unencrypted: With a key or trusted keys, also accept plain files.
-        trusted_keys: Public keys, or their files in PEM: what none of them signed is refused.
+        trusted_keys: Public keys, or their files in PEM: files that none of them signed are
+            refused.
         observe: A function, or several, that take an `Event` of `ckptmgr.observe`; on every rank.
         fs: The disk.
 
@@ -106,32 +109,32 @@ class StorageReader(storage.StorageReader):
 
     @property
     def checkpoint(self) -> Checkpoint | None:
-        """The checkpoint that was loaded last, with its step and metrics."""
+        """The checkpoint of the last load, with its step and metrics."""
         return None if self._found is None else self._found.checkpoint
 
     @property
     def skipped(self) -> tuple[Skipped, ...]:
-        """The newer checkpoints that were passed over for it, and why."""
+        """The newer checkpoints that were passed over for it, with reasons."""
         return self._skipped
 
     @property
     def doubt(self) -> str | None:
-        """Which of these may come back, because a file is missing or the disk cannot read it; or None."""
+        """The skipped ones that may come back, after a missing file or a failing disk; or None."""
         return doubt_of(self._skipped)
 
     @property
     def checkpoint_id(self) -> str:
-        """What is read."""
+        """The series and the checkpoint to load."""
         wanted = _LATEST if self._wanted is None else self._wanted
         return str(self._place.directory / f"{self._place.series}: {wanted}")
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether it may be a step or a name; DCP asks before it chooses a reader by itself."""
+        """Return whether it may be a step or a name; DCP calls it to choose a reader."""
         return bool(os.fspath(checkpoint_id))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Take what to read from a `checkpoint_id`: `"latest"`, a step such as `"500"`, or a name or path.
+        """Choose the checkpoint: `"latest"`, a step such as `"500"`, a name or a path.
 
         Raises:
             ValueError: It is a path of another directory.
@@ -142,12 +145,13 @@ class StorageReader(storage.StorageReader):
             self._wanted = None if is_latest else set_name_of(checkpoint_id, self._place)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return what the checkpoint holds; nothing, when it cannot be read: the next call says why."""
+        """Return the metadata; empty after an error, which the next call raises."""
         self._problem = None
         try:
             self._found = self._find()
         except (CkptmgrError, OSError) as error:
-            # An exception from here would only be logged, and come out as an AssertionError without its type.
+            # An exception from here would only be logged, and come out as an AssertionError without
+            # its type.
             self._found, self._problem = None, error
             return Metadata(state_dict_metadata={})
         return self._found.metadata
@@ -155,7 +159,7 @@ class StorageReader(storage.StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Say why there is nothing to read.
+        """Raise the error of `read_metadata`.
 
         Raises:
             CheckpointNotFound: There is no such checkpoint.
@@ -166,7 +170,7 @@ class StorageReader(storage.StorageReader):
             raise self._problem
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Add to the plan which checkpoint it is about."""
+        """Add the name of the checkpoint to the plan."""
         return replace(plan, storage_data=self._chosen().checkpoint.name)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -185,12 +189,12 @@ class StorageReader(storage.StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what the plan wants into the tensors and the state of the planner.
+        """Read the items of the plan into the tensors and the state of the planner.
 
         Raises:
-            CorruptCheckpoint: What is read is damaged. The tensors that were read are undefined.
-            StateMismatch: A target has another size than what is read into it; or targets share memory, and are to be given
-                different values there: nothing was changed.
+            CorruptCheckpoint: The bytes are damaged. The tensors that were read are undefined.
+            StateMismatch: A target has another size than its item; or targets share memory and
+                would get different values there: nothing was changed.
             UnsupportedState: The planner would unpickle.
             OSError: From the disk.
         """
@@ -258,7 +262,7 @@ class StorageReader(storage.StorageReader):
                 )
             )
         for passed_over in skipped:
-            # A run that finds no checkpoint starts anew; this one may only need the right key.
+            # A run without a checkpoint starts over; this one may only need the right key.
             if passed_over.checkpoint.is_unproven:
                 store.read_manifest(passed_over.checkpoint.name)
         directory = self._place.directory
