@@ -15,10 +15,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from importlib import import_module
 
 from ckptmgr.parallel.coordinator import KeyValueCoordinator
 
-_Place = str | os.PathLike[str] | None
 _WAYS = "start the program with torchrun, mpiexec or msrun, initialize jax.distributed, or meet in a SharedDirectory"
 
 
@@ -32,15 +32,21 @@ def job_coordinator(*, directory: str | os.PathLike[str] | None = None) -> KeyVa
     Raises:
         ValueError: There is no such job, or several coordinators are possible; names them.
     """
-    ways = {name: make for name, is_there, make in _ENGINES if is_there()}
-    if not ways:
+    found = [(name, module) for name, module, is_there in _ENGINES if is_there()]
+    if not found:
         raise ValueError(f"nothing says that this process is one of many: {_WAYS}")
-    if len(ways) > 1:
+    if len(found) > 1:
         raise ValueError(
-            f"the ranks could meet in several ways: call one of {', '.join(f'{name}()' for name in ways)}"
+            f"the ranks could meet in several ways: call one of {', '.join(f'{name}()' for name, _ in found)}"
         )
-    (make,) = ways.values()
-    return make(directory)
+    ((name, module),) = found
+    if name == _IN_DIRECTORY and directory is None:
+        raise ValueError(
+            "ranks of MindSpore meet in a directory that all of them see: job_coordinator(directory=...)"
+        )
+    make = getattr(import_module(f"ckptmgr.integrations.{module}"), name)
+    coordinator: KeyValueCoordinator = make(directory) if name == _IN_DIRECTORY else make()
+    return coordinator
 
 
 def _is_torchrun() -> bool:
@@ -68,45 +74,11 @@ def _is_mindspore() -> bool:
     return os.environ.get("MS_ROLE") == "MS_WORKER"
 
 
-def _torchrun(_: object) -> KeyValueCoordinator:
-    from ckptmgr.integrations.torch_store import torchrun_coordinator
-
-    return torchrun_coordinator()
-
-
-def _torch(_: object) -> KeyValueCoordinator:
-    from ckptmgr.integrations.torch_store import group_coordinator
-
-    return group_coordinator()
-
-
-def _jax(_: object) -> KeyValueCoordinator:
-    from ckptmgr.integrations.jax_distributed import jax_coordinator
-
-    return jax_coordinator()
-
-
-def _mpi(_: object) -> KeyValueCoordinator:
-    from ckptmgr.integrations.mpi import mpi_coordinator
-
-    return mpi_coordinator()
-
-
-def _mindspore(directory: _Place) -> KeyValueCoordinator:
-    if directory is None:
-        raise ValueError(
-            "ranks of MindSpore meet in a directory that all of them see: job_coordinator(directory=...)"
-        )
-    from ckptmgr.integrations.mindspore_ranks import mindspore_coordinator
-
-    return mindspore_coordinator(directory)
-
-
-_Engine = tuple[str, Callable[[], bool], Callable[[_Place], KeyValueCoordinator]]
-_ENGINES: tuple[_Engine, ...] = (
-    ("torchrun_coordinator", _is_torchrun, _torchrun),
-    ("group_coordinator", _is_torch, _torch),
-    ("jax_coordinator", _is_jax, _jax),
-    ("mpi_coordinator", _is_mpi, _mpi),
-    ("mindspore_coordinator", _is_mindspore, _mindspore),
+_IN_DIRECTORY = "mindspore_coordinator"
+_ENGINES: tuple[tuple[str, str, Callable[[], bool]], ...] = (
+    ("torchrun_coordinator", "torch_store", _is_torchrun),
+    ("group_coordinator", "torch_store", _is_torch),
+    ("jax_coordinator", "jax_distributed", _is_jax),
+    ("mpi_coordinator", "mpi", _is_mpi),
+    (_IN_DIRECTORY, "mindspore_ranks", _is_mindspore),
 )

@@ -11,7 +11,7 @@ import pytest
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.parallel.coordinator import Json, RanksOutOfStep
 from ckptmgr.parallel.errors import RankFailed
-from ckptmgr.parallel.rank_policy import described, for_all_ranks
+from ckptmgr.parallel.rank_policy import describe_policy, for_all_ranks
 from ckptmgr.policy.save import (
     AnyOf,
     EverySeconds,
@@ -117,5 +117,5 @@ def test_rank_of_another_version_is_named() -> None:
 
 
 def test_policies_that_decide_alike_are_described_alike() -> None:
-    assert described(EverySteps(5)) == described(EverySteps(5)) == "every 5 steps"
-    assert described(Odd()) == described(Odd())
+    assert describe_policy(EverySteps(5)) == describe_policy(EverySteps(5)) == "every 5 steps"
+    assert describe_policy(Odd()) == describe_policy(Odd())
