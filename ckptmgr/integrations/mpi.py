@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 
 from mpi4py import MPI
 
-from ckptmgr.parallel.coordinator import KeyValueCoordinator
+from ckptmgr.parallel.coordinator import KeyValueCoordinator, poll
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.002
+_PAUSES_S = 0.0001, 0.002  # the first, the longest
 
 
 def mpi_coordinator(communicator: MPI.Intracomm | None = None) -> KeyValueCoordinator:
@@ -41,16 +40,8 @@ def mpi_coordinator(communicator: MPI.Intracomm | None = None) -> KeyValueCoordi
 class _Messages:
     """A table that sends each value to all other processes when it is put."""
 
-    def __init__(
-        self,
-        communicator: MPI.Intracomm,
-        *,
-        monotonic: Callable[[], float] = time.monotonic,
-        pause: Callable[[float], None] = time.sleep,
-    ) -> None:
+    def __init__(self, communicator: MPI.Intracomm) -> None:
         self._communicator = communicator
-        self._monotonic = monotonic
-        self._pause = pause
         self._received: dict[str, bytes] = {}
         self._sending: list[MPI.Request] = []  # each holds a reference to its message
         self._lock = threading.Lock()
@@ -66,17 +57,17 @@ class _Messages:
                     self._sending.append(self._communicator.Isend([message, MPI.BYTE], dest=rank))
 
     def get(self, key: str, *, timeout_s: float) -> bytes | None:
-        stop = self._monotonic() + timeout_s
-        pause_s = _FIRST_PAUSE_S
-        while True:
+        def look() -> bytes | None:
             self._receive()
-            if key in self._received:
-                return self._received.pop(key)
-            left_s = stop - self._monotonic()
-            if left_s <= 0:
-                return None
-            self._pause(min(pause_s, left_s))
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            return self._received.pop(key, None)
+
+        return poll(
+            look,
+            timeout_s=timeout_s,
+            pauses_s=_PAUSES_S,
+            monotonic=time.monotonic,
+            pause=time.sleep,
+        )
 
     def drop(self, key: str) -> None:
         self._received.pop(key, None)

@@ -117,6 +117,26 @@ def values_of(
     return [table.get(key, timeout_s=left_s()) for key in keys]
 
 
+def poll(
+    look: Callable[[], bytes | None],
+    *,
+    timeout_s: float,
+    pauses_s: tuple[float, float],
+    monotonic: Callable[[], float],
+    pause: Callable[[float], None],
+) -> bytes | None:
+    """Call `look` until it returns a value; None after the timeout. Pauses double up to a limit."""
+    stop = monotonic() + timeout_s
+    pause_s, longest_s = pauses_s
+    while (value := look()) is None:
+        left_s = stop - monotonic()
+        if left_s <= 0:
+            return None
+        pause(min(pause_s, left_s))
+        pause_s = min(2 * pause_s, longest_s)
+    return value
+
+
 class KeyValueCoordinator:
     """Coordinate ranks over a table: each puts its own value, and waits for those of the others.
 

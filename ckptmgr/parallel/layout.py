@@ -13,7 +13,7 @@ numbered from the right, from 0, as in MindSpore's files.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -116,6 +116,9 @@ class ParallelLayout:
         if self.ranks is not None:
             return self.ranks[device]
         return (self.stages[0] if stage is None else stage) * self.device_count + device
+
+
+Layouts = Mapping[str, ParallelLayout]
 
 
 def whole() -> ParallelLayout:
@@ -238,22 +241,28 @@ def read_layouts(path: str | os.PathLike[str]) -> dict[str, ParallelLayout]:
         return layouts_of(strategy)
 
 
-def stage_count(layouts: Iterable[ParallelLayout]) -> int:
-    """Return the number of pipeline stages that layouts are spread over."""
-    return 1 + max((stage for layout in layouts for stage in layout.stages), default=0)
+def stage_count(layouts: Layouts | None) -> int:
+    """Return the number of pipeline stages of layouts; 1 for None."""
+    stages = (stage for layout in (layouts or {}).values() for stage in layout.stages)
+    return 1 + max(stages, default=0)
 
 
-def devices_per_stage(layouts: Mapping[str, ParallelLayout]) -> int:
-    """Return the devices of a stage.
+def devices_per_stage(layouts: Layouts | None) -> int:
+    """Return the devices of a stage; 1 for None.
 
     Raises:
         LayoutError: Two parameters have different numbers.
     """
-    counts = {layout.device_count: name for name, layout in layouts.items()}
+    counts = {layout.device_count: name for name, layout in (layouts or {}).items()}
     if len(counts) > 1:
         (first, one), (second, other) = list(counts.items())[:2]
         raise LayoutError(f"{one!r} is laid out over {first} devices, {other!r} over {second}")
     return next(iter(counts), 1)
+
+
+def rank_count(layouts: Layouts | None) -> int:
+    """Return the number of ranks of layouts; raises as `devices_per_stage`."""
+    return stage_count(layouts) * devices_per_stage(layouts)
 
 
 def rank_of_process() -> int:

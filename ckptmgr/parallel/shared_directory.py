@@ -37,13 +37,13 @@ from ckptmgr.parallel.coordinator import (
     RanksMissing,
     RanksOutOfStep,
     checked_rank,
+    poll,
     values_of,
 )
 
 _LOG = logging.getLogger(__name__)
 _AGREEMENT_PAUSE_S = 0.01
-_FIRST_PAUSE_S = 0.001
-_LONGEST_PAUSE_S = 0.1
+_PAUSES_S = 0.001, 0.1  # the first, the longest
 _MAX_VALUE_BYTES = 16 << 20
 _HELLO, _SEEN = "hello", "seen"
 _begun: Counter[tuple[str, int]] = Counter()
@@ -197,15 +197,13 @@ class _Folder:
             raise
 
     def get(self, key: str, *, timeout_s: float) -> bytes | None:
-        stop = self._monotonic() + timeout_s
-        pause_s = _FIRST_PAUSE_S
-        while (value := self._read(key)) is None:
-            left_s = stop - self._monotonic()
-            if left_s <= 0:
-                return None
-            self._pause(min(pause_s, left_s))
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-        return value
+        return poll(
+            lambda: self._read(key),
+            timeout_s=timeout_s,
+            pauses_s=_PAUSES_S,
+            monotonic=self._monotonic,
+            pause=self._pause,
+        )
 
     def drop(self, key: str) -> None:
         discard(self._fs, self._path_of(key))

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,12 +15,11 @@ from ckptmgr.files.load.state import index_of
 from ckptmgr.formats.tensor import Item, Tensor, TensorSpec
 from ckptmgr.parallel.errors import LayoutError
 from ckptmgr.parallel.foreign_layouts import from_dtensor
-from ckptmgr.parallel.layout import ParallelLayout, for_shape
+from ckptmgr.parallel.layout import Layouts, ParallelLayout, for_shape
 from ckptmgr.parallel.mindspore.slices import full_shape, region_of
 from ckptmgr.state.jax_shards import addressable_part, addressable_region, is_multi_process
 from ckptmgr.state.slices import Slice
 
-Layouts = Mapping[str, ParallelLayout]
 _SHOWN = 5
 
 

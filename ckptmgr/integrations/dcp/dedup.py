@@ -15,6 +15,7 @@ import logging
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from math import prod
 
 import torch
@@ -24,7 +25,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 
 from ckptmgr.integrations.dcp.items import stored
 from ckptmgr.integrations.dcp.metadata import tensor_data
-from ckptmgr.parallel.balance import MAX_CHUNK_BYTES, Chunk, Replicated, balance_by_bytes
+from ckptmgr.parallel.balance import MAX_CHUNK_BYTES, Replicated, balance_by_bytes
 from ckptmgr.parallel.dedup_tensors import digest_of_tensor
 
 _LOG = logging.getLogger(__name__)
@@ -106,29 +107,12 @@ def _dealt_out(
     total = sum(one.size_bytes for one in tensors)
     even = total // (_CHUNKS_PER_RANK * len(own_bytes))
     chunk_bytes = max(LEAST_CHUNK_BYTES, min(MAX_CHUNK_BYTES, even))
-    for chunk, stop_row in _joined(balance_by_bytes(tensors, chunk_bytes=chunk_bytes).chunks):
-        index = names.get(chunk.name)
+    chunks = balance_by_bytes(tensors, chunk_bytes=chunk_bytes).chunks
+    for (name, saver), run in groupby(chunks, lambda one: (one.name, int(one.savers[0, 0]))):
+        index = names.get(name)
         if index is not None:
-            yield _saver(chunk), _rows(shared[index], chunk.start_row, stop_row)
-
-
-def _joined(chunks: Sequence[Chunk]) -> Iterator[tuple[Chunk, int]]:
-    """Yield chunks, with the last row of the following ones of the same saver."""
-    first: Chunk | None = None
-    stop_row = 0
-    for chunk in chunks:
-        if first is not None:
-            if (first.name, _saver(first)) == (chunk.name, _saver(chunk)):
-                stop_row = chunk.stop_row
-                continue
-            yield first, stop_row
-        first, stop_row = chunk, chunk.stop_row
-    if first is not None:
-        yield first, stop_row
-
-
-def _saver(chunk: Chunk) -> int:
-    return int(chunk.savers[0, 0])
+            rows = [*run]
+            yield saver, _rows(shared[index], rows[0].start_row, rows[-1].stop_row)
 
 
 def _rows(item: WriteItem, start: int, stop: int) -> WriteItem:

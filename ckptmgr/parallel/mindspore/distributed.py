@@ -25,17 +25,17 @@ from ckptmgr.formats.strict_json import parse_object, parse_strings
 from ckptmgr.formats.tensor import Tensor, Text
 from ckptmgr.parallel.errors import LayoutError
 from ckptmgr.parallel.layout import (
+    Layouts,
     ParallelLayout,
     devices_per_stage,
     from_layout_tuple,
+    rank_count,
     rank_of_process,
     read_layouts,
-    stage_count,
     whole,
 )
 from ckptmgr.parallel.mindspore.outputs import write_file
 from ckptmgr.parallel.mindspore.rank_files import RankFiles
-from ckptmgr.parallel.mindspore.reshard import Layouts
 from ckptmgr.parallel.mindspore.resharder import Resharder
 from ckptmgr.parallel.mindspore.transform import (
     StrategyFile,
@@ -167,7 +167,7 @@ def _write_unified(
     if directory is None:
         raise ValueError(f"{_FUNCTION} 'dst_safetensors_dir' can not be None when network is None.")
     options = output_options(output_format, None, "AES-GCM")
-    for rank in range(unified.rank_count) if rank_id is None else (rank_id,):
+    for rank in range(rank_count(unified.target)) if rank_id is None else (rank_id,):
         file = Path(directory) / f"rank_{rank}" / f"net.{output_format}"
         write_file(file, unified.items(rank), options=options)
 
@@ -188,18 +188,8 @@ def load_segmented_checkpoints(
 ) -> dict[str, Value]:
     """Load all `.ckpt` files of a directory, as the parts of one checkpoint.
 
-    Args:
-        ckpt_file_dir: The directory.
-        net: Load into this as well.
-        strict_load: Refuse other element types instead of converting.
-        filter_prefix: As for `load_checkpoint`.
-        dec_key: As for `load_checkpoint`.
-        dec_mode: As for `load_checkpoint`.
-        specify_prefix: As for `load_checkpoint`.
-        choice_func: As for `load_checkpoint`.
-        allow_unsealed: As for `load_checkpoint`.
-        allow_unencrypted: As for `load_checkpoint`.
-        trusted_keys: As for `load_checkpoint`.
+    `net` gets the values as well; `strict_load` refuses other element types instead of converting.
+    All other arguments are those of `load_checkpoint`.
 
     Returns:
         Name to value; an empty directory gives none.
@@ -264,22 +254,16 @@ class _Unified:
         self, files: RankFiles, target: Layouts | None, name_map: Mapping[str, str]
     ) -> None:
         self._files = files
-        self._target = target
+        self.target = target
         self._names = {stored: name for name, stored in name_map.items()}
         hyper = [part for part, path in files.paths.items() if path.name == HYPER_FILE]
         self._hyper = {name for part in hyper for name in files.file(part).entries}
 
-    @property
-    def rank_count(self) -> int:
-        """The ranks of the target layout."""
-        layouts = self._target or {}
-        return stage_count(layouts.values()) * devices_per_stage(layouts)
-
     def items(self, rank: int) -> list[Tensor | Text]:
         """Return the parameters of a rank by the target layout, and all unlisted values."""
-        target = self._target
+        target = self.target
         resharder = Resharder(files=self._files, source=None, target=target)
-        stage, device = divmod(rank, devices_per_stage(target or {}))
+        stage, device = divmod(rank, devices_per_stage(target))
         found: list[Tensor | Text] = []
         for stored in self._files.names():
             name = self._names.get(stored, stored)
@@ -350,7 +334,7 @@ def _train_layouts(file: StrategyFile, count: int) -> Layouts:
     if file is None:
         raise ValueError(f"{_FUNCTION} 'train_strategy_filename' is needed when format is 'ckpt'.")
     layouts = read_layouts(file)
-    devices = devices_per_stage(layouts) * stage_count(layouts.values())
+    devices = rank_count(layouts)
     if count != devices:
         raise ValueError(
             "For 'Load_distributed_checkpoint', the length of 'checkpoint_filenames' should be equal to the device count of"

@@ -11,13 +11,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
 from ckptmgr.core.regions import Region, interval_intersection
 from ckptmgr.parallel.errors import LayoutError
 from ckptmgr.parallel.layout import (
+    Layouts,
     ParallelLayout,
     devices_per_stage,
     for_shape,
@@ -25,8 +26,6 @@ from ckptmgr.parallel.layout import (
     stage_count,
 )
 from ckptmgr.parallel.mindspore.slices import gathered_ranks, intervals_of, region_of, slicing_of
-
-Layouts = Mapping[str, ParallelLayout]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,10 +126,10 @@ def needed_ranks(rank: int, source: Layouts, target: Layouts | None) -> list[int
         LayoutError: Neither number of devices divides the other, or there is no such rank.
     """
     devices = devices_per_stage(source)
-    of_target = devices_per_stage(target or {})
+    of_target = devices_per_stage(target)
     local, wanted = rank, dict(source)
     if target:
-        stages = stage_count(target.values())
+        stages = stage_count(target)
         if not 0 <= rank < stages * of_target:
             raise LayoutError(f"there is no rank {rank} among {stages * of_target}")
         stage, local = divmod(rank, of_target)

@@ -17,9 +17,9 @@ from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.mindspore.entries import TextEntry
 from ckptmgr.formats.tensor import Tensor, TensorSpec, Text
 from ckptmgr.parallel.errors import LayoutError, SliceMissing
-from ckptmgr.parallel.layout import ParallelLayout, devices_per_stage, for_shape, whole
+from ckptmgr.parallel.layout import Layouts, ParallelLayout, devices_per_stage, for_shape, whole
 from ckptmgr.parallel.mindspore.rank_files import RankFiles
-from ckptmgr.parallel.mindspore.reshard import Layouts, SourcePart, plan_region
+from ckptmgr.parallel.mindspore.reshard import SourcePart, plan_region
 from ckptmgr.parallel.mindspore.slices import full_shape, region_of
 
 
@@ -38,7 +38,7 @@ class Resharder:
             SliceMissing: No file holds a part of an item.
             LayoutError: A file does not fit the strategy.
         """
-        devices = devices_per_stage(self.target or {})
+        devices = devices_per_stage(self.target)
         stage, device = divmod(rank, devices)
         found: list[Tensor | Text] = []
         for name in self.files.names():
@@ -114,7 +114,7 @@ class Resharder:
     def _unlisted(self, name: str, device: int) -> Iterator[Tensor | Text]:
         """Yield a value that no strategy lists, from the file of the matching source rank."""
         ranks = [rank for rank in self.files.paths if name in self.files.file(rank).entries]
-        own = device % max(1, devices_per_stage(self.source or {}))
+        own = device % devices_per_stage(self.source)
         rank = own if own in ranks else ranks[0]
         entry = self.files.file(rank).entries[name]
         if isinstance(entry, TextEntry):

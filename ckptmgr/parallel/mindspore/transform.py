@@ -29,8 +29,10 @@ from ckptmgr.files.load.values import ReadOptions
 from ckptmgr.files.save.saver import SaveOptions
 from ckptmgr.parallel.errors import LayoutError
 from ckptmgr.parallel.layout import (
+    Layouts,
     devices_per_stage,
     layouts_of,
+    rank_count,
     read_layouts,
     read_strategy,
     stage_count,
@@ -38,7 +40,6 @@ from ckptmgr.parallel.layout import (
 from ckptmgr.parallel.mindspore.outputs import WrittenFiles, write_file
 from ckptmgr.parallel.mindspore.rank_files import RankFiles, find_rank_files
 from ckptmgr.parallel.mindspore.rank_steps import Chosen, checked_step, choose_step
-from ckptmgr.parallel.mindspore.reshard import Layouts
 from ckptmgr.parallel.mindspore.resharder import Resharder
 from ckptmgr.store.store import Store
 
@@ -144,7 +145,7 @@ def rewrite(
     chosen = source_files(source_dir, "transform_checkpoints", reading=reading, step=step)
     source, target, suffix = _layouts(*strategies)
     _check(chosen.paths, source, target)
-    count = stage_count((target or {}).values()) * devices_per_stage(target or {})
+    count = rank_count(target)
     written = []
     with RankFiles(chosen.paths, reading) as files:
         global_step = files.one_step(by_lineage=step is None)
@@ -388,7 +389,7 @@ def _layouts(
         return None, target, ""
     strategy = read_strategy(src_strategy_file)
     source = layouts_of(strategy)
-    if target is None or max(stage_count(source.values()), stage_count(target.values())) > 1:
+    if target is None or max(stage_count(source), stage_count(target)) > 1:
         return source, target, ""
     ours, theirs = _compared(source), _compared(target)
     if not ours < theirs:
@@ -408,4 +409,4 @@ def _check(paths: Mapping[int, object], source: Layouts | None, target: Layouts 
             hint="pass src_strategy_file (CLI: --from), or leave only the file of rank 0 if it holds whole tensors",
         )
     for layouts in (source, target):
-        devices_per_stage(layouts or {})
+        devices_per_stage(layouts)

@@ -158,7 +158,7 @@ def unify(
         is_whole=source is None,
     )
     notes = (*chosen.notes, *unproven_strategies([strategy], reading.trust))
-    devices_per_stage(source or {})
+    devices_per_stage(source)
     files: dict[str, Sequence[Item]] = {}
     with RankFiles(chosen.paths, reading) as sources:
         global_step = sources.one_step(by_lineage=step is None)

@@ -49,7 +49,7 @@ def test_layouts_of_a_recorded_file_are_what_was_written(name: str) -> None:
     )
     found = read_layouts(file)
     assert found == expected(READABLE[name])
-    assert stage_count(found.values()) == len(READABLE[name])
+    assert stage_count(found) == len(READABLE[name])
 
 
 def test_merged_file_without_its_first_stage_is_refused_by_name(tmp_path: Path) -> None:
