@@ -57,7 +57,7 @@ def first_that_all_load(
         return [*seen]
 
     skipped: list[Skipped] = []
-    objections: list[Failure] = []
+    refusals: list[Failure] = []
     for index, name in enumerate(
         _candidate_names(rounds.compared("candidates", names, stop=stop())[0])
     ):
@@ -78,7 +78,7 @@ def first_that_all_load(
         _refuse_to_pass_over(name, answers)
         if not failures:
             return seen[name], loaded[0], skipped
-        objections += failures
+        refusals += failures
         skipped.append(
             Skipped(
                 checkpoint=seen[name],
@@ -87,9 +87,9 @@ def first_that_all_load(
                 may_return=any(one.may_return for one in failures),
             )
         )
-    for objection in objections:
-        if not objection.is_damage:
-            raise ResumeFailed(str(objection))
+    for refusal in refusals:
+        if not refusal.is_damage:
+            raise ResumeFailed(str(refusal))
     return None, None, skipped
 
 
@@ -135,9 +135,9 @@ def all_prepared(rounds: Rounds, prepare: Callable[[], _Loaded], *, stop: float)
 
     try:
         answers = rounds.compared("prepare", attempt, stop=stop)
-    except RanksMissing as lateness:
+    except RanksMissing as missing:
         if errors:
-            raise errors[0] from lateness
+            raise errors[0] from missing
         raise
     if errors:
         raise errors[0]
@@ -155,17 +155,17 @@ def steps_of_all(answers: Sequence[Json]) -> list[int]:
     Raises:
         RanksOutOfStep: The ranks go back to different steps, or an answer is malformed.
     """
-    said = [
+    steps_by_rank = [
         [step for step in answer if isinstance(step, int)] if isinstance(answer, list) else []
         for answer in answers
     ]
-    targets = [steps[:1] for steps in said]
+    targets = [steps[:1] for steps in steps_by_rank]
     if not targets[0] or any(target != targets[0] for target in targets):
         raise RanksOutOfStep(
             f"the ranks go back to different steps: {', '.join(str(*target) for target in targets)}",
             hint="call rollback() on all ranks after the same step, with the same steps_back",
         )
-    return sorted(set.intersection(*(set(steps[1:]) for steps in said)))
+    return sorted(set.intersection(*(set(steps[1:]) for steps in steps_by_rank)))
 
 
 def _candidate_names(answer: Json | Failure) -> list[str]:

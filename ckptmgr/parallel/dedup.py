@@ -90,16 +90,16 @@ class Sharing:
         answers = rounds.together("tensors", described, stop=stop)
         holders_of = holders_by_note(unpack_notes(answers))
         own = {tensor.spec.name: tensor for tensor in tensors}
-        doubtful = [(key, holders) for key, holders in holders_of.items() if len(holders) > 1]
+        candidates = [(key, holders) for key, holders in holders_of.items() if len(holders) > 1]
 
         def digests() -> Json:
-            mine = [own[key.name] for key, holders in doubtful if coordinator.rank in holders]
-            return "".join(map(digest_of_tensor, mine))
+            held = [own[key.name] for key, holders in candidates if coordinator.rank in holders]
+            return "".join(map(digest_of_tensor, held))
 
         digests_by_rank: list[Json] = []
-        if doubtful:
+        if candidates:
             digests_by_rank = rounds.together("digests", digests, stop=stop)
-        same = equal_parts(holders_of, digests_by_part(doubtful, digests_by_rank))
+        same = equal_parts(holders_of, digests_by_part(candidates, digests_by_rank))
         parts = sorted(
             shared_tensors(same, world=coordinator.world),
             key=lambda one: (one.note.name, one.note.start, one.holders),

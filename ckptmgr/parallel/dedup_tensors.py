@@ -162,11 +162,11 @@ def digest_of_tensor(tensor: Tensor) -> str:
 
 
 def digests_by_part(
-    doubtful: Sequence[tuple[TensorNote, list[int]]], answers: Sequence[Json]
+    candidates: Sequence[tuple[TensorNote, list[int]]], answers: Sequence[Json]
 ) -> dict[tuple[TensorNote, int], str]:
     """Return the digest of every part on every rank that has it.
 
-    `answers` are the digests of each rank, concatenated in the order of `doubtful`.
+    `answers` are the digests of each rank, concatenated in the order of `candidates`.
 
     Raises:
         RanksOutOfStep: Their number is wrong.
@@ -174,7 +174,7 @@ def digests_by_part(
     found: dict[tuple[TensorNote, int], str] = {}
     length = 2 * _DIGEST_BYTES
     keys_of: dict[int, list[TensorNote]] = {}
-    for key, holders in doubtful:
+    for key, holders in candidates:
         for rank in holders:
             keys_of.setdefault(rank, []).append(key)
     for rank, text in enumerate(answers):

@@ -159,11 +159,11 @@ def not_begun(
 
     `elsewhere` maps ranks that gave up waiting to the steps at which they waited.
     """
-    came = shown_ranks(sorted(missing.found))
+    present = shown_ranks(sorted(missing.found))
     others = [f"rank {rank} at step {other}" for rank, other in elsewhere.items() if other != step]
     gave_up = f"; gave up waiting before: {', '.join(others)}" if others else ""
     return SaveFailed(
-        f"{missing.message}; {came} waited there to save step {step}{gave_up}",
+        f"{missing.message}; {present} waited there to save step {step}{gave_up}",
         path=path,
         hint="all ranks save the same steps: give them the same save policy, and the same calls of step_end() and save(); "
         "else look at the logs of these ranks, and if they are only slow, give a longer timeout",

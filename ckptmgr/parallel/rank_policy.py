@@ -62,14 +62,16 @@ class ComparedPolicy:
     def _compare(self) -> None:
         rounds = self._meetings.begin("policy", what="the save policies were not compared")
         try:
-            said = rounds.together("compare", lambda: self._described, stop=self._meetings.stop())
+            answers = rounds.together(
+                "compare", lambda: self._described, stop=self._meetings.stop()
+            )
         except RanksMissing as missing:  # they may still come to the save
             _LOG.warning("the save policies were not compared: %s", missing)
             return
-        for rank, other in enumerate(said):
-            if other != said[0]:
+        for rank, other in enumerate(answers):
+            if other != answers[0]:
                 raise RanksOutOfStep(
-                    f"rank {rank} saves {other}, but rank 0 saves {said[0]}",
+                    f"rank {rank} saves {other}, but rank 0 saves {answers[0]}",
                     hint="give all ranks the same configuration, and the same save_policy; nothing was saved yet",
                 )
 
@@ -142,12 +144,12 @@ class RankZeroPolicy:
         if step < self._next and not has_gone_back:
             return SaveDecision(is_due=False, reason=f"rank 0 is asked again at step {self._next}")
         rounds = self._meetings.begin("when", what="not decided whether to save")
-        said = rounds.together(
+        values = rounds.together(
             "decision",
             lambda: self._answer(step, now, last).to_json(),
             stop=self._meetings.stop(),
         )
-        answers = [_Answer.from_json(one) for one in said]
+        answers = [_Answer.from_json(one) for one in values]
         for rank, answer in enumerate(answers):
             if answer.step != answers[0].step:
                 raise RanksOutOfStep(
@@ -199,8 +201,8 @@ class _Answer:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, said: Json) -> _Answer:
-        match said:
+    def from_json(cls, value: Json) -> _Answer:
+        match value:
             case {
                 "step": int(step),
                 "is_due": bool(is_due),
