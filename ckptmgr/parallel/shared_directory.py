@@ -144,7 +144,7 @@ class SharedDirectory(KeyValueCoordinator):
             begun = (os.path.realpath(directory), rank)
             _begun[begun] += 1
             session = agreed_session(
-                table(f"start-{_begun[begun]}").created(),
+                table(f"start-{_begun[begun]}"),
                 rank=rank,
                 world=world,
                 timeout_s=timeout_s,
@@ -153,7 +153,7 @@ class SharedDirectory(KeyValueCoordinator):
             )
         if not session or "/" in session or "\0" in session or session.startswith("."):
             raise ValueError(f"the session {session!r} is not a name that a folder can have")
-        super().__init__(table(session).created(), rank=rank, world=world, monotonic=monotonic)
+        super().__init__(table(session), rank=rank, world=world, monotonic=monotonic)
 
 
 class _Folder:
@@ -170,10 +170,7 @@ class _Folder:
         self._monotonic = monotonic
         self._pause = pause
         self._token = ProcProcesses().token()
-
-    def created(self) -> _Folder:
-        self._fs.make_directory(self._path, mode=0o700)
-        return self
+        fs.make_directory(path, mode=0o700)
 
     def put(self, key: str, value: bytes) -> None:
         # A failing directory counts as missing ranks: the storage then decides about the save.

@@ -20,7 +20,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckptmgr.config.checks import check_cipher, check_key, check_mode, check_trusted_keys
-from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError, KeyProblem
 from ckptmgr.core.names import CONTAINER_SUFFIX, FORMATS
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
@@ -38,10 +37,9 @@ from ckptmgr.parallel.layout import (
     stage_count,
 )
 from ckptmgr.parallel.mindspore.outputs import WrittenFiles, write_file
-from ckptmgr.parallel.mindspore.rank_files import RankFiles, find_rank_files
-from ckptmgr.parallel.mindspore.rank_steps import Chosen, checked_step, choose_step
+from ckptmgr.parallel.mindspore.rank_files import RankFiles, source_files
+from ckptmgr.parallel.mindspore.rank_steps import checked_step
 from ckptmgr.parallel.mindspore.resharder import Resharder
-from ckptmgr.store.store import Store
 
 _logger = logging.getLogger(__name__)
 
@@ -290,93 +288,6 @@ def reading_options(
             allow_unencrypted=allow_unencrypted,
         ),
         mode=None if key is None else dec_mode,
-    )
-
-
-def source_files(
-    directory: Path,
-    function: str,
-    *,
-    reading: ReadOptions,
-    file_suffix: str | None = None,
-    step: str | None = None,
-    is_whole: bool = False,
-) -> Chosen:
-    """Return the files of all ranks at one step, of one format; `function` is named in messages.
-
-    With a `file_suffix` only safetensors files whose stem ends with it count. `is_whole` takes the
-    file of the first rank alone, which holds whole tensors.
-
-    Raises:
-        CheckpointNotFound: There are none, or none of the step.
-        LayoutError: They are of both formats, or of no common step.
-    """
-    ckpt = find_rank_files(directory, format="ckpt") if file_suffix is None else {}
-    safetensors = find_rank_files(directory, format="safetensors", file_suffix=file_suffix)
-    if ckpt and safetensors:
-        raise LayoutError(
-            f"For '{function}', the 'src_checkpoints_dir' cannot contain both ckpt file and safetensors file"
-            " simultaneously",
-            path=directory,
-        )
-    found = ckpt or safetensors
-    if not found:
-        raise _nothing_found(directory, function)
-
-    found, left_out = _proven(found, reading)
-
-    def has_step(path: Path, wanted: int) -> bool:
-        with RankFiles({0: path}, reading) as file:
-            return file.one_step() == wanted
-
-    if not is_whole or len(found) == 1:
-        chosen = choose_step(found, step=step, has_step=has_step)
-        return replace(chosen, notes=(*left_out, *chosen.notes))
-    first, *others = found
-    chosen = choose_step({first: found[first]}, step=step, has_step=has_step)
-    note = f"read rank_{first} only: no strategy says how the files of {len(others)} other ranks are cut"
-    return replace(chosen, notes=(*left_out, *chosen.notes, note))
-
-
-def _proven(
-    found: Mapping[int, list[Path]], reading: ReadOptions
-) -> tuple[dict[int, list[Path]], list[str]]:
-    """Return the files that the keys prove (all of a rank without any), and notes on others."""
-    if not reading.trust.can_prove:
-        return dict(found), []
-    kept: dict[int, list[Path]] = {}
-    notes: list[str] = []
-    for rank, paths in found.items():
-        problems = {path: _why_unproven(path, reading) for path in paths}
-        # Where none is proven, the error that follows says why.
-        kept[rank] = [path for path in paths if problems[path] is None] or paths
-        notes += [
-            f"left out rank_{rank}/{path.name}: {problems[path]}"
-            for path in paths
-            if path not in kept[rank]
-        ]
-    return kept, notes
-
-
-def _why_unproven(path: Path, reading: ReadOptions) -> str | None:
-    try:
-        manifest = Store(path.parent, trust=reading.trust).read_manifest(path.name)
-    except KeyProblem as error:
-        return error.message
-    except (CkptmgrError, OSError):
-        return None  # if it is chosen, that is the error
-    return None if manifest is not None else "it has no manifest"
-
-
-def _nothing_found(directory: Path, function: str) -> CheckpointNotFound:
-    if directory.is_dir():
-        state = "no folder rank_0, rank_1, ... with .ckpt or .safetensors files is in it"
-    else:
-        state = "it is no directory" if directory.exists() else "there is no such directory"
-    return CheckpointNotFound(
-        f"For '{function}', the 'src_checkpoints_dir' can not be empty. ({state})",
-        path=directory,
-        hint="name the directory that holds a folder rank_N for each rank, with its files",
     )
 
 

@@ -32,7 +32,7 @@ from ckptmgr.parallel.mindspore.outputs import (
     write_file,
     write_small_file,
 )
-from ckptmgr.parallel.mindspore.rank_files import RankFiles
+from ckptmgr.parallel.mindspore.rank_files import RankFiles, source_files
 from ckptmgr.parallel.mindspore.rank_steps import checked_step
 from ckptmgr.parallel.mindspore.resharder import Resharder
 from ckptmgr.parallel.mindspore.transform import (
@@ -41,7 +41,6 @@ from ckptmgr.parallel.mindspore.transform import (
     log_notes,
     output_options,
     reading_options,
-    source_files,
     unproven_strategies,
 )
 
