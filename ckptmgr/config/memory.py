@@ -55,7 +55,15 @@ Allocation = Literal["exact", "arena", "slabs", "arena_and_slabs"]
 MIB = 1 << 20
 _PLACES = (None, "host", "disk")
 _WIPES = (None, "at_end", "each_buffer")
+_PLACE_OF: dict[str | None, Place] = {"cpu": "host", "disk": "disk"}
 _ALLOCATIONS = ("exact", "arena", "slabs", "arena_and_slabs")
+_ASCEND_ALLOCATIONS: tuple[Allocation, ...] = (
+    "exact",
+    "arena",
+    "arena",
+    "slabs",
+    "arena_and_slabs",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,20 +162,19 @@ class MemoryConfig:
             ValueError, TypeError: An unknown key or an invalid value, with MindSpore's message.
         """
         keys = memory_keys.checked_offload_config(offload_config)
-        ratio = keys.hbm_ratio
         return cls(
-            host_budget_bytes=keys.offload_cpu_size,
-            host_share=1.0 if keys.cpu_ratio is None else keys.cpu_ratio,
-            disk_budget_bytes=keys.offload_disk_size,
-            spill_directory=Path(keys.offload_path),
-            device_copy_share=0.0 if ratio is None else ratio,
-            is_page_locked=keys.enable_pinned_mem,
-            write_block_bytes=keys.aio_block_size or MIB,
-            writes_in_flight=keys.aio_queue_depth if keys.enable_aio else 1,
-            slab_bytes=keys.host_mem_block_size or 64 * MIB,
-            staging_place=_place(keys.offload_param),
-            snapshot_place=_place(keys.offload_checkpoint),
-            is_automatic=keys.auto_offload,
+            host_budget_bytes=keys.get("offload_cpu_size"),
+            host_share=keys.get("cpu_ratio", 1.0),
+            disk_budget_bytes=keys.get("offload_disk_size"),
+            spill_directory=Path(keys.get("offload_path", "./offload/")),
+            device_copy_share=keys.get("hbm_ratio", 0.0),
+            is_page_locked=keys.get("enable_pinned_mem", False),
+            write_block_bytes=keys.get("aio_block_size", MIB),
+            writes_in_flight=keys.get("aio_queue_depth", 8) if keys.get("enable_aio", True) else 1,
+            slab_bytes=keys.get("host_mem_block_size", 64 * MIB),
+            staging_place=_PLACE_OF.get(keys.get("offload_param")),
+            snapshot_place=_PLACE_OF.get(keys.get("offload_checkpoint")),
+            is_automatic=keys.get("auto_offload", False),
         )
 
     @classmethod
@@ -194,20 +201,14 @@ class MemoryConfig:
             ValueError: A value out of range; the text is that of MegEngine's assertion.
             TypeError: A value that is no number.
         """
-        keys = memory_keys.checked_dtr(
+        options = memory_keys.checked_dtr(
             eviction_threshold,
             evictee_minimum_size,
             recomp_memory_factor,
             recomp_time_factor,
             enable_sqrt_sampling,
         )
-        return cls(
-            snapshot_budget_bytes=keys.eviction_threshold,
-            smallest_evictee_bytes=keys.evictee_minimum_size,
-            restore_memory_exponent=keys.recomp_memory_factor,
-            restore_time_exponent=keys.recomp_time_factor,
-            is_sampling=keys.enable_sqrt_sampling,
-        )
+        return cls(**options)
 
     @classmethod
     def from_ascend(
@@ -235,23 +236,12 @@ class MemoryConfig:
             memory_optimization_policy,
             variable_use_1g_huge_page,
         )
-        allocations: tuple[Allocation, ...] = (
-            "exact",
-            "arena",
-            "arena",
-            "slabs",
-            "arena_and_slabs",
-        )
         huge_pages: tuple[Literal[0, 1, 2], ...] = (0, 1, 2)
         return cls(
             wipe="each_buffer" if atomic_clean_policy else "at_end",
-            allocation=allocations[static_memory_policy],
+            allocation=_ASCEND_ALLOCATIONS[static_memory_policy],
             huge_pages=huge_pages[variable_use_1g_huge_page],
         )
-
-
-def _place(place: str) -> Place | None:
-    return "host" if place == "cpu" else "disk" if place == "disk" else None
 
 
 def _check_at_least(name: str, value: float, least: int) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -21,45 +20,15 @@ _MAX_SIZE_CHARS = 64
 _UNITS = ("b", "kb", "mb", "gb")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OffloadKeys:
-    """A checked `offload_config`; sizes are bytes, and None and "" stand for absent keys."""
-
-    offload_path: str = "./offload/"
-    offload_cpu_size: int | None = None
-    offload_disk_size: int | None = None
-    hbm_ratio: float | None = None
-    cpu_ratio: float | None = None
-    enable_pinned_mem: bool = False
-    enable_aio: bool = True
-    aio_block_size: int | None = None
-    aio_queue_depth: int = 8
-    offload_param: str = ""
-    offload_checkpoint: str = ""
-    auto_offload: bool = False
-    host_mem_block_size: int | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DtrKeys:
-    """Checked arguments of a `DTRConfig`; sizes are bytes."""
-
-    eviction_threshold: int
-    evictee_minimum_size: int
-    recomp_memory_factor: float
-    recomp_time_factor: float
-    enable_sqrt_sampling: bool
-
-
-def checked_offload_config(offload_config: object) -> OffloadKeys:
-    """Check an `offload_config`; raise MindSpore's TypeError or ValueError for the first fault."""
+def checked_offload_config(offload_config: object) -> dict[str, Any]:
+    """Return a checked `offload_config`, sizes in bytes; raise MindSpore's TypeError or ValueError."""
     if offload_config is None:
         raise TypeError("'NoneType' object is not iterable")
     if not isinstance(offload_config, Mapping):
         raise TypeError(
             f"The parameter 'offload_config' must be <class 'dict'>, but got {type(offload_config)}"
         )
-    checked: dict[str, object] = {}
+    checked: dict[str, Any] = {}
     for key, value in offload_config.items():
         name = "aio_queue_depth" if key == "aio_queue_size" else key
         check = _CHECKS.get(name)
@@ -68,7 +37,7 @@ def checked_offload_config(offload_config: object) -> OffloadKeys:
         if name in checked:
             raise ValueError("'aio_queue_size' and 'aio_queue_depth' are one key; give it once.")
         checked[name] = check(name, value)
-    return OffloadKeys(**checked)  # type: ignore[arg-type]
+    return checked
 
 
 def _checked_text(name: str, value: object) -> str:
@@ -157,10 +126,11 @@ def checked_dtr(
     recomp_memory_factor: object,
     recomp_time_factor: object,
     enable_sqrt_sampling: object,
-) -> DtrKeys:
-    """Check the arguments of a `DTRConfig`, or the attributes of one given as the first argument.
+) -> dict[str, Any]:
+    """Return the options of `MemoryConfig` for the arguments of a `DTRConfig`.
 
-    Raises TypeError, or ValueError with the text of MegEngine's assertion.
+    The first argument may be a `DTRConfig` that has the values as attributes. Raises TypeError, or
+    ValueError with the text of MegEngine's assertion.
     """
     if hasattr(eviction_threshold, "eviction_threshold"):
         source: Any = eviction_threshold
@@ -177,13 +147,13 @@ def checked_dtr(
     minimum = _dtr_size("evictee_minimum_size", evictee_minimum_size)
     if minimum < 0:
         raise ValueError("evictee_minimum_size must be greater or equal to zero")
-    return DtrKeys(
-        eviction_threshold=threshold,
-        evictee_minimum_size=minimum,
-        recomp_memory_factor=_factor("recomp_memory_factor", recomp_memory_factor),
-        recomp_time_factor=_factor("recomp_time_factor", recomp_time_factor),
-        enable_sqrt_sampling=bool(enable_sqrt_sampling),
-    )
+    return {
+        "snapshot_budget_bytes": threshold,
+        "smallest_evictee_bytes": minimum,
+        "restore_memory_exponent": _factor("recomp_memory_factor", recomp_memory_factor),
+        "restore_time_exponent": _factor("recomp_time_factor", recomp_time_factor),
+        "is_sampling": bool(enable_sqrt_sampling),
+    }
 
 
 def _dtr_size(name: str, value: object) -> int:

@@ -49,47 +49,29 @@ class Concern(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """The configuration of a run, and the resources of its host.
+    """The configuration of a run, and the resources of its host."""
 
-    Attributes:
-        save_bytes: Size of one checkpoint.
-        keep: Most checkpoints that retention keeps; None for any number.
-        policy: The retention policy as text.
-        present_bytes: Existing checkpoints of the run.
-        free_bytes: Free space of the disk, or None when unknown.
-        staged_states: Copies of the state in memory at the same time; 0 for synchronous saves.
-        memory_bytes: Memory for the copies: the budget or the system's; None when unknown.
-        has_memory_budget: Whether that is a budget, above which saves are refused.
-        may_spill: Whether a spill_directory would help; with a key, nothing is spilled in the
-            clear.
-    """
-
-    save_bytes: int
-    keep: int | None
-    policy: str
-    present_bytes: int = 0
-    free_bytes: int | None = None
-    staged_states: int = 0
-    memory_bytes: int | None = None
-    has_memory_budget: bool = False
-    may_spill: bool = True
+    save_bytes: int  # size of one checkpoint
+    keep: int | None  # most checkpoints that retention keeps; None for any number
+    policy: str  # the retention policy as text
+    present_bytes: int = 0  # existing checkpoints of the run
+    free_bytes: int | None = None  # of the disk; None when unknown
+    staged_states: int = 0  # copies in memory at the same time; 0 for synchronous saves
+    memory_bytes: int | None = None  # for the copies; None when unknown
+    has_memory_budget: bool = (
+        False  # whether `memory_bytes` is a budget, above which saves are refused
+    )
+    may_spill: bool = True  # whether a spill_directory would help (not with a key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """Mean costs of the last saves.
+    """Mean costs of the last saves."""
 
-    Attributes:
-        saves: All saves so far.
-        interval_s: From one save to the next.
-        blocked_s: For how long one save held up the training.
-        durable_s: How long one save worked until it was durable.
-    """
-
-    saves: int
-    interval_s: float
-    blocked_s: float
-    durable_s: float
+    saves: int  # all saves so far
+    interval_s: float  # from one save to the next
+    blocked_s: float  # for which one save held up the training
+    durable_s: float  # for which one save worked until it was durable
 
     @property
     def share(self) -> float:

@@ -63,8 +63,17 @@ class SavePolicy(Protocol):
         ...
 
 
+class _Active:
+    __slots__ = ()
+
+    @property
+    def is_active(self) -> bool:
+        """Always true."""
+        return True
+
+
 @dataclass(frozen=True, slots=True)
-class EverySteps:
+class EverySteps(_Active):
     """Save once at least `interval_steps` steps have passed since the last save.
 
     Not exactly at the interval, because in sink mode the step jumps. A step before the last save (a
@@ -77,11 +86,6 @@ class EverySteps:
     def __post_init__(self) -> None:
         if self.interval_steps < 1:
             raise ValueError(f"interval_steps must be at least 1, but got {self.interval_steps}")
-
-    @property
-    def is_active(self) -> bool:
-        """Always true."""
-        return True
 
     def decide(self, step: int, now: float, last: LastSave) -> SaveDecision:
         """Return due when the interval has passed; the time has no effect."""
@@ -99,7 +103,7 @@ class EverySteps:
 
 
 @dataclass(frozen=True, slots=True)
-class EverySeconds:
+class EverySeconds(_Active):
     """Save once more than `interval_s` seconds have passed since the last save.
 
     When the clock has gone back it is due at once; MindSpore waits until the clock has caught up.
@@ -111,18 +115,11 @@ class EverySeconds:
         if not (self.interval_s > 0 and math.isfinite(self.interval_s)):
             raise ValueError(f"interval_s must be positive and finite, but got {self.interval_s}")
 
-    @property
-    def is_active(self) -> bool:
-        """Always true."""
-        return True
-
     def decide(self, step: int, now: float, last: LastSave) -> SaveDecision:
         """Return due when more than the interval has passed."""
-        if step == last.step:
-            return _same_step(step)
         passed_s = now - last.at
-        if passed_s < 0:
-            return _clock_went_back(passed_s)
+        if step == last.step or passed_s < 0:
+            return _without_interval(step, passed_s, last)
         return SaveDecision(
             is_due=passed_s > self.interval_s,
             reason=f"{passed_s:.6g} s since the last save, every {self.interval_s:g} s",
@@ -130,7 +127,7 @@ class EverySeconds:
 
 
 @dataclass(frozen=True, slots=True)
-class Overhead:
+class Overhead(_Active):
     """Save as often as saving holds up the training for at most a share of its time.
 
     The first step is saved, to learn the cost; then the interval is the cost of the last save
@@ -146,18 +143,11 @@ class Overhead:
         if not 0 < self.share < 1:
             raise ValueError(f"the share must be between 0 and 1, but got {self.share}")
 
-    @property
-    def is_active(self) -> bool:
-        """Always true."""
-        return True
-
     def decide(self, step: int, now: float, last: LastSave) -> SaveDecision:
         """Return due when the time since the last save outweighs its cost."""
-        if step == last.step:
-            return _same_step(step)
         passed_s = now - last.at
-        if passed_s < 0:
-            return _clock_went_back(passed_s)
+        if step == last.step or passed_s < 0:
+            return _without_interval(step, passed_s, last)
         interval_s = last.cost_s / self.share
         return SaveDecision(
             is_due=passed_s >= interval_s,
@@ -222,5 +212,8 @@ def _same_step(step: int) -> SaveDecision:
     return SaveDecision(is_due=False, reason=f"step {step} is already saved")
 
 
-def _clock_went_back(passed_s: float) -> SaveDecision:
+def _without_interval(step: int, passed_s: float, last: LastSave) -> SaveDecision:
+    """Return the decision for a step that is saved already, or for a clock that went back."""
+    if step == last.step:
+        return _same_step(step)
     return SaveDecision(is_due=True, reason=f"the clock went back by {-passed_s:.6g} s")

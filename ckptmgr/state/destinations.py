@@ -32,19 +32,12 @@ _INTO = "the arrays given as into"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Destinations:
-    """Destinations of some tensors.
+    """Destinations of some tensors."""
 
-    Attributes:
-        entries: The tensors, in file order.
-        arrays: `id` of an entry to C-contiguous memory of its size.
-        copies: Functions that copy the buffers once they are filled.
-        sharing: The names of arrays that may share memory; see `check_shared`.
-    """
-
-    entries: tuple[TensorEntry, ...]
-    arrays: Mapping[int, np.ndarray]
-    copies: tuple[Callable[[], None], ...]
-    sharing: frozenset[str]
+    entries: tuple[TensorEntry, ...]  # in file order
+    arrays: Mapping[int, np.ndarray]  # `id` of an entry to C-contiguous memory of its size
+    copies: tuple[Callable[[], None], ...]  # to call when the memory is filled
+    sharing: frozenset[str]  # arrays that may share memory; see `check_shared`
 
     def finish(self) -> None:
         """Copy each buffer to its array."""

@@ -42,25 +42,17 @@ _Part = tuple[Sequence[Json], object, object]
 
 
 class _Frame(NamedTuple):
-    """A container whose parts are being encoded.
-
-    Attributes:
-        parts: The parts that are left.
-        path: Its path.
-        step: The kind of step to a part; None when the one part stands for the container itself.
-        depth: The depth of its parts.
-        end: Nodes to write after its parts.
-        container: Its `id`; None for a tensor that is split into parts.
-        tie: Identity of a mutable object, the same at every occurrence; None for immutable values.
-    """
+    """A container whose parts are being encoded."""
 
     parts: Iterator[_Part]
     path: Path
-    step: Literal["key", "index", "object"] | None
-    depth: int
-    end: Sequence[Json]
-    container: int | None
-    tie: object = None
+    step: (
+        Literal["key", "index", "object"] | None
+    )  # None when the one part stands for the container itself
+    depth: int  # of the parts
+    end: Sequence[Json]  # nodes to write after the parts
+    container: int | None  # its id; None for a tensor that is split into parts
+    tie: object = None  # identity of a mutable object, the same at every occurrence
 
 
 class Flattener:

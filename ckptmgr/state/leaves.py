@@ -17,27 +17,16 @@ from ckptmgr.state.paths import Json, Path
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """The memory behind a leaf.
-
-    Attributes:
-        device: Name of the address space.
-        start: Address of the first byte that the leaf reaches.
-        stop: One past the last.
-        origin: Address of element 0 (after `start` only when a stride is negative).
-        strides: Bytes from one element to the next, per dimension.
-        alignment: The leaf's offset in the stored tensor must be a multiple of it.
-        bounds: First and one-past-last address of the storage behind it.
-        content: Returns the bytes between two addresses in that storage.
-    """
+    """The memory behind a leaf; addresses and strides in bytes."""
 
     device: str
-    start: int
-    stop: int
-    origin: int
+    start: int  # address of the first byte that the leaf reaches
+    stop: int  # one past the last
+    origin: int  # address of element 0, after `start` only when a stride is negative
     strides: tuple[int, ...]
-    alignment: int
-    bounds: tuple[int, int]
-    content: Callable[[int, int], memoryview]
+    alignment: int  # the leaf's offset in the stored tensor is a multiple of it
+    bounds: tuple[int, int]  # addresses of the storage: first, one past the last
+    content: Callable[[int, int], memoryview]  # bytes between two addresses in the storage
 
 
 Span = tuple[str, int, int]
@@ -61,29 +50,17 @@ class Finder:
 
 
 class Leaf(NamedTuple):
-    """An array in the state.
-
-    Attributes:
-        path: Its path, for messages.
-        kind: Of its skeleton node.
-        dtype: Its element type, in the skeleton.
-        shape: Its own shape (`tensor` has one more dimension where the bytes are stored as uint8).
-        node: The rest of the body of its skeleton node; planning completes it.
-        value: The array; held so that its memory and identity stay its own.
-        tensor: The stored tensor, if the leaf shares no memory.
-        item_bytes: Bytes of an element.
-        finder: Finds its memory; None when it cannot be shared.
-    """
+    """An array in the state."""
 
     path: Path
     kind: Literal["array", "torch"]
-    dtype: Json
-    shape: tuple[int, ...]
-    node: dict[str, Json]
-    value: object
-    tensor: Tensor
+    dtype: Json  # element type, in the skeleton
+    shape: tuple[int, ...]  # of the array; `tensor` has one more dimension if it holds bytes
+    node: dict[str, Json]  # rest of the body of its skeleton node; planning completes it
+    value: object  # the array, held so that its memory and identity stay its own
+    tensor: Tensor  # the stored tensor, if the leaf shares no memory
     item_bytes: int
-    finder: Finder | None
+    finder: Finder | None  # None when its memory cannot be shared
 
     @property
     def size_bytes(self) -> int:

@@ -31,17 +31,11 @@ _Content = Callable[[Any], np.ndarray]
 
 
 class Conflict(NamedTuple):
-    """Two targets whose values differ where they overlap.
-
-    Attributes:
-        later: The later one; the same as `earlier` when the elements of one target overlap.
-        earlier: The other one.
-        is_same: Whether both are exactly the same elements.
-    """
+    """Two targets whose values differ where they overlap."""
 
     later: Any
-    earlier: Any
-    is_same: bool
+    earlier: Any  # the same as `later` when the elements of one target overlap
+    is_same: bool  # whether both are exactly the same elements
 
     def __str__(self) -> str:
         return self.naming(str)

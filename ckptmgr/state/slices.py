@@ -14,19 +14,12 @@ from ckptmgr.state.paths import unsupported
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """The local part of a sharded tensor.
-
-    Attributes:
-        local: The array that this process holds.
-        shape: Of the whole tensor.
-        start: The first element of `local` in the whole.
-        lengths: Shape of `local`.
-    """
+    """The local part of a sharded tensor."""
 
     local: object
-    shape: tuple[int, ...]
-    start: tuple[int, ...]
-    lengths: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor
+    start: tuple[int, ...]  # of `local` in the whole
+    lengths: tuple[int, ...]  # shape of `local`
 
     @property
     def region(self) -> Region:

@@ -16,7 +16,7 @@ torch: Any = pytest.importorskip("torch")
 
 from ckptmgr import CheckpointManager  # noqa: E402 - torch may be absent
 from ckptmgr.state.tree import StateMismatch, flatten, restore  # noqa: E402
-from tests.state.test_leaves import MsParameter  # noqa: E402
+from tests.state.test_arrays import MsParameter  # noqa: E402
 from tests.support.trees import reader  # noqa: E402
 
 MESSAGE = "state['b'] is the same memory as state['a'], stored are two different values"
