@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Authenticated ciphers with associated data behind one Protocol: GCM, and CBC with an HMAC over the ciphertext.
+"""Authenticated ciphers with associated data: GCM, and CBC with an HMAC over the ciphertext.
 
-* Everything goes from memory the caller owns to memory the caller owns.
-* One failure text: a tag, a MAC and padding that do not match look alike. The MAC is checked before anything is decrypted.
+* Input and output are memory that the caller owns.
+* A tag, a MAC and padding that do not match give the same error. The MAC is checked before anything
+  is decrypted.
 * After a failure the plaintext buffer holds zeros.
 """
 
@@ -28,10 +29,7 @@ _MAC_BYTES = 32
 class Aead(Protocol):
     """One authenticated cipher.
 
-    Attributes:
-        key_bytes: Length of its key.
-        iv_bytes: Length of its nonce or IV, which is random.
-        tag_bytes: Length of its tag.
+    `key_bytes`, `iv_bytes` (a random nonce or IV) and `tag_bytes` are lengths.
     """
 
     @property
@@ -44,11 +42,11 @@ class Aead(Protocol):
     def tag_bytes(self) -> int: ...  # noqa: D102
 
     def ciphertext_size(self, plaintext_size: int) -> int:
-        """Return how many bytes `plaintext_size` bytes become, without the tag."""
+        """Return the ciphertext bytes, without the tag, of `plaintext_size` bytes."""
         ...
 
     def plaintext_room(self, ciphertext_size: int) -> int:
-        """Return how many plaintext bytes are put into `ciphertext_size` bytes (a multiple of 16)."""
+        """Return the plaintext bytes that fill `ciphertext_size` bytes (a multiple of 16)."""
         ...
 
     def encrypt_into(
@@ -70,7 +68,7 @@ class Aead(Protocol):
         """Fill `plaintext`, whose length must be exactly right.
 
         Raises:
-            DecryptionError: The key is wrong or something was changed; `plaintext` is zeroed.
+            DecryptionError: The key is wrong or bytes were changed; `plaintext` is zeroed.
         """
         ...
 
@@ -123,17 +121,19 @@ class GcmAead:
     def decryption(
         self, key: bytes, *, iv: bytes, aad: bytes, plaintext: memoryview
     ) -> GcmDecryption:
-        """Return what fills `plaintext` from a ciphertext in pieces; to be used in a `with` block."""
+        """Return the decryption of a ciphertext that comes in pieces, for a `with` block."""
         return GcmDecryption(self.algorithm(key), iv, aad=aad, plaintext=plaintext)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CbcHmacAead:
-    """CBC with PKCS#7 padding, then an HMAC over associated data, IV, ciphertext and the length of the associated data.
+    """CBC with PKCS#7 padding, then an HMAC over associated data, IV, ciphertext and their length.
 
-    The key is the 32-byte MAC key followed by the encryption key.
+    The key is the 32-byte MAC key followed by the encryption key. The length is that of the
+    associated data, in bits.
 
-    Source: RFC 7518 section 5.2.2 and draft-mcgrew-aead-aes-cbc-hmac-sha2-05 section 2 (A256CBC-HS512).
+    Source: RFC 7518 section 5.2.2 and draft-mcgrew-aead-aes-cbc-hmac-sha2-05 section 2
+    (A256CBC-HS512).
     """
 
     mode: CbcMode
@@ -173,7 +173,7 @@ class CbcHmacAead:
         ciphertext: memoryview,
         plaintext: memoryview,
     ) -> None:
-        """Fill `plaintext`; when the MAC or the padding does not match, zero it and raise DecryptionError."""
+        """Fill `plaintext`; if MAC or padding do not match, zero it and raise DecryptionError."""
         expected = self._mac(key, iv=iv, aad=aad, ciphertext=ciphertext)
         if not constant_time.bytes_eq(expected, tag):
             plaintext[:] = bytes(plaintext.nbytes)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory through which files are read and written, and a cache of the units that were decrypted into it.
+"""Page-aligned memory through which files are read and written, and a cache of decrypted units.
 
-The memory is page aligned, and in huge pages where the system has them: 4 MiB are a thousand scattered
-pages, or two huge ones. A virtual disk moved the latter up to 2.7 times as fast, with a quarter of the
+Where the system has huge pages, memory is in huge pages: 4 MiB are a thousand scattered pages, or
+two huge ones. A virtual disk moved the latter up to 2.7 times as fast, with a quarter of the
 kernel's time.
 """
 
@@ -18,7 +18,8 @@ from collections import OrderedDict
 from collections.abc import Callable
 
 _HUGE_PAGE_BYTES = 2 << 20
-# Private: by default forked children share a mapping, and two processes would write into one memory.
+# Private: by default forked children share a mapping, and two processes would write into one
+# memory.
 _FLAGS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
 _SPARE_BUFFERS = 4
 _SHARED_BYTES = 4 << 20  # a record of ours; four of them stay allocated between reads
@@ -39,7 +40,7 @@ def new_pages(size_bytes: int) -> memoryview:
 
 
 class SpareBuffers:
-    """Buffers of one size, of which a few are kept: touching fresh pages costs more than decrypting."""
+    """Buffers of one size, of which a few are kept: a fresh page costs more than decrypting it."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -83,7 +84,7 @@ os.register_at_fork(after_in_child=_reset_all)
 
 
 class UnitCache:
-    """The last few decrypted units (blocks or segments) of a file, in recycled buffers. Thread-safe."""
+    """The last few decrypted units (blocks, segments) of a file, in reused memory. Thread-safe."""
 
     def __init__(self, buffers: SpareBuffers) -> None:
         self._buffers = buffers

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several padded CBC messages at once: the long equal parts in lock-step, the ends one by one.
+"""Several padded CBC messages at once: their long equal parts in lock-step, the ends one by one.
 
-The last cipher blocks, where the padding is, go through `CbcMode`: one place knows padding and how it may fail.
+The last cipher blocks, which hold the padding, go through `CbcMode`: one place handles padding and
+its errors.
 """
 
 from __future__ import annotations
@@ -26,10 +27,8 @@ _BLOCK_BYTES = 16
 class Message:
     """One message.
 
-    Attributes:
-        iv: Its IV.
-        plaintext: Its bytes; for encryption they may stand where the ciphertext starts.
-        ciphertext: Room for, or the bytes of, the padded ciphertext.
+    For encryption the plaintext may be in the place of the ciphertext. `ciphertext` includes the
+    padding.
     """
 
     iv: bytes
@@ -43,7 +42,7 @@ def lanes_for(mode: CipherMode) -> Sm4Lanes | None:
 
 
 def batch_of(lanes: Sm4Lanes | None) -> int:
-    """Return how many messages are best handed over together."""
+    """Return how many messages the accelerator takes at once; 1 without one."""
     return 1 if lanes is None else LANES
 
 
@@ -79,7 +78,7 @@ def decrypt_end(mode: CipherMode, key: Key, message: Message) -> None:
     """Fill the rest of a plaintext.
 
     Raises:
-        DecryptionError: The key is wrong or the bytes were changed; all of the plaintext is zeroed.
+        DecryptionError: The key is wrong or bytes were changed; all of the plaintext is zeroed.
     """
     body = _body_bytes(message)
     try:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The three cipher modes MindSpore knows, behind one Protocol: AES-GCM, AES-CBC, SM4-CBC.
+"""The three cipher modes of MindSpore behind one Protocol: AES-GCM, AES-CBC, SM4-CBC.
 
-* Everything goes from memory the caller owns to memory the caller owns; no plaintext-sized object is made in between.
-* One failure text: for CBC, bad padding and a bad length look alike, because telling them apart is a padding oracle.
-* A mode knows nothing of records, files or seals.
+* Input and output are memory that the caller owns; no plaintext-sized object is made in between.
+* In CBC, bad padding and a bad length give the same error: distinct ones would be a padding oracle.
+* A mode does not depend on records, files or seals.
 
 >>> import os
 >>> mode = mode_of("AES-GCM")
@@ -14,10 +14,6 @@
 >>> mode.decrypt_into(key, iv=iv, tag=tag, ciphertext=memoryview(record), plaintext=memoryview(clear))
 >>> bytes(clear)
 b'hello'
-
-GCM in pieces: a record is decrypted while it is read, and is zeros again unless its tag matches in the end.
-
-Half of the memory that reading it as a whole would take passes through the cache; loads were a tenth faster so.
 """
 
 from __future__ import annotations
@@ -43,17 +39,14 @@ Random = Callable[[int], bytes]
 _BLOCK_BYTES = 16
 _NONCE_BYTES = 12
 _GCM_TAG_BYTES = 16
-_LEAST_BYTES = 4096  # of the last piece: tag and what else ends a record lie in one
+_LEAST_BYTES = 4096  # of the last piece: the tag at the end of a segment is in one piece
 
 
 class GcmDecryption:
-    """Decrypts one ciphertext into memory that is zeroed when the `with` block ends before `finish` accepted the tag.
+    """Decrypts one ciphertext in pieces, while it is read; loads are a tenth faster so.
 
-    Args:
-        algorithm: The block cipher with its key.
-        nonce: 12 bytes.
-        aad: The associated data.
-        plaintext: As many bytes as the ciphertext has; what is in it is not authentic before `finish`.
+    The plaintext, as long as the ciphertext, is not authentic before `finish` accepted the tag; it
+    is zeroed when the `with` block ends without that.
 
     Source: NIST SP 800-38D section 7.2.
     """
@@ -74,7 +67,7 @@ class GcmDecryption:
         self._done_bytes = stop
 
     def finish(self, tag: bytes) -> None:
-        """Check the tag, 16 bytes, over everything.
+        """Check the tag, 16 bytes, over all pieces.
 
         Raises:
             DecryptionError: It does not match.
@@ -96,11 +89,9 @@ class GcmDecryption:
 def read_in_pieces(
     read: Callable[[int, memoryview], None], buffer: memoryview
 ) -> Iterator[memoryview]:
-    """Read as many bytes as `buffer` has, in pieces, and yield each; it is valid until the next one.
+    """Fill `buffer` in pieces and yield each; it is valid until the next one.
 
-    Args:
-        read: Fills memory with the bytes from an offset on.
-        buffer: Memory for the pieces.
+    `read` fills memory with the bytes from an offset on.
     """
     start = 0
     while start < buffer.nbytes:
@@ -114,12 +105,8 @@ def read_in_pieces(
 class CipherMode(Protocol):
     """One cipher in one mode.
 
-    Attributes:
-        name: MindSpore's name, case-sensitive.
-        code: 0 AES-GCM, 1 AES-CBC, 2 SM4-CBC.
-        key_sizes: Allowed key lengths in bytes.
-        tag_bytes: Length of the authentication tag; 0 when the mode has none.
-        digest: The hash that goes with the cipher.
+    `name` is MindSpore's, case-sensitive; `code` is 0 AES-GCM, 1 AES-CBC, 2 SM4-CBC; `key_sizes`
+    and `tag_bytes` (0 without a tag) are lengths; `digest` is the hash that goes with the cipher.
     """
 
     @property
@@ -138,7 +125,7 @@ class CipherMode(Protocol):
     def digest(self) -> hashes.HashAlgorithm: ...  # noqa: D102
 
     def ciphertext_size(self, plaintext_size: int) -> int:
-        """Return how many bytes `plaintext_size` bytes become, without the tag."""
+        """Return the ciphertext bytes, without the tag, of `plaintext_size` bytes."""
         ...
 
     def new_iv(self, random: Random) -> bytes:
@@ -157,12 +144,12 @@ class CipherMode(Protocol):
         """Fill `plaintext`, whose length must be exactly right.
 
         Raises:
-            DecryptionError: The key is wrong or the bytes were changed; `plaintext` is zeroed.
+            DecryptionError: The key is wrong or bytes were changed; `plaintext` is zeroed.
         """
         ...
 
     def peek(self, key: Key, *, iv: bytes, ciphertext: memoryview) -> bytes:
-        """Return what the first bytes of a ciphertext decrypt to, unauthenticated and with padding left in.
+        """Decrypt the start of a ciphertext, unauthenticated and with its padding.
 
         The CBC modes want a multiple of 16 bytes.
         """
@@ -171,27 +158,19 @@ class CipherMode(Protocol):
     def peek_at(
         self, key: Key, *, iv: bytes, preceding: bytes, first_block: int, ciphertext: memoryview
     ) -> bytes:
-        """Return what cipher blocks in the middle decrypt to, unauthenticated.
+        """Decrypt cipher blocks in the middle, unauthenticated.
 
-        Args:
-            key: The key.
-            iv: The IV field of the record.
-            preceding: The 16 bytes before `ciphertext`: the IV, or the cipher block before.
-            first_block: Number of the first cipher block, from 0.
-            ciphertext: Whole cipher blocks; in AES-GCM the last one may be short.
+        `preceding` are the 16 bytes before `ciphertext` (the IV, or the cipher block before);
+        `first_block` is the number of its first cipher block. In AES-GCM the last block may be
+        short.
         """
         ...
 
     def plaintext_size(self, key: Key, *, ciphertext_size: int, end: bytes) -> int:
-        """Return how many bytes `ciphertext_size` bytes become.
-
-        Args:
-            key: The key.
-            ciphertext_size: Bytes, without the tag.
-            end: The last 32 bytes of IV and ciphertext together.
+        """Return the plaintext bytes of a ciphertext; `end` are the last 32 of IV and ciphertext.
 
         Raises:
-            DecryptionError: The key is wrong or the bytes were changed.
+            DecryptionError: The key is wrong or bytes were changed.
         """
         ...
 
@@ -200,7 +179,8 @@ class CipherMode(Protocol):
 class GcmMode:
     """AES-GCM with a 12-byte random nonce and no associated data.
 
-    Source: NIST SP 800-38D section 8.2.2 (random nonces: at most 2^32 blocks per key, over all files).
+    Source: NIST SP 800-38D section 8.2.2 (random nonces: at most 2^32 blocks per key, over all
+    files).
     """
 
     name: str
@@ -214,15 +194,15 @@ class GcmMode:
         return plaintext_size
 
     def new_iv(self, random: Random) -> bytes:
-        """Return a 12-byte nonce and four zero bytes, which MindSpore stores and never uses."""
+        """Return a 12-byte nonce and four zero bytes, which MindSpore stores and ignores."""
         return random(_NONCE_BYTES) + bytes(IV_BYTES - _NONCE_BYTES)
 
     def encrypt_into(
         self, key: Key, *, iv: bytes, plaintext: memoryview, ciphertext: memoryview
     ) -> bytes:
         """Fill `ciphertext` and return the 16-byte tag."""
-        # AESGCM.encrypt_into is no faster (both 10 GB/s, without the GIL) and appends the tag, which a record has in
-        # front.
+        # AESGCM.encrypt_into is no faster (both 10 GB/s, without the GIL) and appends the tag,
+        # which a record has in front.
         encryptor = Cipher(
             algorithms.AES(_fitting(key, self)), modes.GCM(iv[:_NONCE_BYTES])
         ).encryptor()
@@ -233,18 +213,18 @@ class GcmMode:
     def decrypt_into(
         self, key: Key, *, iv: bytes, tag: bytes, ciphertext: memoryview, plaintext: memoryview
     ) -> None:
-        """Fill `plaintext`; when the tag does not match, zero it and raise DecryptionError."""
+        """Fill `plaintext`; if the tag does not match, zero it and raise DecryptionError."""
         with self.decryption(key, iv=iv, plaintext=plaintext) as decryption:
             decryption.update(ciphertext)
             decryption.finish(tag)
 
     def decryption(self, key: Key, *, iv: bytes, plaintext: memoryview) -> GcmDecryption:
-        """Return what fills `plaintext` from a ciphertext in pieces; to be used in a `with` block."""
+        """Return the decryption of a ciphertext that comes in pieces, for a `with` block."""
         algorithm = algorithms.AES(_fitting(key, self))
         return GcmDecryption(algorithm, iv[:_NONCE_BYTES], aad=b"", plaintext=plaintext)
 
     def peek(self, key: Key, *, iv: bytes, ciphertext: memoryview) -> bytes:
-        """Return what the first bytes of a ciphertext decrypt to, unauthenticated."""
+        """Decrypt the start of a ciphertext, unauthenticated."""
         decryptor = Cipher(
             algorithms.AES(_fitting(key, self)), modes.GCM(iv[:_NONCE_BYTES])
         ).decryptor()
@@ -253,7 +233,7 @@ class GcmMode:
     def peek_at(
         self, key: Key, *, iv: bytes, preceding: bytes, first_block: int, ciphertext: memoryview
     ) -> bytes:
-        """Return what cipher blocks in the middle decrypt to, unauthenticated.
+        """Decrypt cipher blocks in the middle, unauthenticated.
 
         Source: NIST SP 800-38D section 7.1: the first block of text is encrypted under counter 2.
         """
@@ -304,10 +284,11 @@ class CbcMode:
     def decrypt_into(
         self, key: Key, *, iv: bytes, tag: bytes, ciphertext: memoryview, plaintext: memoryview
     ) -> None:
-        """Fill `plaintext`; when the padding is not what the length asks, zero it and raise DecryptionError."""
+        """Fill `plaintext`; if the padding does not match, zero it and raise DecryptionError."""
         decryptor = Cipher(self.algorithm(_fitting(key, self)), modes.CBC(iv)).decryptor()
         padding = ciphertext.nbytes - plaintext.nbytes
-        # The last two cipher blocks go through a small object: update_into wants room that `plaintext` may not have.
+        # The last two cipher blocks go through a small object: update_into wants more room than
+        # `plaintext` may have.
         direct = max(0, ciphertext.nbytes - 2 * _BLOCK_BYTES)
         if direct:
             decryptor.update_into(ciphertext[:direct], plaintext)
@@ -319,18 +300,18 @@ class CbcMode:
         plaintext[direct:] = tail[:kept]
 
     def peek(self, key: Key, *, iv: bytes, ciphertext: memoryview) -> bytes:
-        """Return what the first cipher blocks decrypt to, padding left in."""
+        """Decrypt the first cipher blocks, unauthenticated and with their padding."""
         decryptor = Cipher(self.algorithm(_fitting(key, self)), modes.CBC(iv)).decryptor()
         return decryptor.update(ciphertext)
 
     def peek_at(
         self, key: Key, *, iv: bytes, preceding: bytes, first_block: int, ciphertext: memoryview
     ) -> bytes:
-        """Return what cipher blocks in the middle decrypt to, unauthenticated and with padding left in."""
+        """Decrypt cipher blocks in the middle, unauthenticated and with their padding."""
         return self.peek(key, iv=preceding, ciphertext=ciphertext)
 
     def plaintext_size(self, key: Key, *, ciphertext_size: int, end: bytes) -> int:
-        """Return the size without padding, learned from the last block alone."""
+        """Return the size without padding, from the last block alone."""
         previous, last = end[:_BLOCK_BYTES], end[_BLOCK_BYTES:]
         decryptor = Cipher(self.algorithm(_fitting(key, self)), modes.CBC(previous)).decryptor()
         clear = decryptor.update(last) + decryptor.finalize()
@@ -387,7 +368,7 @@ _BY_NAME = {mode.name: mode for mode in MODES}
 
 
 def mode_of(name: str) -> CipherMode:
-    """Return the mode called `name`, which is case-sensitive as in MindSpore.
+    """Return the mode of that name, which is case-sensitive as in MindSpore.
 
     Raises:
         UnsupportedSuiteError: There is no such mode.

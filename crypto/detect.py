@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Name the cipher of an encrypted file without a key. It is what the file says; nothing here is proven."""
+"""Detection of the cipher of an encrypted file without a key. Nothing here is authenticated."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .source import Source
 
 
 def cipher_of(source: Source) -> str | None:
-    """Return the cipher mode of a container or of MindSpore's records; None for anything else, or a damaged header."""
+    """Return the cipher mode of a container or of MindSpore's records; None for all other files."""
     first = read_bytes(source, 0, length=min(len(MAGIC), source.size))
     if first != MAGIC:
         return sniff_mode(first)

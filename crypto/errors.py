@@ -3,7 +3,8 @@
 
 ```
 CryptoError (Exception)
-├── DecryptionError            wrong key, or the bytes were changed (never told apart where that would be an oracle)
+├── DecryptionError            wrong key, or changed bytes (not distinguished where that would be an
+oracle)
 ├── TamperedError              the key is right, and the bytes were changed, reordered or spliced
 ├── TruncatedCiphertextError   the ciphertext ends too early
 ├── UnsealedError              the file is not authenticated as a whole: the seal is missing
@@ -18,12 +19,10 @@ from __future__ import annotations
 
 
 class CryptoError(Exception):
-    """Report a failure of the crypto layer.
+    """A failure of the crypto layer.
 
-    Args:
-        message: What is wrong, as a lower-case sentence. Never contains key material.
-        offset: Byte offset in the encrypted file, or None.
-        hint: What to do next, or None.
+    `message` is a lower-case sentence without key material; `offset` counts bytes of the encrypted
+    file; `hint` says what to do next.
     """
 
     def __init__(self, message: str, *, offset: int | None = None, hint: str | None = None) -> None:
@@ -34,37 +33,37 @@ class CryptoError(Exception):
 
 
 class DecryptionError(CryptoError):
-    """Report a wrong key or changed bytes, without saying which."""
+    """A wrong key or changed bytes, without saying which."""
 
 
 def wrong_key_or_changed() -> DecryptionError:
-    """Return the one error of a tag, a MAC or padding that does not match: more would be an oracle."""
+    """Return the one error of a tag, MAC or padding that does not match: more is an oracle."""
     return DecryptionError("the key is wrong, or the bytes were changed")
 
 
 class TamperedError(CryptoError):
-    """Report changed, reordered, dropped or spliced bytes under a key that is known to be right."""
+    """Changed, reordered, dropped or spliced bytes under a key that is known to be right."""
 
 
 class TruncatedCiphertextError(CryptoError):
-    """Report ciphertext that ends before the structure it promises is complete."""
+    """Ciphertext that ends before the structure it promises is complete."""
 
 
 class UnsealedError(CryptoError):
-    """Report a file whose order, count and end are not authenticated."""
+    """A file whose order, count and end are not authenticated."""
 
 
 class UnsupportedSuiteError(CryptoError):
-    """Report a cipher mode or layout that this version does not know."""
+    """A cipher mode or layout that this version does not know."""
 
 
 class StretchingError(UnsupportedSuiteError):
-    """Report a key slot that was not tried: stretching a passphrase for it would cost more than is accepted."""
+    """A key slot that was not tried: stretching a passphrase for it would exceed the budget."""
 
 
 class KeyLengthError(CryptoError, ValueError):
-    """Report a key whose length does not fit the cipher mode."""
+    """A key whose length does not fit the cipher mode."""
 
 
 class KeySourceError(CryptoError):
-    """Report a key that could not be obtained from its source."""
+    """A key that could not be obtained from its source."""

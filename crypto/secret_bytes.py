@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Secret bytes that show themselves to no reader of logs, tracebacks or dumps, and that no file takes.
+"""Secret bytes that logs, tracebacks and dumps do not show, and that are not pickled.
 
-They are bytes in every other way; what is cut out of them is plain bytes again.
+In every other way they are bytes; a slice of them is plain bytes again.
 
 >>> SecretBytes(b"top secret"), SecretBytes(b"top secret") == b"top secret"
 (<10 bytes, not shown>, True)
 
-What collects the local variables of a traceback, the attributes of a configuration or the hyper-parameters of a run takes
-`repr` or pickles. Pickles lie in files for years, so there are none; only what `multiprocessing` sends through a pipe to
-another process of the same program takes the bytes along.
+Tools that collect local variables, attributes of a configuration or hyper-parameters use `repr` or
+pickle. Pickles stay in files for years, so pickling fails; only `multiprocessing` can send the
+bytes through a pipe to another process of the same program.
 """
 
 from __future__ import annotations

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SM4-CBC for sixteen chains in lock-step, where the optional `ckptmgr[sm4]` and the CPU allow it.
+"""SM4-CBC for sixteen chains in lock-step, if `ckptmgr[sm4]` is installed and the CPU supports it.
 
-OpenSSL does SM4 one block after the other, at 0.13 GB/s a core. One CBC chain cannot go faster, but a file has many: Intel's
-Cryptography Primitives Library advances sixteen of them with AVX-512 and GFNI, at 0.9 GB/s for encryption and 1.9 for
-decryption. The bytes are the same, so a file never shows which of the two wrote it.
+OpenSSL encrypts SM4 one block after the other, at 0.13 GB/s a core. One CBC chain cannot go faster,
+but a file has many: Intel's Cryptography Primitives Library advances sixteen of them with AVX-512
+and GFNI, at 0.9 GB/s for encryption and 1.9 for decryption. The bytes are the same.
 
-The library is used only after it says that the CPU suffices, gives the published answer, and agrees with OpenSSL on random
-chains. Everything else (no package, another ABI, another CPU) means None, and OpenSSL does the work.
+The library is used only if it reports that the CPU suffices, gives the published result, and agrees
+with OpenSSL on random chains. Otherwise (no package, another ABI, another CPU) OpenSSL does the
+work.
 
-Source: crypto_mb/sm4.h and crypto_mb/cpu_features.h of https://github.com/intel/cryptography-primitives
+Source: crypto_mb/sm4.h and crypto_mb/cpu_features.h of
+https://github.com/intel/cryptography-primitives
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 LANES = 16
 
 _PACKAGES = {
-    # In the order in which they need each other; found by their files, never by a search path.
+    # In load order; found by their files, never by a search path.
     "intel-cmplr-lib-rt": ("libintlc.so.5", "libimf.so", "libirng.so", "libsvml.so"),
     "ipp-crypto": ("libcrypto_mb.so.13",),
 }
@@ -45,13 +47,7 @@ CryptChains = Callable[[object, object, object, int, object], int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneFunctions:
-    """The three functions that are called; each returns a status of four bits per lane.
-
-    Attributes:
-        set_key: `mbx_sm4_set_key_mb16`.
-        encrypt: `mbx_sm4_encrypt_cbc_mb16`.
-        decrypt: `mbx_sm4_decrypt_cbc_mb16`.
-    """
+    """The three functions `mbx_sm4_*_mb16`; each returns a status of four bits per lane."""
 
     set_key: SetKey
     encrypt: CryptChains
@@ -62,10 +58,8 @@ class LaneFunctions:
 class Chain:
     """One CBC chain without padding.
 
-    Attributes:
-        iv: 16 bytes.
-        source: What goes in, contiguous; a multiple of 16 bytes.
-        target: Where as many bytes go; the same memory as `source`, or none of it.
+    `source` is contiguous, a multiple of 16 bytes; `target` is the same memory, or does not overlap
+    it.
     """
 
     iv: bytes
@@ -74,7 +68,7 @@ class Chain:
 
 
 class Sm4Lanes:
-    """Encrypts and decrypts up to sixteen chains of equal length at once, without holding the GIL."""
+    """Encrypts and decrypts up to sixteen chains of equal length at once, without the GIL."""
 
     def __init__(self, functions: LaneFunctions) -> None:
         self._functions = functions
@@ -83,7 +77,7 @@ class Sm4Lanes:
         """Fill the target of every chain with ciphertext.
 
         Raises:
-            ValueError: The chains are more than sixteen, or not equally long.
+            ValueError: There are more than sixteen chains, or their lengths differ.
         """
         self._run(self._functions.encrypt, key, chains)
 
@@ -93,7 +87,7 @@ class Sm4Lanes:
 
     def _run(self, crypt: CryptChains, key: bytes, chains: Sequence[Chain]) -> None:
         size = _common_size(chains)
-        # An empty lane makes the library ten times slower: idle ones work on bytes that nobody looks at.
+        # An empty lane makes the library ten times slower: idle lanes encrypt scratch memory.
         idle = memoryview(bytearray(size)) if len(chains) < LANES else memoryview(b"")
         idle_chain = Chain(iv=bytes(16), source=idle, target=idle)
         lanes = [*chains, *[idle_chain] * (LANES - len(chains))]
@@ -126,12 +120,12 @@ def _common_size(chains: Sequence[Chain]) -> int:
 
 
 def _address(view: memoryview) -> int:
-    # NumPy gives the address of read-only memory, too, which ctypes refuses.
+    # NumPy also gives the address of read-only memory, which ctypes refuses.
     return int(np.frombuffer(view, np.uint8).__array_interface__["data"][0])
 
 
 def passes_self_test(lanes: Sm4Lanes) -> bool:
-    """Tell whether the lanes give the published answer and agree with OpenSSL, both ways.
+    """Return whether the lanes give the published result and agree with OpenSSL, both ways.
 
     Source: draft-ribose-cfrg-sm4-10, section A.2.2 (SM4-CBC, first example).
     """
@@ -160,7 +154,7 @@ def _agrees_with_openssl(lanes: Sm4Lanes, count: int, size: int) -> bool:
 def _both_ways(
     lanes: Sm4Lanes, key: bytes, messages: Sequence[tuple[bytes, bytes]]
 ) -> list[bytes] | None:
-    """Return the ciphertexts, or None when they do not decrypt; encrypted in place, decrypted elsewhere."""
+    """Return the ciphertexts, or None if they do not decrypt; one way in place, one way not."""
     sealed = [bytearray(plaintext) for _, plaintext in messages]
     opened = [bytearray(len(plaintext)) for _, plaintext in messages]
     lanes.encrypt(key, list(_chains(messages, sealed, sealed)))
@@ -179,10 +173,10 @@ def _chains(
 
 
 def library_files() -> list[Path]:
-    """Return the shared libraries of `ckptmgr[sm4]`, in the order in which they are loaded.
+    """Return the shared libraries of `ckptmgr[sm4]`, in load order.
 
     Raises:
-        FileNotFoundError: They are not installed, or their ABI is another one.
+        FileNotFoundError: They are not installed, or have another ABI.
     """
     return [_file_of(package, name) for package, names in _PACKAGES.items() for name in names]
 
@@ -206,10 +200,9 @@ def _load() -> object:
 
 
 def find_lanes(load: Callable[[], object] = _load) -> Sm4Lanes | None:
-    """Return the accelerator in a library that was just loaded, tested, or None.
+    """Return the accelerator of a library, tested, or None.
 
-    Args:
-        load: Returns the library; OSError where it cannot be loaded.
+    `load` returns the library, or raises OSError.
     """
     try:
         functions = _bind(load())
@@ -221,12 +214,12 @@ def find_lanes(load: Callable[[], object] = _load) -> Sm4Lanes | None:
 
 @functools.cache
 def sm4_lanes() -> Sm4Lanes | None:
-    """Return the accelerator of this process, or None where there is none."""
+    """Return the accelerator of this process, or None."""
     return find_lanes()
 
 
 def _bind(library: object) -> LaneFunctions | None:
-    """Return the functions, or None when the library says that the CPU cannot run them."""
+    """Return the functions, or None if the library reports that the CPU cannot run them."""
     features = _function(library, "mbx_get_cpu_features")()
     widths = _function(library, "mbx_get_algo_info", ctypes.c_int)(_ALGORITHM_SM4)
     if features & _NEEDED_FEATURES != _NEEDED_FEATURES or not widths & LANES:

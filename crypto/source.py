@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this layer asks of the bytes it decrypts: a size, and reads at any offset into memory the caller owns.
+"""The source that this layer decrypts: a size, and reads at any offset into the caller's memory.
 
-The same shape as the format layer's source, stated again because neither layer knows the other.
+The same interface as the source of the format layer, stated again because neither layer knows the
+other.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ from typing import Protocol
 
 
 class Source(Protocol):
-    """Bytes addressed by offset. `read_into` fills the whole buffer or raises; safe to use from several threads."""
+    """Bytes addressed by offset.
+
+    `read_into` fills the whole buffer or raises; it is safe to use from several threads.
+    """
 
     @property
     def size(self) -> int:
@@ -23,5 +27,5 @@ class Source(Protocol):
 
 
 def is_remote(source: Source) -> bool:
-    """Return whether a source says that each read takes long, however short it is: few and long ones are better then."""
+    """Return whether each read of a source has a high latency: few, long reads are better."""
     return getattr(source, "is_remote", False) is True

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a container whose length is known last: the segments are sealed as its compressed frames become ready.
+"""Writes a container of compressed frames, whose length is known last.
 
-Like `container`, but the header states what the frames expand to. How many segments there are follows from the length of the
-file, and that none is missing from the last one, which is marked as the last under the key.
+Like `writer`, but the header states the expanded size. The number of segments follows from the
+length of the file; the last one is marked as the last under the key, so none can be missing.
 """
 
 from __future__ import annotations
@@ -17,20 +17,11 @@ from .writer import SEGMENT_BYTES, start_container
 
 
 class FramesSealer:
-    """Encrypts frames and their table for their recipients. The segments may be sealed by several threads, in any order.
+    """Encrypts frames and their table. Several threads may seal segments, in any order.
 
-    Args:
-        recipients: Who may open the file; 1 to 16.
-        mode: As in `ContainerSealer`.
-        raw_size: Bytes that the frames expand to.
-        segment_bytes: Length of a segment; a multiple of 16 up to 64 MiB.
-        random: Returns that many unpredictable bytes.
-
-    Attributes:
-        head: Everything before the first segment.
-        copies_bytes: Bytes of the two header copies, with which the head begins.
-        segment_bytes: Length of every segment but the last.
-        plaintext_bytes: What fits into one.
+    `raw_size` is the expanded size of the frames, `segment_bytes` a multiple of 16 up to 64 MiB.
+    `head` are the bytes before the first segment, which begin with `copies_bytes` of header copies;
+    a segment holds `plaintext_bytes`.
 
     Raises:
         UnsupportedSuiteError: There is no such mode.
@@ -71,11 +62,9 @@ class FramesSealer:
     ) -> None:
         """Encrypt segment `index`. Safe to call from several threads, once for each segment.
 
-        Args:
-            index: Which segment.
-            plaintext: `plaintext_bytes` bytes; in the final segment as many or fewer, a multiple of 16.
-            segment: Where to; `segment_size(plaintext.nbytes)` bytes that do not overlap the plaintext.
-            is_final: Whether it is the last one.
+        `plaintext` has `plaintext_bytes` bytes; in the final segment as many or fewer, a multiple
+        of 16. `segment` has `segment_size(plaintext.nbytes)` bytes that do not overlap the
+        plaintext.
 
         Raises:
             ValueError: A length is wrong.

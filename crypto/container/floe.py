@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FLOE: a message cut into segments that are encrypted, authenticated and read independently, in any order.
+"""FLOE: a message of segments that are encrypted, authenticated and read independently.
 
 ```
-message   parameters(10) || iv(32) || header_tag(32) || segment 0 || segment 1 || ... || final segment
+message   parameters(10) || iv(32) || header_tag(32) || segment 0 || segment 1 || ... || final
+segment
 segment   length(4, big-endian) || zeros(alignment) || iv || ciphertext || tag
 ```
-`length` is 0xFFFFFFFF, in the final segment its whole length. Every segment but the final one is `segment_bytes` long.
+`length` is 0xFFFFFFFF, in the final segment its whole length. All other segments have
+`segment_bytes`.
 
 * The header tag commits to the key: no second key opens the message.
-* Position and finality are associated data of each segment, so moved, repeated, dropped and appended segments fail.
+* Position and finality are associated data of each segment, so moved, repeated, dropped and
+  appended segments fail.
 * Every 2^20 segments another key is derived, so that random nonces stay far from their limit.
-* How many segments there are is for the caller to know, from an authenticated length: see `container_source`.
+* The caller knows the number of segments from an authenticated length, see `source`.
 
-With AES-256-GCM, HKDF-Expand-SHA-384 and no alignment this is FLOE to the byte. The other ciphers use the same structure
-under parameter numbers that FLOE has not assigned; `alignment` makes room for CBC, whose ciphertext is a multiple of 16.
+With AES-256-GCM, HKDF-Expand-SHA-384 and no alignment this is FLOE to the byte. The other ciphers
+use the same structure with parameter numbers that FLOE has not assigned; `alignment` makes room for
+CBC, whose ciphertext is a multiple of 16.
 
 Source: c2sp.org/FLOE.
 """
@@ -44,16 +48,11 @@ _NOT_FINAL = b"\xff\xff\xff\xff"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FloeParameters:
-    """What a message is made with.
+    """The parameters of a message.
 
-    Attributes:
-        aead: Encrypts the segments.
-        aead_id: Its number in the header.
-        digest: The hash of HKDF-Expand.
-        kdf_id: Its number in the header.
-        segment_bytes: Length of every segment but the last.
-        alignment_bytes: Zero bytes after the length of a segment.
-        rotation_bits: 2 to this power segments share a key.
+    `aead` encrypts the segments, `digest` is the hash of HKDF-Expand; `aead_id` and `kdf_id` are
+    their numbers in the header. `segment_bytes` is the length of every segment but the last, with
+    `alignment_bytes` zeros behind its length field; 2 ** `rotation_bits` segments share a key.
 
     Raises:
         ValueError: Nothing fits into a segment, or it cannot be filled exactly.
@@ -86,7 +85,7 @@ class FloeParameters:
         return self._overhead + self.aead.ciphertext_size(plaintext_size)
 
     def encode(self) -> bytes:
-        """Return the ten bytes that a header begins with."""
+        """Return the first ten bytes of a header."""
         numbers = (self.segment_bytes.to_bytes(4, "big"), _IV_BYTES.to_bytes(4, "big"))
         return bytes((self.aead_id, self.kdf_id)) + b"".join(numbers)
 
@@ -94,14 +93,7 @@ class FloeParameters:
 def start_encryption(
     parameters: FloeParameters, key: bytes, *, aad: bytes, random: Random
 ) -> FloeMessage:
-    """Return a new message.
-
-    Args:
-        parameters: How it is made.
-        key: 32 secret bytes.
-        aad: What the message is bound to.
-        random: Returns that many unpredictable bytes.
-    """
+    """Return a new message under a key of 32 bytes, bound to `aad`."""
     iv = random(_IV_BYTES)
     tag = _derive(parameters, key, iv=iv, purpose=b"HEADER_TAG:", aad=aad, length=_TAG_BYTES)
     return FloeMessage(parameters, key, aad=aad, header=parameters.encode() + iv + tag)
@@ -110,10 +102,11 @@ def start_encryption(
 def start_decryption(
     parameters: FloeParameters, key: bytes, *, aad: bytes, header: bytes
 ) -> FloeMessage:
-    """Return the message that `header` (74 bytes) begins.
+    """Return the message of `header` (74 bytes).
 
     Raises:
-        DecryptionError: It was made with another key, other parameters or other associated data, or was changed.
+        DecryptionError: The header was changed, or is of another key, other parameters or other
+            associated data.
     """
     iv = header[_PARAMETER_BYTES : _PARAMETER_BYTES + _IV_BYTES]
     tag = _derive(parameters, key, iv=iv, purpose=b"HEADER_TAG:", aad=aad, length=_TAG_BYTES)
@@ -123,12 +116,7 @@ def start_decryption(
 
 
 class FloeMessage:
-    """One message that was started. Safe to use from several threads.
-
-    Attributes:
-        parameters: How it is made.
-        header: Its first 74 bytes.
-    """
+    """One started message; `header` is its first 74 bytes. Safe to use from several threads."""
 
     def __init__(
         self, parameters: FloeParameters, key: bytes, *, aad: bytes, header: bytes
@@ -171,7 +159,8 @@ class FloeMessage:
         """Authenticate and decrypt segment `index` into `plaintext`.
 
         Raises:
-            TamperedError: It is not the segment of this message at this position; `plaintext` holds zeros.
+            TamperedError: It is not the segment of this message at this position; `plaintext` holds
+                zeros.
             ValueError: A length is wrong, or there is no such index.
         """
         self._check(index, plaintext, segment, is_final=is_final)
@@ -199,17 +188,10 @@ class FloeMessage:
         *,
         is_final: bool,
     ) -> None:
-        """Read segment `index`, authenticate it, and decrypt it into `plaintext`: while it is read, where the cipher allows.
+        """Like `open_into`, but read the segment, too; in GCM it is decrypted while it is read.
 
-        Args:
-            index: Which.
-            read: Fills memory with the bytes of the segment from an offset on.
-            segment: Memory of the length of the segment, to read into.
-            plaintext: Takes what it holds; zeros, or what was there before, after an error.
-            is_final: Whether it is the last one.
-
-        Raises:
-            TamperedError, ValueError: As `open_into`.
+        `read` fills memory with the bytes of the segment from an offset on; `segment` is memory for
+        them.
         """
         aead = self.parameters.aead
         if not isinstance(aead, GcmAead):
@@ -267,7 +249,10 @@ class FloeMessage:
 
 
 def read_length(start: bytes) -> int | None:
-    """Return what the first four bytes of a segment say: its length, or None when it is not the last. Proves nothing."""
+    """Return the length that a segment states in its first four bytes, or None if it is not final.
+
+    Nothing is authenticated.
+    """
     return None if start == _NOT_FINAL else int.from_bytes(start, "big")
 
 

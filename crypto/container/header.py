@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The header of a container: what never changes about the file, and who may open it.
+"""The header of a container: its immutable parameters and its key slots.
 
 ```
  0   8  magic 8F 43 4B 50 45 0D 0A 1A
@@ -12,10 +12,12 @@
 76   4  bytes of all slots       80      slots, then zeros
 -32  32 header MAC over everything before it
 ```
-Little-endian. A file begins with two copies of this header, so that one of them is whole at every instant while it is
-rewritten. The immutable bytes are associated data of everything else: of the payload, of every slot, of the MAC key.
+Little-endian. A file begins with two copies of this header, so that one of them is whole at every
+instant of a rewrite. The immutable bytes are associated data of the payload, of every slot and of
+the MAC key.
 
-Nothing here is authenticated before `is_authentic` says so; every value is checked before it is used.
+Nothing here is authenticated before `is_authentic` says so; every value is checked before it is
+used.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ FILE_ID_BYTES = 16
 COPY_SIZES = tuple(1 << log2 for log2 in range(12, 17))
 MAX_SEGMENT_BYTES = 64 * 2**20
 FRAMES_ALIGNMENT_BYTES = 16
-"""Of the length of frames: only so does the length of the last segment tell that of its plaintext in every cipher."""
+"""Of the length of frames: the last segment then gives its plaintext length in CBC, too."""
 
 _VERSION = 1
 _MAC_BYTES = 32
@@ -53,26 +55,22 @@ _MAX_GENERATION = 2**64 - 1
 
 
 class Content(enum.IntEnum):
-    """What the plaintext is."""
+    """The kind of the plaintext."""
 
     SAFETENSORS = 1
     MINDSPORE_CKPT = 2
     OPAQUE = 3
     FRAMES = 4
-    """Compressed frames and their table; `plaintext_size` is that of what they expand to."""
+    """Compressed frames and their table; `plaintext_size` is their expanded size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FixedHeader:
-    """What never changes about a container.
+    """The immutable part of the header of a container.
 
-    Attributes:
-        copy_bytes: Size of one header copy.
-        suite: How it is encrypted.
-        file_id: 16 bytes, new for every file.
-        plaintext_size: Bytes; of frames those that they expand to, because how many they are is known last.
-        content: What the plaintext is.
-        segment_bytes: Length of every segment but the last.
+    `copy_bytes` is the size of one header copy. `plaintext_size` of frames is their expanded size,
+    because their own size is known last. `segment_bytes` is the length of every segment but the
+    last.
 
     Raises:
         ValueError: A size is out of range.
@@ -101,7 +99,7 @@ class FixedHeader:
 
     @property
     def parameters(self) -> FloeParameters:
-        """How the payload is made."""
+        """The parameters of the payload."""
         return self.suite.parameters(self.segment_bytes)
 
     @property
@@ -111,7 +109,7 @@ class FixedHeader:
 
     @property
     def segments_offset(self) -> int:
-        """Where the first segment starts: a multiple of 4096."""
+        """Offset of the first segment: a multiple of 4096."""
         return 2 * self.copy_bytes + COPY_SIZES[0]
 
     @property
@@ -123,7 +121,7 @@ class FixedHeader:
         return self.segments_offset + full * self.segment_bytes + last
 
     def with_stored_size(self, file_size: int) -> FixedHeader:
-        """Return where things are in a file of that size: this header, of frames with the length that they have there.
+        """Return the layout of a file of that size: this header, with the stored size of frames.
 
         Raises:
             ValueError: No file with frames has that size.
@@ -156,11 +154,7 @@ class FixedHeader:
 
 
 def parse_fixed(data: bytes, *, offset: int) -> FixedHeader:
-    """Return what 64 bytes say.
-
-    Args:
-        data: The bytes.
-        offset: Where they stand in the file; for messages.
+    """Parse 64 immutable bytes, which are at `offset` of the file.
 
     Raises:
         UnsupportedSuiteError: A newer version wrote them.
@@ -195,13 +189,7 @@ def parse_fixed(data: bytes, *, offset: int) -> FixedHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeaderCopy:
-    """One of the two copies of a header, as it was read or as it will be written.
-
-    Attributes:
-        fixed: What never changes.
-        generation: Counts the rewrites, from 1.
-        slots: Who may open the file.
-    """
+    """One of the two copies of a header; `generation` counts the rewrites, from 1."""
 
     fixed: FixedHeader
     generation: int
@@ -211,7 +199,8 @@ class HeaderCopy:
         """Return the bytes of a copy.
 
         Raises:
-            ValueError: The slots are too many, too long together, or none; or the generation is beyond the last.
+            ValueError: The slots are too many, too long together, or none; or the generation is
+                beyond the last.
         """
         if self.generation > _MAX_GENERATION:
             raise ValueError("its header says that it was rewritten as often as can be")
@@ -225,7 +214,7 @@ class HeaderCopy:
 
 
 def parse_copy(data: bytes, *, offset: int) -> HeaderCopy:
-    """Return the header in the bytes of one copy; raises as `parse_fixed` does. Not authenticated."""
+    """Parse one header copy; raises as `parse_fixed` does. Not authenticated."""
     fixed = parse_fixed(data[:FIXED_BYTES], offset=offset)
     generation, count, zero, slots_size = _MUTABLE.unpack_from(data, FIXED_BYTES)
     end = _SLOTS_OFFSET + slots_size
@@ -238,13 +227,13 @@ def parse_copy(data: bytes, *, offset: int) -> HeaderCopy:
 
 
 def is_authentic(data: bytes, fixed: FixedHeader, data_key: Key) -> bool:
-    """Tell whether the MAC at the end of a header copy is the one of its content under `data_key`."""
+    """Return whether the MAC at the end of a header copy is right under `data_key`."""
     expected = _mac(fixed, data_key, data[:-_MAC_BYTES])
     return constant_time.bytes_eq(expected, data[-_MAC_BYTES:])
 
 
 def smallest_copy_size(slots: Sequence[Slot]) -> int | None:
-    """Return the size of a header copy that holds these slots, or None when there is none."""
+    """Return the size of a header copy for these slots, or None if they are too long."""
     needed = _SLOTS_OFFSET + sum(slot.size for slot in slots) + _MAC_BYTES
     return next((size for size in COPY_SIZES if size >= needed), None)
 

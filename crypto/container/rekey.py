@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Change who may open a container: new header copies, the payload untouched.
+"""Changes the recipients of a container: new header copies, the payload untouched.
 
-Two writes of a few KiB, each durable before the next, so that one copy is whole at every instant. The copy that does not
-count (damaged, outdated, or else B) is written first. Whoever knew the data key still knows it: to shut somebody out who
-may have opened the file, encrypt it anew.
+Two writes of a few KiB, each durable before the next, so that one copy is whole at every instant.
+The copy that does not count (damaged, outdated, or else B) is written first. A removed recipient
+may still know the data key: to exclude one that may have opened the file, encrypt it again.
 """
 
 from __future__ import annotations
@@ -17,12 +17,7 @@ from .unlock import CopyState, UnlockedContainer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeaderWrite:
-    """Bytes to write into an existing container.
-
-    Attributes:
-        offset: Where.
-        data: What; the whole of one header copy.
-    """
+    """The bytes of one header copy, to be written at `offset` of a container."""
 
     offset: int
     data: bytes = field(repr=False)
@@ -34,18 +29,14 @@ def rewrite_header(
     add: Sequence[Recipient] = (),
     remove: Callable[[Slot], bool] | None = None,
 ) -> tuple[HeaderWrite, HeaderWrite]:
-    """Return the two writes that change the slots; without arguments, those that repair a damaged copy.
+    """Return the two writes that change the slots, in order; the caller syncs the file after each.
 
-    Args:
-        unlocked: The opened container.
-        add: Who may open it from now on.
-        remove: Tells which of the present slots go, or None to keep them all.
-
-    Returns:
-        The writes, in order: sync the file after each.
+    `add` are new recipients; `remove` selects the slots to drop. Without both, the writes repair a
+    damaged copy.
 
     Raises:
-        ValueError: No slot would be left, or they do not fit into the header, or there is no next generation.
+        ValueError: No slot would be left, or they do not fit into the header, or there is no next
+            generation.
     """
     header = unlocked.header
     bound = header.fixed.pack()

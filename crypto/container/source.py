@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plaintext of a container as a source: random access, and nothing unverified ever comes out.
+"""The decrypted bytes of a container as a source: random access to authenticated bytes only.
 
 * A segment is read, authenticated and decrypted in one step, from the same bytes in memory.
-* Where each segment lies follows from the authenticated header, so nothing that is read says where to read next.
-* A buffer that covers a whole segment is decrypted into directly; other reads go through a small recycled cache.
+* The offset of each segment follows from the authenticated header.
+* A segment that a buffer covers is decrypted directly into it; other reads go through a small
+  cache.
 """
 
 from __future__ import annotations
@@ -22,13 +23,10 @@ from .writer import plaintext_range, segment_range
 def open_container(source: Source, identities: Sequence[Identity]) -> ContainerSource:
     """Open the container in `source`.
 
-    Args:
-        source: The encrypted bytes.
-        identities: Who tries to open it.
-
     Raises:
         DecryptionError: It is for another key, a passphrase is wrong, or it is no container.
-        TamperedError: The key fits, and the header, the slot or the start of the payload was changed.
+        TamperedError: The key fits, and the header, the slot or the start of the payload was
+            changed.
         TruncatedCiphertextError: The file ends too early.
         UnsupportedSuiteError: A newer version wrote it, or a slot asks for more than is accepted.
     """
@@ -39,10 +37,9 @@ def open_container(source: Source, identities: Sequence[Identity]) -> ContainerS
 
 
 class ContainerSource:
-    """The decrypted bytes of a container. Made by `open_container`; safe to read from several threads.
+    """The decrypted bytes of a container. Safe to read from several threads.
 
-    Attributes:
-        unlocked: Its header, for rewriting it; holds the data key.
+    `unlocked` is its header, for a rewrite; it holds the data key.
     """
 
     def __init__(self, source: Source, unlocked: UnlockedContainer) -> None:
@@ -67,7 +64,7 @@ class ContainerSource:
 
     @property
     def content(self) -> Content:
-        """What the plaintext is."""
+        """The kind of the plaintext."""
         return self._fixed.content
 
     @property
@@ -82,7 +79,7 @@ class ContainerSource:
 
     @property
     def block_bytes(self) -> int:
-        """Plaintext bytes of every segment but the last: the best unit to read in."""
+        """Plaintext bytes of every segment but the last: the best unit to read."""
         return self._full
 
     @property
@@ -118,7 +115,7 @@ class ContainerSource:
         )
 
     def check_empty(self) -> None:
-        """Authenticate the only segment of an empty plaintext, which no read would.
+        """Authenticate the only segment of an empty plaintext, which no read would touch.
 
         Raises:
             TamperedError: It was changed.

@@ -8,7 +8,8 @@
 | AES-CBC | 0x0101 | A256CBC-HS512 (encrypt-then-MAC) | HKDF-Expand-SHA-384 | HMAC-SHA-256 |
 | SM4-CBC | 0x0102 | SM4-CBC and HMAC-SM3, the same way | HKDF-Expand-SM3 | HMAC-SM3 |
 
-The data key has 32 bytes in every suite; a user's key only wraps it, so any key of 16, 24 or 32 bytes fits every suite.
+The data key has 32 bytes in every suite; a user's key only wraps it, so any key of 16, 24 or 32
+bytes fits every suite.
 """
 
 from __future__ import annotations
@@ -27,17 +28,11 @@ _SHA384_ID, _SM3_ID = 0, 0xE1  # E0 and above: never assigned by FLOE so far
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
-    """One cipher suite.
+    """A cipher suite.
 
-    Attributes:
-        mode: The name users know it by.
-        code: Its number in a header.
-        aead: The cipher of the segments.
-        aead_id: The number of that cipher in a FLOE header.
-        kdf_digest: The hash of the key derivation.
-        kdf_id: The number of that hash in a FLOE header.
-        mac_digest: The hash of the header MAC.
-        alignment_bytes: As in `FloeParameters`.
+    `mode` is its name for users, `code` its number in a header. `aead` encrypts the segments,
+    `kdf_digest` is the hash of the key derivation; `aead_id` and `kdf_id` are their numbers in a
+    FLOE header. `mac_digest` is the hash of the header MAC.
     """
 
     mode: str
@@ -50,7 +45,7 @@ class Suite:
     alignment_bytes: int = 0
 
     def parameters(self, segment_bytes: int) -> FloeParameters:
-        """Return how messages with segments of that length are made.
+        """Return the parameters of messages with segments of that length.
 
         Raises:
             ValueError: The cipher cannot fill such segments.
@@ -126,7 +121,7 @@ def suite_of(mode: str) -> Suite:
 
 
 def suite_with(code: int, *, offset: int) -> Suite:
-    """Return the suite with a number that stands at `offset` in a file.
+    """Return the suite of a number at `offset` of a file.
 
     Raises:
         UnsupportedSuiteError: This version does not know it.

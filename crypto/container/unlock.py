@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the header copies of a container and open the newest one that proves itself.
+"""Finds the header copies of a container and opens the newest authentic one.
 
-A copy counts only if one of its slots opens, its MAC holds under that data key, and the payload commits to the same data
-key and the same immutable bytes. So a copy that is torn, damaged, or of another file never stands in the way of the other.
+A copy counts only if one of its slots opens, its MAC is right under that data key, and the payload
+commits to the same data key and immutable bytes. So a copy that is torn, damaged, or of another
+file does not prevent the use of the other one.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from .writer import segment_range
 
 
 class CopyState(enum.Enum):
-    """What is known of a header copy."""
+    """The state of a header copy."""
 
     CURRENT = "current"
     OUTDATED = "outdated"
@@ -49,13 +50,9 @@ class CopyState(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnlockedContainer:
-    """A container whose header opened.
+    """A container whose header is authenticated; `states` are those of copy A and of copy B.
 
-    Attributes:
-        header: The copy that counts, authenticated.
-        data_key: What everything is encrypted with; never shown.
-        message: The payload, its header checked.
-        states: Of copy A and of copy B.
+    `message` is the payload, with its header checked. The data key is never shown.
     """
 
     header: HeaderCopy
@@ -66,13 +63,7 @@ class UnlockedContainer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundCopy:
-    """A header copy that was found and could be parsed; not authenticated.
-
-    Attributes:
-        offset: Where it stands.
-        data: Its bytes.
-        header: What they say.
-    """
+    """A header copy that could be parsed, at `offset`; not authenticated."""
 
     offset: int
     data: bytes = field(repr=False)
@@ -80,11 +71,11 @@ class FoundCopy:
 
 
 def find_copies(source: Source) -> list[FoundCopy]:
-    """Return the header copies that can be parsed, the newest first. Needs no key and proves nothing.
+    """Return the header copies that can be parsed, the newest first. Nothing is authenticated.
 
     Raises:
         DecryptionError: The file is no container.
-        CryptoError: No copy can be parsed; says what is wrong with one of them.
+        CryptoError: No copy can be parsed; the error is that of one of them.
     """
     copies, failures = [], []
     for offset in (0, *COPY_SIZES):
@@ -101,15 +92,11 @@ def find_copies(source: Source) -> list[FoundCopy]:
 
 
 def unlock(source: Source, identities: Sequence[Identity]) -> UnlockedContainer:
-    """Open the header of a container.
-
-    Args:
-        source: The file.
-        identities: Who tries; the first slot that opens is taken.
+    """Open the header of a container with the first slot that opens for one of the identities.
 
     Raises:
         DecryptionError: No slot is for these identities, or a passphrase is wrong.
-        TamperedError: A key fits, and what it protects was changed.
+        TamperedError: A key fits, but the data it protects was changed.
         TruncatedCiphertextError: The file ends too early.
         UnsupportedSuiteError: A newer version wrote it, or a slot asks for more than is accepted.
     """
@@ -191,7 +178,7 @@ class _Opener:
 
 
 def _copy_at(source: Source, offset: int) -> bytes | None:
-    """Return the bytes of the header copy at `offset`, or None when none can start there."""
+    """Return the bytes of the header copy at `offset`, or None if none can start there."""
     if source.size < offset + FIXED_BYTES:
         return None
     start = read_bytes(source, offset, length=FIXED_BYTES)
@@ -235,7 +222,7 @@ def _check_size(source: Source, copy: FoundCopy) -> None:
 
 
 def _check_end(source: Source, fixed: FixedHeader) -> None:
-    """Tell a file that was cut off, or added to, from a whole one; what proves it is the last segment, when it is opened."""
+    """Refuse a file that was cut off or extended; only its last segment proves that it is whole."""
     try:
         actual = fixed.with_stored_size(source.size)
     except ValueError as error:
@@ -284,6 +271,6 @@ _RANKS: Sequence[type[CryptoError]] = (
 
 
 def _most_telling(failures: Sequence[CryptoError]) -> CryptoError:
-    """Return the failure that says most: what a key proved comes before what may be a wrong key."""
+    """Return the most specific failure: one under a proven key before a possibly wrong key."""
     ranks = {kind: rank for rank, kind in enumerate(_RANKS)}
     return min(failures, key=lambda error: ranks.get(type(error), len(ranks)))

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Write a container: any bytes, encrypted for one or several recipients, in segments that several threads seal.
+r"""Writes a container: any bytes, encrypted for its recipients, in segments.
 
 ```
 header copy A | header copy B | zeros | FLOE header(74) | segment 0 | segment 1 | ...
 ```
-* The segments start at a multiple of 4096, and all but the last are exactly `segment_bytes` long: aligned for direct I/O.
-* From the FLOE header on, the file is one FLOE message whose associated data are the 64 immutable bytes of the header.
+* The segments start at a multiple of 4096, and all but the last are exactly `segment_bytes` long:
+  aligned for direct I/O.
+* From the FLOE header on, the file is one FLOE message whose associated data are the 64 immutable
+  bytes of the header.
 * The size of the file and its head are known before the first segment is sealed.
 * The data key is new for every file and never leaves memory but wrapped, in the key slots.
 
@@ -47,34 +49,34 @@ from .header import (
 from .suites import suite_of
 
 SEGMENT_BYTES = 4 * 2**20
-"""Long enough for one call of the cipher to be worth the way out of the interpreter and back."""
+"""Long enough to make the cost of a call into the cipher small."""
 
 
 class ContainerSealer:
-    """Encrypts one plaintext for its recipients. The segments may be sealed by several threads, in any order.
+    """Encrypts one plaintext for its recipients. Several threads may seal segments, in any order.
 
     Args:
-        recipients: Who may open the file; 1 to 16.
+        recipients: The keys that open the file; 1 to 16.
         mode: `AES-GCM`, `SM4-GCM`, `AES-CBC` or `SM4-CBC`; the last two are encrypt-then-MAC.
         plaintext_size: Bytes of the plaintext.
-        content: What the plaintext is.
-        raw_size: Of frames: bytes that they expand to.
+        content: Kind of the plaintext.
+        raw_size: Expanded bytes of frames; None for other contents.
         segment_bytes: Length of a segment; a multiple of 16 up to 64 MiB.
-        copy_bytes: Size of a header copy, 4096 to 65536; unless said, the smallest that holds the slots. What is left is
-            room for slots that are added later.
+        copy_bytes: Size of a header copy, 4096 to 65536, with room for later slots; by default the
+            smallest.
         random: Returns that many unpredictable bytes.
 
     Attributes:
         head: Everything before the first segment.
-        copies_bytes: Bytes of the two header copies, with which the head begins.
+        copies_bytes: Bytes of the two header copies at the start of the head.
         block_count: The number of segments, at least 1.
         record_bytes: Bytes of every segment but the last.
         sealed_size: Bytes of the finished file.
 
     Raises:
         UnsupportedSuiteError: There is no such mode.
-        ValueError: A size or the number of recipients is out of range, or the content is frames and lacks their size, or
-            is not and has one.
+        ValueError: A size or the number of recipients is out of range, or `raw_size` does not fit
+            the content.
     """
 
     def __init__(
@@ -120,10 +122,8 @@ class ContainerSealer:
     def seal_into(self, index: int, plaintext: memoryview, segment: memoryview) -> None:
         """Encrypt segment `index`. Safe to call from several threads, for different segments.
 
-        Args:
-            index: Which segment.
-            plaintext: The bytes of `plaintext_range(index)`, contiguous.
-            segment: Where the bytes of `record_range(index)` go; must not overlap the plaintext.
+        `plaintext` are the contiguous bytes of `plaintext_range(index)`, `segment` is memory for
+        those of `record_range(index)`; they must not overlap.
 
         Raises:
             ValueError: A length is wrong, or the segment was sealed before.
@@ -154,7 +154,7 @@ class ContainerSealer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartedContainer:
-    """A new container: its immutable header, its payload to be encrypted, and all before the segments."""
+    """A new container: immutable header, payload to be encrypted, bytes before the segments."""
 
     fixed: FixedHeader
     message: FloeMessage
@@ -197,7 +197,7 @@ def start_container(
 
 
 def _stated_size(plaintext_size: int, content: Content, raw_size: int | None) -> int:
-    """Return the size that the header states."""
+    """Return the size for the header."""
     if (raw_size is not None) != (content is Content.FRAMES):
         raise ValueError("the size that frames expand to belongs to frames, and to nothing else")
     if raw_size is None:
@@ -219,7 +219,7 @@ def _wrap_header(
     slots = tuple(recipient.wrap(data_key, bound=bound) for recipient in recipients)
     needed = smallest_copy_size(slots)
     if may_grow and needed is not None and needed > fixed.copy_bytes:
-        # The slots are bound to the size of the copies: they are made once more.
+        # The slots are bound to the size of the copies: they are made again.
         return _wrap_header(replace(fixed, copy_bytes=needed), recipients, data_key, may_grow=False)
     return HeaderCopy(fixed=fixed, generation=1, slots=slots)
 

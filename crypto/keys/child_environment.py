@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The environment of every program that this package starts: ours, less the variables that hold keys.
+"""The environment of every program that this package starts, without variables that hold keys.
 
-A program that is started to give one key must not get the others. Left out are all variables whose names begin with
-`CKPTMGR_KEY`, and those that were named as the source of a secret (`env:RUN_KEY`). Everything else stays, also what a
-program needs to reach its own vault.
+A program that is started to give one key must not get the others. Left out are all variables whose
+names begin with `CKPTMGR_KEY`, and those that were named as the source of a secret (`env:RUN_KEY`).
+Everything else stays: a program may need it to reach its own vault.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _named: set[str] = set()
 
 
 def hide_variable(name: str) -> None:
-    """Keep a variable from all programs that are started from now on."""
+    """Withhold a variable from all programs that are started from now on."""
     _named.add(name)
 
 
 def hide_source_variables(sources: Iterable[str]) -> None:
-    """Keep the variables among these key sources from all programs: a `cmd:` source may be asked before them."""
+    """Withhold the variables of these key sources, before a `cmd:` source among them runs."""
     for source in sources:
         for form in _FORMS:
             if source.startswith(form):

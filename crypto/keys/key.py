@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A key as a value that never shows itself, and what is derived from it.
+"""A symmetric key that is never shown, and values derived from it.
 
 >>> key = Key(bytes(range(16)))
 >>> key
@@ -23,10 +23,7 @@ _KEY_ID_BYTES = 8
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Key:
-    """A symmetric key.
-
-    Attributes:
-        raw: 16, 24 or 32 secret bytes.
+    """A symmetric key of 16, 24 or 32 secret bytes.
 
     Raises:
         KeyLengthError: Any other length. The message never shows the key.
@@ -44,7 +41,7 @@ class Key:
 
     @property
     def key_id(self) -> str:
-        """Sixteen hex digits that name the key without telling anything about it."""
+        """Sixteen hex digits that name the key and reveal nothing about it."""
         return derive(self, "ckptmgr/v1/key-id", length=_KEY_ID_BYTES).hex()
 
     def __repr__(self) -> str:
@@ -59,14 +56,10 @@ def derive(
     length: int = 32,
     algorithm: hashes.HashAlgorithm | None = None,
 ) -> bytes:
-    """Return `length` bytes that only the owner of `key` can compute, for one purpose.
+    """Return `length` bytes that only the owner of `key` can compute, for the purpose `info`.
 
-    Args:
-        key: The secret.
-        info: The purpose; different purposes give unrelated bytes.
-        salt: Makes the result unique to one file, or None.
-        length: Bytes wanted.
-        algorithm: The hash, SHA-256 unless said.
+    Different purposes give unrelated bytes; `salt` makes them unique to one file; the hash is
+    SHA-256 by default.
 
     Source: RFC 5869 (HKDF).
     """
@@ -87,5 +80,5 @@ def manifest_mac(key: Key, canonical: bytes) -> bytes:
 
 
 def is_manifest_mac(key: Key, canonical: bytes, *, mac: bytes) -> bool:
-    """Tell in constant time whether `mac` is the manifest's."""
+    """Compare `mac` with that of the manifest, in constant time."""
     return constant_time.bytes_eq(manifest_mac(key, canonical), mac)

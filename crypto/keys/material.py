@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Everything that opens files, by source: keys as in `keys`, passphrases, and files of public and private keys.
+"""Key material of every kind, by source: keys, passphrases, and files of public and private keys.
 
 | source | gives |
 |---|---|
 | `file:run.key`, `env:RUN_KEY`, `cmd:...`, `fd:3`, `prompt:`, `wrapped:FILE` | a key |
-| `passphrase:prompt:`, `passphrase:env:NAME` and so on | a passphrase: the text that the source gives |
+| `passphrase:prompt:`, `passphrase:env:NAME` and so on | a passphrase: the text that the source
+gives |
 | `file:alice.pem`, or another source that gives PEM | a private key |
 | `file:alice.pem.pub`, or another source that gives PEM | a public key, which only encrypts |
 
-What a person types to encrypt with is asked for twice: a slip of the fingers would lock everybody out.
+A secret that is typed to encrypt with is asked for twice: a typing error would make the file
+unreadable.
 
 >>> load_material("passphrase:prompt:", prompt=lambda question: "correct horse")
 KeyMaterial(passphrase, not shown)
@@ -31,7 +33,7 @@ _PHRASE = "passphrase:"
 
 
 def ask_person(question: str) -> str:
-    """Return what a person at the terminal types, without showing it."""
+    """Ask the user at the terminal, without showing the answer."""
     return getpass.getpass(question)
 
 
@@ -42,17 +44,14 @@ def load_material(
     is_new: bool = False,
     prompt: Callable[[str], str] = ask_person,
 ) -> KeyMaterial:
-    """Return what a source gives.
+    """Return the key material of a source.
 
-    Args:
-        source: As in the table above.
-        asked_for: The option or parameter that a person is asked about, or None.
-        is_new: Whether it is to encrypt what nobody has opened with it yet; a person is then asked twice.
-        prompt: Asks a person without showing the answer.
+    `asked_for` names the option or parameter in the question to the user. With `is_new`, the
+    material is for encryption, and the user is asked twice.
 
     Raises:
-        KeySourceError: The source is unknown or gives nothing of the kind, or a person answered first this, then that.
-            The message never shows what it gave.
+        KeySourceError: The source is unknown or gives nothing of the kind, or the two answers
+            differ. The message never shows its content.
     """
 
     def ask(what: str) -> Callable[[str], str]:
@@ -80,17 +79,13 @@ def load_keys(
     is_new: bool = False,
     prompt: Callable[[str], str] = ask_person,
 ) -> Keys:
-    """Return what opens, and for whom to encrypt; a single key as such.
+    """Return the keys of some sources; a single symmetric key as such.
 
-    Args:
-        sources: Of those who encrypt, and open as far as they can; who is named twice counts once.
-        also_for: Of those who open besides, usually files of public keys.
-        asked_for: As for `load_material`.
-        is_new: As for `load_material`, of the sources.
-        prompt: As for `load_material`.
+    `sources` encrypt and, where they can, open; duplicates count once. `also_for` are further
+    recipients, usually files of public keys. See `load_material` for the rest.
 
     Raises:
-        KeySourceError: As `load_material`, or there is nobody.
+        KeySourceError: As `load_material`, or there is no source.
     """
     hide_source_variables((*sources, *also_for))
     own = [
@@ -113,6 +108,6 @@ def _answered(question: str, prompt: Callable[[str], str], *, is_new: bool) -> s
 
 
 def _checked(material: KeyMaterial) -> KeyMaterial:
-    """Return the material if it can be used; better here than at the first save."""
+    """Return the material after a check that it can be used, before the first save needs it."""
     material.parties()
     return material

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of public and private keys, in PEM: X25519, ML-KEM-768 with X25519 (both keys in one file), and RSA.
+"""PEM files of public and private keys: X25519, ML-KEM-768 with X25519 (both in one file), and RSA.
 
-Private keys are PKCS #8 without a passphrase, public keys SubjectPublicKeyInfo, as `openssl genpkey` and `openssl pkey` write
-them. A file with a private key opens what was encrypted for it, and encrypts for it as well.
+Private keys are PKCS #8 without a passphrase, public keys SubjectPublicKeyInfo, as written by
+`openssl genpkey` and `openssl pkey`. A file with a private key encrypts and opens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..slots.public import (
 )
 
 KEY_TYPES = ("x25519", "mlkem768-x25519")
-"""What `generate_pair` makes."""
+"""The types of `generate_pair`."""
 
 _BEGIN = b"-----BEGIN "
 _BLOCK = re.compile(rb"-----BEGIN [A-Z0-9 ]+-----.*?-----END [A-Z0-9 ]+-----", re.DOTALL)
@@ -38,20 +38,20 @@ _PublicKey = X25519PublicKey | MLKEM768PublicKey | RSAPublicKey
 
 
 def is_pem(content: bytes) -> bool:
-    """Return whether something is the file of a public or private key."""
+    """Return whether a content is the file of a public or private key."""
     return content.lstrip().startswith(_BEGIN)
 
 
 def is_public_pem(content: bytes) -> bool:
-    """Return whether something is the file of a public key, which is no secret."""
+    """Return whether a content is the file of a public key, which is no secret."""
     return is_pem(content) and b"PRIVATE" not in content
 
 
 def parse_pem(content: bytes) -> tuple[Recipient, Identity | None]:
-    """Return for whom the key in a file encrypts, and who opens with it; nobody does with a public key.
+    """Return the recipient and the identity of a file; a public key has no identity.
 
     Raises:
-        KeySourceError: It holds no such key. The message never shows what it holds.
+        KeySourceError: It holds no such key. The message never shows its content.
         KeyLengthError: An RSA key is too short or too long.
     """
     blocks = _BLOCK.findall(content)
@@ -63,11 +63,7 @@ def parse_pem(content: bytes) -> tuple[Recipient, Identity | None]:
 
 
 def generate_pair(key_type: str) -> tuple[bytes, bytes]:
-    """Return a new private key and its public key, each as the content of its file.
-
-    Args:
-        key_type: One of `KEY_TYPES`.
-    """
+    """Return a new private key and its public key, each as the content of its file."""
     keys: list[_PrivateKey] = [X25519PrivateKey.generate()]
     if key_type == "mlkem768-x25519":
         keys.insert(0, MLKEM768PrivateKey.generate())

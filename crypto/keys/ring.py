@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who opens what is written, and who tries to open what is read: keys, passphrases, public and private keys together.
+"""Key rings: the recipients of written files and the identities that open files.
 
-A single `Key` says all of that by itself, so wherever `Keys` are asked for, it will do. Everything else is a `KeyRing`.
+A single `Key` is both, so it is accepted wherever `Keys` are. Everything else is a `KeyRing`.
 
 >>> ring = KeyRing([KeyMaterial.of_key(Key(bytes(16)))])
 >>> ring.labels, ring.can_open
@@ -26,7 +26,7 @@ from .run_passphrase import RunPassphrase
 
 
 class Kind(enum.Enum):
-    """What a secret is."""
+    """Kinds of key material."""
 
     KEY = "key"
     PHRASE = "passphrase"
@@ -36,12 +36,7 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class KeyMaterial:
-    """What a key source gave, and as what it is to be understood. Never shown.
-
-    Attributes:
-        kind: Key, passphrase or file of a public or private key.
-        content: The key itself, the passphrase in UTF-8, or the file.
-    """
+    """The content of a key source: a key, a passphrase in UTF-8, or a PEM file. Never shown."""
 
     kind: Kind
     content: bytes
@@ -58,10 +53,10 @@ class KeyMaterial:
         return f"KeyMaterial({self.kind.value}, not shown)"
 
     def parties(self) -> tuple[Recipient, Identity | None]:
-        """Return for whom this encrypts, and who opens with it; nobody does with a public key.
+        """Return the recipient and the identity of this material; a public key has no identity.
 
         Raises:
-            KeySourceError: It is no such thing.
+            KeySourceError: It is no key or passphrase.
         """
         if self.kind is Kind.PEM:
             return parse_pem(self.content)
@@ -76,14 +71,13 @@ class KeyMaterial:
 
 
 class KeyRing:
-    """Several ways in. Safe to use from several threads; equal only to itself.
+    """Several keys, of any kind. Safe to use from several threads; equal only to itself.
 
-    Args:
-        own: Who encrypts, and opens as far as private keys are among them.
-        also_for: Who opens what is encrypted, besides; their private keys are not used here.
+    `own` encrypt, and open where they include private keys. `also_for` are further recipients,
+    whose private keys are not used.
 
     Raises:
-        KeySourceError: There is nobody, or something is no key.
+        KeySourceError: There is no recipient, or something is no key.
     """
 
     def __init__(self, own: Sequence[KeyMaterial], also_for: Sequence[KeyMaterial] = ()) -> None:
@@ -99,7 +93,7 @@ class KeyRing:
 
     @classmethod
     def joined(cls, rings: Sequence[KeyRing]) -> KeyRing:
-        """Return several rings as one; passphrases that one of them has stretched are not stretched again."""
+        """Return several rings as one; it shares their stretched passphrases."""
         ring = cls(
             [one for ring in rings for one in ring.own],
             [one for ring in rings for one in ring.also_for],
@@ -132,18 +126,18 @@ class KeyRing:
 
     @property
     def sole_key(self) -> Key | None:
-        """The key, where a key is all there is."""
+        """The key, if the ring is one symmetric key."""
         (first, *others) = self.recipients
         return first.key if isinstance(first, RawKey) and not others else None
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """What opens what is encrypted, for people."""
+        """The recipients, for people."""
         return tuple(slot.label for slot in self._slots())
 
     @property
     def key_ids(self) -> tuple[str, ...]:
-        """Ids of the keys that open what is encrypted; a passphrase has none."""
+        """Ids of the recipients' keys; a passphrase has none."""
         return tuple(slot.key_id.hex() for slot in self._slots() if slot.key_id != NO_KEY_ID)
 
     @property
@@ -152,7 +146,7 @@ class KeyRing:
         return next(iter(self.key_ids), None)
 
     def opens(self, slot: Slot, *, bound: bytes) -> bool:
-        """Return whether a slot is for somebody here."""
+        """Return whether a slot is for a key of this ring."""
         if slot.key_id != NO_KEY_ID:
             return any(
                 (slot.type, slot.key_id) == (mine.type, mine.key_id) for mine in self._slots()
@@ -160,14 +154,14 @@ class KeyRing:
         return unwrap_slot(slot, self.identities, bound=bound) is not None
 
     def is_exactly_for(self, slots: Sequence[Slot], *, bound: bytes) -> bool:
-        """Return whether slots are for everybody here, and for nobody else."""
+        """Return whether the slots are for all recipients of this ring, and for no others."""
         parties = zip(self.recipients, self._slots(), strict=True)
         return all(self.opens(slot, bound=bound) for slot in slots) and all(
             any(_is_of(slot, *party, bound=bound) for slot in slots) for party in parties
         )
 
     def _slots(self) -> tuple[Slot, ...]:
-        """Return slots that hold nothing, for what stands at their heads."""
+        """Return slots without a data key, for their heads."""
         with self._lock:
             if self._labelled is None:
                 self._labelled = tuple(_empty_slot(one) for one in self.recipients)
@@ -175,7 +169,7 @@ class KeyRing:
 
 
 def _empty_slot(recipient: Recipient) -> Slot:
-    if isinstance(recipient, RunPassphrase):  # which would be stretched for nothing
+    if isinstance(recipient, RunPassphrase):  # `wrap` would stretch it
         return Slot(type=SlotType.RUN_PASSPHRASE, key_id=NO_KEY_ID, body=b"")
     return recipient.wrap(Key(bytes(DATA_KEY_BYTES)), bound=b"")
 
@@ -195,10 +189,10 @@ def ring_of(keys: Keys) -> KeyRing:
 
 
 def block_key(keys: Keys) -> Key:
-    """Return the key to encrypt a file with that takes one key and nothing else, as MindSpore's do.
+    """Return the one symmetric key for a file that takes only that, such as MindSpore's.
 
     Raises:
-        KeySourceError: There is none, or more than that.
+        KeySourceError: There is none, or other keys besides.
     """
     ring = ring_of(keys)
     if ring.sole_key is None:
@@ -207,7 +201,7 @@ def block_key(keys: Keys) -> Key:
 
 
 def one_key_error(given: int) -> KeySourceError:
-    """Return the error of so many keys for a file that takes one."""
+    """Return the error for a file that takes one symmetric key, if `given` of them are there."""
     if given:
         return KeySourceError(
             "this kind of file takes one key and nothing else, and more is given",
@@ -220,17 +214,17 @@ def one_key_error(given: int) -> KeySourceError:
 
 
 def unwrap_slot(slot: Slot, identities: Sequence[Identity], *, bound: bytes) -> bytes | None:
-    """Return what is in a slot, or None when it opens for no identity here; raises as `unwrap_first`."""
+    """Return the content of a slot, or None if no identity opens it; raises as `unwrap_first`."""
     return unwrap_first([slot], identities, bound=bound)
 
 
 def unwrap_first(
     slots: Sequence[Slot], identities: Sequence[Identity], *, bound: bytes
 ) -> bytes | None:
-    """Return what is in the first slot that opens for an identity here, or None.
+    """Return the content of the first slot that opens for an identity, or None.
 
     Raises:
-        StretchingError: None opens, and one was not tried because other slots cost too much already.
+        StretchingError: None opens, and one was not tried because other slots used up the budget.
     """
     untried = None
     for slot in slots:
@@ -256,7 +250,7 @@ def keys_to_document(keys: Keys) -> dict[str, list[list[str]]]:
 
 
 def keys_from_document(document: dict[str, list[list[str]]] | None) -> Keys | None:
-    """Return the keys of `keys_to_document`; None stands for none."""
+    """Return the keys of `keys_to_document`."""
     if document is None:
         return None
     ring = KeyRing(_from_lists(document["own"]), _from_lists(document["also_for"]))

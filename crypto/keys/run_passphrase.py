@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A passphrase that opens the files of a run: stretched once, not once for every file.
+"""A passphrase for all files of a run: stretched once, not once for every file.
 
 ```
 body   memory_kib(4) passes(1) lanes(1) 0(2) || salt(32) || file salt(32) || wrapped(48)
 ```
-The stretched passphrase is a key like any other: the last two fields are those of a raw key slot for it, bound in addition
-to the head of this slot and to everything before the file salt. All slots that one object makes share the first salt, so a
-run pays for one stretching, and so does whoever reads it. Never do they share a wrapping key, because of the file salt.
+The stretched passphrase is a key like any other: the last two fields are those of a raw key slot
+for it, bound in addition to the head of this slot and to everything before the file salt. All slots
+of one object share the first salt, so writer and reader stretch once for a run. The file salt makes
+every wrapping key unique.
 """
 
 from __future__ import annotations
@@ -27,14 +28,9 @@ _RAW_BODY_BYTES = 32 + 48
 
 
 class RunPassphrase:
-    """Something people remember: recipient and identity, for many files. Safe to use from several threads.
+    """A passphrase as recipient and identity for many files. Safe to use from several threads.
 
-    It also opens what a plain `Passphrase` wrapped.
-
-    Args:
-        passphrase: The text.
-        cost: How new slots stretch it.
-        random: Returns that many unpredictable bytes.
+    It also opens the slots of a plain `Passphrase`.
 
     Source: RFC 9106 (argon2id), RFC 5869 (HKDF).
     """
@@ -66,7 +62,7 @@ class RunPassphrase:
         return Slot(type=SlotType.RUN_PASSPHRASE, key_id=NO_KEY_ID, body=prefix + inner.body)
 
     def unwrap(self, slot: Slot, *, bound: bytes) -> bytes | None:
-        """Return the data key, or None when the slot is for no passphrase; raises as `Identity.unwrap`."""
+        """Return the data key, or None for other kinds of slot; raises as `Identity.unwrap`."""
         if slot.type != SlotType.RUN_PASSPHRASE:
             return self._passphrase.unwrap(slot, bound=bound)
         check_body_size(slot, _PREFIX_BYTES + _RAW_BODY_BYTES)

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ed25519 keys for signing: the private one never shows itself, the public one is for everybody.
+"""Ed25519 keys for signing: a private key that is never shown, and its public key.
 
-Files are what `openssl genpkey -algorithm ed25519` and `openssl pkey -pubout` write: PKCS #8 and SubjectPublicKeyInfo in PEM.
+Files are PEM as written by `openssl genpkey -algorithm ed25519` and `openssl pkey -pubout`: PKCS #8
+and SubjectPublicKeyInfo.
 
 >>> key = SigningKey(bytes(32))
 >>> key
@@ -32,10 +33,7 @@ _KEY_ID_BYTES = 8
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PublicKey:
-    """An Ed25519 public key.
-
-    Attributes:
-        raw: 32 bytes.
+    """An Ed25519 public key of 32 bytes.
 
     Raises:
         KeyLengthError: Any other length.
@@ -54,7 +52,7 @@ class PublicKey:
         return _id_of(self.raw)
 
     def has_signed(self, message: bytes, signature: bytes) -> bool:
-        """Tell whether a signature of a message is by the private half of this key.
+        """Return whether a signature of a message is by the private half of this key.
 
         Source: RFC 8032, 5.1.7.
         """
@@ -65,7 +63,7 @@ class PublicKey:
         return True
 
     def to_pem(self) -> bytes:
-        """Return what a file of it holds."""
+        """Return the content of its file."""
         return _public_pem(Ed25519PublicKey.from_public_bytes(self.raw))
 
     def __repr__(self) -> str:
@@ -74,10 +72,7 @@ class PublicKey:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SigningKey:
-    """An Ed25519 private key.
-
-    Attributes:
-        raw: 32 secret bytes.
+    """An Ed25519 private key of 32 secret bytes.
 
     Raises:
         KeyLengthError: Any other length. The message never shows the key.
@@ -98,7 +93,7 @@ class SigningKey:
 
     @property
     def public_key(self) -> PublicKey:
-        """The half for everybody."""
+        """The public half."""
         return PublicKey(self._private().public_key().public_bytes_raw())
 
     def sign(self, message: bytes) -> bytes:
@@ -109,7 +104,7 @@ class SigningKey:
         return self._private().sign(message)
 
     def to_pem(self) -> bytes:
-        """Return what a file of it holds: secret."""
+        """Return the content of its file, which is secret."""
         return _private_pem(self._private())
 
     def _private(self) -> Ed25519PrivateKey:
@@ -121,13 +116,7 @@ class SigningKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyPair:
-    """A new private key and its public half, each as the content of its file.
-
-    Attributes:
-        key_id: Sixteen hex digits that name the public key.
-        private_pem: PKCS #8.
-        public_pem: SubjectPublicKeyInfo.
-    """
+    """A new private key and its public half, as file contents; `key_id` is 16 hex digits."""
 
     key_id: str
     private_pem: bytes = field(repr=False)
@@ -137,9 +126,8 @@ class KeyPair:
 def generate_pair(kind: str) -> KeyPair:
     """Return a new pair of keys.
 
-    Args:
-        kind: `ed25519`, which signs manifests, or `p256`, which signs the bundles of OpenSSF; those name a public key by the
-            SHA-256 of its PEM text.
+    `ed25519` signs manifests, `p256` the bundles of OpenSSF, which name a public key by the SHA-256
+    of its PEM text.
     """
     if kind == "ed25519":
         key = SigningKey.generate()
@@ -167,13 +155,11 @@ def _private_pem(key: Ed25519PrivateKey | ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def load_signing_key(source: str) -> SigningKey:
-    """Return the private key in the PEM text that a source gives.
-
-    Args:
-        source: `file:PATH`, `env:NAME`, `cmd:COMMAND`, `fd:N` or `prompt:`, as for `keys.load_key`; files must be private.
+    """Return the private key in the PEM text of a source (not `wrapped:`); files must be private.
 
     Raises:
-        KeySourceError: The source is unknown or gives no such key. The message never shows what it gave.
+        KeySourceError: The source is unknown or gives no such key. The message never shows its
+            content.
     """
     text = load_secret(source).encode("utf-8")
     try:
@@ -195,7 +181,8 @@ def load_public_key(path: str | os.PathLike[str]) -> PublicKey:
     """Return the public key in a PEM file.
 
     Raises:
-        KeySourceError: There is no such file, others can change it, or it holds no Ed25519 public key.
+        KeySourceError: There is no such file, others can change it, or it holds no Ed25519 public
+            key.
     """
     content = bytes(
         read_trusted_file(
@@ -219,7 +206,7 @@ def load_public_key(path: str | os.PathLike[str]) -> PublicKey:
 
 
 def dsse_bytes(payload_type: str, payload: bytes) -> bytes:
-    """Return what is signed for a payload: a signature for one type is worth nothing for another.
+    """Return the bytes to be signed for a payload; a signature is valid for one payload type only.
 
     Source: DSSE v1.0.2, protocol.md, PAE (github.com/secure-systems-lab/dsse).
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which names of key sources and files may be shown: a person may have put the key itself where its name belongs.
+"""Names of key sources and files that may be shown: a user may have typed a key in place of a name.
 
 >>> looks_like_key("/srv/ada/keys/run-7f3a.key"), looks_like_key("hex:00"), looks_like_key("ab" * 16)
 (False, True, True)
@@ -17,7 +17,8 @@ _BASE64_LENGTHS = (22, 32, 43)
 _GROUPED_HEX = re.compile(r"(?:[0-9a-f][: _-]?){24,}", re.IGNORECASE)
 _RUN = re.compile(r"[A-Za-z0-9+/_=-]{20,}")
 _JOINTS = re.compile(r"[+/_=-]")
-# What paths and variables are made of: words, numbers and short ids; random base64 splits into those once in a million.
+# Parts of paths and variables: words, numbers and short ids; random base64 consists of those once
+# in a million.
 _WORD = re.compile(
     r"[a-z0-9]{0,12}|[A-Za-z0-9]{1,4}|[A-Z]{1,14}[0-9]{0,4}|[a-z]*[0-9]{1,14}"
     r"|[A-Z]{0,5}[a-z]{2,}(?:[A-Z][a-z]{2,})*[0-9]{0,4}"
@@ -26,16 +27,17 @@ _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 
 def looks_like_key(name: str) -> bool:
-    """Return whether a name may be a key, or hold one: in hex or base64, whole or in groups, or with its encoding stated."""
+    """Return whether a name may be, or contain, a key: hex or base64, also in groups."""
     if _STATED.search(name) or _GROUPED_HEX.search(name):
         return True
     return any(not _is_path(run) for run in _RUN.findall(name))
 
 
 def spells_key(text: str) -> bool:
-    """Return whether a text is a key and nothing else: 16, 24 or 32 bytes in hex or base64, or its encoding stated.
+    """Return whether a text is a key and nothing else: 16, 24 or 32 bytes, or with a prefix.
 
-    Unlike `looks_like_key` for what may just as well be the path of a checkpoint: a digest as a part of one is none.
+    Unlike `looks_like_key` it is for texts that may as well be the path of a checkpoint: a path
+    with a digest in it is no key.
     """
     text = text.strip()
     if _STATED.match(text) or _HEX.fullmatch(re.sub("[: ]", "", text)):

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a key comes from: `env:NAME`, `file:PATH`, `cmd:COMMAND`, `fd:N`, `prompt:` or `wrapped:FILE`; never an argument.
+"""Key sources: `env:NAME`, `file:PATH`, `cmd:COMMAND`, `fd:N`, `prompt:` or `wrapped:FILE`.
 
-A wrapped key is unwrapped by a key service, see `providers`. The other sources yield the key itself.
+A key service unwraps a wrapped key, see `providers`. The other sources yield the key itself, in
+these forms (one newline at the end of text is allowed):
 
-What the source yields is read as follows (one newline at the end of text is allowed):
-
-* `hex:...`, `base64:...` and `raw:...` say the encoding and are always understood.
-* Otherwise, 32, 48 or 64 hex digits are hex, and padded base64 (either alphabet) of 16, 24 or 32 bytes is base64. Text
-  that is both, which only 32 hex digits are, is hex.
+* `hex:...`, `base64:...` and `raw:...` state the encoding and are always understood.
+* Otherwise, 32, 48 or 64 hex digits are hex, and padded base64 (either alphabet) of 16, 24 or 32
+  bytes is base64. Text that is both, which only 32 hex digits are, is hex.
 * Otherwise, exactly 16, 24 or 32 bytes from a file, a descriptor or a command are the key itself.
-* Bytes that could be both the key itself and text are refused rather than guessed: a file of exactly 32 hex digits
-  without a newline may be a 16-byte key in hex or a 32-byte key. The error asks for a prefix.
+* Bytes that could be both are refused: a file of exactly 32 hex digits without a newline may be a
+  16-byte key in hex or a 32-byte key. The error asks for a prefix.
 
 >>> load_key("prompt:", prompt=lambda question: "000102030405060708090a0b0c0d0e0f")
 Key(16 bytes, id b2685a452d114388)
@@ -48,13 +47,14 @@ def load_key(
     """Return the key that `source` names.
 
     Args:
-        source: `env:NAME`, `file:PATH`, `cmd:COMMAND` (split like a shell does, but run without one), `fd:N`,
-            `prompt:`, or `wrapped:FILE` for a key that the service at `CKPTMGR_KEY_SERVICE` unwraps.
-        prompt: Asks a person without showing the answer.
-        timeout_s: How long a command may take.
+        source: `env:NAME`, `file:PATH`, `cmd:COMMAND` (split like a shell does, but run without
+            one), `fd:N`, `prompt:`, or `wrapped:FILE` for a key that the service at
+            `CKPTMGR_KEY_SERVICE` unwraps.
+        prompt: Asks the user without showing the answer.
+        timeout_s: Time limit of a command.
 
     Raises:
-        KeySourceError: The source is unknown or gives no key. The message never shows what it gave.
+        KeySourceError: The source is unknown or gives no key. The message never shows its content.
     """
     if source.startswith("wrapped:"):
         from ..providers.wrapped_file import load_wrapped_key  # which needs this module
@@ -70,15 +70,12 @@ def load_secret(
     is_public: bool = False,
     prompt: Callable[[str], str] = getpass.getpass,
 ) -> str:
-    """Return the text that `source` names, such as the PIN of a token, less one newline at its end.
+    """Return the text of a source, such as the PIN of a token, without one newline at its end.
 
-    Args:
-        source: As for `load_key`.
-        is_public: Whether others may read a file, though not change it.
-        prompt: As for `load_key`.
+    With `is_public`, others may read a file, though not change it.
 
     Raises:
-        KeySourceError: The source is unknown or gives no text. The message never shows what it gave.
+        KeySourceError: The source is unknown or gives no text. The message never shows its content.
     """
     _, content = read_source(
         source,
@@ -92,7 +89,7 @@ def load_secret(
 
 
 def decode_key(content: bytes, *, scheme: str) -> Key:
-    """Return the key that a source of this kind yielded; raises as `load_key`."""
+    """Return the key in the content of a source of this scheme; raises as `load_key`."""
     stated = _stated(content)
     if stated is not None:
         return Key(stated)
@@ -120,7 +117,13 @@ def read_source(
     timeout_s: float = _COMMAND_TIMEOUT_S,
     is_public: Callable[[bytes], bool] = lambda _: False,
 ) -> tuple[str, SecretBytes]:
-    """Return the scheme of a source and its content, 1 to 4096 bytes."""
+    """Return the scheme of a source (not `wrapped:`) and its content, 1 to 4096 bytes.
+
+    `is_public` decides by the content of a file whether others may read it.
+
+    Raises:
+        KeySourceError: The source is unknown or gives nothing. The message never shows its content.
+    """
     scheme, separator, place = source.partition(":")
     if not separator or scheme not in ("env", "file", "cmd", "fd", "prompt"):
         raise KeySourceError(
@@ -161,7 +164,8 @@ def _from_command(command: str, *, timeout_s: float) -> SecretBytes:
     if not arguments:
         raise KeySourceError("the key command is empty", hint="write cmd:COMMAND")
     try:
-        # Run on purpose: the user names it, as in ssh's or restic's password commands. Its stderr goes where ours goes.
+        # The user names the program, as in ssh's or restic's password commands. It shares our
+        # stderr.
         process = subprocess.run(  # noqa: S603
             arguments,
             stdout=subprocess.PIPE,
@@ -198,7 +202,7 @@ def _from_person(prompt: Callable[[str], str]) -> SecretBytes:
 
 
 def _stated(content: bytes) -> bytes | None:
-    """Return the key of a source that says its encoding, or None."""
+    """Return the key of a content that states its encoding, or None."""
     encoding, separator, rest = content.partition(b":")
     if not separator:
         return None

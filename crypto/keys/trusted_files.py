@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files that a secret or a trust anchor comes from: keys, passphrases, PINs, public keys, wrapped keys.
+"""Files that hold a secret or a trust anchor: keys, passphrases, PINs, public keys, wrapped keys.
 
-Who can change such a file chooses what is trusted, so one rule holds for all of them: a regular file that belongs to the
-user who runs this or to root, and that neither its group nor others can write. A file of a secret is also closed to readers.
+A user who can change such a file chooses what is trusted, so one rule holds for all of them: a
+regular file that belongs to the current user or to root, and that neither its group nor others can
+write. A file of a secret must also be unreadable to others.
 
-The rule judges the open descriptor that is then read, so another user gains nothing by swapping the file in between. A
-symbolic link counts for nothing itself: the file that it leads to is judged. Directories are not judged.
+The rule is checked on the open descriptor that is then read, so swapping the file in between is
+useless. A symbolic link is followed to its file. Directories are not checked.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MAX_SOURCE_BYTES = 4096
 _ROOT = 0
 _WRITABLE = stat.S_IWGRP | stat.S_IWOTH
 _USABLE = stat.S_IRWXG | stat.S_IRWXO
-# O_NONBLOCK: opening a FIFO that has no writer must not wait for one; it means nothing for a regular file.
+# O_NONBLOCK: opening a FIFO without a writer must not block; a regular file ignores the flag.
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 
 
@@ -35,13 +36,10 @@ def read_trusted_file(
     is_public: Callable[[bytes], bool] = lambda _: False,
     way_out: str = "use fd: or cmd:",
 ) -> SecretBytes:
-    """Return what a file holds, at most one byte more than `MAX_SOURCE_BYTES`.
+    """Return the content of a file, at most one byte more than `MAX_SOURCE_BYTES`.
 
-    Args:
-        name: The file; `~` is the home directory.
-        kind: What to call it in messages.
-        is_public: Tells of the content whether others may read the file.
-        way_out: What to use in place of a pipe.
+    `kind` is the name of such a file in messages, `way_out` the hint for a pipe. `is_public`
+    decides by the content whether others may read the file.
 
     Raises:
         KeySourceError: It cannot be opened, is not a regular file, or others can change or read it.
@@ -72,7 +70,7 @@ def read_trusted_file(
 
 
 def refusal_of(status: os.stat_result, *, user: int, is_public: bool = False) -> str | None:
-    """Return why `user` must not trust a file of this status, or None; others may read one that is public.
+    """Return why `user` must not trust a file, or None; others may read a public one.
 
     Source: the rule of OpenSSH for private keys (`sshkey_perm_ok`), owner included.
     """
@@ -85,12 +83,12 @@ def refusal_of(status: os.stat_result, *, user: int, is_public: bool = False) ->
 
 
 def shown_name(name: str) -> str:
-    """Return a name for a message, unless the user put the key itself there."""
+    """Return a name for a message, unless it looks like a key."""
     return "(not shown: it looks like a key)" if looks_like_key(name) else repr(name)
 
 
 def read_all(descriptor: int) -> SecretBytes:
-    """Return what a descriptor gives, at most one byte more than `MAX_SOURCE_BYTES`."""
+    """Read a descriptor to its end, at most one byte more than `MAX_SOURCE_BYTES`."""
     content = b""
     while len(content) <= MAX_SOURCE_BYTES:
         part = os.read(descriptor, MAX_SOURCE_BYTES + 1 - len(content))

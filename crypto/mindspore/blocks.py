@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encrypted `.ckpt` files that MindSpore loads, sealed so that nothing can be changed, moved or dropped unnoticed.
+"""Writes encrypted `.ckpt` files that MindSpore loads, with a seal over the whole file.
 
-* Blocks are independent: several threads seal different blocks of one file, straight into memory that is then written.
-* The size of the file is known before the first byte is sealed, and every full record is exactly 4 MiB (SM4-CBC:
-  512 KiB): aligned for direct I/O.
+* Blocks are independent: several threads seal different blocks of one file, straight into the
+  memory to be written.
+* The size of the file is known before the first byte is sealed, and every full record is exactly 4
+  MiB (SM4-CBC: 512 KiB): aligned for direct I/O.
 * Every block has its own random nonce or IV; a block is sealed once.
 
 >>> key, data = Key(bytes(16)), b"weights and biases"
@@ -17,7 +18,7 @@
 >>> end = sealer.finish()
 >>> sealed[-len(end) :] = end
 
-Which of several keys is that of an encrypted MindSpore `.ckpt`: such a file has one, and its seal tells which.
+`open_blocks_with` opens such a file with several keys: a file has one, and its seal shows which.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ from .source import BlockSource, open_blocks
 __all__ = ["PLAINTEXT_BLOCK_BYTES", "BlockSealer", "BlockSource", "open_blocks", "sniff_mode"]
 
 PLAINTEXT_BLOCK_BYTES = 4 * 2**20 - 48
-"""Makes a full record 4 MiB in every mode: 48 + n in AES-GCM, 32 + n + 16 bytes of padding in the CBC modes."""
+"""A full record has 4 MiB: 48 + n in AES-GCM, 32 + n + 16 of padding in the CBC modes."""
 
 SM4_BLOCK_BYTES = 512 * 2**10 - 48
-"""SM4-CBC is sealed sixteen blocks at a time: 8 MiB, so that several threads still fit into little memory."""
+"""SM4-CBC is sealed sixteen blocks at a time: 8 MiB for each thread."""
 
 MAX_PLAINTEXT_BLOCK_BYTES = 64 * 2**20
 """MindSpore's own block size, and the largest it reads in every mode."""
@@ -59,16 +60,18 @@ class BlockSealer:
         key: The user's key.
         mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`.
         plaintext_size: Bytes of the whole plaintext; with `has_crc_trailer`, without that trailer.
-        has_crc_trailer: Whether the plaintext ends in MindSpore's CRC trailer. It is not handed in: `finish` takes the
-            CRC32, the seal stores it, and MindSpore and `BlockSource` both find the trailer where they expect it.
-        block_bytes: Plaintext bytes per block, a multiple of 16; unless said, what makes the mode fast.
+        has_crc_trailer: Whether the plaintext ends in MindSpore's CRC trailer. The caller passes
+            only the CRC32, to `finish`; the seal stores it, and MindSpore and `BlockSource` find
+            the trailer in its place.
+        block_bytes: Plaintext bytes per block, a multiple of 16; by default the fastest for the
+            mode.
         random: Returns that many unpredictable bytes.
-        find_lanes: Returns what encrypts several blocks of a mode at once, or None.
+        find_lanes: Returns the accelerator of a mode, or None.
 
     Attributes:
-        batch: How many blocks are best given to one `seal_many`; 1 where `seal_into` is as good.
+        batch: How many blocks one `seal_many` best takes; 1 if `seal_into` is as good.
         record_bytes: Bytes of every record but the last.
-        block_count: The number of blocks, the seal not counted; 0 for an empty plaintext.
+        block_count: The number of blocks without the seal; 0 for an empty plaintext.
         sealed_size: Bytes of the finished file.
 
     Raises:
@@ -125,12 +128,10 @@ class BlockSealer:
         return start, self._record_offset(index + 1) - start
 
     def seal_into(self, index: int, plaintext: memoryview, record: memoryview) -> None:
-        """Encrypt block `index` and fill its record. Safe to call from several threads, for different blocks.
+        """Encrypt block `index` into its record; several threads may encrypt different blocks.
 
-        Args:
-            index: Which block.
-            plaintext: The bytes of `plaintext_range(index)`, contiguous.
-            record: Where the bytes of `record_range(index)` go; must not overlap the plaintext.
+        `plaintext` are the contiguous bytes of `plaintext_range(index)`, `record` is memory for
+        those of `record_range(index)`; they must not overlap.
 
         Raises:
             ValueError: A length is wrong, or the block was sealed before.
@@ -141,12 +142,9 @@ class BlockSealer:
     def seal_many(
         self, first: int, plaintexts: Sequence[memoryview], records: Sequence[memoryview]
     ) -> None:
-        """Encrypt consecutive blocks and fill their records, faster than one by one where `batch` is more than 1.
+        """Encrypt up to `batch` consecutive blocks, from `first` on, faster than one by one.
 
-        Args:
-            first: The first of the blocks; at most `batch` of them.
-            plaintexts: As for `seal_into`; a plaintext may also stand in its record where the ciphertext will start.
-            records: As for `seal_into`.
+        As `seal_into`, but a plaintext may also be in its record, in the place of the ciphertext.
 
         Raises:
             ValueError: A length is wrong, or a block was sealed before.
@@ -164,15 +162,14 @@ class BlockSealer:
             self._seal(index, memoryview(bytes(plaintext)), record)
 
     def plaintext_room(self, record: memoryview, size: int) -> memoryview:
-        """Return the part of a record in which `seal_many` may find the plaintext of `size` bytes."""
+        """Return the part of a record where `seal_many` accepts a plaintext of `size` bytes."""
         start = head_size(self._mode)
         return record[start : start + size]
 
     def finish(self, *, crc: int | None = None) -> bytes:
         """Return the seal record, the last bytes of the file.
 
-        Args:
-            crc: CRC32 of the plaintext; given exactly when there is a CRC trailer.
+        `crc` is the CRC32 of the plaintext, if there is a CRC trailer.
 
         Raises:
             ValueError: A block was not sealed, or the CRC is missing or not expected.
@@ -258,17 +255,14 @@ _MAY_BE_THE_KEY = (DecryptionError, KeyLengthError, UnsealedError)
 def open_blocks_with(
     source: Source, keys: Keys, mode: str, *, allow_unsealed: bool = False
 ) -> BlockSource:
-    """Open an encrypted `.ckpt` with whichever of some keys it has.
+    """Open an encrypted `.ckpt` with the right one of some keys.
 
-    Args:
-        source: The encrypted bytes.
-        keys: The keys; passphrases and private keys among them open no such file.
-        mode: As for `open_blocks`.
-        allow_unsealed: As for `open_blocks`; takes one key, because without a seal a wrong one is not always noticed.
+    Passphrases and private keys open no such file. `allow_unsealed` takes one key only, because
+    without a seal a wrong key is not always noticed.
 
     Raises:
         KeySourceError: There is no key; or there are several, and no seal.
-        CryptoError: As `open_blocks`, about the key that is right as far as that can be told, else about the first.
+        CryptoError: As `open_blocks`, about the right key if it is known, else about the first.
     """
     found = ring_of(keys).raw_keys
     if len(found) == 1:
@@ -279,7 +273,7 @@ def open_blocks_with(
             return open_blocks(source, key, mode)
         except CryptoError as error:
             failures.append(error)
-    # What the right key proves comes before what a wrong one cannot tell.
+    # An error under the right key comes before those that a wrong key may cause.
     failures.sort(key=lambda error: isinstance(error, _MAY_BE_THE_KEY))
     if failures and allow_unsealed and isinstance(failures[0], UnsealedError):
         raise KeySourceError(

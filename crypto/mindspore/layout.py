@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which plaintext each record of an encrypted file holds: told by the seal, or by the records when there is none."""
+"""The plaintext range of each record of an encrypted file, from the seal or from the records."""
 
 from __future__ import annotations
 
@@ -22,14 +22,11 @@ _PEEK_BYTES = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where everything lies.
+    """The positions of records and plaintext.
 
-    Attributes:
-        record_starts: File offset of every block's record, and one past the last one.
-        plaintext_starts: Plaintext offset of every block, and one past the last one.
-        ivs: The IV of every record as it was found, 16 bytes each; not authenticated.
-        seal: The authenticated seal, or None.
-        seal_digest: BLAKE3 of the very record that it was decrypted from; empty without a seal.
+    `record_starts` and `plaintext_starts` are the offsets of all blocks and the end of the last
+    one. `ivs`, 16 bytes each, are not authenticated. `seal_digest` is the BLAKE3 of the record of
+    the seal; empty without a seal.
     """
 
     record_starts: array[int]
@@ -67,10 +64,10 @@ def read_layout(source: Source, key: Key, *, mode: CipherMode, allow_unsealed: b
 def _find_seal(
     source: Source, key: Key, *, mode: CipherMode, records: Records, allow_unsealed: bool
 ) -> tuple[Seal | None, bytes]:
-    """Return the seal and the digest of its record if the last record is one, else None and nothing.
+    """Return the seal and the digest of its record if the last record is one, else None.
 
-    Two things decide whether it is: its length, which everybody can see, and its first bytes, which nobody can aim at
-    without the key. Everything after that fails with one error, so that padding is never told from a MAC.
+    Its length, which everyone can see, and its first bytes, which cannot be forged without the key,
+    decide that. All later failures give one error, so that padding and MAC are not distinguished.
     """
     offset = records.starts[-2]
     head = read_head(source, mode, offset=offset)
@@ -100,7 +97,7 @@ def _find_seal(
 
 
 def _looks_like_seal(mode: CipherMode, records: Records) -> bool:
-    """Tell whether the last record is as long as a seal over all the others."""
+    """Return whether the last record is as long as a seal over all the others."""
     length = records.starts[-1] - records.starts[-2]
     return any(
         length == record_size(mode, seal_plaintext_size(records.count - 1, has_crc=has_crc))
@@ -109,7 +106,7 @@ def _looks_like_seal(mode: CipherMode, records: Records) -> bool:
 
 
 def _sealed_starts(mode: CipherMode, records: Records, *, seal: Seal) -> array[int]:
-    """Return where the plaintext of every block starts, after comparing the file with its seal."""
+    """Return the plaintext offset of every block, after comparing the file with its seal."""
     if records.has_crc_trailer:
         raise TamperedError("bytes were added behind the seal", offset=records.starts[-1])
     if records.count - 1 != seal.block_count:
@@ -130,7 +127,7 @@ def _sealed_starts(mode: CipherMode, records: Records, *, seal: Seal) -> array[i
 
 
 def _unsealed_starts(source: Source, key: Key, *, mode: CipherMode, records: Records) -> array[int]:
-    """Return where the plaintext of every block starts; padding is learned from the end of each block."""
+    """Return the plaintext offset of every block; the end of each block gives its padding."""
     starts = array("q", [0])
     for index, (start, stop) in enumerate(pairwise(records.starts)):
         cipher_size = stop - start - head_size(mode)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whole blocks of an encrypted file: read, authenticated and decrypted in one step, from the same bytes in memory."""
+"""Reads, authenticates and decrypts whole blocks of an encrypted file in one step, in memory."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ from .layout import Layout
 from .records import RecordHead, head_size, parse_head
 from .seal import block_digest
 
-_MAX_BATCHED_RECORD_BYTES = 1 << 20  # a batch is sixteen of them, in memory
+_MAX_BATCHED_RECORD_BYTES = 1 << 20  # a batch holds sixteen of them
 _MIN_BATCHED_CIPHER_BYTES = 48
 
 
 class BlockReader:
     """Decrypts blocks. Safe to use from several threads.
 
-    Attributes:
-        batch: How many blocks are best read at once.
-        buffers: Memory for one record each.
+    `batch` is the number of blocks that are best read at once; `buffers` hold one record each.
     """
 
     def __init__(
@@ -44,7 +42,7 @@ class BlockReader:
         self._batch_buffers = SpareBuffers(largest * self.batch)
 
     def read_into(self, index: int, buffer: memoryview) -> int:
-        """Fill the start of `buffer` with block `index` and, where that is faster, some that follow; return how many bytes.
+        """Fill `buffer` with block `index`, and more if that is faster; return the bytes filled.
 
         Raises:
             TamperedError: A block is not the one the seal lists.
@@ -61,7 +59,7 @@ class BlockReader:
         return size
 
     def _count_together(self, index: int, size: int) -> int:
-        """Return how many blocks from `index` on are as long as it and fit into `size` bytes."""
+        """Return how many blocks from `index` on have one length and fit into `size` bytes."""
         last = min(index + self.batch, len(self._starts) - 1)
         length = self._records[index + 1] - self._records[index]
         if length < head_size(self._mode) + _MIN_BATCHED_CIPHER_BYTES:
@@ -91,7 +89,7 @@ class BlockReader:
     def _decrypt_pieces(
         self, mode: GcmMode, index: int, record: memoryview, plaintext: memoryview
     ) -> None:
-        """Decrypt a block while it is read, through `record`: all that authenticates it, the tag, stands in its head."""
+        """Decrypt a block while it is read, through `record`: its head holds the tag."""
         start = self._records[index]
         pieces = read_in_pieces(lambda at, view: self._source.read_into(start + at, view), record)
         first = next(pieces)
@@ -132,7 +130,10 @@ class BlockReader:
         return self._head(index, record), record[head_size(self._mode) :]
 
     def _head(self, index: int, record: memoryview) -> RecordHead:
-        """Return the head of a record after comparing it with the seal; in AES-GCM the start of the record is enough."""
+        """Return the head of a record after comparing it with the seal.
+
+        In AES-GCM the start of the record is enough.
+        """
         offset, head_bytes = self._records[index], head_size(self._mode)
         if self._seal is not None and block_digest(self._mode, record) != self._seal.digest(index):
             raise TamperedError(

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The records MindSpore writes an encrypted `.ckpt` as: their heads, and where each one lies in a file.
+"""The records of an encrypted MindSpore `.ckpt`: their heads and their positions in a file.
 
 ```
 AES-GCM           magic(4) tag(16) block_len(4) iv_len(4) iv(16) cipher_len(4) cipher
 AES-CBC, SM4-CBC  magic(4)         block_len(4) iv_len(4) iv(16) cipher_len(4) cipher
 ```
-Little-endian; `block_len` = 24 + `cipher_len`, `iv_len` = 16. Nothing here needs a key, and nothing here is
-authenticated: every value is checked against the size of the file before it is used.
+Little-endian; `block_len` = 24 + `cipher_len`, `iv_len` = 16. Nothing here needs a key, and nothing
+here is authenticated: every value is checked against the size of the file before it is used.
 
-Source: MindSpore 2.x, utils/crypto.cc. The layout of 1.x (the AES-GCM magic in both modes, no tag) is recognised and
-refused.
+Source: MindSpore 2.x, utils/crypto.cc. The layout of 1.x (the AES-GCM magic in both modes, no tag)
+is recognised and refused.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CRC_BYTES = 17
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordHead:
-    """What stands before the ciphertext of one record."""
+    """The fields before the ciphertext of a record."""
 
     tag: bytes
     iv: bytes
@@ -46,12 +46,11 @@ class RecordHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Records:
-    """Where the records of a file lie.
+    """The positions of the records of a file.
 
-    Attributes:
-        starts: File offset of every record, and one past the last one.
-        ivs: The IV of every record, 16 bytes each.
-        has_crc_trailer: Whether the 17-byte CRC trailer of a broken MindSpore save follows.
+    `starts` are the file offsets of the records and the end of the last one; `ivs` are their IVs,
+    16 bytes each. `has_crc_trailer` is set if the 17-byte CRC trailer of a broken MindSpore save
+    follows.
     """
 
     starts: array[int]
@@ -65,37 +64,32 @@ class Records:
 
 
 def sniff_mode(first_bytes: bytes) -> str | None:
-    """Return the name of the cipher mode that a file starting with these bytes claims, or None."""
+    """Return the cipher mode that the first bytes of a file claim, or None."""
     magic = int.from_bytes(first_bytes[:_MAGIC_BYTES], "little")
     return next((mode.name for mode in MODES if magic == _MAGIC + mode.code), None)
 
 
 def head_size(mode: CipherMode) -> int:
-    """Return the bytes of a record before its ciphertext: 48 for AES-GCM, 32 for the others."""
+    """Return the bytes of a record before its ciphertext: 48 for AES-GCM, 32 for CBC."""
     return _MAGIC_BYTES + mode.tag_bytes + _FIELDS.size
 
 
 def record_size(mode: CipherMode, plaintext_size: int) -> int:
-    """Return the bytes of the record that `plaintext_size` bytes become."""
+    """Return the size of the record of `plaintext_size` bytes."""
     return head_size(mode) + mode.ciphertext_size(plaintext_size)
 
 
 def pack_head(mode: CipherMode, head: RecordHead) -> bytes:
-    """Return the bytes that stand before the ciphertext."""
+    """Return the bytes before the ciphertext."""
     fields = _FIELDS.pack(_LENGTHS_BYTES + head.cipher_size, IV_BYTES, head.iv, head.cipher_size)
     return (_MAGIC + mode.code).to_bytes(_MAGIC_BYTES, "little") + head.tag + fields
 
 
 def parse_head(mode: CipherMode, head: bytes, *, offset: int) -> RecordHead:
-    """Return the fields of a record head of `head_size` bytes.
-
-    Args:
-        mode: The mode the head must be of.
-        head: The bytes.
-        offset: Where they stand in the file; for messages.
+    """Parse a record head of `head_size` bytes, which is at `offset` of the file.
 
     Raises:
-        TamperedError: A field has a value that MindSpore never writes and never accepts.
+        TamperedError: A field has a value that MindSpore never writes.
     """
     if sniff_mode(head) != mode.name:
         raise TamperedError(f"no {mode.name} record starts here", offset=offset)

@@ -1,28 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seal: a last record that authenticates order, count and end of all others, and that MindSpore skips.
+"""The seal: a last record that authenticates order, count and end of all others.
 
-MindSpore's records authenticate at best themselves (AES-GCM), never each other: swapped, repeated, dropped or foreign
-records load silently. The seal is one more ordinary encrypted record whose plaintext is one unknown protobuf field:
+MindSpore's records authenticate at best themselves (AES-GCM), never each other: swapped, repeated,
+dropped or foreign records load silently. The seal is an ordinary encrypted record whose plaintext
+is one unknown protobuf field, which MindSpore skips:
 
 ```
 DA B4 08              field 17227, length-delimited
 length                varint
-  version(1) = 1 | mode(1) | flags(2) | file_id(16) | block_bytes(8) | block_count(8) | plaintext_bytes(8)
+  version(1) = 1 | mode(1) | flags(2) | file_id(16) | block_bytes(8) | block_count(8) |
+  plaintext_bytes(8)
   block_count x digest(32)
   crc32(4)            only with flag 1: CRC32 of the plaintext of all blocks
   mac(32)             HMAC over everything before it in the body
-crc_num + 10 bytes    only with flag 1: MindSpore's CRC trailer over blocks and field, which follows from crc32
+crc_num + 10 bytes    only with flag 1: MindSpore's CRC trailer over blocks and field, which follows
+from crc32
 ```
-Integers are little-endian. The hash of HMAC and HKDF is SHA-256, in SM4 mode SM3. The key of the HMAC is HKDF(user key,
-salt = file_id, info = "ckptmgr/v1/sealed/" + mode). A digest is the SHA-256 of the record head in AES-GCM (48 bytes; it
-holds the tag, which binds the ciphertext), and the BLAKE3 of the whole record in the CBC modes.
+Integers are little-endian. The hash of HMAC and HKDF is SHA-256, in SM4 mode SM3. The key of the
+HMAC is HKDF(user key, salt = file_id, info = "ckptmgr/v1/sealed/" + mode). A digest is the SHA-256
+of the record head in AES-GCM (48 bytes; it holds the tag, which binds the ciphertext), and the
+BLAKE3 of the whole record in the CBC modes.
 
-* **Every block can be authenticated on its own.** The seal holds a table of digests rather than one MAC over the file,
-  so a reader checks the block it just read, in the same memory it decrypts from: random access costs only the blocks
-  touched, one pass is enough, and there is no moment between verifying and loading in which the file could change.
-* **Every offset follows from authenticated values.** Blocks are `block_bytes` long but for the last one. Without that,
-  moved bytes with honest digests could show up at a wrong plaintext offset.
-* **Nothing is malleable**: the field fills the record, its length has the shortest form, reserved bits are zero.
+* **Every block can be authenticated on its own.** The seal holds a table of digests rather than one
+  MAC over the file, so a reader checks the block it just read, in the same memory it decrypts from:
+  random access costs only the blocks touched, one pass is enough, and the file cannot change
+  between verifying and loading.
+* **Every offset follows from authenticated values.** Blocks are `block_bytes` long but for the last
+  one. Without that, moved bytes with valid digests could appear at a wrong plaintext offset.
+* **Nothing is malleable**: the field fills the record, its length has the shortest form, reserved
+  bits are zero.
 * The MAC is always the last 32 bytes of the body and covers all before it, in any version.
 """
 
@@ -54,15 +60,7 @@ _FIXED = struct.Struct(f"<BBH{FILE_ID_BYTES}sQQQ")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seal:
-    """What a seal says about the file it ends.
-
-    Attributes:
-        file_id: 16 random bytes, new for every save.
-        block_size: Plaintext bytes of every block but the last.
-        plaintext_size: Plaintext bytes of all blocks.
-        digests: 32 bytes per block, in order.
-        crc: CRC32 of the plaintext of all blocks, or None.
-    """
+    """The fields of a seal: 32 bytes of `digests` per block, the `crc` of all plaintext."""
 
     file_id: bytes
     block_size: int
@@ -72,7 +70,7 @@ class Seal:
 
     @property
     def block_count(self) -> int:
-        """The number of blocks, the seal not counted."""
+        """The number of blocks without the seal."""
         return len(self.digests) // DIGEST_BYTES
 
     def digest(self, index: int) -> bytes:
@@ -90,17 +88,17 @@ def block_digest(mode: CipherMode, record: memoryview) -> bytes:
 
 
 def seal_plaintext_size(block_count: int, *, has_crc: bool) -> int:
-    """Return the plaintext bytes of the seal record for so many blocks."""
+    """Return the plaintext bytes of the seal record for a number of blocks."""
     body = _body_size(block_count, has_crc=has_crc)
     field = len(_FIELD_TAG) + len(_varint(body)) + body
     return field + (CRC_TRAILER_BYTES if has_crc else 0)
 
 
 def seal_record_size(mode: CipherMode, block_count: int, *, has_crc: bool) -> int:
-    """Return the bytes of the seal record for so many blocks.
+    """Return the bytes of the seal record for a number of blocks.
 
     Raises:
-        ValueError: So many digests do not fit in a record that MindSpore accepts.
+        ValueError: Their digests do not fit into a record that MindSpore accepts.
     """
     size = seal_plaintext_size(block_count, has_crc=has_crc)
     if mode.ciphertext_size(size) > MAX_CIPHER_BYTES:
@@ -127,7 +125,7 @@ def encode_seal(mode: CipherMode, key: Key, *, seal: Seal) -> bytes:
 
 
 def claimed_size(first: bytes) -> int | None:
-    """Return the plaintext size of the seal record that starts with `first` (32 bytes), or None when it is no seal.
+    """Return the plaintext size of a seal record from its first 32 bytes, or None if it is no seal.
 
     Neither authenticated nor checked against the record: the caller does both.
     """
@@ -139,7 +137,7 @@ def claimed_size(first: bytes) -> int | None:
 
 
 def decode_seal(mode: CipherMode, key: Key, *, plaintext: bytes) -> Seal:
-    """Return the seal in the plaintext of a seal record.
+    """Parse the plaintext of a seal record.
 
     Raises:
         DecryptionError: The MAC does not match.
@@ -178,7 +176,7 @@ def decode_seal(mode: CipherMode, key: Key, *, plaintext: bytes) -> Seal:
         digests=body[_FIXED.size : end],
         crc=int.from_bytes(content[end:], "little") if has_crc else None,
     )
-    # One comparison for what no MAC covers: the field head and the trailer.
+    # The field head and the trailer, which no MAC covers, are compared at once.
     if not constant_time.bytes_eq(encode_seal(mode, key, seal=seal), plaintext):
         raise seal_failure()
     return seal
@@ -217,7 +215,7 @@ def _varint(value: int) -> bytes:
 
 
 def _parse_varint(data: bytes, at: int) -> tuple[int, int]:
-    """Return the value and the offset behind it; at most five bytes are looked at."""
+    """Return the value and the offset behind it; at most five bytes are read."""
     value = 0
     for shift, byte in enumerate(data[at : at + 5]):
         value |= (byte & 0x7F) << 7 * shift

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plaintext of an encrypted MindSpore `.ckpt` as a source: random access, and nothing unverified ever comes out.
+"""The plaintext of an encrypted MindSpore `.ckpt` as a source: random access, authenticated.
 
 * A block is read, authenticated and decrypted in one step, from the same bytes in memory.
-* With a seal, a failing block is tampering, because the seal proved the key; without one it may be the wrong key.
-* A buffer that covers a whole block is decrypted into directly; other reads go through a small recycled cache.
+* With a seal, a failing block is tampering, because the seal proved the key; without one the key
+  may be wrong.
+* A block that a buffer covers is decrypted directly into it; other reads go through a small cache.
 """
 
 from __future__ import annotations
@@ -34,20 +35,18 @@ def open_blocks(
     allow_unsealed: bool = False,
     find_lanes: FindLanes = lanes_for,
 ) -> BlockSource:
-    """Open the encrypted `.ckpt` in `source`.
+    """Open the encrypted `.ckpt` in `source` with `mode` `AES-GCM`, `AES-CBC` or `SM4-CBC`.
 
-    Args:
-        source: The encrypted bytes.
-        key: The user's key.
-        mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`.
-        allow_unsealed: Whether to open a file without a seal. Then order, number and end of its blocks are not
-            authenticated, and in the CBC modes nothing is. A lone CRC trailer behind the last record is ignored.
-        find_lanes: Returns what decrypts several blocks of a mode at once, or None.
+    With `allow_unsealed`, also open a file without a seal: order, number and end of its blocks are
+    then not authenticated, and in the CBC modes nothing is. A lone CRC trailer behind the last
+    record is ignored.
 
     Raises:
         KeyLengthError: The key does not fit the mode.
-        UnsupportedSuiteError: The mode is unknown, the file is of MindSpore 1.x, or a newer version sealed it.
-        DecryptionError: The key or the mode is wrong, the seal was changed, or the file is not encrypted.
+        UnsupportedSuiteError: The mode is unknown, the file is of MindSpore 1.x, or a newer version
+            sealed it.
+        DecryptionError: The key or the mode is wrong, the seal was changed, or the file is not
+            encrypted.
         UnsealedError: The file has no seal.
         TruncatedCiphertextError: The file ends inside a record.
         TamperedError: The records are not those the seal lists, or a record head is inconsistent.
@@ -62,7 +61,7 @@ class BlockSource:
     """The decrypted bytes of a file. Made by `open_blocks`; safe to read from several threads.
 
     Attributes:
-        block_count: The number of blocks, the seal not counted.
+        block_count: The number of blocks without the seal.
         file_id: 16 bytes that name this save, or None without a seal.
         batch: How many blocks one `read_into` best covers.
         crc: CRC32 that the seal stores of the plaintext before its CRC trailer, or None.
@@ -95,7 +94,7 @@ class BlockSource:
 
     @property
     def size(self) -> int:
-        """Bytes of the plaintext, without the seal and with MindSpore's CRC trailer if the file was saved with one."""
+        """Bytes of the plaintext, including MindSpore's CRC trailer if there is one."""
         return self._starts[-1] + len(self._trailer)
 
     @property
@@ -115,23 +114,23 @@ class BlockSource:
 
     @property
     def block_bytes(self) -> int | None:
-        """Plaintext bytes of every block but the last, or None where that is not certain."""
+        """Plaintext bytes of every block but the last, or None without a seal."""
         return None if self._seal is None else self._seal.block_size
 
     @property
     def seal_offset(self) -> int:
-        """Where the last record starts in the file: the seal, if there is one."""
+        """Offset of the last record: the seal, if there is one."""
         return self._records[-1]
 
     def is_sealed_by(self, record: bytes) -> bool:
-        """Return whether these bytes are the seal record, head and all, that this source was opened with."""
+        """Return whether a record, with its head, is the seal that this source was opened with."""
         return constant_time.bytes_eq(blake3(record).digest(), self._seal_digest)
 
     def peek_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with plaintext that is NOT authenticated yet, decrypting no more than it covers.
+        """Fill `buffer` with plaintext that is NOT authenticated, decrypting only what it covers.
 
-        For finding one's way through a file whose blocks are all read afterwards: the caller must then compare what it
-        saw here with the bytes that `read_into` gives.
+        For navigation in a file whose blocks are all read afterwards: the caller must compare the
+        bytes of this method with those of `read_into`.
 
         Raises:
             TruncatedCiphertextError: The range reaches past the end.
@@ -141,7 +140,7 @@ class BlockSource:
     def _fill(
         self, offset: int, buffer: memoryview, fill: Callable[[int, int, memoryview], int]
     ) -> None:
-        """Fill `buffer` block by block, with a function that returns how many bytes it filled."""
+        """Fill `buffer` block by block; `fill` returns the number of bytes it filled."""
         if offset < 0 or offset + buffer.nbytes > self.size:
             raise TruncatedCiphertextError(
                 f"{buffer.nbytes} bytes wanted at {offset}, but the plaintext has {self.size}"
@@ -175,7 +174,7 @@ class BlockSource:
             self._records[index + 1], start + -(-(skip + part.nbytes) // IV_BYTES) * IV_BYTES
         )
         iv = self._ivs[index * IV_BYTES : (index + 1) * IV_BYTES]
-        # One read: in a cold file, the block before might lie in another page.
+        # One read: in an uncached file, the block before may be in another page.
         before = IV_BYTES if first else 0
         stored = read_bytes(self._source, start - before, length=stop - start + before)
         clear = self._mode.peek_at(

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""AWS KMS as the service: `ckptmgr[aws]`.
+"""AWS KMS as the key service: `ckptmgr[aws]`.
 
-The context becomes KMS's encryption context, which shows in CloudTrail and can be demanded by key policies. Keys of runs
-come from `GenerateDataKey`; `Encrypt` is used only to wrap a key that exists already. Credentials, region and endpoint
-are found where boto3 always finds them; an ARN says its own region.
+The context becomes KMS's encryption context, which shows in CloudTrail and can be demanded by key
+policies. Keys of runs come from `GenerateDataKey`; `Encrypt` only wraps a key that exists already.
+boto3 finds credentials, region and endpoint as always; an ARN states its own region.
 
-A blob is unwrapped by the named key only. So when an alias moves to another key, name the old key to read old files.
+Only the named key unwraps a blob. So when an alias moves to another key, name the old key to read
+old files.
 
-boto3 writes requests and answers, keys included, into its debug log; while a call runs here, its loggers are silent.
+boto3 writes requests and answers, keys included, into its debug log; while a call runs here, its
+loggers are silent.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ _Answer = Mapping[str, object]
 
 
 class _Client(Protocol):
-    """What is used of boto3's client."""
+    """The methods of boto3's client that are used."""
 
     def encrypt(
         self,
@@ -82,7 +84,7 @@ class AwsKmsProvider:
     Attributes:
         key_id: Key id, ARN or alias (`alias/training`).
         timeout_s: For connecting and for each answer.
-        max_attempts: How often a call is tried, the first time included.
+        max_attempts: Number of attempts of a call, including the first.
 
     Raises:
         KeySourceError: There is no key id.
@@ -211,7 +213,7 @@ def _is_wanted(_: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def _silent() -> Iterator[None]:
-    """Keep the loggers of boto3 from writing keys down, in this thread and as long as a call runs."""
+    """Keep boto3's loggers from writing keys, in this thread and during a call."""
     for name in tuple(logging.root.manager.loggerDict):
         if name.partition(".")[0] in _LIBRARIES:
             logging.getLogger(name).addFilter(_is_wanted)

@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A program as the service: it reads one JSON object and prints one.
+"""A program as the key service: it reads one JSON object and prints one.
 
-Whatever has a command line can guard keys this way: Vault, the services of other clouds, a script of one's own.
+With it, everything that has a command line can guard keys: Vault, the services of other clouds, a
+script.
 
 | action | stdin | stdout |
 |---|---|---|
-| wrap | `{"version": 1, "action": "wrap", "key": BASE64, "context": {...}}` | `{"version": 1, "blob": BASE64}` |
-| unwrap | `{"version": 1, "action": "unwrap", "blob": BASE64, "context": {...}}` | `{"version": 1, "key": BASE64}` |
+| wrap | `{"version": 1, "action": "wrap", "key": BASE64, "context": {...}}` | `{"version": 1,
+"blob": BASE64}` |
+| unwrap | `{"version": 1, "action": "unwrap", "blob": BASE64, "context": {...}}` | `{"version": 1,
+"key": BASE64}` |
 
 * It must refuse to unwrap with another context, or with none.
-* Exit status 0 is an answer, 1 a refusal, 75 (EX_TEMPFAIL) an outage; any other one is a failure of the program.
-* Keys travel in pipes only, never as an argument or in the environment; `CKPTMGR_KEY*` and other variables that keys are
-  read from are not handed down.
-* What it prints to stderr is shown to the user when it fails, without anything that looks like a key.
+* Exit status 0 is an answer, 1 a refusal, 75 (EX_TEMPFAIL) an outage; any other one is a failure of
+  the program.
+* Keys travel in pipes only, never as an argument or in the environment; `CKPTMGR_KEY*` and other
+  variables that hold keys are not passed on.
+* If it fails, its stderr is shown to the user, without anything that looks like a key.
 """
 
 from __future__ import annotations
@@ -61,7 +65,7 @@ class ExecProvider:
 
     Attributes:
         command: Program and arguments; run without a shell. Never put a secret here.
-        timeout_s: How long one call may take; then the program and its children are killed.
+        timeout_s: Time limit of one call; then the program and its children are killed.
 
     Raises:
         KeySourceError: There is no program.
@@ -85,14 +89,14 @@ class ExecProvider:
         return PurePath(self.command[0]).name
 
     def wrap(self, key: bytes, context: Mapping[str, str]) -> bytes:
-        """Return the blob that the program makes of `key`; raises as `KeyProvider.wrap`."""
+        """Return the blob of `key` from the program; raises as `KeyProvider.wrap`."""
         check_key(key)
         request = {"action": "wrap", "key": _text(key), "context": _checked(context)}
         blob = self._ask(request, answer="blob", secrets=(key,))
         return check_blob(blob, provider=self._shown)
 
     def unwrap(self, blob: bytes, context: Mapping[str, str]) -> bytes:
-        """Return the key that the program finds in `blob`; raises as `KeyProvider.unwrap`."""
+        """Return the key in `blob` from the program; raises as `KeyProvider.unwrap`."""
         request = {"action": "unwrap", "blob": _text(blob), "context": _checked(context)}
         return check_unwrapped(self._ask(request, answer="key", secrets=()), provider=self._shown)
 
@@ -110,7 +114,7 @@ class ExecProvider:
         try:
             return _answer(stdout, answer)
         except _MalformedError as error:
-            # What it printed instead may be the key, so it is not shown.
+            # The output may be the key, so it is not shown.
             raise ProviderAnswerError(
                 f"{self._shown} gave no valid answer: {error}",
                 hint=f'it must print {{"version": {PROTOCOL_VERSION}, "{answer}": BASE64}} and no more',
@@ -148,7 +152,7 @@ class ExecProvider:
 
 
 def open_exec(command: str) -> ExecProvider:
-    """Return the provider that runs `command`, split like a shell does: `exec:vault-wrap --mount transit`.
+    """Return the provider that runs `command`, such as `vault-wrap --mount transit`.
 
     Raises:
         KeySourceError: It is empty, or a quotation is not finished.
@@ -176,7 +180,7 @@ def _checked(context: Mapping[str, str]) -> dict[str, str]:
 
 
 class _MalformedError(Exception):
-    """Says what is wrong with an answer, and shows nothing of it."""
+    """The defect of an answer, without its content."""
 
 
 def _answer(stdout: bytes, name: str) -> bytes:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A key of one's own as the service: for machines without one, and for tests.
+"""A key of the user as the key service: for machines without one, and for tests.
 
-The blob is AES key wrap (RFC 3394) under a key derived from the own key and the context, 8 bytes longer than what it wraps.
+The blob is AES key wrap (RFC 3394) under a key derived from that key and the context, 8 bytes
+longer than the wrapped key.
 
 >>> from ..keys.key import Key
 >>> own = LocalProvider(Key(bytes(32)))
@@ -27,10 +28,7 @@ _INFO = "ckptmgr/v1/wrap/local/"
 
 @dataclass(frozen=True, slots=True)
 class LocalProvider:
-    """Wraps with a key of one's own.
-
-    Attributes:
-        key: The key-encryption key.
+    """Wraps with the key-encryption key `key`.
 
     Source: RFC 3394 (AES key wrap), RFC 5869 (HKDF).
     """
@@ -44,7 +42,7 @@ class LocalProvider:
 
     @property
     def key_id(self) -> str:
-        """The id of the own key."""
+        """The id of the key-encryption key."""
         return self.key.key_id
 
     def wrap(self, key: bytes, context: Mapping[str, str]) -> bytes:
@@ -68,10 +66,11 @@ class LocalProvider:
 
 
 def open_local(source: str) -> LocalProvider:
-    """Return the provider whose key `source` names: `local:file:kek.key`, `local:env:KEK`.
+    """Return the provider for the key of `source`: `local:file:kek.key`, `local:env:KEK`.
 
     Raises:
-        KeySourceError: The source gives no key, or is a wrapped one, which this service would have to unwrap.
+        KeySourceError: The source gives no key, or is a wrapped one, which this service would have
+            to unwrap.
     """
     if source.startswith("wrapped:"):
         raise KeySourceError(

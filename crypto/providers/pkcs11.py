@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A PKCS#11 token as the service, such as a hardware security module: `ckptmgr[pkcs11]`.
+"""A PKCS#11 token as the key service, such as a hardware security module: `ckptmgr[pkcs11]`.
 
 ```
-blob   1(1) || nonce(12) || AES-GCM(key in the token, nonce, key, AAD = "ckptmgr/v1/wrap/pkcs11/" || context)
+blob   1(1) || nonce(12) || AES-GCM(key in the token, nonce, key, AAD = "ckptmgr/v1/wrap/pkcs11/" ||
+context)
 ```
-The key-encryption key is an AES key that the token does not hand out; a key that could be read out is refused. Each call
-opens a session and closes it, so nothing is held between saves. Calls of this process wait for each other, because a
-token knows only whether the process has logged in.
+The key-encryption key is an AES key that never leaves the token; an extractable key is refused.
+Each call opens a session and closes it, so nothing is held between saves. Calls of this process run
+one at a time, because the login state of a token belongs to the process.
 
-The address is that of RFC 7512, with the module and where the PIN comes from:
+The address is that of RFC 7512, with the module and the source of the PIN:
 `pkcs11:token=training;object=run-keys?module-path=/usr/lib/softhsm/libsofthsm2.so&pin-source=file:/run/pin`
 """
 
@@ -71,7 +72,7 @@ class Pkcs11Provider:
         module: The PKCS#11 library of the token's maker.
         token: Label of the token.
         key_id: Label of the key.
-        pin: Of the user; never shown.
+        pin: PIN of the user; never shown.
         random: Returns that many unpredictable bytes.
 
     Source: PKCS #11 v3.0 section 2.12.3 (AES-GCM); NIST SP 800-38D section 8.2.2 (random nonces).
@@ -146,7 +147,7 @@ class Pkcs11Provider:
         try:
             return token.open(user_pin=self.pin)
         except pkcs11.UserAlreadyLoggedIn:
-            # Somebody else in this process has; a login holds for all of its sessions.
+            # Other code in this process has; a login holds for all of its sessions.
             return token.open()
 
     def _key(self, session: pkcs11.Session) -> pkcs11.Key:
@@ -160,7 +161,7 @@ class Pkcs11Provider:
             )
         except pkcs11.MultipleObjectsReturned:
             key = None
-        # Raised here, because that error keeps a search alive which must end before its session.
+        # Raised here: that error keeps a search alive, which must end before its session.
         if key is None:
             raise ProviderRefusedError(
                 f"the token {self.token!r} has several AES keys {self.key_id!r}",
@@ -191,10 +192,10 @@ class Pkcs11Provider:
 
 
 def open_pkcs11(place: str) -> Pkcs11Provider:
-    """Return the provider at an RFC 7512 address, less its scheme; reads the PIN.
+    """Return the provider at an RFC 7512 address without its scheme; reads the PIN.
 
     Raises:
-        KeySourceError: The address lacks something, has something unknown, or the source gives no PIN.
+        KeySourceError: The address lacks a part, has an unknown one, or the source gives no PIN.
 
     Source: RFC 7512 section 2.3.
     """
@@ -214,7 +215,7 @@ def open_pkcs11(place: str) -> Pkcs11Provider:
 
 
 def _words(text: str, separator: str, *, known: tuple[str, ...]) -> dict[str, str]:
-    """Return the parts `name=value` of an address; values are never repeated, one may be a PIN."""
+    """Return the parts `name=value` of an address; errors never show values, one may be a PIN."""
     words: dict[str, str] = {}
     for part in filter(None, text.split(separator)):
         name, equals, value = part.partition("=")
@@ -232,7 +233,7 @@ def _of_operation(error: pkcs11.PKCS11Error, action: str) -> ProviderError:
         return ProviderUnavailableError(f"the token is not there any more ({kind})")
     if action == "encrypt":
         return ProviderError(f"the token did not wrap the key ({kind})")
-    # SoftHSM says GeneralError for everything, so nothing finer can be told.
+    # SoftHSM reports GeneralError for everything, so we cannot say more.
     return ProviderRefusedError(
         f"the token does not unwrap this blob ({kind})",
         hint="another key or another context wrapped it, or it was changed",

@@ -1,23 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a key service must offer, and the context that every wrapped key is bound to.
+"""The interface of a key service, and the context that every wrapped key is bound to.
 
-A provider holds a key that it never shows (the key-encryption key) and uses it to wrap and unwrap the keys of runs. The
-context is a handful of words, such as the run a key belongs to; it is not secret (services write it into their logs), and
-a wrapped key opens only together with the same words.
+A provider holds a key that it never shows (the key-encryption key) and uses it to wrap and unwrap
+the keys of runs. The context is a few words, such as the run of a key; it is not secret (services
+log it), and a wrapped key opens only together with the same words.
 
 >>> context_bytes({"run": "7f", "purpose": "run-key"})
 b'{"purpose":"run-key","run":"7f"}'
 
-Errors of key services.
+Errors of key services:
 
 ```
 KeySourceError
-└── ProviderError                 the service gave no key, for a reason that is neither of these
-    ├── ProviderRefusedError      it answered no: no permission, unknown or disabled key, wrong context, changed blob
-    ├── ProviderUnavailableError  it did not answer: not installed, not reachable, overloaded, too slow
+└── ProviderError                 the service gave no key, for another reason than these
+    ├── ProviderRefusedError      it answered no: no permission, unknown or disabled key, wrong
+    context, changed blob
+    ├── ProviderUnavailableError  it did not answer: not installed, not reachable, overloaded, too
+    slow
     └── ProviderAnswerError       it answered something that is not an answer
 ```
-A service never says whether the context is wrong or the blob was changed, so neither do we.
+A service does not say whether the context is wrong or the blob was changed, so neither do we.
 """
 
 from __future__ import annotations
@@ -33,19 +35,19 @@ from ..keys.key import KEY_SIZES
 
 
 class ProviderError(KeySourceError):
-    """Report a key service that gave no key."""
+    """A key service gave no key."""
 
 
 class ProviderRefusedError(ProviderError):
-    """Report a key service that said no; asking again changes nothing."""
+    """A key service refused; asking again changes nothing."""
 
 
 class ProviderUnavailableError(ProviderError):
-    """Report a key service that could not be asked; asking later may work."""
+    """A key service could not be asked; asking later may work."""
 
 
 class ProviderAnswerError(ProviderError):
-    """Report an answer that does not have the agreed form."""
+    """An answer does not have the agreed form."""
 
 
 MAX_BLOB_BYTES = 16 * 1024
@@ -71,10 +73,11 @@ class KeyProvider(Protocol):
 
         Args:
             key: 16, 24 or 32 secret bytes.
-            context: What the blob is bound to; not secret.
+            context: The words that the blob is bound to; not secret.
 
         Raises:
-            ProviderError: The service gave no blob; the subclass says why. The message never shows the key.
+            ProviderError: The service gave no blob; the subclass says why. The message never shows
+                the key.
         """
         ...
 
@@ -89,12 +92,7 @@ class KeyProvider(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GeneratedKey:
-    """A key that a service made, and its wrapped form.
-
-    Attributes:
-        key: 32 secret bytes.
-        blob: What `unwrap` takes.
-    """
+    """A key of 32 secret bytes that a service made, and its wrapped form for `unwrap`."""
 
     key: bytes = field(repr=False)
     blob: bytes = field(repr=False)
@@ -110,7 +108,7 @@ class KeyGenerator(Protocol):
 
 
 def context_bytes(context: Mapping[str, str]) -> bytes:
-    """Return the one spelling of a context: JSON with sorted names, without spaces, in ASCII.
+    """Return the canonical form of a context: JSON with sorted names, without spaces, in ASCII.
 
     Raises:
         KeySourceError: It holds something other than text, or is longer than 8 KiB.
@@ -128,13 +126,13 @@ def context_bytes(context: Mapping[str, str]) -> bytes:
 
 
 def check_key(key: bytes) -> None:
-    """Raise KeySourceError unless `key` has a length that keys have."""
+    """Raise KeySourceError unless `key` has a valid length."""
     if len(key) not in KEY_SIZES:
         raise KeySourceError(f"only keys of 16, 24 or 32 bytes are wrapped, not of {len(key)}")
 
 
 def check_unwrapped(key: bytes, *, provider: str) -> bytes:
-    """Return `key`, or raise ProviderAnswerError when a service gave something that is no key."""
+    """Return `key`, or raise ProviderAnswerError if it has no valid length."""
     if len(key) not in KEY_SIZES:
         raise ProviderAnswerError(
             f"{provider} unwrapped {len(key)} bytes, and a key has 16, 24 or 32",
@@ -144,7 +142,7 @@ def check_unwrapped(key: bytes, *, provider: str) -> bytes:
 
 
 def check_blob(blob: bytes, *, provider: str) -> bytes:
-    """Return `blob`, or raise ProviderAnswerError when nothing would store it."""
+    """Return `blob`, or raise ProviderAnswerError if it is empty or too long."""
     if not 1 <= len(blob) <= MAX_BLOB_BYTES:
         raise ProviderAnswerError(
             f"{provider} gave a blob of {len(blob)} bytes; 1 to {MAX_BLOB_BYTES} are taken"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What another program printed, made fit for a message: short, printable, and without anything that may be a key.
+"""The output of another program for a message: short, printable, and without possible keys.
 
 >>> redact(b"denied for AKIB7Q2ZC0FFEE1234567890 AccessDeniedException", secrets=())
 'denied for (not shown) AccessDeniedException'
@@ -14,12 +14,12 @@ from collections.abc import Sequence
 MAX_SHOWN_CHARACTERS = 400
 
 _NOT_SHOWN = "(not shown)"
-# Twenty characters of hex or base64 (either alphabet, as they are or escaped in JSON) may be a key of sixteen bytes ...
+# Twenty characters of hex or base64 (either alphabet, plain or escaped in JSON) may be a key ...
 _RUN = re.compile(r"(?:[A-Za-z0-9+/_=-]|\\/|\\u00(?:2[BbFf]|3[Dd])){20,}")
-# ... unless they are words run together, as in the names of errors, which random text is once in ten thousand.
+# ... unless they are joined words, as in names of errors; random text is that once in ten thousand.
 _WORDS = re.compile(r"[A-Z]{0,5}[a-z]{2,}(?:[A-Z][a-z]{2,})*")
 
-# Bytes in groups, as in 41:42:43, 0x41, 0x42 or a line of a hexdump, with the column of text that such a line ends with.
+# Bytes in groups, as in 41:42:43, 0x41, 0x42 or a line of a hexdump with its column of text.
 _BYTES = r"(?:[0-9A-Fa-f]{2}){1,8}"
 _GROUPS = re.compile(
     rf"(?<![0-9A-Za-z])(?:0x|\\x)?({_BYTES}(?:(?:[\s:,;._-]{{1,8}}(?:0x)?|\\[xn]){_BYTES})+)(?![0-9A-Za-z])"
@@ -29,17 +29,15 @@ _MIN_GROUPED_DIGITS = 24
 
 
 def redact(output: bytes, *, secrets: Sequence[bytes]) -> str:
-    """Return the end of `output` as one line that shows none of the secrets, and nothing that looks like one.
+    """Return the end of `output` as one line, without the secrets and anything that looks like one.
 
-    Args:
-        output: What a program printed.
-        secrets: Bytes that are hidden in every spelling, however short.
+    `secrets` are hidden in every spelling, however short.
     """
     for secret in secrets:
         for form in spellings(secret):
             pattern = re.escape(form) + rb"={0,2}"
             output = re.sub(pattern, _NOT_SHOWN.encode(), output, flags=re.IGNORECASE)
-    # Redacted before it is cut, because half a key is a secret, too.
+    # Redacted before it is cut, because half a key is also secret.
     text = _GROUPS.sub(_shown_groups, output.decode("utf-8", "replace"))
     text = _RUN.sub(_shown, text)
     printable = "".join(char if char.isprintable() else " " for char in text)
@@ -49,7 +47,7 @@ def redact(output: bytes, *, secrets: Sequence[bytes]) -> str:
 
 
 def spellings(secret: bytes) -> tuple[bytes, ...]:
-    """Return the forms in which a secret may turn up: raw, hex, hex with colons, both alphabets of base64."""
+    """Return the forms of a secret: raw, hex, hex with colons, both alphabets of base64."""
     return (
         secret,
         secret.hex().encode(),

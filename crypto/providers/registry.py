@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find a key service by its address.
+"""Opens key services by their addresses.
 
 | address | service |
 |---|---|
-| `local:SOURCE` | a key of one's own, from `env:`, `file:`, `cmd:`, `fd:` or `prompt:` |
+| `local:SOURCE` | a key of the user, from `env:`, `file:`, `cmd:`, `fd:` or `prompt:` |
 | `exec:COMMAND` | a program; see `exec` |
 | `aws-kms:KEY` | AWS KMS, by key id, ARN or alias; `ckptmgr[aws]` |
 | `pkcs11:...` | a hardware token, by its RFC 7512 address; `ckptmgr[pkcs11]` |
 
-Other packages add theirs as entry points of the group `ckptmgr.keyproviders`: the name is the scheme, the object a
-function that takes what follows the colon and returns a `KeyProvider`. They cannot take the place of one of these four.
+Other packages add theirs as entry points of the group `ckptmgr.keyproviders`: the name is the
+scheme, the object a function that takes the rest of the address and returns a `KeyProvider`. They
+cannot replace one of these four.
 
 >>> open_provider("local:cmd:printf hex:000102030405060708090a0b0c0d0e0f").key_id
 'b2685a452d114388'
@@ -44,8 +45,8 @@ def open_provider(address: str, *, installed: Iterable[EntryPoint] | None = None
         installed: Entry points of other packages; None looks them up.
 
     Raises:
-        KeySourceError: No service has this scheme, or it cannot make sense of the place.
-        ProviderUnavailableError: What the service needs is not installed.
+        KeySourceError: No service has this scheme, or the place is not valid for it.
+        ProviderUnavailableError: A package that the service needs is not installed.
     """
     scheme, separator, place = address.partition(":")
     if not separator:
@@ -75,7 +76,7 @@ def _load(point: EntryPoint) -> _Opener:
 
 
 def _unknown() -> KeySourceError:
-    # The address is not repeated: somebody may have put a key there.
+    # The address is not repeated: it may be a key in the wrong place.
     schemes = ", ".join(f"{scheme}:" for scheme in BUILT_IN)
     return KeySourceError(
         "no key service has this address",

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One call of a key service for a run, not one for a save.
+"""The key of a run: one call of a key service for a run, not one for a save.
 
-A `RunKey` makes a random key, has it wrapped once and hands out both, save after save, so that an outage of the service
-stops no training step. `RunKeyReader` is the other side: it has each blob unwrapped once. Limits on age and on the number
-of files, which AWS calls a caching policy, are there for whoever must have them: at a limit the next save calls the
-service again, and fails if that does not answer.
+A `RunKey` makes a random key, has it wrapped once and returns both for every save, so that an
+outage of the service stops no training step. `RunKeyReader` has each blob unwrapped once. Optional
+limits on age and on the number of files are what AWS calls a caching policy: at a limit the next
+save calls the service again, and fails if that does not answer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class KeyLimits:
 
     Attributes:
         max_age_s: Seconds since it was wrapped, or None for no limit.
-        max_files: How often it is handed out.
+        max_files: The number of files it may encrypt.
 
     Raises:
         KeySourceError: A limit that allows nothing.
@@ -48,13 +48,13 @@ class KeyLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrappedKey:
-    """A key with what must be stored so that somebody can have it unwrapped.
+    """A key, and the values to store so that the service can unwrap it again.
 
     Attributes:
         key: The secret; never stored.
         provider: The kind of service that wrapped it.
         provider_key_id: The name of the key-encryption key there.
-        context: What the blob is bound to.
+        context: The words that the blob is bound to.
         blob: The wrapped key.
     """
 
@@ -70,7 +70,7 @@ class RunKey:
 
     Args:
         provider: The service.
-        context: What the key is bound to, such as the run; not secret.
+        context: The words that the key is bound to, such as the run; not secret.
         limits: When it is replaced.
         size_bytes: 16, 24 or 32; a service that makes keys itself makes those of 32.
         clock: Seconds that never go back.
@@ -100,7 +100,7 @@ class RunKey:
         self._files = 0
 
     def take(self) -> WrappedKey:
-        """Return the key for one more file; calls the service only for the first one, and at a limit.
+        """Return the key for one more file; calls the service for the first one, and at a limit.
 
         Raises:
             ProviderError: The service had to be called and gave nothing. The next call tries again.
@@ -139,8 +139,7 @@ class RunKey:
 class RunKeyReader:
     """Unwraps the keys of runs, each once. Safe to use from several threads.
 
-    Args:
-        provider: The service. Only this one is asked, whatever a file says about who wrapped its key.
+    Only `provider` is called, whatever a file states about the service that wrapped its key.
     """
 
     def __init__(self, provider: KeyProvider) -> None:
@@ -157,7 +156,7 @@ class RunKeyReader:
         """Return the key inside `blob`.
 
         Raises:
-            ProviderError: The service gave no key. Failures are not remembered.
+            ProviderError: The service gave no key. Failures are not cached.
         """
         name = (blob, context_bytes(context))
         with self._lock:

@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A wrapped key in a file: what a key service needs to give the key of a run back. The file is no secret, but guarded.
+"""The file of a wrapped key, from which a key service makes the key of a run. Not secret.
 
 ```
-{"version": 1, "provider": "aws-kms", "key_id": "alias/training", "context": {"run": "7f"}, "blob": BASE64}
+{"version": 1, "provider": "aws-kms", "key_id": "alias/training", "context": {"run": "7f"}, "blob":
+BASE64}
 ```
-The service is never taken from the file: `CKPTMGR_KEY_SERVICE` holds its address, and `provider` is only compared.
+The service is never taken from the file: `CKPTMGR_KEY_SERVICE` holds its address, and `provider` is
+only compared.
 
-Who can change the file chooses the key, among those that the service unwraps. So a file that others can change is refused,
-and a stated context (`CKPTMGR_KEY_CONTEXT`, such as `run=7f` or `run=7f,purpose=eval`) must be the one in the file.
+A user who can change the file chooses the key, among those that the service unwraps. So a file that
+others can change is refused, and a stated context (`CKPTMGR_KEY_CONTEXT`, such as `run=7f` or
+`run=7f,purpose=eval`) must be the one in the file.
 """
 
 from __future__ import annotations
@@ -35,14 +38,7 @@ _MEMBERS = {"version", "provider", "key_id", "context", "blob"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyFile:
-    """What a file says of a wrapped key.
-
-    Attributes:
-        provider: The kind of service that wrapped it.
-        key_id: The name of the key-encryption key there.
-        context: What the blob is bound to.
-        blob: The wrapped key.
-    """
+    """The content of the file of a wrapped key; see `WrappedKey`."""
 
     provider: str
     key_id: str
@@ -73,7 +69,7 @@ def pack_key_file(wrapped: WrappedKey) -> bytes:
 
 
 def parse_key_file(text: str) -> KeyFile:
-    """Return what the text of a file says.
+    """Parse the text of a file.
 
     Raises:
         KeySourceError: It is not the file of a wrapped key.
@@ -119,12 +115,13 @@ def load_wrapped_key(
 
     Args:
         path: The file.
-        service: Who unwraps; None takes the one at the address in `CKPTMGR_KEY_SERVICE`.
-        context: What the key must be bound to; None takes what `CKPTMGR_KEY_CONTEXT` states, and any context without it.
+        service: Unwraps the key; None takes the service at the address in `CKPTMGR_KEY_SERVICE`.
+        context: The required context; None takes that of `CKPTMGR_KEY_CONTEXT`, and without it
+            accepts any.
 
     Raises:
-        KeySourceError: The file or the address is none, they name different kinds of service, others can change the
-            file, or it is bound to another context.
+        KeySourceError: The file or the address is invalid, they name different kinds of service,
+            others can change the file, or it is bound to another context.
         ProviderError: The service gave no key.
     """
     found = parse_key_file(load_secret(f"file:{path}", is_public=True))
@@ -157,7 +154,8 @@ def _stated_context() -> Mapping[str, str] | None:
     words = [word.partition("=") for word in stated.split(",")]
     context = {name: value for name, _, value in words}
     if len(context) < len(words) or not all(name and equals for name, equals, _ in words):
-        # One that is empty counts, too: an unset variable in a script must not switch the comparison off.
+        # An empty one is an error, too: a script with an unset variable must not skip the
+        # comparison.
         raise KeySourceError(
             f"{CONTEXT_VARIABLE} states no context",
             hint="it is NAME=VALUE, or several with commas between them, such as run=7f,purpose=eval",
@@ -166,7 +164,7 @@ def _stated_context() -> Mapping[str, str] | None:
 
 
 def _not_wrapped(reason: str) -> KeySourceError:
-    # Nothing of it is shown: it may be a key that was not wrapped.
+    # The content is not shown: it may be a key that was not wrapped.
     return KeySourceError(
         f"this is not the file of a wrapped key: {reason}",
         hint="ckptmgr keygen --service ADDRESS makes one; a plain key is given as file:PATH",

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Key slots: the data key of a container, wrapped once for everybody who may open it.
+"""Key slots: the data key of a container, wrapped once for every recipient.
 
 ```
 slot   type(1) || 0(1) || body_len(2) || key_id(8) || body
 ```
-A `Recipient` makes a slot, an `Identity` opens the slots that are meant for it. Each is one method, so that a key
-service is one more small class; slot type 7 is theirs. Every slot is bound to the immutable bytes of its file and to
-its own head, so that it is worth nothing in another file.
+A `Recipient` makes a slot, an `Identity` opens its own slots. Each is one method, so a key service
+needs one small class; slot type 7 is reserved for that. Every slot is bound to the immutable bytes
+of its file and to its own head, so it is useless in another file.
 """
 
 from __future__ import annotations
@@ -58,10 +58,8 @@ _LABELS: dict[int, str] = {
 class Slot:
     """One wrapped data key.
 
-    Attributes:
-        type: A `SlotType`, or a number that a newer version knows.
-        key_id: Eight bytes that name the key; zeros for a passphrase.
-        body: What the type makes of it.
+    `type` is a `SlotType`, or a number of a newer version; `key_id` has eight bytes, zeros for a
+    passphrase.
 
     Raises:
         ValueError: A field does not fit.
@@ -79,13 +77,13 @@ class Slot:
 
     @property
     def label(self) -> str:
-        """What opens it, for people: `key 0011223344556677`, `passphrase (scrypt)`."""
+        """The key that opens it, for people: `key 0011223344556677`, `passphrase (scrypt)`."""
         name = _LABELS.get(self.type, f"type {self.type}")
         return name if self.key_id == NO_KEY_ID else f"{name} {self.key_id.hex()}"
 
     @property
     def size(self) -> int:
-        """Bytes it takes in a header."""
+        """Bytes in a header."""
         return _HEAD.size + len(self.body)
 
     def pack(self) -> bytes:
@@ -94,29 +92,30 @@ class Slot:
 
 
 class Recipient(Protocol):
-    """Somebody a file is encrypted for."""
+    """A key that files are encrypted for."""
 
     def wrap(self, data_key: Key, *, bound: bytes) -> Slot:
-        """Return a slot that holds `data_key` (32 bytes) and opens only beside the bytes `bound`."""
+        """Return a slot with `data_key` (32 bytes), which opens only beside the bytes `bound`."""
         ...
 
 
 class Identity(Protocol):
-    """Somebody who opens files."""
+    """A key that opens files."""
 
     def unwrap(self, slot: Slot, *, bound: bytes) -> bytes | None:
-        """Return the data key in `slot`, or None when the slot is not meant for this identity.
+        """Return the data key in `slot`, or None if the slot is for another identity.
 
         Raises:
-            TamperedError: It is meant for this identity and does not open.
-            DecryptionError: It does not open, and whether the passphrase is wrong or the slot damaged cannot be told.
-            UnsupportedSuiteError: Its parameters are outside what this version accepts.
+            TamperedError: It is for this identity and does not open.
+            DecryptionError: It does not open: the passphrase is wrong or the slot damaged, one
+                cannot say which.
+            UnsupportedSuiteError: Its parameters are outside the accepted limits.
         """
         ...
 
 
 def slot_head(slot_type: int, key_id: bytes, *, body_size: int) -> bytes:
-    """Return the twelve bytes that a slot begins with."""
+    """Return the first twelve bytes of a slot."""
     return _HEAD.pack(slot_type, 0, body_size, key_id)
 
 
@@ -127,7 +126,7 @@ def check_body_size(slot: Slot, size: int) -> None:
 
 
 def damaged_slot(slot: Slot) -> TamperedError:
-    """Return the error of a slot whose key is known to be right."""
+    """Return the error of a damaged slot whose key is known to be right."""
     return TamperedError(
         f"the key fits the {slot.label} slot, but the slot is damaged",
         hint="open the file with another of its keys, then rewrite its header",
@@ -135,18 +134,14 @@ def damaged_slot(slot: Slot) -> TamperedError:
 
 
 def parse_slots(data: bytes, *, count: int, offset: int) -> tuple[Slot, ...]:
-    """Return the `count` slots that fill `data` exactly.
-
-    Args:
-        data: The bytes.
-        count: How many.
-        offset: Where they stand in the file; for messages.
+    """Return the `count` slots that fill `data` exactly; `offset` is their position in the file.
 
     Raises:
         TamperedError: They do not.
     """
     if not 1 <= count <= MAX_SLOTS:
-        # Every passphrase slot may ask for a GiB and some seconds before its header can be authenticated.
+        # Every passphrase slot may ask for a GiB and some seconds before its header can be
+        # authenticated.
         raise TamperedError(f"{count} key slots are announced, not 1 to {MAX_SLOTS}", offset=offset)
     slots = tuple(_slots(data, offset))
     if len(slots) != count:

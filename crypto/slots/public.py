@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Key slots for public keys: whoever writes a file needs no secret, and only the owner of the private key opens it.
+"""Key slots for public keys: the writer of a file needs no secret, only a private key opens it.
 
 | slot | body | bytes |
 |---|---|---|
@@ -7,8 +7,9 @@
 | ML-KEM-768 with X25519 | HPKE base mode with the hybrid KEM, the same otherwise | 1168 |
 | RSA | OAEP with SHA-256, keys of 3072 to 8192 bits | those of the modulus |
 
-The `info` of HPKE and the label of OAEP are a prefix, the immutable bytes of the file and the slot head. The key id is the
-first eight bytes of SHA-256 over the public key: raw for X25519, ML-KEM then X25519 for the hybrid, DER for RSA.
+The `info` of HPKE and the label of OAEP are a prefix, the immutable bytes of the file and the slot
+head. The key id is the first eight bytes of SHA-256 over the public key: raw for X25519, ML-KEM
+then X25519 for the hybrid, DER for RSA.
 
 Source: RFC 9180 (HPKE), draft-ietf-hpke-pq (hybrid KEM), RFC 8017 section 7.1 (OAEP).
 """
@@ -58,16 +59,12 @@ _HYBRID_BODY_BYTES = 1120 + DATA_KEY_BYTES + _TAG_BYTES
 
 @dataclass(frozen=True, slots=True)
 class X25519Recipient:
-    """The owner of an X25519 key.
-
-    Attributes:
-        key: Their public key.
-    """
+    """An X25519 public key."""
 
     key: X25519PublicKey
 
     def wrap(self, data_key: Key, *, bound: bytes) -> Slot:
-        """Return a slot for the owner of the key."""
+        """Return a slot for the private key."""
         return _wrap(
             SlotType.X25519,
             _x25519_id(self.key),
@@ -79,11 +76,7 @@ class X25519Recipient:
 
 @dataclass(frozen=True, slots=True)
 class X25519Identity:
-    """Whoever holds an X25519 private key.
-
-    Attributes:
-        key: The private key; never shown.
-    """
+    """An X25519 private key; never shown."""
 
     key: X25519PrivateKey = field(repr=False)
 
@@ -101,18 +94,13 @@ class X25519Identity:
 
 @dataclass(frozen=True, slots=True)
 class HybridRecipient:
-    """The owner of an ML-KEM-768 and an X25519 key: safe as long as either is, against quantum computers too.
-
-    Attributes:
-        mlkem: One public key.
-        x25519: The other.
-    """
+    """An ML-KEM-768 and an X25519 public key: safe while either is (post-quantum)."""
 
     mlkem: MLKEM768PublicKey
     x25519: X25519PublicKey
 
     def wrap(self, data_key: Key, *, bound: bytes) -> Slot:
-        """Return a slot for the owner of the keys."""
+        """Return a slot for the private keys."""
         public = MLKEM768X25519PublicKey(self.mlkem, self.x25519)
         return _wrap(
             SlotType.MLKEM768_X25519,
@@ -125,12 +113,7 @@ class HybridRecipient:
 
 @dataclass(frozen=True, slots=True)
 class HybridIdentity:
-    """Whoever holds the private keys of a `HybridRecipient`.
-
-    Attributes:
-        mlkem: One private key; never shown.
-        x25519: The other; never shown.
-    """
+    """The private keys of a `HybridRecipient`; never shown."""
 
     mlkem: MLKEM768PrivateKey = field(repr=False)
     x25519: X25519PrivateKey = field(repr=False)
@@ -150,10 +133,7 @@ class HybridIdentity:
 
 @dataclass(frozen=True, slots=True)
 class RsaRecipient:
-    """The owner of an RSA key, as hardware modules have them.
-
-    Attributes:
-        key: Their public key.
+    """An RSA public key, as of a hardware module.
 
     Raises:
         KeyLengthError: It has fewer than 3072 or more than 8192 bits.
@@ -165,7 +145,7 @@ class RsaRecipient:
         _check_rsa(self.key.key_size)
 
     def wrap(self, data_key: Key, *, bound: bytes) -> Slot:
-        """Return a slot for the owner of the key."""
+        """Return a slot for the private key."""
         return _wrap(
             SlotType.RSA_OAEP,
             _rsa_id(self.key),
@@ -177,10 +157,7 @@ class RsaRecipient:
 
 @dataclass(frozen=True, slots=True)
 class RsaIdentity:
-    """Whoever holds an RSA private key.
-
-    Attributes:
-        key: The private key; never shown.
+    """An RSA private key; never shown.
 
     Raises:
         KeyLengthError: It has fewer than 3072 or more than 8192 bits.
@@ -211,7 +188,7 @@ def _wrap(
     bound: bytes,
     body_size: int,
 ) -> Slot:
-    """Return the slot whose body `encrypt` makes from the bytes it is bound to."""
+    """Return the slot whose body `encrypt` makes; it gets the bytes that the slot is bound to."""
     body = encrypt(_binding(slot_type, key_id, bound=bound, body_size=body_size))
     return Slot(type=slot_type, key_id=key_id, body=body)
 

@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Key slots for secrets that both sides share: a key, or a passphrase stretched by scrypt or argon2id.
+"""Key slots for symmetric secrets: a key, or a passphrase stretched by scrypt or argon2id.
 
 ```
 raw       salt(32) || wrapped(48)
 scrypt    log2_n(1) r(1) p(1) 0(1) || salt(32) || wrapped(48)
 argon2id  memory_kib(4) passes(1) lanes(1) 0(2) || salt(32) || wrapped(48)
-wrapped   AES-256-GCM(wrapping key, nonce of zeros, data key, AAD = bound || slot head || parameters)
+wrapped   AES-256-GCM(wrapping key, nonce of zeros, data key, AAD = bound || slot head ||
+parameters)
 ```
-A wrapping key is used once, because its salt is random. Costs are read only within limits, so that a hostile header asks
-for at most 1 GiB.
+A wrapping key is used once, because its salt is random. Costs have limits, so that a hostile header
+asks for at most 1 GiB.
 """
 
 from __future__ import annotations
@@ -47,12 +48,7 @@ _ARGON2ID_COUNTS = range(1, 17)
 
 @dataclass(frozen=True, slots=True)
 class RawKey:
-    """A key of 16, 24 or 32 bytes: recipient and identity.
-
-    Attributes:
-        key: The key.
-        random: Returns that many unpredictable bytes.
-    """
+    """A key of 16, 24 or 32 bytes as recipient and identity."""
 
     key: Key
     random: Random = field(default=os.urandom, repr=False)
@@ -88,7 +84,7 @@ class RawKey:
 
 
 class PassphraseCost(Protocol):
-    """How a passphrase is stretched, and how that is written down."""
+    """A way to stretch a passphrase, and its encoding in a slot."""
 
     @property
     def slot_type(self) -> SlotType: ...  # noqa: D102
@@ -97,7 +93,7 @@ class PassphraseCost(Protocol):
     def stretching_kib(self) -> int: ...  # noqa: D102
 
     def pack(self) -> bytes:
-        """Return the parameters as they stand in a slot."""
+        """Return the parameters as stored in a slot."""
         ...
 
     def stretch(self, passphrase: bytes, *, salt: bytes) -> bytes:
@@ -109,8 +105,7 @@ class PassphraseCost(Protocol):
 class Scrypt:
     """scrypt with r = 8 and p = 1; the default takes 128 MiB and about a second.
 
-    Attributes:
-        log2_n: 14 to 20.
+    `log2_n` is 14 to 20.
 
     Raises:
         UnsupportedSuiteError: Out of range.
@@ -153,10 +148,7 @@ class Scrypt:
 class Argon2id:
     """argon2id; the default takes 64 MiB and a fraction of a second.
 
-    Attributes:
-        memory_kib: KiB, at least 8 per lane and at most 1 GiB.
-        passes: 1 to 16.
-        lanes: 1 to 16.
+    `memory_kib` is at least 8 per lane and at most 1 GiB, `passes` and `lanes` are 1 to 16.
 
     Raises:
         UnsupportedSuiteError: Out of range.
@@ -204,13 +196,10 @@ class Argon2id:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Passphrase:
-    """Something people remember: recipient and identity.
+    """A passphrase as recipient and identity.
 
-    Attributes:
-        text: Any text; composed (NFC), so that it does not matter how a keyboard spells an accent.
-        cost: How new slots stretch it.
-        random: Returns that many unpredictable bytes.
-        stretched_keys: What it was stretched to already, and what pays for more.
+    `text` is composed (NFC), so that the encoding of accents does not matter. `cost` is that of new
+    slots.
 
     Raises:
         KeySourceError: It is empty, or no text.
@@ -240,7 +229,7 @@ class Passphrase:
         return Slot(type=self.cost.slot_type, key_id=NO_KEY_ID, body=costs + salt + wrapped)
 
     def unwrap(self, slot: Slot, *, bound: bytes) -> bytes | None:
-        """Return the data key, or None when the slot is for no passphrase; raises as `Identity.unwrap`."""
+        """Return the data key, or None for other kinds of slot; raises as `Identity.unwrap`."""
         cost = passphrase_cost(slot)
         if cost is None:
             return None
@@ -255,16 +244,11 @@ class Passphrase:
     def unwrap_with(
         self, cost: PassphraseCost, salt: bytes, unwrap: Callable[[bytes], bytes | None]
     ) -> bytes:
-        """Return what a slot holds that wants the passphrase stretched like this.
-
-        Args:
-            cost: How.
-            salt: With which salt.
-            unwrap: Returns the content of the slot for the stretched passphrase, or None.
+        """Return the content of a slot; `unwrap` opens it with the passphrase as stretched.
 
         Raises:
             DecryptionError: It does not open.
-            StretchingError: Other slots cost too much already.
+            StretchingError: Other slots used up the budget.
             UnsupportedSuiteError: There is too little memory for it.
         """
         place = cost, salt
@@ -278,7 +262,7 @@ class Passphrase:
         return content
 
     def stretch(self, cost: PassphraseCost, salt: bytes) -> bytes:
-        """Return the 32 bytes that the passphrase becomes, slowly.
+        """Return the 32-byte key of the passphrase, slowly.
 
         Raises:
             UnsupportedSuiteError: There is too little memory for it.
@@ -294,7 +278,7 @@ class Passphrase:
 
 
 def passphrase_cost(slot: Slot) -> PassphraseCost | None:
-    """Return how a slot wants a passphrase stretched, or None for slots of other kinds.
+    """Return the cost of a passphrase slot, or None for other kinds of slot.
 
     Raises:
         UnsupportedSuiteError: It asks for more than is accepted.
@@ -318,7 +302,7 @@ def _argon2id_of(slot: Slot) -> PassphraseCost:
 
 
 def argon2id_parameters(slot: Slot) -> Argon2id:
-    """Return the cost that the body of a slot begins with; it has the eight bytes.
+    """Return the cost in the first eight bytes of the body of a slot.
 
     Raises:
         UnsupportedSuiteError: It is out of range.

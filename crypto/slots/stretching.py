@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much work passphrases may cost, and what they were stretched to already.
+"""A budget for stretching passphrases, and the stretched keys of a passphrase.
 
-A slot states how a passphrase is to be stretched, and nothing is proven before that is done: the author of a slot may want to
-be let in, or to keep readers busy. So each stretching is paid from a budget that the whole process shares, and one that
-opened a slot is given back. A command has all of the budget; in a process that lives on, it fills up again within an hour.
+A slot states how a passphrase is to be stretched, and nothing is authenticated before that is done:
+an attacker may use slots to keep readers busy. So each stretching is paid from a budget of the
+whole process, and refunded if it opened a slot. A command has all of the budget; in a long-lived
+process it refills within an hour.
 
-Stretchings are remembered by cost and salt, whether they opened anything or not.
+Stretched keys are cached by cost and salt, whether they opened a slot or not.
 """
 
 from __future__ import annotations
@@ -19,18 +20,16 @@ from ..errors import StretchingError
 from ..secret_bytes import SecretBytes
 
 MOST_STRETCHING_KIB = 32 << 20
-"""KiB of memory, times the passes over them: twice the dearest slot, or 170 of the usual ones."""
+"""KiB of memory times the passes over them: twice the dearest slot, or 170 of the usual ones."""
 
 _REFILLED_IN_S = 3600.0
 _MOST_TRIED = 4096
 
 
 class StretchingBudget:
-    """What may still be stretched without opening anything. Safe to use from several threads.
+    """The work that may still be spent on slots that do not open. Safe to use from several threads.
 
-    Args:
-        most_kib: How much in all, as `PassphraseCost.stretching_kib` counts.
-        clock: Seconds that only grow.
+    `most_kib` counts like `PassphraseCost.stretching_kib`; `clock` returns monotonic seconds.
     """
 
     def __init__(
@@ -49,7 +48,8 @@ class StretchingBudget:
         """Pay for one stretching.
 
         Raises:
-            StretchingError: It would cost more than half of what is left; so a few dear slots leave enough for the usual ones.
+            StretchingError: It costs more than half of the rest; so a few dear slots leave enough
+                for the usual ones.
         """
         with self._lock:
             now_s = self._clock()
@@ -64,7 +64,7 @@ class StretchingBudget:
             self._left_kib -= kib
 
     def refund(self, kib: int) -> None:
-        """Take back a payment: the stretching opened a slot."""
+        """Refund a payment: the stretching opened a slot."""
         with self._lock:
             self._refill(kib)
 
@@ -81,10 +81,9 @@ def process_budget() -> StretchingBudget:
 
 
 class StretchedKeys:
-    """What one passphrase was stretched to. Safe to use from several threads.
+    """The stretched keys of one passphrase, by parameters (cost and salt). Thread-safe.
 
-    Args:
-        budget: Pays; None for that of the process.
+    `budget` pays; None for that of the process.
     """
 
     def __init__(self, budget: StretchingBudget | None = None) -> None:
@@ -94,12 +93,7 @@ class StretchedKeys:
         self._tried: OrderedDict[Hashable, tuple[SecretBytes, int]] = OrderedDict()
 
     def for_new_slot(self, parameters: Hashable, stretch: Callable[[], bytes]) -> SecretBytes:
-        """Return what the passphrase is stretched to at a parameters that this process chose: free.
-
-        Args:
-            parameters: Cost and salt.
-            stretch: Does it.
-        """
+        """Return the stretched key for parameters that this process chose: free of charge."""
         with self._lock:
             found = self._proven.get(parameters)
             if found is None:
@@ -109,12 +103,7 @@ class StretchedKeys:
     def for_slot(
         self, parameters: Hashable, stretch: Callable[[], bytes], *, kib: int
     ) -> SecretBytes:
-        """Return what the passphrase is stretched to as a slot asks; a thread that wants the same waits for it.
-
-        Args:
-            parameters: Cost and salt.
-            stretch: Does it.
-            kib: What it costs.
+        """Return the stretched key for parameters of a slot, at a price; other threads wait for it.
 
         Raises:
             StretchingError: The budget does not allow it.
@@ -131,7 +120,7 @@ class StretchedKeys:
             return self._tried[parameters][0]
 
     def confirm(self, parameters: Hashable) -> None:
-        """Note that what the passphrase is stretched to at a parameters opened a slot."""
+        """Record that the stretched key for these parameters opened a slot."""
         with self._lock:
             if parameters in self._tried:
                 self._proven[parameters], kib = self._tried.pop(parameters)
