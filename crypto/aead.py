@@ -65,11 +65,7 @@ class Aead(Protocol):
         ciphertext: memoryview,
         plaintext: memoryview,
     ) -> None:
-        """Fill `plaintext`, whose length must be exactly right.
-
-        Raises:
-            DecryptionError: The key is wrong or bytes were changed; `plaintext` is zeroed.
-        """
+        """Fill `plaintext` (its length is right), or zero it and raise DecryptionError."""
         ...
 
 

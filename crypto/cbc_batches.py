@@ -75,11 +75,7 @@ def decrypt_together(lanes: Sm4Lanes, key: Key, messages: Sequence[Message]) -> 
 
 
 def decrypt_end(mode: CipherMode, key: Key, message: Message) -> None:
-    """Fill the rest of a plaintext.
-
-    Raises:
-        DecryptionError: The key is wrong or bytes were changed; all of the plaintext is zeroed.
-    """
+    """Fill the rest of a plaintext, or zero all of it and raise DecryptionError."""
     body = _body_bytes(message)
     try:
         mode.decrypt_into(

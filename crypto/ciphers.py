@@ -67,11 +67,7 @@ class GcmDecryption:
         self._done_bytes = stop
 
     def finish(self, tag: bytes) -> None:
-        """Check the tag, 16 bytes, over all pieces.
-
-        Raises:
-            DecryptionError: It does not match.
-        """
+        """Check the tag, 16 bytes, over all pieces; raise DecryptionError if it does not match."""
         try:
             self._decryptor.finalize_with_tag(tag)
         except InvalidTag:
@@ -141,11 +137,7 @@ class CipherMode(Protocol):
     def decrypt_into(
         self, key: Key, *, iv: bytes, tag: bytes, ciphertext: memoryview, plaintext: memoryview
     ) -> None:
-        """Fill `plaintext`, whose length must be exactly right.
-
-        Raises:
-            DecryptionError: The key is wrong or bytes were changed; `plaintext` is zeroed.
-        """
+        """Fill `plaintext` (its length is right), or zero it and raise DecryptionError."""
         ...
 
     def peek(self, key: Key, *, iv: bytes, ciphertext: memoryview) -> bytes:
@@ -167,10 +159,9 @@ class CipherMode(Protocol):
         ...
 
     def plaintext_size(self, key: Key, *, ciphertext_size: int, end: bytes) -> int:
-        """Return the plaintext bytes of a ciphertext; `end` are the last 32 of IV and ciphertext.
+        """Return the plaintext bytes of a ciphertext, or raise DecryptionError.
 
-        Raises:
-            DecryptionError: The key is wrong or bytes were changed.
+        `end` are the last 32 bytes of IV and ciphertext together.
         """
         ...
 
@@ -368,11 +359,7 @@ _BY_NAME = {mode.name: mode for mode in MODES}
 
 
 def mode_of(name: str) -> CipherMode:
-    """Return the mode of that name, which is case-sensitive as in MindSpore.
-
-    Raises:
-        UnsupportedSuiteError: There is no such mode.
-    """
+    """Return the mode of that name (as in MindSpore), or raise UnsupportedSuiteError."""
     mode = _BY_NAME.get(name)
     if mode is None:
         raise UnsupportedSuiteError(

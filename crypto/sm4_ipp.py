@@ -74,11 +74,7 @@ class Sm4Lanes:
         self._functions = functions
 
     def encrypt(self, key: bytes, chains: Sequence[Chain]) -> None:
-        """Fill the target of every chain with ciphertext.
-
-        Raises:
-            ValueError: There are more than sixteen chains, or their lengths differ.
-        """
+        """Fill the target of every chain; ValueError for over sixteen, or of different lengths."""
         self._run(self._functions.encrypt, key, chains)
 
     def decrypt(self, key: bytes, chains: Sequence[Chain]) -> None:
@@ -173,11 +169,7 @@ def _chains(
 
 
 def library_files() -> list[Path]:
-    """Return the shared libraries of `ckptmgr[sm4]`, in load order.
-
-    Raises:
-        FileNotFoundError: They are not installed, or have another ABI.
-    """
+    """Return the shared libraries of `ckptmgr[sm4]`, in load order, or raise FileNotFoundError."""
     return [_file_of(package, name) for package, names in _PACKAGES.items() for name in names]
 
 

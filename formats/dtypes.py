@@ -75,11 +75,7 @@ BY_SAFETENSORS = {dtype.safetensors: dtype for dtype in DTYPES if dtype.safetens
 
 
 def dtype_of(name: str) -> DType:
-    """Return the row called `name`.
-
-    Raises:
-        UnsupportedError: The table has no such type.
-    """
+    """Return the row called `name`, or raise UnsupportedError."""
     try:
         return BY_NAME[name]
     except KeyError:

@@ -78,11 +78,7 @@ def check_buffer(entry: TensorEntry, buffer: memoryview) -> None:
 
 
 def check_content(entry: TensorEntry, view: memoryview, *, offset: int) -> None:
-    """Check bytes of a tensor's content that were read at `offset`.
-
-    Raises:
-        FormatError: A bool is neither 0 nor 1.
-    """
+    """Check bytes of a tensor's content that were read at `offset`: a bool is 0 or 1."""
     if entry.spec.dtype.name != "bool":
         return
     for start in range(0, view.nbytes, READ_BYTES):
@@ -97,11 +93,7 @@ def check_content(entry: TensorEntry, view: memoryview, *, offset: int) -> None:
 
 
 def check_crc(stored: int | None, computed: int) -> None:
-    """Compare the CRC32 that a file states with the one computed from its bytes.
-
-    Raises:
-        ChecksumError: They differ, or the file states none.
-    """
+    """Raise ChecksumError unless a file states the CRC32 that was computed from its bytes."""
     if stored is None:
         raise ChecksumError("the file has no CRC32")
     if stored != computed:

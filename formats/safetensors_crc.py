@@ -79,11 +79,7 @@ class ContentsCrc:
             index += 1
 
     def value(self) -> int:
-        """Return the CRC32 after all contents were added.
-
-        Raises:
-            UnsupportedError: A negative 0-d integer.
-        """
+        """Return the CRC32 of all contents; UnsupportedError for a negative 0-d integer."""
         crcs = [(0, 0)] * len(self._entries)
         for index, low in sorted(self._crcs):
             crcs[index] = _combined(crcs[index], self._crcs[index, low])

@@ -148,11 +148,7 @@ class _Header:
         self._tensors = "".join(_header_entries(specs)).encode()
 
     def encode(self, crc: int | None = None) -> bytes:
-        """Return the length of the header, and the header.
-
-        Raises:
-            FormatError: It is too long, or a text in the metadata cannot be encoded.
-        """
+        """Return the length of the header, and the header."""
         stated = {} if crc is None else {_CRC_KEY: str(crc)}
         missing_digits = sum(_CRC_DIGITS - len(digits) for digits in stated.values())
         encoded = b"{%s:%s%s}" % (

@@ -104,11 +104,7 @@ def _decoder(
 
 
 def parse_strings(value: object, *, what: str, offset: int) -> dict[str, str]:
-    """Return `value` as an object of encodable strings.
-
-    Raises:
-        FormatError: It is something else.
-    """
+    """Return `value` as an object of encodable strings, or raise FormatError."""
     if not isinstance(value, dict):
         raise FormatError(f"the {what} is not an object", offset=offset)
     strings: dict[str, str] = {}
@@ -122,11 +118,7 @@ def parse_strings(value: object, *, what: str, offset: int) -> dict[str, str]:
 
 
 def encode_object(value: Mapping[str, object], *, what: str) -> bytes:
-    """Return an object as compact UTF-8 JSON.
-
-    Raises:
-        FormatError: A string in it cannot be encoded in UTF-8.
-    """
+    """Return an object as compact UTF-8 JSON, or raise FormatError for a lone surrogate."""
     text = _ENCODER.encode(value)
     try:
         return text.encode()

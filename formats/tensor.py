@@ -100,20 +100,15 @@ def most_dimensions() -> int:
 
 
 def check_count(count: int) -> None:
-    """Raise unless a file may have `count` tensors.
-
-    Raises:
-        UnsupportedError: It may not.
-    """
+    """Raise UnsupportedError unless a file may have `count` tensors."""
     if count > MAX_TENSORS:
         raise UnsupportedError(f"more than {MAX_TENSORS} tensors in one file")
 
 
 def content_of(tensor: Tensor) -> memoryview:
-    """Return a tensor's content, checked: `size_bytes` bytes, one dimension, format B, bools 0, 1.
+    """Return a tensor's content: `size_bytes` bytes, one dimension, format B, bools 0 or 1.
 
-    Raises:
-        FormatError: It is shorter or longer than shape and type demand; names the tensor.
+    Raises FormatError if it is shorter or longer than shape and type demand.
     """
     view, spec = tensor.content(), tensor.spec
     if view.nbytes != spec.size_bytes:

@@ -138,8 +138,7 @@ class FloeMessage:
     ) -> None:
         """Encrypt segment `index` and fill `segment`; every index is encrypted once.
 
-        Raises:
-            ValueError: A length is wrong, or there is no such index.
+        Raises ValueError for a wrong length or index.
         """
         self._check(index, plaintext, segment, is_final=is_final)
         aead, start = self.parameters.aead, LENGTH_BYTES + self.parameters.alignment_bytes

@@ -121,10 +121,9 @@ class FixedHeader:
         return self.segments_offset + full * self.segment_bytes + last
 
     def with_stored_size(self, file_size: int) -> FixedHeader:
-        """Return the layout of a file of that size: this header, with the stored size of frames.
+        """Return this header with the stored size of frames, from the size of the file.
 
-        Raises:
-            ValueError: No file with frames has that size.
+        Raises ValueError if no file with frames has that size.
         """
         if self.content is not Content.FRAMES:
             return self
@@ -196,12 +195,7 @@ class HeaderCopy:
     slots: tuple[Slot, ...]
 
     def pack(self, data_key: Key) -> bytes:
-        """Return the bytes of a copy.
-
-        Raises:
-            ValueError: The slots are too many, too long together, or none; or the generation is
-                beyond the last.
-        """
+        """Return the bytes of a copy, or raise ValueError if the slots do not fit."""
         if self.generation > _MAX_GENERATION:
             raise ValueError("its header says that it was rewritten as often as can be")
         slots = pack_slots(self.slots)

@@ -115,11 +115,7 @@ class ContainerSource:
         )
 
     def check_empty(self) -> None:
-        """Authenticate the only segment of an empty plaintext, which no read would touch.
-
-        Raises:
-            TamperedError: It was changed.
-        """
+        """Authenticate the only segment of an empty plaintext, which no read would touch."""
         self._open(0, memoryview(bytearray()))
 
     def _open(self, index: int, plaintext: memoryview) -> None:

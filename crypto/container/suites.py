@@ -45,11 +45,7 @@ class Suite:
     alignment_bytes: int = 0
 
     def parameters(self, segment_bytes: int) -> FloeParameters:
-        """Return the parameters of messages with segments of that length.
-
-        Raises:
-            ValueError: The cipher cannot fill such segments.
-        """
+        """Return the parameters of messages with segments of that length."""
         return FloeParameters(
             aead=self.aead,
             aead_id=self.aead_id,
@@ -107,11 +103,7 @@ _BY_CODE = {suite.code: suite for suite in SUITES}
 
 
 def suite_of(mode: str) -> Suite:
-    """Return the suite of a cipher mode.
-
-    Raises:
-        UnsupportedSuiteError: There is none.
-    """
+    """Return the suite of a cipher mode, or raise UnsupportedSuiteError."""
     suite = _BY_MODE.get(mode)
     if suite is None:
         raise UnsupportedSuiteError(
@@ -121,11 +113,7 @@ def suite_of(mode: str) -> Suite:
 
 
 def suite_with(code: int, *, offset: int) -> Suite:
-    """Return the suite of a number at `offset` of a file.
-
-    Raises:
-        UnsupportedSuiteError: This version does not know it.
-    """
+    """Return the suite of a number at `offset` of a file, or raise UnsupportedSuiteError."""
     suite = _BY_CODE.get(code)
     if suite is None:
         raise UnsupportedSuiteError(

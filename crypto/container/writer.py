@@ -142,11 +142,7 @@ class ContainerSealer:
         self._sealed[index] = 1
 
     def finish(self) -> None:
-        """Check that the file is complete.
-
-        Raises:
-            ValueError: A segment was not sealed.
-        """
+        """Raise ValueError unless every segment was sealed."""
         missing = self._sealed.find(0)
         if missing >= 0:
             raise ValueError(f"segment {missing} of {self.block_count} was not sealed")
@@ -210,11 +206,7 @@ def _stated_size(plaintext_size: int, content: Content, raw_size: int | None) ->
 def _wrap_header(
     fixed: FixedHeader, recipients: Sequence[Recipient], data_key: Key, *, may_grow: bool
 ) -> HeaderCopy:
-    """Return the first header of a file, in larger copies if the slots need them and `may_grow`.
-
-    Raises:
-        ValueError: The slots do not fit.
-    """
+    """Return the first header of a file, in larger copies if the slots need them and `may_grow`."""
     bound = fixed.pack()
     slots = tuple(recipient.wrap(data_key, bound=bound) for recipient in recipients)
     needed = smallest_copy_size(slots)

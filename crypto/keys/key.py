@@ -23,11 +23,7 @@ _KEY_ID_BYTES = 8
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Key:
-    """A symmetric key of 16, 24 or 32 secret bytes.
-
-    Raises:
-        KeyLengthError: Any other length. The message never shows the key.
-    """
+    """A symmetric key of 16, 24 or 32 secret bytes; KeyLengthError for any other length."""
 
     raw: bytes
 

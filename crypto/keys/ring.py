@@ -223,8 +223,7 @@ def unwrap_first(
 ) -> bytes | None:
     """Return the content of the first slot that opens for an identity, or None.
 
-    Raises:
-        StretchingError: None opens, and one was not tried because other slots used up the budget.
+    Raises StretchingError if none opens and one was not tried, because others used up the budget.
     """
     untried = None
     for slot in slots:

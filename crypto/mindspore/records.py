@@ -86,11 +86,7 @@ def pack_head(mode: CipherMode, head: RecordHead) -> bytes:
 
 
 def parse_head(mode: CipherMode, head: bytes, *, offset: int) -> RecordHead:
-    """Parse a record head of `head_size` bytes, which is at `offset` of the file.
-
-    Raises:
-        TamperedError: A field has a value that MindSpore never writes.
-    """
+    """Parse a record head of `head_size` bytes, at `offset` of the file, or raise TamperedError."""
     if sniff_mode(head) != mode.name:
         raise TamperedError(f"no {mode.name} record starts here", offset=offset)
     end_of_tag = _MAGIC_BYTES + mode.tag_bytes

@@ -97,8 +97,7 @@ def seal_plaintext_size(block_count: int, *, has_crc: bool) -> int:
 def seal_record_size(mode: CipherMode, block_count: int, *, has_crc: bool) -> int:
     """Return the bytes of the seal record for a number of blocks.
 
-    Raises:
-        ValueError: Their digests do not fit into a record that MindSpore accepts.
+    Raises ValueError if their digests do not fit into a record that MindSpore accepts.
     """
     size = seal_plaintext_size(block_count, has_crc=has_crc)
     if mode.ciphertext_size(size) > MAX_CIPHER_BYTES:

@@ -134,10 +134,9 @@ def damaged_slot(slot: Slot) -> TamperedError:
 
 
 def parse_slots(data: bytes, *, count: int, offset: int) -> tuple[Slot, ...]:
-    """Return the `count` slots that fill `data` exactly; `offset` is their position in the file.
+    """Return the `count` slots that fill `data` exactly, or raise TamperedError.
 
-    Raises:
-        TamperedError: They do not.
+    `offset` is their position in the file.
     """
     if not 1 <= count <= MAX_SLOTS:
         # Every passphrase slot may ask for a GiB and some seconds before its header can be
@@ -163,11 +162,7 @@ def _slots(data: bytes, offset: int) -> Iterator[Slot]:
 
 
 def pack_slots(slots: Sequence[Slot]) -> bytes:
-    """Return the bytes of all slots.
-
-    Raises:
-        ValueError: There are none, or more than sixteen.
-    """
+    """Return the bytes of all slots, or raise ValueError unless they are 1 to 16."""
     if not 1 <= len(slots) <= MAX_SLOTS:
         raise ValueError(f"a container has 1 to {MAX_SLOTS} key slots, not {len(slots)}")
     return b"".join(slot.pack() for slot in slots)

@@ -94,7 +94,7 @@ class X25519Identity:
 
 @dataclass(frozen=True, slots=True)
 class HybridRecipient:
-    """An ML-KEM-768 and an X25519 public key: safe while either is (post-quantum)."""
+    """An ML-KEM-768 and an X25519 public key: safe while either is, post-quantum."""
 
     mlkem: MLKEM768PublicKey
     x25519: X25519PublicKey
@@ -133,11 +133,7 @@ class HybridIdentity:
 
 @dataclass(frozen=True, slots=True)
 class RsaRecipient:
-    """An RSA public key, as of a hardware module.
-
-    Raises:
-        KeyLengthError: It has fewer than 3072 or more than 8192 bits.
-    """
+    """An RSA public key of 3072 to 8192 bits, as of a hardware module."""
 
     key: RSAPublicKey
 
@@ -157,11 +153,7 @@ class RsaRecipient:
 
 @dataclass(frozen=True, slots=True)
 class RsaIdentity:
-    """An RSA private key; never shown.
-
-    Raises:
-        KeyLengthError: It has fewer than 3072 or more than 8192 bits.
-    """
+    """An RSA private key of 3072 to 8192 bits; never shown."""
 
     key: RSAPrivateKey = field(repr=False)
 

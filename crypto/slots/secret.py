@@ -264,8 +264,7 @@ class Passphrase:
     def stretch(self, cost: PassphraseCost, salt: bytes) -> bytes:
         """Return the 32-byte key of the passphrase, slowly.
 
-        Raises:
-            UnsupportedSuiteError: There is too little memory for it.
+        Raises UnsupportedSuiteError if there is too little memory for it.
         """
         passphrase = unicodedata.normalize("NFC", self.text).encode("utf-8")
         try:
@@ -302,11 +301,7 @@ def _argon2id_of(slot: Slot) -> PassphraseCost:
 
 
 def argon2id_parameters(slot: Slot) -> Argon2id:
-    """Return the cost in the first eight bytes of the body of a slot.
-
-    Raises:
-        UnsupportedSuiteError: It is out of range.
-    """
+    """Return the cost in the first eight bytes of the body of a slot."""
     memory_kib, passes, lanes, zero = _ARGON2ID.unpack_from(slot.body)
     if zero:
         raise UnsupportedSuiteError("the argon2id slot sets bits that this version does not know")

@@ -45,11 +45,9 @@ class StretchingBudget:
         self._at_s = clock()
 
     def spend(self, kib: int) -> None:
-        """Pay for one stretching.
+        """Pay for one stretching, or raise StretchingError if it costs more than half of the rest.
 
-        Raises:
-            StretchingError: It costs more than half of the rest; so a few dear slots leave enough
-                for the usual ones.
+        So a few dear slots leave enough for the usual ones.
         """
         with self._lock:
             now_s = self._clock()
@@ -103,11 +101,7 @@ class StretchedKeys:
     def for_slot(
         self, parameters: Hashable, stretch: Callable[[], bytes], *, kib: int
     ) -> SecretBytes:
-        """Return the stretched key for parameters of a slot, at a price; other threads wait for it.
-
-        Raises:
-            StretchingError: The budget does not allow it.
-        """
+        """Return the stretched key for parameters of a slot, at a price."""
         with self._lock:
             found = self._proven.get(parameters)
             if found is not None:

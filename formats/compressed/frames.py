@@ -62,11 +62,7 @@ def _compressor(level: int, **parameters: int) -> zstandard.ZstdCompressor:
 
 
 class FramePacker:
-    """Compresses frames at a zstd level, for one thread at a time; reuses its memory.
-
-    Raises:
-        UnsupportedError: There is no such level.
-    """
+    """Compresses frames at a zstd level, for one thread at a time; reuses its memory."""
 
     def __init__(self, *, level: int) -> None:
         check_level(level)
@@ -76,11 +72,7 @@ class FramePacker:
         self._grouped = bytearray()
 
     def pack(self, raw: memoryview, *, item_bytes: int) -> Packed:
-        """Return the frame for `raw` (flat, format B), whose elements have `item_bytes` bytes.
-
-        Raises:
-            ValueError: It is empty, longer than a frame, or holds a part of an element.
-        """
+        """Return the frame for `raw` (flat, format B), whose elements have `item_bytes` bytes."""
         size = raw.nbytes
         if not 0 < size <= FRAME_BYTES or size % item_bytes:
             raise ValueError(f"{size} bytes of elements of {item_bytes} are no frame")
@@ -121,11 +113,7 @@ class FramePacker:
 
 
 def check_level(level: int) -> None:
-    """Raise unless zstd has such a level.
-
-    Raises:
-        UnsupportedError: There is no such level.
-    """
+    """Raise UnsupportedError unless zstd has such a level."""
     if level not in LEVELS:
         raise UnsupportedError(
             f"a zstd level is {LEVELS.start} to {LEVELS.stop - 1}, but got {level}"
@@ -162,11 +150,7 @@ def _ungroup(planes: np.ndarray, raw: memoryview) -> None:
 
 
 def check_frame(frame: Frame, stored: memoryview) -> None:
-    """Compare a stored frame with its digest.
-
-    Raises:
-        ChecksumError: It differs.
-    """
+    """Raise ChecksumError unless a stored frame matches its digest."""
     if frame_digest(stored) != frame.digest:
         raise ChecksumError("a compressed frame does not match its digest", offset=frame.offset)
 

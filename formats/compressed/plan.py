@@ -49,11 +49,7 @@ def runs_of(index: SafetensorsIndex, size_bytes: int) -> Iterator[Run]:
 
 
 def plan_frames(runs: Iterable[Run]) -> list[PlannedFrame]:
-    """Return the frames of a file of these runs, in file order.
-
-    Raises:
-        UnsupportedError: They are too many.
-    """
+    """Return the frames of a file of these runs, in file order."""
     frames: list[PlannedFrame] = []
     shared: PlannedFrame | None = None
     start = 0

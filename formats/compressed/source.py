@@ -57,8 +57,7 @@ class FramesSource:
     def read_frame_into(self, index: int, raw: memoryview) -> None:
         """Expand a frame into `raw` (flat, writable, format B, of the size of its expanded bytes).
 
-        Raises:
-            FormatError: It is damaged; the content of `raw` is then undefined.
+        The content of `raw` is undefined after an error.
         """
         frame = self.table.frames[index]
         if frame.method == STORED:

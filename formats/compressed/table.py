@@ -143,11 +143,7 @@ def read_table(source: Source) -> FrameTable:
 
 
 def check_frame_count(count: int) -> None:
-    """Raise unless a file may have `count` frames.
-
-    Raises:
-        UnsupportedError: It may not.
-    """
+    """Raise UnsupportedError unless a file may have `count` frames."""
     if count > MAX_FRAMES:
         raise UnsupportedError(f"{count} compressed frames are more than {MAX_FRAMES}")
 

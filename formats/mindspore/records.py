@@ -47,12 +47,7 @@ class MapRecord(NamedTuple):
 
 
 def read_record(wire: WireReader, value: Field) -> TensorRecord | MapRecord:
-    """Return the record in a `Value` message.
-
-    Raises:
-        FormatError: A field is missing, doubled, or of the wrong wire type; names offset and
-            tensor.
-    """
+    """Return the record in a `Value` message."""
     found: dict[int, Field] = {}
     for field in wire.fields(value.start, value.stop):
         if field.number in (VALUE_TAG, VALUE_TENSOR, VALUE_MAPTENSOR):
@@ -69,11 +64,7 @@ def read_record(wire: WireReader, value: Field) -> TensorRecord | MapRecord:
 
 
 def expect_bytes(field: Field, *, tensor: str | None = None) -> Field:
-    """Return a field that must be length-delimited.
-
-    Raises:
-        FormatError: It has another wire type.
-    """
+    """Return a field that must be length-delimited."""
     if field.wire_type != LENGTH_DELIMITED:
         raise FormatError(
             f"field {field.number} has wire type {field.wire_type} instead of {LENGTH_DELIMITED}",

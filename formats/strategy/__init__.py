@@ -67,12 +67,7 @@ _STAGED = re.compile(r"(0|[1-9][0-9]{0,6})-(.+)", re.DOTALL)
 
 
 def parse_strategy(data: bytes) -> Strategy:
-    """Return the strategy in the bytes of a file, protobuf or JSON.
-
-    Raises:
-        FormatError: Not a strategy file, or one that contradicts itself; names offset and
-            parameter.
-    """
+    """Return the strategy in the bytes of a file, protobuf or JSON."""
     if not data:
         raise TruncatedError("the strategy file is empty", offset=0)
     if len(data) > MAX_STRATEGY_BYTES:
@@ -82,12 +77,7 @@ def parse_strategy(data: bytes) -> Strategy:
 
 
 def encode_strategy(strategy: Strategy, *, kind: Kind = "protobuf") -> bytes:
-    """Return the bytes of a strategy file.
-
-    Raises:
-        FormatError: It could not be read back: a layout contradicts itself, or a name comes twice
-            or is not UTF-8.
-    """
+    """Return the bytes of a strategy file; FormatError for one that could not be read back."""
     check_unsigned(strategy.current_stage, what="current_stage")
     for operator in strategy.operators:
         check_operator(operator)
@@ -103,11 +93,7 @@ def encode_strategy(strategy: Strategy, *, kind: Kind = "protobuf") -> bytes:
 
 
 def read_restore_ranks(data: bytes) -> tuple[int, ...]:
-    """Return the ranks that a checkpoint can be restored from, according to a group file.
-
-    Raises:
-        FormatError: Not a group file.
-    """
+    """Return the ranks that a checkpoint can be restored from, according to a group file."""
     if not data:
         raise TruncatedError("the group file is empty", offset=0)
     return read_group(data)

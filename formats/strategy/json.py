@@ -25,12 +25,7 @@ _WHAT = "strategy file"
 
 
 def read_json(data: bytes) -> Strategy:
-    """Return the strategy in a JSON object.
-
-    Raises:
-        FormatError: A key is missing, or a value of the wrong type or out of range; names the
-            parameter.
-    """
+    """Return the strategy in a JSON object."""
     top = parse_object(data, what=_WHAT, offset=0)
     operators = _object(top.get("parallel_strategy_item", {}), "parallel_strategy_item")
     layouts = _object(top.get("parallel_layout_item", {}), "parallel_layout_item")
@@ -42,11 +37,7 @@ def read_json(data: bytes) -> Strategy:
 
 
 def write_json(strategy: Strategy) -> bytes:
-    """Return a strategy as a JSON object.
-
-    Raises:
-        FormatError: A name cannot be encoded in UTF-8.
-    """
+    """Return a strategy as a JSON object."""
     return encode_object(
         {
             "current_stage": strategy.current_stage,

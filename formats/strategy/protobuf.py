@@ -47,12 +47,7 @@ _MAX_FIELDS = 2 * MAX_DEVICES
 
 
 def read_protobuf(data: bytes) -> Strategy:
-    """Return the strategy in a `ParallelStrategyMap`.
-
-    Raises:
-        FormatError: A field is missing, doubled, of the wrong type or out of range; names offset
-            and parameter.
-    """
+    """Return the strategy in a `ParallelStrategyMap`."""
     wire = WireReader(BytesSource(data))
     stages: list[int] = []
     operators: list[OperatorStrategy] = []
@@ -72,11 +67,7 @@ def read_protobuf(data: bytes) -> Strategy:
 
 
 def read_group(data: bytes) -> tuple[int, ...]:
-    """Return the restore ranks of a `ParallelGroupMap`.
-
-    Raises:
-        FormatError: As `read_protobuf`.
-    """
+    """Return the restore ranks of a `ParallelGroupMap`."""
     wire = WireReader(BytesSource(data))
     whole = Field(0, LENGTH_DELIMITED, 0, 0, wire.size, 0)
     group = _Message(wire, whole, what="the group file")

@@ -87,11 +87,7 @@ class Strategy:
 
 
 def check_layout(layout: StrategyLayout, *, offset: int | None = None) -> StrategyLayout:
-    """Return a layout whose numbers are consistent.
-
-    Raises:
-        FormatError: They do not; names offset and parameter.
-    """
+    """Return a layout, or raise FormatError if its numbers are inconsistent."""
     problem = _device_problem(layout) or _axis_problem(layout) or _shard_problem(layout)
     if problem is not None:
         raise FormatError(problem, offset=offset, tensor=layout.name)
@@ -99,11 +95,7 @@ def check_layout(layout: StrategyLayout, *, offset: int | None = None) -> Strate
 
 
 def check_operator(operator: OperatorStrategy, *, offset: int | None = None) -> OperatorStrategy:
-    """Return an operator whose stage and pieces are unsigned 32-bit numbers.
-
-    Raises:
-        FormatError: They are not; names offset and operator.
-    """
+    """Return an operator, or raise FormatError unless its numbers are unsigned 32-bit."""
     check_unsigned(operator.stage, what="stage", offset=offset, name=operator.name)
     for number in chain.from_iterable(operator.strategy):
         check_unsigned(number, what="a number of pieces", offset=offset, name=operator.name)
@@ -113,11 +105,7 @@ def check_operator(operator: OperatorStrategy, *, offset: int | None = None) -> 
 def check_unsigned(
     value: int, *, what: str, offset: int | None = None, name: str | None = None
 ) -> int:
-    """Return a number that protobuf stores as uint32.
-
-    Raises:
-        FormatError: It does not fit.
-    """
+    """Return a number, or raise FormatError unless protobuf can store it as uint32."""
     if not 0 <= value <= MAX_UINT32:
         raise FormatError(
             f"{what} is {value}, outside 0 to {MAX_UINT32}", offset=offset, tensor=name
