@@ -94,7 +94,7 @@ _STRETCH_BYTES = 16 << 20
 _SAMPLE_BYTES = 1 << 20
 _SAMPLE_OFFSET = 84 * _PAGE_BYTES
 _TOLERATED = 6  # one odd page among these is ignored: the description of a tensor
-# BufferPool for unaligned memory: a chunk and its ends, rounded to whole sectors.
+# For unaligned memory: a chunk and its ends, rounded to whole sectors.
 _bounces = BufferPool(4, _CHUNK_BYTES + 2 * DIRECT_IO_ALIGNMENT)
 # Not CDLL, which releases the GIL: to get it back takes longer than the call.
 _LIBC = ctypes.PyDLL(None, use_errno=True)

@@ -215,8 +215,10 @@ class Publisher:
         except CkptmgrError:
             manifest = None
         manifest = manifest or self._made_up(name, status)
-        if manifest.kept is None and before is not None:
-            return replace(manifest, kept=before.text)
+        if manifest.preserved is None and before is not None:
+            is_proven = not manifest.is_placeholder
+            text = before.text if is_proven else self._manifests.text_to_preserve(before, name)
+            return replace(manifest, preserved=text)
         return manifest
 
     def _made_up(self, name: str, status: FileStatus) -> Manifest:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was read of manifests, for as long as their files do not change: a run lists its directory at every save.
+"""Cache of manifests whose files did not change, because a run lists its directory at every save.
 
-A file counts as unchanged while the directory says the same of it: inode, size, mode, and when it was modified and changed.
-The time of change is the kernel's: whoever may write here can set all other times, but that one only with the clock of the
-machine. And who has that gains nothing. What is kept was proven when it was read; it decides what a run counts, numbers and
-keeps, as if the file had been swapped right after a look at it. Whatever is loaded or written again is read and proven anew.
+A file counts as unchanged while its inode, size, mode, modification and change time stay the same. The
+change time is set by the kernel: a user with write permission can set all other times, but that one
+only with the clock of the machine. Such a user gains nothing. Cached values were proven when they were
+read; they decide how a run counts, numbers and retains checkpoints, as if the file had been swapped
+right after it was read. Everything that is loaded or rewritten is read and proven again.
 
-Kept is neither what changed just now, as a second change could carry the same time, nor what could not be read or proven,
-nor anything on disks that tell no time of change.
+Not cached: files that changed just now, as a second change could have the same time; manifests that
+could not be read or proven; and anything on disks without change times.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ class _Seen(NamedTuple):
 
 
 class ManifestCache:
-    """Checkpoints by the names of their manifests, as the last listing found them."""
+    """Checkpoints of the last listing, by the names of their manifests."""
 
     def __init__(self) -> None:
         self._seen: Mapping[str, _Seen] = {}
 
     def listing(self, entries: Mapping[str, FileStatus], *, now_s: float) -> CachedListing:
-        """Return what is still true of a directory with these entries."""
+        """Return the cache for a directory with these entries, listed before `now_s` (since the epoch)."""
         return CachedListing(self._seen, entries, before_ns=int((now_s - _TICK_S) * 1e9))
 
     def keep(self, listing: CachedListing) -> None:
-        """Keep what a listing found, in place of all before."""
+        """Replace the cached values by those of a listing."""
         self._seen = listing.found
 
 
 class CachedListing:
-    """What is known while a directory is being listed."""
+    """The cache during one listing; `found` holds its values."""
 
     def __init__(
         self, seen: Mapping[str, _Seen], entries: Mapping[str, FileStatus], *, before_ns: int
@@ -54,7 +55,7 @@ class CachedListing:
         self.found: dict[str, _Seen] = {}
 
     def get(self, name: str) -> Checkpoint | None:
-        """Return the checkpoint of a manifest unless one of its files changed."""
+        """Return the cached checkpoint of a manifest unless one of its files changed."""
         seen = self._seen.get(name)
         if seen is None or any(self._entries.get(file) != was for file, was in seen.files.items()):
             return None
@@ -62,7 +63,7 @@ class CachedListing:
         return seen.checkpoint
 
     def note(self, name: str, checkpoint: Checkpoint, data_names: Sequence[str]) -> None:
-        """Note what was read of a manifest, and the files that it depends on."""
+        """Cache the checkpoint of a manifest together with the status of its files."""
         files = {}
         for file in (name, *data_names):
             status = self._entries.get(file)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest beside every data file: what it is, who wrote it, and the digests that prove it.
+"""The manifest beside every data file: its description, its writer, and its digests.
 
-`net-3_40.ckpt` has `net-3_40.ckpt.manifest.json`. It is self-contained (base names only), so a copied directory is as good as
-the original. With a key it carries an HMAC over its canonical JSON, with a signing key a signature (`manifest_proof`).
+`net-3_40.ckpt` has `net-3_40.ckpt.manifest.json`. It names files without directories, so a copy of a
+directory is as good as the original. With a key it has an HMAC over its canonical JSON, with a signing
+key a signature (`proofs`). Ranks that save together have one manifest for all their files, in version 2
+of the schema.
 
-Many ranks that save together have one manifest for all their files (`shard_names`), in version 2 of the schema.
-
-While a name is being overwritten the new manifest also accepts the digests of the old data (`replaces`), so that at every
-instant one of the two verifies.
+While a name is being overwritten, the new manifest also contains the digests of the old data
+(`replaces`), so that one of the two verifies at any time.
 """
 
 from __future__ import annotations
@@ -65,10 +65,10 @@ MAX_MANIFEST_BYTES = 64 << 20
 
 
 def encode(manifest: Manifest, *, trust: Trust = DEFAULT_TRUST) -> bytes:
-    """Return the manifest as JSON, authenticated when there is a key, and signed when there is one for that.
+    """Return the manifest as JSON, authenticated and signed with the keys in `trust`.
 
     Raises:
-        UnsupportedCheckpoint: It could not be read back: a value in it, such as an epoch of 1.5, or its size.
+        UnsupportedCheckpoint: No reader would accept a value in it, such as an epoch of 1.5, or its size.
     """
     document = checked_document(manifest)
     auth = None if trust.keys is None else manifest.auth or manifest_key_of(trust.keys)
@@ -92,10 +92,10 @@ def decode(
 
     Raises:
         CorruptCheckpoint: It is not a manifest.
-        UnsupportedCheckpoint: It is of a version that is not known here.
+        UnsupportedCheckpoint: Its version is unknown.
         TamperedCheckpoint: The authentication or the signature does not match.
         UnprovenCheckpoint: It must be authenticated or signed and is not.
-        KeyProblem: It is authenticated under another key, or signed by nobody who is trusted.
+        KeyProblem: It is authenticated under another key, or has no trusted signature.
     """
     document = parse_document(data, path=path)
     auth, signatures = document.pop(AUTH, None), document.pop(SIGNATURES, None)
@@ -131,10 +131,10 @@ def decode(
 def reauthenticated(
     data: bytes, *, path: Path, key: Keys, change: Callable[[ManifestKey], ManifestKey]
 ) -> tuple[Manifest, bytes]:
-    """Return a manifest with another authentication and nothing else changed: its signatures still hold.
+    """Return a manifest with another authentication; nothing else changes, so its signatures still match.
 
     Raises:
-        UnprovenCheckpoint: It has none.
+        UnprovenCheckpoint: It has no authentication.
         CkptmgrError: As `decode`.
     """
     manifest = decode(data, path=path, trust=Trust(keys=key))
@@ -146,11 +146,6 @@ def reauthenticated(
 
 
 def proofs_in(data: bytes, *, path: Path) -> tuple[bool, bool]:
-    """Return whether a manifest carries an authentication, and whether a signature, without checking them.
-
-    Raises:
-        CorruptCheckpoint: It is not a manifest.
-        UnsupportedCheckpoint: It is of a version that is not known here.
-    """
+    """Return whether a manifest has an authentication, and whether a signature, without checking them."""
     document = parse_document(data, path=path)
     return AUTH in document, SIGNATURES in document

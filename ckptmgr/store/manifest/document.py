@@ -43,7 +43,7 @@ def parse_document(data: bytes, *, path: Path) -> dict[str, Any]:
 
     Raises:
         CorruptCheckpoint: It is not a manifest.
-        UnsupportedCheckpoint: It is of a version that is not known here.
+        UnsupportedCheckpoint: Its version is unknown.
     """
     try:
         document = strict_json(data)
@@ -62,9 +62,9 @@ def parse_document(data: bytes, *, path: Path) -> dict[str, Any]:
 
 
 def to_bytes(document: Mapping[str, Any]) -> bytes:
-    """Return the bytes of a manifest that is JSON already."""
+    """Return the bytes of a JSON document."""
     text = json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False)
-    # File names that are no UTF-8 come as lone surrogates; the parser takes them back.
+    # File names that are no UTF-8 contain lone surrogates; the parser accepts them.
     return text.encode("utf-8", "surrogatepass") + b"\n"
 
 
@@ -72,9 +72,9 @@ def checked_document(manifest: Manifest) -> dict[str, Any]:
     """Return a manifest as JSON that every reader accepts.
 
     Raises:
-        UnsupportedCheckpoint: A value in it could not be read back, such as an epoch of 1.5; names it.
+        UnsupportedCheckpoint: No reader would accept a value in it, such as an epoch of 1.5; names it.
     """
-    # A manifest that no reader accepts would make a whole checkpoint look damaged.
+    # A manifest that no reader accepts would make an intact checkpoint look damaged.
     try:
         document = _to_document(manifest)
         from_document(document)
@@ -107,13 +107,13 @@ def _to_document(manifest: Manifest) -> dict[str, Any]:
         document["previous"] = link_to_document(manifest.previous)
     if manifest.replaces is not None:
         replaced = _to_document(manifest.replaces.without_replaced())
-        kept = manifest.replaces.kept
-        document["replaces"] = replaced if kept is None else {**replaced, "kept": kept}
+        preserved = manifest.replaces.preserved
+        document["replaces"] = replaced if preserved is None else {**replaced, "kept": preserved}
     return document
 
 
 def entry_to_document(entry: FileEntry) -> dict[str, Any]:
-    """Return what a manifest says about one file, as JSON."""
+    """Return the entry of one file as JSON."""
     digest = entry.digest
     return {
         "name": entry.name,
@@ -132,7 +132,7 @@ def entry_to_document(entry: FileEntry) -> dict[str, Any]:
 
 
 def from_document(document: Mapping[str, Any]) -> Manifest:
-    """Return what a manifest says that is JSON already; proofs in it are passed over.
+    """Return the manifest in a JSON document; ignore its proofs.
 
     Raises:
         KeyError, TypeError, ValueError, AttributeError, OverflowError: It is no such document.
@@ -172,11 +172,11 @@ def _figures(document: Mapping[str, object]) -> Figures:
 
 def _replaced_from_document(document: Mapping[str, Any]) -> Manifest:
     old = from_document({**document, "replaces": None})
-    return replace(old, kept=optional_text(document.get("kept")))
+    return replace(old, preserved=optional_text(document.get("kept")))
 
 
 def _check_names(files: tuple[FileEntry, ...], *, is_sharded: bool) -> None:
-    """Check that there is one file, or those of all ranks in their order; one that was healed has an attempt of its own."""
+    """Check that there is one file, or those of all ranks in order; a repaired one has its own attempt."""
     if not is_sharded:
         if len(files) != 1 or is_set_name(files[0].name):
             raise ValueError(f"{[entry.name for entry in files[:2]]} is not one data file")
@@ -194,7 +194,7 @@ def _check_names(files: tuple[FileEntry, ...], *, is_sharded: bool) -> None:
 
 
 def entry_from_document(entry: Mapping[str, Any]) -> FileEntry:
-    """Return what a manifest says about one file.
+    """Return the entry of one file.
 
     Raises:
         KeyError, TypeError, ValueError, AttributeError, OverflowError: It is no such document.

@@ -13,13 +13,13 @@ from typing import Any
 from ckptmgr.core.model import Link
 
 _MAX_COUNT = (1 << 64) - 1
-# More than the digests of any manifest are; of the shortest ones a reader would need 26 bytes for each byte read.
+# More than any manifest has digests; the shortest values need 26 bytes of memory for each byte read.
 _MAX_COMMAS = 1 << 21
 _ID = re.compile(r"[0-9a-f]{64}")
 
 
 def strict_json(data: bytes) -> Any:
-    """Return what JSON in UTF-8 says: no name twice, no NaN, no number beyond all doubles.
+    """Parse JSON in UTF-8 without repeated names, NaN, or numbers beyond all doubles.
 
     Raises:
         ValueError, RecursionError: It is no such JSON.
@@ -53,12 +53,12 @@ def _refuse_constant(name: str) -> float:
 
 
 def link_to_document(link: Link) -> dict[str, Any]:
-    """Return what a manifest says about the checkpoint before, as JSON."""
+    """Return a predecessor link as JSON."""
     return {"name": link.name, "sequence": link.sequence, "run_id": link.run_id, "id": link.id}
 
 
 def link_from_document(document: Mapping[str, Any] | None) -> Link | None:
-    """Return what a manifest says about the checkpoint before.
+    """Return the predecessor link in a JSON document.
 
     Raises:
         KeyError, TypeError, ValueError, AttributeError: It is no such document.
@@ -105,7 +105,7 @@ def optional_text(value: object) -> str | None:
 
 
 def count(document: Mapping[str, Any], name: str) -> int:
-    """Return a field that is an integer of 64 bits without sign, or raise ValueError."""
+    """Return an unsigned integer of 64 bits, or raise ValueError."""
     value: object = document[name]
     if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_COUNT:
         is_huge = isinstance(value, int) and abs(value) > _MAX_COUNT  # too long for Python to print
@@ -115,7 +115,7 @@ def count(document: Mapping[str, Any], name: str) -> int:
 
 
 def utc_time(value: object) -> datetime:
-    """Return a time in UTC; raise ValueError when it is none, or has no zone."""
+    """Return a time in UTC; raise ValueError if it is no time, or has no zone."""
     time = datetime.fromisoformat(typed(value, str))
     if time.tzinfo is None:
         raise ValueError(f"{value!r} has no time zone")
@@ -123,12 +123,12 @@ def utc_time(value: object) -> datetime:
 
 
 def time_text(time: datetime) -> str:
-    """Return a time as manifests spell it."""
+    """Return a time in the form that manifests use."""
     return time.astimezone(UTC).isoformat()
 
 
 def number_to_json(value: float) -> float | str:
-    """Return a number as JSON knows it; what is not finite becomes a string."""
+    """Return a number for JSON; NaN and infinities become strings."""
     number = float(value)
     return number if math.isfinite(number) else str(number)
 

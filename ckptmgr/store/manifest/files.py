@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Manifests on the disk, written: replaced atomically, and put right where an overwrite was interrupted."""
+"""Write manifests to the disk: replace them atomically, and finish interrupted swaps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ckptmgr.store.manifest.reader import ManifestContent, ManifestReader
 
 
 class ManifestFiles(ManifestReader):
-    """The manifests of a directory, to be read and written."""
+    """Reads and writes the manifests of a directory; checks its `leases` before each commit."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class ManifestFiles(ManifestReader):
         self._processes = processes
 
     def lost_by_rewriting(self, data_name: str) -> str | None:
-        """Return what a manifest has that cannot be made here, for want of a key: `authenticated`, `signed`, or None."""
+        """Return the proof of a manifest that cannot be made without its key: `authenticated`, `signed`, or None."""
         keys, signing_key = self.trust.keys, self.trust.signing_key
         can_authenticate = keys is not None and ring_of(keys).can_open
         if can_authenticate and signing_key is not None:
@@ -48,7 +48,10 @@ class ManifestFiles(ManifestReader):
         return "signed" if has_signature and signing_key is None else None
 
     def put(self, manifest: Manifest, *, series: str, mode: int | None) -> None:
-        """Replace a manifest atomically; its content is durable, its name not before the directory is synced."""
+        """Replace a manifest atomically; its name is durable only when the directory is synced.
+
+        With `mode=None` it keeps its permission bits.
+        """
         data = manifests.encode(manifest, trust=self.trust)
         target = self.directory / manifest_name(manifest.name)
         mode = self._mode_of(target) if mode is None else mode
@@ -57,7 +60,7 @@ class ManifestFiles(ManifestReader):
     def reauthenticate(
         self, data_name: str, change: Callable[[ManifestKey], ManifestKey], *, mode: int | None
     ) -> None:
-        """Give a manifest another authentication; its content is durable, its name not before the directory is synced.
+        """Replace the authentication of a manifest; its name is durable only when the directory is synced.
 
         Raises:
             CkptmgrError: It cannot be read, or is not authenticated.
@@ -73,12 +76,12 @@ class ManifestFiles(ManifestReader):
         self.write(path, new, series=manifest.series, mode=mode, is_durable=True)
 
     def create(self, manifest: Manifest, *, series: str, mode: int) -> None:
-        """Publish a manifest unless its name is taken; its content is durable, its name not before the directory is synced.
+        """Publish a manifest unless its name is taken; it is durable only when the directory is synced.
 
         Raises:
-            FileExistsError: Somebody has the name.
+            FileExistsError: The name is taken.
             StoreLocked: The lease is lost. Nothing was changed.
-            OSError: From the disk. Nothing has the name because of us, unless the disk does not even tell that.
+            OSError: From the disk. Nothing was changed, unless the status cannot be read either.
         """
         data = manifests.encode(manifest, trust=self.trust)
         target = self.directory / manifest_name(manifest.name)
@@ -88,7 +91,7 @@ class ManifestFiles(ManifestReader):
                 self.leases.check(series, manifest.name)
                 self.fs.link(temp, target)
             except OSError:
-                # A file server may have done it, and its answer was lost.
+                # A file server may have made the link, and its answer was lost.
                 if not self._are_one_file(temp, target):
                     raise
             finally:
@@ -99,10 +102,10 @@ class ManifestFiles(ManifestReader):
         return one is not None and other is not None and one.identity == other.identity
 
     def undo(self, name: str, before: ManifestContent | None, *, series: str) -> None:
-        """Put back the manifest file that data called `name` had before, byte for byte; None for none."""
+        """Restore the manifest file that `name` had before, byte for byte; None for none."""
         path = self.directory / manifest_name(name)
-        # Best effort: an orphan manifest is a leftover, and one that still `replaces` the old data verifies as it. Without
-        # the lease it may be that of another process already.
+        # Best effort: an orphan manifest is a leftover, and one that still `replaces` the old data
+        # verifies it. Without the lease the file may already be that of another process.
         with contextlib.suppress(OSError, StoreLocked):
             self.leases.check(series, name)
             if before is None:
@@ -111,9 +114,9 @@ class ManifestFiles(ManifestReader):
                 self.write(path, before.data, series=series, mode=before.mode, is_durable=True)
 
     def finish_swap(self, data_name: str, *, series: str) -> bool:
-        """Make the manifest of one name that of its data alone, where an overwrite was interrupted; return whether one was.
+        """Reduce the manifest of an interrupted swap to the side of its data; return whether there was one.
 
-        What is not proven by this writer's keys, or could not be written again as trustworthy, stays as it is.
+        A manifest that this writer's keys do not prove, or could not prove again, stays as it is.
 
         Raises:
             OSError: From the disk.
@@ -122,17 +125,17 @@ class ManifestFiles(ManifestReader):
             claimed = self.load(manifest_name(data_name), trust=Trust())
             if claimed is None or claimed.replaces is None or claimed.shards:
                 return False
-            half = self.read_proven(data_name)
-            if half is None or (half.kept is None and self.lost_by_rewriting(data_name)):
+            side = self.read_proven(data_name)
+            if side is None or (side.preserved is None and self.lost_by_rewriting(data_name)):
                 return False
         except CkptmgrError:
-            return False  # whoever reads it next says why
-        if half.kept is None:
-            self.put(half, series=series, mode=self._mode_of(self.directory / data_name))
+            return False  # the next read raises it
+        if side.preserved is None:
+            self.put(side, series=series, mode=self._mode_of(self.directory / data_name))
         else:
             path = self.directory / manifest_name(data_name)
-            # With the proofs and the mode that it had: while a name is overwritten, its manifest keeps the mode.
-            data = half.kept.encode("utf-8", "surrogatepass")
+            # With its proofs and its mode, which stays while a name is overwritten.
+            data = side.preserved.encode("utf-8", "surrogatepass")
             self.write(path, data, series=series, mode=self._mode_of(path), is_durable=True)
         return True
 
@@ -141,7 +144,7 @@ class ManifestFiles(ManifestReader):
         return 0o400 if status is None else status.mode
 
     def write(self, path: Path, data: bytes, *, series: str, mode: int, is_durable: bool) -> None:
-        """Replace a small file atomically; durable ones are synced before they get their name.
+        """Replace a small file atomically; if `is_durable`, sync it before it gets its name.
 
         Raises:
             StoreLocked: The lease is lost; nothing was changed.
@@ -183,5 +186,5 @@ class ManifestFiles(ManifestReader):
         return temp
 
     def temp_path(self, name: str, series: str) -> Path:
-        """Return a temporary path for a file that will be called `name`; nobody else uses it."""
+        """Return a unique temporary path for a file that will be called `name`."""
         return self.directory / temp_name(name, token=self._processes.token(), series=series)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key that authenticates a manifest: the user's own, or one that is wrapped beside it for everybody who may check.
+"""The key that authenticates a manifest: the user's own, or one that is wrapped in slots for its readers.
 
 ```
 "auth": {"algorithm": "HMAC-SHA-256", "key_id": ID, "mac": HEX}                              a single key
@@ -8,7 +8,7 @@
 Slots are those of containers (docs/container-format.md, section 3) with the key of the manifest, 32 random bytes, in place of
 the data key, and the bytes `ckptmgr/v1/manifest-key` in place of I. A writer makes one such key for all its manifests.
 
-Whoever has a public key can make such a manifest: only keys and passphrases prove who wrote one.
+Anyone with a public key can make such a manifest: only keys and passphrases prove the writer.
 """
 
 from __future__ import annotations
@@ -41,20 +41,22 @@ _KEY_ID = re.compile(r"[0-9a-f]{16}")
 
 @dataclass(frozen=True, slots=True)
 class ManifestKey:
-    """What authenticates a manifest."""
+    """The key that authenticates a manifest, and its slots; no slots if the readers have the key itself."""
 
     key: Key
     slots: tuple[Slot, ...] = ()
 
     @property
     def own_slots(self) -> tuple[Slot, ...]:
-        """A slot for the key itself, in place of none."""
+        """Slots for the key itself."""
         return tuple(one.wrap(self.key, bound=BOUND) for one in ring_of(self.key).recipients)
 
     def rewrapped(
         self, *, add: Sequence[Recipient], remove: Callable[[Slot], bool], own: Sequence[Key]
     ) -> ManifestKey:
-        """Return what authenticates the manifest when some are added and then some removed.
+        """Return the key with slots added for recipients, and then those that `remove` selects removed.
+
+        If one slot is left and its key is among `own`, that key authenticates by itself.
 
         Raises:
             ValueError: No slot would be left, or more than sixteen.
@@ -81,7 +83,7 @@ class ManifestKey:
 
 
 def manifest_key_of(keys: Keys) -> ManifestKey:
-    """Return what authenticates the manifests of a writer; always the same for the same ring."""
+    """Return the manifest key of a writer; always the same for the same ring."""
     if isinstance(keys, Key):
         return ManifestKey(keys)
     if keys.sole_key is not None:
@@ -100,13 +102,13 @@ _lock = Lock()
 
 
 def opened_manifest_key(auth: Mapping[str, object], keys: Keys, *, path: str) -> ManifestKey:
-    """Return what authenticates a manifest, as far as these keys tell.
+    """Return the key of a manifest, opened with these keys.
 
     Raises:
-        CorruptCheckpoint: The slots are none.
+        CorruptCheckpoint: The slots cannot be parsed.
         KeyProblem: It is under another key.
         TamperedCheckpoint: The slots are of another manifest.
-        UnsupportedCheckpoint: It was not tried whether a passphrase opens them: other slots cost too much already.
+        UnsupportedCheckpoint: A passphrase was not tried, because other slots already cost too much.
     """
     slots, key_id = _slots(auth, path), auth.get("key_id")
     ring = ring_of(keys)
@@ -134,10 +136,10 @@ def opened_manifest_key(auth: Mapping[str, object], keys: Keys, *, path: str) ->
 
 
 def openers(auth: object, *, path: str) -> tuple[str, ...]:
-    """Return what checks the authentication of a manifest, for people: `key 0011223344556677`; nothing is proven.
+    """Return labels of the keys that check a manifest, such as `key 0011223344556677`; unproven.
 
     Raises:
-        CorruptCheckpoint: The slots are none.
+        CorruptCheckpoint: The slots cannot be parsed.
     """
     if not isinstance(auth, dict):
         return ()
@@ -149,7 +151,7 @@ def openers(auth: object, *, path: str) -> tuple[str, ...]:
 
 
 def id_of_opener(openers: Sequence[str]) -> str | None:
-    """Return the id of the first key among these, or None."""
+    """Return the first key id among these labels, or None."""
     words = (label.rpartition(" ")[2] for label in openers)
     return next((word for word in words if _KEY_ID.fullmatch(word)), None)
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the checkpoints of a series hang together: each names the one that was newest before it, by its id.
+"""Predecessor links: each checkpoint of a series names the newest one before it, by its id.
 
-An id is a hash of what a checkpoint is, the id of the one before included. So it vouches for all of the past that is still
-there: a file that was replaced by an older one of the same name is not the one that its successor names.
+An id is a hash over the checkpoint and the id of its predecessor. So it proves all earlier checkpoints
+that still exist: a file that was replaced by an older one of the same name does not match the link.
 
-What the chain cannot tell, because it happens every day: checkpoints that retention removed, a run that went on from an older
-one, a name that was written again later. And nothing here tells that the newest ones were taken away, or that the whole
-directory was put back: somebody must say what was there (`Expected`).
+The links cannot show normal changes: checkpoints that retention removed, a run that continued from an
+older one, a name that was written again later. Nor can they show that the newest checkpoints were
+removed, or that an old copy of the whole directory was restored: for that the user states what must
+exist (`Expected`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _MIN_ID_DIGITS = 16
 
 
 def link_to_newest(present: Iterable[Checkpoint], series: str) -> Link | None:
-    """Return what the next checkpoint of a series says about the one before it."""
+    """Return the predecessor link of the next checkpoint of a series."""
     known = [c for c in present if c.series == series and c.state is State.OK and c.sequence > 0]
     newest = max(known, key=lambda c: c.order, default=None)
     if newest is None or newest.id is None or newest.run_id is None:
@@ -30,14 +31,18 @@ def link_to_newest(present: Iterable[Checkpoint], series: str) -> Link | None:
 
 
 def replaced_by_older(checkpoint: Checkpoint, present: Sequence[Checkpoint]) -> str | None:
-    """Return why a checkpoint is not the one that a later one was saved after, or None."""
-    return _contradicted(checkpoint, _sayings(present))
+    """Return why a checkpoint is not the one that a later one was saved after, or None.
+
+    `checkpoint` must not be older than the values in `present`, the checkpoints of its directory; of
+    these, links of checkpoints that were replaced themselves are ignored.
+    """
+    return _replaced(checkpoint, _links_by_name(present))
 
 
 def foreign_predecessor(checkpoint: Checkpoint, present: Iterable[Checkpoint]) -> str | None:
-    """Return why a checkpoint was not saved after the one that lies before it here, or None.
+    """Return why a checkpoint was not saved after its predecessor in this directory, or None.
 
-    Then one of the two is from elsewhere: the one before was replaced, or this one is of another run with the same key.
+    If not, the predecessor was replaced, or this checkpoint is of another run with the same key.
     """
     link = checkpoint.previous
     known = (c for c in present if link and c.name == link.name and c.is_attested)
@@ -50,25 +55,24 @@ def foreign_predecessor(checkpoint: Checkpoint, present: Iterable[Checkpoint]) -
     return None
 
 
-_Saying = tuple[Checkpoint, Link]
-
-
-def _sayings(present: Iterable[Checkpoint]) -> dict[str, list[_Saying]]:
-    """Return who says what had a name before them, by that name; looked through from the newest commit on."""
-    said: dict[str, list[_Saying]] = {}
+def _links_by_name(present: Iterable[Checkpoint]) -> dict[str, list[tuple[Checkpoint, Link]]]:
+    """Return the valid links with their checkpoints, by the name of the predecessor; newest commits first."""
+    links: dict[str, list[tuple[Checkpoint, Link]]] = {}
     by_age = sorted(present, key=lambda c: c.sequence, reverse=True)
     for _, commit in itertools.groupby(by_age, key=lambda c: c.sequence):
-        # What is said under another key, or by nobody who is trusted, counts for nothing.
+        # Links under another key, or of an untrusted signer, are ignored.
         new = [(c, c.previous) for c in commit if c.previous and c.is_attested]
         for later, link in new:
-            said.setdefault(link.name, []).append((later, link))
-        for later, link in [saying for saying in new if _contradicted(saying[0], said)]:
-            said[link.name].remove((later, link))
-    return said
+            links.setdefault(link.name, []).append((later, link))
+        for later, link in [one for one in new if _replaced(one[0], links)]:
+            links[link.name].remove((later, link))
+    return links
 
 
-def _contradicted(checkpoint: Checkpoint, said: dict[str, list[_Saying]]) -> str | None:
-    for later, link in said.get(checkpoint.name, ()):
+def _replaced(
+    checkpoint: Checkpoint, links: dict[str, list[tuple[Checkpoint, Link]]]
+) -> str | None:
+    for later, link in links.get(checkpoint.name, ()):
         if later.name != checkpoint.name and _is_replaced(checkpoint, link, later):
             return (
                 f"{later.name} was saved after another file of this name (commit {link.sequence}, id {link.id[:16]}); "
@@ -79,15 +83,15 @@ def _contradicted(checkpoint: Checkpoint, said: dict[str, list[_Saying]]) -> str
 
 def _is_replaced(checkpoint: Checkpoint, link: Link, later: Checkpoint) -> bool:
     if checkpoint.id in (None, link.id) or checkpoint.sequence > later.sequence:
-        return False  # the very one; or the name was used again later
-    # Whoever has the key may encrypt a file anew: it is still the same save.
+        return False  # the same; or the name was used again later
+    # A file that was encrypted again with the key is still the same save.
     is_same_save = (checkpoint.sequence, checkpoint.run_id) == (link.sequence, link.run_id)
     return not (is_same_save and checkpoint.cipher is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What somebody knows to have been saved."""
+    """What must exist: a step that was reached, and an id or its first 16 digits or more."""
 
     step: int | None = None
     id: str | None = None
@@ -99,9 +103,9 @@ class Expected:
             )
 
     def missing(self, present: Sequence[Checkpoint]) -> list[str]:
-        """Return what is not there, one sentence each.
+        """Return one sentence for each that is missing.
 
-        A checkpoint that was removed since counts as there as long as the one that was saved next is.
+        A checkpoint that was removed counts as present while the one that was saved next exists.
         """
         newest = max((c.step for c in present), default=None)
         found = "no checkpoint is here" if newest is None else f"the last one is of step {newest}"

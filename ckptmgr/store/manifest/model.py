@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a manifest says, as values: one data file, and everything that is known about a checkpoint."""
+"""The values of a manifest: one data file, and all facts about a checkpoint besides its tensors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class FileEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Everything that is known about one checkpoint besides its tensors.
+    """The facts about one checkpoint besides its tensors.
 
     Attributes:
         file: The data file; of a sharded checkpoint the one of rank 0.
@@ -63,9 +63,10 @@ class Manifest:
         shards: The data files of a sharded checkpoint, by rank; else empty.
         previous: The checkpoint of the series that was newest before, or None.
         signed_by: Id of the trusted key whose signature was checked when it was read, or None.
-        auth: What authenticated it when it was read, and will when it is written again; or None.
-        opened_by: What the authentication is for, as it says; for people.
-        kept: In what is replaced: the manifest file as it was, to be put back with its own proofs if the swap fails; or None.
+        auth: The key that authenticated it when it was read, and will when it is written again; or None.
+        opened_by: Labels of the keys that check the authentication, unproven; for people.
+        preserved: In a replaced manifest: the original manifest file, to be restored with its proofs if
+            the swap fails; or None.
     """
 
     file: FileEntry
@@ -88,11 +89,11 @@ class Manifest:
     signed_by: str | None = field(default=None, compare=False)
     auth: ManifestKey | None = field(default=None, compare=False, repr=False)
     opened_by: tuple[str, ...] = field(default=(), compare=False)
-    kept: str | None = field(default=None, compare=False, repr=False)
+    preserved: str | None = field(default=None, compare=False, repr=False)
 
     @property
     def id(self) -> str:
-        """64 hex digits that name this checkpoint and no other: what never changes of it, and of all that came before."""
+        """64 hex digits: a hash over the facts that never change, and the id of the predecessor."""
         document = {
             "series": self.series,
             "step": self.step,
@@ -113,21 +114,21 @@ class Manifest:
 
     @property
     def name(self) -> str:
-        """Base name of the checkpoint: its data file, or what all its shards have in common."""
+        """Base name of the checkpoint: its data file, or the set of its shards."""
         shard = parse_shard_name(self.file.name) if self.shards else None
         return self.file.name if shard is None else shard.set_name
 
     @property
     def is_placeholder(self) -> bool:
-        """Whether it was made for a file that had none, so that it can be overwritten; nobody vouches for such a file."""
+        """Whether it was made for a file without a manifest, to overwrite that; it proves nothing."""
         return self.why == PLACEHOLDER and self.sequence == 0
 
     def of_shard(self, rank: int) -> Manifest:
-        """Return what there is to know about the file of one rank, as a manifest of that file alone."""
+        """Return a manifest of the file of one rank alone."""
         return replace(self, file=self.shards[rank], shards=())
 
     def signed(self, key_id: str | None) -> Manifest:
-        """Return the manifest, noting whose signature covers it and what it replaces."""
+        """Return the manifest with the key id of its signature, which also covers `replaces`."""
         old = None if self.replaces is None else replace(self.replaces, signed_by=key_id)
         return replace(self, signed_by=key_id, replaces=old)
 
@@ -136,7 +137,7 @@ class Manifest:
         return replace(self, replaces=None)
 
     def completed(self, file: FileEntry, stats: Mapping[str, float]) -> Manifest:
-        """Return this draft with the data file that was written, and what is known about its cost by now."""
+        """Return this draft with the data file that was written, and more `stats`."""
         return replace(self, file=file, stats={**self.stats, **stats})
 
     def to_checkpoint(
@@ -175,7 +176,7 @@ def manifest_name(data_name: str) -> str:
 
 
 def files_of(checkpoint: Checkpoint) -> tuple[str, tuple[str, ...]]:
-    """Return the name of the file without which it is no checkpoint any more, and those of its other files."""
+    """Return the file without which a checkpoint does not exist, and its other files."""
     if is_set_name(checkpoint.name):
         return manifest_name(checkpoint.name), checkpoint.shards
     return checkpoint.name, (manifest_name(checkpoint.name),)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What proves who wrote a manifest: an HMAC under the key of the run, and a signature that anybody can check.
+"""Proofs of the writer of a manifest: an HMAC under the key of the run, and a signature.
 
-Both stand in the document itself (`auth`, `signatures`) and cover its canonical JSON without these two, so that either can be
-there without the other. The bytes are in docs/manifest-format.md.
+Both are members of the document (`auth`, `signatures`) and cover its canonical JSON without these two, so
+either works without the other. docs/manifest-format.md specifies the bytes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _MAX_SIGNATURES = 16
 
 
 def canonical(document: Mapping[str, Any]) -> bytes:
-    """Return the one form of a JSON document that is hashed, authenticated and signed."""
+    """Return the canonical form of a JSON document, which is hashed, authenticated and signed."""
     return json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def proofs(
     document: Mapping[str, Any], *, key: ManifestKey | None, signing_key: SigningKey | None
 ) -> dict[str, Any]:
-    """Return what is added to a document so that others can see who wrote it."""
+    """Return the members that authenticate and sign a document."""
     found: dict[str, Any] = {}
     if key is not None:
         found[AUTH] = _auth(document, key)
@@ -59,7 +59,7 @@ def _auth(document: Mapping[str, Any], key: ManifestKey) -> dict[str, Any]:
 
 
 def authenticated_by(document: Mapping[str, Any], key: ManifestKey) -> dict[str, Any]:
-    """Return a whole document with another authentication; its signatures stay, which do not cover that."""
+    """Return a document with another authentication; its signatures do not cover that, and stay."""
     signatures = {SIGNATURES: document[SIGNATURES]} if SIGNATURES in document else {}
     bare = {name: value for name, value in document.items() if name not in (AUTH, SIGNATURES)}
     return {**bare, AUTH: _auth(bare, key), **signatures}
@@ -68,13 +68,13 @@ def authenticated_by(document: Mapping[str, Any], key: ManifestKey) -> dict[str,
 def check_mac(
     document: Mapping[str, Any], auth: object, *, key: Keys, path: object, accept_hint: str | None
 ) -> ManifestKey | None:
-    """Check the HMAC of a document; return what it was made with, or None where there is nothing to check it with.
+    """Check the HMAC `auth` of a document without proofs; return its key, or None if there was no check.
 
-    A caller with only public keys can check nothing, and needs not: nothing is proven to it.
+    Public keys check nothing. With `accept_hint=None` a document without an HMAC is accepted.
 
     Raises:
-        UnprovenCheckpoint: It must have one and has none.
-        CorruptCheckpoint: It is of an unknown kind.
+        UnprovenCheckpoint: It has no HMAC and must have one.
+        CorruptCheckpoint: Its algorithm is unknown.
         KeyProblem: It is under another key.
         TamperedCheckpoint: It does not match.
     """
@@ -111,7 +111,7 @@ def check_signatures(
 
     Raises:
         UnprovenCheckpoint: It must be signed and is not.
-        CorruptCheckpoint: The signatures are of an unknown kind.
+        CorruptCheckpoint: Their algorithm is unknown.
         KeyProblem: None of them is by a trusted key.
         TamperedCheckpoint: One by a trusted key does not match.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Manifests on the disk, read: told apart while a name is being overwritten, and taken at no more than they prove."""
+"""Read manifests from the disk; of an interrupted swap choose the side that describes the data."""
 
 from __future__ import annotations
 
@@ -18,22 +18,20 @@ from ckptmgr.store.manifest.codec import FileEntry, Manifest, manifest_name
 from ckptmgr.store.real_files import no_regular_file
 
 # Escaped twice, it must still fit into a manifest.
-_MAX_KEPT_BYTES = manifests.MAX_MANIFEST_BYTES // 8
-# So many writers in a row, each with other keys, may lose power over one file.
-_MAX_KEPT_DEPTH = 4
+_MAX_PRESERVED_BYTES = manifests.MAX_MANIFEST_BYTES // 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManifestContent:
-    """A manifest file as it is: what is put back when an overwrite fails."""
+    """The bytes and permission bits of a manifest file, to be restored if an overwrite fails."""
 
     data: bytes
     mode: int
 
     @property
     def text(self) -> str | None:
-        """What another manifest can keep of it; None where it is no text, or too much."""
-        if len(self.data) > _MAX_KEPT_BYTES:
+        """The text to be preserved in another manifest; None if it is no text, or too long."""
+        if len(self.data) > _MAX_PRESERVED_BYTES:
             return None
         try:
             return self.data.decode("utf-8", "surrogatepass")
@@ -42,18 +40,14 @@ class ManifestContent:
 
 
 def check_is_file(fs: FileSystem, path: Path) -> None:
-    """Raise unless a data file that a manifest describes is a regular file, or absent.
-
-    Raises:
-        CorruptCheckpoint: It is a link, a directory, or another thing.
-    """
+    """Raise CorruptCheckpoint if a data file exists and is no regular file."""
     status = fs.status(path)
     if status is not None and not status.is_file:
         raise no_regular_file(path)
 
 
 class ManifestReader:
-    """The manifests of a directory, to be read."""
+    """Reads the manifests of a directory."""
 
     def __init__(
         self,
@@ -67,34 +61,34 @@ class ManifestReader:
         self.trust = trust
 
     def read(self, data_name: str) -> Manifest | None:
-        """Return the manifest of a data file, or None when it has none.
+        """Return the manifest of a data file, or None if it has none.
 
-        Where a swap was interrupted, returns the half that describes the data that is there. Where others began it, their
-        keys are not needed for the old half: the manifest of that is kept, and counts as it did before they came.
+        Of an interrupted swap, returns the side that describes the data. If a writer with other keys
+        began it, those are not needed for the old side: its original manifest is preserved.
 
         Raises:
-            CorruptCheckpoint, TamperedCheckpoint, KeyProblem: It is damaged, changed, or under another key; or a link has the
-                name of the data file.
+            CorruptCheckpoint, TamperedCheckpoint, KeyProblem: It is damaged, changed, or under another
+                key; or the data file is a link.
         """
-        half = self._read(data_name, self.trust)
-        if half is not None:
+        side = self._read(data_name, self.trust)
+        if side is not None:
             check_is_file(self.fs, self.directory / data_name)
-        if half is not None and half.is_placeholder and self.trust.is_strict:
+        if side is not None and side.is_placeholder and self.trust.is_strict:
             raise UnprovenCheckpoint(
                 "nothing proves who wrote this file: it was here when a save that was to replace it failed",
                 path=self.directory / data_name,
             )
-        return half
+        return side
 
     def read_proven(self, data_name: str) -> Manifest | None:
-        """As `read`, but refuse what this writer's own keys do not prove: it is about to be written again under them.
+        """As `read`, but accept only proofs by the keys of this writer, which will prove it when it is rewritten.
 
-        What was made up already stays so.
+        A placeholder is returned as such.
         """
         return self._read(data_name, self.trust.strict)
 
     def read_unproven(self, data_name: str) -> Manifest | None:
-        """As `read`, but check no proofs; for people."""
+        """As `read`, but check no proofs; for display."""
         manifest = self.load(manifest_name(data_name), trust=Trust())
         return None if manifest is None else self.matching_side(manifest)
 
@@ -104,42 +98,46 @@ class ManifestReader:
             data = self._content(path)
         except FileNotFoundError:
             return None
-        return self._half_in(data, path, trust, _MAX_KEPT_DEPTH)
-
-    def _half_in(self, data: bytes, path: Path, trust: Trust, depth: int) -> Manifest:
-        """Return the half of a manifest file that describes the data, or that of one kept in it that these keys prove."""
         try:
-            half = self.matching_side(manifests.decode(data, path=path, trust=trust))
+            side = self.matching_side(manifests.decode(data, path=path, trust=trust))
         except KeyProblem:
-            kept = self._kept_in(data, path, trust, depth)
-            if kept is None:
+            preserved = self._preserved_in(data, path, trust)
+            if preserved is None:
                 raise
-            return kept
-        if half.is_placeholder:
-            return self._kept_in(data, path, trust, depth) or half
-        return half
+            return preserved
+        return (self._preserved_in(data, path, trust) or side) if side.is_placeholder else side
 
-    def _kept_in(self, data: bytes, path: Path, trust: Trust, depth: int) -> Manifest | None:
-        """Return what is kept in a manifest of others, where it describes the data and would be accepted in its place.
+    def _preserved_in(self, data: bytes, path: Path, trust: Trust) -> Manifest | None:
+        """Return the original that another writer preserved, if it describes the data and these keys prove it.
 
-        Nothing that the others say counts, so nobody gains more by this than by putting the kept manifest into the directory.
+        The manifest around it need not be proven: an attacker who forges that could as well put the
+        preserved one into the directory.
         """
         old = manifests.decode(data, path=path).replaces
-        if old is None or old.kept is None or depth == 0:
+        if old is None or old.preserved is None:
             return None
-        kept = old.kept.encode("utf-8", "surrogatepass")
-        if len(kept) > _MAX_KEPT_BYTES:
+        original = old.preserved.encode("utf-8", "surrogatepass")
+        if len(original) > _MAX_PRESERVED_BYTES:
             return None
         try:
-            half = self._half_in(kept, path, trust, depth - 1)
+            side = self.matching_side(manifests.decode(original, path=path, trust=trust))
         except CkptmgrError:
             return None
-        if half.shards or not self._describes_data(half.file):
+        if side.shards or not self._describes_data(side.file):
             return None
-        return half if half.kept is not None else replace(half, kept=old.kept)
+        return replace(side, preserved=old.preserved)
+
+    def text_to_preserve(self, before: ManifestContent, data_name: str) -> str | None:
+        """Return the original manifest of the data, which another writer's interrupted swap may have preserved."""
+        try:
+            path = self.directory / manifest_name(data_name)
+            side = self.matching_side(manifests.decode(before.data, path=path))
+        except CkptmgrError:
+            return before.text
+        return side.preserved or before.text
 
     def content(self, data_name: str) -> ManifestContent | None:
-        """Return the manifest file of a data file that is there as it is, or None when there is none."""
+        """Return the manifest file of an existing data file, or None if there is none."""
         path = self.directory / manifest_name(data_name)
         status = self.fs.status(path)
         if status is None or self.fs.status(self.directory / data_name) is None:
@@ -147,7 +145,7 @@ class ManifestReader:
         return ManifestContent(data=self._content(path), mode=status.mode)
 
     def load(self, name: str, *, trust: Trust) -> Manifest | None:
-        """Return what a manifest file says, both halves of an interrupted swap; None when there is no such file.
+        """Return a manifest with both sides of an interrupted swap, or None; `Trust()` checks no proof.
 
         Raises:
             CorruptCheckpoint, TamperedCheckpoint, KeyProblem: It is damaged, changed, or under another key.
@@ -173,7 +171,7 @@ class ManifestReader:
             return read_bytes(file, 0, file.size)
 
     def matching_side(self, manifest: Manifest) -> Manifest:
-        """Return the half of a manifest of two files that describes the data that is there; reads the data."""
+        """Return the manifest, or the replaced one if that describes the data; reads the data."""
         old = manifest.replaces
         if old is None:
             return manifest
@@ -185,7 +183,7 @@ class ManifestReader:
         return self.is_described(self.directory / entry.name, entry)
 
     def is_described(self, path: Path, entry: FileEntry) -> bool:
-        """Return whether a file has the content that a manifest describes; reads it."""
+        """Return whether the content of a file matches an entry; reads it."""
         with contextlib.closing(self.fs.open(path)) as file:
             is_right_size = file.size == entry.digest.size_bytes
             return is_right_size and not differing_ranges(file, entry.digest)
