@@ -285,8 +285,8 @@ def test_signature_that_an_interrupted_overwrite_has_kept_is_not_lost(tmp_path: 
     path = of_step(Store(tmp_path), 1).path
     signed = path.with_name(manifest_name(path.name))
     before = signed.read_bytes()
-    old = replace(decode(before, path=signed), kept=before.decode())
-    overwrite(signed, encode(replace(old, step=2, kept=None, replaces=old)))
+    old = replace(decode(before, path=signed), preserved=before.decode())
+    overwrite(signed, encode(replace(old, step=2, preserved=None, replaces=old)))
     store = Store(tmp_path, trust=Trust(trusted_keys=(signer.public_key,)))
     options = ReadOptions(trust=Trust(trusted_keys=(signer.public_key,)))
     with pytest.raises(KeyProblem, match="the manifest is signed"):
