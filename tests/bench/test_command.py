@@ -13,20 +13,32 @@ from tools.bench.contestant import Background, Flight
 from tools.bench.figures import Figures
 from tools.bench.loops import lost_share, new_step
 from tools.bench.options import SECTIONS, parse
+from tools.bench.ranks import PLAN, REPLICATED
 from tools.bench.sections import FLOORS
 from tools.bench.session import Pace, Session
 from tools.bench.team import Failed, Setup, Team
 from tools.bench.workload import Workload, new_state, size_of, tiny
 
 _QUICKER = tuple(section for section in SECTIONS if section not in ("memory", "loops"))
+_RANKS = ["2 ranks", f"2 ranks{REPLICATED}"]
 _SMALL = ("--size", "1MiB", "--rounds", "1", "--rest", "0", "--libraries", "raw", "ckptmgr")
 
 
-@pytest.mark.slow
 def test_bench_measures_sections_and_writes_it_down(tmp_path: Path) -> None:
     output = tmp_path / "output"
     asked = ("--sections", *_QUICKER, "--modes", "ckpt", "ckpt-sm4")
-    scale = ("--sizes", "1MiB", "2MiB", "--counts", "10", "20", "--lazy-size", "4MiB")
+    scale = (
+        "--sizes",
+        "1MiB",
+        "2MiB",
+        "--counts",
+        "10",
+        "20",
+        "--lazy-size",
+        "4MiB",
+        "--worlds",
+        "2",
+    )
     code = main([*_SMALL, *asked, *scale, "--dir", str(tmp_path), "--output", str(output)])
     result = json.loads((output / "figures.json").read_text())
     assert code == 0
@@ -43,7 +55,16 @@ def test_bench_measures_sections_and_writes_it_down(tmp_path: Path) -> None:
         "one memcpy",
         "ckptmgr",
     }
-    assert " s/GiB, residuals " in (output / "tables.md").read_text()
+    for what in ("save", "load"):
+        ranks = [
+            one["mode"]
+            for one in result["figures"]
+            if (one["section"], one["what"]) == ("ranks", what)
+        ]
+        assert ranks == _RANKS
+    tables = (output / "tables.md").read_text()
+    assert " s/GiB, residuals " in tables
+    assert all(f"| {mode} |" in tables for mode in (*_RANKS, f"plan for {PLAN}"))
     assert [path.name for path in tmp_path.iterdir()] == ["output"]
 
 

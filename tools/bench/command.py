@@ -86,7 +86,7 @@ class Benchmark:
                 case "compression":
                     measure_compression(self._session, whole.size_bytes // len(ELEMENTS))
                 case "ranks":
-                    measure_ranks(self._session(section, whole))
+                    measure_ranks(self._session(section, whole), self._asked.worlds)
                 case "memory":
                     self._memory()
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from tools.bench.lazy import LAZY_BYTES
 from tools.bench.modes import MODES
 from tools.bench.peers import LIBRARIES
+from tools.bench.ranks import WORLDS
 from tools.bench.scale import COUNTS, SIZES_BYTES
 
 SECTIONS = (
@@ -49,6 +50,7 @@ class Asked:
     pythons: Mapping[str, str]
     sizes_bytes: Sequence[int]
     counts: Sequence[int]
+    worlds: Sequence[int]
     lazy_bytes: int
 
 
@@ -70,6 +72,7 @@ def parse(arguments: Sequence[str]) -> Asked:
         pythons=dict(given.python),
         sizes_bytes=given.sizes or SIZES_BYTES,
         counts=given.counts or (_QUICK_COUNTS if is_quick else COUNTS),
+        worlds=given.worlds,
         lazy_bytes=given.lazy_size,
     )
 
@@ -94,6 +97,9 @@ def _parser() -> argparse.ArgumentParser:
     _add_choice(parser, "--modes", _MODE_NAMES)
     parser.add_argument("--sizes", type=_size, nargs="+", help="of the section `sizes`")
     parser.add_argument("--counts", type=_positive, nargs="+", help="of the section `counts`")
+    parser.add_argument(
+        "--worlds", type=_positive, nargs="+", default=WORLDS, help="ranks of the section `ranks`"
+    )
     parser.add_argument(
         "--lazy-size",
         type=_size,

@@ -49,8 +49,8 @@ class Part:
     rest_s: float
 
 
-def measure_ranks(session: Session, worlds: Sequence[int] = WORLDS) -> None:
-    """Save and load with 1, 2 and 4 ranks, until the last one is done; then plan for 4096."""
+def measure_ranks(session: Session, worlds: Sequence[int]) -> None:
+    """Save and load with each number of ranks, until the last one is done; then plan for 4096."""
     for is_replicated in (False, True):
         for world in worlds:
             ranks = "1 rank" if world == 1 else f"{world} ranks"
