@@ -26,6 +26,9 @@ SUPPLY_PY := $(SUPPLY_VENV)/bin/python
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 PYTEST := -m pytest --timeout=300
 
+# The tests start a thousand processes, each of which would compile every module again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
