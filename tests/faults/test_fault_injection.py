@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,17 @@ WRITES = ("create", "write_at", "reserve", "sync", "close", "replace")
 
 
 def failures(scenario: Scenario, key: bytes | None = None, **how: bool) -> list[Failure]:
+    """Return what each failure left; tests of a module share it, on a disk of their own."""
+    name = (id(scenario), key, *how.items())
+    if name not in _FAILURES:
+        _FAILURES[name] = _new_failures(scenario, key, **how)
+    return [replace(failure, disk=failure.disk.copy()) for failure in _FAILURES[name]]
+
+
+_FAILURES: dict[tuple[object, ...], list[Failure]] = {}
+
+
+def _new_failures(scenario: Scenario, key: bytes | None, **how: bool) -> list[Failure]:
     disk = scenario.start(key)
 
     def run(failing: FailingDisk) -> None:

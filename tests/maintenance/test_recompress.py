@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -142,15 +143,17 @@ def test_damage_below_a_manifest_is_never_compressed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", [None, KEY])
 def test_failure_at_any_call_leaves_a_whole_checkpoint_and_can_be_finished(
-    tmp_path: Path, key: Key | None
+    fast_path: Path, key: Key | None
 ) -> None:
-    counts = FailingDisk(Store(tmp_path).fs, call=None)
-    save_two(tmp_path / "first", key=key)
-    store = Store(tmp_path / "first", fs=counts, trust=Trust(keys=key, allow_unencrypted=True))
+    counts = FailingDisk(Store(fast_path).fs, call=None)
+    prepared = fast_path / "prepared"
+    save_two(prepared, key=key)
+    shutil.copytree(prepared, fast_path / "first")
+    store = Store(fast_path / "first", fs=counts, trust=Trust(keys=key, allow_unencrypted=True))
     recompress(store, of_step(store, 1), level=1, options=ReadOptions(trust=Trust(keys=key)))
     for call in range(1, len(counts.calls) + 1, 4):
-        directory = tmp_path / f"at {call}"
-        save_two(directory, key=key)
+        directory = fast_path / f"at {call}"
+        shutil.copytree(prepared, directory)
         disk = FailingDisk(Store(directory).fs, call=call)
         store = Store(directory, fs=disk, trust=Trust(keys=key, allow_unencrypted=True))
         source = of_step(Store(directory, trust=Trust(keys=key, allow_unencrypted=True)), 1)

@@ -149,11 +149,11 @@ def swapped_at_every_call(
     ],
 )
 def test_folder_that_is_swapped_for_a_link_leads_nowhere(
-    tmp_path: Path, prepared: Path, act: str, swap: str
+    fast_path: Path, prepared: Path, act: str, swap: str
 ) -> None:
     calls = 0
-    for victim, _ in swapped_at_every_call(tmp_path, prepared, ACTS[act], SWAPS[swap]):
-        expected = content(prepared)
+    expected = content(prepared)
+    for victim, _ in swapped_at_every_call(fast_path, prepared, ACTS[act], SWAPS[swap]):
         there = content(victim)
         extra = {path for path in there if path.name == "precious"}
         assert {path: data for path, data in there.items() if path not in extra} == expected
