@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import chain, pairwise
 
 from ..buffers import SpareBuffers, shared_buffers
@@ -84,10 +82,7 @@ class BlockReader:
                 return
             self._source.read_into(start, record)
             head, ciphertext = self._authenticated(index, record)
-            with self._block_errors(index):
-                self._mode.decrypt_into(
-                    self._key, iv=head.iv, tag=head.tag, ciphertext=ciphertext, plaintext=plaintext
-                )
+            self._decrypt(index, head, ciphertext, plaintext)
         finally:
             self.buffers.give_back(buffer)
 
@@ -100,11 +95,13 @@ class BlockReader:
         first = next(pieces)
         head = self._head(index, first)
         rest = first[head_size(mode) :]
-        decryption = mode.decryption(self._key, iv=head.iv, plaintext=plaintext)
-        with self._block_errors(index), decryption:
-            for piece in chain([rest], pieces):
-                decryption.update(piece)
-            decryption.finish(head.tag)
+        try:
+            with mode.decryption(self._key, iv=head.iv, plaintext=plaintext) as decryption:
+                for piece in chain([rest], pieces):
+                    decryption.update(piece)
+                decryption.finish(head.tag)
+        except DecryptionError as error:
+            raise self._failure(index, error) from None
 
     def _read_many(self, lanes: Sm4Lanes, indices: range, plaintext: memoryview) -> None:
         first = self._records[indices.start]
@@ -117,8 +114,7 @@ class BlockReader:
             ]
             decrypt_together(lanes, self._key, messages)
             for index, message in zip(indices, messages, strict=True):
-                with self._block_errors(index):
-                    decrypt_end(self._mode, self._key, message)
+                self._decrypt_end(index, message)
         finally:
             self._batch_buffers.give_back(buffer)
 
@@ -149,14 +145,24 @@ class BlockReader:
             raise TamperedError(f"block {index} changed while the file was open", offset=offset)
         return head
 
-    @contextmanager
-    def _block_errors(self, index: int) -> Iterator[None]:
+    def _decrypt(
+        self, index: int, head: RecordHead, ciphertext: memoryview, plaintext: memoryview
+    ) -> None:
         try:
-            yield
+            self._mode.decrypt_into(
+                self._key, iv=head.iv, tag=head.tag, ciphertext=ciphertext, plaintext=plaintext
+            )
         except DecryptionError as error:
-            offset = self._records[index]
-            if self._seal is not None:
-                raise TamperedError(f"block {index} was changed", offset=offset) from None
-            raise DecryptionError(
-                f"block {index} does not open: {error.message}", offset=offset
-            ) from None
+            raise self._failure(index, error) from None
+
+    def _decrypt_end(self, index: int, message: Message) -> None:
+        try:
+            decrypt_end(self._mode, self._key, message)
+        except DecryptionError as error:
+            raise self._failure(index, error) from None
+
+    def _failure(self, index: int, error: DecryptionError) -> Exception:
+        offset = self._records[index]
+        if self._seal is not None:
+            return TamperedError(f"block {index} was changed", offset=offset)
+        return DecryptionError(f"block {index} does not open: {error.message}", offset=offset)

@@ -7,8 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 from ckptmgr.io.filesystem import FileSystem
 from tests.faults.training import (
@@ -21,6 +20,7 @@ from tests.faults.training import (
     state_of,
 )
 from tests.support.crashmodel import Crash, ModelDisk, Order, every_crash, every_kill
+from tests.support.diskimage import Snapshot
 
 ONE, TWO, THREE = name_of(1), name_of(2), name_of(3)
 OLD: Content = {ONE: [10.0], TWO: [20.0]}
@@ -166,18 +166,20 @@ def first_broken(crashes: Iterable[Crash], check: Callable[[Crash], None]) -> st
         state = (what_counts(crash.disk), crash.disk.acknowledged)
         if state not in seen:
             seen.add(state)
-            shown = str(crash)
+            left = crash.disk.copy()
             try:
                 check(crash)
             except Exception as error:  # whatever it is, something promised does not hold
-                return f"{error!r} after {shown}"
+                return f"{error!r} after {replace(crash, disk=left)}"
     return None if len(seen) >= 4 else f"only {len(seen)} different disks"
 
 
-def what_counts(disk: ModelDisk) -> frozenset[tuple[Path, bytes | None]]:
+def what_counts(disk: ModelDisk) -> Snapshot:
     """Return the state of a disk without the start count and the lease, which promise nothing."""
     ignored = (".net.lease", ".net.starts", "..net.starts")
-    return frozenset(item for item in disk.state() if not item[0].name.startswith(ignored))
+    return frozenset(
+        item for item in disk.state() if not item[0].rpartition("/")[2].startswith(ignored)
+    )
 
 
 def put_bare(disk: ModelDisk, step: int) -> None:

@@ -74,8 +74,7 @@ def newest(disk: FileSystem) -> int:
     return max(steps)
 
 
-@pytest.mark.parametrize("order", Order)
-def test_power_cut_leaves_the_new_checkpoint_or_the_old_one(order: Order) -> None:
+def test_power_cut_leaves_the_new_checkpoint_or_the_old_one() -> None:
     disk = disk_with_step_1()
 
     def run(running: ModelDisk) -> None:
@@ -83,7 +82,7 @@ def test_power_cut_leaves_the_new_checkpoint_or_the_old_one(order: Order) -> Non
         running.acknowledge("step 2")
 
     seen = set()
-    for crash in every_crash(disk, run, order=order, tears=1):
+    for crash in every_crash(disk, run, order=Order.WEAK, tears=1):
         step = newest(crash.disk)
         assert step == 2 if crash.disk.acknowledged else step in (1, 2), crash
         seen.add((crash.is_finished, step))

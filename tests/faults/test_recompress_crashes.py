@@ -51,11 +51,8 @@ def whole_ones(store: Store, step: int) -> list[Checkpoint]:
     return [c for c in store.scan() if c.step == step and c.state is State.OK]
 
 
-@pytest.mark.parametrize("order", Order)
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
-def test_conversion_keeps_its_promises_after_every_power_cut(
-    order: Order, key: bytes | None
-) -> None:
+def test_conversion_keeps_its_promises_after_every_power_cut(key: bytes | None) -> None:
     options = ReadOptions(trust=Trust(keys=secret_of(key)))
 
     def convert(disk: ModelDisk) -> None:
@@ -75,4 +72,4 @@ def test_conversion_keeps_its_promises_after_every_power_cut(
         (left,) = whole_ones(store, 1)
         assert left.size_bytes < whole_ones(store, 2)[0].size_bytes
 
-    assert first_broken(every_crash(saved_disk(key), convert, order=order), check) is None
+    assert first_broken(every_crash(saved_disk(key), convert, order=Order.WEAK), check) is None

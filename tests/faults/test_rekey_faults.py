@@ -99,7 +99,6 @@ def broken(crashes: Iterator[Crash]) -> list[str]:
 @pytest.mark.parametrize(
     ("name", "order"),
     [
-        ("container", Order.JOURNALED),
         ("container", Order.WEAK),
         ("set of two ranks", Order.WEAK),
         ("ckpt", Order.JOURNALED),

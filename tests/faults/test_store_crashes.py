@@ -21,46 +21,41 @@ from tests.faults.scenarios import (
 from tests.faults.training import KEY, KEYS, Content, Trainer, check_after_fault, disk_with
 from tests.support.crashmodel import Crash, ModelDisk, Order, every_crash
 
-pytestmark = pytest.mark.parametrize("order", Order)
 with_and_without_key = pytest.mark.parametrize("key", KEYS, ids=["plain", "encrypted"])
 
 
 @with_and_without_key
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_operation_keeps_its_promises_after_every_power_cut(
-    order: Order, key: bytes | None, name: str
-) -> None:
+def test_operation_keeps_its_promises_after_every_power_cut(key: bytes | None, name: str) -> None:
     scenario = SCENARIOS[name]
-    crashes = scenario.crashes(key, order)
+    crashes = scenario.crashes(key, Order.WEAK)
     assert first_broken(crashes, lambda crash: scenario.check(crash.disk, key)) is None
 
 
 @pytest.mark.parametrize("name", ["first save", "overwrite", "retention"])
-def test_operation_keeps_its_promises_where_manifests_without_data_stay(
-    order: Order, name: str
-) -> None:
+def test_operation_keeps_its_promises_where_manifests_without_data_stay(name: str) -> None:
     scenario = SCENARIOS[name]
     disk = scenario.start(None)
     disk.has_change_times = False
-    crashes = every_crash(disk, scenario.runner(None, as_it_is), order=order)
+    crashes = every_crash(disk, scenario.runner(None, as_it_is), order=Order.WEAK)
     assert first_broken(crashes, lambda crash: scenario.check(crash.disk, None)) is None
 
 
 @pytest.mark.parametrize("name", ["first save", "overwrite", "retention"])
-def test_recovery_from_a_death_may_itself_be_cut(order: Order, name: str) -> None:
+def test_recovery_from_a_death_may_itself_be_cut(name: str) -> None:
     scenario = SCENARIOS[name]
-    crashes = scenario.crashes_after_death(KEY, order, resume)
+    crashes = scenario.crashes_after_death(KEY, Order.WEAK, resume)
     assert first_broken(crashes, lambda crash: scenario.check(crash.disk, KEY)) is None
 
 
 @pytest.mark.parametrize("name", ["overwrite", "retention"])
-def test_recovery_from_a_power_cut_may_itself_be_cut(order: Order, name: str) -> None:
+def test_recovery_from_a_power_cut_may_itself_be_cut(name: str) -> None:
     scenario = SCENARIOS[name]
     crashes = (
         again
-        for crash in scenario.crashes(None, order)
+        for crash in scenario.crashes(None, Order.WEAK)
         if needs_recovery(crash.disk)
-        for again in every_crash(crash.disk, lambda disk: resume(Trainer(disk)), order=order)
+        for again in every_crash(crash.disk, lambda disk: resume(Trainer(disk)), order=Order.WEAK)
     )
     assert first_broken(crashes, lambda crash: scenario.check(crash.disk, None)) is None
 
@@ -71,15 +66,15 @@ def needs_recovery(disk: ModelDisk) -> bool:
     return bool(trainer.store().recover("net"))
 
 
-def test_pin_is_there_once_acknowledged(order: Order) -> None:
+def test_pin_is_there_once_acknowledged() -> None:
     def check(crash: Crash) -> None:
         (one,) = [c for c in Trainer(crash.disk).store().scan() if c.name == ONE]
         assert bool(one.pins) or not crash.disk.acknowledged
 
-    assert first_broken(PIN.crashes(None, order), check) is None
+    assert first_broken(PIN.crashes(None, Order.WEAK), check) is None
 
 
-def test_overwritten_bare_file_is_old_or_new_at_every_moment(order: Order) -> None:
+def test_overwritten_bare_file_is_old_or_new_at_every_moment() -> None:
     def overwrite(disk: ModelDisk) -> None:
         Trainer(disk).overwrite("bare.ckpt", 21.0, step=2)
         disk.acknowledge("new")
@@ -90,10 +85,10 @@ def test_overwritten_bare_file_is_old_or_new_at_every_moment(order: Order) -> No
 
     disk = disk_with(10.0, 20.0)
     put_bare(disk, 2)
-    assert first_broken(every_crash(disk, overwrite, order=order), check) is None
+    assert first_broken(every_crash(disk, overwrite, order=Order.WEAK), check) is None
 
 
-def test_overwrite_after_an_interrupted_overwrite_keeps_one_of_the_three(order: Order) -> None:
+def test_overwrite_after_an_interrupted_overwrite_keeps_one_of_the_three() -> None:
     def overwrite_again(trainer: Trainer) -> None:
         trainer.overwrite(TWO, 22.0, step=2)
         trainer.disk.acknowledge("again")
@@ -109,14 +104,14 @@ def test_overwrite_after_an_interrupted_overwrite_keeps_one_of_the_three(order: 
         must: Content = {ONE: [10.0], TWO: values[crash.disk.acknowledged]}
         check_after_fault(crash.disk, must=must)
 
-    crashes = OVERWRITE.crashes_after_death(None, order, overwrite_again)
+    crashes = OVERWRITE.crashes_after_death(None, Order.WEAK, overwrite_again)
     assert first_broken(crashes, check) is None
 
 
-def test_removal_after_a_death_does_not_trust_what_is_not_durable(order: Order) -> None:
+def test_removal_after_a_death_does_not_trust_what_is_not_durable() -> None:
     def check(crash: Crash) -> None:
         assert any(c.is_countable for c in Trainer(crash.disk).store().scan())
         check_after_fault(crash.disk, must={}, may=NEXT_SAVE.may)
 
-    crashes = NEXT_SAVE.crashes_after_death(None, order, keep_only_newest)
+    crashes = NEXT_SAVE.crashes_after_death(None, Order.WEAK, keep_only_newest)
     assert first_broken(crashes, check) is None

@@ -130,13 +130,12 @@ def test_own_values_are_taken_from_ranges_that_match_their_digests() -> None:
     np.testing.assert_array_equal(tensor(disk, "own", rank=1), np.ones(1 << 20))
 
 
-@pytest.mark.parametrize("order", Order)
-def test_power_cut_leaves_the_old_set_or_the_healed_one(order: Order) -> None:
+def test_power_cut_leaves_the_old_set_or_the_healed_one() -> None:
     disk = saved(enc_key=KEY, **SAFETENSORS)
     before = first_of(store_on(disk))
     damage(disk, before.shards[1], 0.5)
     disk.settle()
-    for crash in every_crash(disk, repaired, order=order, tears=1):
+    for crash in every_crash(disk, repaired, order=Order.WEAK, tears=1):
         later = ShardStore(
             RUNS,
             clock=lambda: START + 2e6,

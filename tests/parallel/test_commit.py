@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import errno
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 
@@ -19,6 +18,7 @@ from tests.faults.training import KEY, KEYS, RUNS, SERIES, disk_with
 from tests.parallel.ranks import START, TIMEOUT_S, WORLD, Job, Outcome, Seat, run_ranks, save_step
 from tests.support.crashmodel import FailingDisk, ModelDisk
 from tests.support.damage import put
+from tests.support.diskimage import Snapshot
 
 with_and_without_key = pytest.mark.parametrize("key", KEYS, ids=["plain", "encrypted"])
 
@@ -90,7 +90,7 @@ def test_rank_with_a_full_disk_is_named_on_all_ranks() -> None:
     assert names(job.disk.state()) == names(before)
 
 
-def names(state: frozenset[tuple[Path, bytes | None]]) -> set[Path]:
+def names(state: Snapshot) -> set[str]:
     return {path for path, _ in state}
 
 

@@ -22,11 +22,8 @@ def store_on(disk: ModelDisk) -> Store:
     return Store(RUNS, fs=disk, processes=ModelProcesses(disk))
 
 
-@pytest.mark.parametrize("order", Order)
 @pytest.mark.parametrize("action", ["throw", "undo"])
-def test_collection_after_a_power_cut_loses_no_half_of_trashed_shards(
-    action: str, order: Order
-) -> None:
+def test_collection_after_a_power_cut_loses_no_half_of_trashed_shards(action: str) -> None:
     def throw(disk: ModelDisk) -> None:
         store = store_on(disk)
         found = [c for c in store.scan() if c.name == SET]
@@ -40,7 +37,7 @@ def test_collection_after_a_power_cut_loses_no_half_of_trashed_shards(
         throw(disk)
     disk.settle()
     act = throw if action == "throw" else lambda disk: undo(store_on(disk))
-    for crash in every_crash(disk, act, order=order, tears=1):
+    for crash in every_crash(disk, act, order=Order.WEAK, tears=1):
         after_expiry = ShardStore(
             RUNS, clock=lambda: 1e12, fs=crash.disk, processes=ModelProcesses(crash.disk)
         )

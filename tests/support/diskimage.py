@@ -8,6 +8,7 @@ import itertools
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from tests.support.diskstate import ROOT, Change, Entries, FileContent, Namespace, Order
@@ -15,9 +16,11 @@ from tests.support.diskstate import ROOT, Change, Entries, FileContent, Namespac
 _MAX_NAME_BYTES = 255
 
 Inodes = tuple[int, ...]
+Snapshot = frozenset[tuple[str, bytes | None]]
+"""Absolute paths with their contents (None for directories)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DiskImage:
     """Files and directories of a disk.
 
@@ -52,11 +55,17 @@ class DiskImage:
         """Return the inode of an existing path."""
         if not path.is_absolute() or ".." in path.parts:
             raise ValueError(f"the model wants absolute paths without '..', not {path}")
-        if path == path.parent:
-            return ROOT
-        _, _, inode = self.locate(path)
-        if inode is None:
-            raise os_error(errno.ENOENT, path)
+        inode = ROOT
+        for name in path.parts[1:]:
+            if inode in self.files:
+                raise os_error(errno.ENOTDIR, path)
+            try:
+                found = self._lookup(inode, name)
+            except OSError as error:
+                raise os_error(error.errno or errno.EIO, path) from None
+            if found is None:
+                raise os_error(errno.ENOENT, path)
+            inode = found
         return inode
 
     def resolve_directory(self, path: Path) -> int:
@@ -132,22 +141,27 @@ class DiskImage:
                     seen.add(state)
                     yield image
 
-    def state(self) -> frozenset[tuple[Path, bytes | None]]:
-        """Return what tells two images apart: paths and contents (None for directories)."""
+    def state(self) -> Snapshot:
+        """Return what tells two images apart."""
+        return self._state
+
+    def walk(self, entries: Entries) -> Iterator[tuple[str, int]]:
+        """Yield every path below the root with its inode."""
+        waiting = [("", ROOT)]
+        while waiting:
+            path, directory = waiting.pop()
+            for name, inode in sorted(entries.get(directory, {}).items()):
+                yield f"{path}/{name}", inode
+                if inode not in self.files:
+                    waiting.append((f"{path}/{name}", inode))
+
+    # An image never changes, and the searches for distinct disks ask for its state again and again.
+    @cached_property
+    def _state(self) -> Snapshot:
         return frozenset(
             (path, self.files[inode].visible if inode in self.files else None)
             for path, inode in self.walk(self.tree.visible)
         )
-
-    def walk(self, entries: Entries) -> Iterator[tuple[Path, int]]:
-        """Yield every path below the root with its inode."""
-        waiting = [(Path("/"), ROOT)]
-        while waiting:
-            path, directory = waiting.pop()
-            for name, inode in sorted(entries.get(directory, {}).items()):
-                yield path / name, inode
-                if inode not in self.files:
-                    waiting.append((path / name, inode))
 
     def _lookup(self, directory: int, name: str) -> int | None:
         if len(os.fsencode(name)) > _MAX_NAME_BYTES:

@@ -33,6 +33,9 @@ class Order(enum.Enum):
     WEAK: any subset; only `sync_directory` of that very directory makes a change durable. What is left of the
     promises: a rename is atomic inside one directory, and a file renamed across directories never loses its old name
     before it has the new one (it may have both).
+
+    Each disk that JOURNALED leaves, WEAK leaves too (test_crashmodel checks it), so a test that a promise holds tries
+    WEAK alone. JOURNALED is for tests that must find a broken promise, and where WEAK takes too long.
     """
 
     JOURNALED = "journaled"

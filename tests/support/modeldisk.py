@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ckptmgr.formats.errors import TruncatedError
 from ckptmgr.io.filesystem import FileStatus, InputFile, OutputFile
-from tests.support.diskimage import DiskImage, os_error
+from tests.support.diskimage import DiskImage, Snapshot, os_error
 from tests.support.diskstate import FileContent, Order
 
 _EPOCH_S = 1_700_000_000
@@ -108,7 +108,7 @@ class ModelDisk:
         for image in self._image.after_power_cut(order, tears):
             yield self._successor(image)
 
-    def state(self) -> frozenset[tuple[Path, bytes | None]]:
+    def state(self) -> Snapshot:
         """Return all paths with their contents (None for directories)."""
         return self._image.state()
 
@@ -395,7 +395,7 @@ class _ModelInput:
         self._is_open = False
 
 
-def _line(path: Path, content: FileContent | None) -> str:
+def _line(path: str, content: FileContent | None) -> str:
     if content is None:
         return f"{path}/"
     mark = "*" if content.writes else ""
