@@ -30,8 +30,7 @@ def jax_coordinator() -> KeyValueCoordinator:
     state = distributed.global_state
     if state.client is None:
         raise ValueError("this process is alone: call jax.distributed.initialize() first")
-    # The same number on the other processes, which run the same program. Every start has its own
-    # table.
+    # The same number on the other processes, which run the same program; each start has a table.
     table = _Table(state.client, f"ckptmgr/{next(_made)}")
     return KeyValueCoordinator(table, rank=state.process_id, world=state.num_processes)
 

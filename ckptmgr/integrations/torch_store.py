@@ -26,7 +26,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from ckptmgr.parallel.coordinator import KeyValueCoordinator
 from ckptmgr.parallel.shared_directory import agreed_session
 
-# A wait of 0 would be one without end.
+# A wait of 0 would never end.
 _SHORTEST_WAIT_S = 0.001
 
 
@@ -45,13 +45,10 @@ def store_coordinator(store: Store, *, rank: int, world: int) -> KeyValueCoordin
 def _own_connection(store: Store) -> Store:
     # A client waits with its lock held: a save in the background would block all other users of
     # the same one, collectives or saves of another series, for which the other ranks may wait.
+    # Older torch and stores without connections have no clone.
     try:
         own: Store = store.clone()  # type: ignore[attr-defined]
-    except (
-        AttributeError,
-        NotImplementedError,
-        RuntimeError,
-    ):  # older torch, or a store without connections
+    except (AttributeError, NotImplementedError, RuntimeError):
         return store
     return own
 

@@ -105,7 +105,7 @@ def _refuse_to_pass_over(name: str, answers: Sequence[Json | Failure]) -> None:
             error.may_be_whole = answer.may_be_whole
             raise error
         if answer == _UNSEEN:
-            # This rank may look at another disk, or at an old listing.
+            # This rank may have another disk, or an old listing.
             error = ResumeFailed(
                 f"rank {rank}: CheckpointNotFound: {name}, which rank 0 sees, is not in the directory of this rank",
                 hint="all ranks need the same directory; mount it, or wait until the file system shows it",

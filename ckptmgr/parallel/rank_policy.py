@@ -31,7 +31,7 @@ from ckptmgr.policy.save import (
 
 _LOG = logging.getLogger(__name__)
 _MOST_AHEAD = 1 << 16
-_ABOUT, _COMPARED = ".policy", ".policies"  # no series is called so
+_ABOUT, _COMPARED = ".policy", ".policies"  # names that no series has
 
 
 class ComparedPolicy:

@@ -172,7 +172,7 @@ def _writers_before(coordinator: Coordinator) -> int:
     if key not in _writers:
         try:
             weakref.finalize(coordinator, _writers.pop, key, None)
-        except TypeError:  # it has __slots__: it stays, so that no other coordinator gets its id
+        except TypeError:  # it has __slots__: kept, so that no other coordinator gets its id
             _kept.append(coordinator)
     _writers[key] += 1
     return _writers[key] - 1

@@ -23,7 +23,7 @@ from ckptmgr.files.load.values import (
     read_values,
 )
 from ckptmgr.formats.index import TensorEntry, check_content
-from ckptmgr.integrations.dcp.index import INDEX_NAME, MARK, VERSION, Index, parse_index
+from ckptmgr.integrations.dcp.index import INDEX_NAME, MARK, VERSION, DcpIndex, parse_index
 from ckptmgr.io.scatter import Placement
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.store import Store
@@ -98,7 +98,7 @@ class ShardFile:
 
     def _damaged(self, problem: str, name: str) -> CorruptCheckpoint:
         with translated_errors(self._opened.path):
-            confirm_index(self._opened)  # damage that looks like a difference
+            confirm_index(self._opened)  # damage may be the reason
         return CorruptCheckpoint(f"{name!r} {problem}", path=self._opened.path, tensor=name)
 
 
@@ -110,7 +110,7 @@ class ShardSet:
         self._manifest = manifest
         self._options = options
 
-    def index(self) -> Index:
+    def index(self) -> DcpIndex:
         """Return the index of the checkpoint.
 
         Raises:

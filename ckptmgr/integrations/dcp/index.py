@@ -33,7 +33,7 @@ _MAX_LIST_INDEX = 1_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class RankPiece:
     """A box of a tensor, and the rank with its file; no sizes for values that are no tensors."""
 
     rank: int
@@ -47,19 +47,17 @@ class CutTensor:
 
     dtype: str  # as torch spells it, without `torch.`
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RankPiece, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Index:
+class DcpIndex:
     """The contents of a checkpoint."""
 
     world: int  # number of ranks that saved
     tensors: Mapping[str, CutTensor]
     objects: Mapping[str, int]  # name of a value that is no tensor to the rank with its file
-    paths: (
-        Mapping[str, ObjectPath] | None
-    )  # keys and list positions of a name; None for a flat state
+    paths: Mapping[str, ObjectPath] | None  # in the nested state; None for a flat one
 
     def problem(self) -> str | None:
         """Return a contradiction in the index, or None."""
@@ -91,7 +89,7 @@ class Index:
         return json.dumps(document, separators=(",", ":")).encode()
 
 
-def parse_index(data: bytes) -> Index:
+def parse_index(data: bytes) -> DcpIndex:
     """Return an index from a file.
 
     Raises:
@@ -104,7 +102,7 @@ def parse_index(data: bytes) -> Index:
             f"the {_WHAT} has version {document.get('version')!r:.20}; upgrade ckptmgr"
         )
     try:
-        index = Index(
+        index = DcpIndex(
             world=_integer(document["world"]),
             tensors={name: _tensor(one) for name, one in _mapping(document["tensors"])},
             objects={name: _integer(rank) for name, rank in _mapping(document["objects"])},
@@ -152,9 +150,9 @@ def _tensor(value: object) -> CutTensor:
     return CutTensor(dtype=dtype, shape=_integers(shape), pieces=tuple(map(_piece, _list(pieces))))
 
 
-def _piece(value: object) -> Piece:
+def _piece(value: object) -> RankPiece:
     rank, offsets, sizes = _list(value)
-    return Piece(rank=_integer(rank), offsets=_integers(offsets), sizes=_integers(sizes))
+    return RankPiece(rank=_integer(rank), offsets=_integers(offsets), sizes=_integers(sizes))
 
 
 def _path(value: object) -> ObjectPath:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 
 from ckptmgr.core.regions import region_at, whole_region
 from ckptmgr.integrations.dcp.files import PieceRead, ShardFile, ShardSet
-from ckptmgr.integrations.dcp.index import Piece, piece_name
+from ckptmgr.integrations.dcp.index import RankPiece, piece_name
 from ckptmgr.state.destinations import disjoint, has_memory, memory_of
 from ckptmgr.state.overlaps import conflicts, overlapping_targets
 from ckptmgr.state.paths import StateMismatch
@@ -49,7 +49,7 @@ class Loading:
 
     def __init__(self, file: ShardFile, metadata: Metadata, planner: LoadPlanner) -> None:
         self._file = file
-        self._pieces: Mapping[MetadataIndex, Piece] = metadata.storage_data
+        self._pieces: Mapping[MetadataIndex, RankPiece] = metadata.storage_data
         self._kinds = metadata.state_dict_metadata
         self._planner = planner
 
@@ -144,7 +144,7 @@ def check_shared(
         StateMismatch: Two tensors get different values; or a target has another size than its item.
         CorruptCheckpoint, OSError: As `StorageReader.read_data`.
     """
-    # A planner of another kind may take memory whenever it is asked for a target.
+    # Another planner may allocate memory for each target.
     if not isinstance(planner, DefaultLoadPlanner):
         return
     wanted = [

@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from ckptmgr.core.errors import SaveFailed, UnsupportedState
 from ckptmgr.files.load import shard_pieces as pieces
 from ckptmgr.formats.tensor import Tensor
-from ckptmgr.integrations.dcp.index import CutTensor, Index, ObjectPath, Piece, piece_name
+from ckptmgr.integrations.dcp.index import CutTensor, DcpIndex, ObjectPath, RankPiece, piece_name
 from ckptmgr.state.torch_values import decode_torch_dtype, dtype_name
 
 
-def index_of(plans: Sequence[SavePlan]) -> Index:
+def index_of(plans: Sequence[SavePlan]) -> DcpIndex:
     """Return the index of the checkpoint that all ranks together are about to save.
 
     Raises:
@@ -32,7 +32,7 @@ def index_of(plans: Sequence[SavePlan]) -> Index:
         UnsupportedState: The data of a planner are not paths.
     """
     wholes: dict[str, TensorWriteData] = {}
-    boxes: dict[str, list[Piece]] = {}
+    boxes: dict[str, list[RankPiece]] = {}
     objects: dict[str, int] = {}
     for rank, plan in enumerate(plans):
         for item in plan.items:
@@ -42,7 +42,7 @@ def index_of(plans: Sequence[SavePlan]) -> Index:
             data = tensor_data(item)
             wholes.setdefault(item.index.fqn, data)
             offsets, sizes = tuple(data.chunk.offsets), tuple(data.chunk.sizes)
-            piece = Piece(rank=rank, offsets=offsets, sizes=sizes)
+            piece = RankPiece(rank=rank, offsets=offsets, sizes=sizes)
             boxes.setdefault(item.index.fqn, []).append(piece)
     tensors = {
         fqn: CutTensor(
@@ -52,7 +52,7 @@ def index_of(plans: Sequence[SavePlan]) -> Index:
         )
         for fqn, one in wholes.items()
     }
-    index = Index(world=len(plans), tensors=tensors, objects=objects, paths=_paths(plans))
+    index = DcpIndex(world=len(plans), tensors=tensors, objects=objects, paths=_paths(plans))
     problem = index.problem()
     if problem is not None:
         raise SaveFailed(
@@ -94,14 +94,14 @@ def pieces_of(plan: SavePlan, items: Sequence[Tensor], *, is_compared: bool) -> 
     return pieces.Index(pieces=found, is_compared=is_compared)
 
 
-def metadata_from(index: Index) -> Metadata:
+def metadata_from(index: DcpIndex) -> Metadata:
     """Return the metadata for load planners; `storage_data` has the piece of each `MetadataIndex`.
 
     Raises:
         TreeError: torch has no such element type.
     """
     found: dict[str, STORAGE_TYPES] = {}
-    where: dict[MetadataIndex, Piece] = {}
+    where: dict[MetadataIndex, RankPiece] = {}
     for fqn, tensor in index.tensors.items():
         found[fqn] = TensorStorageMetadata(
             properties=TensorProperties(dtype=decode_torch_dtype(tensor.dtype)),
@@ -116,7 +116,7 @@ def metadata_from(index: Index) -> Metadata:
         where.update((MetadataIndex(fqn, piece.offsets), piece) for piece in tensor.pieces)
     for fqn, rank in index.objects.items():
         found[fqn] = BytesStorageMetadata()
-        where[MetadataIndex(fqn)] = Piece(rank=rank)
+        where[MetadataIndex(fqn)] = RankPiece(rank=rank)
     paths = None if index.paths is None else dict(index.paths)
     return Metadata(state_dict_metadata=found, planner_data=paths, storage_data=where)
 

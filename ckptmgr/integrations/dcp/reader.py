@@ -27,7 +27,7 @@ from ckptmgr.core.model import Checkpoint
 from ckptmgr.crypto.keys.signing import PublicKey
 from ckptmgr.integrations.dcp import planners as dcp_planners
 from ckptmgr.integrations.dcp.files import ShardSet
-from ckptmgr.integrations.dcp.index import Piece
+from ckptmgr.integrations.dcp.index import RankPiece
 from ckptmgr.integrations.dcp.loading import Loading, check_shared
 from ckptmgr.integrations.dcp.metadata import metadata_from
 from ckptmgr.integrations.dcp.place import checked_config, place_of, set_name_of
@@ -150,8 +150,7 @@ class StorageReader(storage.StorageReader):
         try:
             self._found = self._find()
         except (CkptmgrError, OSError) as error:
-            # An exception from here would only be logged, and come out as an AssertionError without
-            # its type.
+            # DCP would only log an exception from here, and raise an AssertionError in its place.
             self._found, self._problem = None, error
             return Metadata(state_dict_metadata={})
         return self._found.metadata
@@ -279,7 +278,7 @@ class StorageReader(storage.StorageReader):
 def _by_rank(items: Iterable[ReadItem], metadata: Metadata) -> dict[int, list[ReadItem]]:
     found: dict[int, list[ReadItem]] = {}
     for item in items:
-        piece: Piece | None = metadata.storage_data.get(item.storage_index)
+        piece: RankPiece | None = metadata.storage_data.get(item.storage_index)
         if piece is None:
             raise CheckpointNotFound(f"there is no {item.storage_index} in the checkpoint")
         found.setdefault(piece.rank, []).append(item)

@@ -292,7 +292,7 @@ def _unified_files(directory: Path) -> Iterator[RankFiles]:
         raise CheckpointNotFound(
             "a part that the parameter map names is missing", path=directory / missing[0]
         )
-    # Others are left from an older unify, or belong to something else.
+    # Other files are left from an older call, or are unrelated.
     parts = [name for name in found if name == HYPER_FILE or name in weights.values()]
     paths = dict(enumerate(found[name] for name in parts))
     with RankFiles(

@@ -137,7 +137,7 @@ def _proven(
     notes: list[str] = []
     for rank, paths in found.items():
         problems = {path: _why_unproven(path, reading) for path in paths}
-        # Where none is proven, the error that follows says why.
+        # Without a proven file, the error that follows gives the reason.
         kept[rank] = [path for path in paths if problems[path] is None] or paths
         notes += [
             f"left out rank_{rank}/{path.name}: {problems[path]}"
@@ -153,7 +153,7 @@ def _why_unproven(path: Path, reading: ReadOptions) -> str | None:
     except KeyProblem as error:
         return error.message
     except (CkptmgrError, OSError):
-        return None  # if it is chosen, that is the error
+        return None  # raised later if the file is chosen
     return None if manifest is not None else "it has no manifest"
 
 

@@ -199,8 +199,7 @@ def _shared_series(known: Mapping[int, Mapping[Path, NamedSave | None]]) -> set[
 
 
 def _label(place: NamedSave, shared: Collection[str]) -> Label:
-    # Where ranks share series, a series of a single rank is of another run; else names may hold the
-    # rank.
+    # Where ranks share series, that of a single rank is of another run; else names may hold ranks.
     return Label(place.position, place.series if shared else None)
 
 

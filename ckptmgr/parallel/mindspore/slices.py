@@ -32,9 +32,7 @@ class Slicing:
 
     counts: tuple[int, ...]  # slices along each dimension
     ordinals: np.ndarray  # int64[dimensions, devices]: the position of each device's slice
-    holders: (
-        np.ndarray
-    )  # int64[slices, copies]: the devices of each slice, in row-major order of ordinals
+    holders: np.ndarray  # int64[slices, copies]: the devices of each slice, row major
 
 
 def slicing_of(layout: ParallelLayout) -> Slicing:

@@ -182,14 +182,13 @@ def unify(
                     fs=staging.fs,
                 )
             if share[0] == 1:
-                # An interruption from here on leaves parts of both calls: no loader may accept
-                # them.
+                # From here on an interruption leaves parts of both calls, for no loader to accept.
                 write_small_file(target_dir / MAP_FILE, json.dumps(_UNFINISHED).encode())
             written = move_files(staging, [*files])
     if share[0] > 1:
         return WrittenFiles(written, step=chosen.step, notes=notes)
     if not hyper:
-        # One of an earlier call would be loaded with these parts: no map names it.
+        # A file of an earlier call would be loaded with these parts, as no map names it.
         remove_file(target_dir / HYPER_FILE)
     weights = {one.spec.name: name for name, part in parts.items() for one in part}
     total = sum(one.spec.size_bytes for one in tensors)
@@ -217,7 +216,7 @@ def _parts(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     total = sum(one.spec.size_bytes for one in tensors)
     parts: list[list[Tensor]] = [[] for _ in range(min(-(-total // PART_BYTES), len(tensors)))]
     if tensors and not parts:
-        return [list(tensors)]  # nothing but empty tensors
+        return [list(tensors)]  # all tensors are empty
     sizes = [0] * len(parts)
     for one in sorted(tensors, key=lambda one: (-one.spec.size_bytes, one.spec.name)):
         smallest = sizes.index(min(sizes))

@@ -18,10 +18,10 @@ from ckptmgr.integrations.dcp import index as dcp_index
 def index() -> Any:
     """Return what two ranks hold: halves of a tensor, a scalar, and an object."""
     halves = tuple(
-        dcp_index.Piece(rank=rank, offsets=(2 * rank, 0), sizes=(2, 3)) for rank in range(2)
+        dcp_index.RankPiece(rank=rank, offsets=(2 * rank, 0), sizes=(2, 3)) for rank in range(2)
     )
-    scalar = dcp_index.Piece(rank=1)
-    return dcp_index.Index(
+    scalar = dcp_index.RankPiece(rank=1)
+    return dcp_index.DcpIndex(
         world=2,
         tensors={
             "model.w": dcp_index.CutTensor(dtype="bfloat16", shape=(4, 3), pieces=halves),
