@@ -94,10 +94,9 @@ def first_that_all_load(
 
 
 def _refuse_to_pass_over(name: str, answers: Sequence[Json | Failure]) -> None:
-    """Raise when a checkpoint that some ranks cannot load may be whole: no rank may fall back then.
+    """Raise ResumeFailed when a checkpoint that some ranks cannot load may be whole.
 
-    Raises:
-        ResumeFailed: It may be whole.
+    No rank may fall back then.
     """
     for rank, answer in enumerate(answers):
         if isinstance(answer, Failure) and (answer.may_be_whole or not answer.is_expected):
@@ -148,12 +147,9 @@ def all_prepared(rounds: Rounds, prepare: Callable[[], _Loaded], *, stop: float)
 
 
 def steps_of_all(answers: Sequence[Json]) -> list[int]:
-    """Return the steps that all ranks have in memory.
+    """Return the steps that all ranks have in memory, or raise RanksOutOfStep.
 
     Each answer, by rank, is the step to go back to, then the steps in memory.
-
-    Raises:
-        RanksOutOfStep: The ranks go back to different steps, or an answer is malformed.
     """
     steps_by_rank = [
         [step for step in answer if isinstance(step, int)] if isinstance(answer, list) else []
@@ -169,12 +165,7 @@ def steps_of_all(answers: Sequence[Json]) -> list[int]:
 
 
 def _candidate_names(answer: Json | Failure) -> list[str]:
-    """Return the names that rank 0 has sent.
-
-    Raises:
-        ResumeFailed: Rank 0 failed.
-        RanksOutOfStep: They are no names.
-    """
+    """Return the names that rank 0 has sent; raise ResumeFailed if it failed."""
     if isinstance(answer, Failure):
         raise ResumeFailed(str(answer))
     if isinstance(answer, str) or not isinstance(answer, Sequence):

@@ -195,11 +195,7 @@ class KeyValueCoordinator:
 
 
 def checked_rank(rank: int, world: int) -> tuple[int, int]:
-    """Return both.
-
-    Raises:
-        ValueError: There is no such rank.
-    """
+    """Return both, or raise ValueError."""
     if not 0 <= rank < world:
         raise ValueError(f"there is no rank {rank} of {world}")
     return rank, world
@@ -211,11 +207,7 @@ def to_json(value: Json) -> bytes:
 
 
 def from_json(data: bytes, *, tag: str, rank: int) -> Json:
-    """Return a value that another rank sent.
-
-    Raises:
-        RanksOutOfStep: It is not JSON.
-    """
+    """Return a value that another rank sent; raise RanksOutOfStep unless it is JSON."""
     try:
         value: Json = json.loads(data)
     except (ValueError, RecursionError) as error:

@@ -48,11 +48,7 @@ class TensorNote:
 
     @classmethod
     def from_json(cls, value: Json, *, rank: int) -> TensorNote:
-        """Return the note of another rank.
-
-        Raises:
-            RanksOutOfStep: It is no note.
-        """
+        """Return the note of another rank; raise RanksOutOfStep unless it is one."""
         try:
             if isinstance(value, str) or not isinstance(value, Sequence):
                 raise TypeError(f"{value!r} describes no tensor")
@@ -95,11 +91,7 @@ def pack_notes(notes: Iterable[TensorNote]) -> str:
 
 
 def unpack_notes(answers: Sequence[Json]) -> list[list[TensorNote]]:
-    """Return the notes of all ranks; equal answers are parsed once.
-
-    Raises:
-        RanksOutOfStep: An answer is no list of notes.
-    """
+    """Return the notes of all ranks; equal answers are parsed once. Raises as `from_json`."""
     known: dict[Json, list[TensorNote]] = {}
     for rank, answer in enumerate(answers):
         if not isinstance(answer, str):
@@ -167,9 +159,6 @@ def digests_by_part(
     """Return the digest of every part on every rank that has it.
 
     `answers` are the digests of each rank, concatenated in the order of `candidates`.
-
-    Raises:
-        RanksOutOfStep: Their number is wrong.
     """
     found: dict[tuple[TensorNote, int], str] = {}
     length = 2 * _DIGEST_BYTES
@@ -200,12 +189,7 @@ def equal_parts(
 
 
 def shared_tensors(parts: Parts, *, world: int) -> Iterator[SharedTensor]:
-    """Yield each distinct tensor or part once, with its holders.
-
-    Raises:
-        LayoutError: The parts of a tensor do not make up the whole, or the ranks contradict each
-            other.
-    """
+    """Yield each distinct tensor or part once, with holders; raise LayoutError on contradictions."""
     for name, groups in parts.items():
         declared = [note.is_declared for note, _ in groups]
         if any(declared) and not all(declared):
@@ -237,10 +221,9 @@ def _check_alike(name: str, notes: Sequence[TensorNote]) -> None:
 
 
 def _check_grid(name: str, notes: Sequence[TensorNote]) -> None:
-    """Check that the parts of a tensor are those of a grid over all of it.
+    """Raise LayoutError unless the parts of a tensor are those of a grid over all of it.
 
-    Raises:
-        LayoutError: They are not; rows would be lost or ambiguous.
+    Otherwise rows would be lost or ambiguous.
     """
     first = notes[0]
     if not prod(first.shape):

@@ -127,13 +127,10 @@ def whole() -> ParallelLayout:
 
 
 def for_shape(layout: ParallelLayout, shape: tuple[int, ...]) -> ParallelLayout:
-    """Return a layout for a tensor of `shape`.
+    """Return a layout for a tensor of `shape`; raise LayoutError unless its map has the dimensions.
 
     A map without any axis fits every shape. A map of two numbers for a tensor of one dimension is
     MindSpore's notation for two axes on it.
-
-    Raises:
-        LayoutError: The map has another number of dimensions.
     """
     if layout.shape == shape:
         return layout
@@ -162,13 +159,10 @@ def from_strategy_layout(layout: StrategyLayout, *, stage: int = 0) -> ParallelL
 
 
 def from_layout_tuple(value: Any, *, opt_shard_size: int = 0) -> ParallelLayout:
-    """Return the layout in a value of MindSpore's `parameter_layout_dict`.
+    """Return the layout in a value of MindSpore's `parameter_layout_dict`, or raise LayoutError.
 
     The value is `(device_matrix, tensor_map, slice_shape, field, ...)`; a tensor map may hold
     tuples of axes. `opt_shard_size` is the size of the optimizer shard group that the value names.
-
-    Raises:
-        LayoutError: It is no such value.
     """
     try:
         matrix, axes = tuple(map(int, value[0])), tuple(map(_axes, value[1]))
@@ -218,10 +212,8 @@ def read_strategy(path: str | os.PathLike[str]) -> Strategy:
 def layouts_of(strategy: Strategy) -> dict[str, ParallelLayout]:
     """Return the layout of every parameter by its own name, with its stages.
 
-    For a parameter that stages share, the layout of the first one counts.
-
-    Raises:
-        FormatError: Stages are missing in a merged file.
+    For a parameter that stages share, the layout of the first one counts. Raises FormatError when
+    stages are missing in a merged file.
     """
     found: dict[str, ParallelLayout] = {}
     for stage, layouts in split_stages(strategy).items():
@@ -248,11 +240,7 @@ def stage_count(layouts: Layouts | None) -> int:
 
 
 def devices_per_stage(layouts: Layouts | None) -> int:
-    """Return the devices of a stage; 1 for None.
-
-    Raises:
-        LayoutError: Two parameters have different numbers.
-    """
+    """Return the devices of a stage, 1 for None; raise LayoutError where parameters differ."""
     counts = {layout.device_count: name for name, layout in (layouts or {}).items()}
     if len(counts) > 1:
         (first, one), (second, other) = list(counts.items())[:2]

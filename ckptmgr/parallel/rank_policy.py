@@ -49,11 +49,7 @@ class ComparedPolicy:
         return self._policy.is_active
 
     def decide(self, step: int, now: float, last: LastSave) -> SaveDecision:
-        """Return the decision of the policy.
-
-        Raises:
-            RanksOutOfStep: Another rank has another policy.
-        """
+        """Return its decision; raise RanksOutOfStep if another rank has another policy."""
         if not self._is_compared:
             self._compare()
             self._is_compared = True

@@ -73,11 +73,7 @@ class Rounds:
         return [values[rank] for rank in range(self._coordinator.world)]
 
     def compared(self, name: str, work: Callable[[], Json], *, stop: float) -> list[Json | Failure]:
-        """Do work that may fail; return the result or the failure of every rank.
-
-        Raises:
-            RanksMissing: Some ranks did not come in time.
-        """
+        """Do work that may fail; return the result or failure of each rank, or raise RanksMissing."""
         own, _ = self._try(work)
         answers = self._gather(name, own, stop)
         return [_failure(answer, rank) or _value(answer) for rank, answer in enumerate(answers)]

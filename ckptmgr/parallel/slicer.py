@@ -34,11 +34,7 @@ class LayoutSlicer:
         self._layouts = layouts or {}
 
     def slice_of(self, name: str, value: Any, /) -> Slice | None:
-        """Return the slice that a leaf is, or None; see `Slicer`.
-
-        Raises:
-            UnsupportedState: Its shape is not that of the slice.
-        """
+        """Return the slice that a leaf is, or None; raise UnsupportedState for another shape."""
         layout = self._layouts.get(name)
         try:
             if is_dtensor(value):
@@ -57,9 +53,7 @@ class LayoutSlicer:
     def metadata_of(self, items: Sequence[Item]) -> dict[str, str]:
         """Return the metadata with the index of the named tensors that are slices.
 
-        Raises:
-            UnsupportedState: One is no tensor, or has not the shape of the slice; or a layout names
-                none.
+        Raises as `tensor_specs`, `check_used` and `slice_of`.
         """
         specs = tensor_specs(items)
         self.check_used(specs)
@@ -68,11 +62,7 @@ class LayoutSlicer:
         return {PIECES: index_of(slices, specs).to_text()} if slices else {}
 
     def check_used(self, names: Collection[str]) -> None:
-        """Check that every layout of this rank names a tensor: a misspelled one would cut nothing.
-
-        Raises:
-            UnsupportedState: There is no such tensor.
-        """
+        """Raise UnsupportedState unless every layout of this rank names a tensor."""
         for name, layout in self._layouts.items():
             if name not in names and self._rank in _ranks(layout):
                 some = ", ".join(sorted(names)[:_SHOWN])
@@ -82,11 +72,7 @@ class LayoutSlicer:
                 )
 
     def region(self, name: str, shape: tuple[int, ...], /) -> Region | None:
-        """Return the region of a tensor that the rank is to get, or None without a layout for it.
-
-        Raises:
-            LayoutError: The layout does not fit the shape.
-        """
+        """Return the region of a tensor for the rank, or None without a layout."""
         layout = self._layouts.get(name)
         if layout is None:
             return None
@@ -129,11 +115,7 @@ class LayoutSlicer:
 
 
 def tensor_specs(items: Sequence[Item]) -> dict[str, TensorSpec]:
-    """Return the spec of each item by name.
-
-    Raises:
-        UnsupportedState: One is no tensor.
-    """
+    """Return the spec of each item by name; raise UnsupportedState for other items than tensors."""
     specs = {}
     for item in items:
         if not isinstance(item, Tensor):

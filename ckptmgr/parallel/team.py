@@ -86,11 +86,7 @@ def _slicer(
 
 
 def check_ranks_agree(config: CheckpointConfig) -> None:
-    """Check that all ranks will save at the same steps.
-
-    Raises:
-        ValueError: They would save at different steps.
-    """
+    """Raise ValueError for options with which ranks would save at different steps."""
     if config.back_pressure != "wait":
         raise ValueError(
             f"back_pressure={config.back_pressure!r} with a coordinator: each rank would leave out other saves; use 'wait'"

@@ -151,11 +151,7 @@ class ComparedPlan(SavePlan):
 
 
 def with_digests(plan: SavePlan, planner: SavePlanner) -> ComparedPlan:
-    """Return a plan with the digests of its plain tensors.
-
-    Raises:
-        UnsupportedState: A tensor cannot be stored.
-    """
+    """Return a plan with the digests of its plain tensors; raises as `stored`."""
     digests = {
         item.index.fqn: digest_of_tensor(stored(item, planner))
         for item in plan.items
@@ -182,7 +178,9 @@ def without_conflicts(plans: Sequence[SavePlan]) -> list[SavePlan]:
     """Return the plans of all ranks without items that differ from those of a lower rank."""
     values: dict[str, dict[int, Hashable]] = {}
     for rank, plan in enumerate(plans):
-        for item in _plain(plan):
+        for item in plan.items:
+            if item.type == WriteItemType.SHARD:
+                continue
             values.setdefault(item.index.fqn, {})[rank] = _value(plan, item, rank)
     owners = {fqn: min(one) for fqn, one in values.items() if len(set(one.values())) > 1}
     if owners:
@@ -203,10 +201,6 @@ def without_conflicts(plans: Sequence[SavePlan]) -> list[SavePlan]:
 def is_compared(plans: Sequence[SavePlan]) -> bool:
     """Return whether tensors of several ranks are known to be the same on all of them."""
     return all(isinstance(plan, ComparedPlan) and plan.is_compared for plan in plans)
-
-
-def _plain(plan: SavePlan) -> Iterator[WriteItem]:
-    return (item for item in plan.items if item.type != WriteItemType.SHARD)
 
 
 def _value(plan: SavePlan, item: WriteItem, rank: int) -> Hashable:

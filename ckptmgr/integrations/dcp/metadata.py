@@ -63,11 +63,7 @@ def index_of(plans: Sequence[SavePlan]) -> DcpIndex:
 
 
 def tensor_data(item: WriteItem) -> TensorWriteData:
-    """Return the tensor data of an item.
-
-    Raises:
-        UnsupportedState: It has none; DCP itself cannot handle such an item.
-    """
+    """Return the tensor data of an item, without which DCP itself cannot handle it."""
     if item.tensor_data is None:
         raise UnsupportedState(f"the planner says nothing about the tensor {item.index.fqn!r}")
     return item.tensor_data

@@ -20,11 +20,7 @@ from ckptmgr.store.manifest.codec import SUFFIX
 
 
 def checked_config(config: CheckpointConfig | None) -> CheckpointConfig:
-    """Return a configuration that is valid for DCP; None is the default one.
-
-    Raises:
-        TypeError, ValueError: It is not valid.
-    """
+    """Return a configuration, or the default one for None, if it is valid for DCP."""
     checked = check_config(config)
     if checked.async_save:
         raise ValueError("async_save is decided by dcp.async_save here; leave it out of the config")
@@ -44,11 +40,7 @@ def place_of(
     clock: Callable[[], float] = time.time,
     fs: FileSystem | None = None,
 ) -> SeriesAt:
-    """Return the series that the arguments of a constructor name.
-
-    Raises:
-        TypeError, ValueError, NotADirectoryError: An argument is unusable.
-    """
+    """Return the series that the arguments of a constructor name, if they are usable."""
     if callable(check_prefix(prefix)):
         raise TypeError("the prefix of a series is a string")
     return SeriesAt(

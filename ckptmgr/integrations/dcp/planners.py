@@ -37,11 +37,7 @@ class SavePlanner(DefaultSavePlanner):
     """`DefaultSavePlanner` with its options; never pickles, balances bytes over ranks."""
 
     def create_local_plan(self) -> SavePlan:
-        """Return the plan of this rank, with digests of tensors that other ranks may have, too.
-
-        Raises:
-            UnsupportedState: A tensor cannot be stored.
-        """
+        """Return the plan of this rank, with digests of tensors that other ranks may have, too."""
         super().create_local_plan()
         self._own: dict[str, list[WriteItem]] = {}
         # All items, also with plan caching: equal tensors may differ since the last save.
@@ -78,11 +74,7 @@ class SavePlanner(DefaultSavePlanner):
         return self.global_plan, metadata
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        """Return a tensor as it is, and the bytes of anything else.
-
-        Raises:
-            UnsupportedState: It cannot be stored without pickling; names its path.
-        """
+        """Return a tensor as it is, and the bytes of anything else; raises as `encode_object`."""
         if write_item.type != WriteItemType.BYTE_IO:
             return object
         return io.BytesIO(encode_object(write_item.index.fqn, object))
@@ -92,11 +84,7 @@ class LoadPlanner(DefaultLoadPlanner):
     """`DefaultLoadPlanner`, with the same options, that never unpickles."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put a value that is no tensor into the state.
-
-        Raises:
-            CorruptCheckpoint: The bytes are damaged.
-        """
+        """Put a value that is no tensor into the state; raises as `decode_object`."""
         fqn = read_item.dest_index.fqn
         found = decode_object(fqn, value.getvalue())
         if self.flatten_state_dict:

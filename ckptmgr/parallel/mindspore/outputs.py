@@ -86,12 +86,7 @@ def write_file(
 
 
 def remove_file(path: Path) -> None:
-    """Remove a checkpoint file of an earlier call, if there is one, and its manifest, durably.
-
-    Raises:
-        StoreLocked: Another process writes this file now.
-        OSError: From the disk.
-    """
+    """Remove a checkpoint file of an earlier call, if there is one, and its manifest, durably."""
     store = Store(path.parent)
     if store.fs.status(path) is None:
         return
@@ -114,11 +109,7 @@ def staging_folder(target: Path, name: str) -> Iterator[Staging]:
 
     The directory and the folder are held open: another user with write access to the directory
         cannot
-    put a link in their place.
-
-    Raises:
-        StoreLocked: Another process uses the folder of this name now.
-        OSError: From the disk.
+    put a link in their place. Raises StoreLocked while another process uses this folder.
     """
     fs, folder = OsFileSystem(keeps_owner=True), target / f".{name}.tmp"
     with lease_of_name(Store(target, fs=fs), name):
@@ -141,9 +132,7 @@ def _empty(fs: FileSystem, folder: Path) -> None:
 def move_files(staging: Staging, names: Sequence[str]) -> list[Path]:
     """Move checkpoint files and their manifests out of a staging folder, durably.
 
-    Raises:
-        StoreLocked: Another process writes one of them in the target now; some are moved.
-        OSError: From the disk; some are moved.
+    After an error, also of a lease that another process has, some are moved.
     """
     fs, source, target = staging.fs, staging.path, staging.path.parent
     for name in names:

@@ -236,12 +236,7 @@ class RankFiles:
         return refuse_mixture(self.paths, manifests, by_lineage=by_lineage)
 
     def file(self, rank: int) -> RankFile:
-        """Return path, format and index of the file of a rank.
-
-        Raises:
-            CheckpointNotFound: There is none.
-            CkptmgrError: It is damaged, or the key is wrong.
-        """
+        """Return path, format and index of the file of a rank, or raise CkptmgrError."""
         with self._lock:
             if rank not in self._known:
                 self._opened(rank)
@@ -263,9 +258,6 @@ class RankFiles:
         """Copy runs of a tensor's bytes, in ascending source order, into flat memory of the caller.
 
         Runs close together are read at once; the bytes between them are dropped.
-
-        Raises:
-            CorruptCheckpoint: The bytes are damaged.
         """
         with self._lock:
             opened = self._opened(rank)
@@ -276,7 +268,7 @@ class RankFiles:
                     content.copy(batch, target)
 
     def read_array(self, rank: int, name: str) -> np.ndarray:
-        """Return a whole tensor of the file of a rank; raises as `read_runs`."""
+        """Return a whole tensor of the file of a rank."""
         with self._lock:
             opened = self._opened(rank)
             entry = self._entry(rank, name)

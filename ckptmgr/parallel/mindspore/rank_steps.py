@@ -56,11 +56,7 @@ class Chosen:
 
 
 def checked_step(step: int | str | None) -> str | None:
-    """Return a step as file names spell it.
-
-    Raises:
-        ValueError: It is no step.
-    """
+    """Return a step as file names spell it, or raise ValueError."""
     if step is None:
         return None
     text = str(step)
@@ -212,11 +208,7 @@ def _says(place: NamedSave | None, step: str) -> bool:
 
 
 def _only(found: Sequence[tuple[Path, NamedSave | None]]) -> Path:
-    """Return the last attempt among the files of one step.
-
-    Raises:
-        LayoutError: Several are equally likely to be meant.
-    """
+    """Return the last attempt among the files of one step; raise LayoutError for several series."""
     if len({place.series for _, place in found if place is not None}) > 1:
         return _single([path for path, _ in found])
     attempts = [0 if place is None else place.attempt for _, place in found]

@@ -122,8 +122,7 @@ def rank_list_for_transform(
 def needed_ranks(rank: int, source: Layouts, target: Layouts | None) -> list[int]:
     """Return MindSpore's list of source ranks for a rank of the target, descending.
 
-    Raises:
-        LayoutError: Neither number of devices divides the other, or there is no such rank.
+    Raises LayoutError for a missing rank, or unless one number of devices divides the other.
     """
     devices = devices_per_stage(source)
     of_target = devices_per_stage(target)

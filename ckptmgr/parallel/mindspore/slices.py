@@ -36,11 +36,7 @@ class Slicing:
 
 
 def slicing_of(layout: ParallelLayout) -> Slicing:
-    """Return the slices of a layout.
-
-    Raises:
-        LayoutError: The optimizer shard divides neither the devices nor a scalar.
-    """
+    """Return the slices of a layout; raise LayoutError for an impossible optimizer shard."""
     return _slicing(layout.device_matrix, layout.tensor_map, layout.opt_shard_count)
 
 
@@ -63,11 +59,7 @@ def equal_groups(
 
 
 def intervals_of(layout: ParallelLayout, shape: Sequence[int]) -> tuple[tuple[Interval, ...], ...]:
-    """Return the interval of every slice along every dimension.
-
-    Raises:
-        LayoutError: A dimension cannot be cut into equal pieces, and the layout allows no others.
-    """
+    """Return the interval of each slice along each dimension; raise LayoutError for uneven cuts."""
     cut: list[tuple[Interval, ...]] = []
     for dimension, (length, axes) in enumerate(zip(shape, layout.tensor_map, strict=True)):
         pieces = [Interval(0, length)]
@@ -92,8 +84,7 @@ def region_of(layout: ParallelLayout, device: int, shape: Sequence[int]) -> Regi
 def full_shape(layout: ParallelLayout, slice_shape: Sequence[int]) -> tuple[int, ...]:
     """Return the shape of a tensor from its layout and the shape of a slice.
 
-    Raises:
-        LayoutError: The slices are not equal, and the layout has no shape.
+    Raises LayoutError for unequal slices of a layout without a shape.
     """
     if layout.shape is not None:
         return layout.shape
@@ -185,10 +176,8 @@ class Digit(NamedTuple):
 def gathered_ranks(source: ParallelLayout, target: ParallelLayout | None, device: int) -> set[int]:
     """Return the source devices that a device of the target gathers from; None is a single device.
 
-    Devices count modulo the number of source devices.
-
-    Raises:
-        LayoutError: Neither number of devices divides the other.
+    Devices count modulo the number of source devices. Raises LayoutError unless one number of
+    devices divides the other.
     """
     counts = source.device_count, 1 if target is None else target.device_count
     if max(counts) % min(counts):

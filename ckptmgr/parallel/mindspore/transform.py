@@ -247,11 +247,7 @@ def log_notes(notes: Sequence[str]) -> None:
 
 
 def output_options(output_format: str, enc_key: bytes | None, enc_mode: str) -> SaveOptions:
-    """Return the save options of outputs.
-
-    Raises:
-        TypeError, ValueError: Format, key or mode is unusable.
-    """
+    """Return the save options of outputs; raise TypeError or ValueError for unusable arguments."""
     if output_format not in FORMATS:
         raise ValueError(
             "For 'transform_safetensors', the output_format must be 'safetensors' or 'ckpt', but got"
@@ -272,11 +268,7 @@ def reading_options(
     allow_unencrypted: bool,
     trusted_keys: TrustedKeys = (),
 ) -> ReadOptions:
-    """Return the read options of sources.
-
-    Raises:
-        TypeError, ValueError: Key or mode is unusable.
-    """
+    """Return the read options of sources; raise TypeError or ValueError for unusable arguments."""
     check_key("dec_key", dec_key)
     check_mode("dec_mode", dec_mode)
     key = None if dec_key is None else Key(dec_key)
