@@ -189,7 +189,7 @@ def equal_parts(
 
 
 def shared_tensors(parts: Parts, *, world: int) -> Iterator[SharedTensor]:
-    """Yield each distinct tensor or part once, with holders; raise LayoutError on contradictions."""
+    """Yield each distinct tensor or part with its holders; raise LayoutError on contradictions."""
     for name, groups in parts.items():
         declared = [note.is_declared for note, _ in groups]
         if any(declared) and not all(declared):

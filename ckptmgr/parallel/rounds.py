@@ -73,7 +73,7 @@ class Rounds:
         return [values[rank] for rank in range(self._coordinator.world)]
 
     def compared(self, name: str, work: Callable[[], Json], *, stop: float) -> list[Json | Failure]:
-        """Do work that may fail; return the result or failure of each rank, or raise RanksMissing."""
+        """Do work that may fail; return the result or failure of each rank. Raises RanksMissing."""
         own, _ = self._try(work)
         answers = self._gather(name, own, stop)
         return [_failure(answer, rank) or _value(answer) for rank, answer in enumerate(answers)]

@@ -107,9 +107,9 @@ class Staging(NamedTuple):
 def staging_folder(target: Path, name: str) -> Iterator[Staging]:
     """Yield an empty folder in a directory that will get its files; remove it at the end.
 
-    The directory and the folder are held open: another user with write access to the directory
-        cannot
-    put a link in their place. Raises StoreLocked while another process uses this folder.
+    The directory and the folder are held open, so that another user with write access to the
+    directory cannot put a link in their place. Raises StoreLocked while another process uses this
+    folder.
     """
     fs, folder = OsFileSystem(keeps_owner=True), target / f".{name}.tmp"
     with lease_of_name(Store(target, fs=fs), name):
