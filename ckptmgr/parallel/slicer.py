@@ -143,7 +143,7 @@ def _spread(value: Any) -> Slice:
 
 
 def _ranks(layout: ParallelLayout) -> tuple[int, ...]:
-    return layout.ranks or tuple(map(layout.rank_of, range(layout.device_count)))
+    return tuple(map(layout.rank_of, range(layout.device_count)))
 
 
 def is_dtensor(value: object) -> bool:
