@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`open_checkpoint`: one tensor of a file, or some rows of one, without reading the others.
+"""`open_checkpoint`: read one tensor of a file, or some of its rows, without the others.
 
 ```
 with ckptmgr.open_checkpoint("net-1000.ckpt") as reader:
@@ -8,15 +8,16 @@ with ckptmgr.open_checkpoint("net-1000.ckpt") as reader:
     head = reader.read("embedding.weight", rows=slice(0, 100))
 ```
 
-What is returned was checked, as by `load_checkpoint`, and that sets the price of a read:
+Returned values are checked, as by `load_checkpoint`. So a read of a tensor reads:
 
-* with a manifest: the digest ranges (16 MiB) in which the tensor and its own description lie; in a `.ckpt` descriptions
-  lie between the tensors, so `names()` once reads each range that has one, most of a file of small tensors;
-* compressed: the frames (4 MiB) in which it lies, and the table at the end;
-* encrypted: the cipher blocks (4 MiB) in which it lies, and once, when the file is opened, those of all descriptions;
-* a plain file without a manifest: only its bytes, and nothing vouches for them.
+* with a manifest: the digest ranges (16 MiB) of the tensor and its own description; in a `.ckpt` the
+  descriptions are between the tensors, so `names()` once reads each range that has one, most of a file
+  of small tensors;
+* compressed: the frames (4 MiB) of the tensor, and the table at the end;
+* encrypted: the cipher blocks (4 MiB) of the tensor, and once, at the opening, those of all descriptions;
+* a plain file without a manifest: only its bytes, unverified.
 
-An object store is read by ranges, for the same price in bytes:
+An object store is read by ranges, with the same number of bytes:
 
 ```
 source = ckptmgr.RangeSource(get_range, size_bytes=size, name="s3://runs/net-1000.safetensors.ckpe")
@@ -24,7 +25,7 @@ with ckptmgr.open_checkpoint(source, dec_key="file:run.key") as reader:
     head = reader.read("embedding.weight", rows=slice(0, 100))
 ```
 
-With `mmap=True` a tensor of a plain file is checked as above and then not copied: its array is the memory of the page cache.
+With `mmap=True` a tensor of a plain file is checked as above, but not copied: its array is page cache.
 """
 
 from __future__ import annotations
@@ -67,27 +68,28 @@ def open_checkpoint(
     """Open a file for reading single tensors; close the reader, or use it in a `with` block.
 
     Args:
-        path: A `.ckpt` or `.safetensors` file, plain or encrypted; or a source of its bytes, such as a `RangeSource`: with a
-            `size` and a `read_into(offset, buffer)` that several threads may call. It is not closed. No manifest is
-            looked for beside it, so what is not encrypted is not verified.
-        dec_key: The key, or a source as for `CheckpointConfig`; files that are not authenticated as a whole are then refused,
-            unless `allow_unsealed`.
-        dec_mode: The cipher mode to insist on, or None for the one that the file names.
-        allow_unsealed: With a key, accept encrypted files that are not proven as a whole (MindSpore's own).
+        path: A `.ckpt` or `.safetensors` file, plain or encrypted; or a source of its bytes, such as a
+            `RangeSource`: with a `size` and a `read_into(offset, buffer)` that several threads may call.
+            A source is not closed, and has no manifest, so plain data of it is not verified.
+        dec_key: The key, or a source as for `CheckpointConfig`; files that are not authenticated as a
+            whole are then refused, unless `allow_unsealed`.
+        dec_mode: The required cipher mode, or None for the one that the file names.
+        allow_unsealed: With a key, accept encrypted files without a seal (MindSpore's own).
         allow_unencrypted: With a key, accept plain files, too.
-        mmap: Return read-only arrays, over the mapped file instead of copies where a tensor lies in one piece and aligned
-            for its type: most of a safetensors file, of a `.ckpt` what happens to. Processes that map one file share its
-            memory, and the arrays may outlive the reader. Only for files that nobody changes in place, as ckptmgr never
-            does, on disks that can be trusted: what is written into the file, or read anew because memory ran short,
-            shows in arrays that were checked before; and who touches a page of a file that was cut short is killed (SIGBUS).
-        trusted_keys: Public keys, or their files in PEM: a file whose manifest none of them signed is refused, unless
-            `allow_unencrypted`, or `allow_unsealed` with a key.
+        mmap: Return read-only arrays, over the mapped file instead of copies if a tensor is contiguous
+            and aligned for its type: most of a safetensors file, some of a `.ckpt`. Processes that map
+            one file share its memory, and the arrays may outlive the reader. Only for files that are not
+            changed in place (ckptmgr never does that), on trusted disks: bytes that are written into the
+            file later, or read again because memory ran short, show in arrays that were checked before.
+            An access to a page of a file that was truncated kills the process (SIGBUS).
+        trusted_keys: Public keys, or their files in PEM: a file whose manifest none of them signed is
+            refused, unless `allow_unencrypted`, or `allow_unsealed` with a key.
 
     Raises:
         CheckpointNotFound: There is no such file.
-        CorruptCheckpoint: What describes the tensors is damaged.
+        CorruptCheckpoint: The description of the tensors is damaged.
         KeyProblem: Wrong or missing key, or no seal.
-        UnsupportedCheckpoint: It is a file of another kind, or encrypted and to be mapped.
+        UnsupportedCheckpoint: It is a file of another kind, or cannot be mapped.
         OSError: From the disk.
     """
     check_is_bool("mmap", mmap)
@@ -125,13 +127,13 @@ def open_checkpoint(
 
 
 def with_manifest(store: Store, name: str, read: Callable[[Manifest | None], _Result]) -> _Result:
-    """Return what `read` makes of a file, given the manifest that describes it, though somebody may be replacing both."""
+    """Call `read` with the manifest of a file; retry if another process replaced both meanwhile."""
     manifest = store.read_manifest(name)
     while True:
         try:
             return read(manifest)
         except CorruptCheckpoint:
-            # A writer may have replaced both files since the manifest was read; then the new one describes the data.
+            # A writer may have replaced both files since the manifest was read.
             latest = store.read_manifest(name)
             if latest == manifest:
                 raise
@@ -169,7 +171,7 @@ def _opened(
 ) -> OpenCheckpoint:
     opened = open_source(raw, path=path, options=options, manifest=manifest, is_for_loading=True)
     if opened.is_sealed or opened.format == "safetensors":
-        # Who can change bytes could lead the eye from one tensor to another; and here all descriptions lie together.
+        # An attacker could change descriptions to swap tensors; here all descriptions are in one place.
         with translated_errors(path):
             confirm_index(opened)
     return opened

@@ -7,7 +7,7 @@ Same parameters, defaults and argument errors. Different on purpose, each for sa
 * Mixed dictionaries are saved whole; a name that appears twice is an error, never a silent replacement.
 * `enc_key` with `crc_check` works: the CRC goes inside the encryption.
 * Encrypted files are sealed. Given `dec_key`, a file without a seal is refused unless `allow_unsealed=True`.
-* What MindSpore fills with zeros, cuts or crashes on is an error that names file, offset and tensor.
+* Data that MindSpore fills with zeros, truncates or crashes on is an error that names file, offset and tensor.
 """
 
 from __future__ import annotations
@@ -94,15 +94,16 @@ def save_checkpoint(
 ) -> Checkpoint:
     """Save tensors to one file; when it returns, they survive a power cut.
 
-    After Ctrl-C the directory holds what it held before, or the new checkpoint whole. So it does after `kill -9` or a power
-    cut, but an unfinished file, a manifest without data or a lease file may be left, which are no checkpoint to anybody;
-    the next save into that directory removes them, a manifest that nothing shows to be left over after a day.
+    After Ctrl-C the directory has its old content, or the complete new checkpoint. The same is true after
+    `kill -9` or a power cut, but an unfinished file, a manifest without data or a lease file may be left,
+    which no reader takes for a checkpoint. The next save into that directory removes them; a manifest
+    without data after a day, unless it is provably left over.
 
     Args:
-        save_obj: A mapping of names to arrays or strings, MindSpore's list of `{"name", "data"}`, an object with
-            `state_dict()`, or a MindSpore Cell.
-        ckpt_file_name: Where; `.ckpt`, `.safetensors`, `.safetensors.ckpe` (with a key) or `.safetensors.ckpz` (compressed) is
-            made of its end as needed.
+        save_obj: A mapping of names to arrays or strings, MindSpore's list of `{"name", "data"}`, an
+            object with `state_dict()`, or a MindSpore Cell.
+        ckpt_file_name: The file; its end becomes `.ckpt`, `.safetensors`, `.safetensors.ckpe` (with a
+            key) or `.safetensors.ckpz` (compressed).
         integrated_save: Accepted; it matters for sharded parameters only.
         async_save: Accepted (`True`, `"thread"`, `"process"`); this version saves before it returns.
         append_dict: More values to store: int, float, bool, str, arrays.
@@ -114,7 +115,7 @@ def save_checkpoint(
         format: `ckpt` or `safetensors`.
         verify_after_write: Read the file back from the disk, past the page cache, before it is published.
         compression: "zstd", or None; for safetensors only.
-        compression_level: 1 (fast) to 19; above 1 hardly pays for weights, but for sparse states.
+        compression_level: 1 (fast) to 19; levels above 1 help sparse states, but hardly weights.
         signing_key: The source of an Ed25519 private key, such as `file:sign.pem`; signs the manifest.
         kwargs: MindSpore's `remove_redundancy` (noted in safetensors metadata); others are ignored as MindSpore does.
 
@@ -217,27 +218,28 @@ def load_checkpoint(
     """Load one file; a damaged one is an error, never a wrong value.
 
     Args:
-        ckpt_file_name: A `.ckpt` or `.safetensors` file, a safetensors file in a BytesIO, or the name of a checkpoint of many
-            ranks, which ends in `.shards`: its tensors are then whole, and what differs is that of rank 0.
-        net: Load into this as well: a mapping of names to arrays, a PyTorch module, an object with `load_state_dict()`, or
-            a MindSpore Cell.
-        strict_load: Refuse other element types, instead of converting one float or signed integer type to another.
-        filter_prefix: Leave out names that start so.
-        dec_key: The key, or a source as for `CheckpointConfig`; files without a seal are then refused, unless
-            `allow_unsealed`.
+        ckpt_file_name: A `.ckpt` or `.safetensors` file, a safetensors file in a BytesIO, or the name of
+            a checkpoint of many ranks, which ends in `.shards`: its tensors are returned whole, and of
+            tensors that differ between ranks those of rank 0.
+        net: Also load into this: a mapping of names to arrays, a PyTorch module, an object with
+            `load_state_dict()`, or a MindSpore Cell.
+        strict_load: Refuse other element types, instead of converting floats or signed integers.
+        filter_prefix: Leave out names with this prefix.
+        dec_key: The key, or a source as for `CheckpointConfig`; files without a seal are then refused,
+            unless `allow_unsealed`.
         dec_mode: The cipher mode.
-        specify_prefix: Only names that start so.
+        specify_prefix: Only names with this prefix.
         choice_func: Which names to load; ignored with either prefix, as in MindSpore.
         crc_check: Compare the CRC32.
         remove_redundancy: Accepted; it matters for sharded parameters only.
-        format: `ckpt` or `safetensors`; None goes by the file.
-        allow_unsealed: With a key, accept encrypted files that are not proven as a whole (MindSpore's own).
+        format: `ckpt` or `safetensors`; None depends on the file.
+        allow_unsealed: With a key, accept encrypted files without a seal (MindSpore's own).
         allow_unencrypted: With a key, accept plain files, too.
-        into: Name to NumPy array or torch tensor: these names are read, straight into their memory, and nothing else.
-            Everything is compared before the first byte is written; damage is found while writing, and an error about it
-            leaves the content of the arrays undefined.
-        trusted_keys: Public keys, or their files in PEM: a file whose manifest none of them signed is refused, unless
-            `allow_unencrypted`, or `allow_unsealed` with a key.
+        into: Name to NumPy array or torch tensor: only these names are read, straight into their memory.
+            All shapes and types are compared before the first byte is written. Damage is found while
+            writing, and leaves the content of the arrays undefined.
+        trusted_keys: Public keys, or their files in PEM: a file whose manifest none of them signed is
+            refused, unless `allow_unencrypted`, or `allow_unsealed` with a key.
 
     Returns:
         Name to array (bf16 by `ml_dtypes`), string, or `MapArrays`, in file order; or the values of `into`.
@@ -248,7 +250,7 @@ def load_checkpoint(
         CheckpointNotFound: There is no such file. Also a ValueError.
         TypeError, ValueError: An argument is unusable; messages as MindSpore's.
         RuntimeError: A value has another shape or type than the one in `net`.
-        StateMismatch: The file does not fit `into`; names every difference. Nothing was changed.
+        StateMismatch: The file does not fit `into`; lists every difference. Nothing was changed.
     """
     check_given_key("dec_key", dec_key)
     check_mode("dec_mode", dec_mode)
@@ -342,7 +344,9 @@ def _read_file(
 
     def read_with(manifest: Manifest | None) -> dict[str, Any]:
         with closing(bypass_page_cache_unless_shared(store.fs.open(path))) as raw:
-            if raw.size == 0 and manifest is None:  # programs may look for what MindSpore says
+            if (
+                raw.size == 0 and manifest is None
+            ):  # with MindSpore's sentence, which programs look for
                 message = f"the file is empty; {_EMPTY_RESULT}"
                 raise TruncatedCheckpoint(message, path=path, offset=0)
             return read(

@@ -21,7 +21,7 @@ _FORMATS = ("ckpt", "safetensors")
 def save_path(
     save_obj: object, name: object, format: str, *, is_encrypted: bool, is_compressed: bool
 ) -> Path:
-    """Return the file that a save is to write: where the name leads, with the end that its format has.
+    """Return the path that a save writes: links resolved, with the suffix of its format.
 
     Raises:
         TypeError, ValueError, IsADirectoryError: An argument is unusable; messages as MindSpore's.
@@ -55,7 +55,7 @@ def save_path(
 
 
 def load_path(name: object, format: str | None) -> Path:
-    """Return the file that a name leads to.
+    """Return the path of a file to load, links resolved.
 
     Raises:
         TypeError, ValueError: An argument is unusable; messages as MindSpore's.
@@ -89,7 +89,7 @@ def load_path(name: object, format: str | None) -> Path:
 
 
 def _what_it_is(path: Path) -> Iterator[str]:
-    """Yield what a path that is no name of a checkpoint names, and the way out."""
+    """Yield hints about the file under a path that is no name of a checkpoint."""
     with suppress(OSError, ValueError):  # no such file, or no such name
         if path.is_dir():
             yield "this is a directory: name a file in it, or use CheckpointManager(directory).resume()"
@@ -105,7 +105,7 @@ def _what_it_is(path: Path) -> Iterator[str]:
 def chooser(
     filter_prefix: object, specify_prefix: object, choice_func: Callable[[str], bool] | None
 ) -> Callable[[str], bool]:
-    """Return which names are to be loaded.
+    """Return the function that chooses the names to load.
 
     Raises:
         TypeError, ValueError: A prefix is unusable; messages as MindSpore's.

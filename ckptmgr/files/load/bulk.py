@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the contents of an opened file in one pass, in parallel: into memory that exists, or only to have them checked.
+"""Read the contents of an opened file in one parallel pass: into existing memory, or only to check them.
 
-What describes the contents is checked on the way, where opening the file left that to this pass, and so is its CRC32.
+The pass also compares the unverified reads of the index, and the CRC32 of the file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _offset_of = operator.attrgetter("offset")
 
 
 def confirm_index(opened: OpenCheckpoint) -> None:
-    """Check the bytes that the index was made from, where that was left to the reading of the contents.
+    """Check the bytes of the index, if they were read unverified.
 
     Raises:
         FormatError, CryptoError, CkptmgrError: They are damaged.
@@ -45,10 +45,10 @@ def confirm_index(opened: OpenCheckpoint) -> None:
 def read_through(
     opened: OpenCheckpoint, *, check_crc: bool = False, units_at_once: int = 1
 ) -> None:
-    """Read everything and keep nothing: the source checks all of it on the way.
+    """Read everything to have the source check it; one thread reads `units_at_once` units in a row.
 
     Raises:
-        FormatError, CryptoError, CkptmgrError: What the source raises, or the CRC32 differs.
+        FormatError, CryptoError, CkptmgrError: From the source, or the CRC32 differs.
     """
     crc = _stated_crc(opened) if check_crc else None
     if isinstance(opened.source, FramesSource):
@@ -66,11 +66,7 @@ def read_through(
 
 
 def check_values(opened: OpenCheckpoint) -> None:
-    """Check the contents of which a reader does not accept every value: a bool is 0 or 1.
-
-    Raises:
-        FormatError: A bool has another value.
-    """
+    """Raise FormatError if a bool is neither 0 nor 1; other types accept every value."""
     index = opened.index
     for entry in index.tensors() if isinstance(index, CkptIndex) else index.entries:
         if entry.spec.dtype.name == "bool":
@@ -79,7 +75,7 @@ def check_values(opened: OpenCheckpoint) -> None:
 
 
 def _stated_crc(opened: OpenCheckpoint) -> FileCrc | None:
-    """Return what computes the CRC32 that a file states, or None where it states none."""
+    """Return the CRC32 computation for a file that has a CRC32, else None."""
     index = opened.index
     if index.crc is None:
         return None
@@ -94,11 +90,7 @@ def read_every_byte(
     crc: FileCrc | None = None,
     unverified: UnverifiedReads | None = None,
 ) -> None:
-    """Read a source and keep nothing.
-
-    Raises:
-        FormatError, CryptoError, CkptmgrError: What the source raises.
-    """
+    """Read a source to have it checked, in parallel unless `unit_bytes` is 0; pass every byte to `crc`."""
     if unit_bytes:
         read_scattered(
             source,
@@ -126,7 +118,7 @@ def fill_arrays(
     check_crc: bool = False,
     batches: SmallTensorBatches | None = None,
 ) -> None:
-    """Read the contents of some tensors into C-contiguous memory that exists.
+    """Read tensors, in file order, into the C-contiguous arrays for the `id` of their entries, and `batches`.
 
     Raises:
         FormatError, CryptoError, CkptmgrError: Damage was found; the memory is then undefined.
@@ -159,7 +151,7 @@ def _refuse_missing_crc(opened: OpenCheckpoint) -> None:
 
 
 def _read_all_in_order(opened: OpenCheckpoint, buffers: Mapping[int, memoryview]) -> int:
-    """Read each tensor into the buffer for the `id` of its entry, if there is one; return the CRC32 that a file states."""
+    """Read each tensor into the buffer for the `id` of its entry, if there is one; return the computed CRC32."""
     index = opened.index
     if isinstance(index, CkptIndex):
         return mindspore_reader.read_all_into(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a compressed file into many arrays at once: frames in parallel, each straight into an array where it can be."""
+"""Read a compressed file into many arrays at once: frames in parallel, straight into an array if possible."""
 
 from __future__ import annotations
 
@@ -16,20 +16,16 @@ from ckptmgr.io.threads import for_each_unit
 def read_frames(
     source: FramesSource, placements: Sequence[Placement], *, crc: FileCrc | None = None
 ) -> None:
-    """Fill the targets of all placements.
+    """Fill the targets of all placements, given in ascending order; `crc` gets every byte that it covers.
 
     Raises:
-        CkptmgrError, FormatError, CryptoError, OSError: What the source raises; targets are then undefined.
+        CkptmgrError, FormatError, CryptoError, OSError: From the source; targets are then undefined.
     """
     _Reader(source, placements, crc).run()
 
 
 def check_frames(source: FramesSource, *, crc: FileCrc | None = None) -> None:
-    """Read and expand everything, and keep nothing.
-
-    Raises:
-        CkptmgrError, FormatError, CryptoError, OSError: What the source raises.
-    """
+    """Read and expand everything to have it checked; `crc` gets every byte."""
     for_each_unit(range(len(source.table.frames)), _Reader(source, (), crc).read)
 
 
@@ -56,7 +52,7 @@ class _Reader:
         first = bisect_right(self._stops, start)
         parts = self._placements[first : bisect_left(self._starts, stop, lo=first)]
         if len(parts) == 1 and parts[0].offset <= start and stop <= parts[0].stop:
-            at = start - parts[0].offset  # all of it belongs to one array: no copy
+            at = start - parts[0].offset  # all of it is part of one array: no copy
             self._expand(index, start, parts[0].target[at : at + stop - start])
             return
         raw = buffer[: stop - start]

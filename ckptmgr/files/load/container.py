@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Open an encrypted container that lies on a disk, with a key, and as the very file its manifest describes."""
+"""Open an encrypted container with a key, and check that it is the file in its manifest."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _FORMATS = {
 def open_container_file(
     raw: Source, checked: Source, *, path: str, key: Keys | None, mode: str | None
 ) -> ContainerSource:
-    """Return the plaintext of a container.
+    """Return the plaintext of a container; `checked` is `raw`, compared with its manifest if there is one.
 
     Raises:
-        KeyProblem: There is no key, or the mode is another one.
-        ChecksumMismatch: It is not the file that the manifest describes.
+        KeyProblem: There is no key, or the mode differs.
+        ChecksumMismatch: It is not the file in the manifest.
         CryptoError: As `open_container`.
     """
     if key is None:
@@ -57,7 +57,7 @@ def open_container_file(
     try:
         container = open_container(raw, ring.identities)
     except CryptoError:
-        read_bytes(checked, 0, min(1, raw.size))  # is it the file that was saved?
+        read_bytes(checked, 0, min(1, raw.size))  # raises if it is not the file that was saved
         raise
     if mode not in (None, container.mode):
         raise KeyProblem(
@@ -76,8 +76,8 @@ def open_container_file(
             )
     if checked is raw:
         return container
-    # Every segment is bound to what was unlocked; the manifest must be the one of this very save. Another read of the file
-    # could give other bytes than those that were unlocked. The start of the payload commits to the header before it.
+    # Every segment is bound to the unlocked header; the manifest must be of the same save. A second read
+    # of the header could return other bytes. The start of the payload commits to the header before it.
     start = read_checked(checked, container.head_bytes - HEADER_BYTES, HEADER_BYTES)
     if start != container.unlocked.message.header:
         raise ChecksumMismatch("the file changed while it was being read", path=path)
@@ -85,24 +85,24 @@ def open_container_file(
 
 
 def kind_of(raw: Source, *, name: str) -> Kind:
-    """Return what kind of file this is; one with the name of a container may have its first header copy damaged."""
+    """Return the kind of a file; in one with the name of a container the first header copy may be damaged."""
     kind = detect(raw)
     is_named = kind in (Kind.UNKNOWN, Kind.ZIP_PICKLE) and name.endswith(CONTAINER_SUFFIX)
     return Kind.CKPTMGR_CONTAINER if is_named else kind
 
 
 def format_in(container: ContainerSource) -> str:
-    """Return what an opened container holds: `safetensors`, `ckpt`, or `OPAQUE`."""
+    """Return the format of the plaintext: `safetensors`, `ckpt`, or `OPAQUE`."""
     return _FORMATS[container.content]
 
 
 def unit_of(container: ContainerSource) -> int:
-    """Return how many plaintext bytes are best read at once: whole segments, or 0 where one is longer than a piece."""
+    """Return the unit of parallel reads: whole segments, or 0 if one is longer than a piece."""
     return PIECE_BYTES // container.block_bytes * container.block_bytes
 
 
 def container_format(raw: Source) -> str:
-    """Return what the header of a container says that it holds; needs no key and proves nothing.
+    """Return the format in the header of a container; needs no key and proves nothing.
 
     Raises:
         CryptoError: The header cannot be parsed.
@@ -111,7 +111,7 @@ def container_format(raw: Source) -> str:
 
 
 def container_openers(raw: Source) -> tuple[str, ...]:
-    """Return what opens a container, for people, as its newest header says; needs no key and proves nothing.
+    """Return the labels of the keys in the newest header of a container; needs no key and proves nothing.
 
     Raises:
         CryptoError: The header cannot be parsed.
@@ -120,7 +120,7 @@ def container_openers(raw: Source) -> tuple[str, ...]:
 
 
 def container_mode(raw: Source) -> str:
-    """Return the cipher mode that the header of a container names; needs no key and proves nothing.
+    """Return the cipher mode in the header of a container; needs no key and proves nothing.
 
     Raises:
         CryptoError: The header cannot be parsed.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A checkpoint whose tensors go from the file straight into the state that they are restored into.
+"""Restore of tensors straight from the file into the memory of a state.
 
-Every byte is verified before the first one of the state is written, so that a damaged checkpoint changes nothing. The price
-is a second look at the file, the first time for its digests and then for its contents; what that saves is memory for a
-second copy of the state.
+Every byte is verified before the first one of the state is written, so that a damaged checkpoint changes
+nothing. So the file is read twice, for its digests and for its contents, but there is no second copy of
+the state in memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ckptmgr.formats.index import TensorEntry, read_tensor_into
 from ckptmgr.state.tree import Restoration
 from ckptmgr.store.manifest.codec import Manifest
 
-_WORTH_IT = 0.5  # of the bytes; else reading the file twice costs more than the copies
+_MIN_SHARE = 0.5  # of the bytes; below, reading the file twice costs more than the copies
 
 
 class InPlaceState:
@@ -45,18 +45,18 @@ class InPlaceState:
         self._file = contextlib.ExitStack()
 
     def close_with(self, file: contextlib.ExitStack) -> None:
-        """Take over the open file; it is closed when the state is put back."""
+        """Own the open file, which is closed when the state is restored."""
         self._file = file
 
     def plan_restore(self, state: object) -> Callable[[], object]:
-        """Return what fills the state that it was compared with."""
+        """Return a function that fills the state that it was compared with."""
         return lambda: self.put_back(state)
 
     def put_back(self, state: object) -> object:
         """Fill the state that it was compared with, and return it.
 
         Raises:
-            CorruptCheckpoint, OSError: The file changed or cannot be read any more, after it was verified.
+            CorruptCheckpoint, OSError: The file changed or became unreadable after it was verified.
         """
         del state
         entries = [one for one in tensors_in(self._opened) if one.name in self._arrays]
@@ -71,7 +71,7 @@ class InPlaceState:
 
 
 def tensors_in(opened: OpenCheckpoint) -> list[TensorEntry]:
-    """Return the tensors of a file, those of map parameters left out."""
+    """Return the tensors of a file, without those of map parameters."""
     return [one for one in opened.index.entries if isinstance(one, TensorEntry)]
 
 
@@ -82,9 +82,9 @@ def in_place(
     skeleton: str,
     manifest: Manifest | None,
 ) -> InPlaceState | None:
-    """Return a checkpoint that was verified and compared with a state, or None where it is better loaded another way.
+    """Return a checkpoint that was verified and compared with `state`, or None.
 
-    None also stands for everything that is wrong with it: the other way says what.
+    With None the caller loads it normally, which is faster, or raises the error that was found here.
     """
     entries = {one.name: one for one in tensors_in(opened)}
     is_parallel = opened.unit_bytes or opened.compressed_bytes is not None
@@ -105,7 +105,7 @@ def in_place(
         # A bool is checked again when it is read, which may be too late.
         for name in [name for name in plan.direct if arrays[name].dtype == np.bool_]:
             del plan.direct[name]
-        if _bytes(plan.direct) < _WORTH_IT * max(1, _bytes(arrays)):
+        if _bytes(plan.direct) < _MIN_SHARE * max(1, _bytes(arrays)):
             return None
         read_through(opened)
         return InPlaceState(opened, plan, arrays, manifest=manifest)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a checkpoint file holds, as values: the envelope without a key, and with it the tensors.
+"""Summary of a checkpoint file: the envelope without a key, and with it the tensors.
 
-Reading the contents of a file checks them like loading does; only figures are kept.
+The tensors are read for their statistics only, and checked like those of a load.
 """
 
 from __future__ import annotations
@@ -30,13 +30,7 @@ from ckptmgr.store.store import Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """One tensor, and its figures when they were asked for.
-
-    Attributes:
-        spec: As it is stored; of a checkpoint of many ranks the whole of it.
-        stats: Its figures.
-        ranks: Of a checkpoint of many ranks: whose it is, where ranks differ.
-    """
+    """One tensor, whole, with its statistics if requested, and the ranks that have it if ranks differ."""
 
     spec: TensorSpec
     stats: TensorStats | None = None
@@ -45,18 +39,18 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlaintextSummary:
-    """What is known once the file is decrypted.
+    """Summary of the decrypted file.
 
     Attributes:
         format: `ckpt`, `safetensors`, or `OPAQUE`: a file that is no checkpoint.
-        size_bytes: Size of the plaintext, expanded where it is compressed.
-        compressed_bytes: Size of the plaintext as it is stored where it is compressed, else None.
+        size_bytes: Size of the expanded plaintext.
+        compressed_bytes: Size of the compressed plaintext, or None.
         is_sealed: Whether an encrypted file is authenticated as a whole.
-        crc: The CRC32 that is stored, not checked here; or None.
-        metadata: Strings kept in the file.
-        tensors: Those that were chosen, in file order; parts of a map parameter are `map.key`, `map.value`,
+        crc: The stored CRC32, unchecked; or None.
+        metadata: Metadata strings of the file.
+        tensors: The chosen ones in file order; parts of a map parameter are `map.key`, `map.value`,
             `map.status`.
-        texts: Named strings that were chosen.
+        texts: The chosen named strings.
     """
 
     format: str
@@ -71,15 +65,7 @@ class PlaintextSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileSummary:
-    """What is known about one checkpoint file.
-
-    Attributes:
-        checkpoint: As listed.
-        manifest: Its manifest, or None.
-        stored_bytes: Size of the file.
-        cipher: The cipher mode that its first bytes name, or None.
-        plain: What is inside; None for an encrypted file without a key.
-    """
+    """Summary of one checkpoint file; `plain` is None for an encrypted file without a key."""
 
     checkpoint: Checkpoint
     manifest: Manifest | None
@@ -96,10 +82,10 @@ def inspect_file(
     choose: Callable[[str], bool] = lambda _: True,
     has_stats: bool = False,
 ) -> FileSummary:
-    """Return what a checkpoint holds.
+    """Return the summary of a checkpoint; with `has_stats`, read the tensors for their statistics.
 
     Raises:
-        CkptmgrError: It is damaged, does not open with the key, or is of an unknown kind.
+        CkptmgrError: It is damaged, does not open with the key, or its kind is unknown.
         OSError: From the disk.
     """
     path = str(checkpoint.path)
@@ -161,7 +147,7 @@ def _of_many_ranks(
 
 
 def tensors_of(opened: OpenCheckpoint) -> Iterator[tuple[str, TensorEntry]]:
-    """Yield every tensor with its name, those of map parameters as `map.key`, `map.value`, `map.status`."""
+    """Yield every tensor with its name; parts of map parameters as `map.key`, `map.value`, `map.status`."""
     for entry in opened.index.entries:
         if isinstance(entry, MapEntry):
             for part in (entry.key, entry.value, entry.status):

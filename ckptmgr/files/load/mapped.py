@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of a plain file as memory that is mapped, not copied: their pages are those of the page cache.
+"""Tensors of a plain file as mapped memory: their pages are those of the page cache.
 
-* Where digests vouch for the file, the ranges in which a tensor lies are checked once, before it is handed out.
-* A tensor whose bytes lie in several pieces, or not aligned for its element type, cannot be mapped.
-* The memory lives as long as the last array over it, whether or not the file was closed or removed meanwhile.
+* If the file has digests, the ranges of a tensor are checked once, before it is returned.
+* A tensor that is not contiguous, or not aligned for its element type, cannot be mapped.
+* The memory exists as long as the last array over it, even if the file is closed or removed.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class MappedTensors:
         self._checked: set[int] = set()
 
     def part(self, entry: TensorEntry, skipped: int, shape: tuple[int, ...]) -> np.ndarray | None:
-        """Return a part of a tensor as a read-only array, or None where it cannot be mapped.
+        """Return the part of a tensor after `skipped` bytes as a read-only array, or None if it cannot be mapped.
 
         Raises:
-            ChecksumMismatch: A range it lies in does not match its digest.
+            ChecksumMismatch: One of its ranges does not match its digest.
             OSError: From the disk.
         """
         dtype = entry.spec.dtype.to_numpy()
@@ -73,7 +73,7 @@ class MappedTensors:
         return array.reshape(shape)
 
     def _check(self, source: VerifyingSource, ranges: Iterable[int]) -> None:
-        """Compare ranges with their digests, each once; what is hashed is the memory that is handed out."""
+        """Compare ranges with their digests, each once, in the mapped memory itself."""
 
         def check(index: int, buffer: memoryview) -> None:
             del buffer

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # pyright: reportAttributeAccessIssue=false, reportCallIssue=false
-# (where MindSpore is not installed, pyright takes this file for it)
-"""What MindSpore itself needs: a callback that its `Model` accepts, and parameters put back into a Cell."""
+# (without MindSpore pyright takes this file for it)
+"""Glue for MindSpore: a callback that its `Model` accepts, and parameters loaded into a Cell."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from ckptmgr.files.load.values import MapArrays, Value
 def callback_class(base: type) -> Any:
     """Return `base`, our `ModelCheckpoint` or a subclass of it, as a subclass of MindSpore's `Callback`, too.
 
-    The new class has the name of its base and none of the old methods (`begin`, `step_end`, ...) of its own: `Model.fit`
-    refuses callbacks whose class defines them, and inherited ones pass.
+    The new class has the name of its base and defines none of the old methods (`begin`, `step_end`, ...):
+    `Model.fit` refuses callbacks whose own class defines them, but accepts inherited ones.
     """
     return base if issubclass(base, Callback) else _with_callback_base(base)
 
@@ -34,7 +34,7 @@ def _with_callback_base(base: type) -> Any:
 
 
 class _IgnoresEvaluation:
-    """Keeps MindSpore from running the training methods during an evaluation, which has nothing to save."""
+    """Stops MindSpore from running the training methods during an evaluation, which saves nothing."""
 
     def on_eval_begin(self, run_context: object) -> None: ...
     def on_eval_epoch_begin(self, run_context: object) -> None: ...
@@ -76,7 +76,7 @@ def load_into_cell(
 
 
 def _check_fits(cell: Any, parameters: Mapping[str, Any], *, strict: bool) -> None:
-    """Have MindSpore refuse what does not fit before it has loaded what does."""
+    """Have MindSpore refuse parameters that do not fit before it loads the others."""
     for _, mine in cell.parameters_and_names():
         theirs: Any = parameters.get(mine.name)
         if not isinstance(theirs, Parameter):

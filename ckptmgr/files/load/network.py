@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Put loaded values into a network: a mapping of arrays, a PyTorch module, or a MindSpore Cell.
 
-Names that only the file has are ignored (appended counters, an optimiser's state). Everything is checked before the first
-value is written, so that a network is never half loaded.
+Names that only the file has are ignored (appended counters, an optimiser's state). Everything is checked
+before the first value is written, so that a network is never partly loaded.
 
 >>> network = {"w": np.zeros(2, np.float32)}
 >>> load_into(network, {"w": np.array([1.0, 2.0]), "epoch_num": np.array(3)})
@@ -175,7 +175,7 @@ def _fitting(name: str, mine: Any, theirs: Value, *, strict: bool) -> np.ndarray
     pair = {wanted, found}
     if not strict and (pair <= _FLOATS or pair <= _INTEGERS):
         converted = theirs.astype(BY_NAME[wanted].to_numpy())
-        # A float loses digits, as everybody expects of it; an integer would become another number.
+        # A float loses digits, as users expect; an integer would become another number.
         if pair <= _FLOATS or np.array_equal(converted, theirs):
             return converted
     raise RuntimeError(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Open a checkpoint file: raw bytes -> checked -> decrypted -> indexed, all through one descriptor.
 
-Each stage is a source over the one below; no byte leaves a stage unchecked, and nothing is read that is not needed.
+Each stage is a source over the previous one; it returns only checked bytes, and reads no more than needed.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class OpenCheckpoint:
     Attributes:
         path: For messages.
         source: The plaintext.
-        index: What it holds and where.
+        index: The tensors and their places.
         cipher: The cipher mode, or None for a plain file.
         is_sealed: Whether the file as a whole is authenticated.
         has_digests: Whether a manifest vouches for every byte that is read.
-        unit_bytes: What the source checks at once; 0 where it is read tensor by tensor.
-        unverified: What the index was made from, where that is still to be checked by reading the contents.
+        unit_bytes: The number of bytes that the source checks at once; 0 if it is read tensor by tensor.
+        unverified: The reads of the index, if the read of the contents has to check them.
     """
 
     path: str
@@ -83,8 +83,8 @@ def open_source(
         path: For messages.
         options: Key and what to accept.
         manifest: Checks every byte that is read against its digests.
-        is_for_loading: All contents will be read with `read_values`, which also checks the index; otherwise that is done
-            here, at the price of reading most of a `.ckpt` once more.
+        is_for_loading: `read_values` will read all contents and check the index; otherwise the index is
+            checked here, which may read most of a `.ckpt`.
 
     Raises:
         CorruptCheckpoint, KeyProblem, UnsupportedCheckpoint: See `ckptmgr.errors`.
@@ -99,7 +99,7 @@ def open_source(
 def open_indexed(
     plain: Plaintext, *, path: str, has_digests: bool, is_for_loading: bool
 ) -> OpenCheckpoint:
-    """Open the checkpoint that a plaintext is.
+    """Open the checkpoint in a plaintext; `has_digests` if a manifest vouches for it.
 
     Raises:
         CorruptCheckpoint: It is damaged.
@@ -115,7 +115,7 @@ def open_indexed(
         unverified = plain.unverified if is_for_loading else None
         index = None
         if unverified is not None:
-            # Where unchecked bytes make no sense, the checked ones say what is wrong.
+            # If unchecked bytes cannot be parsed, the checked ones give the error.
             with contextlib.suppress(FormatError):
                 index = _index(unverified, path, plain.format)
         if index is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How checkpoint files are read: what is trusted, in which cipher mode, and for which rank."""
+"""Options for reading checkpoint files: trust, cipher mode, and rank."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ class ReadOptions:
     """How to read a file.
 
     Attributes:
-        trust: Which keys open and prove it, and what is accepted without proof.
-        mode: The cipher mode to insist on, or None to take the one the file names.
-        rank: Which file of a sharded checkpoint to read, and `world`, out of how many; None for none.
+        trust: The keys that open and prove it, and the proofs that may be missing.
+        mode: The required cipher mode, or None for the one in the file.
+        rank: The rank that reads a sharded checkpoint, of `world` ranks; or None.
         world: Number of ranks that read.
     """
 

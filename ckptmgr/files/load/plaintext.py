@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plaintext of a checkpoint file: what kind of file it is, and the sources that check and decrypt it.
+"""The plaintext of a checkpoint file: its kind, and the sources that check and decrypt it.
 
-Which kind it is, is looked up in unchecked bytes, because checking them would cost a whole range. Nothing depends on it: the
-contents are checked later, and where the look-up makes no sense the checked bytes are asked what is wrong.
+The kind is read from unchecked bytes, because to check them would read a whole range. This is safe: the
+contents are checked later, and if the kind makes no sense the checked bytes are read for the error.
 
-Whether a file is of the kind that its manifest says.
-
-Digests leave the header copies of a container out, because a change of keys rewrites them. What lies there instead, such as
-the header of a plain file over the same payload, only the kind tells.
+The kind must also be the one in the manifest: digests do not cover the header copies of a container, as a
+change of keys rewrites them, so a plain header over the same payload is found only by the kind.
 """
 
 from __future__ import annotations
@@ -50,12 +48,15 @@ _HINT = "the file was changed or replaced after it was saved; use an older check
 
 
 def check_kind(kind: Kind, manifest: Manifest | None, *, path: str) -> None:
-    """Raise TamperedCheckpoint unless a file is of a kind that its manifest allows."""
+    """Raise TamperedCheckpoint unless its manifest allows the kind of a file.
+
+    A kind that stands for damage passes: the parser or the digests refuse the file.
+    """
     if manifest is None:
         return
     entry = manifest.file
     is_container = kind is Kind.CKPTMGR_CONTAINER
-    # One that was made for a file without manifest knows it by its name only, and digests of all of it.
+    # A placeholder has the kind by the name of the file only, and digests of all its bytes.
     is_known = not manifest.is_placeholder and kind not in _DAMAGED
     if (entry.digest.blank_bytes and not is_container) or (
         is_known and kind not in _allowed(entry)
@@ -78,7 +79,7 @@ def _allowed(entry: FileEntry) -> Sequence[Kind]:
 
 
 def check_mode(mode: str, manifest: Manifest | None, *, path: str) -> None:
-    """Raise TamperedCheckpoint unless an encrypted file names the cipher mode that its manifest does."""
+    """Raise TamperedCheckpoint unless an encrypted file has the cipher mode in its manifest."""
     if manifest is None or manifest.is_placeholder:
         return
     if mode != manifest.file.cipher:
@@ -107,9 +108,10 @@ class Plaintext:
         source: Its bytes, checked.
         cipher: The cipher mode, or None for a plain file.
         is_sealed: Whether the file as a whole is authenticated.
-        unit_bytes: What the source checks at once; 0 where it is read tensor by tensor, or frame by frame.
-        unverified: Reads it unchecked, where checking costs more than the bytes that are wanted.
-        format: What it is, where an authenticated header says so.
+        unit_bytes: The number of bytes that the source checks at once; 0 if it is read tensor by tensor,
+            or frame by frame.
+        unverified: Reads it unchecked, for small reads of an index.
+        format: The format in an authenticated header, or None.
     """
 
     source: Source
@@ -121,7 +123,7 @@ class Plaintext:
 
 
 def refuse_unsigned(manifest: Manifest | None, *, path: str, options: ReadOptions) -> None:
-    """Raise UnprovenCheckpoint when a signature is wanted, and there is none that covers the file."""
+    """Raise UnprovenCheckpoint if a signature is required, and none covers the file."""
     is_signed = manifest is not None and manifest.signed_by is not None
     if options.trust.needs_signature and not is_signed:
         raise UnprovenCheckpoint(
@@ -134,10 +136,10 @@ def refuse_unsigned(manifest: Manifest | None, *, path: str, options: ReadOption
 def plaintext_of(
     raw: Source, *, path: str, options: ReadOptions, manifest: Manifest | None
 ) -> Plaintext:
-    """Return the plaintext in a file.
+    """Return the plaintext of a file; check every byte that is read against the manifest.
 
     Raises:
-        CkptmgrError, CryptoError: It cannot be read, or not like this.
+        CkptmgrError, CryptoError: It cannot be read, or not with these options.
     """
     refuse_unsigned(manifest, path=path, options=options)
     if manifest is None:
@@ -154,7 +156,7 @@ def plaintext_of(
     if kind is not Kind.CKPTMGR_CONTAINER:
         kind = detect(plain.unverified or plain.source)
     if kind not in _READABLE:
-        kind = detect(plain.source)  # it is of another kind, or it is damaged
+        kind = detect(plain.source)  # another kind, or damage, which the checked bytes show
     check_kind(kind, manifest, path=path)
     if kind is Kind.MINDSPORE_ENCRYPTED:
         return _open_encrypted(raw, plain.source, path=path, options=options)
@@ -180,7 +182,7 @@ def plaintext_of(
             hint=ACCEPT_UNENCRYPTED_HINT,
         )
     if kind is Kind.COMPRESSED:
-        # The table is checked against the manifest; its digests vouch for the frames, at the price of those that are read.
+        # The table is checked against the manifest, and its digests check each frame that is read.
         return Plaintext(source=open_frames(raw, table_from=plain.source), unit_bytes=0)
     return plain
 
@@ -209,14 +211,14 @@ def _open_encrypted(raw: Source, checked: Source, *, path: str, options: ReadOpt
             raw, options.trust.keys, wanted, allow_unsealed=options.trust.accepts_unsealed
         )
     except CryptoError:
-        read_bytes(checked, 0, min(_HEAD_BYTES, raw.size))  # is the mode the one that was saved?
+        read_bytes(checked, 0, min(_HEAD_BYTES, raw.size))  # raises if the mode was changed
         raise
     if blocks.block_bytes is None:
-        # Without a seal the digests are all there is; they are checked below the decryption.
+        # Without a seal there are only the digests, which are checked below the decryption.
         blocks = open_blocks_with(checked, options.trust.keys, wanted, allow_unsealed=True)
         return Plaintext(source=blocks, cipher=mode, unit_bytes=0)
-    # The seal authenticates every block. The manifest must still be the one of this very save: its digests of the end of
-    # the file must be those of the seal that is in use. Another read could give other bytes than the one it came from.
+    # The seal authenticates every block. The manifest must be of the same save: its digests of the end of
+    # the file must match the seal in use, not the bytes of a second read, which could differ.
     seal = read_checked(checked, blocks.seal_offset, checked.size - blocks.seal_offset)
     if not blocks.is_sealed_by(seal):
         raise ChecksumMismatch("the file changed while it was being read", path=path)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read some bytes of an open checkpoint into memory, proven, whatever way its file is stored."""
+"""Read some bytes of an open checkpoint into memory, verified, for every kind of file."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ def read_parts(
 ) -> None:
     """Fill the targets of `placements`, in order of their offsets.
 
-    Frames are proven by their table, cipher blocks by their tags, plain files by the digests of the ranges that are read.
+    Frames are verified by their table, cipher blocks by their tags, plain files by the digests of their
+    ranges. Unless `is_confirmed`, the unverified reads of the index are checked, too.
 
     Raises:
-        CorruptCheckpoint: What was read is damaged, or the description was; the targets are then undefined.
+        CorruptCheckpoint: The bytes or the index are damaged; the targets are then undefined.
         OSError: From the disk.
     """
     if isinstance(opened.source, FramesSource):

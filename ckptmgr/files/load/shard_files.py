@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a checkpoint of many ranks: opened when they are needed, what each holds, and which of them are damaged.
+"""The files of a checkpoint of many ranks: opened when needed; their contents, and the damaged ones.
 
-What the head of a file says is not checked when it is opened, which would read a digest range of every file. It is checked
-with the first bytes that are used of the file, and before anything is concluded from what a file does not hold.
+The head of a file is not checked when it is opened, because this would read a digest range of every file.
+It is checked with the first read of the file, and before a tensor counts as missing in it.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ class OpenShards:
 
     @property
     def world(self) -> int:
-        """How many ranks saved it."""
+        """The number of ranks that saved it."""
         return len(self.manifest.shards)
 
     @property
     def is_compared(self) -> bool:
         """Whether the ranks have compared what they saved; see `Index`."""
-        return all(self._says_compared(number) for number in range(self.world))
+        return all(self._is_file_compared(number) for number in range(self.world))
 
-    def _says_compared(self, number: int) -> bool:
+    def _is_file_compared(self, number: int) -> bool:
         found = self._found(number)
         if found is not None and not found.is_compared:
-            found = self._found(number, is_checked=True)  # a flipped bit may have said so
+            found = self._found(number, is_checked=True)  # it may be a flipped bit
         return found is None or found.is_compared
 
     def leave_out(self, rank: int) -> None:
@@ -81,7 +81,7 @@ class OpenShards:
         return known.metadata
 
     def file(self, rank: int) -> ShardContents:
-        """Return what the file of a rank holds, not checked yet; raises as `open_source`."""
+        """Return the contents of the file of a rank, not checked yet; raises as `open_source`."""
         if rank not in self._known:
             self._opened(rank)
         return self._known[rank]
@@ -90,7 +90,7 @@ class OpenShards:
         """Return the tensors that a rank has, in the order of the files.
 
         Raises:
-            CorruptCheckpoint, FileNotFoundError: A file is damaged, and it may have held what the others do not.
+            CorruptCheckpoint, FileNotFoundError: A damaged file may have had tensors that the others have not.
         """
         return list(dict.fromkeys(one.tensor for one in self._all_pieces() if one.is_for(rank)))
 
@@ -114,7 +114,7 @@ class OpenShards:
         return all_pieces
 
     def tensors(self) -> list[tuple[TensorSpec, tuple[int, ...] | None]]:
-        """Return all tensors, whole, in the order of the files, with the ranks whose they are where ranks differ."""
+        """Return the specs of all whole tensors in file order, with the ranks that have them if ranks differ."""
         found: dict[tuple[TensorSpec, tuple[int, ...] | None], None] = {}
         for number in range(self.world):
             self.metadata(number)
@@ -136,7 +136,7 @@ class OpenShards:
         )
 
     def pieces(self, name: str, *, rank: int | None) -> Iterator[StoredPiece]:
-        """Yield the pieces of a tensor that a rank has, those in its own file first; None for those of all ranks."""
+        """Yield the pieces of a tensor of a rank, those in its own file first; of all ranks with None."""
         own = [] if rank is None or rank >= self.world else [rank]
         for number in (*own, *(n for n in range(self.world) if n not in own)):
             file = self._found(number)
@@ -144,7 +144,7 @@ class OpenShards:
             yield from (one for one in found if rank is None or one.piece.is_for(rank))
 
     def _found(self, number: int, *, is_checked: bool = False) -> ShardContents | None:
-        """Return what the file of a rank holds, checked or not; None where it is damaged, which is noted."""
+        """Return the contents of the file of a rank; note damage and return None."""
         if number in self._damaged:
             return None
         try:
@@ -156,7 +156,7 @@ class OpenShards:
             return None
 
     def _has_new_damage(self) -> bool:
-        """Check the heads of all files, and return whether one is damaged that was not known to be."""
+        """Check the heads of all files, and return whether new damage was found."""
         before = len(self._damaged)
         for number in range(self.world):
             self._found(number, is_checked=True)
@@ -190,5 +190,5 @@ def _known(opened: OpenCheckpoint, rank: int) -> ShardContents:
         return shard_contents(opened, rank)
     except CkptmgrError:
         with translated_errors(opened.path):
-            confirm_index(opened)  # damage explains why it makes no sense
+            confirm_index(opened)  # raises if the cause is damage
         raise

@@ -1,17 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The index in the file of a rank: which part of which tensor each stored tensor is, and whose it is.
+"""The index in the file of a rank: the tensor, region and ranks of each stored piece.
 
-It is one JSON string among the metadata of the file, under `ckptmgr.pieces`, so the digests and the seal of the file cover
-it, and it is read without the files of the others:
+It is one JSON string in the metadata of the file, under `ckptmgr.pieces`. So the digests and the seal of
+the file cover it, and it is read without the other files:
 
 ```
 {"version": 1, "compared": true, "total": 2, "pieces": {
   "w[0:4,0:8]": {"tensor": "w", "shape": [8, 8], "start": [0, 0]},
   "rng":        {"ranks": [1]}}}
 ```
-`docs/sharded-checkpoints.md` describes it field by field.
-
-The pieces of tensors in one file of many: what each is a part of, and where its bytes lie.
+`docs/sharded-checkpoints.md` describes its fields.
 """
 
 from __future__ import annotations
@@ -36,13 +34,13 @@ _MAX_RANKS = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """What a stored tensor is.
+    """Description of a stored tensor as a piece of a whole one.
 
     Attributes:
-        tensor: Name of the tensor that it is a part of, or all of.
-        shape: Of that tensor; None for that of what is stored.
-        start: Its first element in that tensor; None for the first of all.
-        ranks: The ranks whose tensor it is, where ranks differ; None when all have the same one.
+        tensor: Name of the whole tensor.
+        shape: Shape of the whole tensor; None for that of the stored one.
+        start: Its first element in the whole tensor; None for the first of all.
+        ranks: The ranks that have this tensor, if ranks differ; else None.
     """
 
     tensor: str
@@ -51,7 +49,7 @@ class Piece:
     ranks: tuple[int, ...] | None = None
 
     def region(self, stored: TensorSpec) -> Region:
-        """Return the elements that are stored, in the whole tensor."""
+        """Return the region of the stored elements in the whole tensor."""
         return region_at(self.start or (0,) * len(stored.shape), stored.shape)
 
     def whole(self, stored: TensorSpec) -> tuple[int, ...]:
@@ -68,9 +66,10 @@ class Index:
     """The index of a file.
 
     Attributes:
-        pieces: Name in the file to what it is. A tensor that is not listed is one that this rank alone answers for.
-        is_compared: Whether the ranks have compared all their tensors, so that what is one for all is the same on all.
-        total: How many tensors all files hold together, where ranks differ each of a name by itself; None when nobody counted.
+        pieces: Name in the file to piece. A tensor that is not listed belongs to this rank alone.
+        is_compared: Whether the ranks have compared all their tensors, so that shared ones are equal on all.
+        total: Number of tensors in all files together; tensors of one name that differ between ranks
+            count separately. None if unknown.
     """
 
     pieces: Mapping[str, Piece]
@@ -78,7 +77,7 @@ class Index:
     total: int | None = None
 
     def to_text(self) -> str:
-        """Return it as it is stored."""
+        """Return the stored JSON."""
         pieces = {name: _to_json(name, piece) for name, piece in self.pieces.items()}
         body: dict[str, Any] = {"version": VERSION, "compared": self.is_compared}
         if self.total is not None:
@@ -87,11 +86,11 @@ class Index:
 
 
 def read_index(text: str | None, *, path: str) -> Index:
-    """Return the index of a file; one of a file without any lists nothing.
+    """Return the index of a file; it is empty without a `text`.
 
     Raises:
         CorruptCheckpoint: It is no index.
-        UnsupportedCheckpoint: It is of a version that is not known here.
+        UnsupportedCheckpoint: Its version is unknown.
     """
     if text is None:
         return Index(pieces={})
@@ -118,11 +117,7 @@ def read_index(text: str | None, *, path: str) -> Index:
 
 
 def check_fits(piece: Piece, stored: TensorSpec, *, path: str) -> None:
-    """Check that a stored tensor can be what the index says.
-
-    Raises:
-        CorruptCheckpoint: It does not lie inside the whole tensor.
-    """
+    """Raise CorruptCheckpoint unless a stored tensor is inside its whole tensor."""
     whole, start = piece.whole(stored), piece.start or (0,) * len(stored.shape)
     is_inside = len(whole) == len(start) == len(stored.shape) and all(
         at + length <= size for at, length, size in zip(start, stored.shape, whole, strict=True)
@@ -136,7 +131,7 @@ def check_fits(piece: Piece, stored: TensorSpec, *, path: str) -> None:
 
 
 def piece_name(tensor: str, region: Region, *, taken: Mapping[str, object]) -> str:
-    """Return a name for a part of a tensor that no other tensor of the file has.
+    """Return a name for a piece that no other tensor of the file has.
 
     >>> from ckptmgr.core.regions import Interval
     >>> piece_name("w", (Interval(0, 4), Interval(0, 8)), taken={})
@@ -179,14 +174,7 @@ def _numbers(value: object) -> tuple[int, ...] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredPiece:
-    """A piece of a tensor in the file of a rank.
-
-    Attributes:
-        file_rank: Whose file.
-        piece: What it is.
-        spec: As what it is stored.
-        region: The elements that are stored, in the whole tensor.
-    """
+    """A piece in the file of a rank; `spec` of the stored tensor, `region` in the whole tensor."""
 
     file_rank: int
     piece: Piece
@@ -201,7 +189,7 @@ class StoredPiece:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardContents:
-    """What is known about a file without keeping it open."""
+    """Contents of the file of a rank, known without keeping it open."""
 
     metadata: Mapping[str, str]
     is_compared: bool
@@ -210,11 +198,11 @@ class ShardContents:
 
 
 def shard_contents(opened: OpenCheckpoint, rank: int) -> ShardContents:
-    """Return what the file of a rank holds.
+    """Return the contents of the file of a rank.
 
     Raises:
-        CorruptCheckpoint: Its index is none, or does not fit its tensors.
-        UnsupportedCheckpoint: It holds more than tensors.
+        CorruptCheckpoint: Its index is damaged, or does not fit its tensors.
+        UnsupportedCheckpoint: It contains texts or map parameters.
     """
     index = read_index(opened.metadata.get(PIECES), path=opened.path)
     pieces: dict[str, list[StoredPiece]] = {}
@@ -239,7 +227,7 @@ def shard_contents(opened: OpenCheckpoint, rank: int) -> ShardContents:
 
 
 def placed(entry: TensorEntry, offset: int, target: memoryview) -> Iterator[Placement]:
-    """Yield where bytes of a tensor lie in its file, which may hold it in several runs."""
+    """Yield the placements of bytes of a tensor, which may be in several runs of its file."""
     for run in entry.pieces:
         if offset < run.length and target.nbytes:
             part = target[: run.length - offset]

@@ -6,8 +6,8 @@
 | as many ranks | its part | its own |
 | another number | its part, by its layout; all of it without one | its own if there is such a rank, else what it has stays |
 
-Ranks that have not compared their tensors (saved without `remove_redundancy`) may load on another number of ranks what is
-equal on all of them, or cut by a layout; else nobody can tell how it joins.
+Tensors that the ranks have not compared (saved without `remove_redundancy`) can be loaded on another
+number of ranks only if all ranks have equal ones, or if a layout describes their parts.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ def read_sharded(
     state: object = None,
     slicer: Slicer | None = None,
 ) -> StoredState:
-    """Return what one rank gets of a checkpoint of many ranks, verified.
+    """Return the verified state of one rank from a checkpoint of many ranks; one rank reads alone by default.
 
     Raises:
-        CorruptCheckpoint, KeyProblem: A file that is needed is damaged, or does not open with the key.
-        UnsupportedCheckpoint: Other ranks read than have saved, and nobody can tell how what they saved joins.
+        CorruptCheckpoint, KeyProblem: A needed file is damaged, or does not open with the key.
+        UnsupportedCheckpoint: The number of ranks changed, and their tensors cannot be joined.
     """
     with ShardedCheckpoint(store, manifest, options=options) as files:
         return _Reading(files, options, state, slicer).run()
@@ -63,7 +63,7 @@ def read_sharded(
 def load_sharded(
     path: Path, *, options: ReadOptions, choose: Callable[[str], bool]
 ) -> dict[str, np.ndarray]:
-    """Return the chosen tensors of a checkpoint of many ranks, whole; of those that differ the ones of the first rank.
+    """Return the chosen tensors of a checkpoint of many ranks, whole; if ranks differ, those of the first rank.
 
     Raises:
         CheckpointNotFound: There is no such checkpoint.
@@ -82,7 +82,7 @@ def load_sharded(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Own:
-    """What the state of the reader is made of already."""
+    """The flattened state of the reader."""
 
     skeleton: str | None
     tensors: Mapping[str, Tensor]
@@ -101,7 +101,7 @@ class _Reading:
         self._files = files
         self._rank = options.rank or 0
         self._is_same_world = (1 if options.rank is None else options.world) == files.world
-        # Ranks of another number that have not compared their tensors: only what all have alike can be used.
+        # The number of ranks changed, and they did not compare their tensors: only equal ones can be used.
         self._is_one_for_all = not self._is_same_world and not files.is_compared
         self._home = self._rank if self._rank < files.world else 0
         self._slicer = slicer
@@ -131,7 +131,7 @@ class _Reading:
         )
 
     def _named(self) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:
-        """Return the shapes of the named tensors of this rank, and what no rank has saved for it."""
+        """Return the shapes of the named tensors of this rank, and the names that no rank saved for it."""
         rank = None if self._is_one_for_all else self._rank
         names = self._files.names(self._home if rank is None else rank)
         shapes = {name: self._whole_shape(name, rank) for name in names}
@@ -177,7 +177,7 @@ class _Reading:
         texts = [self._files.metadata(rank).get(SKELETON, first) for rank in others]
         found = merge_skeletons(first, texts, self._own.skeleton, has=self._has)
         if found.kept and self._own.problem is not None:
-            raise self._own.problem  # what is to be kept cannot be read
+            raise self._own.problem  # the values that stay cannot be read
         return found.skeleton, found.kept
 
     def _has_tensor(self, name: str) -> bool:
@@ -189,7 +189,7 @@ class _Reading:
             raise self._differs(where, rank)
 
     def _check_same(self, regions: Mapping[str, Region | None]) -> None:
-        """Check that what no layout joins is the same on all ranks, where they have not compared it themselves."""
+        """Check that tensors without a layout are equal on all ranks, if the ranks did not compare them."""
         if not self._is_one_for_all:
             return
         for name, region in regions.items():
@@ -212,7 +212,7 @@ class _Reading:
         return None if self._slicer is None else self._slicer.region(name, shape)
 
     def _with_item(self, name: str, region: Region | None) -> Region | None:
-        """Return a region in the dimensions of what is stored, which may be the bytes of the elements."""
+        """Return a region with the dimensions of the stored tensor, which may be the bytes of its elements."""
         if region is None:
             return None
         stored = next(iter(self._files.pieces(name, rank=None)), None)
@@ -234,7 +234,7 @@ def _own(state: object, slicer: Slicer | None) -> _Own:
     try:
         flat = tree.flatten(state, slicer)
     except UnsupportedState as error:
-        # Such as an object that can only be filled: what is stored will say whether it fits.
+        # Such as an object that can only be filled: the stored state shows later whether it fits.
         return replace(nothing, problem=error.with_traceback(None))
     return _Own(
         skeleton=flat.skeleton,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a checkpoint that many ranks saved together, read as one, by any number of ranks.
+"""A checkpoint that many ranks saved together, read as one by any number of ranks.
 
-A tensor is put together from the pieces that the files hold, the own file first; of each file no more is read than the
-digest ranges, or cipher blocks, in which wanted bytes or its own description lie. No byte is used that was not checked. Where
-a file is damaged and others hold the same rows, those are taken, with a warning.
+A tensor is assembled from the pieces in the files, the own file first. Of each file only the digest
+ranges, or cipher blocks, with wanted bytes or with the index are read. Only checked bytes are used. If a
+file is damaged and others have the same rows, those are used, with a warning.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.store import Store
 
 Wanted = Mapping[str, Region | None]
-"""Tensor to the part of it that is wanted; None for all of it."""
+"""Tensor name to the wanted region; None for all of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """Bytes of a file that go into an array."""
+    """A region of a stored piece to be read into an array."""
 
     stored: StoredPiece
     wanted: Region
@@ -57,7 +57,7 @@ class ShardedCheckpoint(OpenShards):
         self.used: set[int] = set()
 
     def read(self, wanted: Wanted, *, rank: int | None) -> dict[str, np.ndarray]:
-        """Return tensors, or parts of them, as a rank has them.
+        """Return tensors, or regions of them, as a rank has them; with None those that all ranks share.
 
         Raises:
             CorruptCheckpoint: Damage was found, or a part is in no file.
@@ -80,7 +80,7 @@ class ShardedCheckpoint(OpenShards):
                 return arrays
 
     def _is_filled(self, number: int, tasks: list[_Task], arrays: Mapping[str, np.ndarray]) -> bool:
-        """Read what is wanted of a file; return False when it is damaged and others may have the same."""
+        """Read all tasks of a file; return False if it is damaged, as other files may have the same data."""
         try:
             self._fill(number, tasks, arrays)
         except (CorruptCheckpoint, FileNotFoundError) as error:
@@ -89,10 +89,10 @@ class ShardedCheckpoint(OpenShards):
         return True
 
     def check_complete(self) -> None:
-        """Raise unless the files that are there hold every tensor that they name as a whole, for each rank that has it.
+        """Raise unless every tensor in the files is complete for each rank that has it.
 
         Raises:
-            CorruptCheckpoint, UnsupportedCheckpoint: A part is in none of them.
+            CorruptCheckpoint, UnsupportedCheckpoint: A part is in no file.
         """
         held = {(one.tensor, rank) for one in self._all_pieces() for rank in one.ranks or (0,)}
         for name, rank in sorted(held):
@@ -101,7 +101,7 @@ class ShardedCheckpoint(OpenShards):
     def _cover(
         self, name: str, region: Region | None, rank: int | None
     ) -> tuple[TensorSpec, Region, list[_Task]]:
-        """Return how a tensor is stored, what is wanted of it, and pieces that make it up."""
+        """Return the stored spec of a tensor, the wanted region, and the pieces that cover it."""
         try:
             return self._joined(name, region, rank)
         except (CorruptCheckpoint, UnsupportedCheckpoint):
@@ -133,7 +133,7 @@ class ShardedCheckpoint(OpenShards):
             if not missing:
                 break
         if first is None and region is not None and not prod(region_shape(region)):
-            # Nobody wrote a part without elements; any other says what it is a part of.
+            # An empty part is in no file; any other piece gives the whole shape.
             first = next(self.pieces(name, rank=None), None)
         if first is None or region is None or any(prod(region_shape(one)) for one in missing):
             raise self._missing(name, region, rank, missing)
@@ -211,7 +211,7 @@ def _content(
     files: ShardedCheckpoint, name: str, region: Region | None, rank: int
 ) -> tuple[np.dtype, tuple[int, ...], memoryview] | None:
     if not any(files.pieces(name, rank=rank)):
-        files.metadata(rank)  # a damaged file may have had it
+        files.metadata(rank)  # raises if the file is damaged, and may have had it
         return None
     array = files.read({name: region}, rank=rank)[name]
     return array.dtype, array.shape, bytes_of(array)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A state tree inside a checkpoint: its tensors, and its skeleton among the metadata strings of the file."""
+"""A state tree in a checkpoint file: its tensors, and its skeleton in the metadata strings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SKELETON = "ckptmgr.tree"
 
 
 def metadata_of(flat: tree.FlatState) -> dict[str, str]:
-    """Return the metadata strings that a file needs to give the state back."""
+    """Return the metadata strings that are needed to restore the state."""
     found = {**flat.aliases, SKELETON: flat.skeleton}
     stored = {tensor.spec.name: tensor.spec for tensor in flat.tensors}
     slices = {name: one for name, one in flat.slices.items() if name in stored}
@@ -32,16 +32,16 @@ def metadata_of(flat: tree.FlatState) -> dict[str, str]:
 
 
 def as_held_here(flat: tree.FlatState) -> tree.FlatState:
-    """Return a state whose skeleton has the shapes of the slices that this process holds, not those of whole tensors."""
+    """Return a state whose skeleton has the shapes of the slices of this process, not of whole tensors."""
     lengths = {name: one.lengths for name, one in flat.slices.items()}
     return replace(flat, skeleton=with_shapes(flat.skeleton, lengths))
 
 
 def index_of(slices: Mapping[str, Slice], stored: Mapping[str, TensorSpec]) -> Index:
-    """Return the index of a file whose tensors are parts of larger ones, as far as they are in `slices`."""
+    """Return the index of a file in which the tensors in `slices` are parts of larger ones."""
     pieces = {}
     for name, one in slices.items():
-        # Elements that no format knows are stored as bytes, which adds a dimension.
+        # Elements of types without a format are stored as bytes, which adds a dimension.
         more = stored[name].shape[len(one.lengths) :]
         pieces[name] = Piece(
             tensor=name, shape=(*one.shape, *more), start=(*one.start, *(0 for _ in more))
@@ -51,7 +51,10 @@ def index_of(slices: Mapping[str, Slice], stored: Mapping[str, TensorSpec]) -> I
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredState:
-    """What was read from a checkpoint, verified."""
+    """The verified content of a checkpoint; `skeleton` is None in a file of plain named tensors.
+
+    `kept` lists paths in the state that no rank saved for this process, and that stay as they are.
+    """
 
     path: Path
     skeleton: str | None
@@ -68,11 +71,11 @@ class StoredState:
         return cls(path=path, skeleton=skeleton, arrays=arrays, manifest=manifest)
 
     def put_back(self, state: object) -> object:
-        """Restore into `state`, or return new objects when it is None; raises as `compared`, and nothing was changed then."""
+        """Restore into `state`, or return new objects if it is None; raises as `compared`, before any change."""
         return self.plan_restore(state)()
 
     def plan_restore(self, state: object) -> Callable[[], object]:
-        """Return what restores into `state`, or returns new objects when it is None.
+        """Return a function that restores into `state`, or returns new objects if it is None.
 
         Raises:
             StateMismatch: It does not fit.
@@ -97,7 +100,7 @@ class StoredState:
 
 
 def plan_restore(state: object, skeleton: str, read: tree.Read) -> Callable[[], object]:
-    """Return what restores a state tree into `state`, which it fits, or returns new objects when that is None."""
+    """Return a function that restores a state tree into `state`, or returns new objects if it is None."""
     if state is not None:
         return tree.plan_restore(state, skeleton, read)
     restored = tree.unflatten(skeleton, read)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures of one tensor, computed while it streams by: range, mean, how many NaN and Inf. Memory stays constant."""
+"""Statistics of one tensor, computed in a stream: range, mean, counts of NaN and infinity; constant memory."""
 
 from __future__ import annotations
 
@@ -16,15 +16,10 @@ _MAX_ITEM_BYTES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorStats:
-    """What is in a tensor.
+    """Statistics of the elements of a tensor.
 
-    Attributes:
-        count: Number of elements.
-        nan_count: How many are NaN.
-        inf_count: How many are infinite.
-        minimum: Smallest one that is not NaN; None when there is none, and for complex numbers.
-        maximum: Largest one, likewise.
-        mean: Mean of those that are not NaN, likewise; computed in float64.
+    The minimum, maximum and mean (in float64) ignore NaN; they are None without other elements, and for
+    complex numbers.
     """
 
     count: int
@@ -36,7 +31,7 @@ class TensorStats:
 
 
 def stats_of(source: Source, entry: TensorEntry) -> TensorStats:
-    """Return the figures of one tensor, read in pieces of at most 4 MiB.
+    """Return the statistics of one tensor, read in pieces of at most 4 MiB.
 
     Raises:
         FormatError: A bool is neither 0 nor 1, or the source became shorter.
@@ -49,7 +44,7 @@ def stats_of(source: Source, entry: TensorEntry) -> TensorStats:
 
 
 def chunks_of(source: Source, entry: TensorEntry) -> Iterator[memoryview]:
-    """Yield the content in views that hold whole elements, though the pieces of the file may not.
+    """Yield the content in views of whole elements, which the pieces of the file may cut.
 
     Raises:
         FormatError: A bool is neither 0 nor 1, or the source became shorter.
@@ -72,7 +67,7 @@ def chunks_of(source: Source, entry: TensorEntry) -> Iterator[memoryview]:
 
 
 class _Total:
-    """What was seen so far."""
+    """Statistics of the elements so far."""
 
     def __init__(self) -> None:
         self._count = self._nan_count = self._inf_count = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tensors of one open file, each read and checked by itself; see `reader`."""
+"""The tensors of one open file, each read and checked separately; see `open_checkpoint`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class CheckpointReader:
 
     @property
     def is_verified(self) -> bool:
-        """Whether a seal or digests vouch for what is read."""
+        """Whether a seal or digests verify the data."""
         return self._opened.is_sealed or self._opened.has_digests
 
     @property
@@ -58,7 +58,7 @@ class CheckpointReader:
         """Return the names of all values, in file order.
 
         Raises:
-            CorruptCheckpoint: What describes them is damaged.
+            CorruptCheckpoint: Their description is damaged.
             OSError: From the disk.
         """
         self._confirm_index()
@@ -70,7 +70,7 @@ class CheckpointReader:
         Raises:
             CheckpointNotFound: There is no such value; a LookupError, too.
             UnsupportedCheckpoint: It is a text or a map parameter.
-            CorruptCheckpoint: What describes it is damaged.
+            CorruptCheckpoint: Its description is damaged.
             OSError: From the disk.
         """
         return self._tensor(name).spec
@@ -80,7 +80,7 @@ class CheckpointReader:
 
         Args:
             name: From `names()`.
-            rows: Which part along the first dimension of a tensor; steps other than 1 are refused.
+            rows: Range along the first dimension of a tensor; steps other than 1 are refused.
 
         Raises:
             CheckpointNotFound: There is no such value; a LookupError, too.
@@ -101,7 +101,7 @@ class CheckpointReader:
         return MapArrays(*(self._part(one, 0, one.spec.shape) for one in parts))
 
     def _rows(self, entry: TensorEntry, rows: slice) -> np.ndarray:
-        if not isinstance(rows, slice):  # Python does not check what is only annotated
+        if not isinstance(rows, slice):  # Python does not check annotations
             raise TypeError(f"rows is a slice, such as slice(0, 2), but got {rows!r}")
         shape = entry.spec.shape
         if not shape:
@@ -115,7 +115,7 @@ class CheckpointReader:
         return self._part(entry, start * row_bytes, (max(0, stop - start), *shape[1:]))
 
     def _part(self, entry: TensorEntry, skipped: int, shape: tuple[int, ...]) -> np.ndarray:
-        """Return a part of a tensor: that of this shape after so many bytes."""
+        """Return the part of a tensor with this shape after `skipped` bytes."""
         self._confirm(entry)
         if self._mapped is not None:
             with translated_errors(self._opened.path):
@@ -146,20 +146,20 @@ class CheckpointReader:
         if is_large and opened.unit_bytes:
             read_scattered(opened.source, placements, unit_bytes=opened.unit_bytes)
             return
-        for one in placements:  # the source keeps the range or block at hand for the next tensor
+        for one in placements:  # the source keeps the range or block for the next tensor
             opened.source.read_into(one.offset, one.target)
 
     def _confirm(self, entry: CkptEntry) -> None:
-        """Check what describes a value, where that was not done when the file was opened."""
-        seen = self._seen_units()
-        self._confirm_units(self._heads.get(id(entry), seen) & seen)
+        """Check the description of a value, unless the opening did."""
+        unverified = self._unverified_units()
+        self._confirm_units(self._heads.get(id(entry), unverified) & unverified)
 
     def _confirm_index(self) -> None:
-        """Check what describes all values, where that was not done when the file was opened."""
-        self._confirm_units(self._seen_units())
+        """Check the descriptions of all values, unless the opening did."""
+        self._confirm_units(self._unverified_units())
 
-    def _seen_units(self) -> set[int]:
-        """Return the units in which something unchecked was seen."""
+    def _unverified_units(self) -> set[int]:
+        """Return the units with unverified reads."""
         opened = self._opened
         if opened.unverified is None or opened.is_sealed or opened.format == "safetensors":
             return set()
@@ -184,7 +184,7 @@ class CheckpointReader:
         try:
             return self._entries[name]
         except KeyError:
-            self._confirm_index()  # damage that looks like another name
+            self._confirm_index()  # raises if the name is damaged
             raise CheckpointNotFound(
                 f"there is no value {name!r} in it", path=self._opened.path
             ) from None
@@ -200,7 +200,7 @@ class CheckpointReader:
         )
 
     def close(self) -> None:
-        """Close the file; arrays that were mapped stay."""
+        """Close the file; mapped arrays stay valid."""
         self._mapped = None
         self._held.close()
 
@@ -212,7 +212,7 @@ class CheckpointReader:
 
 
 def _heads(opened: OpenCheckpoint) -> dict[int, set[int]]:
-    """Return, for each tensor with content, the units between its content and the content before: what describes it."""
+    """Return the units of the description of each tensor: those between its content and the content before."""
     if not opened.unit_bytes:
         return {}
     tensors: list[TensorEntry] = []

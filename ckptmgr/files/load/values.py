@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Load the values of an opened checkpoint file, into new arrays or into those that exist."""
+"""Load the values of an opened checkpoint file into new or existing arrays."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ def read_values(
 
     Raises:
         CorruptCheckpoint: Damage was found; nothing is returned.
-        ChecksumMismatch: The CRC differs, or a plain `.ckpt` that nothing else vouches for has none: its end may be cut off.
+        ChecksumMismatch: The CRC differs, or is missing in an otherwise unverified plain `.ckpt`, whose
+            end may be cut off.
     """
     with translated_errors(opened.path):
         arrays: dict[int, np.ndarray] = {}
@@ -85,7 +86,7 @@ def read_values(
 def _small_tensor_batches(
     opened: OpenCheckpoint, arrays: dict[int, np.ndarray]
 ) -> SmallTensorBatches | None:
-    """Return what takes small tensors, where the file is read in pieces."""
+    """Return batches for small tensors, if the file is read in pieces."""
     if not opened.unit_bytes or isinstance(opened.source, FramesSource):
         return None
     return SmallTensorBatches(arrays, grid_bytes=piece_bytes_of(opened.unit_bytes))
@@ -97,14 +98,14 @@ def read_into(
     """Read the tensors that `into` names straight into the arrays there.
 
     Raises:
-        StateMismatch: What is stored does not fit all arrays; names every difference. Nothing was changed.
+        StateMismatch: The tensors do not fit all arrays; lists every difference. Nothing was changed.
         CorruptCheckpoint: Damage was found while reading; the content of the arrays is then undefined.
     """
     with translated_errors(opened.path):
         try:
             found = match_arrays(opened.index.entries, into)
         except StateMismatch:
-            confirm_index(opened)  # damage that looks like a difference
+            confirm_index(opened)  # raises if the difference is damage
             raise
     if found.sharing:
         values = read_values(opened, choose=found.sharing.__contains__)
