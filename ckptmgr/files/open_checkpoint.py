@@ -10,11 +10,12 @@ with ckptmgr.open_checkpoint("net-1000.ckpt") as reader:
 
 Returned values are checked, as by `load_checkpoint`. So a read of a tensor reads:
 
-* with a manifest: the digest ranges (16 MiB) of the tensor and its own description; in a `.ckpt` the
-  descriptions are between the tensors, so `names()` once reads each range that has one, most of a file
-  of small tensors;
+* with a manifest: the digest ranges (16 MiB) of the tensor and its own description; in a `.ckpt`
+  the descriptions are between the tensors, so `names()` once reads each range that has one, most of
+  a file of small tensors;
 * compressed: the frames (4 MiB) of the tensor, and the table at the end;
-* encrypted: the cipher blocks (4 MiB) of the tensor, and once, at the opening, those of all descriptions;
+* encrypted: the cipher blocks (4 MiB) of the tensor, and once, at the opening, those of all
+  descriptions;
 * a plain file without a manifest: only its bytes, unverified.
 
 An object store is read by ranges, with the same number of bytes:
@@ -25,7 +26,8 @@ with ckptmgr.open_checkpoint(source, dec_key="file:run.key") as reader:
     head = reader.read("embedding.weight", rows=slice(0, 100))
 ```
 
-With `mmap=True` a tensor of a plain file is checked as above, but not copied: its array is page cache.
+With `mmap=True` a tensor of a plain file is checked as above, but not copied: its array is page
+cache.
 """
 
 from __future__ import annotations
@@ -68,22 +70,24 @@ def open_checkpoint(
     """Open a file for reading single tensors; close the reader, or use it in a `with` block.
 
     Args:
-        path: A `.ckpt` or `.safetensors` file, plain or encrypted; or a source of its bytes, such as a
-            `RangeSource`: with a `size` and a `read_into(offset, buffer)` that several threads may call.
-            A source is not closed, and has no manifest, so plain data of it is not verified.
-        dec_key: The key, or a source as for `CheckpointConfig`; files that are not authenticated as a
-            whole are then refused, unless `allow_unsealed`.
+        path: A `.ckpt` or `.safetensors` file, plain or encrypted; or a source of its bytes, such
+            as a `RangeSource`: with a `size` and a `read_into(offset, buffer)` that several threads
+            may call. A source is not closed, and has no manifest, so plain data of it is not
+            verified.
+        dec_key: The key, or a source as for `CheckpointConfig`; files that are not authenticated as
+            a whole are then refused, unless `allow_unsealed`.
         dec_mode: The required cipher mode, or None for the one that the file names.
         allow_unsealed: With a key, accept encrypted files without a seal (MindSpore's own).
         allow_unencrypted: With a key, accept plain files, too.
-        mmap: Return read-only arrays, over the mapped file instead of copies if a tensor is contiguous
-            and aligned for its type: most of a safetensors file, some of a `.ckpt`. Processes that map
-            one file share its memory, and the arrays may outlive the reader. Only for files that are not
-            changed in place (ckptmgr never does that), on trusted disks: bytes that are written into the
-            file later, or read again because memory ran short, show in arrays that were checked before.
-            An access to a page of a file that was truncated kills the process (SIGBUS).
-        trusted_keys: Public keys, or their files in PEM: a file whose manifest none of them signed is
-            refused, unless `allow_unencrypted`, or `allow_unsealed` with a key.
+        mmap: Return read-only arrays, over the mapped file instead of copies if a tensor is
+            contiguous and aligned for its type: most of a safetensors file, some of a `.ckpt`.
+            Processes that map one file share its memory, and the arrays may outlive the reader.
+            Only for files that are not changed in place (ckptmgr never does that), on trusted
+            disks: bytes that are written into the file later, or read again because memory ran
+            short, show in arrays that were checked before. An access to a page of a file that was
+            truncated kills the process (SIGBUS).
+        trusted_keys: Public keys, or their files in PEM: a file whose manifest none of them signed
+            is refused, unless `allow_unencrypted`, or `allow_unsealed` with a key.
 
     Raises:
         CheckpointNotFound: There is no such file.
@@ -171,7 +175,8 @@ def _opened(
 ) -> OpenCheckpoint:
     opened = open_source(raw, path=path, options=options, manifest=manifest, is_for_loading=True)
     if opened.is_sealed or opened.format == "safetensors":
-        # An attacker could change descriptions to swap tensors; here all descriptions are in one place.
+        # An attacker could change descriptions to swap tensors; here all descriptions are in one
+        # place.
         with translated_errors(path):
             confirm_index(opened)
     return opened

@@ -3,11 +3,15 @@
 
 Same parameters, defaults and argument errors. Different on purpose, each for safety:
 
-* A save is atomic and durable, replaces a file only when the new one is on disk, and leaves a manifest with digests.
-* Mixed dictionaries are saved whole; a name that appears twice is an error, never a silent replacement.
+* A save is atomic and durable, replaces a file only when the new one is on disk, and leaves a
+  manifest with digests.
+* Mixed dictionaries are saved whole; a name that appears twice is an error, never a silent
+  replacement.
 * `enc_key` with `crc_check` works: the CRC goes inside the encryption.
-* Encrypted files are sealed. Given `dec_key`, a file without a seal is refused unless `allow_unsealed=True`.
-* Data that MindSpore fills with zeros, truncates or crashes on is an error that names file, offset and tensor.
+* Encrypted files are sealed. Given `dec_key`, a file without a seal is refused unless
+  `allow_unsealed=True`.
+* Data that MindSpore fills with zeros, truncates or crashes on is an error that names file, offset
+  and tensor.
 """
 
 from __future__ import annotations
@@ -94,30 +98,34 @@ def save_checkpoint(
 ) -> Checkpoint:
     """Save tensors to one file; when it returns, they survive a power cut.
 
-    After Ctrl-C the directory has its old content, or the complete new checkpoint. The same is true after
-    `kill -9` or a power cut, but an unfinished file, a manifest without data or a lease file may be left,
-    which no reader takes for a checkpoint. The next save into that directory removes them; a manifest
-    without data after a day, unless it is provably left over.
+    After Ctrl-C the directory has its old content, or the complete new checkpoint. The same is true
+    after `kill -9` or a power cut, but an unfinished file, a manifest without data or a lease file
+    may be left, which no reader takes for a checkpoint. The next save into that directory removes
+    them; a manifest without data after a day, unless it is provably left over.
 
     Args:
-        save_obj: A mapping of names to arrays or strings, MindSpore's list of `{"name", "data"}`, an
-            object with `state_dict()`, or a MindSpore Cell.
-        ckpt_file_name: The file; its end becomes `.ckpt`, `.safetensors`, `.safetensors.ckpe` (with a
-            key) or `.safetensors.ckpz` (compressed).
+        save_obj: A mapping of names to arrays or strings, MindSpore's list of `{"name", "data"}`,
+            an object with `state_dict()`, or a MindSpore Cell.
+        ckpt_file_name: The file; its end becomes `.ckpt`, `.safetensors`, `.safetensors.ckpe` (with
+            a key) or `.safetensors.ckpz` (compressed).
         integrated_save: Accepted; it matters for sharded parameters only.
-        async_save: Accepted (`True`, `"thread"`, `"process"`); this version saves before it returns.
+        async_save: Accepted (`True`, `"thread"`, `"process"`); this version saves before it
+            returns.
         append_dict: More values to store: int, float, bool, str, arrays.
-        enc_key: 16, 24 or 32 bytes (SM4-CBC in a `.ckpt`: 16) encrypt and seal the file; or a source, as for
-            `CheckpointConfig`.
+        enc_key: 16, 24 or 32 bytes (SM4-CBC in a `.ckpt`: 16) encrypt and seal the file; or a
+            source, as for `CheckpointConfig`.
         enc_mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`; for safetensors also `SM4-GCM`.
         choice_func: Which names to save.
         crc_check: Store a CRC32; with a key, inside the encryption.
         format: `ckpt` or `safetensors`.
-        verify_after_write: Read the file back from the disk, past the page cache, before it is published.
+        verify_after_write: Read the file back from the disk, past the page cache, before it is
+            published.
         compression: "zstd", or None; for safetensors only.
         compression_level: 1 (fast) to 19; levels above 1 help sparse states, but hardly weights.
-        signing_key: The source of an Ed25519 private key, such as `file:sign.pem`; signs the manifest.
-        kwargs: MindSpore's `remove_redundancy` (noted in safetensors metadata); others are ignored as MindSpore does.
+        signing_key: The source of an Ed25519 private key, such as `file:sign.pem`; signs the
+            manifest.
+        kwargs: MindSpore's `remove_redundancy` (noted in safetensors metadata); others are ignored
+            as MindSpore does.
 
     Returns:
         The checkpoint as listed.
@@ -126,7 +134,8 @@ def save_checkpoint(
         TypeError, ValueError, IsADirectoryError: An argument is unusable; messages as MindSpore's.
         StoreLocked: Another process is saving this file now.
         StoreFull: Not enough disk space; nothing was changed.
-        SaveFailed: With `verify_after_write`: the disk does not hold what was written; nothing was changed.
+        SaveFailed: With `verify_after_write`: the disk does not hold what was written; nothing was
+            changed.
         OSError: From the disk; an older file of this name is intact.
     """
     path = save_path(
@@ -218,15 +227,15 @@ def load_checkpoint(
     """Load one file; a damaged one is an error, never a wrong value.
 
     Args:
-        ckpt_file_name: A `.ckpt` or `.safetensors` file, a safetensors file in a BytesIO, or the name of
-            a checkpoint of many ranks, which ends in `.shards`: its tensors are returned whole, and of
-            tensors that differ between ranks those of rank 0.
+        ckpt_file_name: A `.ckpt` or `.safetensors` file, a safetensors file in a BytesIO, or the
+            name of a checkpoint of many ranks, which ends in `.shards`: its tensors are returned
+            whole, and of tensors that differ between ranks those of rank 0.
         net: Also load into this: a mapping of names to arrays, a PyTorch module, an object with
             `load_state_dict()`, or a MindSpore Cell.
         strict_load: Refuse other element types, instead of converting floats or signed integers.
         filter_prefix: Leave out names with this prefix.
-        dec_key: The key, or a source as for `CheckpointConfig`; files without a seal are then refused,
-            unless `allow_unsealed`.
+        dec_key: The key, or a source as for `CheckpointConfig`; files without a seal are then
+            refused, unless `allow_unsealed`.
         dec_mode: The cipher mode.
         specify_prefix: Only names with this prefix.
         choice_func: Which names to load; ignored with either prefix, as in MindSpore.
@@ -235,14 +244,15 @@ def load_checkpoint(
         format: `ckpt` or `safetensors`; None depends on the file.
         allow_unsealed: With a key, accept encrypted files without a seal (MindSpore's own).
         allow_unencrypted: With a key, accept plain files, too.
-        into: Name to NumPy array or torch tensor: only these names are read, straight into their memory.
-            All shapes and types are compared before the first byte is written. Damage is found while
-            writing, and leaves the content of the arrays undefined.
-        trusted_keys: Public keys, or their files in PEM: a file whose manifest none of them signed is
-            refused, unless `allow_unencrypted`, or `allow_unsealed` with a key.
+        into: Name to NumPy array or torch tensor: only these names are read, straight into their
+            memory. All shapes and types are compared before the first byte is written. Damage is
+            found while writing, and leaves the content of the arrays undefined.
+        trusted_keys: Public keys, or their files in PEM: a file whose manifest none of them signed
+            is refused, unless `allow_unencrypted`, or `allow_unsealed` with a key.
 
     Returns:
-        Name to array (bf16 by `ml_dtypes`), string, or `MapArrays`, in file order; or the values of `into`.
+        Name to array (bf16 by `ml_dtypes`), string, or `MapArrays`, in file order; or the values of
+        `into`.
 
     Raises:
         CorruptCheckpoint: Damaged; names file, offset and tensor. Also a ValueError.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Page-aligned buffers that are reused, and copies that do not hold the GIL.
 
-Touching a fresh page costs more than encrypting it, and direct I/O needs aligned memory. So all saves
-and loads of the process share a few buffers, which are made once.
+Touching a fresh page costs more than encrypting it, and direct I/O needs aligned memory. So all
+saves and loads of the process share a few buffers, which are made once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ GIL_FREE_COPY_BYTES = 1 << 16
 class BufferPool:
     """At most `count` buffers of `size_bytes`, made when first needed.
 
-    `take` waits until a buffer is free: a thread that has one must not wait for another of the same pool.
+    `take` waits until a buffer is free: a thread that has one must not wait for another of the same
+    pool.
     """
 
     def __init__(self, count: int, size_bytes: int) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Digests of a file in ranges of 16 MiB, and sources that check them as they read.
 
-Ranges make the digest parallel when writing and lazy when reading: to read one tensor, only the ranges
-that it is in are hashed. The total is the digest of (size, range digests), so it commits to every byte
-without a second pass.
+Ranges make the digest parallel when writing and lazy when reading: to read one tensor, only the
+ranges that it is in are hashed. The total is the digest of (size, range digests), so it commits to
+every byte without a second pass.
 
 The two header copies at the start of a container change with its keys, and are authenticated
 separately. They count as zeros (`blank_bytes`), so the digest of a file never changes.
@@ -114,10 +114,10 @@ def _range_digests(source: Source, size: int, range_bytes: int) -> list[bytes]:
 class VerifyingSource:
     """A source that returns no byte of a range before the digest of the range was checked.
 
-    A whole range is read into the caller's memory and checked there. Of a range that is read in parts one
-    copy is kept, so that a walk through a file checks each range once. The bytes that were checked are
-    the bytes that are returned: nothing is read twice. A caller that discards its data after an error
-    can read a range in pieces, with `open_range`.
+    A whole range is read into the caller's memory and checked there. Of a range that is read in
+    parts one copy is kept, so that a walk through a file checks each range once. The bytes that
+    were checked are the bytes that are returned: nothing is read twice. A caller that discards its
+    data after an error can read a range in pieces, with `open_range`.
 
     Raises:
         TruncatedCheckpoint: The file is shorter than the manifest says.
@@ -147,7 +147,8 @@ class VerifyingSource:
         """Fill `buffer` with checked bytes.
 
         Raises:
-            ChecksumMismatch: A touched range does not match its digest; the buffer's content is then undefined.
+            ChecksumMismatch: A touched range does not match its digest; the buffer's content is
+                then undefined.
         """
         length = self._digest.range_bytes
         while buffer.nbytes:

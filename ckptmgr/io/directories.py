@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Directories that are held open, so that their entries are reached through a descriptor.
 
-A user with write permission on the parent can replace a directory by a link between two calls. A call
-of root by path would then reach the files behind the link.
+A user with write permission on the parent can replace a directory by a link between two calls. A
+call of root by path would then reach the files behind the link.
 """
 
 from __future__ import annotations

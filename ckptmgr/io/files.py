@@ -27,7 +27,8 @@ class CachedFile:
     """A regular file, read through the page cache; with `dir_fd`, an entry of that directory, and no link."""
 
     def __init__(self, path: Path, *, dir_fd: int | None = None) -> None:
-        # O_NONBLOCK so that opening a FIFO with no writer does not hang; it means nothing for regular files.
+        # O_NONBLOCK so that opening a FIFO with no writer does not hang; it means nothing for
+        # regular files.
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK
         try:
             self._descriptor = open_entry(
@@ -147,8 +148,8 @@ _NO_SUCH_OWNER = (errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.ENOSYS)
 def adopt_owner(descriptor: int, like: os.stat_result) -> None:
     """Give a new file that root made the owner and group of another one, if the file system can.
 
-    An administrator who works in the directory of another user must not lock that user out. Files of
-    other users stay as they are. Set the mode afterwards: a change of the owner can change it.
+    An administrator who works in the directory of another user must not lock that user out. Files
+    of other users stay as they are. Set the mode afterwards: a change of the owner can change it.
     """
     if os.geteuid() != 0:
         return
@@ -179,8 +180,9 @@ class NewFile:
         self._direct = -1
         try:
             with contextlib.suppress(OSError):
-                # tmpfs before Linux 6.6, some FUSE and network file systems refuse O_DIRECT: EINVAL.
-                # Opened before the mode is set: only root may open a read-only file for writing.
+                # tmpfs before Linux 6.6, some FUSE and network file systems refuse O_DIRECT:
+                # EINVAL. Opened before the mode is set: only root may open a read-only file for
+                # writing.
                 self._direct = above_standard_streams(
                     os.open(
                         f"/proc/self/fd/{self._buffered}", os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC
@@ -195,12 +197,13 @@ class NewFile:
 
     def reserve(self, size_bytes: int) -> None:
         """Allocate `size_bytes` on the disk; raise ENOSPC before anything is written."""
-        # Besides the early ENOSPC, direct writes below the file size run in parallel; the inode lock
-        # serialises those that extend the file. posix_fallocate() is not used: where a file system
-        # cannot allocate, glibc writes every block.
+        # Besides the early ENOSPC, direct writes below the file size run in parallel; the inode
+        # lock serialises those that extend the file. posix_fallocate() is not used: where a file
+        # system cannot allocate, glibc writes every block.
         if size_bytes and _LIBC.fallocate(self._buffered, 0, 0, size_bytes) != 0:
             number = ctypes.get_errno()
-            # EINTR is not tried again (tmpfs frees everything then): a profiler sends a signal every few ms.
+            # EINTR is not tried again (tmpfs frees everything then): a profiler sends a signal
+            # every few ms.
             if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EINTR):
                 raise OSError(number, os.strerror(number), str(self._path))
 

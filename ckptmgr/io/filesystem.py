@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The disk: every open-for-write, fsync, rename, link and unlink is in this module, `files` or `locks`.
 
-The other modules use a `FileSystem`, so that tests can put a model of a disk (every legal state after
-a power cut) or a failing disk in its place. Rules:
+The other modules use a `FileSystem`, so that tests can put a model of a disk (every legal state
+after a power cut) or a failing disk in its place. Rules:
 
 * A file is created with `O_EXCL` under a unique name. Of a file that exists only the header of a
   container is overwritten (`change`), because it has two copies of which one is always intact.
-* A failed `sync` is final, and nothing is retried on that file: Linux marks the pages clean after EIO,
-  so they may be lost.
+* A failed `sync` is final, and nothing is retried on that file: Linux marks the pages clean after
+  EIO, so they may be lost.
 * A directory entry is durable only after `sync_directory`.
 * Files are removed, moved and written in a held directory (`hold_directory`): another user who may
   write to its parent could replace it by a link at any moment.
@@ -41,9 +41,11 @@ class FileStatus(NamedTuple):
         is_file: Whether it is a regular file (not a link, directory, FIFO or device).
         is_directory: Whether it is a directory.
         identity: Device and inode: two names with the same identity are the same file.
-        mode: Permission bits; of a link, or another entry that is no file, those for a file in its place.
-        changed_ns: Time of the last change of the inode in nanoseconds since the epoch; None if the disk
-            has none. Unlike `modified_at` it can only be set by changing the clock of the machine.
+        mode: Permission bits; of a link, or another entry that is no file, those for a file in its
+            place.
+        changed_ns: Time of the last change of the inode in nanoseconds since the epoch; None if the
+            disk has none. Unlike `modified_at` it can only be set by changing the clock of the
+            machine.
     """
 
     size_bytes: int
@@ -101,8 +103,8 @@ class FileSystem(Protocol):
     def hold_directory(self, path: Path) -> contextlib.AbstractContextManager[None]:
         """Reach the entries of a directory through one descriptor, even if its path leads elsewhere later.
 
-        No link in it is followed. A directory in a held one must be no link, and must not belong to an
-        untrusted user. A directory that is held twice has one descriptor.
+        No link in it is followed. A directory in a held one must be no link, and must not belong to
+        an untrusted user. A directory that is held twice has one descriptor.
         """
         ...
 
@@ -113,8 +115,8 @@ class FileSystem(Protocol):
     def create(self, path: Path, *, mode: int, owner_of: Path | None = None) -> OutputFile:
         """Create a new file for writing; FileExistsError when the name is taken.
 
-        A file that root creates gets the owner of the file `owner_of` in the same directory, which it will
-        replace, or of the directory if there is none; with None it stays root's.
+        A file that root creates gets the owner of the file `owner_of` in the same directory, which
+        it will replace, or of the directory if there is none; with None it stays root's.
         """
         ...
 
@@ -175,8 +177,8 @@ class FileSystem(Protocol):
     def lock(self, path: Path, *, owner: str) -> contextlib.AbstractContextManager[str | None]:
         """Hold an advisory lock on a file, without waiting.
 
-        Yields None while this process holds it; its end or its death releases it. If another process
-        holds it, yields the `owner` text of that process.
+        Yields None while this process holds it; its end or its death releases it. If another
+        process holds it, yields the `owner` text of that process.
         """
         ...
 

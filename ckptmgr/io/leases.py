@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lease on a series, and tokens that identify a process in file names.
 
-A series has one writer at a time. The lease is a locked file, `.<series>.lease`; the kernel drops the
-lock when its holder dies, so a lease is never stale. The holder removes the file before it unlocks it.
+A series has one writer at a time. The lease is a locked file, `.<series>.lease`; the kernel drops
+the lock when its holder dies, so a lease is never stale. The holder removes the file before it
+unlocks it.
 
-The text of the file names the holder, in two lines: a description for people; the token of the process
-and a random number. A worker process that saves for the holder adds two such lines of its own.
+The text of the file names the holder, in two lines: a description for people; the token of the
+process and a random number. A worker process that saves for the holder adds two such lines of its
+own.
 
-A lock is not enough: the file, or its directory, may be removed or replaced during a run, and some file
-systems are mounted with locks per host. So before each commit the holder checks that the file under
-this name is its own, with its text. If not, it has lost the lease and no longer writes. Only between
-this check and the commit can a loss go unnoticed.
+A lock is not enough: the file, or its directory, may be removed or replaced during a run, and some
+file systems are mounted with locks per host. So before each commit the holder checks that the file
+under this name is its own, with its text. If not, it has lost the lease and no longer writes. Only
+between this check and the commit can a loss go unnoticed.
 
-Temporary files carry the token of their writer, so that only those of dead writers are removed. A token
-is dead if it is from this host and another boot, or from this boot and a process that is gone (pid and
-start time, so a reused pid does not count as alive). Of other hosts nothing is known.
+Temporary files carry the token of their writer, so that only those of dead writers are removed. A
+token is dead if it is from this host and another boot, or from this boot and a process that is gone
+(pid and start time, so a reused pid does not count as alive). Of other hosts nothing is known.
 """
 
 from __future__ import annotations
@@ -85,7 +87,8 @@ class ProcProcesses:
         return boot != self._boot() or self._start_time(int(pid)) != int(start)
 
     def _host(self) -> str:
-        # The pid namespace belongs to the identity: two containers may share the host name and the boot.
+        # The pid namespace belongs to the identity: two containers may share the host name and the
+        # boot.
         namespace = ""
         with contextlib.suppress(OSError):
             namespace = str((self.proc / "self/ns/pid").readlink())
@@ -102,7 +105,8 @@ class ProcProcesses:
             text = (self.proc / str(pid) / "stat").read_text()
         except OSError:
             return None
-        # The second field is the command in parentheses and may itself contain spaces and parentheses.
+        # The second field is the command in parentheses and may itself contain spaces and
+        # parentheses.
         fields = text.rpartition(")")[2].split()
         # A zombie is dead: the init process of a container may never wait for orphans.
         return None if fields[0] in ("Z", "X") else int(fields[19])
@@ -286,7 +290,8 @@ def hold_lease(fs: FileSystem, directory: Path, series: str) -> Iterator[Lease]:
         try:
             yield lease
         except GeneratorExit:
-            # A manager that was not closed is collected, perhaps at interpreter exit: release the lock, keep the file.
+            # A manager that was not closed is collected, perhaps at interpreter exit: release the
+            # lock, keep the file.
             is_dropped = True
             raise
         finally:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Lock files of the real disk; the kernel releases a lock when its holder dies.
 
-The name of a lock file is predictable, and other users may write to its directory. So the file is opened
-without truncating or following links, and is written to only if it is a regular file with one name and
-a plausible owner. Otherwise another user could plant a link and have its target overwritten.
+The name of a lock file is predictable, and other users may write to its directory. So the file is
+opened without truncating or following links, and is written to only if it is a regular file with
+one name and a plausible owner. Otherwise another user could plant a link and have its target
+overwritten.
 """
 
 from __future__ import annotations
@@ -121,7 +122,8 @@ def _open_lock(path: Path, dir_fd: int | None) -> tuple[int, bool]:
         except BaseException:
             os.close(descriptor)
             raise
-        # Its last holder may have removed the file before it unlocked it: such a lock excludes no process.
+        # Its last holder may have removed the file before it unlocked it: such a lock excludes no
+        # process.
         if os.path.samestat(named, figures):
             return descriptor, True
         os.close(descriptor)
@@ -217,7 +219,8 @@ def _write(descriptor: int, text: str, *, offset: int) -> None:
         os.pwritev(descriptor, [data], offset)
         os.ftruncate(descriptor, offset + len(data))
     except OSError as error:
-        # The lock holds without the text, and a command that frees space on a full disk needs the lock.
+        # The lock holds without the text, and a command that frees space on a full disk needs the
+        # lock.
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         os.ftruncate(descriptor, offset)

@@ -26,8 +26,8 @@ _HEAD_BYTES = 128 * 1024
 class RangeSource:
     """A source for `open_checkpoint` over anything that gives ranges of bytes: an object store, HTTP, a database.
 
-    The first 128 KiB are asked for once and kept, because the headers of all formats are there; the rest
-    is asked for as it is needed, large tensors in pieces of 4 MiB.
+    The first 128 KiB are asked for once and kept, because the headers of all formats are there; the
+    rest is asked for as it is needed, large tensors in pieces of 4 MiB.
 
     Args:
         read: Given an offset and a length, returns these bytes, and never fewer; called by several
@@ -65,7 +65,8 @@ class RangeSource:
         """Fill `buffer` with the bytes from `offset` on.
 
         Raises:
-            TruncatedError: The range reaches past the end, or fewer bytes were given than asked for.
+            TruncatedError: The range reaches past the end, or fewer bytes were given than asked
+                for.
         """
         end = offset + buffer.nbytes
         if offset < 0 or end > self._size:

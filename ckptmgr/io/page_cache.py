@@ -2,13 +2,13 @@
 """Bypass of the page cache for files that are read once, and a read-ahead predictor.
 
 A read through the page cache fills pages that are then copied once. With fresh memory (a virtual
-machine that returns free pages, a training job that left none) this costs more than the disk. So large
-reads of data that is not cached use direct I/O into a few reused buffers. Cached pages are used, and no
-page is evicted.
+machine that returns free pages, a training job that left none) this costs more than the disk. So
+large reads of data that is not cached use direct I/O into a few reused buffers. Cached pages are
+used, and no page is evicted.
 
 The predictor is for small reads: each description of a tensor, or head of a cipher block, contains
-only the place of the next one, so each read would wait for the one before. But the layers of a model
-are alike, and so are the steps between their descriptions.
+only the place of the next one, so each read would wait for the one before. But the layers of a
+model are alike, and so are the steps between their descriptions.
 
 >>> predictor = ReadAheadPredictor()
 >>> [predictor.next_reads(offset << 20) for offset in (0, 1, 2)][-1]
@@ -89,7 +89,8 @@ def _repeated(steps: tuple[int, ...], period: int) -> int:
 _MIN_DIRECT_BYTES = 256 << 10
 _CHUNK_BYTES = 4 << 20
 _PAGE_BYTES = mmap.PAGESIZE
-# One page of each MiB is sampled, but not its start, where heads of cipher blocks are read through the cache.
+# One page of each MiB is sampled, but not its start, where heads of cipher blocks are read through
+# the cache.
 _STRETCH_BYTES = 16 << 20
 _SAMPLE_BYTES = 1 << 20
 _SAMPLE_OFFSET = 84 * _PAGE_BYTES
@@ -135,7 +136,8 @@ class _BypassingFile:
         self._stretches: dict[int, bool | None] = {}
         self.size = file.size
         if self.size >= _MIN_DIRECT_BYTES:
-            # A file system without direct I/O or mappings, or a file that became shorter: reads show it.
+            # A file system without direct I/O or mappings, or a file that became shorter: reads
+            # show it.
             with contextlib.suppress(OSError, ValueError):
                 self._open()
 
@@ -196,7 +198,8 @@ class _BypassingFile:
     def _is_cached(self, offset: int, length: int) -> bool:
         """Return whether the page cache holds half of a range or more, as far as the kernel reports.
 
-        A few pages of a longer stretch are sampled once; only if they differ, all pages are looked up.
+        A few pages of a longer stretch are sampled once; only if they differ, all pages are looked
+        up.
         """
         stretch = offset // _STRETCH_BYTES
         if stretch not in self._stretches:

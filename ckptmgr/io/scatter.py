@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Read a file into many arrays at once: the counterpart of `files.save.pipeline`.
 
-The file is read in units (digest ranges of 16 MiB, or cipher blocks of 4 MiB) by a few threads, ranges
-in pieces of 2 MiB. A piece within one array is read straight into it, others into a reused buffer, from
-which their parts are copied. So reads are large for tensors of any size, several are in flight, every
-byte is hashed while it is in the cache, and only the pages of the arrays are fresh.
+The file is read in units (digest ranges of 16 MiB, or cipher blocks of 4 MiB) by a few threads,
+ranges in pieces of 2 MiB. A piece within one array is read straight into it, others into a reused
+buffer, from which their parts are copied. So reads are large for tensors of any size, several are
+in flight, every byte is hashed while it is in the cache, and only the pages of the arrays are
+fresh.
 
-Small tensors that are side by side in the file are read as one batch and copied from the cache into new
-arrays: a placement for each of 100,000 tensors would double the time of the load.
+Small tensors that are side by side in the file are read as one batch and copied from the cache into
+new arrays: a placement for each of 100,000 tensors would double the time of the load.
 """
 
 from __future__ import annotations
@@ -51,7 +52,8 @@ class SmallTensorBatch(NamedTuple):
     Attributes:
         offset: First byte in the file.
         stop: One past the last.
-        take: Called once with the bytes, in any thread; they are checked only at the end of the read.
+        take: Called once with the bytes, in any thread; they are checked only at the end of the
+            read.
     """
 
     offset: int
@@ -79,15 +81,16 @@ def read_scattered(
     Args:
         source: The file.
         placements: In ascending order, not overlapping.
-        unit_bytes: Length of the digest ranges of the source; of other sources at most 4 MiB. A unit is
-            read whole only if the source has digests or the CRC covers it.
+        unit_bytes: Length of the digest ranges of the source; of other sources at most 4 MiB. A
+            unit is read whole only if the source has digests or the CRC covers it.
         crc: Also read everything that it covers, and pass it every byte.
         unverified: Earlier reads of the file; compared with the bytes that are read now.
         also_units: Units to read as a whole in any case, to have them checked.
         units_at_once: How many units in a row one thread reads one after the other.
 
     Raises:
-        CkptmgrError, FormatError, CryptoError, OSError: From the source; targets are then undefined.
+        CkptmgrError, FormatError, CryptoError, OSError: From the source; targets are then
+            undefined.
     """
     if not 0 < unit_bytes <= PIECE_BYTES and not isinstance(source, VerifyingSource):
         raise ValueError(f"a unit of {unit_bytes} bytes is no unit")
@@ -222,7 +225,8 @@ _SMALL_BYTES = 16 << 10
 class SmallTensorBatches:
     """Collects small tensors; `arrays` gets a new array for the `id` of each entry.
 
-    The file is read in pieces that start at multiples of `grid_bytes`; a batch is within one of them.
+    The file is read in pieces that start at multiples of `grid_bytes`; a batch is within one of
+    them.
     """
 
     def __init__(self, arrays: dict[int, np.ndarray], *, grid_bytes: int) -> None:

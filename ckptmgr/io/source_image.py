@@ -5,8 +5,8 @@ Several threads make the ranges of the output in any order, and neighbours share
 thread that needs a window reads it; after its last use its memory is free for another. So the image
 holds a few windows per thread, for a source of any size.
 
-A digest covers several windows and is computed as they arrive, so damage may be found after other bytes
-of its range were returned: an image must not be published before all of it was read.
+A digest covers several windows and is computed as they arrive, so damage may be found after other
+bytes of its range were returned: an image must not be published before all of it was read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from ckptmgr.io.unverified_reads import UnverifiedReads
 class _Window:
     """Bytes of the source, in memory from the first use to the last.
 
-    `unused` counts the bytes that were not released yet, and one for each digest that needs the window.
+    `unused` counts the bytes that were not released yet, and one for each digest that needs the
+    window.
     """
 
     unused: int
@@ -40,8 +41,8 @@ class _Window:
 class SourceImage(Image):
     """The first `size` bytes of a source, of which at most a CRC trailer follows.
 
-    Each byte is read once with `views`, and then given back with `release`. `window_bytes` is ignored if
-    the source has digests; `unverified` reads must not cross windows.
+    Each byte is read once with `views`, and then given back with `release`. `window_bytes` is
+    ignored if the source has digests; `unverified` reads must not cross windows.
     """
 
     def __init__(

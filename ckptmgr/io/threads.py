@@ -34,8 +34,9 @@ def run_in_threads(
 ) -> None:
     """Call every function exactly once, each in a thread of its own, and return when all have returned.
 
-    The functions raise nothing, and end soon after `fail` was called: with Ctrl-C, or with the error
-    of a thread that cannot be started. Functions without a thread then run in this one, in turn.
+    The functions raise nothing, and end soon after `fail` was called: with Ctrl-C, or with the
+    error of a thread that cannot be started. Functions without a thread then run in this one, in
+    turn.
     """
     _ThreadGroup(functions, fail).run()
 
@@ -47,7 +48,8 @@ class _ThreadGroup:
         self._fail = fail
         self._lock = threading.Lock()
         self._unfinished = len(functions)
-        # A bare lock that the last member opens: an interrupted Event may stay locked, or lose its own lock.
+        # A bare lock that the last member opens: an interrupted Event may stay locked, or lose its
+        # own lock.
         self._gate = threading.Lock()
         self._gate.acquire()
         self._members = [_once(function, self._leave) for function in functions]

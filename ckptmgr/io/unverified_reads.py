@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads of an index before the file is verified, compared with the verified bytes afterwards.
 
-The index of a `.ckpt` consists of small pieces all over the file. To read them through a checking source
-would read the whole file once for the index and once more for the contents. Instead the pieces are read
-unchecked, and a digest of each is kept. The pass over the contents, which checks everything, compares
-these digests with the checked bytes.
+The index of a `.ckpt` consists of small pieces all over the file. To read them through a checking
+source would read the whole file once for the index and once more for the contents. Instead the
+pieces are read unchecked, and a digest of each is kept. The pass over the contents, which checks
+everything, compares these digests with the checked bytes.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ def read_frames(
     """Fill the targets of all placements, given in ascending order; `crc` gets every byte that it covers.
 
     Raises:
-        CkptmgrError, FormatError, CryptoError, OSError: From the source; targets are then undefined.
+        CkptmgrError, FormatError, CryptoError, OSError: From the source; targets are then
+            undefined.
     """
     _Reader(source, placements, crc).run()
 

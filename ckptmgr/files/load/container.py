@@ -76,8 +76,9 @@ def open_container_file(
             )
     if checked is raw:
         return container
-    # Every segment is bound to the unlocked header; the manifest must be of the same save. A second read
-    # of the header could return other bytes. The start of the payload commits to the header before it.
+    # Every segment is bound to the unlocked header; the manifest must be of the same save. A second
+    # read of the header could return other bytes. The start of the payload commits to the header
+    # before it.
     start = read_checked(checked, container.head_bytes - HEADER_BYTES, HEADER_BYTES)
     if start != container.unlocked.message.header:
         raise ChecksumMismatch("the file changed while it was being read", path=path)

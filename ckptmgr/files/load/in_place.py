@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Restore of tensors straight from the file into the memory of a state.
 
-Every byte is verified before the first one of the state is written, so that a damaged checkpoint changes
-nothing. So the file is read twice, for its digests and for its contents, but there is no second copy of
-the state in memory.
+Every byte is verified before the first one of the state is written, so that a damaged checkpoint
+changes nothing. So the file is read twice, for its digests and for its contents, but there is no
+second copy of the state in memory.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def in_place(
 ) -> InPlaceState | None:
     """Return a checkpoint that was verified and compared with `state`, or None.
 
-    With None the caller loads it normally, which is faster, or raises the error that was found here.
+    With None the caller loads it normally, which is faster, or raises the error that was found
+    here.
     """
     entries = {one.name: one for one in tensors_in(opened)}
     is_parallel = opened.unit_bytes or opened.compressed_bytes is not None

@@ -22,8 +22,8 @@ from ckptmgr.files.load.values import MapArrays, Value
 def callback_class(base: type) -> Any:
     """Return `base`, our `ModelCheckpoint` or a subclass of it, as a subclass of MindSpore's `Callback`, too.
 
-    The new class has the name of its base and defines none of the old methods (`begin`, `step_end`, ...):
-    `Model.fit` refuses callbacks whose own class defines them, but accepts inherited ones.
+    The new class has the name of its base and defines none of the old methods (`begin`, `step_end`,
+    ...): `Model.fit` refuses callbacks whose own class defines them, but accepts inherited ones.
     """
     return base if issubclass(base, Callback) else _with_callback_base(base)
 
@@ -55,7 +55,8 @@ def _to_tensor(array: np.ndarray) -> Any:
     own_bfloat16 = getattr(np_dtype, "bfloat16", None)
     if own_bfloat16 is not None:
         return Tensor(array.view(own_bfloat16))
-    # Beside NumPy 2 MindSpore has no bfloat16 arrays; float32 holds every value exactly (NaNs lose their payload).
+    # Beside NumPy 2 MindSpore has no bfloat16 arrays; float32 holds every value exactly (NaNs lose
+    # their payload).
     return Tensor(array.astype(np.float32)).astype(mstype.bfloat16)
 
 

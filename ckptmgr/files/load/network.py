@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Put loaded values into a network: a mapping of arrays, a PyTorch module, or a MindSpore Cell.
 
-Names that only the file has are ignored (appended counters, an optimiser's state). Everything is checked
-before the first value is written, so that a network is never partly loaded.
+Names that only the file has are ignored (appended counters, an optimiser's state). Everything is
+checked before the first value is written, so that a network is never partly loaded.
 
 >>> network = {"w": np.zeros(2, np.float32)}
 >>> load_into(network, {"w": np.array([1.0, 2.0]), "epoch_num": np.array(3)})
@@ -34,16 +34,18 @@ def load_into(net: Any, values: Mapping[str, Value], *, strict: bool = False) ->
     """Put loaded values into a network.
 
     Args:
-        net: A mapping of names to NumPy arrays or torch tensors (filled in place), an object with `load_state_dict()`,
-            or a MindSpore Cell.
+        net: A mapping of names to NumPy arrays or torch tensors (filled in place), an object with
+            `load_state_dict()`, or a MindSpore Cell.
         values: Name to value.
-        strict: For a mapping and a Cell: refuse other element types, instead of converting one float or signed integer
-            type to another.
+        strict: For a mapping and a Cell: refuse other element types, instead of converting one
+            float or signed integer type to another.
 
     Raises:
         TypeError: It is none of these.
-        RuntimeError: A value has another shape or type than the network's, or (PyTorch modules) is missing.
-        StateMismatch: Arrays of the network share memory, and their values differ there. Nothing was changed.
+        RuntimeError: A value has another shape or type than the network's, or (PyTorch modules) is
+            missing.
+        StateMismatch: Arrays of the network share memory, and their values differ there. Nothing
+            was changed.
     """
     _check_mapping(values)
     if hasattr(net, "parameters_and_names"):
@@ -77,17 +79,22 @@ def load_param_into_net(
 
     Args:
         net: As for `load_checkpoint`; a MindSpore Cell may be an optimizer, too.
-        parameter_dict: Name to array or, for a Cell, to MindSpore parameter; names may have been changed or taken out.
-        strict_load: Refuse other element types, instead of converting one float or signed integer type to another.
+        parameter_dict: Name to array or, for a Cell, to MindSpore parameter; names may have been
+            changed or taken out.
+        strict_load: Refuse other element types, instead of converting one float or signed integer
+            type to another.
         remove_redundancy: For a Cell: MindSpore's, which broadcasts what other ranks saved.
 
     Returns:
-        The names of the network that were not loaded, and those of the dict that the network does not have.
+        The names of the network that were not loaded, and those of the dict that the network does
+        not have.
 
     Raises:
         TypeError: `net` is no network, or `parameter_dict` no mapping.
-        RuntimeError: A value has another shape or type than the network's, or (PyTorch modules) is missing.
-        StateMismatch: Arrays of the network share memory, and their values differ there. Nothing was changed.
+        RuntimeError: A value has another shape or type than the network's, or (PyTorch modules) is
+            missing.
+        StateMismatch: Arrays of the network share memory, and their values differ there. Nothing
+            was changed.
     """
     _check_mapping(parameter_dict)
     if hasattr(net, "parameters_and_names"):
@@ -140,7 +147,8 @@ def _fill(net: Mapping[str, Any], values: Mapping[str, Value], *, strict: bool) 
         if isinstance(mine, np.ndarray):
             mine[...] = value
         else:
-            # Not in place through autograd: weights are leaves, and loading is no step of a computation.
+            # Not in place through autograd: weights are leaves, and loading is no step of a
+            # computation.
             mine.detach().copy_(torch_tensor(value))
 
 

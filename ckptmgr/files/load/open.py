@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Open a checkpoint file: raw bytes -> checked -> decrypted -> indexed, all through one descriptor.
 
-Each stage is a source over the previous one; it returns only checked bytes, and reads no more than needed.
+Each stage is a source over the previous one; it returns only checked bytes, and reads no more than
+needed.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class OpenCheckpoint:
         cipher: The cipher mode, or None for a plain file.
         is_sealed: Whether the file as a whole is authenticated.
         has_digests: Whether a manifest vouches for every byte that is read.
-        unit_bytes: The number of bytes that the source checks at once; 0 if it is read tensor by tensor.
+        unit_bytes: The number of bytes that the source checks at once; 0 if it is read tensor by
+            tensor.
         unverified: The reads of the index, if the read of the contents has to check them.
     """
 
@@ -83,8 +85,8 @@ def open_source(
         path: For messages.
         options: Key and what to accept.
         manifest: Checks every byte that is read against its digests.
-        is_for_loading: `read_values` will read all contents and check the index; otherwise the index is
-            checked here, which may read most of a `.ckpt`.
+        is_for_loading: `read_values` will read all contents and check the index; otherwise the
+            index is checked here, which may read most of a `.ckpt`.
 
     Raises:
         CorruptCheckpoint, KeyProblem, UnsupportedCheckpoint: See `ckptmgr.errors`.

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plaintext of a checkpoint file: its kind, and the sources that check and decrypt it.
 
-The kind is read from unchecked bytes, because to check them would read a whole range. This is safe: the
-contents are checked later, and if the kind makes no sense the checked bytes are read for the error.
+The kind is read from unchecked bytes, because to check them would read a whole range. This is safe:
+the contents are checked later, and if the kind makes no sense the checked bytes are read for the
+error.
 
-The kind must also be the one in the manifest: digests do not cover the header copies of a container, as a
-change of keys rewrites them, so a plain header over the same payload is found only by the kind.
+The kind must also be the one in the manifest: digests do not cover the header copies of a
+container, as a change of keys rewrites them, so a plain header over the same payload is found only
+by the kind.
 """
 
 from __future__ import annotations
@@ -108,8 +110,8 @@ class Plaintext:
         source: Its bytes, checked.
         cipher: The cipher mode, or None for a plain file.
         is_sealed: Whether the file as a whole is authenticated.
-        unit_bytes: The number of bytes that the source checks at once; 0 if it is read tensor by tensor,
-            or frame by frame.
+        unit_bytes: The number of bytes that the source checks at once; 0 if it is read tensor by
+            tensor, or frame by frame.
         unverified: Reads it unchecked, for small reads of an index.
         format: The format in an authenticated header, or None.
     """
@@ -217,8 +219,9 @@ def _open_encrypted(raw: Source, checked: Source, *, path: str, options: ReadOpt
         # Without a seal there are only the digests, which are checked below the decryption.
         blocks = open_blocks_with(checked, options.trust.keys, wanted, allow_unsealed=True)
         return Plaintext(source=blocks, cipher=mode, unit_bytes=0)
-    # The seal authenticates every block. The manifest must be of the same save: its digests of the end of
-    # the file must match the seal in use, not the bytes of a second read, which could differ.
+    # The seal authenticates every block. The manifest must be of the same save: its digests of the
+    # end of the file must match the seal in use, not the bytes of a second read, which could
+    # differ.
     seal = read_checked(checked, blocks.seal_offset, checked.size - blocks.seal_offset)
     if not blocks.is_sealed_by(seal):
         raise ChecksumMismatch("the file changed while it was being read", path=path)

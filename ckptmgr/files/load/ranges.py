@@ -16,8 +16,8 @@ def read_parts(
 ) -> None:
     """Fill the targets of `placements`, in order of their offsets.
 
-    Frames are verified by their table, cipher blocks by their tags, plain files by the digests of their
-    ranges. Unless `is_confirmed`, the unverified reads of the index are checked, too.
+    Frames are verified by their table, cipher blocks by their tags, plain files by the digests of
+    their ranges. Unless `is_confirmed`, the unverified reads of the index are checked, too.
 
     Raises:
         CorruptCheckpoint: The bytes or the index are damaged; the targets are then undefined.

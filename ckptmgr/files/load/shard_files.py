@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The files of a checkpoint of many ranks: opened when needed; their contents, and the damaged ones.
 
-The head of a file is not checked when it is opened, because this would read a digest range of every file.
-It is checked with the first read of the file, and before a tensor counts as missing in it.
+The head of a file is not checked when it is opened, because this would read a digest range of every
+file. It is checked with the first read of the file, and before a tensor counts as missing in it.
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ class OpenShards:
         """Return the tensors that a rank has, in the order of the files.
 
         Raises:
-            CorruptCheckpoint, FileNotFoundError: A damaged file may have had tensors that the others have not.
+            CorruptCheckpoint, FileNotFoundError: A damaged file may have had tensors that the
+                others have not.
         """
         return list(dict.fromkeys(one.tensor for one in self._all_pieces() if one.is_for(rank)))
 

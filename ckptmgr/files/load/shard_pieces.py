@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The index in the file of a rank: the tensor, region and ranks of each stored piece.
 
-It is one JSON string in the metadata of the file, under `ckptmgr.pieces`. So the digests and the seal of
-the file cover it, and it is read without the other files:
+It is one JSON string in the metadata of the file, under `ckptmgr.pieces`. So the digests and the
+seal of the file cover it, and it is read without the other files:
 
 ```
 {"version": 1, "compared": true, "total": 2, "pieces": {
@@ -67,9 +67,10 @@ class Index:
 
     Attributes:
         pieces: Name in the file to piece. A tensor that is not listed belongs to this rank alone.
-        is_compared: Whether the ranks have compared all their tensors, so that shared ones are equal on all.
-        total: Number of tensors in all files together; tensors of one name that differ between ranks
-            count separately. None if unknown.
+        is_compared: Whether the ranks have compared all their tensors, so that shared ones are
+            equal on all.
+        total: Number of tensors in all files together; tensors of one name that differ between
+            ranks count separately. None if unknown.
     """
 
     pieces: Mapping[str, Piece]

@@ -6,8 +6,8 @@
 | as many ranks | its part | its own |
 | another number | its part, by its layout; all of it without one | its own if there is such a rank, else what it has stays |
 
-Tensors that the ranks have not compared (saved without `remove_redundancy`) can be loaded on another
-number of ranks only if all ranks have equal ones, or if a layout describes their parts.
+Tensors that the ranks have not compared (saved without `remove_redundancy`) can be loaded on
+another number of ranks only if all ranks have equal ones, or if a layout describes their parts.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ class _Reading:
         self._files = files
         self._rank = options.rank or 0
         self._is_same_world = (1 if options.rank is None else options.world) == files.world
-        # The number of ranks changed, and they did not compare their tensors: only equal ones can be used.
+        # The number of ranks changed, and they did not compare their tensors: only equal ones can
+        # be used.
         self._is_one_for_all = not self._is_same_world and not files.is_compared
         self._home = self._rank if self._rank < files.world else 0
         self._slicer = slicer

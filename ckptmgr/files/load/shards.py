@@ -2,8 +2,8 @@
 """A checkpoint that many ranks saved together, read as one by any number of ranks.
 
 A tensor is assembled from the pieces in the files, the own file first. Of each file only the digest
-ranges, or cipher blocks, with wanted bytes or with the index are read. Only checked bytes are used. If a
-file is damaged and others have the same rows, those are used, with a warning.
+ranges, or cipher blocks, with wanted bytes or with the index are read. Only checked bytes are used.
+If a file is damaged and others have the same rows, those are used, with a warning.
 """
 
 from __future__ import annotations

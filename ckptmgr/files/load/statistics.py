@@ -18,8 +18,8 @@ _MAX_ITEM_BYTES = 16
 class TensorStats:
     """Statistics of the elements of a tensor.
 
-    The minimum, maximum and mean (in float64) ignore NaN; they are None without other elements, and for
-    complex numbers.
+    The minimum, maximum and mean (in float64) ignore NaN; they are None without other elements, and
+    for complex numbers.
     """
 
     count: int

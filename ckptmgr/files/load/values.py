@@ -65,8 +65,8 @@ def read_values(
 
     Raises:
         CorruptCheckpoint: Damage was found; nothing is returned.
-        ChecksumMismatch: The CRC differs, or is missing in an otherwise unverified plain `.ckpt`, whose
-            end may be cut off.
+        ChecksumMismatch: The CRC differs, or is missing in an otherwise unverified plain `.ckpt`,
+            whose end may be cut off.
     """
     with translated_errors(opened.path):
         arrays: dict[int, np.ndarray] = {}
@@ -98,8 +98,10 @@ def read_into(
     """Read the tensors that `into` names straight into the arrays there.
 
     Raises:
-        StateMismatch: The tensors do not fit all arrays; lists every difference. Nothing was changed.
-        CorruptCheckpoint: Damage was found while reading; the content of the arrays is then undefined.
+        StateMismatch: The tensors do not fit all arrays; lists every difference. Nothing was
+            changed.
+        CorruptCheckpoint: Damage was found while reading; the content of the arrays is then
+            undefined.
     """
     with translated_errors(opened.path):
         try:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cache of manifests whose files did not change, because a run lists its directory at every save.
 
-A file counts as unchanged while its inode, size, mode, modification and change time stay the same. The
-change time is set by the kernel: a user with write permission can set all other times, but that one
-only with the clock of the machine. Such a user gains nothing. Cached values were proven when they were
-read; they decide how a run counts, numbers and retains checkpoints, as if the file had been swapped
-right after it was read. Everything that is loaded or rewritten is read and proven again.
+A file counts as unchanged while its inode, size, mode, modification and change time stay the same.
+The change time is set by the kernel: a user with write permission can set all other times, but that
+one only with the clock of the machine. Such a user gains nothing. Cached values were proven when
+they were read; they decide how a run counts, numbers and retains checkpoints, as if the file had
+been swapped right after it was read. Everything that is loaded or rewritten is read and proven
+again.
 
 Not cached: files that changed just now, as a second change could have the same time; manifests that
 could not be read or proven; and anything on disks without change times.

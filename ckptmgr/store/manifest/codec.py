@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The manifest beside every data file: its description, its writer, and its digests.
 
-`net-3_40.ckpt` has `net-3_40.ckpt.manifest.json`. It names files without directories, so a copy of a
-directory is as good as the original. With a key it has an HMAC over its canonical JSON, with a signing
-key a signature (`proofs`). Ranks that save together have one manifest for all their files, in version 2
-of the schema.
+`net-3_40.ckpt` has `net-3_40.ckpt.manifest.json`. It names files without directories, so a copy of
+a directory is as good as the original. With a key it has an HMAC over its canonical JSON, with a
+signing key a signature (`proofs`). Ranks that save together have one manifest for all their files,
+in version 2 of the schema.
 
 While a name is being overwritten, the new manifest also contains the digests of the old data
 (`replaces`), so that one of the two verifies at any time.
@@ -68,7 +68,8 @@ def encode(manifest: Manifest, *, trust: Trust = DEFAULT_TRUST) -> bytes:
     """Return the manifest as JSON, authenticated and signed with the keys in `trust`.
 
     Raises:
-        UnsupportedCheckpoint: No reader would accept a value in it, such as an epoch of 1.5, or its size.
+        UnsupportedCheckpoint: No reader would accept a value in it, such as an epoch of 1.5, or its
+            size.
     """
     document = checked_document(manifest)
     auth = None if trust.keys is None else manifest.auth or manifest_key_of(trust.keys)

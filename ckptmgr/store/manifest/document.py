@@ -72,7 +72,8 @@ def checked_document(manifest: Manifest) -> dict[str, Any]:
     """Return a manifest as JSON that every reader accepts.
 
     Raises:
-        UnsupportedCheckpoint: No reader would accept a value in it, such as an epoch of 1.5; names it.
+        UnsupportedCheckpoint: No reader would accept a value in it, such as an epoch of 1.5; names
+            it.
     """
     # A manifest that no reader accepts would make an intact checkpoint look damaged.
     try:

@@ -13,7 +13,8 @@ from typing import Any
 from ckptmgr.core.model import Link
 
 _MAX_COUNT = (1 << 64) - 1
-# More than any manifest has digests; the shortest values need 26 bytes of memory for each byte read.
+# More than any manifest has digests; the shortest values need 26 bytes of memory for each byte
+# read.
 _MAX_COMMAS = 1 << 21
 _ID = re.compile(r"[0-9a-f]{64}")
 

@@ -5,8 +5,9 @@
 "auth": {"algorithm": "HMAC-SHA-256", "key_id": ID, "mac": HEX}                              a single key
 "auth": {"algorithm": "HMAC-SHA-256", "key_id": ID, "mac": HEX, "slots": [HEX, ...]}         everything else
 ```
-Slots are those of containers (docs/container-format.md, section 3) with the key of the manifest, 32 random bytes, in place of
-the data key, and the bytes `ckptmgr/v1/manifest-key` in place of I. A writer makes one such key for all its manifests.
+Slots are those of containers (docs/container-format.md, section 3) with the key of the manifest, 32
+random bytes, in place of the data key, and the bytes `ckptmgr/v1/manifest-key` in place of I. A
+writer makes one such key for all its manifests.
 
 Anyone with a public key can make such a manifest: only keys and passphrases prove the writer.
 """
@@ -108,7 +109,8 @@ def opened_manifest_key(auth: Mapping[str, object], keys: Keys, *, path: str) ->
         CorruptCheckpoint: The slots cannot be parsed.
         KeyProblem: It is under another key.
         TamperedCheckpoint: The slots are of another manifest.
-        UnsupportedCheckpoint: A passphrase was not tried, because other slots already cost too much.
+        UnsupportedCheckpoint: A passphrase was not tried, because other slots already cost too
+            much.
     """
     slots, key_id = _slots(auth, path), auth.get("key_id")
     ring = ring_of(keys)

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Predecessor links: each checkpoint of a series names the newest one before it, by its id.
 
-An id is a hash over the checkpoint and the id of its predecessor. So it proves all earlier checkpoints
-that still exist: a file that was replaced by an older one of the same name does not match the link.
+An id is a hash over the checkpoint and the id of its predecessor. So it proves all earlier
+checkpoints that still exist: a file that was replaced by an older one of the same name does not
+match the link.
 
-The links cannot show normal changes: checkpoints that retention removed, a run that continued from an
-older one, a name that was written again later. Nor can they show that the newest checkpoints were
-removed, or that an old copy of the whole directory was restored: for that the user states what must
-exist (`Expected`).
+The links cannot show normal changes: checkpoints that retention removed, a run that continued from
+an older one, a name that was written again later. Nor can they show that the newest checkpoints
+were removed, or that an old copy of the whole directory was restored: for that the user states what
+must exist (`Expected`).
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def link_to_newest(present: Iterable[Checkpoint], series: str) -> Link | None:
 def replaced_by_older(checkpoint: Checkpoint, present: Sequence[Checkpoint]) -> str | None:
     """Return why a checkpoint is not the one that a later one was saved after, or None.
 
-    `checkpoint` must not be older than the values in `present`, the checkpoints of its directory; of
-    these, links of checkpoints that were replaced themselves are ignored.
+    `checkpoint` must not be older than the values in `present`, the checkpoints of its directory;
+    of these, links of checkpoints that were replaced themselves are ignored.
     """
     return _replaced(checkpoint, _links_by_name(present))
 

@@ -63,10 +63,11 @@ class Manifest:
         shards: The data files of a sharded checkpoint, by rank; else empty.
         previous: The checkpoint of the series that was newest before, or None.
         signed_by: Id of the trusted key whose signature was checked when it was read, or None.
-        auth: The key that authenticated it when it was read, and will when it is written again; or None.
+        auth: The key that authenticated it when it was read, and will when it is written again; or
+            None.
         opened_by: Labels of the keys that check the authentication, unproven; for people.
-        preserved: In a replaced manifest: the original manifest file, to be restored with its proofs if
-            the swap fails; or None.
+        preserved: In a replaced manifest: the original manifest file, to be restored with its
+            proofs if the swap fails; or None.
     """
 
     file: FileEntry

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Proofs of the writer of a manifest: an HMAC under the key of the run, and a signature.
 
-Both are members of the document (`auth`, `signatures`) and cover its canonical JSON without these two, so
-either works without the other. docs/manifest-format.md specifies the bytes.
+Both are members of the document (`auth`, `signatures`) and cover its canonical JSON without these
+two, so either works without the other. docs/manifest-format.md specifies the bytes.
 """
 
 from __future__ import annotations

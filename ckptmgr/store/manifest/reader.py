@@ -63,12 +63,12 @@ class ManifestReader:
     def read(self, data_name: str) -> Manifest | None:
         """Return the manifest of a data file, or None if it has none.
 
-        Of an interrupted swap, returns the side that describes the data. If a writer with other keys
-        began it, those are not needed for the old side: its original manifest is preserved.
+        Of an interrupted swap, returns the side that describes the data. If a writer with other
+        keys began it, those are not needed for the old side: its original manifest is preserved.
 
         Raises:
-            CorruptCheckpoint, TamperedCheckpoint, KeyProblem: It is damaged, changed, or under another
-                key; or the data file is a link.
+            CorruptCheckpoint, TamperedCheckpoint, KeyProblem: It is damaged, changed, or under
+                another key; or the data file is a link.
         """
         side = self._read(data_name, self.trust)
         if side is not None:
@@ -148,7 +148,8 @@ class ManifestReader:
         """Return a manifest with both sides of an interrupted swap, or None; `Trust()` checks no proof.
 
         Raises:
-            CorruptCheckpoint, TamperedCheckpoint, KeyProblem: It is damaged, changed, or under another key.
+            CorruptCheckpoint, TamperedCheckpoint, KeyProblem: It is damaged, changed, or under
+                another key.
         """
         path = self.directory / name
         try:
