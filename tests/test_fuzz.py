@@ -87,7 +87,7 @@ def test_target_accepts_most_of_its_seeds(target: Target) -> None:
 def test_planted_bug_is_found_kept_and_tried_again(
     tmp_path: Path, run: object, report: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tools.fuzz.runner.INPUT_CPU_S", 0.2)
+    monkeypatch.setattr("tools.fuzz.runner.INPUT_CPU_S", 0.1)
     target, limits = planted(run), command.Limits(inputs=1500, cpu_s=None, seconds=None)
     found = command.run_apart(target, limits, seed=3, corpus=tmp_path)
     assert found["findings"] == 1

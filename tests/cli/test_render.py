@@ -150,21 +150,22 @@ def test_process_in_an_ascii_locale_spells_names_out(tmp_path: Path) -> None:
 HEAVY = ("numpy", "rich", "cryptography", "torch", "mindspore", "blake3", "ml_dtypes")
 
 
-@pytest.mark.parametrize("command", [None, *_COMMANDS])
-def test_help_imports_nothing_heavy(command: str | None) -> None:
-    arguments = [command, "--help"] if command else ["--help"]
+def test_help_imports_nothing_heavy() -> None:
+    lines = [["--help"], *([command, "--help"] for command in _COMMANDS)]
     program = (
         "import sys\n"
         "from ckptmgr.cli import cli\n"
-        f"try: cli.main({arguments!r})\n"
-        "except SystemExit: pass\n"
-        f"print('LOADED', [n for n in {HEAVY!r} if n in sys.modules], file=sys.stderr)\n"
+        f"for line in {lines!r}:\n"
+        "  try: cli.main(line)\n"
+        "  except SystemExit: pass\n"
+        f"  for name in {HEAVY!r}:\n"
+        "    if name in sys.modules: sys.exit(f'{line} has imported {name}')\n"
     )
     command_line = [sys.executable, "-c", program]
     done = subprocess.run(
-        command_line, capture_output=True, env=process_env(), timeout=60, check=True
+        command_line, capture_output=True, env=process_env(), timeout=60, check=False
     )
-    assert done.stderr == b"LOADED []\n"
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_plain_list_imports_neither_numpy_nor_rich(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pty
 import shutil
@@ -29,9 +30,14 @@ EVIL = "\x1b]0;owned\x07\nx\r"
 
 def at_terminal(*arguments: str | Path) -> bytes:
     """Run a command at a terminal, and return all that it shows."""
+    return program_at_terminal("-m", "ckptmgr", *map(str, arguments))
+
+
+def program_at_terminal(*arguments: str) -> bytes:
+    """Run Python at a terminal, and return all that it shows."""
     leader, terminal = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-m", "ckptmgr", *map(str, arguments)],
+        [sys.executable, *arguments],
         stdin=subprocess.DEVNULL,
         stdout=terminal,
         stderr=terminal,
@@ -74,15 +80,34 @@ COMMANDS: dict[str, Callable[[Path], tuple[str | Path, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_no_name_steers_the_terminal(runs: Path, command: str) -> None:
+# One process for all commands: most of the time of each would be its imports.
+ONE_AFTER_ANOTHER = """
+import json, sys
+from ckptmgr.cli import cli
+for arguments in json.loads(sys.argv[1]):
+    try:
+        cli.main(arguments)
+    except SystemExit:
+        pass
+    print(end="\\0", flush=True)
+"""
+
+
+def test_no_name_steers_the_terminal(runs: Path, tmp_path: Path) -> None:
     for path in runs.glob("*-3_10.ckpt"):
         flip(path, 20)  # verify names the damaged file
-    shown = at_terminal(*COMMANDS[command](runs))
-    assert shown
-    assert not set(shown) & {0x1B, 0x07, 0x0B}
-    # A terminal makes \r\n of each line feed; \r alone comes from a name.
-    assert b"\r" not in shown.replace(b"\r\n", b"")
+    lines = []
+    for index, command in enumerate(COMMANDS.values()):
+        own = tmp_path / str(index) / runs.name
+        shutil.copytree(runs, own)
+        lines.append([*map(str, command(own))])
+    shown = program_at_terminal("-c", ONE_AFTER_ANOTHER, json.dumps(lines)).split(b"\0")
+    assert shown.pop() == b""
+    for name, text in zip(COMMANDS, shown, strict=True):
+        assert text, name
+        assert not set(text) & {0x1B, 0x07, 0x0B}, name
+        # A terminal makes \r\n of each line feed; \r alone comes from a name.
+        assert b"\r" not in text.replace(b"\r\n", b""), name
 
 
 def test_warning_of_the_library_does_not_steer_the_terminal(tmp_path: Path) -> None:

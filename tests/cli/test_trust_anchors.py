@@ -107,9 +107,9 @@ def test_fifo_is_refused_at_once(
     option: str, arguments: Callable[[str], list[str]], tmp_path: Path
 ) -> None:
     os.mkfifo(tmp_path / "anchor", 0o600)
-    result = run_process(*arguments(option))  # which would be killed in the end if it hung
-    assert result.returncode == Exit.KEY, result.stderr
-    assert b"anchor' is not a regular file" in result.stderr
+    result = run(*arguments(option))  # where it hung, pytest-timeout would end it
+    assert result.exit_code == Exit.KEY, result.output
+    assert "anchor' is not a regular file" in result.stderr
 
 
 def test_key_file_of_the_environment_is_held_to_the_rule(tmp_path: Path) -> None:
