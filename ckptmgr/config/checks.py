@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 _logger = logging.getLogger(__name__)
 
 
-def check_count(value: object) -> int | None:
+def check_optional_count(value: object) -> int | None:
     """Return a number of steps, seconds, files or minutes; None passes."""
     if value is None:
         return None
@@ -128,7 +128,7 @@ def check_append_info(info: object) -> dict[str, object] | None:
     return values
 
 
-def check_key(name: str, key: object) -> bytes | None:
+def check_raw_key(name: str, key: object) -> bytes | None:
     """Return a key or None; the message never shows the value."""
     if key is not None and not isinstance(key, bytes):
         raise ValueError(
@@ -138,7 +138,7 @@ def check_key(name: str, key: object) -> bytes | None:
     return key
 
 
-def check_mode(name: str, mode: object) -> str:
+def check_cipher_mode(name: str, mode: object) -> str:
     """Return the name of a cipher mode; whether it is known is checked only together with a key."""
     return check_type(name, mode, str)
 

@@ -32,18 +32,18 @@ from ckptmgr.config.checks import (
     check_append_info,
     check_async_save,
     check_bool,
+    check_cipher_mode,
     check_compression,
-    check_count,
     check_is_bool,
-    check_mode,
     check_network,
+    check_optional_count,
     check_signing_key,
     check_trusted_keys,
     check_type,
     warn_unknown_options,
 )
 from ckptmgr.config.failure import BackPressure, OnError, check_back_pressure, parse_on_error
-from ckptmgr.config.keys import check_given_key, check_recipients, chosen_keys
+from ckptmgr.config.keys import check_given_key, check_recipients, resolve_keys
 from ckptmgr.config.memory import MemoryConfig
 from ckptmgr.core.names import FORMATS, extension_of
 from ckptmgr.core.trust import Trust
@@ -149,10 +149,10 @@ class CheckpointConfig:
         **options: object,
     ) -> None:
         # The order of the checks decides which of two mistakes is reported; it is MindSpore's.
-        steps = check_count(save_checkpoint_steps)
-        seconds = check_count(save_checkpoint_seconds)
-        keep_max = check_count(keep_checkpoint_max)
-        keep_minutes = check_count(keep_checkpoint_per_n_minutes)
+        steps = check_optional_count(save_checkpoint_steps)
+        seconds = check_optional_count(save_checkpoint_seconds)
+        keep_max = check_optional_count(keep_checkpoint_max)
+        keep_minutes = check_optional_count(keep_checkpoint_per_n_minutes)
         self._saved_network = check_network(saved_network)
         check_any_set(steps, seconds, keep_max, keep_minutes)
         self.exception_save = check_bool(exception_save)
@@ -165,14 +165,14 @@ class CheckpointConfig:
         self._append = check_append_info(append_info)
         self._enc_key = check_given_key("enc_key", enc_key)
         self._enc_recipients = check_recipients(enc_recipients)
-        self._enc_mode = check_mode("enc_mode", enc_mode)
+        self._enc_mode = check_cipher_mode("enc_mode", enc_mode)
         self._crc_check = check_is_bool("crc_check", crc_check)
         self._format = check_type("format", format, str)
         self._map_param_inc = options.get("incremental", False)
         self.enable_redundance = options.get("enable_redundance", False)
         self.remove_redundancy = check_is_bool("remove_redundancy", remove_redundancy)
         self._check_format()
-        self._keys = chosen_keys(
+        self._keys = resolve_keys(
             "enc_key",
             self._enc_key,
             mode=self._enc_mode,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys of the API: bytes, as in MindSpore, or the source of a key or passphrase.
 
->>> chosen_keys("enc_key", bytes(16), mode="AES-GCM", format="ckpt")
+>>> resolve_keys("enc_key", bytes(16), mode="AES-GCM", format="ckpt")
 Key(16 bytes, id fcaf80b25b219f3f)
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ckptmgr.config.checks import check_cipher, check_key
+from ckptmgr.config.checks import check_cipher, check_raw_key
 from ckptmgr.core.errors import KeyProblem
 from ckptmgr.crypto.errors import CryptoError
 from ckptmgr.crypto.keys.key import Key
@@ -24,7 +24,7 @@ def check_given_key(name: str, given: object) -> bytes | str | None:
     """Return a key, the source of one, or None; the message never shows the value."""
     if isinstance(given, str) and given.startswith(SCHEMES):
         return given
-    key = check_key(name, given)
+    key = check_raw_key(name, given)
     return None if key is None else SecretBytes(key)
 
 
@@ -42,7 +42,7 @@ def check_recipients(given: Iterable[str]) -> tuple[str, ...]:
     return checked
 
 
-def chosen_keys(
+def resolve_keys(
     name: str,
     given: object,
     *,

@@ -53,7 +53,7 @@ def checked_metrics(metrics: Mapping[str, float] | None) -> dict[str, float]:
     return checked
 
 
-def given_state(state: object) -> object:
+def resolve_state(state: object) -> object:
     """Return the state, or the result of a function that returns it."""
     return state() if is_function(state) else state
 

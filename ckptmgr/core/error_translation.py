@@ -23,7 +23,7 @@ from ckptmgr.crypto import errors as crypto_errors
 from ckptmgr.formats import errors as format_errors
 
 
-def unproven(path: str | os.PathLike[str], trust: Trust) -> UnprovenCheckpoint:
+def unproven_error(path: str | os.PathLike[str], trust: Trust) -> UnprovenCheckpoint:
     """Return the error of a file without manifest under a strict `trust`."""
     return UnprovenCheckpoint(
         "keys were given, but no manifest proves which checkpoint this file is",

@@ -104,6 +104,6 @@ def is_set_name(name: str) -> bool:
     return name.endswith(_SET_SUFFIX)
 
 
-def stem_of(set_name: str) -> str:
+def set_stem(set_name: str) -> str:
     """Return the name of a sharded checkpoint without its suffix."""
     return set_name.removesuffix(_SET_SUFFIX)

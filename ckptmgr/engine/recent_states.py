@@ -15,7 +15,7 @@ from ckptmgr.core.errors import CheckpointNotFound, StagingExhausted
 from ckptmgr.engine.snapshots import SnapshotCache
 from ckptmgr.engine.staging import Ledger
 from ckptmgr.formats.tensor import Tensor
-from ckptmgr.state.tree import FlatState, Read
+from ckptmgr.state.tree import FlatState, ReadTensor
 
 _LOG = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class RecentState:
     epoch: int | None
     metrics: Mapping[str, float]
     skeleton: str
-    read: Read
+    read: ReadTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,9 +18,9 @@ from ckptmgr.io.buffers import copy_into
 from ckptmgr.io.threads import for_each
 from ckptmgr.state.devices import DeviceMemory
 from ckptmgr.state.items import (
-    Content,
     Part,
     SlabOffset,
+    TensorContent,
     describe_items,
     replace_contents,
     tensors_in,
@@ -49,7 +49,7 @@ class Lot:
     slabs: list[Slab]
     spill: SpillFile | None
     sizes: list[int]
-    copies: dict[int, Content]
+    copies: dict[int, TensorContent]
     device: DeviceMemory | None = None
 
 

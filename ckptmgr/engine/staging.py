@@ -34,7 +34,7 @@ from ckptmgr.engine.spill import SpillFile
 from ckptmgr.engine.staged_state import Lot, StagedState
 from ckptmgr.formats.tensor import Item, Tensor
 from ckptmgr.state.devices import DeviceMemory, accelerators, copy_on_device
-from ckptmgr.state.items import Content, items_from, tensors_in
+from ckptmgr.state.items import TensorContent, items_from, tensors_in
 
 __all__ = ["Ledger", "StagedState", "StagingPool", "Usage", "has_no_room", "items_from"]
 
@@ -171,7 +171,7 @@ class StagingPool:
     def _allocate_in_room(
         self,
         tensors: Sequence[Tensor],
-        copies: Mapping[int, Content],
+        copies: Mapping[int, TensorContent],
         device: DeviceMemory | None,
     ) -> Lot:
         while True:
@@ -184,7 +184,7 @@ class StagingPool:
     def _allocate(
         self,
         tensors: Sequence[Tensor],
-        copies: Mapping[int, Content],
+        copies: Mapping[int, TensorContent],
         device: DeviceMemory | None,
     ) -> Lot:
         sizes = [

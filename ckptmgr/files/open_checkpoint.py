@@ -38,7 +38,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from ckptmgr.config.checks import check_is_bool, check_trusted_keys
-from ckptmgr.config.keys import chosen_keys
+from ckptmgr.config.keys import resolve_keys
 from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedCheckpoint
 from ckptmgr.core.trust import Trust
@@ -99,7 +99,7 @@ def open_checkpoint(
     check_is_bool("mmap", mmap)
     options = ReadOptions(
         trust=Trust(
-            keys=chosen_keys(
+            keys=resolve_keys(
                 "dec_key",
                 dec_key,
                 mode=dec_mode or "AES-GCM",

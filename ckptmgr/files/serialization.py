@@ -28,13 +28,13 @@ from typing import Any
 from ckptmgr.config.checks import (
     check_async_save,
     check_bool,
+    check_cipher_mode,
     check_compression,
     check_is_bool,
-    check_mode,
     check_signing_key,
     check_trusted_keys,
 )
-from ckptmgr.config.keys import check_given_key, chosen_keys
+from ckptmgr.config.keys import check_given_key, resolve_keys
 from ckptmgr.core.errors import TruncatedCheckpoint, UnsupportedState
 from ckptmgr.core.handle import SaveStats
 from ckptmgr.core.model import Checkpoint
@@ -149,13 +149,13 @@ def save_checkpoint(
     check_async_save(async_save)
     check_append_dict(append_dict)
     check_given_key("enc_key", enc_key)
-    check_mode("enc_mode", enc_mode)
+    check_cipher_mode("enc_mode", enc_mode)
     check_is_bool("crc_check", crc_check)
     remove_redundancy = kwargs.get("remove_redundancy")
     if remove_redundancy is not None:
         check_is_bool("remove_redundancy", remove_redundancy)
     check_safetensors_options(format, enc_key, enc_mode, kwargs.get("incremental", False))
-    key = chosen_keys("enc_key", enc_key, mode=enc_mode, format=format)
+    key = resolve_keys("enc_key", enc_key, mode=enc_mode, format=format)
     level = check_compression(compression, compression_level, format=format)
     with gc_paused():
         items = join_items(named_tensors(save_obj), named_tensors(dict(append_dict or {})))
@@ -263,7 +263,7 @@ def load_checkpoint(
         StateMismatch: The file does not fit `into`; lists every difference. Nothing was changed.
     """
     check_given_key("dec_key", dec_key)
-    check_mode("dec_mode", dec_mode)
+    check_cipher_mode("dec_mode", dec_mode)
     check_is_bool("crc_check", crc_check)
     check_is_bool("remove_redundancy", remove_redundancy)
     choose = chooser(filter_prefix, specify_prefix, choice_func)
@@ -272,7 +272,7 @@ def load_checkpoint(
             "'into' says what is loaded; it goes with neither 'net' nor a choice of names"
         )
     is_container = str(ckpt_file_name).endswith(CONTAINER_SUFFIX)
-    key = chosen_keys(
+    key = resolve_keys(
         "dec_key",
         dec_key,
         mode=dec_mode,

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass, field, replace
 
-from ckptmgr.core.error_translation import unproven
+from ckptmgr.core.error_translation import unproven_error
 from ckptmgr.core.errors import ChecksumMismatch, CkptmgrError
 from ckptmgr.core.names import OPAQUE
 from ckptmgr.crypto.ciphers import mode_of
@@ -89,7 +89,7 @@ class FileCheck:
             else:
                 self._check_plain(raw, manifest)
             if manifest is None and self._is_checkpoint and self._options.trust.is_strict:
-                raise unproven(self._path, self._options.trust)
+                raise unproven_error(self._path, self._options.trust)
 
     def _check_against(self, manifest: Manifest, raw: Source) -> None:
         check_size(raw.size, manifest.file.digest, path=self._path)

@@ -13,7 +13,7 @@ from typing import TypeVar
 from ckptmgr.core.errors import SaveFailed, StoreLocked
 from ckptmgr.core.model import Checkpoint, Plan
 from ckptmgr.core.names import is_of_prefix
-from ckptmgr.core.shard_names import SET_FORMAT, new_attempt_id, stem_of
+from ckptmgr.core.shard_names import SET_FORMAT, new_attempt_id, set_stem
 from ckptmgr.files.save.saver import Publish, Refusal, SaveOptions, SaveOrder, save_items
 from ckptmgr.formats.tensor import Item
 from ckptmgr.observe.observers import REGISTERED, Observers
@@ -264,7 +264,7 @@ class RankWriter(SeriesWriter):
         name, attempt = choose(present)
         place = self.next_place(replace(facts, attempt=attempt), present)
         return Offer(
-            stem=stem_of(name),
+            stem=set_stem(name),
             attempt_id=new_attempt_id(self._now() + 2 * self.timeout_s),
             format=options.extension,
             sequence=place.sequence,

@@ -36,13 +36,13 @@ _MIN_LOST_S = 5.0
 _MIN_DURABLE_S = 1.0
 _FEW_CHECKPOINTS = 10
 
-Kind = Literal["disk", "memory", "time", "backlog", "state"]
+ConcernKind = Literal["disk", "memory", "time", "backlog", "state"]
 
 
 class Concern(NamedTuple):
     """A shortage: its kind, the numbers, and how to resolve it."""
 
-    kind: Kind
+    kind: ConcernKind
     text: str
     hint: str
 

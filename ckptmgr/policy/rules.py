@@ -86,7 +86,7 @@ class Last(Rule):
     count: int
 
     def __post_init__(self) -> None:
-        check_count("last", self.count)
+        check_rule_count("last", self.count)
 
     def __str__(self) -> str:
         return f"last({self.count})"
@@ -115,7 +115,7 @@ class Best(Rule):
     mode: Literal["min", "max"]
 
     def __post_init__(self) -> None:
-        check_count("best", self.count)
+        check_rule_count("best", self.count)
         if not self.metric:
             raise ValueError("best needs the name of a metric")
         if self.mode not in ("min", "max"):
@@ -165,7 +165,7 @@ class Every(Rule):
     interval_steps: int
 
     def __post_init__(self) -> None:
-        check_count("every", self.interval_steps)
+        check_rule_count("every", self.interval_steps)
 
     def __str__(self) -> str:
         return f"every({self.interval_steps})"
@@ -232,7 +232,7 @@ def _short(steps: int) -> str:
     return f"{steps // 1000}k" if steps and steps % 1000 == 0 else str(steps)
 
 
-def check_count(rule: str, count: object) -> None:
+def check_rule_count(rule: str, count: object) -> None:
     """Raise TypeError or ValueError unless a count is a whole number from 1 to 2**63 - 1."""
     if not isinstance(count, int) or isinstance(count, bool):
         raise TypeError(f"{rule} needs a whole number, but got {type(count).__name__}")

@@ -15,7 +15,7 @@ from datetime import UTC, datetime, timedelta
 from typing import ClassVar
 
 from ckptmgr.core.model import Checkpoint
-from ckptmgr.policy.rules import Finding, Rule, check_count, ordinal
+from ckptmgr.policy.rules import Finding, Rule, check_rule_count, ordinal
 
 _UNITS_S = {"w": 604_800, "d": 86_400, "h": 3_600, "m": 60, "s": 1}
 
@@ -64,7 +64,7 @@ class _PerPeriod(Rule):
     count: int
 
     def __post_init__(self) -> None:
-        check_count(self.NAME, self.count)
+        check_rule_count(self.NAME, self.count)
 
     def __str__(self) -> str:
         return f"{self.NAME}({self.count})"
@@ -158,7 +158,7 @@ class PerMinutes(Rule):
     minutes: int
 
     def __post_init__(self) -> None:
-        check_count("per_minutes", self.minutes)
+        check_rule_count("per_minutes", self.minutes)
 
     def __str__(self) -> str:
         return f"per_minutes({self.minutes})"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
-from ckptmgr.core.error_translation import translated_errors, unproven
+from ckptmgr.core.error_translation import translated_errors, unproven_error
 from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint, UnsupportedCheckpoint
 from ckptmgr.core.model import UNFINISHED, Checkpoint, State
 from ckptmgr.core.names import is_of_prefix, parse_name, parse_step_name
@@ -91,7 +91,7 @@ def open_checkpoint(
             path = store.directory / manifest.name
         if manifest is None and options.trust.is_strict:
             # The seal proves who wrote the file, not which step of the run it is: an old one could have been renamed.
-            raise unproven(checkpoint.path, options.trust)
+            raise unproven_error(checkpoint.path, options.trust)
         file = store.open_data(path)
         with contextlib.closing(
             bypass_page_cache_unless_shared(file) if is_read_once else file

@@ -37,7 +37,7 @@ class Destinations:
     entries: tuple[TensorEntry, ...]  # in file order
     arrays: Mapping[int, np.ndarray]  # `id` of an entry to C-contiguous memory of its size
     copies: tuple[Callable[[], None], ...]  # to call when the memory is filled
-    sharing: frozenset[str]  # arrays that may share memory; see `check_shared`
+    sharing: frozenset[str]  # arrays that may share memory; see `check_overlaps`
 
     def finish(self) -> None:
         """Copy each buffer to its array."""
@@ -77,7 +77,7 @@ def match_arrays(stored: Iterable[CkptEntry], into: Mapping[str, Any]) -> Destin
     )
 
 
-def check_shared(
+def check_overlaps(
     targets: Mapping[str, Any], values: Mapping[str, np.ndarray], *, what: str = _INTO
 ) -> None:
     """Raise StateMismatch unless arrays that share memory get the same values there.

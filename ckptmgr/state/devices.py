@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from ckptmgr.formats.tensor import Item, Tensor
-from ckptmgr.state.items import Content, tensors_of
+from ckptmgr.state.items import TensorContent, tensors_of
 
 
 class DeviceMemory(Protocol):
@@ -27,7 +27,7 @@ class DeviceMemory(Protocol):
         """Return how many bytes a device has free now."""
         ...
 
-    def copy(self, tensors: Sequence[Tensor]) -> list[Content]:
+    def copy(self, tensors: Sequence[Tensor]) -> list[TensorContent]:
         """Copy tensors on their devices; return functions that copy the copies to the host.
 
         When this returns, the originals may change.
@@ -69,7 +69,7 @@ def synchronize(items: Iterable[Item], memory: DeviceMemory | None) -> None:
 
 def copy_on_device(
     tensors: Sequence[Tensor], memory: DeviceMemory | None, *, share: float
-) -> Mapping[int, Content]:
+) -> Mapping[int, TensorContent]:
     """Copy the tensors that fit a share (0 to 1) of each device's free memory, in the order given.
 
     Returns:

@@ -98,7 +98,7 @@ def with_values(target: Any, values: Any) -> Any:
     return tuple(values)
 
 
-def load_into(target: Any, stored: object, path: Path) -> object:
+def load_object(target: Any, stored: object, path: Path) -> object:
     """Call `load_state_dict` of an object, and return the object; an error names its path."""
     try:
         target.load_state_dict(stored)

@@ -12,7 +12,7 @@ from ckptmgr.formats.dtypes import BY_NAME
 from ckptmgr.formats.tensor import Item, MapTensors, Tensor, TensorSpec, Text
 
 SlabOffset = tuple[int, int]
-Content = Callable[[], memoryview]
+TensorContent = Callable[[], memoryview]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,13 +43,13 @@ def tensors_in(items: Sequence[Item]) -> list[Tensor]:
     return [tensor for item in items for tensor in tensors_of(item)]
 
 
-def replace_contents(items: Sequence[Item], contents: Sequence[Content]) -> list[Item]:
+def replace_contents(items: Sequence[Item], contents: Sequence[TensorContent]) -> list[Item]:
     """Return the same items with other contents, one for each tensor in order."""
     rest = iter(contents)
     return [_replaced(item, rest) for item in items]
 
 
-def _replaced(item: Item, contents: Iterator[Content]) -> Item:
+def _replaced(item: Item, contents: Iterator[TensorContent]) -> Item:
     if isinstance(item, Tensor):
         return Tensor(spec=item.spec, content=next(contents))
     if isinstance(item, MapTensors):

@@ -108,10 +108,10 @@ def _python_random(state: Any) -> random.Random:
 
 
 def _torch_generator(state: Any) -> object:
-    from ckptmgr.state.torch_values import build_generator
+    from ckptmgr.state.torch_values import build_torch_generator
 
     device, content = state
-    return build_generator(device, content)
+    return build_torch_generator(device, content)
 
 
 _BUILDERS: dict[str, Callable[[Any], object]] = {

@@ -22,7 +22,7 @@ from ckptmgr.state.fill import (
     fill_mindspore,
     fill_tensor,
     has_dtensors,
-    load_into,
+    load_object,
     local_part,
     replace_content,
     signature_of,
@@ -262,7 +262,7 @@ class Restorer:
             return self._plan_cell(target, stored, path.state_dict())
         if isinstance(stored, Mapping) and is_sharded:
             return self._plan_sharded(target, stored, path.state_dict())
-        return _Step(0, lambda _: load_into(target, stored, path))
+        return _Step(0, lambda _: load_object(target, stored, path))
 
     def _plan_cell(self, target: Any, stored: Mapping[Any, Any], path: Path) -> _Parts:
         # MindSpore's load_state_dict takes only its tensors, and not the state_dict of its

@@ -13,7 +13,7 @@ import torch
 
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.state.arrays import torch_bytes
-from ckptmgr.state.items import Content, Part
+from ckptmgr.state.items import Part, TensorContent
 
 _PORTABLE = 1  # cudaHostRegisterPortable
 
@@ -31,7 +31,7 @@ class CudaMemory:
         free, _ = torch.cuda.mem_get_info(torch.device(str(device)))
         return int(free)
 
-    def copy(self, tensors: Sequence[Tensor]) -> list[Content]:
+    def copy(self, tensors: Sequence[Tensor]) -> list[TensorContent]:
         """Copy tensors on their devices; when this returns, the originals may change."""
         values = [value for tensor in tensors if (value := _torch_value(tensor)) is not None]
         copies = [value.detach().clone() for value in values]

@@ -239,7 +239,7 @@ def build_quantized(node: dict[str, Json], parts: list[Any]) -> torch.Tensor:
         return torch._make_per_tensor_quantized_tensor(parts[0], scale, zero_point)  # type: ignore[arg-type]
 
 
-def build_generator(device: object, state: object) -> torch.Generator:
+def build_torch_generator(device: object, state: object) -> torch.Generator:
     """Return a generator with the given state; raise TreeError when the device does not take it."""
     if not isinstance(state, torch.Tensor):
         raise TreeError("the state of a torch generator is not a tensor")

@@ -39,11 +39,11 @@ from ckptmgr.state.flatten import Flattener
 from ckptmgr.state.paths import StateMismatch, TreeError
 from ckptmgr.state.restore import Restorer
 from ckptmgr.state.slices import Slice, Slicer
-from ckptmgr.state.unflatten import Read, Unflattener
+from ckptmgr.state.unflatten import ReadTensor, Unflattener
 
 __all__ = [
     "FlatState",
-    "Read",
+    "ReadTensor",
     "Restoration",
     "StateMismatch",
     "TreeError",
@@ -96,7 +96,7 @@ def _flattened(state: object, slicer: Slicer | None) -> FlatState:
     return FlatState(tensors=tensors, skeleton=skeleton, aliases=aliases, slices=flattener.slices)
 
 
-def unflatten(skeleton: str, read: Read) -> object:
+def unflatten(skeleton: str, read: ReadTensor) -> object:
     """Rebuild a state from its skeleton, which may be untrusted, and its tensors.
 
     `read` returns the tensor of a name as a NumPy array of its stored type; it is called once for
@@ -109,7 +109,7 @@ def unflatten(skeleton: str, read: Read) -> object:
         return Unflattener(read).run(skeleton)
 
 
-def restore(target: object, skeleton: str, read: Read) -> object:
+def restore(target: object, skeleton: str, read: ReadTensor) -> object:
     """Restore a stored state into an existing one; return it, or its replacement if immutable.
 
     All tensors are read and compared with the target first. Then objects get `load_state_dict`,
@@ -126,7 +126,7 @@ def restore(target: object, skeleton: str, read: Read) -> object:
     return plan_restore(target, skeleton, read)()
 
 
-def plan_restore(target: object, skeleton: str, read: Read) -> Callable[[], object]:
+def plan_restore(target: object, skeleton: str, read: ReadTensor) -> Callable[[], object]:
     """Read all tensors and compare them with the target; return a function that then restores.
 
     Raises:
@@ -156,7 +156,7 @@ class Restoration:
     """
 
     def __init__(
-        self, target: object, skeleton: str, read: Read, *, fill: Callable[[str], None]
+        self, target: object, skeleton: str, read: ReadTensor, *, fill: Callable[[str], None]
     ) -> None:
         with gc_paused():
             unflattener = Unflattener(read, fill=fill)

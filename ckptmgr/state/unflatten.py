@@ -34,7 +34,7 @@ from ckptmgr.state.scalars import (
 if TYPE_CHECKING:
     import torch
 
-Read = Callable[[str], np.ndarray]
+ReadTensor = Callable[[str], np.ndarray]
 
 _ALIGNMENT = 16
 # Some values of a state take two nodes, such as an OrderedDict and what torch attaches to it.
@@ -82,7 +82,7 @@ class Unflattener:
         whole: Tensor name to whether the tensor is exactly one leaf.
     """
 
-    def __init__(self, read: Read, *, fill: Callable[[str], None] | None = None) -> None:
+    def __init__(self, read: ReadTensor, *, fill: Callable[[str], None] | None = None) -> None:
         self._read = read
         self._fill = fill
         self.leaves: dict[int, str] = {}

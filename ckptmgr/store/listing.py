@@ -26,8 +26,7 @@ from ckptmgr.core.names import (
     stem_of,
     without_envelope,
 )
-from ckptmgr.core.shard_names import ShardName, is_set_name, parse_shard_name
-from ckptmgr.core.shard_names import stem_of as stem_of_set
+from ckptmgr.core.shard_names import ShardName, is_set_name, parse_shard_name, set_stem
 from ckptmgr.io.filesystem import FileStatus
 from ckptmgr.io.leases import Processes
 from ckptmgr.io.passing_errors import no_such_file
@@ -43,7 +42,7 @@ from ckptmgr.store.trash_folder import may_be_in_trash
 def entry_of(path: Path, status: FileStatus, state: State, problem: str) -> Checkpoint:
     """Return a checkpoint of which nothing but its directory entry is known."""
     # The name of a set says what those of its files say.
-    stem = shard_names.stem_of(path.name)
+    stem = shard_names.set_stem(path.name)
     name = f"{stem}.ckpt" if shard_names.is_set_name(path.name) else path.name
     parsed = parse_name(name)
     numbered = parse_step_name(name) if parsed is None else None
@@ -200,7 +199,7 @@ def _is_superseded(shard: ShardName, present: Sequence[Checkpoint]) -> bool:
         for one in whole
         if one.series == shard.series
         or (len(place) > 2 and is_same_prefix(one.series, shard.series))
-        for other in [_place(stem_of_set(one.name) if is_set_name(one.name) else stem_of(one.name))]
+        for other in [_place(set_stem(one.name) if is_set_name(one.name) else stem_of(one.name))]
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckptmgr.core.names import breakpoint_name, checkpoint_name, step_name
-from ckptmgr.core.shard_names import SET_FORMAT, new_attempt_id, shard_name, stem_of
+from ckptmgr.core.shard_names import SET_FORMAT, new_attempt_id, set_stem, shard_name
 from ckptmgr.io.leases import LEASE_SUFFIX
 from ckptmgr.store.manifest.codec import manifest_name
 
@@ -66,7 +66,7 @@ def _names(series: str, extension: str, *, has_epochs: bool, world: int | None) 
     if world is not None:
         attempt_id = new_attempt_id(0)
         yield shard_name(
-            stem_of(name), world - 1, world=world, attempt_id=attempt_id, format=extension
+            set_stem(name), world - 1, world=world, attempt_id=attempt_id, format=extension
         )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from ckptmgr.core.arguments import given_state
+from ckptmgr.core.arguments import resolve_state
 from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError
 from ckptmgr.core.model import Checkpoint, Pin, Plan
 from ckptmgr.engine.engine import SaveEngine
@@ -119,7 +119,7 @@ class SeriesCatalog:
             OSError: From the disk.
         """
         if state is not None:
-            size_bytes = tree.flatten(given_state(state), self._team.slicer).size_bytes
+            size_bytes = tree.flatten(resolve_state(state), self._team.slicer).size_bytes
         else:
             newest = self.latest()
             if newest is None:

@@ -19,7 +19,7 @@ from ckptmgr.core.handle import SaveHandle
 from ckptmgr.engine.engine import mode_of
 from ckptmgr.formats.tensor import Item
 from ckptmgr.observe.observers import Observers
-from ckptmgr.policy.forecast import Concern, Demand, Forecast, Kind, Pace, most_kept
+from ckptmgr.policy.forecast import Concern, ConcernKind, Demand, Forecast, Pace, most_kept
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.state.items import tensors_in
 
@@ -35,7 +35,7 @@ class Forecaster:
         self._config = config
         self._observers = observers
         self._is_checked = False
-        self._warned: set[Kind] = set()
+        self._warned: set[ConcernKind] = set()
         self._saves: deque[tuple[float, SaveHandle]] = deque(maxlen=_WINDOW)
         self._count = 0
 

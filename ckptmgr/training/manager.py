@@ -28,8 +28,8 @@ from ckptmgr.core.arguments import (
     checked_epoch,
     checked_interval,
     checked_metrics,
-    given_state,
     is_function,
+    resolve_state,
 )
 from ckptmgr.core.handle import SaveHandle
 from ckptmgr.core.names import check_directory, check_prefix
@@ -234,7 +234,7 @@ class CheckpointManager(SavingSeries):
         """
         step, epoch = checked_count("step", step), checked_epoch(epoch)
         self._past.saw(step)
-        flat = as_held_here(tree.flatten(given_state(state), self._team.slicer))
+        flat = as_held_here(tree.flatten(resolve_state(state), self._team.slicer))
         return self._past.recent.put(step, flat, epoch=epoch, metrics=checked_metrics(metrics))
 
     def rollback(self, state: object = None, *, steps_back: int = 1) -> Resumption:

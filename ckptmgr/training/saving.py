@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ckptmgr.core.arguments import checked_count, checked_epoch, checked_metrics, given_state
+from ckptmgr.core.arguments import checked_count, checked_epoch, checked_metrics, resolve_state
 from ckptmgr.core.handle import SaveHandle
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.files.load.state import metadata_of
@@ -111,7 +111,7 @@ class SavingSeries(SeriesCatalog):
         """Return a state and its tensors, or why there are none, for the other ranks to hear of."""
         given = state
         try:
-            given = given_state(state)
+            given = resolve_state(state)
             flat = tree.flatten(given, self._team.slicer)
             if self._team.slicer is not None:
                 names = {tensor.spec.name for tensor in flat.tensors}

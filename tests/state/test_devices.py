@@ -14,7 +14,7 @@ from ckptmgr.config.memory import MemoryConfig
 from ckptmgr.engine.staging import StagingPool
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.state.devices import accelerators, copy_on_device, synchronize
-from ckptmgr.state.items import Content
+from ckptmgr.state.items import TensorContent
 from tests.support.staging_memory import filled, values
 
 
@@ -35,7 +35,7 @@ class DictDevice:
     def free_bytes(self, device: Hashable) -> int:
         return self.free[str(device)]
 
-    def copy(self, tensors: Sequence[Tensor]) -> list[Content]:
+    def copy(self, tensors: Sequence[Tensor]) -> list[TensorContent]:
         self.copied += [tensor.spec.name for tensor in tensors]
         copies = [np.frombuffer(bytes(tensor.content()), np.uint8) for tensor in tensors]
         return [lambda copy=copy: copy.data for copy in copies]  # type: ignore[misc]
@@ -109,7 +109,7 @@ def test_shared_pool_makes_no_copies_on_the_device() -> None:
 
 def test_failing_device_copy_leaves_the_pool_usable() -> None:
     class Broken(DictDevice):
-        def copy(self, tensors: Sequence[Tensor]) -> list[Content]:
+        def copy(self, tensors: Sequence[Tensor]) -> list[TensorContent]:
             raise RuntimeError("device lost")
 
     config = MemoryConfig(device_copy_share=1.0, allocation="arena")

@@ -17,8 +17,8 @@ from ckptmgr.core.shard_names import (
     is_set_name,
     new_attempt_id,
     parse_shard_name,
+    set_stem,
     shard_name,
-    stem_of,
 )
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.files.load.inspection import inspect_file
@@ -71,7 +71,7 @@ def test_series_of_a_shard_is_that_of_its_checkpoint(stem: str, series: str) -> 
     parsed = parse_shard_name(shard(0, stem=stem))
     assert parsed is not None
     assert parsed.series == series
-    assert stem_of(parsed.set_name) == stem
+    assert set_stem(parsed.set_name) == stem
 
 
 def test_name_of_an_encrypted_safetensors_shard_is_understood() -> None:

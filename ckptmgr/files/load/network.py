@@ -22,7 +22,7 @@ import numpy as np
 from ckptmgr.files.load.values import Value
 from ckptmgr.formats.dtypes import BY_NAME
 from ckptmgr.state.arrays import framework_of, torch_tensor
-from ckptmgr.state.destinations import check_shared
+from ckptmgr.state.destinations import check_overlaps
 
 _LOG = logging.getLogger(__name__)
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})
@@ -158,7 +158,7 @@ def _check_shared(net: Mapping[str, Any], values: Mapping[str, Value]) -> None:
         for name, value in values.items()
         if isinstance(value, np.ndarray) and getattr(net.get(name), "shape", None) == value.shape
     }
-    check_shared(net, arrays, what="the network")
+    check_overlaps(net, arrays, what="the network")
 
 
 def _fitting(name: str, mine: Any, theirs: Value, *, strict: bool) -> np.ndarray:

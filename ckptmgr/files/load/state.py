@@ -99,7 +99,7 @@ class StoredState:
             raise CorruptCheckpoint("a tensor is missing", path=self.path, tensor=name) from None
 
 
-def plan_restore(state: object, skeleton: str, read: tree.Read) -> Callable[[], object]:
+def plan_restore(state: object, skeleton: str, read: tree.ReadTensor) -> Callable[[], object]:
     """Return a function that restores a state tree into `state`, or returns new objects if it is None."""
     if state is not None:
         return tree.plan_restore(state, skeleton, read)

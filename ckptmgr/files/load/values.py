@@ -17,7 +17,7 @@ from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.mindspore.entries import CkptEntry, MapEntry
 from ckptmgr.formats.tensor import flat_memory
 from ckptmgr.io.scatter import SmallTensorBatches, piece_bytes_of
-from ckptmgr.state.destinations import check_shared, match_arrays
+from ckptmgr.state.destinations import check_overlaps, match_arrays
 from ckptmgr.state.paths import StateMismatch
 
 __all__ = [
@@ -111,7 +111,7 @@ def read_into(
             raise
     if found.sharing:
         values = read_values(opened, choose=found.sharing.__contains__)
-        check_shared(into, {n: one for n, one in values.items() if isinstance(one, np.ndarray)})
+        check_overlaps(into, {n: one for n, one in values.items() if isinstance(one, np.ndarray)})
     try:
         with translated_errors(opened.path):
             fill_arrays(opened, found.entries, found.arrays, check_crc=check_crc)

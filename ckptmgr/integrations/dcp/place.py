@@ -11,7 +11,7 @@ from pathlib import Path
 from ckptmgr.config.checks import check_cipher
 from ckptmgr.config.config import CheckpointConfig, check_config, trust_of
 from ckptmgr.core.names import check_directory, check_prefix, parse_step_name
-from ckptmgr.core.shard_names import SET_FORMAT, is_set_name, stem_of
+from ckptmgr.core.shard_names import SET_FORMAT, is_set_name, set_stem
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.signing import PublicKey
 from ckptmgr.integrations.dcp.run import SeriesAt
@@ -82,7 +82,7 @@ def parse_step(checkpoint_id: str | os.PathLike[str], place: SeriesAt) -> int:
     found = set_name_of(checkpoint_id, place)
     if isinstance(found, int):
         return found
-    parsed = parse_step_name(f"{stem_of(found)}.ckpt")
+    parsed = parse_step_name(f"{set_stem(found)}.ckpt")
     if parsed is None or parsed.prefix != place.series or parsed.attempt:
         raise ValueError(
             f"the checkpoint_id {os.fspath(checkpoint_id)!r} is neither a step, such as '500', "

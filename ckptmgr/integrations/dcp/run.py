@@ -19,7 +19,7 @@ from pathlib import Path
 
 from ckptmgr.core.errors import CkptmgrError, SaveFailed
 from ckptmgr.core.model import Checkpoint
-from ckptmgr.core.shard_names import SET_FORMAT, new_attempt_id, stem_of
+from ckptmgr.core.shard_names import SET_FORMAT, new_attempt_id, set_stem
 from ckptmgr.core.trust import Trust
 from ckptmgr.files.load.values import ReadOptions
 from ckptmgr.files.save.saver import SaveOptions
@@ -122,7 +122,7 @@ class Run:
             place = self.writer.next_place(SaveFacts(step=step, attempt=attempt), present)
             now = self.place.clock()
             offer = Offer(
-                stem=stem_of(name),
+                stem=set_stem(name),
                 attempt_id=new_attempt_id(now + 2 * timeout_s),
                 format=self._options.extension,
                 sequence=place.sequence,

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ckptmgr.config.checks import check_cipher, check_key, check_mode, check_trusted_keys
+from ckptmgr.config.checks import check_cipher, check_cipher_mode, check_raw_key, check_trusted_keys
 from ckptmgr.core.names import CONTAINER_SUFFIX, FORMATS
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
@@ -253,8 +253,8 @@ def output_options(output_format: str, enc_key: bytes | None, enc_mode: str) -> 
             "For 'transform_safetensors', the output_format must be 'safetensors' or 'ckpt', but got"
             f" {output_format}."
         )
-    check_key("enc_key", enc_key)
-    check_mode("enc_mode", enc_mode)
+    check_raw_key("enc_key", enc_key)
+    check_cipher_mode("enc_mode", enc_mode)
     check_cipher(enc_key, enc_mode, format=output_format)
     key = None if enc_key is None else Key(enc_key)
     return SaveOptions(format=output_format, key=key, mode=enc_mode)
@@ -269,8 +269,8 @@ def reading_options(
     trusted_keys: TrustedKeys = (),
 ) -> ReadOptions:
     """Return the read options of sources; raise TypeError or ValueError for unusable arguments."""
-    check_key("dec_key", dec_key)
-    check_mode("dec_mode", dec_mode)
+    check_raw_key("dec_key", dec_key)
+    check_cipher_mode("dec_mode", dec_mode)
     key = None if dec_key is None else Key(dec_key)
     return ReadOptions(
         trust=Trust(
