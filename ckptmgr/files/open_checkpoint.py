@@ -43,9 +43,11 @@ from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedCheckpoint
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.signing import PublicKey
+from ckptmgr.files.load.bulk import confirm_index
 from ckptmgr.files.load.mapped import MappedTensors
+from ckptmgr.files.load.open import OpenCheckpoint, open_source
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.tensors import CheckpointReader
-from ckptmgr.files.load.values import OpenCheckpoint, ReadOptions, confirm_index, open_source
 from ckptmgr.formats.source import Source
 from ckptmgr.io.files import CachedFile
 from ckptmgr.store.manifest.codec import Manifest

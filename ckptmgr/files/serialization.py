@@ -43,15 +43,10 @@ from ckptmgr.core.shard_names import is_set_name
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.signing import PublicKey, SigningKey
 from ckptmgr.files.load.network import load_into
+from ckptmgr.files.load.open import OpenCheckpoint, open_source
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.shard_state import load_sharded
-from ckptmgr.files.load.values import (
-    OpenCheckpoint,
-    ReadOptions,
-    everything,
-    open_source,
-    read_into,
-    read_values,
-)
+from ckptmgr.files.load.values import everything, read_into, read_values
 from ckptmgr.files.open_checkpoint import with_manifest
 from ckptmgr.files.save.saver import SaveOptions, SaveOrder, save_items
 from ckptmgr.files.serialization_arguments import (

@@ -18,7 +18,7 @@ from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.errors import KeyProblem, UnsafeWrite
 from ckptmgr.core.names import CONTAINER_SUFFIX, DATA_SUFFIXES, OPAQUE, without_envelope
 from ckptmgr.crypto.keys.ring import Keys
-from ckptmgr.files.load.values import ReadOptions
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.io.source_image import SourceImage
 from ckptmgr.maintenance.convert_source import open_bytes, open_plain, open_plaintext
 from ckptmgr.maintenance.convert_target import (

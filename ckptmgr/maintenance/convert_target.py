@@ -23,7 +23,7 @@ from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.container.writer import ContainerSealer
 from ckptmgr.crypto.keys.ring import Keys
 from ckptmgr.crypto.mindspore.blocks import BlockSealer
-from ckptmgr.files.load.values import ReadOptions
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.save.pipeline import write_image
 from ckptmgr.formats.image import Image
 from ckptmgr.io.digest import FileDigest

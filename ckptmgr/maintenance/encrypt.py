@@ -14,7 +14,8 @@ from ckptmgr.core.names import OPAQUE
 from ckptmgr.crypto.container import header as container_header
 from ckptmgr.crypto.keys.ring import Keys, block_key, ring_of
 from ckptmgr.crypto.mindspore.blocks import BlockSealer
-from ckptmgr.files.load.values import OpenCheckpoint, read_through
+from ckptmgr.files.load.bulk import read_through
+from ckptmgr.files.load.open import OpenCheckpoint
 from ckptmgr.files.save.pipeline import container_for
 from ckptmgr.formats.file_crc import crc32
 from ckptmgr.formats.source import Source

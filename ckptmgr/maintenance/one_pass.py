@@ -8,8 +8,9 @@ from functools import partial
 
 from ckptmgr.crypto.buffers import SpareBuffers
 from ckptmgr.crypto.container.source import ContainerSource
-from ckptmgr.files.load.bulk import check_values
-from ckptmgr.files.load.values import ReadOptions, open_source, read_through
+from ckptmgr.files.load.bulk import check_values, read_through
+from ckptmgr.files.load.open import open_source
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.formats.source import Source
 from ckptmgr.io.buffers import copy_into
 from ckptmgr.io.digest import RANGE_BYTES, FileDigest, RangeDigests, VerifyingSource

@@ -32,7 +32,9 @@ from ckptmgr.core.names import extension_of, without_envelope
 from ckptmgr.crypto.container.header import HeaderCopy
 from ckptmgr.crypto.container.unlock import find_copies
 from ckptmgr.crypto.keys.ring import Keys
-from ckptmgr.files.load.values import OpenCheckpoint, ReadOptions, open_source, read_through
+from ckptmgr.files.load.bulk import read_through
+from ckptmgr.files.load.open import OpenCheckpoint, open_source
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.save.compressed import Figures, frames_sealer, read_once, write_frames
 from ckptmgr.files.save.pipeline import container_for, write_image
 from ckptmgr.files.save.saver import check_written

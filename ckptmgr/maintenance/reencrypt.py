@@ -30,7 +30,8 @@ from ckptmgr.crypto.container.writer import ContainerSealer
 from ckptmgr.crypto.keys.ring import KeyRing, Keys, block_key
 from ckptmgr.crypto.mindspore.blocks import BlockSealer
 from ckptmgr.files.load.container import format_in, kind_of, open_container_file
-from ckptmgr.files.load.values import ReadOptions, open_source
+from ckptmgr.files.load.open import open_source
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.save.pipeline import write_image
 from ckptmgr.formats.detect import Kind
 from ckptmgr.formats.image import Image

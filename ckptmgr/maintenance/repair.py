@@ -29,10 +29,12 @@ from ckptmgr.core.errors import (
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.names import COMPRESSED_SUFFIX
 from ckptmgr.core.regions import Interval, Region
+from ckptmgr.files.load.open import OpenCheckpoint, open_source
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.shard_pieces import PIECES, Piece, read_index
 from ckptmgr.files.load.shards import ShardedCheckpoint
-from ckptmgr.files.load.values import OpenCheckpoint, ReadOptions, bytes_of, open_source
 from ckptmgr.formats.index import TensorEntry
+from ckptmgr.formats.tensor import flat_memory
 from ckptmgr.io.digest import FileDigest, differing_ranges
 from ckptmgr.io.filesystem import OutputFile, rename_temp
 from ckptmgr.maintenance.repair_sealed import SealedRepair
@@ -277,7 +279,7 @@ class _DamagedFile:
             array = files.read({known.tensor: region}, rank=rank)[known.tensor]
         except CkptmgrError:
             return None
-        return bytes_of(array)[first - skipped : last - skipped]
+        return flat_memory(array)[first - skipped : last - skipped]
 
 
 def _rows(region: Region, entry: TensorEntry, first: int, last: int) -> tuple[Region, int]:

@@ -19,9 +19,10 @@ from functools import partial
 
 from ckptmgr.core.errors import CkptmgrError, KeyProblem, UnsupportedCheckpoint
 from ckptmgr.core.shard_names import new_attempt_id, with_attempt
+from ckptmgr.files.load.open import open_source
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.plaintext import check_kind
 from ckptmgr.files.load.shards import ShardedCheckpoint
-from ckptmgr.files.load.values import ReadOptions, open_source
 from ckptmgr.files.save.saver import SaveOrder, save_items
 from ckptmgr.formats.detect import detect
 from ckptmgr.formats.source import Source

@@ -16,12 +16,14 @@ from ckptmgr.core.errors import CorruptCheckpoint, UnsupportedCheckpoint
 from ckptmgr.crypto.container.header import HeaderCopy
 from ckptmgr.crypto.container.unlock import find_copies
 from ckptmgr.crypto.keys.ring import block_key
+from ckptmgr.files.load.open import OpenCheckpoint, open_source
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.shard_pieces import PIECES, Piece, read_index
 from ckptmgr.files.load.shards import ShardedCheckpoint
-from ckptmgr.files.load.values import OpenCheckpoint, ReadOptions, bytes_of, open_source
 from ckptmgr.files.save.saver import SaveOptions
 from ckptmgr.formats.index import TensorEntry, read_tensor_into
 from ckptmgr.formats.source import Source
+from ckptmgr.formats.tensor import flat_memory
 from ckptmgr.maintenance.rekey_change import check_recipients
 from ckptmgr.store.manifest.codec import Manifest
 
@@ -105,7 +107,7 @@ class DamagedShard:
         ):
             raise CorruptCheckpoint("the others hold another tensor", tensor=entry.name)
         wanted = {piece.tensor: piece.region(entry.spec)}
-        return bytes_of(self.files.read(wanted, rank=rank)[piece.tensor])
+        return flat_memory(self.files.read(wanted, rank=rank)[piece.tensor])
 
     def _pieces(self) -> Mapping[str, Piece]:
         return read_index(self.opened.metadata.get(PIECES), path=self.opened.path).pieces

@@ -16,7 +16,8 @@ from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint, UnsupportedChec
 from ckptmgr.core.model import UNFINISHED, Checkpoint, State
 from ckptmgr.core.names import is_of_prefix, parse_name, parse_step_name
 from ckptmgr.core.shard_names import parse_shard_name
-from ckptmgr.files.load.values import OpenCheckpoint, ReadOptions, open_source
+from ckptmgr.files.load.open import OpenCheckpoint, open_source
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.io.page_cache import bypass_page_cache_unless_shared
 from ckptmgr.io.passing_errors import is_damage, may_be_whole, may_return
 from ckptmgr.io.temp_names import parse_temp

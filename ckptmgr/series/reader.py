@@ -15,10 +15,11 @@ from ckptmgr.core.errors import CheckpointNotFound, UnsupportedState
 from ckptmgr.core.model import UNFINISHED, Checkpoint
 from ckptmgr.core.names import step_name
 from ckptmgr.files.load.in_place import InPlaceState, in_place
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.shard_pieces import PIECES
 from ckptmgr.files.load.shard_state import read_sharded
 from ckptmgr.files.load.state import SKELETON, StoredState
-from ckptmgr.files.load.values import ReadOptions, Value, read_values
+from ckptmgr.files.load.values import Value, read_values
 from ckptmgr.io.passing_errors import may_be_whole
 from ckptmgr.series.candidates import newest_first, open_checkpoint
 from ckptmgr.state import tree

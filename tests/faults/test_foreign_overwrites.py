@@ -9,7 +9,7 @@ import pytest
 
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
-from ckptmgr.files.load.values import ReadOptions
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.maintenance.verify import Status, verify_checkpoint
 from ckptmgr.store.store import Store
 from tests.faults.scenarios import first_broken

@@ -10,7 +10,7 @@ from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
-from ckptmgr.files.load.values import ReadOptions
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.maintenance.recompress import recompress
 from ckptmgr.maintenance.verify import Status, verify_checkpoint
 from ckptmgr.store.store import Store

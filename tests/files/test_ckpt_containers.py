@@ -21,8 +21,10 @@ from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.ring import Keys
 from ckptmgr.files.load.inspection import inspect_file
+from ckptmgr.files.load.open import open_source
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.plaintext import check_kind
-from ckptmgr.files.load.values import ReadOptions, open_source, read_values
+from ckptmgr.files.load.values import read_values
 from ckptmgr.files.save.saver import SaveOptions
 from ckptmgr.files.serialization import load_checkpoint
 from ckptmgr.formats.detect import Kind

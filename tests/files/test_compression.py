@@ -28,7 +28,8 @@ from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.files.load.compressed import check_frames, read_frames
 from ckptmgr.files.load.inspection import inspect_file
-from ckptmgr.files.load.values import ReadOptions, open_source
+from ckptmgr.files.load.open import open_source
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.open_checkpoint import open_checkpoint
 from ckptmgr.files.save.compressed import frames_sealer, plan_of, read_image, write_frames
 from ckptmgr.files.serialization import load_checkpoint, save_checkpoint

@@ -25,7 +25,7 @@ from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.files.load.container import open_container_file
 from ckptmgr.files.load.inspection import inspect_file
-from ckptmgr.files.load.values import ReadOptions
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.maintenance import convert

@@ -28,7 +28,7 @@ from ckptmgr.core.errors import (
 )
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.trust import Trust
-from ckptmgr.files.load.values import ReadOptions
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.maintenance import convert
 from ckptmgr.maintenance.verify import Status, verify_checkpoint
 from ckptmgr.store.manifest.codec import manifest_name

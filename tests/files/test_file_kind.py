@@ -16,8 +16,8 @@ from ckptmgr.core.errors import TamperedCheckpoint
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.signing import SigningKey
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.plaintext import check_kind, check_mode
-from ckptmgr.files.load.values import ReadOptions
 from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
 from ckptmgr.formats.detect import Kind
 from ckptmgr.maintenance.verify import Level, Status, Verification, verify_checkpoint

@@ -15,7 +15,9 @@ from blake3 import blake3
 
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
-from ckptmgr.files.load.values import ReadOptions, open_source, read_values
+from ckptmgr.files.load.open import open_source
+from ckptmgr.files.load.options import ReadOptions
+from ckptmgr.files.load.values import read_values
 from ckptmgr.formats.source import BytesSource, read_bytes
 
 GOLDEN = Path(__file__).parents[1] / "golden/compressed"

@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from ckptmgr import CkptmgrError, load_checkpoint
 from ckptmgr.crypto.keys.key import Key
-from ckptmgr.files.load.values import ReadOptions
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.store.store import Store
 from ckptmgr.core.trust import Trust

@@ -21,8 +21,8 @@ from ckptmgr.core.errors import CheckpointNotFound, CorruptCheckpoint
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.files.load.in_place import InPlaceState
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.state import StoredState
-from ckptmgr.files.load.values import ReadOptions
 from ckptmgr.io.filesystem import InputFile, OsFileSystem
 from ckptmgr.series.reader import SeriesReader
 from ckptmgr.state.tree import StateMismatch

@@ -26,13 +26,10 @@ from ckptmgr.core.errors import (
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto import errors as crypto_errors
 from ckptmgr.crypto.keys.key import Key
-from ckptmgr.files.load.values import (
-    OpenCheckpoint,
-    ReadOptions,
-    open_source,
-    read_through,
-    read_values,
-)
+from ckptmgr.files.load.bulk import read_through
+from ckptmgr.files.load.open import OpenCheckpoint, open_source
+from ckptmgr.files.load.options import ReadOptions
+from ckptmgr.files.load.values import read_values
 from ckptmgr.formats import errors as format_errors
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.io.digest import RANGE_BYTES, FileDigest, VerifyingSource, digest_of

@@ -11,8 +11,9 @@ import pytest
 
 from ckptmgr import save_checkpoint
 from ckptmgr.core.errors import CorruptCheckpoint
+from ckptmgr.files.load.open import OpenCheckpoint, open_source
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.ranges import read_parts
-from ckptmgr.files.load.values import OpenCheckpoint, ReadOptions, open_source
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.io.scatter import Placement
 from ckptmgr.store.store import Store

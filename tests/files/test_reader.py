@@ -25,7 +25,9 @@ from ckptmgr.core.errors import (
 )
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
-from ckptmgr.files.load.values import MapArrays, ReadOptions, open_source
+from ckptmgr.files.load.open import open_source
+from ckptmgr.files.load.options import ReadOptions
+from ckptmgr.files.load.values import MapArrays
 from ckptmgr.files.open_checkpoint import CheckpointReader
 from ckptmgr.formats.mindspore.writer import build_ckpt_image
 from ckptmgr.formats.source import BytesSource

@@ -14,7 +14,9 @@ import pytest
 from ckptmgr.core.errors import CkptmgrError, KeyProblem, StoreFull, UnsupportedCheckpoint
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
-from ckptmgr.files.load.values import ReadOptions, open_source, read_values
+from ckptmgr.files.load.open import open_source
+from ckptmgr.files.load.options import ReadOptions
+from ckptmgr.files.load.values import read_values
 from ckptmgr.files.save.saver import SaveOptions, SaveOrder, save_items
 from ckptmgr.formats.dtypes import BY_NAME
 from ckptmgr.formats.tensor import Item, Tensor, TensorSpec

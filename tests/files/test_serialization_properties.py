@@ -24,7 +24,9 @@ from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint, KeyProblem, Uns
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
-from ckptmgr.files.load.values import ReadOptions, open_source, read_values
+from ckptmgr.files.load.open import open_source
+from ckptmgr.files.load.options import ReadOptions
+from ckptmgr.files.load.values import read_values
 from ckptmgr.files.save.saver import SaveOptions, SaveOrder, save_items
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import Item, MapTensors, Tensor

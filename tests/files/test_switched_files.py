@@ -13,7 +13,9 @@ import pytest
 from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
-from ckptmgr.files.load.values import ReadOptions, open_source, read_values
+from ckptmgr.files.load.open import open_source
+from ckptmgr.files.load.options import ReadOptions
+from ckptmgr.files.load.values import read_values
 from ckptmgr.files.save.saver import SaveOptions
 from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
 from ckptmgr.maintenance.convert import decrypt_file

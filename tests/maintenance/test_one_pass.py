@@ -18,7 +18,7 @@ from ckptmgr.core.errors import ChecksumMismatch, CkptmgrError
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.errors import CryptoError
 from ckptmgr.crypto.keys.key import Key
-from ckptmgr.files.load.values import ReadOptions
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.io.digest import RANGE_BYTES, FileDigest, digest_of

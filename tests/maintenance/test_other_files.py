@@ -29,7 +29,7 @@ from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.container.header import Content
 from ckptmgr.crypto.keys.ring import Keys
 from ckptmgr.files.load.inspection import inspect_file
-from ckptmgr.files.load.values import ReadOptions
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.save.saver import SaveOptions
 from ckptmgr.files.serialization import load_checkpoint
 from ckptmgr.io.filesystem import FileSystem

@@ -23,8 +23,8 @@ from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.container.unlock import unlock
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.pem import generate_pair
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.shards import ShardedCheckpoint
-from ckptmgr.files.load.values import ReadOptions
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.maintenance.rekey import (

@@ -18,7 +18,7 @@ from ckptmgr.crypto.container.source import open_container
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.pem import generate_pair
 from ckptmgr.crypto.keys.signing import SigningKey
-from ckptmgr.files.load.values import ReadOptions
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.formats.source import BytesSource, read_bytes
 from ckptmgr.io.digest import digest_of
 from ckptmgr.io.filesystem import OsFileSystem, OutputFile

@@ -18,8 +18,8 @@ from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.pem import generate_pair
 from ckptmgr.crypto.keys.ring import KeyMaterial, KeyRing, Kind
 from ckptmgr.crypto.keys.signing import SigningKey
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.shards import ShardedCheckpoint
-from ckptmgr.files.load.values import ReadOptions
 from ckptmgr.maintenance.repair import repair_checkpoint
 from ckptmgr.maintenance.repair_source import RepairResult
 from ckptmgr.maintenance.verify import Status, verify_checkpoint

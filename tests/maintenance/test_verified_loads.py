@@ -19,7 +19,7 @@ from ckptmgr.cli.selectors import select_one
 from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint, KeyProblem
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
-from ckptmgr.files.load.values import ReadOptions
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.io.digest import digest_of
 from ckptmgr.maintenance.verify import Status, Verification, verify_checkpoint

@@ -9,7 +9,7 @@ import pytest
 
 from ckptmgr.core.errors import ChecksumMismatch, KeyProblem, UnsupportedCheckpoint
 from ckptmgr.core.model import Checkpoint
-from ckptmgr.files.load.values import ReadOptions
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.maintenance.verify import Status, verify_checkpoint
 from ckptmgr.parallel.agreement import all_prepared, first_that_all_load
 from ckptmgr.parallel.coordinator import RanksMissing, RanksOutOfStep

@@ -20,8 +20,9 @@ from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.errors import SaveFailed, UnsupportedState
 from ckptmgr.core.model import State
 from ckptmgr.core.shard_names import parse_shard_name
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.shards import ShardedCheckpoint
-from ckptmgr.files.load.values import MapArrays, ReadOptions
+from ckptmgr.files.load.values import MapArrays
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.parallel.coordinator import Json, RanksMissing, RanksOutOfStep
 from ckptmgr.parallel.errors import RankFailed

@@ -15,11 +15,11 @@ from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint, UnsupportedChec
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.regions import Interval
 from ckptmgr.files.load import shard_files as open_shards
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.shard_pieces import StoredPiece
 from ckptmgr.files.load.shard_state import read_sharded
 from ckptmgr.files.load.shards import ShardedCheckpoint
 from ckptmgr.files.load.state import SKELETON
-from ckptmgr.files.load.values import ReadOptions
 from ckptmgr.formats.tensor import Item, Text, tensor_from_array
 from ckptmgr.parallel.layout import ParallelLayout
 from ckptmgr.parallel.slicer import LayoutSlicer

@@ -177,8 +177,8 @@ def payload(disk: ModelDisk) -> list[int]:
 
 
 def payload_of(store: Store) -> list[int]:
+    from ckptmgr.files.load.options import ReadOptions
     from ckptmgr.files.load.shards import ShardedCheckpoint
-    from ckptmgr.files.load.values import ReadOptions
 
     found = max(store.scan(), key=lambda checkpoint: checkpoint.step)
     manifest = store.read_manifest(found.name)

@@ -10,7 +10,7 @@ import pytest
 from ckptmgr.core.model import State
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.signing import SigningKey
-from ckptmgr.files.load.values import ReadOptions
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.maintenance.verify import Status, verify_checkpoint
 from ckptmgr.store.store import Store
 from ckptmgr.training.manager import CheckpointManager

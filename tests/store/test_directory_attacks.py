@@ -22,7 +22,7 @@ from ckptmgr.core.names import extension_of
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.signing import SigningKey
-from ckptmgr.files.load.values import ReadOptions
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.maintenance.verify import Status
 from ckptmgr.store.manifest.codec import manifest_name
 from ckptmgr.store.store import Store

@@ -17,7 +17,7 @@ from ckptmgr.core.errors import CorruptCheckpoint
 from ckptmgr.core.model import Checkpoint, Link, State
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.ring import Keys
-from ckptmgr.files.load.values import ReadOptions
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.save.saver import SaveOptions
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.io.digest import digest_of

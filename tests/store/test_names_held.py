@@ -18,7 +18,7 @@ import pytest
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.errors import CkptmgrError, StoreLocked
 from ckptmgr.core.model import Checkpoint, State
-from ckptmgr.files.load.values import ReadOptions
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
 from ckptmgr.io.filesystem import FileSystem, OsFileSystem
 from ckptmgr.maintenance.prune import carry_out, propose, undo

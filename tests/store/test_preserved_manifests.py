@@ -14,7 +14,7 @@ from ckptmgr.core.errors import CkptmgrError, KeyProblem, TamperedCheckpoint
 from ckptmgr.core.model import State
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
-from ckptmgr.files.load.values import ReadOptions
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.maintenance.verify import Status, verify_checkpoint
 from ckptmgr.store.manifest.codec import Manifest, decode, encode, manifest_name
 from ckptmgr.store.store import Store

@@ -41,7 +41,7 @@ from ckptmgr.core.model import Pin, State
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.signing import PublicKey, SigningKey
-from ckptmgr.files.load.values import ReadOptions
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.io.digest import digest_of
 from ckptmgr.maintenance.rekey import (

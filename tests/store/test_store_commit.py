@@ -11,7 +11,8 @@ import pytest
 
 from ckptmgr import CheckpointManager
 from ckptmgr.core.model import State
-from ckptmgr.files.load.values import ReadOptions, read_values
+from ckptmgr.files.load.options import ReadOptions
+from ckptmgr.files.load.values import read_values
 from ckptmgr.files.save.saver import SaveOptions
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.series.candidates import open_checkpoint

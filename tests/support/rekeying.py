@@ -20,7 +20,7 @@ from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.ring import KeyMaterial, KeyRing, Kind
 from ckptmgr.crypto.keys.signing import SigningKey
 from ckptmgr.crypto.slots.secret import RawKey
-from ckptmgr.files.load.values import ReadOptions
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.io.digest import digest_of
 from ckptmgr.io.filesystem import FileSystem

@@ -39,7 +39,9 @@ from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.slots.public import X25519Identity
 from ckptmgr.crypto.slots.secret import RawKey
 from ckptmgr.engine.worker_protocol import describe_error, rebuild_error, receive
-from ckptmgr.files.load.values import ReadOptions, open_source, read_values
+from ckptmgr.files.load.open import open_source
+from ckptmgr.files.load.options import ReadOptions
+from ckptmgr.files.load.values import read_values
 from ckptmgr.formats.compressed.source import open_frames
 from ckptmgr.formats.dtypes import BY_SAFETENSORS
 from ckptmgr.formats.errors import FormatError

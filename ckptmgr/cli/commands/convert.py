@@ -17,7 +17,7 @@ from ckptmgr.core.errors import CkptmgrError
 
 if TYPE_CHECKING:
     from ckptmgr.cli.selectors import Selected
-    from ckptmgr.files.load.values import ReadOptions
+    from ckptmgr.files.load.options import ReadOptions
     from ckptmgr.files.save.compressed import Figures
     from ckptmgr.maintenance.recompress import RecompressResult
 
@@ -70,7 +70,7 @@ def convert_command(
     is finished by doing the same again. -q prints the paths that are there now.
     """
     from ckptmgr.cli.selectors import select
-    from ckptmgr.files.load.values import ReadOptions
+    from ckptmgr.files.load.options import ReadOptions
 
     trust = given_trust.load()
     opener = partial(options.open_store, trust=trust)

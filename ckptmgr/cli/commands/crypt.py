@@ -64,7 +64,7 @@ def decrypt_command(
     The plaintext is the ordinary file, byte for byte what was sealed. Only checked bytes come out. It is written whole or
     not at all, readable by its owner only, and if it is a checkpoint with a manifest.
     """
-    from ckptmgr.files.load.values import ReadOptions
+    from ckptmgr.files.load.options import ReadOptions
     from ckptmgr.maintenance import convert
     from ckptmgr.maintenance.convert_source import open_plaintext
 

@@ -58,7 +58,7 @@ def inspect_command(
     """
     from ckptmgr.cli.selectors import select_one
     from ckptmgr.files.load.inspection import inspect_file
-    from ckptmgr.files.load.values import ReadOptions
+    from ckptmgr.files.load.options import ReadOptions
 
     trust = given_trust.load()
     opener = partial(options.open_store, trust=trust)

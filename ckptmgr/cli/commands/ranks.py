@@ -110,7 +110,7 @@ def transform_command(
     checkpoints need nothing special. What no file holds is an error before anything is written. With a key, the output is
     encrypted with it. Strategy files are used as they are: no key proves them.
     """
-    from ckptmgr.files.load.values import ReadOptions
+    from ckptmgr.files.load.options import ReadOptions
     from ckptmgr.files.save.saver import SaveOptions
     from ckptmgr.parallel.mindspore.transform import rewrite
 
@@ -162,7 +162,7 @@ def unify_command(
     part0.safetensors and so on, hyper_param.safetensors and param_name_map.json, as MindSpore's unified_safetensors writes
     them. They are always plain.
     """
-    from ckptmgr.files.load.values import ReadOptions
+    from ckptmgr.files.load.options import ReadOptions
     from ckptmgr.parallel.mindspore.unified import unify
 
     trust = given_trust.load()

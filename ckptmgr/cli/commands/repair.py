@@ -44,7 +44,7 @@ def repair_command(
     damaged.
     """
     from ckptmgr.cli.selectors import select_one
-    from ckptmgr.files.load.values import ReadOptions
+    from ckptmgr.files.load.options import ReadOptions
     from ckptmgr.maintenance.repair import repair_checkpoint
 
     trust = given_trust.load()

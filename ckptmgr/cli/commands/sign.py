@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckptmgr.cli.selectors import Selected
-    from ckptmgr.files.load.values import ReadOptions
+    from ckptmgr.files.load.options import ReadOptions
 
 _GOOD = ("ok", "unverified", "partial")
 
@@ -63,7 +63,7 @@ def sign_command(
     manifests itself, with CheckpointConfig(signing_key=...). Needs ckptmgr[sign].
     """
     from ckptmgr.cli.selectors import select
-    from ckptmgr.files.load.values import ReadOptions
+    from ckptmgr.files.load.options import ReadOptions
     from ckptmgr.integrations.openssf import bundle_path, sign_bundle
     from ckptmgr.parallel.mindspore.outputs import write_small_file
 

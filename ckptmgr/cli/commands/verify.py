@@ -84,7 +84,7 @@ def verify_command(
     With --public-key nobody needs the secret key: the signature vouches for the digests, and the digests for every byte.
     """
     from ckptmgr.cli.selectors import select
-    from ckptmgr.files.load.values import ReadOptions
+    from ckptmgr.files.load.options import ReadOptions
     from ckptmgr.maintenance.verify import Level, verify_checkpoint, was_removed
 
     trust = given_trust.load()

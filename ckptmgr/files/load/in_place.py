@@ -16,9 +16,11 @@ import numpy as np
 from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.crypto.errors import CryptoError
-from ckptmgr.files.load.values import OpenCheckpoint, bytes_of, fill_arrays, read_through
+from ckptmgr.files.load.bulk import fill_arrays, read_through
+from ckptmgr.files.load.open import OpenCheckpoint
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.index import TensorEntry, read_tensor_into
+from ckptmgr.formats.tensor import flat_memory
 from ckptmgr.state.tree import Restoration
 from ckptmgr.store.manifest.codec import Manifest
 
@@ -99,7 +101,7 @@ def in_place(
         return arrays[name]
 
     def fill(name: str) -> None:
-        read_tensor_into(opened.source, entries[name], bytes_of(arrays[name]))
+        read_tensor_into(opened.source, entries[name], flat_memory(arrays[name]))
 
     with contextlib.suppress(CkptmgrError, FormatError, CryptoError):
         plan = Restoration(state, skeleton, read, fill=fill)

@@ -16,10 +16,11 @@ from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.names import OPAQUE
 from ckptmgr.crypto.detect import cipher_of
 from ckptmgr.files.load.container import ENCRYPTED, container_format, container_openers, kind_of
+from ckptmgr.files.load.open import OpenCheckpoint, open_indexed
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.plaintext import Plaintext, plaintext_of
 from ckptmgr.files.load.shards import ShardedCheckpoint
 from ckptmgr.files.load.statistics import TensorStats, stats_of
-from ckptmgr.files.load.values import OpenCheckpoint, ReadOptions, open_indexed
 from ckptmgr.formats.detect import Kind
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.mindspore.entries import MapEntry, TextEntry

@@ -14,7 +14,7 @@ from math import prod
 import numpy as np
 
 from ckptmgr.core.errors import UnsupportedCheckpoint
-from ckptmgr.files.load.values import OpenCheckpoint
+from ckptmgr.files.load.open import OpenCheckpoint
 from ckptmgr.formats.index import TensorEntry, check_content
 from ckptmgr.io.digest import RANGE_BYTES, VerifyingSource
 from ckptmgr.io.files import CachedFile

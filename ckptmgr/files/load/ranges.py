@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckptmgr.files.load.compressed import read_frames
-from ckptmgr.files.load.values import OpenCheckpoint
+from ckptmgr.files.load.open import OpenCheckpoint
 from ckptmgr.formats.compressed.source import FramesSource
 from ckptmgr.io.scatter import Placement, read_scattered
 

@@ -15,8 +15,10 @@ from typing import Self
 
 from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint
+from ckptmgr.files.load.bulk import confirm_index
+from ckptmgr.files.load.open import OpenCheckpoint, open_source
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.shard_pieces import Piece, ShardContents, StoredPiece, shard_contents
-from ckptmgr.files.load.values import OpenCheckpoint, ReadOptions, confirm_index, open_source
 from ckptmgr.formats.tensor import TensorSpec
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.store import Store

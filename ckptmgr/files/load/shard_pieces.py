@@ -22,7 +22,7 @@ from typing import Any
 
 from ckptmgr.core.errors import CorruptCheckpoint, UnsupportedCheckpoint
 from ckptmgr.core.regions import Region, region_at
-from ckptmgr.files.load.values import OpenCheckpoint
+from ckptmgr.files.load.open import OpenCheckpoint
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.tensor import TensorSpec
 from ckptmgr.io.scatter import Placement

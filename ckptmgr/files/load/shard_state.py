@@ -28,9 +28,9 @@ from ckptmgr.core.errors import (
     UnsupportedState,
 )
 from ckptmgr.core.regions import Interval, Region, region_shape
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.shards import ShardedCheckpoint, first_difference
 from ckptmgr.files.load.state import SKELETON, StoredState
-from ckptmgr.files.load.values import ReadOptions
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.state import tree
 from ckptmgr.state.skeleton import leaf_shapes, with_shapes

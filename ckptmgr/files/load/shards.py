@@ -25,12 +25,12 @@ from ckptmgr.core.regions import (
     subtract,
     whole_region,
 )
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.ranges import read_parts
 from ckptmgr.files.load.shard_files import OpenShards
 from ckptmgr.files.load.shard_pieces import StoredPiece, placed
-from ckptmgr.files.load.values import ReadOptions, bytes_of
 from ckptmgr.formats.index import TensorEntry, check_content
-from ckptmgr.formats.tensor import TensorSpec
+from ckptmgr.formats.tensor import TensorSpec, flat_memory
 from ckptmgr.io.scatter import Placement
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.store import Store
@@ -76,7 +76,7 @@ class ShardedCheckpoint(OpenShards):
                 with translated_errors(str(self.path)):
                     for name, array in arrays.items():
                         entry = TensorEntry(spec=specs[name], pieces=())
-                        check_content(entry, bytes_of(array), offset=0)
+                        check_content(entry, flat_memory(array), offset=0)
                 return arrays
 
     def _is_filled(self, number: int, tasks: list[_Task], arrays: Mapping[str, np.ndarray]) -> bool:
@@ -180,7 +180,7 @@ class ShardedCheckpoint(OpenShards):
         entries = {one.name: one for one in opened.index.entries if isinstance(one, TensorEntry)}
         placements: list[Placement] = []
         for task in tasks:
-            entry, target = entries.get(task.stored.spec.name), bytes_of(arrays[task.name])
+            entry, target = entries.get(task.stored.spec.name), flat_memory(arrays[task.name])
             if entry is None or entry.spec != task.stored.spec:
                 raise ChecksumMismatch("the file changed while it was read", path=opened.path)
             runs = byte_runs(
@@ -214,4 +214,4 @@ def _content(
         files.metadata(rank)  # raises if the file is damaged, and may have had it
         return None
     array = files.read({name: region}, rank=rank)[name]
-    return array.dtype, array.shape, bytes_of(array)
+    return array.dtype, array.shape, flat_memory(array)

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from ckptmgr.core.errors import CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr.files.load.open import OpenCheckpoint
 from ckptmgr.files.load.shard_pieces import PIECES, Index, Piece
-from ckptmgr.files.load.values import OpenCheckpoint, read_values
+from ckptmgr.files.load.values import read_values
 from ckptmgr.formats.tensor import TensorSpec
 from ckptmgr.state import tree
 from ckptmgr.state.skeleton import with_shapes

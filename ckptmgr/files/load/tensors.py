@@ -14,11 +14,12 @@ from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.errors import CheckpointNotFound, UnsupportedCheckpoint
 from ckptmgr.files.load.compressed import read_frames
 from ckptmgr.files.load.mapped import MappedTensors
-from ckptmgr.files.load.values import MapArrays, OpenCheckpoint, Value, bytes_of
+from ckptmgr.files.load.open import OpenCheckpoint
+from ckptmgr.files.load.values import MapArrays, Value
 from ckptmgr.formats.compressed.source import FramesSource
 from ckptmgr.formats.index import TensorEntry, check_content
 from ckptmgr.formats.mindspore.entries import CkptEntry, MapEntry, TextEntry
-from ckptmgr.formats.tensor import TensorSpec
+from ckptmgr.formats.tensor import TensorSpec, flat_memory
 from ckptmgr.io.scatter import Placement, read_scattered
 from ckptmgr.io.threads import PIECE_BYTES
 
@@ -124,7 +125,7 @@ class CheckpointReader:
                 return mapped
         array: np.ndarray = np.empty(shape, entry.spec.dtype.to_numpy())
         placements = []
-        target = bytes_of(array)
+        target = flat_memory(array)
         for piece in entry.pieces:
             start = min(skipped, piece.length)
             length = min(piece.length - start, target.nbytes)
@@ -133,7 +134,7 @@ class CheckpointReader:
         with translated_errors(self._opened.path):
             self._fill(placements)
             for one in placements[:1]:
-                check_content(entry, bytes_of(array), offset=one.offset)
+                check_content(entry, flat_memory(array), offset=one.offset)
         array.flags.writeable = self._mapped is None
         return array
 

@@ -9,33 +9,14 @@ from typing import NamedTuple
 import numpy as np
 
 from ckptmgr.core.error_translation import translated_errors
-from ckptmgr.files.load.bulk import confirm_index, fill_arrays, read_every_byte, read_through
-from ckptmgr.files.load.open import OpenCheckpoint, open_indexed, open_source
-from ckptmgr.files.load.options import ReadOptions
+from ckptmgr.files.load.bulk import confirm_index, fill_arrays
+from ckptmgr.files.load.open import OpenCheckpoint
 from ckptmgr.formats.compressed.source import FramesSource
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.mindspore.entries import CkptEntry, MapEntry
-from ckptmgr.formats.tensor import flat_memory
 from ckptmgr.io.scatter import SmallTensorBatches, piece_bytes_of
 from ckptmgr.state.destinations import check_overlaps, match_arrays
 from ckptmgr.state.paths import StateMismatch
-
-__all__ = [
-    "MapArrays",
-    "OpenCheckpoint",
-    "ReadOptions",
-    "Value",
-    "bytes_of",
-    "confirm_index",
-    "everything",
-    "fill_arrays",
-    "open_indexed",
-    "open_source",
-    "read_every_byte",
-    "read_into",
-    "read_through",
-    "read_values",
-]
 
 
 class MapArrays(NamedTuple):
@@ -135,8 +116,3 @@ def _value(entry: CkptEntry, arrays: Mapping[int, np.ndarray]) -> Value:
     if isinstance(entry, MapEntry):
         return MapArrays(*(arrays[id(part)] for part in (entry.key, entry.value, entry.status)))
     return entry.text
-
-
-def bytes_of(array: np.ndarray) -> memoryview:
-    """Return the memory of a C-contiguous array."""
-    return flat_memory(array)

@@ -14,14 +14,11 @@ import numpy as np
 from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.errors import CorruptCheckpoint, UnsupportedCheckpoint
 from ckptmgr.core.regions import Region, byte_runs, region_shape
+from ckptmgr.files.load.bulk import confirm_index
+from ckptmgr.files.load.open import OpenCheckpoint, open_source
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.ranges import read_parts
-from ckptmgr.files.load.values import (
-    OpenCheckpoint,
-    ReadOptions,
-    confirm_index,
-    open_source,
-    read_values,
-)
+from ckptmgr.files.load.values import read_values
 from ckptmgr.formats.index import TensorEntry, check_content
 from ckptmgr.integrations.dcp.index import INDEX_NAME, MARK, VERSION, DcpIndex, parse_index
 from ckptmgr.io.scatter import Placement

@@ -14,8 +14,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem, WriteItemType
 
 from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint, UnsupportedState
+from ckptmgr.files.load.open import open_source
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.state import StoredState, metadata_of
-from ckptmgr.files.load.values import ReadOptions, open_source
 from ckptmgr.formats.safetensors_file import build_safetensors_image
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.integrations.dcp.dedup import (

@@ -21,7 +21,7 @@ from ckptmgr.core.errors import CkptmgrError, SaveFailed
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.shard_names import SET_FORMAT, new_attempt_id, set_stem
 from ckptmgr.core.trust import Trust
-from ckptmgr.files.load.values import ReadOptions
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.save.saver import SaveOptions
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.observe.observers import REGISTERED, Observers, SaveWatch

@@ -22,7 +22,8 @@ from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError, KeyProblem, UnprovenCheckpoint
 from ckptmgr.core.names import COMPRESSED_SUFFIX, CONTAINER_SUFFIX
 from ckptmgr.core.regions import ByteRun
-from ckptmgr.files.load.values import OpenCheckpoint, ReadOptions, open_source
+from ckptmgr.files.load.open import OpenCheckpoint, open_source
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.formats.index import TensorEntry, check_content, read_tensor_into
 from ckptmgr.formats.mindspore.entries import MapEntry, TextEntry
 from ckptmgr.formats.source import Source

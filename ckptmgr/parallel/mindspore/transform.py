@@ -24,7 +24,7 @@ from ckptmgr.core.names import CONTAINER_SUFFIX, FORMATS
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.signing import PublicKey
-from ckptmgr.files.load.values import ReadOptions
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.save.saver import SaveOptions
 from ckptmgr.parallel.errors import LayoutError
 from ckptmgr.parallel.layout import (

@@ -21,7 +21,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ckptmgr.files.load.values import ReadOptions
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.formats.tensor import Item, Tensor
 from ckptmgr.parallel.layout import devices_per_stage, read_layouts, whole
 from ckptmgr.parallel.mindspore.outputs import (

@@ -14,7 +14,7 @@ import ckptmgr
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.sm4_ipp import sm4_lanes
-from ckptmgr.files.load.values import ReadOptions
+from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.maintenance.verify import Status, verify_checkpoint
 from ckptmgr.store.store import Store
 from tools.bench.contestant import Action, Background, Contestant, Flight, touch
