@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -108,22 +108,25 @@ def load_object(target: Any, stored: object, path: Path) -> object:
     return target
 
 
+class Fill(NamedTuple):
+    """A stored array or torch tensor, and its target of the same shape and type."""
+
+    target: Any
+    stored: Any
+    path: Path
+    via_load_state_dict: bool = False  # the module that owns the target copies it
+
+
 class SharedTargets:
-    """The memory and objects that are to be filled, and the stored values for them.
+    """The objects that are to be filled, and the check that none gets two values.
 
     Args:
         read_contents: Called with a stored value before the contents of its arrays are compared.
     """
 
     def __init__(self, *, read_contents: Callable[[Any], None]) -> None:
-        self._look_into = read_contents
-        self._targets: dict[object, Any] = {}
-        self._stored: dict[object, Any] = {}
+        self._read_contents = read_contents
         self._objects: dict[object, tuple[Path, object, Any]] = {}
-
-    def add_array(self, target: Any, stored: Any, path: Path) -> None:
-        """Add an array that is to be filled with a stored one of the same shape and type."""
-        self._targets[path], self._stored[path] = target, stored
 
     def add_object(self, key: object, target: object, stored: Any, path: Path) -> str | None:
         """Add an object that is to be filled; return the conflict with an earlier one, or None.
@@ -134,14 +137,16 @@ class SharedTargets:
         other, _, first = self._objects.setdefault(key, (path, target, stored))
         if first is stored:
             return None
-        self._look_into([first, stored])
+        self._read_contents([first, stored])
         if _are_equal(first, stored):
             return None
         return f"is the same object as {other}, stored are two different values"
 
-    def problems(self) -> list[str]:
-        """Return the conflicts between arrays, each after its path."""
-        found = conflicts(self._targets, self._stored, self._look_into)
+    def problems(self, fills: Sequence[Fill]) -> list[str]:
+        """Return the conflicts between fills, each after its path."""
+        targets = {one.path: one.target for one in fills}
+        stored = {one.path: one.stored for one in fills}
+        found = conflicts(targets, stored, self._read_contents)
         return [f"{one.later} {one}" for one in found]
 
 

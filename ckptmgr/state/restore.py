@@ -16,6 +16,7 @@ import numpy as np
 from ckptmgr.core.regions import region_shape
 from ckptmgr.state.arrays import framework_of, is_instance_by_name
 from ckptmgr.state.fill import (
+    Fill,
     SharedTargets,
     can_copy_into,
     fill_array,
@@ -58,17 +59,6 @@ class _Parts(NamedTuple):
     step: _Step
 
 
-class Fill(NamedTuple):
-    """A stored array or torch tensor, and its target of the same shape and type.
-
-    With `via_load_state_dict`, the module that owns the target copies it.
-    """
-
-    target: Any
-    stored: Any
-    via_load_state_dict: bool = False
-
-
 class Restorer:
     """Compares one state with a stored one and fills it; see `tree.restore`.
 
@@ -103,7 +93,7 @@ class Restorer:
                 stack.extend(reversed(plan.visits))
             else:
                 steps.append(plan)
-        self._differences += self._shared.problems()
+        self._differences += self._shared.problems(self.fills)
         if self._differences:
             raise mismatch(
                 "this state",
@@ -207,11 +197,7 @@ class Restorer:
             return self._differ_in_type(path, target, stored)
         if not target.flags.writeable:
             return _give(stored)
-        self._shared.add_array(target, stored, path)
-        self.fills.append(Fill(target, stored))
-        return _Step(
-            0, lambda _: target if id(stored) in self.filled else fill_array(target, stored)
-        )
+        return self._fill(Fill(target, stored, path), fill_array, target)
 
     def _plan_tensor(
         self, target: Any, stored: Any, path: Path, *, via_load_state_dict: bool = False
@@ -223,13 +209,16 @@ class Restorer:
             return self._differ(path, "is on the meta device, which holds no elements")
         if not can_copy_into(local):
             return _give(stored)
-        self._shared.add_array(local, stored, path)
-        self.fills.append(Fill(local, stored, via_load_state_dict))
+        return self._fill(Fill(local, stored, path, via_load_state_dict), fill_tensor, target)
+
+    def _fill(self, fill: Fill, copy: Callable[[Any, Any], object], result: object) -> _Step:
+        """Record a fill; return the step that makes it, unless it is made already."""
+        self.fills.append(fill)
 
         def make(_: list[Any]) -> object:
-            if id(stored) not in self.filled:
-                fill_tensor(local, stored)
-            return target
+            if id(fill.stored) not in self.filled:
+                copy(fill.target, fill.stored)
+            return result
 
         return _Step(0, make)
 

@@ -19,12 +19,12 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from ..errors import KeySourceError
 from ..slots import Identity, Recipient
 from ..slots.public import (
-    HybridIdentity,
-    HybridRecipient,
-    RsaIdentity,
-    RsaRecipient,
-    X25519Identity,
-    X25519Recipient,
+    hybrid_identity,
+    hybrid_recipient,
+    rsa_identity,
+    rsa_recipient,
+    x25519_identity,
+    x25519_recipient,
 )
 
 KEY_TYPES = ("x25519", "mlkem768-x25519")
@@ -109,22 +109,22 @@ def _public(block: bytes) -> _PublicKey:
 def _recipient(keys: Sequence[_PublicKey]) -> Recipient:
     match keys:
         case [X25519PublicKey() as x25519]:
-            return X25519Recipient(x25519)
+            return x25519_recipient(x25519)
         case [MLKEM768PublicKey() as mlkem, X25519PublicKey() as x25519]:
-            return HybridRecipient(mlkem, x25519)
+            return hybrid_recipient(mlkem, x25519)
         case [RSAPublicKey() as rsa]:
-            return RsaRecipient(rsa)
+            return rsa_recipient(rsa)
     raise _is_of_another_kind()
 
 
 def _identity(keys: Sequence[_PrivateKey]) -> Identity:
     match keys:
         case [X25519PrivateKey() as x25519]:
-            return X25519Identity(x25519)
+            return x25519_identity(x25519)
         case [MLKEM768PrivateKey() as mlkem, X25519PrivateKey() as x25519]:
-            return HybridIdentity(mlkem, x25519)
+            return hybrid_identity(mlkem, x25519)
         case [RSAPrivateKey() as rsa]:
-            return RsaIdentity(rsa)
+            return rsa_identity(rsa)
     raise _is_of_another_kind()
 
 

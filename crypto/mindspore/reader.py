@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain, pairwise
 
 from ..buffers import SpareBuffers, shared_buffers
@@ -82,7 +84,10 @@ class BlockReader:
                 return
             self._source.read_into(start, record)
             head, ciphertext = self._authenticated(index, record)
-            self._decrypt(index, head, ciphertext, plaintext)
+            with self._block_errors(index):
+                self._mode.decrypt_into(
+                    self._key, iv=head.iv, tag=head.tag, ciphertext=ciphertext, plaintext=plaintext
+                )
         finally:
             self.buffers.give_back(buffer)
 
@@ -95,13 +100,11 @@ class BlockReader:
         first = next(pieces)
         head = self._head(index, first)
         rest = first[head_size(mode) :]
-        try:
-            with mode.decryption(self._key, iv=head.iv, plaintext=plaintext) as decryption:
-                for piece in chain([rest], pieces):
-                    decryption.update(piece)
-                decryption.finish(head.tag)
-        except DecryptionError as error:
-            raise self._failure(index, error) from None
+        decryption = mode.decryption(self._key, iv=head.iv, plaintext=plaintext)
+        with self._block_errors(index), decryption:
+            for piece in chain([rest], pieces):
+                decryption.update(piece)
+            decryption.finish(head.tag)
 
     def _read_many(self, lanes: Sm4Lanes, indices: range, plaintext: memoryview) -> None:
         first = self._records[indices.start]
@@ -114,7 +117,8 @@ class BlockReader:
             ]
             decrypt_together(lanes, self._key, messages)
             for index, message in zip(indices, messages, strict=True):
-                self._decrypt_end(index, message)
+                with self._block_errors(index):
+                    decrypt_end(self._mode, self._key, message)
         finally:
             self._batch_buffers.give_back(buffer)
 
@@ -145,24 +149,14 @@ class BlockReader:
             raise TamperedError(f"block {index} changed while the file was open", offset=offset)
         return head
 
-    def _decrypt(
-        self, index: int, head: RecordHead, ciphertext: memoryview, plaintext: memoryview
-    ) -> None:
+    @contextmanager
+    def _block_errors(self, index: int) -> Iterator[None]:
         try:
-            self._mode.decrypt_into(
-                self._key, iv=head.iv, tag=head.tag, ciphertext=ciphertext, plaintext=plaintext
-            )
+            yield
         except DecryptionError as error:
-            raise self._failure(index, error) from None
-
-    def _decrypt_end(self, index: int, message: Message) -> None:
-        try:
-            decrypt_end(self._mode, self._key, message)
-        except DecryptionError as error:
-            raise self._failure(index, error) from None
-
-    def _failure(self, index: int, error: DecryptionError) -> Exception:
-        offset = self._records[index]
-        if self._seal is not None:
-            return TamperedError(f"block {index} was changed", offset=offset)
-        return DecryptionError(f"block {index} does not open: {error.message}", offset=offset)
+            offset = self._records[index]
+            if self._seal is not None:
+                raise TamperedError(f"block {index} was changed", offset=offset) from None
+            raise DecryptionError(
+                f"block {index} does not open: {error.message}", offset=offset
+            ) from None

@@ -58,149 +58,111 @@ _HYBRID_BODY_BYTES = 1120 + DATA_KEY_BYTES + _TAG_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class X25519Recipient:
-    """An X25519 public key."""
+class PublicKeyRecipient:
+    """A public key; `encrypt` takes the data key and the bytes that the slot is bound to."""
 
-    key: X25519PublicKey
-
-    def wrap(self, data_key: Key, *, bound: bytes) -> Slot:
-        """Return a slot for the private key."""
-        return _wrap(
-            SlotType.X25519,
-            _x25519_id(self.key),
-            lambda info: _X25519.encrypt(data_key.raw, self.key, info=info),
-            bound=bound,
-            body_size=_X25519_BODY_BYTES,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class X25519Identity:
-    """An X25519 private key; never shown."""
-
-    key: X25519PrivateKey = field(repr=False)
-
-    def unwrap(self, slot: Slot, *, bound: bytes) -> bytes | None:
-        """Return the data key, or None for another key's slot; raises as `Identity.unwrap`."""
-        return _unwrap(
-            slot,
-            SlotType.X25519,
-            _x25519_id(self.key.public_key()),
-            lambda info: _X25519.decrypt(slot.body, self.key, info=info),
-            bound=bound,
-            body_size=_X25519_BODY_BYTES,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class HybridRecipient:
-    """An ML-KEM-768 and an X25519 public key: safe while either is, post-quantum."""
-
-    mlkem: MLKEM768PublicKey
-    x25519: X25519PublicKey
-
-    def wrap(self, data_key: Key, *, bound: bytes) -> Slot:
-        """Return a slot for the private keys."""
-        public = MLKEM768X25519PublicKey(self.mlkem, self.x25519)
-        return _wrap(
-            SlotType.MLKEM768_X25519,
-            _hybrid_id(self.mlkem, self.x25519),
-            lambda info: _HYBRID.encrypt(data_key.raw, public, info=info),
-            bound=bound,
-            body_size=_HYBRID_BODY_BYTES,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class HybridIdentity:
-    """The private keys of a `HybridRecipient`; never shown."""
-
-    mlkem: MLKEM768PrivateKey = field(repr=False)
-    x25519: X25519PrivateKey = field(repr=False)
-
-    def unwrap(self, slot: Slot, *, bound: bytes) -> bytes | None:
-        """Return the data key, or None for another key's slot; raises as `Identity.unwrap`."""
-        private = MLKEM768X25519PrivateKey(self.mlkem, self.x25519)
-        return _unwrap(
-            slot,
-            SlotType.MLKEM768_X25519,
-            _hybrid_id(self.mlkem.public_key(), self.x25519.public_key()),
-            lambda info: _HYBRID.decrypt(slot.body, private, info=info),
-            bound=bound,
-            body_size=_HYBRID_BODY_BYTES,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class RsaRecipient:
-    """An RSA public key of 3072 to 8192 bits, as of a hardware module."""
-
-    key: RSAPublicKey
-
-    def __post_init__(self) -> None:
-        _check_rsa(self.key.key_size)
+    slot_type: SlotType
+    key_id: bytes
+    body_size: int
+    encrypt: Callable[[bytes, bytes], bytes] = field(repr=False)
 
     def wrap(self, data_key: Key, *, bound: bytes) -> Slot:
         """Return a slot for the private key."""
-        return _wrap(
-            SlotType.RSA_OAEP,
-            _rsa_id(self.key),
-            lambda label: self.key.encrypt(data_key.raw, _oaep(label)),
-            bound=bound,
-            body_size=(self.key.key_size + 7) // 8,
-        )
+        binding = _binding(self.slot_type, self.key_id, bound=bound, body_size=self.body_size)
+        body = self.encrypt(data_key.raw, binding)
+        return Slot(type=self.slot_type, key_id=self.key_id, body=body)
 
 
-@dataclass(frozen=True, slots=True)
-class RsaIdentity:
-    """An RSA private key of 3072 to 8192 bits; never shown."""
+@dataclass(frozen=True, slots=True, repr=False)
+class PrivateKeyIdentity:
+    """A private key; `decrypt` takes the body and the bytes that the slot is bound to."""
 
-    key: RSAPrivateKey = field(repr=False)
+    slot_type: SlotType
+    key_id: bytes
+    body_size: int
+    decrypt: Callable[[bytes, bytes], bytes]
 
-    def __post_init__(self) -> None:
-        _check_rsa(self.key.key_size)
+    def __repr__(self) -> str:
+        return "PrivateKeyIdentity(not shown)"
 
     def unwrap(self, slot: Slot, *, bound: bytes) -> bytes | None:
         """Return the data key, or None for another key's slot; raises as `Identity.unwrap`."""
-        return _unwrap(
-            slot,
-            SlotType.RSA_OAEP,
-            _rsa_id(self.key.public_key()),
-            lambda label: self.key.decrypt(slot.body, _oaep(label)),
-            bound=bound,
-            body_size=(self.key.key_size + 7) // 8,
-        )
+        if slot.type != self.slot_type or slot.key_id != self.key_id:
+            return None
+        check_body_size(slot, self.body_size)
+        try:
+            return self.decrypt(
+                slot.body,
+                _binding(self.slot_type, self.key_id, bound=bound, body_size=self.body_size),
+            )
+        except (InvalidTag, ValueError):
+            raise damaged_slot(slot) from None
 
 
-def _wrap(
-    slot_type: SlotType,
-    key_id: bytes,
-    encrypt: Callable[[bytes], bytes],
-    *,
-    bound: bytes,
-    body_size: int,
-) -> Slot:
-    """Return the slot whose body `encrypt` makes; it gets the bytes that the slot is bound to."""
-    body = encrypt(_binding(slot_type, key_id, bound=bound, body_size=body_size))
-    return Slot(type=slot_type, key_id=key_id, body=body)
+def x25519_recipient(key: X25519PublicKey) -> PublicKeyRecipient:
+    """Return the recipient of an X25519 key."""
+    return PublicKeyRecipient(
+        SlotType.X25519,
+        _x25519_id(key),
+        _X25519_BODY_BYTES,
+        lambda data_key, info: _X25519.encrypt(data_key, key, info=info),
+    )
 
 
-def _unwrap(
-    slot: Slot,
-    slot_type: SlotType,
-    key_id: bytes,
-    decrypt: Callable[[bytes], bytes],
-    *,
-    bound: bytes,
-    body_size: int,
-) -> bytes | None:
-    if slot.type != slot_type or slot.key_id != key_id:
-        return None
-    check_body_size(slot, body_size)
-    try:
-        return decrypt(_binding(slot_type, key_id, bound=bound, body_size=body_size))
-    except (InvalidTag, ValueError):
-        raise damaged_slot(slot) from None
+def x25519_identity(key: X25519PrivateKey) -> PrivateKeyIdentity:
+    """Return the identity of an X25519 key."""
+    return PrivateKeyIdentity(
+        SlotType.X25519,
+        _x25519_id(key.public_key()),
+        _X25519_BODY_BYTES,
+        lambda body, info: _X25519.decrypt(body, key, info=info),
+    )
+
+
+def hybrid_recipient(mlkem: MLKEM768PublicKey, x25519: X25519PublicKey) -> PublicKeyRecipient:
+    """Return the recipient of two keys: safe while either is, also against quantum computers."""
+    public = MLKEM768X25519PublicKey(mlkem, x25519)
+    return PublicKeyRecipient(
+        SlotType.MLKEM768_X25519,
+        _hybrid_id(mlkem, x25519),
+        _HYBRID_BODY_BYTES,
+        lambda data_key, info: _HYBRID.encrypt(data_key, public, info=info),
+    )
+
+
+def hybrid_identity(mlkem: MLKEM768PrivateKey, x25519: X25519PrivateKey) -> PrivateKeyIdentity:
+    """Return the identity of the private keys of a `hybrid_recipient`."""
+    private = MLKEM768X25519PrivateKey(mlkem, x25519)
+    return PrivateKeyIdentity(
+        SlotType.MLKEM768_X25519,
+        _hybrid_id(mlkem.public_key(), x25519.public_key()),
+        _HYBRID_BODY_BYTES,
+        lambda body, info: _HYBRID.decrypt(body, private, info=info),
+    )
+
+
+def rsa_recipient(key: RSAPublicKey) -> PublicKeyRecipient:
+    """Return the recipient of an RSA key, as of a hardware module.
+
+    Raises:
+        KeyLengthError: It has fewer than 3072 or more than 8192 bits.
+    """
+    return PublicKeyRecipient(
+        SlotType.RSA_OAEP,
+        _rsa_id(key),
+        _rsa_bytes(key.key_size),
+        lambda data_key, label: key.encrypt(data_key, _oaep(label)),
+    )
+
+
+def rsa_identity(key: RSAPrivateKey) -> PrivateKeyIdentity:
+    """Return the identity of an RSA key; raises as `rsa_recipient`."""
+    return PrivateKeyIdentity(
+        SlotType.RSA_OAEP,
+        _rsa_id(key.public_key()),
+        _rsa_bytes(key.key_size),
+        lambda body, label: key.decrypt(body, _oaep(label)),
+    )
 
 
 def _binding(slot_type: SlotType, key_id: bytes, *, bound: bytes, body_size: int) -> bytes:
@@ -226,9 +188,10 @@ def _id_of(public: bytes) -> bytes:
     return digest.finalize()[:KEY_ID_BYTES]
 
 
-def _check_rsa(bits: int) -> None:
+def _rsa_bytes(bits: int) -> int:
     if bits not in _RSA_BITS:
         raise KeyLengthError(f"an RSA key has 3072 to 8192 bits here, not {bits}")
+    return (bits + 7) // 8
 
 
 def _oaep(label: bytes) -> padding.OAEP:

@@ -36,7 +36,7 @@ from ckptmgr.crypto.container.source import open_container
 from ckptmgr.crypto.container.unlock import find_copies, unlock
 from ckptmgr.crypto.errors import CryptoError
 from ckptmgr.crypto.keys.key import Key
-from ckptmgr.crypto.slots.public import X25519Identity
+from ckptmgr.crypto.slots.public import x25519_identity
 from ckptmgr.crypto.slots.secret import RawKey
 from ckptmgr.engine.worker_protocol import describe_error, rebuild_error, receive
 from ckptmgr.files.load.open import open_source
@@ -202,7 +202,7 @@ def _kind_of_strategy(strategy: Strategy) -> object:
 _COPY_BYTES = 4096
 _FIXED_BYTES = 64
 _SLOTS_AT = 80
-_IDENTITIES = (RawKey(_KEY), X25519Identity(X25519PrivateKey.from_private_bytes(bytes([1]) * 32)))
+_IDENTITIES = (RawKey(_KEY), x25519_identity(X25519PrivateKey.from_private_bytes(bytes([1]) * 32)))
 
 
 def _run_container(data: bytes) -> object:

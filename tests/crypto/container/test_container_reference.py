@@ -15,10 +15,10 @@ from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.run_passphrase import RunPassphrase
 from ckptmgr.crypto.slots import Recipient
 from ckptmgr.crypto.slots.public import (
-    HybridRecipient,
-    RsaRecipient,
-    X25519Identity,
-    X25519Recipient,
+    hybrid_recipient,
+    rsa_recipient,
+    x25519_identity,
+    x25519_recipient,
 )
 from ckptmgr.crypto.slots.secret import Argon2id, Passphrase, RawKey, Scrypt
 from tests.crypto.slots import slots_reference as slots
@@ -44,12 +44,12 @@ SLOTS: dict[str, tuple[Recipient, slots.Secret]] = {
     "argon2id": (Passphrase(PHRASE, SMALL), PHRASE),
     "argon2id of a run": (RunPassphrase(Passphrase(PHRASE), cost=SMALL), PHRASE),
     "an accent": (Passphrase("cafe\u0301", SMALL), "caf\u00e9"),
-    "X25519": (X25519Recipient(X25519.public_key()), X25519),
+    "X25519": (x25519_recipient(X25519.public_key()), X25519),
     "ML-KEM-768 and X25519": (
-        HybridRecipient(MLKEM.public_key(), X25519.public_key()),
+        hybrid_recipient(MLKEM.public_key(), X25519.public_key()),
         slots.Pair(MLKEM, X25519),
     ),
-    "RSA": (RsaRecipient(RSA.public_key()), RSA),
+    "RSA": (rsa_recipient(RSA.public_key()), RSA),
 }
 
 
@@ -130,11 +130,11 @@ def test_newest_copy_that_holds_is_read_by_the_reference() -> None:
 
 def test_copy_whose_data_key_is_another_one_is_passed_over_by_the_reference() -> None:
     # Whoever has the public key can make such a copy, of any generation.
-    alice = X25519Recipient(X25519.public_key())
+    alice = x25519_recipient(X25519.public_key())
     file = seal(PLAINTEXT, recipients=[alice])
     forged = Key(bytes(32))
     header = HeaderCopy(
-        fixed=opened(file, X25519Identity(X25519)).unlocked.header.fixed,
+        fixed=opened(file, x25519_identity(X25519)).unlocked.header.fixed,
         generation=9,
         slots=(alice.wrap(forged, bound=file[:64]),),
     )

@@ -19,10 +19,10 @@ from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.run_passphrase import RunPassphrase
 from ckptmgr.crypto.slots import Recipient
 from ckptmgr.crypto.slots.public import (
-    HybridIdentity,
-    HybridRecipient,
-    X25519Identity,
-    X25519Recipient,
+    hybrid_identity,
+    hybrid_recipient,
+    x25519_identity,
+    x25519_recipient,
 )
 from ckptmgr.crypto.slots.secret import Argon2id, Passphrase, RawKey, Scrypt
 
@@ -94,13 +94,13 @@ def test_golden_container_for_the_passphrase_of_a_run_is_made_again_and_opens() 
     assert unseal(file, RunPassphrase(Passphrase(PASSPHRASE))) == PLAINTEXT
 
 
-def public_recipients() -> tuple[X25519Recipient, HybridRecipient]:
+def public_recipients() -> tuple[Recipient, Recipient]:
     """Return the recipients of `public.ckpe`, which cannot be made again: HPKE takes no random bytes from us."""
-    hybrid = HybridRecipient(MLKEM.public_key(), X25519.public_key())
-    return X25519Recipient(X25519.public_key()), hybrid
+    hybrid = hybrid_recipient(MLKEM.public_key(), X25519.public_key())
+    return x25519_recipient(X25519.public_key()), hybrid
 
 
 def test_golden_container_for_public_keys_opens_for_their_owners() -> None:
     file = (GOLDEN / "public.ckpe").read_bytes()
-    assert unseal(file, X25519Identity(X25519)) == PLAINTEXT
-    assert unseal(file, HybridIdentity(MLKEM, X25519)) == PLAINTEXT
+    assert unseal(file, x25519_identity(X25519)) == PLAINTEXT
+    assert unseal(file, hybrid_identity(MLKEM, X25519)) == PLAINTEXT

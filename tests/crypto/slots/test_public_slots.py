@@ -14,12 +14,12 @@ from ckptmgr.crypto.errors import KeyLengthError, TamperedError
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.slots import Identity, Recipient, Slot, SlotType
 from ckptmgr.crypto.slots.public import (
-    HybridIdentity,
-    HybridRecipient,
-    RsaIdentity,
-    RsaRecipient,
-    X25519Identity,
-    X25519Recipient,
+    hybrid_identity,
+    hybrid_recipient,
+    rsa_identity,
+    rsa_recipient,
+    x25519_identity,
+    x25519_recipient,
 )
 from tests.crypto.container.containers import ME, seal, unseal
 
@@ -45,13 +45,13 @@ def x25519_key(number: int) -> X25519PrivateKey:
 def pair(kind: str, number: int = 1) -> tuple[Recipient, Identity]:
     x25519 = x25519_key(number)
     if kind == "x25519":
-        return X25519Recipient(x25519.public_key()), X25519Identity(x25519)
+        return x25519_recipient(x25519.public_key()), x25519_identity(x25519)
     if kind == "hybrid":
         mlkem = MLKEM768PrivateKey.from_seed_bytes(bytes([number]) * 64)
-        recipient = HybridRecipient(mlkem.public_key(), x25519.public_key())
-        return recipient, HybridIdentity(mlkem, x25519)
+        recipient = hybrid_recipient(mlkem.public_key(), x25519.public_key())
+        return recipient, hybrid_identity(mlkem, x25519)
     private = rsa_key(3072) if number == 1 else rsa_key(3080)
-    return RsaRecipient(private.public_key()), RsaIdentity(private)
+    return rsa_recipient(private.public_key()), rsa_identity(private)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -118,11 +118,11 @@ def test_container_for_many_public_keys_opens_for_each() -> None:
 def test_rsa_key_that_is_too_short_is_refused() -> None:
     short = rsa_key(2048)
     with pytest.raises(KeyLengthError, match="not 2048"):
-        RsaRecipient(short.public_key())
+        rsa_recipient(short.public_key())
     with pytest.raises(KeyLengthError, match="not 2048"):
-        RsaIdentity(short)
+        rsa_identity(short)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_private_keys_are_never_shown(kind: str) -> None:
-    assert repr(pair(kind)[1]).endswith("Identity()")
+    assert repr(pair(kind)[1]) == "PrivateKeyIdentity(not shown)"
