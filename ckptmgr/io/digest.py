@@ -268,7 +268,7 @@ class RangeDigests:
         return self._range(index).next
 
     def take(self, offset: int, view: memoryview, done: Callable[[], object]) -> None:
-        """Take a piece of one range; call `done` when it was hashed, or if it had been hashed before.
+        """Take a piece of one range; call `done` when it was hashed, now or before.
 
         Raises:
             ChecksumMismatch: With this piece the range is complete, and does not match its digest.

@@ -45,7 +45,7 @@ class HeldDirectories:
 
     @contextlib.contextmanager
     def hold(self, path: Path) -> Iterator[None]:
-        """Hold a directory; one inside a held directory must be no link, and belong to a trusted user.
+        """Hold a directory; inside a held one it must be no link, and belong to a trusted user.
 
         Raises:
             NotADirectoryError: It is a link, or no directory.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of the real disk: read through the page cache or past it, written with direct I/O if possible.
+"""Files of the real disk: read through the page cache or past it, written with direct I/O.
 
 A new file is written whole; of a file that exists only the header of a container is overwritten.
 """
@@ -12,6 +12,7 @@ import errno
 import mmap
 import os
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
 from ckptmgr.formats.errors import TruncatedError
@@ -78,7 +79,7 @@ class CachedFile:
         return os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDONLY | os.O_CLOEXEC | flags)
 
     def map(self) -> mmap.mmap:
-        """Return all bytes as read-only memory, which outlives this object; the file must not be empty.
+        """Return all bytes as read-only memory that outlives this object; not of an empty file.
 
         Raises:
             TruncatedError: The file has become shorter.
@@ -209,14 +210,7 @@ class NewFile:
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
         """Write all of `data` at `offset`."""
-        view = memoryview(data).cast("B")
-        while view.nbytes:
-            written = self._write_once(offset, view)
-            if written == 0:
-                raise OSError(errno.EIO, "a write wrote nothing", str(self._path))
-            count_bytes("write", written)
-            offset += written
-            view = view[written:]
+        _write_all(self._path, self._write_once, offset, data)
 
     def _write_once(self, offset: int, view: memoryview) -> int:
         # Of an unaligned length only the last bytes go through the page cache, in the next call.
@@ -270,15 +264,11 @@ class ChangedFile:
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
         """Write all of `data` at `offset`."""
-        view = memoryview(data).cast("B")
-        while view.nbytes:
-            with errors_naming(self._path):
-                written = os.pwrite(self._descriptor, view, offset)
-            if written == 0:
-                raise OSError(errno.EIO, "a write wrote nothing", str(self._path))
-            count_bytes("write", written)
-            offset += written
-            view = view[written:]
+        with errors_naming(self._path):
+            _write_all(self._path, self._write_once, offset, data)
+
+    def _write_once(self, offset: int, view: memoryview) -> int:
+        return os.pwrite(self._descriptor, view, offset)
 
     def sync(self) -> None:
         """Make the content durable; an error is final."""
@@ -291,6 +281,22 @@ class ChangedFile:
         if descriptor >= 0:
             with errors_naming(self._path):
                 os.close(descriptor)
+
+
+def _write_all(
+    path: Path,
+    write_once: Callable[[int, memoryview], int],
+    offset: int,
+    data: memoryview | bytes,
+) -> None:
+    view = memoryview(data).cast("B")
+    while view.nbytes:
+        written = write_once(offset, view)
+        if written == 0:
+            raise OSError(errno.EIO, "a write wrote nothing", str(path))
+        count_bytes("write", written)
+        offset += written
+        view = view[written:]
 
 
 def _reopened(descriptor: int, mode: int) -> int:

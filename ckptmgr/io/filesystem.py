@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The disk: every open-for-write, fsync, rename, link and unlink is in this module, `files` or `locks`.
+"""The disk: all open-for-write, fsync, rename, link and unlink calls are here, in `files` or `locks`.
 
 The other modules use a `FileSystem`, so that tests can put a model of a disk (every legal state
 after a power cut) or a failing disk in its place. Rules:
@@ -33,7 +33,7 @@ _PRIVATE = 0o400
 
 
 class FileStatus(NamedTuple):
-    """Status of one directory entry; a tuple, because each save lists thousands of them in a large directory.
+    """Status of one directory entry; a tuple, because a large directory has thousands of them.
 
     Attributes:
         size_bytes: Size of the file.
@@ -101,7 +101,7 @@ class FileSystem(Protocol):
     """The operations of a disk. Paths are absolute."""
 
     def hold_directory(self, path: Path) -> contextlib.AbstractContextManager[None]:
-        """Reach the entries of a directory through one descriptor, even if its path leads elsewhere later.
+        """Reach the entries of a directory through one descriptor, whatever its path leads to later.
 
         No link in it is followed. A directory in a held one must be no link, and must not belong to
         an untrusted user. A directory that is held twice has one descriptor.
@@ -219,7 +219,7 @@ class OsFileSystem:
         self._keeps_owner = keeps_owner
 
     def hold_directory(self, path: Path) -> contextlib.AbstractContextManager[None]:
-        """Reach the entries of a directory through one descriptor, even if its path leads elsewhere later."""
+        """Reach the entries of a directory through one descriptor, whatever its path leads to later."""
         return self._directories.hold(path)
 
     def is_moved(self, path: Path) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pause the cyclic garbage collector while an index of many objects is made, none of which is garbage.
+"""Pause the cyclic garbage collector while an index of very many objects is made.
 
 An index of 100,000 tensors has some 400,000 objects. The collector scans the newest of them after
 every 700, and sometimes all: 2 us a tensor for nothing.

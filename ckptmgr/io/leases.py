@@ -264,7 +264,7 @@ class Leases:
 
 @contextlib.contextmanager
 def hold_lease(fs: FileSystem, directory: Path, series: str) -> Iterator[Lease]:
-    """Be the only writer of a series, or of a file; the lease file is removed at the end of the block.
+    """Be the only writer of a series or file; remove the lease file at the end of the block.
 
     Raises:
         StoreLocked: A live process holds the lease.

@@ -53,7 +53,7 @@ def locked(path: Path, *, owner: str, dir_fd: int | None = None) -> Iterator[str
 
 
 def add_worker_text(descriptor: int, owner: str, text: str) -> None:
-    """Append the text of a worker process, which has a copy of the descriptor, to that of the holder.
+    """Append the text of a worker process with a copy of the descriptor to that of the holder.
 
     If the disk was full when the lock was taken, write both. The text of another process stays.
     """

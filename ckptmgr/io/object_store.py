@@ -24,7 +24,7 @@ _HEAD_BYTES = 128 * 1024
 
 
 class RangeSource:
-    """A source for `open_checkpoint` over anything that gives ranges of bytes: an object store, HTTP, a database.
+    """A source for `open_checkpoint` over ranges of bytes: an object store, HTTP, a database.
 
     The first 128 KiB are asked for once and kept, because the headers of all formats are there; the
     rest is asked for as it is needed, large tensors in pieces of 4 MiB.

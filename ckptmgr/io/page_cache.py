@@ -196,7 +196,7 @@ class _BypassingFile:
             return count
 
     def _is_cached(self, offset: int, length: int) -> bool:
-        """Return whether the page cache holds half of a range or more, as far as the kernel reports.
+        """Return whether the page cache holds at least half of a range, as far as is known.
 
         A few pages of a longer stretch are sampled once; only if they differ, all pages are looked
         up.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Classes of disk errors: transient ones, damage, and those after which no older file may be used instead.
+"""Classes of disk errors: transient, damage, and those after which no older file may be used.
 
 | error | tried again | then |
 |---|---|---|

@@ -67,7 +67,7 @@ class SourceImage(Image):
         self._buffers = SpareBuffers(window_bytes + source.size - size)
 
     def views(self, offset: int, length: int) -> Iterator[memoryview]:
-        """Yield views that together are the bytes `[offset, offset + length)`; they are valid until `release`.
+        """Yield views of the bytes `[offset, offset + length)`, which are valid until `release`.
 
         Raises:
             CkptmgrError, FormatError, CryptoError, OSError: From the source.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Work in a few threads; every function returns only when none of them runs any more, despite Ctrl-C.
+"""Work in a few threads; each function returns when none of them runs, despite Ctrl-C.
 
 The caller closes the file that the threads use: a descriptor that is closed too early may already
 be that of another file. `Thread.join()` does not ensure this: when it is interrupted, Python 3.11
@@ -32,7 +32,7 @@ _Item = TypeVar("_Item")
 def run_in_threads(
     functions: Sequence[Callable[[], None]], *, fail: Callable[[BaseException], None]
 ) -> None:
-    """Call every function exactly once, each in a thread of its own, and return when all have returned.
+    """Call every function once, each in its own thread, and return when all have returned.
 
     The functions raise nothing, and end soon after `fail` was called: with Ctrl-C, or with the
     error of a thread that cannot be started. Functions without a thread then run in this one, in
@@ -111,7 +111,7 @@ def _once(function: Callable[[], None], leave: Callable[[], None]) -> Callable[[
 
 
 def for_each(items: Iterator[_Item], work: Callable[[_Item], None], *, threads: int) -> None:
-    """Call `work` with every item, in their order, at most `threads` at a time; take items one at a time.
+    """Call `work` with every item, at most `threads` at a time; take items one at a time.
 
     Raises:
         BaseException: The first failure of `items` or `work`; no item is taken after it.
@@ -150,7 +150,7 @@ class _Loop(Generic[_Item]):
 
 
 def for_each_unit(units: Collection[int], work: Callable[[int, memoryview], None]) -> None:
-    """Call `work` with every unit of a file and a page-aligned buffer of 4 MiB for the time of the call.
+    """Call `work` with every unit of a file and a page-aligned buffer of 4 MiB to use.
 
     Raises:
         BaseException: The first failure of `work`; no unit is begun after it.

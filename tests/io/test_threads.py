@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nobody works any more when `run_in_threads` returns."""
+"""No function runs any more when `run_in_threads` returns."""
 
 from __future__ import annotations
 

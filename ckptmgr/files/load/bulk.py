@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read the contents of an opened file in one parallel pass: into existing memory, or only to check them.
+"""Read the contents of an opened file in one parallel pass, into memory or only to check them.
 
 The pass also compares the unverified reads of the index, and the CRC32 of the file.
 """
@@ -118,7 +118,7 @@ def fill_arrays(
     check_crc: bool = False,
     batches: SmallTensorBatches | None = None,
 ) -> None:
-    """Read tensors, in file order, into the C-contiguous arrays for the `id` of their entries, and `batches`.
+    """Read tensors, in file order, into the arrays for the `id` of their entries, and `batches`.
 
     Raises:
         FormatError, CryptoError, CkptmgrError: Damage was found; the memory is then undefined.

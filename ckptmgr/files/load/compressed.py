@@ -16,7 +16,7 @@ from ckptmgr.io.threads import for_each_unit
 def read_frames(
     source: FramesSource, placements: Sequence[Placement], *, crc: FileCrc | None = None
 ) -> None:
-    """Fill the targets of all placements, given in ascending order; `crc` gets every byte that it covers.
+    """Fill the targets of placements in ascending order; pass `crc` every byte that it covers.
 
     Raises:
         CkptmgrError, FormatError, CryptoError, OSError: From the source; targets are then

@@ -34,7 +34,7 @@ _FORMATS = {
 def open_container_file(
     raw: Source, checked: Source, *, path: str, key: Keys | None, mode: str | None
 ) -> ContainerSource:
-    """Return the plaintext of a container; `checked` is `raw`, compared with its manifest if there is one.
+    """Return the plaintext of a container; `checked` is `raw`, compared with any manifest.
 
     Raises:
         KeyProblem: There is no key, or the mode differs.
@@ -86,7 +86,7 @@ def open_container_file(
 
 
 def kind_of(raw: Source, *, name: str) -> Kind:
-    """Return the kind of a file; in one with the name of a container the first header copy may be damaged."""
+    """Return the kind of a file; of a container by name the first header copy may be damaged."""
     kind = detect(raw)
     is_named = kind in (Kind.UNKNOWN, Kind.ZIP_PICKLE) and name.endswith(CONTAINER_SUFFIX)
     return Kind.CKPTMGR_CONTAINER if is_named else kind
@@ -112,7 +112,7 @@ def container_format(raw: Source) -> str:
 
 
 def container_openers(raw: Source) -> tuple[str, ...]:
-    """Return the labels of the keys in the newest header of a container; needs no key and proves nothing.
+    """Return the labels of the keys in the newest header; needs no key and proves nothing.
 
     Raises:
         CryptoError: The header cannot be parsed.

@@ -48,7 +48,7 @@ class MappedTensors:
         self._checked: set[int] = set()
 
     def part(self, entry: TensorEntry, skipped: int, shape: tuple[int, ...]) -> np.ndarray | None:
-        """Return the part of a tensor after `skipped` bytes as a read-only array, or None if it cannot be mapped.
+        """Return the part of a tensor after `skipped` bytes, read-only, or None if unmappable.
 
         Raises:
             ChecksumMismatch: One of its ranges does not match its digest.

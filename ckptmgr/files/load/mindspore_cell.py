@@ -20,7 +20,7 @@ from ckptmgr.files.load.values import MapArrays, Value
 
 
 def callback_class(base: type) -> Any:
-    """Return `base`, our `ModelCheckpoint` or a subclass of it, as a subclass of MindSpore's `Callback`, too.
+    """Return `base`, a `ModelCheckpoint`, as a subclass of MindSpore's `Callback`, too.
 
     The new class has the name of its base and defines none of the old methods (`begin`, `step_end`,
     ...): `Model.fit` refuses callbacks whose own class defines them, but accepts inherited ones.

@@ -72,7 +72,7 @@ def load_param_into_net(
     strict_load: bool = False,
     remove_redundancy: bool = False,
 ) -> tuple[list[str], list[str]]:
-    """Put what `load_checkpoint` returned into a network; MindSpore's function, which takes no arrays itself.
+    """Put the values of `load_checkpoint` into a network; MindSpore's takes no arrays.
 
     >>> load_param_into_net({"w": np.zeros(2), "b": np.zeros(1)}, {"w": np.ones(2), "epoch_num": np.array(3)})
     (['b'], ['epoch_num'])

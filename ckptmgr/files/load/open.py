@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Open a checkpoint file: raw bytes -> checked -> decrypted -> indexed, all through one descriptor.
 
-Each stage is a source over the previous one; it returns only checked bytes, and reads no more than
+Each stage is a source over the previous one, returns only checked bytes, and reads no more than
 needed.
 """
 

@@ -50,7 +50,7 @@ def read_sharded(
     state: object = None,
     slicer: Slicer | None = None,
 ) -> StoredState:
-    """Return the verified state of one rank from a checkpoint of many ranks; one rank reads alone by default.
+    """Return the verified state of one rank from a checkpoint of many ranks.
 
     Raises:
         CorruptCheckpoint, KeyProblem: A needed file is damaged, or does not open with the key.
@@ -63,7 +63,7 @@ def read_sharded(
 def load_sharded(
     path: Path, *, options: ReadOptions, choose: Callable[[str], bool]
 ) -> dict[str, np.ndarray]:
-    """Return the chosen tensors of a checkpoint of many ranks, whole; if ranks differ, those of the first rank.
+    """Return the chosen tensors of many ranks, whole; if ranks differ, those of the first.
 
     Raises:
         CheckpointNotFound: There is no such checkpoint.

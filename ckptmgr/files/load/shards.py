@@ -57,7 +57,7 @@ class ShardedCheckpoint(OpenShards):
         self.used: set[int] = set()
 
     def read(self, wanted: Wanted, *, rank: int | None) -> dict[str, np.ndarray]:
-        """Return tensors, or regions of them, as a rank has them; with None those that all ranks share.
+        """Return tensors, or regions of them, of a rank; with None those that all ranks share.
 
         Raises:
             CorruptCheckpoint: Damage was found, or a part is in no file.

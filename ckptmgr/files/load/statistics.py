@@ -11,8 +11,6 @@ import numpy as np
 from ckptmgr.formats.index import READ_BYTES, TensorEntry, check_content
 from ckptmgr.formats.source import Source
 
-_MAX_ITEM_BYTES = 16
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorStats:

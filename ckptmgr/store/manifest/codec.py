@@ -132,7 +132,7 @@ def decode(
 def reauthenticated(
     data: bytes, *, path: Path, key: Keys, change: Callable[[ManifestKey], ManifestKey]
 ) -> tuple[Manifest, bytes]:
-    """Return a manifest with another authentication; nothing else changes, so its signatures still match.
+    """Return a manifest with another authentication; its signatures still match.
 
     Raises:
         UnprovenCheckpoint: It has no authentication.

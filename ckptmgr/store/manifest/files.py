@@ -48,7 +48,7 @@ class ManifestFiles(ManifestReader):
         return "signed" if has_signature and signing_key is None else None
 
     def put(self, manifest: Manifest, *, series: str, mode: int | None) -> None:
-        """Replace a manifest atomically; its name is durable only when the directory is synced.
+        """Replace a manifest atomically; sync the directory to make its name durable.
 
         With `mode=None` it keeps its permission bits.
         """
@@ -60,7 +60,7 @@ class ManifestFiles(ManifestReader):
     def reauthenticate(
         self, data_name: str, change: Callable[[ManifestKey], ManifestKey], *, mode: int | None
     ) -> None:
-        """Replace the authentication of a manifest; its name is durable only when the directory is synced.
+        """Replace the authentication of a manifest; sync the directory to make it durable.
 
         Raises:
             CkptmgrError: It cannot be read, or is not authenticated.
@@ -76,7 +76,7 @@ class ManifestFiles(ManifestReader):
         self.write(path, new, series=manifest.series, mode=mode, is_durable=True)
 
     def create(self, manifest: Manifest, *, series: str, mode: int) -> None:
-        """Publish a manifest unless its name is taken; it is durable only when the directory is synced.
+        """Publish a manifest unless its name is taken; sync the directory to make it durable.
 
         Raises:
             FileExistsError: The name is taken.
@@ -114,7 +114,7 @@ class ManifestFiles(ManifestReader):
                 self.write(path, before.data, series=series, mode=before.mode, is_durable=True)
 
     def finish_swap(self, data_name: str, *, series: str) -> bool:
-        """Reduce the manifest of an interrupted swap to the side of its data; return whether there was one.
+        """Reduce the manifest of an interrupted swap to the side of the data; return if it was one.
 
         A manifest that this writer's keys do not prove, or could not prove again, stays as it is.
 
@@ -155,7 +155,7 @@ class ManifestFiles(ManifestReader):
             self.rename_leased(temp, path, series, path.name.removesuffix(manifests.SUFFIX))
 
     def rename_leased(self, temp: Path, path: Path, *leased: str) -> None:
-        """Rename a temporary file to its name while the leases on these names are held, or remove it.
+        """Rename a temporary file to its name if the leases on these names are held, or remove it.
 
         Raises:
             StoreLocked: A lease is lost.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key that authenticates a manifest: the user's own, or one that is wrapped in slots for its readers.
+"""The key that authenticates a manifest: the user's own, or one in slots for its readers.
 
 ```
 "auth": {"algorithm": "HMAC-SHA-256", "key_id": ID, "mac": HEX}                              a single key
@@ -55,7 +55,7 @@ class ManifestKey:
     def rewrapped(
         self, *, add: Sequence[Recipient], remove: Callable[[Slot], bool], own: Sequence[Key]
     ) -> ManifestKey:
-        """Return the key with slots added for recipients, and then those that `remove` selects removed.
+        """Return the key with slots added for recipients, then without those that `remove` selects.
 
         If one slot is left and its key is among `own`, that key authenticates by itself.
 

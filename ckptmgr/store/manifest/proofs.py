@@ -68,7 +68,7 @@ def authenticated_by(document: Mapping[str, Any], key: ManifestKey) -> dict[str,
 def check_mac(
     document: Mapping[str, Any], auth: object, *, key: Keys, path: object, accept_hint: str | None
 ) -> ManifestKey | None:
-    """Check the HMAC `auth` of a document without proofs; return its key, or None if there was no check.
+    """Check the HMAC `auth` of a document; return its key, or None if there was no check.
 
     Public keys check nothing. With `accept_hint=None` a document without an HMAC is accepted.
 

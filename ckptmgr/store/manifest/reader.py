@@ -81,7 +81,7 @@ class ManifestReader:
         return side
 
     def read_proven(self, data_name: str) -> Manifest | None:
-        """As `read`, but accept only proofs by the keys of this writer, which will prove it when it is rewritten.
+        """As `read`, but accept only proofs by the keys of this writer, which will rewrite it.
 
         A placeholder is returned as such.
         """
@@ -108,7 +108,7 @@ class ManifestReader:
         return (self._preserved_in(data, path, trust) or side) if side.is_placeholder else side
 
     def _preserved_in(self, data: bytes, path: Path, trust: Trust) -> Manifest | None:
-        """Return the original that another writer preserved, if it describes the data and these keys prove it.
+        """Return the preserved original, if it describes the data and these keys prove it.
 
         The manifest around it need not be proven: an attacker who forges that could as well put the
         preserved one into the directory.
@@ -128,7 +128,7 @@ class ManifestReader:
         return replace(side, preserved=old.preserved)
 
     def text_to_preserve(self, before: ManifestContent, data_name: str) -> str | None:
-        """Return the original manifest of the data, which another writer's interrupted swap may have preserved."""
+        """Return the original manifest of the data; an interrupted swap may have preserved it."""
         try:
             path = self.directory / manifest_name(data_name)
             side = self.matching_side(manifests.decode(before.data, path=path))
@@ -145,7 +145,7 @@ class ManifestReader:
         return ManifestContent(data=self._content(path), mode=status.mode)
 
     def load(self, name: str, *, trust: Trust) -> Manifest | None:
-        """Return a manifest with both sides of an interrupted swap, or None; `Trust()` checks no proof.
+        """Return a manifest with both sides of a swap, or None; `Trust()` checks no proof.
 
         Raises:
             CorruptCheckpoint, TamperedCheckpoint, KeyProblem: It is damaged, changed, or under
