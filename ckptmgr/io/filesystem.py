@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The disk: all open-for-write, fsync, rename, link and unlink calls are here, in `files` or `locks`.
+"""The disk: open-for-write, fsync, rename, link and unlink are only here, in `files` and `locks`.
 
 The other modules use a `FileSystem`, so that tests can put a model of a disk (every legal state
 after a power cut) or a failing disk in its place. Rules:
