@@ -18,9 +18,10 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
-from typing import Literal, TypeVar
+from functools import partial
+from typing import Literal, Protocol, TypeVar
 
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.config.failure import BackPressure, OnError
@@ -33,18 +34,60 @@ from ckptmgr.engine.staged_state import StagedState
 from ckptmgr.engine.staging import Ledger, StagingPool, has_no_room
 from ckptmgr.engine.worker_client import WorkerClient
 from ckptmgr.engine.zero_stall import DeferredState, Updates, changing_in_forward, defer
-from ckptmgr.files.save.saver import Publish, Refusal, SaveOrder, save_items
+from ckptmgr.files.save.job import SaveJob, SaveOrder
+from ckptmgr.files.save.saver import save_items
 from ckptmgr.formats.tensor import Item
 from ckptmgr.observe.observers import REGISTERED, SaveWatch
 from ckptmgr.state.devices import accelerators, synchronize
-from ckptmgr.store.manifest.codec import FileEntry, Manifest
+from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.store import Store
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 Mode = Literal["sync", "thread", "process"]
-Save = Callable[[Sequence[Item], Publish], Checkpoint]
+
+
+class Write(Protocol):
+    """Writes and publishes a file durably: `save_items`, here or in the worker process."""
+
+    def __call__(self, store: Store, order: SaveOrder, /) -> Manifest:
+        """Return the manifest once the file is durable."""
+        ...
+
+
+class Begun(Protocol):
+    """A save that a writer has begun; committed or abandoned once."""
+
+    @property
+    def order(self) -> SaveOrder:
+        """The file to write."""
+        ...
+
+    def commit(self, manifest: Manifest, /) -> Checkpoint:
+        """Make a checkpoint of the file that was written; return it once it is durable."""
+        ...
+
+    def abandon(self, error: Exception, /) -> None:
+        """Note that the file could not be written; may raise what the other ranks say."""
+        ...
+
+    def end(self) -> None:
+        """Apply the retention policy of the job; called once the checkpoint is durable."""
+        ...
+
+
+class Writer(Protocol):
+    """Names, orders and commits the saves of a series; many ranks do it together."""
+
+    @property
+    def store(self) -> Store:
+        """The directory."""
+        ...
+
+    def begin(self, job: SaveJob, /) -> Begun:
+        """Choose the name and the place of a save; raises the error of the job, if it has one."""
+        ...
 
 
 def mode_of(async_save: bool | str) -> Mode:
@@ -99,8 +142,8 @@ class SaveEngine:
         back_pressure: What happens to a save while another one runs: `wait`, `skip` or `coalesce`.
         on_error: What happens to a failure in the background: `raise`, `warn`, `retry(n)` or a function.
         has_zero_stall: Whether states are copied in the background, too; not in `sync` mode.
-        has_peers: Whether others save at the same time and wait for us. The saving function is then called even when the
-            state could not be copied, with what raises why to publish with.
+        has_peers: Whether other ranks save at the same time and wait for this one. A job whose state
+            could not be copied is then run with that error.
 
     Attributes:
         mode: As given.
@@ -136,76 +179,81 @@ class SaveEngine:
 
     def run(
         self,
-        store: Store,
-        items: Sequence[Item],
-        save: Save,
+        job: SaveJob,
+        writer: Writer,
         *,
         watch: SaveWatch | None = None,
         state: object = None,
     ) -> SaveHandle | None:
-        """Save `items`; return the handle, or None when the save was skipped under back-pressure.
+        """Run a save; return the handle, or None when the save was skipped under back-pressure.
 
         Args:
-            store: Where to; a worker process can only reach the real disk.
-            items: What to save. They may change as soon as `handle.staged` is done, which it is on return without zero stall.
-            save: Saves items with the function it is given and returns the checkpoint; runs in the background.
-            watch: Hears how the save proceeds.
-            state: What the items are from. Torch modules in it tell what changes in the forward pass.
+            job: The save. The arrays of its items may change as soon as `handle.staged` is done,
+                which it is on return without zero stall.
+            writer: Names the file, commits it, and applies the retention policy, in the background.
+                A worker process can only reach the real disk.
+            watch: Emits the events of the save.
+            state: The state of the items; torch modules in it show what changes in the forward pass.
 
         Raises:
             BaseException: In `sync` mode the failure of this save, otherwise that of an earlier one.
         """
         watch = REGISTERED.watch(series="", step=None, why="manual") if watch is None else watch
         if self._must_run_now():
-            return self._run_now(items, save, watch)
-        if self.mode == "process" and not store.is_on_real_disk:
+            return self._run_now(job, writer, watch)
+        if job.error is not None:
+            return self._refuse(job, job.error, writer, watch)
+        if self.mode == "process" and not writer.store.is_on_real_disk:
             raise ValueError(
                 "async_save='process' needs the real disk; use 'thread' with another file system"
             )
         failures: list[Exception] = []
         try:
-            handle = self._submit(items, save, watch, state=state, failures=failures)
+            handle = self._submit(job, writer, watch, state=state, failures=failures)
         except Exception:
             if not (failures and self._has_peers):
                 raise
-            return self.refuse(failures.pop(), save, watch=watch)
+            return self._refuse(job, failures.pop(), writer, watch)
         finally:
             failures.clear()  # their tracebacks hold this frame: a cycle would keep what they hold
         watch.follow(handle)
         return handle
 
-    def refuse(self, error: Exception, save: Save, *, watch: SaveWatch) -> SaveHandle | None:
-        """Run a save whose state could not be had: what it gets to publish with raises `error`."""
-        if self._must_run_now():
-            return self._run_now((), save, watch, publish=Refusal(error))
+    def _refuse(
+        self, job: SaveJob, error: Exception, writer: Writer, watch: SaveWatch
+    ) -> SaveHandle | None:
+        """Run a save whose state could not be had: the other ranks wait for this one."""
         # As text, and without its frames: they would keep the state.
         _LOG.error("nothing to save:\n%s", "".join(traceback.format_exception(error)))
-        refusal = Refusal(error.with_traceback(None))
-        handle = self._background.submit(_NoState, lambda _, stats: save((), refusal))
+        refused = replace(job, items=(), error=error.with_traceback(None))
+        handle = self._background.submit(
+            _NoState, lambda _, stats: _carry_out(refused, writer, save_items, stats, watch)
+        )
         watch.follow(handle)
         return handle
 
     def _submit(
         self,
-        items: Sequence[Item],
-        save: Save,
+        job: SaveJob,
+        writer: Writer,
         watch: SaveWatch,
         *,
         state: object,
         failures: list[Exception],
     ) -> SaveHandle | None:
-        """Hand a save over; a failure to copy the state is noted, to be told from that of an earlier save."""
-        updates = self._updates
+        """Hand a save over; note a failure to copy the state, to tell it from that of an earlier save."""
+        items, updates = job.items, self._updates
+        job = replace(job, items=())  # a closure that held the arrays would keep them
         if updates is None:
             return self._background.submit(
                 lambda: _noting(failures, lambda: self._stage(items)),
-                lambda staged, stats: self._finish(staged, save, stats, watch=watch),
+                lambda staged, stats: self._finish(staged, job, writer, stats, watch),
             )
         return self._background.submit(
             lambda: _noting(
                 failures, lambda: self._defer(items, updates, changing_in_forward(state))
             ),
-            lambda deferred, stats: self._finish_deferred(deferred, save, stats, watch=watch),
+            lambda deferred, stats: self._finish_deferred(deferred, job, writer, stats, watch),
             handle_of=lambda deferred: deferred.handle,
         )
 
@@ -232,28 +280,22 @@ class SaveEngine:
         """Whether a save is in flight."""
         return self._saves_now > 0 or self._background.is_busy
 
-    def _run_now(
-        self, items: Sequence[Item], save: Save, watch: SaveWatch, *, publish: Publish = save_items
-    ) -> SaveHandle:
+    def _run_now(self, job: SaveJob, writer: Writer, watch: SaveWatch) -> SaveHandle:
         started = time.perf_counter()
         handle = SaveHandle()
         stats = handle.stats
-
-        def note_blocked() -> None:
-            stats.blocked_s = time.perf_counter() - started
-
-        watch.costs(stats, note=note_blocked)
-        if not isinstance(publish, Refusal):
-            publish = _measured(publish, stats)
-        synchronize(items, accelerators())
+        watch.costs(stats)
+        synchronize(job.items, accelerators())
         with self._saving_now:  # another thread would choose the same name
             stats.queue_s = time.perf_counter() - started
             try:
                 self._saves_now += 1
-                checkpoint = save(items, publish)
+                checkpoint = _carry_out(
+                    job, writer, save_items, stats, watch, blocked_since=started
+                )
             finally:
                 self._saves_now -= 1
-        note_blocked()
+        stats.blocked_s = time.perf_counter() - started
         handle.staged.set_result(None)
         handle.durable.set_result(checkpoint)
         return handle
@@ -280,29 +322,36 @@ class SaveEngine:
         return deferred
 
     def _finish(
-        self, staged: StagedState, save: Save, stats: SaveStats, *, watch: SaveWatch
+        self, staged: StagedState, job: SaveJob, writer: Writer, stats: SaveStats, watch: SaveWatch
     ) -> Checkpoint:
-        return save(staged.items, self._publisher(staged, stats, watch))
+        return self._save_staged(staged, replace(job, items=staged.items), writer, stats, watch)
 
     def _finish_deferred(
-        self, deferred: DeferredState, save: Save, stats: SaveStats, *, watch: SaveWatch
+        self,
+        deferred: DeferredState,
+        job: SaveJob,
+        writer: Writer,
+        stats: SaveStats,
+        watch: SaveWatch,
     ) -> Checkpoint:
         try:
             deferred.wait()
         except Exception as error:
             if not self._has_peers:
                 raise
-            return save((), Refusal(error))
-        publish = self._publisher(deferred.staged, stats, watch)
-        return save(deferred.items, publish)
+            return _carry_out(replace(job, error=error), writer, save_items, stats, watch)
+        job = replace(job, items=deferred.items)
+        return self._save_staged(deferred.staged, job, writer, stats, watch)
 
-    def _publisher(self, staged: StagedState, stats: SaveStats, watch: SaveWatch) -> Publish:
-        publish: Publish = save_items
-        if self.mode == "process":
-            publish = self._worker.publisher(staged)
+    def _save_staged(
+        self, staged: StagedState, job: SaveJob, writer: Writer, stats: SaveStats, watch: SaveWatch
+    ) -> Checkpoint:
         stats.staging_bytes = self._staging_pool().host_bytes
         watch.costs(stats)
-        return _measured(publish, stats)
+        write: Write = save_items
+        if self.mode == "process":
+            write = partial(self._worker.save_items, staged)
+        return _carry_out(job, writer, write, stats, watch)
 
     def _staging_pool(self) -> StagingPool:
         if self._pool is None:
@@ -385,28 +434,38 @@ def _nothing() -> None:
     pass
 
 
-def _measured(publish: Publish, stats: SaveStats) -> Publish:
-    """Return `publish`, noting what it costs.
+def _carry_out(
+    job: SaveJob,
+    writer: Writer,
+    write: Write,
+    stats: SaveStats,
+    watch: SaveWatch,
+    *,
+    blocked_since: float | None = None,
+) -> Checkpoint:
+    """Begin a save, write its file, commit it, apply the retention policy; return the checkpoint.
 
-    Args:
-        publish: Saves items.
-        stats: Where the cost is noted.
+    `blocked_since` is when the caller began to wait, if it does.
     """
-
-    def measured(store: Store, order: SaveOrder) -> Manifest:
-        def describe_cost(entry: FileEntry, figures: Mapping[str, float]) -> Manifest:
-            return order.describe(entry, {**_known_early(stats), **figures})
-
-        started = time.perf_counter()
-        manifest = publish(store, replace(order, describe=describe_cost))
-        stats.note_written(
-            manifest.stats,
-            size_bytes=manifest.file.digest.size_bytes,
-            passed_s=time.perf_counter() - started,
-        )
-        return manifest
-
-    return measured
+    begun = writer.begin(job)
+    order = replace(begun.order, draft=replace(begun.order.draft, stats=_known_early(stats)))
+    started = time.perf_counter()
+    try:
+        manifest = write(writer.store, order)
+    except Exception as error:
+        begun.abandon(error)
+        raise
+    stats.note_written(
+        manifest.stats,
+        size_bytes=manifest.file.digest.size_bytes,
+        passed_s=time.perf_counter() - started,
+    )
+    checkpoint = begun.commit(manifest)
+    if blocked_since is not None:
+        stats.blocked_s = time.perf_counter() - blocked_since
+    watch.durable(checkpoint.path)
+    begun.end()
+    return checkpoint
 
 
 def _known_early(stats: SaveStats) -> dict[str, float]:

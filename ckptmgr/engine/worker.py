@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,15 +27,15 @@ from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.ring import Keys, keys_from_document
 from ckptmgr.crypto.keys.signing import PublicKey, SigningKey
 from ckptmgr.engine.worker_protocol import IGNORED_SIGNALS, describe_error, receive, send
-from ckptmgr.files.save.saver import SaveOptions, SaveOrder, save_items
+from ckptmgr.files.save.job import SaveOptions, SaveOrder
+from ckptmgr.files.save.saver import save_items
 from ckptmgr.io.descriptors import reserve_standard_descriptors
 from ckptmgr.io.leases import worker_text
 from ckptmgr.io.locks import add_worker_text
 from ckptmgr.io.threads import work_beside_training
 from ckptmgr.state.items import items_from
 from ckptmgr.store.manifest import codec as manifests
-from ckptmgr.store.manifest.codec import FileEntry, Manifest
-from ckptmgr.store.shards import ShardFiles
+from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.store import Store
 
 # A save can wait, the training cannot: where both want the same core, the save gets a tenth of it.
@@ -127,11 +127,7 @@ def _save(order: dict[str, Any], regions: list[memoryview]) -> Manifest:
         order["draft"].encode(), path=directory / manifests.manifest_name(order["name"])
     )
 
-    def describe(entry: FileEntry, stats: Mapping[str, float]) -> Manifest:
-        return draft.completed(entry, stats)
-
-    kind = ShardFiles if order["is_shard"] else Store
-    store = kind(directory, trust=_trust(order["trust"], key))
+    store = Store(directory, trust=_trust(order["trust"], key))
     if order["lease"] is not None:
         text, identity = order["lease"]
         store.leases.share(draft.series, text=text, identity=tuple(identity))
@@ -148,8 +144,9 @@ def _save(order: dict[str, Any], regions: list[memoryview]) -> Manifest:
             verify_after_write=order["verify_after_write"],
         ),
         series=draft.series,
-        describe=describe,
+        draft=draft,
         metadata=order["metadata"],
+        is_rank_file=order["is_rank_file"],
     )
     return save_items(store, ordered)
 

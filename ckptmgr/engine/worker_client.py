@@ -24,19 +24,16 @@ from ckptmgr.crypto.keys.child_environment import child_environment
 from ckptmgr.crypto.keys.ring import keys_to_document
 from ckptmgr.engine.staged_state import StagedState
 from ckptmgr.engine.worker_protocol import IGNORED_SIGNALS, rebuild_error, receive, send
-from ckptmgr.files.save.saver import Publish, SaveOptions, SaveOrder
+from ckptmgr.files.save.job import SaveOptions, SaveOrder
 from ckptmgr.io.descriptors import reserve_standard_descriptors
-from ckptmgr.io.digest import FileDigest
 from ckptmgr.io.leases import lease_path
 from ckptmgr.io.locks import lock_descriptor
 from ckptmgr.store.manifest import codec as manifests
-from ckptmgr.store.manifest.codec import FileEntry, Manifest
-from ckptmgr.store.shards import ShardFiles
+from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.store import Store
 
 _LOG = logging.getLogger(__name__)
 _STOP_TIMEOUT_S = 60.0
-_NOTHING = FileDigest(size_bytes=0, ranges=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,36 +84,29 @@ class WorkerClient:
             finally:
                 self._in_use.release()
 
-    def publisher(self, staged: StagedState) -> Publish:
-        """Return a function like `save_items` that saves in the worker; the items must lie in `staged`."""
-
-        def publish(store: Store, order: SaveOrder) -> Manifest:
-            entry = FileEntry(name=order.name, digest=_NOTHING, format=order.options.format)
-            regions = staged.descriptors()
-            lease = store.leases.get(order.series)
-            lock = lock_descriptor(lease_path(store.directory, order.series))
-            told: dict[str, Any] = {
-                "directory": os.path.abspath(store.directory),  # noqa: PTH100 - no links resolved
-                "name": order.name,
-                "items": staged.describe(order.items),  # the worker builds them from this
-                "regions": len(regions),
-                "draft": manifests.encode(order.describe(entry, {})).decode(),
-                "metadata": None if order.metadata is None else dict(order.metadata),
-                "trust": _trust_to_document(store.trust),
-                "is_shard": isinstance(store, ShardFiles),
-                "lease": None if lease is None else [lease.text, lease.identity],
-                **_described(order.options),
-            }
-            descriptors = [*regions.values(), *([] if lock is None else [lock])]
-            answer = self._exchange(told, descriptors, store=store, series=order.series)
-            if "error" in answer:
-                raise rebuild_error(answer["error"])
-            text = str(answer["manifest"]).encode()
-            return manifests.decode(
-                text, path=store.directory / manifests.manifest_name(order.name)
-            )
-
-        return publish
+    def save_items(self, staged: StagedState, store: Store, order: SaveOrder) -> Manifest:
+        """Do as `saver.save_items` in the worker; the items of the order must be in `staged`."""
+        regions = staged.descriptors()
+        lease = store.leases.get(order.series)
+        lock = lock_descriptor(lease_path(store.directory, order.series))
+        message: dict[str, Any] = {
+            "directory": os.path.abspath(store.directory),  # noqa: PTH100 - no links resolved
+            "name": order.name,
+            "items": staged.describe(order.items),  # the worker builds them from this
+            "regions": len(regions),
+            "draft": manifests.encode(order.draft).decode(),
+            "metadata": None if order.metadata is None else dict(order.metadata),
+            "trust": _trust_to_document(store.trust),
+            "is_rank_file": order.is_rank_file,
+            "lease": None if lease is None else [lease.text, lease.identity],
+            **_described(order.options),
+        }
+        descriptors = [*regions.values(), *([] if lock is None else [lock])]
+        answer = self._exchange(message, descriptors, store=store, series=order.series)
+        if "error" in answer:
+            raise rebuild_error(answer["error"])
+        text = str(answer["manifest"]).encode()
+        return manifests.decode(text, path=store.directory / manifests.manifest_name(order.name))
 
     def _exchange(
         self, order: dict[str, Any], descriptors: Sequence[int], *, store: Store, series: str

@@ -48,7 +48,8 @@ from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.shard_state import load_sharded
 from ckptmgr.files.load.values import everything, read_into, read_values
 from ckptmgr.files.open_checkpoint import with_manifest
-from ckptmgr.files.save.saver import SaveOptions, SaveOrder, save_items
+from ckptmgr.files.save.job import SaveOptions, SaveOrder, draft_entry
+from ckptmgr.files.save.saver import save_items
 from ckptmgr.files.serialization_arguments import (
     check_append_dict,
     check_safetensors_options,
@@ -64,7 +65,7 @@ from ckptmgr.io.signals import defer_signals, deliver_signals
 from ckptmgr.observe.observers import REGISTERED
 from ckptmgr.state.arrays import named_tensors
 from ckptmgr.store.change_leases import lease_of_name
-from ckptmgr.store.manifest.codec import FileEntry, Manifest
+from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.store import Store
 
 _EMPTY_RESULT = (
@@ -179,7 +180,7 @@ def save_checkpoint(
         items=items,
         options=options,
         series=path.name,
-        describe=lambda entry, stats: _manifest(entry, stats, path, facts),
+        draft=_draft(path, options, facts),
         metadata=metadata,
     )
     started = time.perf_counter()
@@ -363,20 +364,18 @@ def _read_file(
     return with_manifest(store, path.name, read_with)
 
 
-def _manifest(
-    entry: FileEntry, stats: Mapping[str, float], path: Path, facts: Mapping[str, object]
-) -> Manifest:
+def _draft(path: Path, options: SaveOptions, facts: Mapping[str, object]) -> Manifest:
     parsed = parse_name(path.name)
     epoch = _counter(facts, "epoch_num")
     return Manifest(
-        file=entry,
+        file=draft_entry(path.name, options),
         series=stem_of(path.name) if parsed is None else parsed.prefix,
         run_id="",
         step=_counter(facts, "step_num") or 0,
         epoch=epoch if parsed is None or epoch is not None else parsed.epoch,
         sequence=0,
         saved_at=datetime.fromtimestamp(time.time(), UTC),
-        stats=stats,
+        stats={},
     )
 
 

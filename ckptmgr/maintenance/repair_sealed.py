@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -23,7 +23,8 @@ from ckptmgr.files.load.open import open_source
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.plaintext import check_kind
 from ckptmgr.files.load.shards import ShardedCheckpoint
-from ckptmgr.files.save.saver import SaveOrder, save_items
+from ckptmgr.files.save.job import SaveOrder
+from ckptmgr.files.save.saver import save_items
 from ckptmgr.formats.detect import detect
 from ckptmgr.formats.source import Source
 from ckptmgr.formats.tensor import Tensor
@@ -156,16 +157,17 @@ class SealedRepair:
                 file_mode=0o400 if status is None else stat.S_IMODE(status.mode),
             ),
             series=self._manifest.series,
-            describe=partial(self._described, rank),
+            draft=self._manifest,
             metadata=shard.plain_metadata(),
+            is_rank_file=True,
         )
         self._manifest = swap_shards(
-            store, self._manifest, partial(save_items, order=order), names=[order.name]
+            store, self._manifest, partial(self._written, rank, order), names=[order.name]
         )
 
-    def _described(self, rank: int, entry: FileEntry, _: Mapping[str, float]) -> Manifest:
+    def _written(self, rank: int, order: SaveOrder, store: Store) -> Manifest:
         shards = list(self._manifest.shards)
-        shards[rank] = entry
+        shards[rank] = save_items(store, order).file
         return replace(self._manifest, file=shards[0], shards=tuple(shards))
 
     def _renamed(self, rank: int) -> FileEntry:

@@ -20,7 +20,7 @@ from ckptmgr.files.load.open import OpenCheckpoint, open_source
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.shard_pieces import PIECES, Piece, read_index
 from ckptmgr.files.load.shards import ShardedCheckpoint
-from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.formats.index import TensorEntry, read_tensor_into
 from ckptmgr.formats.source import Source
 from ckptmgr.formats.tensor import flat_memory

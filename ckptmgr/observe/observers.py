@@ -135,7 +135,6 @@ class SaveWatch:
         self._is_staged = False
         self._is_over = False
         self._stats = SaveStats()
-        self._note: Callable[[], object] | None = None
         started = self._about | Facts(notes=(why,))
         observers.emit("save.started", **started)
 
@@ -161,15 +160,13 @@ class SaveWatch:
             )
             self._observers.emit("save.staged", **facts)
 
-    def costs(self, stats: SaveStats, *, note: Callable[[], object] | None = None) -> None:
-        """Take the figures for the last event; `note` updates them before it."""
-        self._stats, self._note = stats, note
+    def costs(self, stats: SaveStats) -> None:
+        """Take the figures of the save, which its last event reports."""
+        self._stats = stats
 
     def durable(self, path: Path) -> None:
         """Emit `save.durable`."""
         stats = self._stats
-        if self._note is not None:
-            self._note()
         if stats.staged_bytes:
             self.staged(stats)  # the staging thread may not have emitted it yet
         self._end("save.durable", path=path, size_bytes=stats.size_bytes, figures=figures_of(stats))

@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from ckptmgr.core.errors import SaveFailed
 from ckptmgr.core.model import Link
 from ckptmgr.core.shard_names import SET_FORMAT, shard_name
+from ckptmgr.files.save.job import SaveFacts
 from ckptmgr.parallel.coordinator import Json, RanksOutOfStep
-from ckptmgr.series.writer import Place, SaveFacts
+from ckptmgr.series.writer import Place
 from ckptmgr.store.manifest.codec import FileEntry, Manifest, entry_from_document, entry_to_document
 from ckptmgr.store.manifest.fields import link_from_document
 

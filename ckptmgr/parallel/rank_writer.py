@@ -14,7 +14,7 @@ from ckptmgr.core.errors import SaveFailed, StoreLocked
 from ckptmgr.core.model import Checkpoint, Plan
 from ckptmgr.core.names import is_of_prefix
 from ckptmgr.core.shard_names import SET_FORMAT, new_attempt_id, set_stem
-from ckptmgr.files.save.saver import Publish, Refusal, SaveOptions, SaveOrder, save_items
+from ckptmgr.files.save.job import SaveJob, SaveOptions, SaveOrder
 from ckptmgr.formats.tensor import Item
 from ckptmgr.observe.observers import REGISTERED, Observers
 from ckptmgr.parallel.agreement import all_prepared, first_that_all_load, steps_of_all
@@ -27,12 +27,31 @@ from ckptmgr.parallel.shard_store import ShardStore
 from ckptmgr.parallel.two_phase_commit import Deadline, TwoPhaseSave
 from ckptmgr.policy.retention import RetentionPolicy
 from ckptmgr.series.candidates import Skipped
-from ckptmgr.series.writer import FreeName, SaveFacts, SeriesWriter
-from ckptmgr.store.manifest.codec import FileEntry, Manifest
+from ckptmgr.series.writer import BegunSave, SeriesWriter
+from ckptmgr.store.manifest.codec import Manifest
 
 _LOG = logging.getLogger(__name__)
 _Loaded = TypeVar("_Loaded")
 DEFAULT_TIMEOUT_S = 600.0
+
+
+class BegunTogether(BegunSave):
+    """The part of one rank in a save that all ranks have begun."""
+
+    def __init__(
+        self, writer: SeriesWriter, job: SaveJob, order: SaveOrder, save: TwoPhaseSave
+    ) -> None:
+        super().__init__(writer, job, order)
+        self._save = save
+
+    def commit(self, manifest: Manifest) -> Checkpoint:
+        """Vote for the save; return the checkpoint once rank 0 has committed it. See `TwoPhaseSave.commit`."""
+        whole = self._save.commit(manifest, mode=self.order.options.file_mode)
+        return super().commit(whole)
+
+    def abandon(self, error: Exception) -> None:
+        """Vote against the save. See `TwoPhaseSave.abandon`."""
+        self._save.abandon(error)
 
 
 class RankWriter(SeriesWriter):
@@ -153,96 +172,27 @@ class RankWriter(SeriesWriter):
         rounds = self._meetings.begin("restore", what="not restored")
         return all_prepared(rounds, prepare, stop=self._meetings.stop())
 
-    def save(
-        self,
-        name: str,
-        items: Sequence[Item],
-        facts: SaveFacts,
-        *,
-        metadata: Mapping[str, str] | None = None,
-        options: SaveOptions | None = None,
-        publish: Publish = save_items,
-    ) -> Checkpoint:
-        """Save with all ranks; return the checkpoint once it is durable.
+    def begin(self, job: SaveJob) -> BegunTogether:
+        """Meet the other ranks, take the name and the place that rank 0 chooses, and divide the items.
 
-        Args:
-            name: Of the checkpoint, ending in `.shards`; that of rank 0 counts.
-            items: What this rank saves.
-            facts: About the save; those of rank 0 count.
-            metadata: Strings kept in the file of this rank.
-            options: How files are written.
-            publish: Writes the file.
+        A job with an error meets the others as well: then the save fails on all ranks.
 
         Raises:
             RankFailed: A rank could not do its part; names it and its error. There is no such checkpoint.
             SaveFailed: Ranks did not come in time; names them. The storage, asked last, holds no commit.
         """
-        return self._save_together(
-            lambda _: (name, facts.attempt),
-            items,
-            facts,
-            metadata=metadata,
-            options=options or self.options,
-            publish=publish,
-        )
-
-    def save_next(
-        self,
-        free_name: FreeName,
-        items: Sequence[Item],
-        facts: SaveFacts,
-        *,
-        metadata: Mapping[str, str] | None = None,
-        publish: Publish = save_items,
-    ) -> Checkpoint:
-        """Save with all ranks under the name that rank 0 finds; see `save`."""
-        return self._save_together(
-            lambda present: free_name(SET_FORMAT, present),
-            items,
-            facts,
-            metadata=metadata,
-            options=self.options,
-            publish=publish,
-        )
-
-    def _save_together(
-        self,
-        choose: Callable[[Sequence[Checkpoint]], tuple[str, int | None]],
-        items: Sequence[Item],
-        facts: SaveFacts,
-        *,
-        metadata: Mapping[str, str] | None,
-        options: SaveOptions,
-        publish: Publish,
-    ) -> Checkpoint:
-        step = facts.step
+        step, options = job.facts.step, job.options or self.options
         rounds = self._meetings.begin(f"save {step}", what=f"step {step} was not saved")
 
         def offered() -> Json:
-            if isinstance(publish, Refusal):
-                raise publish.error
-            return self._offered(choose, facts, options) if self.is_first else None
+            if job.error is not None:
+                raise job.error
+            return self._offered(job, options) if self.is_first else None
 
         offer = self._begin(rounds, offered, step=step)
-        facts = offer.applied_to(facts)
         deadline = Deadline.after(self._monotonic(), self.timeout_s)
         rounds = rounds.of_attempt(offer.attempt_id)
-        items, metadata = self._divided(rounds, items, metadata, stop=deadline.end)
-
-        def describe(entry: FileEntry, stats: Mapping[str, float]) -> Manifest:
-            return self.describe(entry, stats, facts, place=offer.place)
-
-        def write(file_name: str) -> Manifest:
-            order = SaveOrder(
-                name=file_name,
-                items=items,
-                options=options,
-                series=self.series,
-                describe=describe,
-                metadata=metadata,
-            )
-            return publish(self.store, order)
-
+        items, metadata = self._divided(rounds, job.items, job.metadata, stop=deadline.end)
         save = TwoPhaseSave(
             self._shards,
             self.coordinator,
@@ -251,17 +201,22 @@ class RankWriter(SeriesWriter):
             deadline=deadline,
             monotonic=self._monotonic,
         )
-        return self.note_saved(save.run(write, mode=options.file_mode))
+        name, facts = save.file_name, offer.applied_to(job.facts)
+        order = SaveOrder(
+            name=name,
+            items=items,
+            options=options,
+            series=self.series,
+            draft=self.draft(name, options, facts, place=offer.place),
+            metadata=metadata,
+            is_rank_file=True,
+        )
+        return BegunTogether(self, job, order, save)
 
-    def _offered(
-        self,
-        choose: Callable[[Sequence[Checkpoint]], tuple[str, int | None]],
-        facts: SaveFacts,
-        options: SaveOptions,
-    ) -> Json:
+    def _offered(self, job: SaveJob, options: SaveOptions) -> Json:
         self.open()  # before a name is chosen, which another process could take
-        present = self.store.scan()
-        name, attempt = choose(present)
+        facts, present = job.facts, self.store.scan()
+        name, attempt = job.naming.free_name(facts.step, present, format=SET_FORMAT)
         place = self.next_place(replace(facts, attempt=attempt), present)
         return Offer(
             stem=set_stem(name),

@@ -82,30 +82,46 @@ class TwoPhaseSave:
         self._is_first = coordinator.rank == 0
         self._own_name = offer.file_name(coordinator.rank, world=coordinator.world)
 
-    def run(self, write: Callable[[str], Manifest], *, mode: int) -> Manifest:
-        """Save; return the manifest of the whole once it is durable.
+    @property
+    def file_name(self) -> str:
+        """Name of the file of this rank."""
+        return self._own_name
+
+    def commit(self, draft: Manifest, *, mode: int) -> Manifest:
+        """Vote for the save with the file of this rank; return the manifest of all once it is durable.
 
         Args:
-            write: Makes a file of this name durable, and returns a manifest of it alone.
+            draft: The manifest of this rank's file alone.
             mode: Permission bits of the manifest.
 
         Raises:
             RankFailed: A rank could not do its part. There is no such checkpoint.
             SaveFailed: The ranks do not fit together, or some did not come, and the storage holds no commit.
         """
-        drafts: list[Manifest] = []
+        return self._vote(lambda: vote_of(draft), draft, mode=mode)
 
-        def vote() -> Json:
-            drafts.append(write(self._own_name))
-            return vote_of(drafts[0])
+    def abandon(self, error: Exception) -> None:
+        """Vote against the save: this rank could not write its file.
 
+        Raises:
+            RankFailed: Always; names the ranks that failed.
+            SaveFailed: Some ranks did not come, or were not understood.
+        """
+
+        def refuse() -> Json:
+            raise error
+
+        self._vote(refuse, None, mode=0)
+
+    def _vote(self, vote: Callable[[], Json], draft: Manifest | None, *, mode: int) -> Manifest:
         deadline = self._deadline
         try:
             stop = deadline.commit_by if self._is_first else deadline.end
             votes = self._rounds.together("write", vote, stop=stop)
-            manifest = whole(drafts[0], votes)
+            assert draft is not None  # noqa: S101 - a rank that votes no gets no votes, but RankFailed
+            manifest = whole(draft, votes)
         except (RanksMissing, RanksOutOfStep) as doubt:
-            # Others may have heard what this rank has not: its file may be part of a checkpoint.
+            # Other ranks may know what this one does not: its file may be part of a checkpoint.
             return self._settled(doubt, is_open=not self._is_first)
         except CkptmgrError:
             self._store.withdraw(self._own_name)

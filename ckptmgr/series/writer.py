@@ -14,7 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -22,19 +22,25 @@ from typing import NamedTuple, TypeVar
 from ckptmgr.core.errors import CkptmgrError, StoreLocked, UnsafePrune
 from ckptmgr.core.forks import reset_in_child
 from ckptmgr.core.model import Checkpoint, Link, Plan, State
-from ckptmgr.files.save.saver import Publish, SaveOptions, SaveOrder, save_items
+from ckptmgr.files.save.job import (
+    FixedName,
+    SaveFacts,
+    SaveJob,
+    SaveOptions,
+    SaveOrder,
+    draft_entry,
+)
+from ckptmgr.files.save.saver import save_items
 from ckptmgr.formats.tensor import Item
 from ckptmgr.io.passing_errors import with_one_retry
 from ckptmgr.io.signals import defer_signals, deliver_signals
 from ckptmgr.observe.observers import REGISTERED, Observers
 from ckptmgr.policy.retention import RetentionPolicy, plan
 from ckptmgr.series.candidates import Skipped, first_that_loads
-from ckptmgr.store.manifest.codec import FileEntry, Manifest
+from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.manifest.lineage import link_to_newest
 from ckptmgr.store.numbering import next_attempt, next_sequence
 from ckptmgr.store.store import Store
-
-FreeName = Callable[[str, Sequence[Checkpoint]], tuple[str, int | None]]
 
 _LOG = logging.getLogger(__name__)
 # How long the saving process of a run that was killed is waited for: it ends as soon as the disk answers it.
@@ -43,33 +49,33 @@ _PAUSE_S = 0.05
 _Loaded = TypeVar("_Loaded")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveFacts:
-    """What the training loop says about a save.
-
-    Attributes:
-        step: Global step.
-        attempt: Which save of the step it is; None for the next one.
-        at: When it was asked for, in seconds since the epoch; None for now.
-        epoch: Epoch number, or None.
-        why: What triggered it.
-        metrics: Name to value.
-    """
-
-    step: int
-    attempt: int | None = None
-    at: float | None = None
-    epoch: int | None = None
-    why: str = "manual"
-    metrics: Mapping[str, float] | None = None
-
-
 class Place(NamedTuple):
     """Where the next save comes: its commit sequence, which save of its step it is, and after which checkpoint."""
 
     sequence: int
     attempt: int
     previous: Link | None
+
+
+class BegunSave:
+    """A save that has a name and a place in its series; committed or abandoned once."""
+
+    def __init__(self, writer: SeriesWriter, job: SaveJob, order: SaveOrder) -> None:
+        self._writer = writer
+        self._job = job
+        self.order = order
+
+    def commit(self, manifest: Manifest) -> Checkpoint:
+        """Note the file that was written and published, and return its checkpoint."""
+        return self._writer.note_saved(manifest)
+
+    def abandon(self, error: Exception) -> None:
+        """Note that the file could not be written; it has left nothing."""
+
+    def end(self) -> None:
+        """Apply the retention policy of the job; call it only once the checkpoint is durable."""
+        if self._job.retention is not None:
+            self._writer.retain(self._job.retention)
 
 
 class SeriesWriter:
@@ -241,6 +247,28 @@ class SeriesWriter:
                 dict.fromkeys(parent for parent in parents if parent not in ("", self.run_id))
             )
 
+    def begin(self, job: SaveJob) -> BegunSave:
+        """Take the lease, and choose the name and the place of a save.
+
+        Raises:
+            StoreLocked: Another live process writes this series.
+        """
+        self.open()
+        options = job.options or self.options
+        present = self.store.scan()
+        name, attempt = job.naming.free_name(job.facts.step, present, format=options.extension)
+        facts = replace(job.facts, attempt=attempt)
+        draft = self.draft(name, options, facts, place=self.next_place(facts, present))
+        order = SaveOrder(
+            name=name,
+            items=job.items,
+            options=options,
+            series=self.series,
+            draft=draft,
+            metadata=job.metadata,
+        )
+        return BegunSave(self, job, order)
+
     def save(
         self,
         name: str,
@@ -249,66 +277,18 @@ class SeriesWriter:
         *,
         metadata: Mapping[str, str] | None = None,
         options: SaveOptions | None = None,
-        publish: Publish = save_items,
     ) -> Checkpoint:
-        """Save and return the checkpoint once it is durable; see `save_items` for the errors."""
-        self.open()
-        return self._save(
-            name,
-            items,
-            facts,
-            self.store.scan(),
-            metadata=metadata,
-            options=options,
-            publish=publish,
+        """Save in the caller; return the checkpoint once it is durable. Raises as `save_items`."""
+        naming = FixedName(name, facts.attempt)
+        begun = self.begin(
+            SaveJob(naming=naming, facts=facts, items=items, metadata=metadata, options=options)
         )
-
-    def _save(
-        self,
-        name: str,
-        items: Sequence[Item],
-        facts: SaveFacts,
-        present: Sequence[Checkpoint],
-        *,
-        metadata: Mapping[str, str] | None,
-        options: SaveOptions | None = None,
-        publish: Publish,
-    ) -> Checkpoint:
-        place = self.next_place(facts, present)
-        order = SaveOrder(
-            name=name,
-            items=items,
-            options=options or self.options,
-            series=self.series,
-            describe=lambda entry, stats: self.describe(entry, stats, facts, place=place),
-            metadata=metadata,
-        )
-        return self.note_saved(publish(self.store, order))
-
-    def save_next(
-        self,
-        free_name: FreeName,
-        items: Sequence[Item],
-        facts: SaveFacts,
-        *,
-        metadata: Mapping[str, str] | None = None,
-        publish: Publish = save_items,
-    ) -> Checkpoint:
-        """Save under a name that is found when the save begins; see `save`.
-
-        Args:
-            free_name: Finds the name, given what it ends in and what is in the directory, and which save of the step it
-                makes; None for the next one.
-            items: What to save.
-            facts: About the save.
-            metadata: Strings kept in the file.
-            publish: Writes the file.
-        """
-        self.open()
-        present = self.store.scan()
-        name, attempt = free_name(self.options.extension, present)
-        facts = replace(facts, attempt=attempt)
-        return self._save(name, items, facts, present, metadata=metadata, publish=publish)
+        try:
+            manifest = save_items(self.store, begun.order)
+        except Exception as error:
+            begun.abandon(error)
+            raise
+        return begun.commit(manifest)
 
     def next_place(self, facts: SaveFacts, present: Sequence[Checkpoint]) -> Place:
         """Return where the next save comes, given what is in the directory."""
@@ -325,17 +305,10 @@ class SeriesWriter:
         own = [c for c in (self.resumed_from, self._last_saved) if c is not None]
         return Place(sequence, attempt, link_to_newest([*present, *own], self.series))
 
-    def describe(
-        self,
-        entry: FileEntry,
-        stats: Mapping[str, float],
-        facts: SaveFacts,
-        *,
-        place: Place,
-    ) -> Manifest:
-        """Return the manifest of a file of this run; `place` as from `next_place`."""
+    def draft(self, name: str, options: SaveOptions, facts: SaveFacts, *, place: Place) -> Manifest:
+        """Return the manifest of a file of this run that is not written yet; `place` is from `next_place`."""
         return Manifest(
-            file=entry,
+            file=draft_entry(name, options),
             series=self.series,
             run_id=self.run_id,
             parent_run_ids=self.parent_run_ids,
@@ -346,7 +319,7 @@ class SeriesWriter:
             epoch=facts.epoch,
             why=facts.why,
             metrics=dict(facts.metrics or {}),
-            stats=stats,
+            stats={},
             previous=place.previous,
         )
 

@@ -10,14 +10,20 @@ then the directory holds what it held before, or the new file.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.io.digest import FileDigest, digest_of
-from ckptmgr.io.filesystem import FileStatus, FileSystem, InputFile, OutputFile, discard
+from ckptmgr.io.filesystem import (
+    FileStatus,
+    FileSystem,
+    InputFile,
+    OutputFile,
+    discard,
+    unlink_if_present,
+)
 from ckptmgr.io.signals import defer_signals, deliver_signals
 from ckptmgr.io.space_errors import explain_error, not_enough_space
 from ckptmgr.store.listing import bare_file
@@ -28,8 +34,141 @@ from ckptmgr.store.manifest.reader import ManifestContent
 # Room for the manifest and the directory blocks beside the data.
 _SPACE_MARGIN_BYTES = 1 << 20
 
-_Written = TypeVar("_Written")
-_Described = TypeVar("_Described")
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """The file that has the name of a new one: the content of its manifest, and its manifest."""
+
+    content: ManifestContent | None
+    manifest: Manifest | None
+
+
+NOTHING_REPLACED = Replaced(content=None, manifest=None)
+
+
+class NewFile:
+    """A data file under a temporary name, to be written and then published; see `Publisher.new_file`."""
+
+    def __init__(
+        self,
+        manifests: ManifestFiles,
+        name: str,
+        temp: Path,
+        file: OutputFile,
+        *,
+        series: str,
+        size_bytes: int,
+        mode: int,
+        replaced: Replaced,
+        is_rank_file: bool,
+    ) -> None:
+        self._manifests = manifests
+        self._fs = manifests.fs
+        self._directory = manifests.directory
+        self._name = name
+        self._temp = temp
+        self._file = file
+        self._series = series
+        self._size_bytes = size_bytes
+        self._mode = mode
+        self._replaced = replaced
+        self._is_rank_file = is_rank_file
+        self._is_temporary = True
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[OutputFile]:
+        """Open the file to be written; on exit its content is durable. A signal interrupts it."""
+        try:
+            with deliver_signals():
+                self._file.reserve(self._size_bytes)
+                yield self._file
+                self._file.sync()
+        finally:
+            self._file.close()
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[InputFile]:
+        """Open the content that the disk holds, past the page cache. A signal interrupts it."""
+        stored = self._fs.open(self._temp, is_uncached=True)
+        with contextlib.closing(stored), deliver_signals():
+            yield stored
+
+    def publish(self, manifest: Manifest, *, mode: int | None = None) -> None:
+        """Give the file its name; with its manifest, unless it is the file of a rank.
+
+        `mode` has the permission bits of the manifest, where they differ from those of the data.
+        """
+        if self._is_rank_file:
+            self._publish_alone()
+            return
+        self._is_temporary = False
+        self._commit(manifest, self._mode if mode is None else mode)
+
+    def give_name(self) -> None:
+        """Give the file its name, replacing any other; the lease on the name must be held."""
+        self._is_temporary = False
+        self._manifests.rename_leased(self._temp, self._directory / self._name, self._name)
+        self._fs.sync_directory(self._directory)
+
+    def close(self) -> None:
+        """Remove the temporary file, if it still is one."""
+        if self._is_temporary:
+            self._is_temporary = False
+            self._file.close()
+            discard(self._fs, self._temp)
+
+    def _publish_alone(self) -> None:
+        try:
+            self._fs.replace(self._temp, self._directory / self._name)
+            self._is_temporary = False
+            self._fs.sync_directory(self._directory)
+        except BaseException:
+            # The rename may have been done, whatever it answered; no manifest names this file.
+            with contextlib.suppress(OSError):
+                unlink_if_present(self._fs, self._directory / self._name)
+            raise
+
+    def _commit(self, manifest: Manifest, mode: int) -> None:
+        fs, directory, manifests = self._fs, self._directory, self._manifests
+        before, old = self._replaced.content, self._replaced.manifest
+        # Readers of the old manifest can read it until the swap, and afterwards if that is undone.
+        during = mode if before is None else before.mode
+        try:
+            # A power cut that the manifest survives must not lose the temporary file: without it
+            # the manifest would be one whose data is missing.
+            fs.sync_directory(directory)
+            manifests.put(replace(manifest, replaces=old), series=self._series, mode=during)
+            fs.sync_directory(directory)
+            manifests.leases.check(self._series, self._name)
+            fs.replace(self._temp, directory / self._name)
+        except BaseException:
+            # An interrupt, or an answer lost on the way from a file server, also comes after the
+            # rename was done. The manifest that describes old and new must then stay.
+            if self._is_there():
+                manifests.undo(self._name, before, series=self._series)
+                # For the same reason the temporary file goes last, and stays where the manifest
+                # cannot be removed.
+                with contextlib.suppress(OSError):
+                    fs.sync_directory(directory)
+                    manifest_path = directory / manifest_name(self._name)
+                    if before is not None or not _may_exist(fs, manifest_path):
+                        discard(fs, self._temp)
+            raise
+        # The checkpoint exists now. If this sync fails the caller gets the error, but the published
+        # file stays: it may be the only good one.
+        fs.sync_directory(directory)
+        if old is not None:
+            manifests.put(manifest, series=self._series, mode=mode)
+            fs.sync_directory(directory)
+
+    def _is_there(self) -> bool:
+        return _may_exist(self._fs, self._temp)
+
+
+def _may_exist(fs: FileSystem, path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return fs.status(path) is not None
+    return False
 
 
 class Publisher:
@@ -51,6 +190,61 @@ class Publisher:
         if free is not None and free < needed:
             raise not_enough_space(self.directory, needed, free)
 
+    @contextlib.contextmanager
+    def new_file(
+        self,
+        name: str,
+        *,
+        series: str,
+        size_bytes: int,
+        mode: int = 0o400,
+        is_rank_file: bool = False,
+    ) -> Iterator[NewFile]:
+        """Create a data file under a temporary name, to be written and published in a `with` block.
+
+        On exit the temporary file is gone, published or not. Signals wait, but while the file is
+        written or read.
+
+        Args:
+            name: Base name of the data file.
+            series: Series of the file; recovery removes the leftovers of a series.
+            size_bytes: Size of the file, to check and reserve space; 0 where it is not known.
+            mode: Permission bits of data and manifest.
+            is_rank_file: The file belongs to a set: its name is new, and it gets no manifest.
+
+        Raises:
+            StoreFull: Not enough space; nothing was changed.
+            StoreLocked: A lease on the name or the series was held and is lost; the data was not
+                published.
+            OSError: From the disk; before the commit point nothing was changed and no temporary
+                file is left (as far as the disk allows its removal).
+        """
+        temp = self._manifests.temp_path(name, series)
+        try:
+            self.fs.make_directory(self.directory, mode=0o700)
+            with self.fs.hold_directory(self.directory):
+                self.check_space(size_bytes)
+                replaced = NOTHING_REPLACED if is_rank_file else self._replaced(name)
+                with defer_signals():
+                    file = self.fs.create(temp, mode=mode, owner_of=self.directory / name)
+                    new = NewFile(
+                        self._manifests,
+                        name,
+                        temp,
+                        file,
+                        series=series,
+                        size_bytes=size_bytes,
+                        mode=mode,
+                        replaced=replaced,
+                        is_rank_file=is_rank_file,
+                    )
+                    try:
+                        yield new
+                    finally:
+                        new.close()
+        except OSError as error:
+            raise explain_error(error, self.directory / name, size_bytes, self.fs) from error
+
     def publish(
         self,
         name: str,
@@ -62,53 +256,41 @@ class Publisher:
         mode: int = 0o400,
         manifest_mode: int | None = None,
         read_back: Callable[[InputFile, FileDigest], None] | None = None,
+        is_rank_file: bool = False,
     ) -> Manifest:
-        """Make a new checkpoint durable under `name`, replacing what has that name.
+        """Write and publish a file in one call; see `new_file`.
 
         Args:
             name: Base name of the data file.
-            series: Series it belongs to, for reaping leftovers.
-            size_bytes: Size the file will have, to check and reserve space.
+            series: Series it belongs to.
+            size_bytes: Size of the file.
             write: Writes the content into the new file and returns its digests.
             describe: Makes the manifest from the digests.
             mode: Permission bits of data and manifest.
             manifest_mode: Those of the manifest, where they differ.
-            read_back: Compares what the disk holds with the digests, after the sync and before anything is published.
-
-        Raises:
-            StoreFull: Not enough space; nothing was changed.
-            StoreLocked: A lease on the name or the series was held and is lost; the data was not published.
-            OSError: From the disk; before the commit point nothing was changed and no temporary file is left (as far as
-                the disk still lets us remove it).
+            read_back: Compares the file on the disk with the digests, before anything is published.
+            is_rank_file: The file belongs to a set, and gets no manifest.
         """
-        temp = self._manifests.temp_path(name, series)
-        try:
-            self.fs.make_directory(self.directory, mode=0o700)
-            with self.fs.hold_directory(self.directory):
-                self.check_space(size_bytes)
-                before = self._manifests.content(name)
-                old = self._manifest_of_current(name, before)
-                if manifest_mode is None:
-                    manifest_mode = mode
-                with defer_signals():
-                    manifest = self._write_temp(
-                        name, temp, size_bytes, write, describe, mode=mode, read_back=read_back
-                    )
-                    self._commit(
-                        name, temp, manifest, old, before, series=series, mode=manifest_mode
-                    )
-        except OSError as error:
-            raise explain_error(error, self.directory / name, size_bytes, self.fs) from error
+        with self.new_file(
+            name, series=series, size_bytes=size_bytes, mode=mode, is_rank_file=is_rank_file
+        ) as new:
+            with new.writing() as file:
+                digest = write(file)
+            if read_back is not None:
+                with new.reading() as stored:
+                    read_back(stored, digest)
+            manifest = describe(digest)
+            new.publish(manifest, mode=manifest_mode)
         return manifest
 
     def place(
         self, name: str, *, size_bytes: int, write: Callable[[OutputFile], object], mode: int
     ) -> None:
-        """Make a file that is no checkpoint durable under `name`, replacing what has that name; it gets no manifest.
+        """Make a file that is no checkpoint durable under `name`, replacing any other; it gets no manifest.
 
         Args:
             name: Base name; the lease on it must be held.
-            size_bytes: Size the file will have, to check and reserve space.
+            size_bytes: Size of the file, to check and reserve space.
             write: Writes the content into the new file.
             mode: Permission bits.
 
@@ -117,111 +299,37 @@ class Publisher:
             StoreLocked: The lease is lost; nothing was changed.
             OSError: From the disk; the old file is intact, or the new one is there.
         """
-        temp = self._manifests.temp_path(name, name)
-        try:
-            self.check_space(size_bytes)
-            with defer_signals():
-                self._write_temp(
-                    name, temp, size_bytes, write, lambda _: None, mode=mode, read_back=None
-                )
-                self._manifests.rename_leased(temp, self.directory / name, name)
-                self.fs.sync_directory(self.directory)
-        except OSError as error:
-            raise explain_error(error, self.directory / name, size_bytes, self.fs) from error
+        with self.new_file(
+            name, series=name, size_bytes=size_bytes, mode=mode, is_rank_file=True
+        ) as new:
+            with new.writing() as file:
+                write(file)
+            new.give_name()
 
-    def _write_temp(
-        self,
-        name: str,
-        temp: Path,
-        size_bytes: int,
-        write: Callable[[OutputFile], _Written],
-        describe: Callable[[_Written], _Described],
-        *,
-        mode: int,
-        read_back: Callable[[InputFile, _Written], None] | None,
-    ) -> _Described:
-        """Write a file that nobody knows yet, or none; signals must be held, and are heard while it takes long."""
-        file = self.fs.create(temp, mode=mode, owner_of=self.directory / name)
-        try:
-            try:
-                with deliver_signals():
-                    file.reserve(size_bytes)
-                    digest = write(file)
-                    file.sync()
-            finally:
-                file.close()
-            if read_back is not None:
-                stored = self.fs.open(temp, is_uncached=True)
-                with contextlib.closing(stored), deliver_signals():
-                    read_back(stored, digest)
-            return describe(digest)
-        except BaseException:
-            discard(self.fs, temp)
-            raise
+    def _replaced(self, name: str) -> Replaced:
+        """Return the content and the manifest of the file that has this name now, if any.
 
-    def _commit(
-        self,
-        name: str,
-        temp: Path,
-        manifest: Manifest,
-        old: Manifest | None,
-        before: ManifestContent | None,
-        *,
-        series: str,
-        mode: int,
-    ) -> None:
-        # Whoever could read the manifest can do so until the swap, and afterwards if that is undone.
-        during = mode if before is None else before.mode
-        try:
-            # The temporary file must not be lost in a power cut that the manifest survives: it tells that manifest from one
-            # whose data is missing.
-            self.fs.sync_directory(self.directory)
-            self._manifests.put(replace(manifest, replaces=old), series=series, mode=during)
-            self.fs.sync_directory(self.directory)
-            self._manifests.leases.check(series, name)
-            self.fs.replace(temp, self.directory / name)
-        except BaseException:
-            # Ctrl-C, and an answer lost on the way from a file server, also come after the rename was done. The manifest
-            # that describes old and new must then stay: it is the only one that is true.
-            if self._is_there(temp):
-                self._manifests.undo(name, before, series=series)
-                # For the same reason the temporary file goes last, and stays where the manifest cannot be removed.
-                with contextlib.suppress(OSError):
-                    self.fs.sync_directory(self.directory)
-                    if before is not None or not self._is_there(
-                        self.directory / manifest_name(name)
-                    ):
-                        discard(self.fs, temp)
-            raise
-        # From here on the checkpoint exists. If this sync fails the caller must hear of it, but the published file stays:
-        # removing it could remove the only good one.
-        self.fs.sync_directory(self.directory)
-        if old is not None:
-            self._manifests.put(manifest, series=series, mode=mode)
-            self.fs.sync_directory(self.directory)
-
-    def _manifest_of_current(self, name: str, before: ManifestContent | None) -> Manifest | None:
-        """Return a manifest for what has this name now; None when the name is free.
-
-        It gets the proofs of this writer. So one is made up for a bare file, and where the manifest is not proven to this
-        writer; the manifest itself is kept in it.
+        The manifest gets the proofs of this writer. So a placeholder takes its place for a bare
+        file, and for one whose manifest is not proven to this writer; the original is preserved in
+        it.
         """
+        before = self._manifests.content(name)
         status = self.fs.status(self.directory / name)
         if status is None:
-            return None
+            return Replaced(content=before, manifest=None)
         self.fs.sync_directory(self.directory)
         try:
             manifest = self._manifests.read_proven(name)
         except CkptmgrError:
             manifest = None
-        manifest = manifest or self._made_up(name, status)
+        manifest = manifest or self._placeholder(name, status)
         if manifest.preserved is None and before is not None:
             is_proven = not manifest.is_placeholder
             text = before.text if is_proven else self._manifests.text_to_preserve(before, name)
-            return replace(manifest, preserved=text)
-        return manifest
+            manifest = replace(manifest, preserved=text)
+        return Replaced(content=before, manifest=manifest)
 
-    def _made_up(self, name: str, status: FileStatus) -> Manifest:
+    def _placeholder(self, name: str, status: FileStatus) -> Manifest:
         bare = bare_file(self.directory / name, status)
         with contextlib.closing(self.fs.open(self.directory / name)) as file:
             digest = digest_of(file)
@@ -234,8 +342,3 @@ class Publisher:
             saved_at=bare.saved_at,
             why=PLACEHOLDER,
         )
-
-    def _is_there(self, temp: Path) -> bool:
-        with contextlib.suppress(OSError):
-            return self.fs.status(temp) is not None
-        return False

@@ -14,13 +14,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from ckptmgr.core.errors import CkptmgrError, SaveFailed
 from ckptmgr.io.digest import FileDigest
-from ckptmgr.io.filesystem import InputFile, OutputFile, discard, unlink_if_present
-from ckptmgr.io.signals import defer_signals
-from ckptmgr.io.space_errors import explain_error
+from ckptmgr.io.filesystem import InputFile, OutputFile, unlink_if_present
 from ckptmgr.store.listing import problem_of_shards
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.recovery import remove_dead_temps
@@ -41,29 +38,19 @@ class ShardFiles(Store):
         mode: int = 0o400,
         manifest_mode: int | None = None,
         read_back: Callable[[InputFile, FileDigest], None] | None = None,
+        is_rank_file: bool = True,
     ) -> Manifest:
-        """Make the file of one rank durable, without a manifest beside it, whatever its mode; see `Store.publish`."""
-        temp = self._manifests.temp_path(name, series)
-        try:
-            self.fs.make_directory(self.directory, mode=0o700)
-            self.check_space(size_bytes)
-            with self.fs.hold_directory(self.directory), defer_signals():
-                manifest = self._write_temp(
-                    name, temp, size_bytes, write, describe, mode=mode, read_back=read_back
-                )
-                self._give_name(temp, name)
-        except OSError as error:
-            raise explain_error(error, self.directory / name, size_bytes, self.fs) from error
-        return manifest
-
-    def _give_name(self, temp: Path, name: str) -> None:
-        try:
-            self.fs.replace(temp, self.directory / name)
-            self.fs.sync_directory(self.directory)
-        except BaseException:
-            discard(self.fs, temp)
-            self.withdraw(name)
-            raise
+        """Make the file of one rank durable, without a manifest beside it; see `Publisher.publish`."""
+        return super().publish(
+            name,
+            series=series,
+            size_bytes=size_bytes,
+            write=write,
+            describe=describe,
+            mode=mode,
+            read_back=read_back,
+            is_rank_file=is_rank_file,
+        )
 
     def withdraw(self, name: str) -> None:
         """Remove the file of a rank that will never be part of a checkpoint, as far as the disk lets us."""

@@ -10,8 +10,8 @@ from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.handle import SaveStats
 from ckptmgr.core.names import breakpoint_name, step_in_epoch
 from ckptmgr.engine.engine import SaveEngine
+from ckptmgr.files.save.job import SaveFacts
 from ckptmgr.observe.observers import Observers
-from ckptmgr.series.writer import SaveFacts
 from ckptmgr.training.callback_names import CallbackSeries
 from ckptmgr.training.callback_values import items_of
 

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
 from ckptmgr.config.config import CheckpointConfig, check_config, trust_of
 from ckptmgr.core.handle import SaveHandle
-from ckptmgr.core.model import Checkpoint
-from ckptmgr.files.save.saver import Publish
-from ckptmgr.formats.tensor import Item
+from ckptmgr.files.save.job import SaveFacts, SaveJob
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.io.leases import Processes
 from ckptmgr.observe.observers import Observer, Observers, SaveWatch, about
@@ -33,7 +32,6 @@ from ckptmgr.parallel.slicer import tensor_specs
 from ckptmgr.parallel.team import team_for
 from ckptmgr.policy.save import LastSave, decide_at_end
 from ckptmgr.series.candidates import notes_of
-from ckptmgr.series.writer import SaveFacts
 from ckptmgr.state.arrays import named_tensors
 from ckptmgr.training.breakpoints import save_breakpoint
 from ckptmgr.training.callback_names import CallbackSeries, GivenNames, Target
@@ -333,25 +331,19 @@ class ModelCheckpoint(TrainingHooks):
     def _save(
         self, target: Target, params: Any, facts: SaveFacts, watch: SaveWatch
     ) -> SaveHandle | None:
-        writer, name_for = target.writer, target.name_for(params)
-        metadata: dict[str, str] = {}
-
-        def save(items: Sequence[Item], publish: Publish) -> Checkpoint:
-            checkpoint = writer.save_next(
-                name_for, items, facts, metadata=metadata or None, publish=publish
-            )
-            watch.durable(checkpoint.path)
-            if target.is_numbered:
-                writer.retain(self._config.retention_policy())
-            return checkpoint
-
-        writer.prepare()
+        job = SaveJob(
+            naming=target.naming(params),
+            facts=facts,
+            retention=self._config.retention_policy() if target.is_numbered else None,
+        )
+        target.writer.prepare()
         try:
             items = items_of(params, self._config, step=facts.step, epoch=facts.epoch or 0)
-            if self._team.slicer is not None:
-                metadata |= self._team.slicer.metadata_of(items)
+            slicer = self._team.slicer
+            metadata = {} if slicer is None else dict(slicer.metadata_of(items))
+            job = replace(job, items=items, metadata=metadata or None)
         except Exception as error:
             if not self._team.is_many:
                 raise
-            return self._engine.refuse(error, save, watch=watch)
-        return self._engine.run(writer.store, items, save, watch=watch)
+            job = replace(job, error=error)
+        return self._engine.run(job, target.writer, watch=watch)

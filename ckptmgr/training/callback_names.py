@@ -21,9 +21,10 @@ from ckptmgr.core.names import (
     step_in_epoch,
 )
 from ckptmgr.core.shard_names import SET_FORMAT
+from ckptmgr.files.save.job import Naming
 from ckptmgr.parallel.team import ALONE
 from ckptmgr.series.reader import free_name
-from ckptmgr.series.writer import FreeName, SeriesWriter
+from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.training.parts import RunParts
 
 
@@ -79,25 +80,55 @@ class Target:
     prefix: str
     is_numbered: bool
 
-    def name_for(self, params: Any) -> FreeName:
-        """Return what finds the name of a save of the present step; a save of many ranks overwrites none."""
+    def naming(self, params: Any) -> Naming:
+        """Return the naming of a save of the present step."""
         if not self.is_numbered:
-            return lambda extension, _: (f"{self.prefix}.{extension}", None)
-        step, epoch = int(params.cur_step_num), int(params.cur_epoch_num)
-        position = step_in_epoch(step, int(params.batch_num))
+            return _GivenName(self.prefix)
+        position = step_in_epoch(int(params.cur_step_num), int(params.batch_num))
+        return _EpochAndStep(
+            writer=self.writer,
+            prefix=self.prefix,
+            epoch=int(params.cur_epoch_num),
+            step_in_epoch=position,
+        )
 
-        def name_for(extension: str, present: Sequence[Checkpoint]) -> tuple[str, int | None]:
-            def name_of(attempt: int) -> str:
-                return checkpoint_name(
-                    self.prefix, epoch, step_in_epoch=position, format=extension, attempt=attempt
-                )
 
-            if extension != SET_FORMAT:
-                return name_of(0), None
-            writer = self.writer
-            return free_name(writer.store, writer.series, step, present, name_of=name_of)
+@dataclass(frozen=True, slots=True)
+class _GivenName:
+    """The naming of a save whose whole name a function has given."""
 
-        return name_for
+    name: str
+
+    def free_name(
+        self, step: int, present: Sequence[Checkpoint], *, format: str
+    ) -> tuple[str, int | None]:
+        return f"{self.name}.{format}", None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _EpochAndStep:
+    """The naming of MindSpore, `{prefix}-{epoch}_{step}`; a save of many ranks overwrites none."""
+
+    writer: SeriesWriter
+    prefix: str
+    epoch: int
+    step_in_epoch: int
+
+    def free_name(
+        self, step: int, present: Sequence[Checkpoint], *, format: str
+    ) -> tuple[str, int | None]:
+        def name_of(attempt: int) -> str:
+            return checkpoint_name(
+                self.prefix,
+                self.epoch,
+                step_in_epoch=self.step_in_epoch,
+                format=format,
+                attempt=attempt,
+            )
+
+        if format != SET_FORMAT:
+            return name_of(0), None
+        return free_name(self.writer.store, self.writer.series, step, present, name_of=name_of)
 
 
 class CallbackSeries:

@@ -107,7 +107,7 @@ class RunPast:
         recent: What is copied into memory.
         seen_step: The last step that was seen.
         unsaved: The last step that has ended, or None.
-        given_up: Checkpoints that a rollback went back behind.
+        given_up: Path and place of the checkpoints that a rollback went back behind.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class RunPast:
         self.recent = RecentStates(memory, time.monotonic, ledger=ledger, most=snapshots)
         self.seen_step = 0
         self.unsaved: UnsavedStep | None = None
-        self.given_up: set[Path] = set()
+        self.given_up: set[tuple[Path, int]] = set()
 
     def saw(self, step: int) -> None:
         """Note a step."""
@@ -149,13 +149,13 @@ class RunPast:
             step: Where to.
             checkpoints: Those of the series; later ones are given up.
         """
-        self.given_up |= {one.path for one in checkpoints if one.step > step}
+        self.given_up |= {(one.path, one.sequence) for one in checkpoints if one.step > step}
         self.recent.drop_after(step)
         self.progress.go_back(step, self._clock())
         self.seen_step = step
         self.unsaved = None
 
-    def resumed(self, path: Path) -> None:
+    def resumed(self, checkpoint: Checkpoint) -> None:
         """Note that the run goes on from a checkpoint: if that was given up, its past is ours again."""
-        if path in self.given_up:
+        if (checkpoint.path, checkpoint.sequence) in self.given_up:
             self.given_up.clear()

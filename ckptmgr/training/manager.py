@@ -31,7 +31,9 @@ from ckptmgr.core.arguments import (
     is_function,
     resolve_state,
 )
+from ckptmgr.core.errors import CheckpointNotFound
 from ckptmgr.core.handle import SaveHandle
+from ckptmgr.core.model import Checkpoint, Pin, Plan
 from ckptmgr.core.names import check_directory, check_prefix
 from ckptmgr.crypto.keys.signing import PublicKey
 from ckptmgr.files.load.state import as_held_here
@@ -43,19 +45,22 @@ from ckptmgr.parallel.dedup import Balance
 from ckptmgr.parallel.layout import ParallelLayout
 from ckptmgr.parallel.rank_policy import for_all_ranks
 from ckptmgr.parallel.team import team_for
+from ckptmgr.policy.forecast import Forecast
 from ckptmgr.policy.save import SavePolicy, decide_at_end, decide_at_step
 from ckptmgr.series.candidates import notes_of
 from ckptmgr.state import tree
-from ckptmgr.training.history import UnsavedStep
+from ckptmgr.training.catalog import Catalog
+from ckptmgr.training.forecast import Forecaster
+from ckptmgr.training.history import RunPast, UnsavedStep
 from ckptmgr.training.parts import RunParts
 from ckptmgr.training.resume import Resumption, resume_state, start_anew
 from ckptmgr.training.rollback import go_back
-from ckptmgr.training.saving import SavingSeries
+from ckptmgr.training.saving import StateSaver
 
 __all__ = ["CheckpointManager", "Resumption"]
 
 
-class CheckpointManager(SavingSeries):
+class CheckpointManager:
     """Saves, keeps, proves and restores the checkpoints of one training run.
 
     Args:
@@ -135,10 +140,41 @@ class CheckpointManager(SavingSeries):
             fs=fs,
             processes=processes,
         )
-        super().__init__(place, prefix, parts, snapshots=checked_interval("snapshots", snapshots))
+        self.directory = place
+        self._config = checked
+        self._team = team
+        self._clock = clock
+        self._observers = parts.observers
+        self._writer = parts.writer(place, prefix)
+        self._reader = parts.reader(self._writer)
+        self._engine = parts.engine(has_before_update=True)
+        self._forecaster = Forecaster(checked, parts.observers)
+        self._past = RunPast(
+            clock,
+            memory=self._engine.memory,
+            ledger=self._engine.ledger,
+            snapshots=checked_interval("snapshots", snapshots),
+        )
+        self._engine.make_room = self._past.recent.give_way  # a save takes the room of snapshots
+        self._saver = StateSaver(
+            parts,
+            writer=self._writer,
+            naming=self._reader,
+            engine=self._engine,
+            past=self._past,
+            forecaster=self._forecaster,
+        )
+        self._catalog = Catalog(
+            self._reader, writer=self._writer, engine=self._engine, observers=parts.observers
+        )
         self._snapshot_steps = (
             None if snapshot_steps is None else checked_interval("snapshot_steps", snapshot_steps)
         )
+
+    @property
+    def prefix(self) -> str:
+        """Name of the series."""
+        return self._writer.series
 
     def resume(
         self, state: object = None, *, start: Literal["newest", "new"] = "newest"
@@ -219,6 +255,133 @@ class CheckpointManager(SavingSeries):
         if not decide_at_step(self._policy, step, self._clock(), last=last).is_due:
             return None
         return self.save(step, state, epoch=epoch, metrics=metrics, why="policy")
+
+    def save(
+        self,
+        step: int,
+        state: object,
+        *,
+        epoch: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+        why: str = "manual",
+    ) -> SaveHandle | None:
+        """Save now; then apply the retention policy. With `async_save` both happen in the background.
+
+        Returns:
+            The handle, or None when `back_pressure="skip"` and an earlier save still runs.
+
+        Raises:
+            BaseException: An earlier save failed in the background; it is raised once.
+            UnsupportedState: Something in the state cannot be stored; names its path.
+            StoreFull: Not enough disk space; nothing was changed.
+            StoreLocked: Another live process writes this series.
+            OSError: From the disk; the earlier checkpoints are intact.
+        """
+        step, epoch = checked_count("step", step), checked_epoch(epoch)
+        checked = checked_metrics(metrics)
+        with self._observers.watch(series=self.prefix, step=step, why=why) as watch:
+            return self._saver.save(step, state, watch, epoch=epoch, metrics=checked, why=why)
+
+    def before_update(self) -> None:
+        """Wait until the state of the last save is copied; call it before the state is changed in place.
+
+        Only with `zero_stall`, where `save` leaves the copying to the background; otherwise, and when the copy is complete,
+        it does nothing. All torch optimizers of the process call it before their steps.
+        """
+        self._engine.before_update()
+
+    def wait(self) -> None:
+        """Wait until everything handed over is durable.
+
+        Raises:
+            BaseException: A save failed in the background; it is raised once.
+        """
+        self._engine.wait()
+
+    def close(self) -> None:
+        """Wait for the saves in flight and let other processes write this series. Saving again takes it back.
+
+        Raises:
+            BaseException: A save failed in the background, and its failure was not fetched.
+        """
+        try:
+            self._engine.close()
+        finally:
+            self._past.recent.close()
+            if not self._engine.is_busy:  # Ctrl-C does not stop a save, which needs the lease
+                self._writer.close()
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Return the committed checkpoints of the series, oldest first."""
+        return self._reader.checkpoints()
+
+    def latest(self) -> Checkpoint | None:
+        """Return the newest checkpoint that is not known to be damaged, or None. Leftovers raise nothing."""
+        return self._reader.latest()
+
+    def best(self, metric: str, mode: str = "min") -> Checkpoint | None:
+        """Return the checkpoint with the best value of a metric, or None when none has it; NaN never wins.
+
+        Args:
+            metric: Name as given to `step_end`.
+            mode: `min` or `max`.
+        """
+        return self._reader.best(metric, mode)
+
+    def load(self, checkpoint: Checkpoint | int | str, state: object = None) -> object:
+        """Load one checkpoint, verified.
+
+        Args:
+            checkpoint: From `checkpoints()`, a step, a file name, or `latest`: the newest, looked for again while the run that
+                writes the series removes the one that was found.
+            state: Restore into this, or None for new objects.
+
+        Raises:
+            CheckpointNotFound: There is no such checkpoint, or it was removed after it was listed.
+            CorruptCheckpoint, KeyProblem: It is damaged, or the key is wrong.
+        """
+        return self._catalog.load(checkpoint, state)
+
+    def pin(
+        self, checkpoint: Checkpoint | int | str, name: str = "pinned", *, reason: str = ""
+    ) -> None:
+        """Never let retention remove a checkpoint; durable when it returns.
+
+        Raises:
+            CheckpointNotFound: There is no such checkpoint.
+            UnsupportedCheckpoint: It has no manifest.
+        """
+        self._catalog.change_pins(checkpoint, lambda pins: (*pins, Pin(name=name, reason=reason)))
+
+    def unpin(self, checkpoint: Checkpoint | int | str) -> None:
+        """Take all pins off a checkpoint."""
+        self._catalog.change_pins(checkpoint, lambda pins: ())
+
+    def plan(self) -> Plan:
+        """Return what the retention policy would do now, without doing it."""
+        return self._writer.planned(self._config.retention_policy())
+
+    def forecast(self, state: object = None) -> Forecast:
+        """Return the space, memory and time that the run needs. Print it; it names each shortage with the way out.
+
+        Args:
+            state: The state that will be saved, or None for as much as the newest checkpoint holds.
+
+        Raises:
+            CheckpointNotFound: No state was given, and there is no checkpoint.
+            OSError: From the disk.
+        """
+        if state is not None:
+            size_bytes = tree.flatten(resolve_state(state), self._team.slicer).size_bytes
+            return self._forecaster.forecast(self._writer, size_bytes)
+        newest = self.latest()
+        if newest is None:
+            raise CheckpointNotFound(
+                "nothing says how large a checkpoint will be",
+                path=self.directory,
+                hint="pass the state: manager.forecast(state)",
+            )
+        return self._forecaster.forecast(self._writer, newest.size_bytes)
 
     def snapshot(
         self,

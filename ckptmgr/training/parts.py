@@ -13,7 +13,7 @@ from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.trust import Trust
 from ckptmgr.engine.engine import SaveEngine, engine_for
 from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.io.leases import Processes
 from ckptmgr.observe.observers import Observers

@@ -266,7 +266,7 @@ def resume_state(
     restored = writer.agreed(lambda: loaded.plan_restore(state))()
     writer.continue_from(checkpoint, loaded.manifest)
     past.start_at(checkpoint.step, is_own=checkpoint.run_id == writer.run_id)
-    past.resumed(checkpoint.path)
+    past.resumed(checkpoint)
     starts = count_start(writer.store, writer.series, checkpoint) if writer.is_first else 0
     if starts > _MANY_STARTS:
         _LOG.warning(

@@ -30,7 +30,7 @@ def go_back(
     recent: RecentStates,
     reader: SeriesReader,
     writer: SeriesWriter,
-    given_up: Collection[Path] = (),
+    given_up: Collection[tuple[Path, int]] = (),
 ) -> Resumption:
     """Restore the newest state of step `target` or before.
 
@@ -51,7 +51,8 @@ def go_back(
     held = recent.newest_of(writer.held_by_all(target, recent.steps))
 
     def scan() -> list[Checkpoint]:
-        on_disk = [c for c in reader.checkpoints() if c.step <= target and c.path not in given_up]
+        present = (c for c in reader.checkpoints() if c.step <= target)
+        on_disk = [c for c in present if (c.path, c.sequence) not in given_up]
         return _worth_loading(newest_first(on_disk), held)
 
     skipped: list[Skipped] = []

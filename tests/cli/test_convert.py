@@ -12,7 +12,7 @@ import pytest
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.signing import SigningKey
-from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.formats.tensor import tensor_from_array
 from ckptmgr.store.store import Store
 from ckptmgr.training.manager import CheckpointManager

@@ -15,7 +15,7 @@ import pytest
 
 from ckptmgr.cli.exits import Exit
 from ckptmgr.crypto.keys.signing import SigningKey
-from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.store.manifest.codec import manifest_name
 from tests.cli.running import key_file, process_env, run, run_json, run_process
 from tests.cli.test_verify import SIGNER, signed_run

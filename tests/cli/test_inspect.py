@@ -12,7 +12,7 @@ import pytest
 
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.model import Pin
-from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.formats.tensor import MapTensors, Text, tensor_from_array
 from ckptmgr.store.store import Store
 from ckptmgr.training.manager import CheckpointManager

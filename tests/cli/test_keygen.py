@@ -17,7 +17,7 @@ from ckptmgr.crypto.keys.signing import load_public_key, load_signing_key
 from ckptmgr.crypto.keys.sources import load_key
 from ckptmgr.crypto.providers.registry import open_provider
 from ckptmgr.crypto.providers.wrapped_file import load_wrapped_key
-from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.files.save.job import SaveOptions
 from tests.cli.running import run, run_json
 from tests.support.saved import save_run
 

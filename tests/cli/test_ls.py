@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ckptmgr.core.model import Pin
-from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.store.manifest.codec import manifest_name
 from ckptmgr.store.store import Store
 from tests.cli.running import key_file, run, run_json

@@ -11,7 +11,7 @@ import pytest
 
 from ckptmgr.core.model import State
 from ckptmgr.core.trust import Trust
-from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.store.manifest.codec import encode, manifest_name
 from ckptmgr.store.store import Store
 from tests.cli.running import key_file, run, run_json

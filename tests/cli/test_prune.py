@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from ckptmgr.core.shard_names import shard_name
-from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.io.leases import ProcProcesses
 from ckptmgr.io.temp_names import temp_name
 from ckptmgr.store import trash

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from ckptmgr import save_checkpoint
 from ckptmgr.cli.render import quoted
-from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.files.save.job import SaveOptions
 from tests.cli.running import key_file, process_env, run, run_process
 from tests.support.saved import KEY, flip, items, save_run
 

@@ -9,7 +9,7 @@ import pytest
 
 from ckptmgr.cli.exits import Exit
 from ckptmgr.crypto.keys.signing import SigningKey
-from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.files.save.job import SaveOptions
 from tests.cli.running import run, run_json
 from tests.cli.test_verify import SIGNER, signed_run
 from tests.support.saved import KEY

@@ -13,7 +13,7 @@ import pytest
 
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.signing import SigningKey
-from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.formats.tensor import tensor_from_array
 from ckptmgr.io.temp_names import temp_name
 from ckptmgr.store.manifest.codec import manifest_name

@@ -19,10 +19,10 @@ from ckptmgr.config.memory import MIB, MemoryConfig
 from ckptmgr.core.errors import StagingExhausted, StoreLocked
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.engine.engine import Mode, SaveEngine, mode_of
-from ckptmgr.files.save.saver import Publish, SaveOptions
+from ckptmgr.files.save.job import FixedName, SaveFacts, SaveJob, SaveOptions
 from ckptmgr.formats.tensor import Item, tensor_from_array
 from ckptmgr.observe.events import Event
-from ckptmgr.series.writer import SaveFacts, SeriesWriter
+from ckptmgr.series.writer import BegunSave, SeriesWriter
 from ckptmgr.store.store import Store
 from ckptmgr.training.manager import CheckpointManager
 from tests.support.crashmodel import ModelDisk
@@ -55,6 +55,16 @@ def value_in(manager: CheckpointManager, step: int) -> float:
     return float(state["w"][0])
 
 
+class RefusingWriter:
+    """A writer whose ranks are told that there is no state."""
+
+    store = Store(Path("/none"))
+
+    def begin(self, job: SaveJob) -> BegunSave:
+        assert not job.items
+        raise StagingExhausted("told to the others")
+
+
 @pytest.mark.parametrize("has_peers", [False, True])
 def test_state_that_could_not_be_copied_is_let_go_at_once(has_peers: bool) -> None:
     memory = MemoryConfig(host_budget_bytes=1)
@@ -62,17 +72,18 @@ def test_state_that_could_not_be_copied_is_let_go_at_once(has_peers: bool) -> No
     array = np.zeros(1 << 20)
     is_there = weakref.ref(array)
 
-    def save(items: Sequence[Item], publish: Publish) -> Checkpoint:
-        assert not items
-        raise StagingExhausted("told to the others")
-
     gc.disable()
     try:
         with suppress(StagingExhausted):
-            engine.run(Store(Path("/none")), [tensor_from_array("w", array)], save)
+            job = SaveJob(
+                naming=FixedName("w.ckpt"),
+                facts=SaveFacts(step=1),
+                items=[tensor_from_array("w", array)],
+            )
+            engine.run(job, RefusingWriter())
         with suppress(StagingExhausted):
             engine.close()
-        del array
+        del array, job
         assert is_there() is None
     finally:
         gc.enable()
@@ -237,17 +248,9 @@ def test_engine_overwrites_a_name_in_both_modes_alike(tmp_path: Path) -> None:
         for step in (1, 2):
             items: list[Item] = [tensor_from_array("w", np.full(4, step, np.float32))]
             facts = SaveFacts(step=step)
-
-            def save(
-                items: Sequence[Item],
-                publish: Publish,
-                facts: SaveFacts = facts,
-                writer: SeriesWriter = writer,
-            ) -> Checkpoint:
-                return writer.save("net.ckpt", items, facts, publish=publish)
-
+            job = SaveJob(naming=FixedName("net.ckpt"), facts=facts, items=items)
             writer.open()
-            engine.run(store, items, save)
+            engine.run(job, writer)
         engine.close()
         writer.close()
         (found,) = store.scan()

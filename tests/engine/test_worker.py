@@ -307,7 +307,7 @@ def test_worker_killed_while_it_writes_leaves_nothing(
         handle = manager.save(1, {"w": 1.0})
         held.arrive()
         assert len(temporary_files(runs)) == 1
-        assert [c.state.name for c in manager._store.scan()] == ["WRITING"]
+        assert [c.state.name for c in manager._writer.store.scan()] == ["WRITING"]
         os.kill(pid_of(manager), signal.SIGKILL)
         assert handle is not None
         assert isinstance(handle.durable.exception(TIMEOUT_S), SaveFailed)

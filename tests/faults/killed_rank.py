@@ -58,12 +58,11 @@ def main(part: Part) -> None:
     import numpy as np
 
     from ckptmgr.core.errors import SaveFailed
-    from ckptmgr.files.save.saver import SaveOptions
+    from ckptmgr.files.save.job import SaveFacts, SaveOptions
     from ckptmgr.io.filesystem import OsFileSystem
     from ckptmgr.parallel.rank_writer import RankWriter
     from ckptmgr.parallel.shard_store import ShardStore
     from ckptmgr.parallel.shared_directory import SharedDirectory
-    from ckptmgr.series.writer import SaveFacts
     from ckptmgr.state import tree
     from tests.support.failingdisk import FailingDisk
 

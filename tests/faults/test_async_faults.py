@@ -20,7 +20,7 @@ import pytest
 from ckptmgr import load_checkpoint
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.errors import StoreLocked
-from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.store import Store
 from ckptmgr.training.callback import ModelCheckpoint
@@ -480,8 +480,9 @@ FORK_AND_STAGE = (
     + """
 import numpy as np
 from ckptmgr.formats.tensor import tensor_from_array
-from ckptmgr.files.save.saver import SaveOptions
-from ckptmgr.series.writer import SaveFacts, SeriesWriter
+from ckptmgr.files.save.job import SaveOptions
+from ckptmgr.files.save.job import FixedName, SaveFacts, SaveJob, SaveOptions
+from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.store import Store
 manager.save(1, {"w": np.full(4, 1)})
 manager.wait()
@@ -496,11 +497,10 @@ if child == 0:
     os.read(staged_there, 1)
     disk.hold = None
     writer = SeriesWriter(Store(Path(runs)), "child", options=SaveOptions(), clock=lambda: 0.0)
-    def save(items, publish):
-        return writer.save("child.ckpt", items, SaveFacts(step=1), publish=publish)
     items = [tensor_from_array("w", np.full(4, 9))]
     writer.open()
-    manager._engine.run(writer.store, items, save).wait(60)
+    job = SaveJob(naming=FixedName("child.ckpt"), facts=SaveFacts(step=1), items=items)
+    manager._engine.run(job, writer).wait(60)
     sys.exit(0)
 manager.save(2, {"w": np.full(4, 2)})
 assert arrived.wait(60)

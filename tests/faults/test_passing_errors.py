@@ -11,7 +11,7 @@ import pytest
 
 from ckptmgr.core.errors import StoreLocked
 from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.maintenance.prune import VerifiedPlanner, propose
 from ckptmgr.parallel.errors import ResumeFailed
 from ckptmgr.policy.text import parse_policy

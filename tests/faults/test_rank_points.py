@@ -14,11 +14,9 @@ import pytest
 from ckptmgr.core.errors import SaveFailed
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.engine.engine import SaveEngine
-from ckptmgr.files.save.saver import Publish
-from ckptmgr.formats.tensor import Item
+from ckptmgr.files.save.job import FixedName, SaveFacts, SaveJob
 from ckptmgr.parallel.coordinator import Json
 from ckptmgr.parallel.errors import RankFailed
-from ckptmgr.series.writer import SaveFacts
 from ckptmgr.state import tree
 from tests.faults.test_rank_faults import check_goes_on, listed, restarted
 from tests.parallel.ranks import (
@@ -122,12 +120,10 @@ class Trial:
         writer = self.job.writer(rank, self.disks[rank], seat=seat)
         items = [*tree.flatten(state_of(rank, 2)).tensors]
 
-        def write(items: Sequence[Item], publish: Publish) -> Checkpoint:
-            return writer.save(NEW, items, SaveFacts(step=2), publish=publish)
-
+        job = SaveJob(naming=FixedName(NEW), facts=SaveFacts(step=2), items=items)
         engine = SaveEngine("thread" if self.point.is_in_background else "sync", has_peers=True)
         try:
-            handle = engine.run(writer.store, items, write)
+            handle = engine.run(job, writer)
             assert handle is not None
             engine.wait()
             return handle.wait()

@@ -14,10 +14,10 @@ from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
-from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.files.save.job import SaveFacts, SaveOptions
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.observe.observers import Observer
-from ckptmgr.series.writer import SaveFacts, SeriesWriter
+from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.state import tree
 from ckptmgr.store.store import Store
 from ckptmgr.training.manager import CheckpointManager, Resumption

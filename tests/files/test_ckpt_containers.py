@@ -25,7 +25,7 @@ from ckptmgr.files.load.open import open_source
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.plaintext import check_kind
 from ckptmgr.files.load.values import read_values
-from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.files.serialization import load_checkpoint
 from ckptmgr.formats.detect import Kind
 from ckptmgr.formats.tensor import tensor_from_array

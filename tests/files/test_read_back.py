@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ckptmgr import CheckpointConfig, CheckpointManager, ModelCheckpoint, save_checkpoint
 from ckptmgr.core.errors import SaveFailed
-from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.formats.errors import TruncatedError
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.io.files import UncachedFile

@@ -17,7 +17,8 @@ from ckptmgr.crypto.keys.key import Key
 from ckptmgr.files.load.open import open_source
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.values import read_values
-from ckptmgr.files.save.saver import SaveOptions, SaveOrder, save_items
+from ckptmgr.files.save.job import SaveOptions, SaveOrder, draft_entry
+from ckptmgr.files.save.saver import save_items
 from ckptmgr.formats.dtypes import BY_NAME
 from ckptmgr.formats.tensor import Item, Tensor, TensorSpec
 from ckptmgr.io.filesystem import FileSystem, OsFileSystem
@@ -38,21 +39,21 @@ def _save(
     *,
     metadata: dict[str, str] | None = None,
 ) -> Manifest:
+    options = options or SaveOptions()
     return save_items(
         store,
         SaveOrder(
             name="x.ckpt",
             items=items,
-            options=options or SaveOptions(),
+            options=options,
             series="x",
-            describe=lambda entry, stats: Manifest(
-                file=entry,
+            draft=Manifest(
+                file=draft_entry("x.ckpt", options),
                 series="x",
                 run_id="",
                 step=1,
                 sequence=0,
                 saved_at=datetime.now(UTC),
-                stats=stats,
             ),
             metadata=metadata,
         ),

@@ -27,7 +27,8 @@ from ckptmgr.crypto.keys.key import Key
 from ckptmgr.files.load.open import open_source
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.values import read_values
-from ckptmgr.files.save.saver import SaveOptions, SaveOrder, save_items
+from ckptmgr.files.save.job import SaveOptions, SaveOrder, draft_entry
+from ckptmgr.files.save.saver import save_items
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import Item, MapTensors, Tensor
 from ckptmgr.store.manifest.codec import Manifest
@@ -79,8 +80,13 @@ def _save(directory: Path, kind: _Kind, items: Sequence[Item]) -> Checkpoint:
             items=items,
             options=options,
             series="x",
-            describe=lambda entry, _: Manifest(
-                file=entry, series="x", run_id="", step=0, sequence=0, saved_at=datetime.now(UTC)
+            draft=Manifest(
+                file=draft_entry(kind.name, options),
+                series="x",
+                run_id="",
+                step=0,
+                sequence=0,
+                saved_at=datetime.now(UTC),
             ),
         ),
     )

@@ -12,11 +12,10 @@ import time
 from pathlib import Path
 
 from ckptmgr.core.errors import SaveFailed
-from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.files.save.job import SaveFacts, SaveOptions
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.parallel.rank_writer import RankWriter
 from ckptmgr.parallel.shard_store import ShardStore
-from ckptmgr.series.writer import SaveFacts
 from ckptmgr.state import tree
 from tests.support.crashmodel import FailingDisk
 

@@ -29,7 +29,7 @@ from ckptmgr.core.errors import (
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.files.serialization import load_checkpoint
 from ckptmgr.formats.tensor import tensor_from_array
 from ckptmgr.maintenance import convert

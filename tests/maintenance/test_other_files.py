@@ -30,7 +30,7 @@ from ckptmgr.crypto.container.header import Content
 from ckptmgr.crypto.keys.ring import Keys
 from ckptmgr.files.load.inspection import inspect_file
 from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.files.serialization import load_checkpoint
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.maintenance import convert

@@ -14,7 +14,7 @@ import pytest
 from ckptmgr.core.errors import CheckpointNotFound, StoreLocked, UnsafePrune
 from ckptmgr.core.model import Pin, State
 from ckptmgr.core.trust import Trust
-from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.io.filesystem import InputFile, OsFileSystem
 from ckptmgr.io.leases import ProcProcesses
 from ckptmgr.io.temp_names import temp_name

@@ -26,7 +26,7 @@ from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.ring import KeyMaterial, KeyRing, Kind
 from ckptmgr.crypto.keys.signing import SigningKey
 from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
 from ckptmgr.formats.tensor import tensor_from_array
 from ckptmgr.io.filesystem import InputFile, OsFileSystem

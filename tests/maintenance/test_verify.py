@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.formats.tensor import MapTensors, tensor_from_array
 from ckptmgr.io.filesystem import InputFile, OsFileSystem
 from ckptmgr.maintenance.verify import Level, Status, Verification, verify_checkpoint

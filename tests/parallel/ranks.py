@@ -15,12 +15,11 @@ import numpy as np
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
-from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.files.save.job import SaveFacts, SaveOptions
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.parallel.coordinator import Json, RanksMissing
 from ckptmgr.parallel.rank_writer import RankWriter
 from ckptmgr.parallel.shard_store import ShardStore
-from ckptmgr.series.writer import SaveFacts
 from ckptmgr.state import tree
 from tests.faults.training import RUNS, SERIES, ModelProcesses
 from tests.support.crashmodel import FailingDisk, ModelDisk

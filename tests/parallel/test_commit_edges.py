@@ -11,14 +11,13 @@ import pytest
 
 from ckptmgr.core.errors import SaveFailed
 from ckptmgr.core.model import Checkpoint, State
-from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.files.save.job import SaveFacts, SaveOptions
 from ckptmgr.io.filesystem import FileStatus
 from ckptmgr.parallel.coordinator import Json, RanksOutOfStep
 from ckptmgr.parallel.errors import Failure, RankFailed
 from ckptmgr.parallel.offer import Offer, vote_of, whole
 from ckptmgr.parallel.shard_store import ShardStore
 from ckptmgr.policy.retention import Last, RetentionPolicy
-from ckptmgr.series.writer import SaveFacts
 from ckptmgr.store.manifest.codec import encode, entry_to_document, manifest_name
 from tests.faults.training import RUNS
 from tests.parallel.ranks import (

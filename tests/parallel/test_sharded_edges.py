@@ -20,10 +20,10 @@ from ckptmgr.files.load.shard_pieces import StoredPiece
 from ckptmgr.files.load.shard_state import read_sharded
 from ckptmgr.files.load.shards import ShardedCheckpoint
 from ckptmgr.files.load.state import SKELETON
+from ckptmgr.files.save.job import SaveFacts
 from ckptmgr.formats.tensor import Item, Text, tensor_from_array
 from ckptmgr.parallel.layout import ParallelLayout
 from ckptmgr.parallel.slicer import LayoutSlicer
-from ckptmgr.series.writer import SaveFacts
 from ckptmgr.state.paths import dump_skeleton
 from ckptmgr.state.tree import StateMismatch
 from ckptmgr.store.manifest.codec import Manifest

@@ -12,11 +12,11 @@ import pytest
 from ckptmgr.core.errors import StoreLocked
 from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.core.trust import Trust
-from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.files.save.job import SaveFacts, SaveOptions
 from ckptmgr.io.filesystem import InputFile
 from ckptmgr.io.leases import LEASE_SUFFIX
 from ckptmgr.policy.retention import Last, RetentionPolicy
-from ckptmgr.series.writer import SaveFacts, SeriesWriter
+from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.numbering import next_attempt
 from tests.faults.training import RUNS, SERIES, Trainer, disk_with, name_of, saved
 from tests.support.crashmodel import FailingDisk, ModelDisk

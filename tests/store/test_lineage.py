@@ -18,7 +18,7 @@ from ckptmgr.core.model import Checkpoint, Link, State
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.ring import Keys
 from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.io.digest import digest_of
 from ckptmgr.maintenance.verify import Level, Status

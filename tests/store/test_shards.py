@@ -23,7 +23,7 @@ from ckptmgr.core.shard_names import (
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.files.load.inspection import inspect_file
 from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.maintenance.prune import carry_out, propose, undo
 from ckptmgr.maintenance.verify import Status, verify_checkpoint
 from ckptmgr.policy.retention import Last, RetentionPolicy

@@ -13,10 +13,10 @@ from ckptmgr import CheckpointManager
 from ckptmgr.core.model import State
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.values import read_values
-from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.files.save.job import SaveFacts, SaveOptions
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.series.candidates import open_checkpoint
-from ckptmgr.series.writer import SaveFacts, SeriesWriter
+from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.store import Store
 from tests.support.saved import items
 

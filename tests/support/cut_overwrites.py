@@ -11,9 +11,9 @@ import pytest
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.signing import SigningKey
-from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.files.save.job import SaveFacts, SaveOptions
 from ckptmgr.io.filesystem import OsFileSystem
-from ckptmgr.series.writer import SaveFacts, SeriesWriter
+from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.store import Store
 from tests.support.rekeying import NEW, OLD
 from tests.support.saved import items

@@ -13,11 +13,11 @@ from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.files.save.job import SaveFacts, SaveOptions
 from ckptmgr.formats.tensor import Item, Text, tensor_from_array
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.maintenance.verify import Level, Verification, verify_checkpoint
-from ckptmgr.series.writer import SaveFacts, SeriesWriter
+from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.store import Store
 
 KEY = Key(bytes(range(32)))

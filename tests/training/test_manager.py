@@ -408,9 +408,8 @@ def test_load_restores_into_a_state() -> None:
 
 def test_file_of_named_tensors_loads_as_such_and_not_into_a_state() -> None:
     disk = ModelDisk()
-    from dataclasses import replace
-
-    from ckptmgr.files.save.saver import SaveOptions, SaveOrder, save_items
+    from ckptmgr.files.save.job import SaveOptions, SaveOrder
+    from ckptmgr.files.save.saver import save_items
     from tests.support.manifests import manifest
     from tests.support.strategies import named_tensor
 
@@ -421,7 +420,7 @@ def test_file_of_named_tensors_loads_as_such_and_not_into_a_state() -> None:
             items=[named_tensor("w")],
             options=SaveOptions(),
             series=SERIES,
-            describe=lambda entry, stats: replace(manifest(), file=entry),
+            draft=manifest(),
         ),
     )
     with Trainer(disk).manager() as manager:

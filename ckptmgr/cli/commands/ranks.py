@@ -111,7 +111,7 @@ def transform_command(
     encrypted with it. Strategy files are used as they are: no key proves them.
     """
     from ckptmgr.files.load.options import ReadOptions
-    from ckptmgr.files.save.saver import SaveOptions
+    from ckptmgr.files.save.job import SaveOptions
     from ckptmgr.parallel.mindspore.transform import rewrite
 
     if "/" in prefix:

@@ -9,15 +9,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from ckptmgr.core.errors import KeyProblem, SaveFailed, UnsupportedCheckpoint
-from ckptmgr.core.names import extension_of
 from ckptmgr.crypto.container.writer import ContainerSealer
 from ckptmgr.crypto.errors import CryptoError
-from ckptmgr.crypto.keys.ring import Keys
 from ckptmgr.crypto.mindspore.blocks import BlockSealer
 from ckptmgr.files.save.compressed import (
     WrittenFrames,
@@ -26,6 +22,7 @@ from ckptmgr.files.save.compressed import (
     read_image,
     write_frames,
 )
+from ckptmgr.files.save.job import SaveOptions, SaveOrder
 from ckptmgr.files.save.pipeline import Written, container_for, sealer_for, write_image
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.image import Image
@@ -39,78 +36,6 @@ from ckptmgr.io.gc_pause import gc_paused
 from ckptmgr.state.devices import accelerators, synchronize
 from ckptmgr.store.manifest.codec import FileEntry, Manifest
 from ckptmgr.store.store import Store
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveOptions:
-    """How files are written.
-
-    Attributes:
-        format: `ckpt` or `safetensors`.
-        key: Encrypts and seals, or None.
-        mode: Cipher mode used with a key.
-        has_crc: Write a CRC32 trailer (`.ckpt`; inside the encryption) or `crc_num` (`.safetensors`).
-        compression_level: Level of zstd for `safetensors`, or None.
-        file_mode: Permission bits of data and manifest; MindSpore's 0400 by default.
-        verify_after_write: Read the file back from the disk before it is published, and compare it.
-    """
-
-    format: str = "ckpt"
-    key: Keys | None = None
-    mode: str = "AES-GCM"
-    has_crc: bool = False
-    compression_level: int | None = None
-    file_mode: int = 0o400
-    verify_after_write: bool = False
-
-    @property
-    def extension(self) -> str:
-        """What follows the dot in the names of files: the format, and the ending of a container or a compressed file."""
-        return extension_of(
-            self.format,
-            is_encrypted=self.key is not None,
-            is_compressed=self.compression_level is not None,
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveOrder:
-    """What to save, as what, and how.
-
-    Attributes:
-        name: Base name of the data file.
-        items: What it holds.
-        options: How it is written.
-        series: Series the file belongs to.
-        describe: Makes the manifest from the file's entry and the stage figures (seconds, bytes).
-        metadata: Strings kept in the file.
-    """
-
-    name: str
-    items: Sequence[Item]
-    options: SaveOptions
-    series: str
-    describe: Callable[[FileEntry, Mapping[str, float]], Manifest]
-    metadata: Mapping[str, str] | None = None
-
-
-class Publish(Protocol):
-    """Carry out an order durably; `save_items` is one, the worker process has another."""
-
-    def __call__(self, store: Store, order: SaveOrder, /) -> Manifest:
-        """Save and return the manifest once it is durable."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """Publishes nothing, because the state could not be had: raises why. Many ranks tell each other before anybody writes."""
-
-    error: Exception
-
-    def __call__(self, store: Store, order: SaveOrder, /) -> Manifest:
-        """Raise the error."""
-        raise self.error
 
 
 def build_image(
@@ -128,12 +53,13 @@ def build_image(
 
 
 def save_items(store: Store, order: SaveOrder) -> Manifest:
-    """Save what is ordered in the store's directory; return the manifest once it is durable.
+    """Write and publish a file in the store's directory; return its manifest once both are durable.
 
     Raises:
         UnsupportedCheckpoint: The items cannot be stored; nothing was changed.
         StoreFull: Not enough space; nothing was changed.
-        SaveFailed: With `verify_after_write`: the disk does not hold what was written; nothing was changed.
+        SaveFailed: With `verify_after_write`: the disk does not hold the bytes that were written;
+            nothing was changed.
         OSError: From the disk.
     """
     synchronize(order.items, accelerators())
@@ -141,40 +67,36 @@ def save_items(store: Store, order: SaveOrder) -> Manifest:
     with _refusals(path):
         image = build_image(order.items, options=options, metadata=order.metadata)
         size_bytes, write_content = _writing(image, options)
-        stats: dict[str, float] = {}
-
-        def write(file: OutputFile) -> FileDigest:
-            written = write_content(file)
-            stats["write_s"] = written.write_s
-            return written.digest
-
-        def read_back(file: InputFile, digest: FileDigest) -> None:
-            stats["until_synced_s"] = time.perf_counter() - started
-            check_written(file, digest, path=path)
-            stats["verify_s"] = time.perf_counter() - started - stats["until_synced_s"]
-
-        def describe_file(digest: FileDigest) -> Manifest:
-            stats.setdefault("until_synced_s", time.perf_counter() - started)
-            stats["buffer_bytes"] = buffer_bytes()
-            entry = FileEntry(
-                name=order.name,
-                digest=digest,
-                format=options.format,
-                cipher=None if options.key is None else options.mode,
-                key_id=None if options.key is None else options.key.key_id,
-            )
-            return order.describe(entry, stats)
-
         started = time.perf_counter()
-        return store.publish(
+        with store.new_file(
             order.name,
             series=order.series,
             size_bytes=size_bytes,
-            write=write,
-            describe=describe_file,
             mode=options.file_mode,
-            read_back=read_back if options.verify_after_write else None,
-        )
+            is_rank_file=order.is_rank_file,
+        ) as new:
+            with new.writing() as file:
+                written = write_content(file)
+            figures = {"write_s": written.write_s, "until_synced_s": time.perf_counter() - started}
+            if options.verify_after_write:
+                with new.reading() as stored:
+                    check_written(stored, written.digest, path=path)
+                figures["verify_s"] = time.perf_counter() - started - figures["until_synced_s"]
+            figures["buffer_bytes"] = buffer_bytes()
+            manifest = order.draft.completed(_entry(order, written.digest), figures)
+            new.publish(manifest)
+    return manifest
+
+
+def _entry(order: SaveOrder, digest: FileDigest) -> FileEntry:
+    options = order.options
+    return FileEntry(
+        name=order.name,
+        digest=digest,
+        format=options.format,
+        cipher=None if options.key is None else options.mode,
+        key_id=None if options.key is None else options.key.key_id,
+    )
 
 
 def _writing(

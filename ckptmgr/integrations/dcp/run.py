@@ -22,14 +22,14 @@ from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.shard_names import SET_FORMAT, new_attempt_id, set_stem
 from ckptmgr.core.trust import Trust
 from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.files.save.job import SaveFacts, SaveOptions
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.observe.observers import REGISTERED, Observers, SaveWatch
 from ckptmgr.parallel.offer import Offer
 from ckptmgr.parallel.shard_store import ShardStore
 from ckptmgr.policy.retention import RetentionPolicy
 from ckptmgr.series.reader import SeriesReader
-from ckptmgr.series.writer import SaveFacts, SeriesWriter
+from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.manifest.codec import Manifest
 
 _LOG = logging.getLogger(__name__)

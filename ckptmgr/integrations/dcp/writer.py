@@ -22,7 +22,8 @@ from ckptmgr.core.errors import SaveFailed, UnsupportedState
 from ckptmgr.core.handle import SaveStats
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.files.load.shard_pieces import PIECES
-from ckptmgr.files.save.saver import SaveOptions, SaveOrder, save_items
+from ckptmgr.files.save.job import SaveFacts, SaveOptions, SaveOrder
+from ckptmgr.files.save.saver import save_items
 from ckptmgr.integrations.dcp.dedup import is_compared
 from ckptmgr.integrations.dcp.index import INDEX_NAME, MARK, VERSION
 from ckptmgr.integrations.dcp.items import bytes_tensor, stored
@@ -32,8 +33,7 @@ from ckptmgr.integrations.dcp.run import Lineage, Run, end_run, lineage_of, run_
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.observe.observers import Observer, Observers, SaveWatch
 from ckptmgr.parallel.offer import Offer, vote_of, whole
-from ckptmgr.series.writer import SaveFacts
-from ckptmgr.store.manifest.codec import FileEntry, Manifest
+from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.name_limits import check_name_lengths
 
 DEFAULT_TIMEOUT_S = 3600.0
@@ -211,12 +211,14 @@ class StorageWriter(storage.StorageWriter):
         if "index" in task:
             items.append(bytes_tensor(INDEX_NAME, task["index"]))
         pieces = pieces_of(plan, items, is_compared=task["compared"])
+        name = offer.file_name(task["rank"], world=task["world"])
         order = SaveOrder(
-            name=offer.file_name(task["rank"], world=task["world"]),
+            name=name,
             items=items,
             options=self._options,
             series=self._place.series,
-            describe=self._describer(offer),
+            draft=self._drafted(offer, name),
+            is_rank_file=True,
             metadata={MARK: str(VERSION), PIECES: pieces.to_text()},
         )
         with nullcontext() if self._save is None else self._save.watch:
@@ -227,17 +229,13 @@ class StorageWriter(storage.StorageWriter):
         future.set_result([file, *(WriteResult(item.index, 0, None) for item in plan.items)])
         return future
 
-    def _describer(self, offer: Offer) -> Callable[[FileEntry, Mapping[str, float]], Manifest]:
+    def _drafted(self, offer: Offer, name: str) -> Manifest:
         facts = SaveFacts(
             step=self._step or 0, at=offer.at, epoch=self._epoch, metrics=self._metrics
         )
         # Of what the ranks know about a save, that of the coordinator counts.
         run = Run(self._place, options=self._options) if self._save is None else self._save.run
-
-        def describe(entry: FileEntry, stats: Mapping[str, float]) -> Manifest:
-            return run.writer.describe(entry, stats, facts, place=offer.place)
-
-        return describe
+        return run.writer.draft(name, self._options, facts, place=offer.place)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit the checkpoint, then apply the retention policy.

@@ -12,12 +12,13 @@ from typing import NamedTuple
 
 from ckptmgr.core.names import parse_name
 from ckptmgr.core.trust import Trust
-from ckptmgr.files.save.saver import SaveOptions, SaveOrder, save_items
+from ckptmgr.files.save.job import SaveOptions, SaveOrder, draft_entry
+from ckptmgr.files.save.saver import save_items
 from ckptmgr.formats.tensor import Item
 from ckptmgr.io.filesystem import FileSystem, OsFileSystem, unlink_if_present
 from ckptmgr.io.leases import ProcProcesses
 from ckptmgr.store.change_leases import lease_of_name
-from ckptmgr.store.manifest.codec import FileEntry, Manifest, manifest_name
+from ckptmgr.store.manifest.codec import Manifest, manifest_name
 from ckptmgr.store.manifest.files import ManifestFiles
 from ckptmgr.store.store import Store
 
@@ -55,19 +56,16 @@ def write_file(
         StoreFull, OSError: From the disk; nothing was changed.
     """
     parsed = parse_name(path.name)
-
-    def describe(entry: FileEntry, stats: Mapping[str, float]) -> Manifest:
-        return Manifest(
-            file=entry,
-            series=path.stem if parsed is None else parsed.prefix,
-            run_id="",
-            step=step or 0,
-            epoch=None if parsed is None else parsed.epoch,
-            sequence=0,
-            saved_at=datetime.fromtimestamp(time.time(), UTC),
-            stats=stats,
-        )
-
+    draft = Manifest(
+        file=draft_entry(path.name, options),
+        series=path.stem if parsed is None else parsed.prefix,
+        run_id="",
+        step=step or 0,
+        epoch=None if parsed is None else parsed.epoch,
+        sequence=0,
+        saved_at=datetime.fromtimestamp(time.time(), UTC),
+        stats={},
+    )
     disk = OsFileSystem(keeps_owner=True) if fs is None else fs
     trust = Trust(keys=options.key, allow_unencrypted=True)
     store = Store(path.parent, fs=disk, trust=trust)
@@ -77,7 +75,7 @@ def write_file(
         items=items,
         options=options,
         series=path.name,
-        describe=describe,
+        draft=draft,
         metadata=metadata,
     )
     with lease_of_name(store, path.name):

@@ -25,7 +25,7 @@ from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.signing import PublicKey
 from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.parallel.errors import LayoutError
 from ckptmgr.parallel.layout import (
     Layouts,

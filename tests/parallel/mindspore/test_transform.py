@@ -21,7 +21,7 @@ from ckptmgr.core.errors import (
     UnsupportedCheckpoint,
 )
 from ckptmgr.core.regions import ByteRun
-from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.mindspore.writer import build_ckpt_image
 from ckptmgr.formats.strategy import OperatorStrategy, Strategy, StrategyLayout, encode_strategy

@@ -13,7 +13,7 @@ import pytest
 
 from ckptmgr import save_checkpoint
 from ckptmgr.core.errors import CheckpointNotFound, CorruptCheckpoint
-from ckptmgr.files.save.saver import SaveOptions
+from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.formats.strategy import Strategy, StrategyLayout, encode_strategy
 from ckptmgr.formats.tensor import Item, MapTensors, tensor_from_array
 from ckptmgr.parallel.errors import LayoutError, SliceMissing
