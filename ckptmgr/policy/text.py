@@ -115,11 +115,20 @@ class _Parser:
         name = self._peek()
         if name.kind != "word":
             self._fail("expected a rule, e.g. last(3)", name)
-        build = _RULES.get(name.text)
-        if build is None:
-            self._fail(f"unknown rule {name.text!r}{_did_you_mean(name.text, _RULES)}", name)
+        if name.text not in _RULES:
+            self._fail(f"unknown rule {name.text!r}{_did_you_mean(name.text)}", name)
         self._next += 1
-        return build(self)
+        rule, kinds = _RULES[name.text]
+        if not kinds and self._peek().text != "(":
+            return rule()
+        self._mark("(")
+        arguments: list[object] = []
+        for kind in kinds:
+            if arguments:
+                self._mark(",")
+            arguments.append(_ARGUMENTS[kind](self))
+        self._mark(")")
+        return rule(*arguments)
 
     def count(self) -> int:
         token = self._peek()
@@ -154,13 +163,8 @@ class _Parser:
         self._next += 1
         return "min" if token.text == "min" else "max"
 
-    def mark(self, mark: str) -> None:
+    def _mark(self, mark: str) -> None:
         self._take(mark, f"expected {mark!r}")
-
-    def skip_empty_parentheses(self) -> None:
-        if self._peek().text == "(":
-            self._next += 1
-            self.mark(")")
 
     def _unquote(self, token: _Token) -> str:
         if token.text.startswith("'"):
@@ -202,57 +206,28 @@ class _Parser:
         raise PolicyTextError(message, text=self._text, offset=offset, length=length)
 
 
-def _one_count(rule: Callable[[int], Rule]) -> Callable[[_Parser], Rule]:
-    def build(parser: _Parser) -> Rule:
-        parser.mark("(")
-        count = parser.count()
-        parser.mark(")")
-        return rule(count)
-
-    return build
-
-
-def _best(parser: _Parser) -> Rule:
-    parser.mark("(")
-    count = parser.count()
-    parser.mark(",")
-    metric = parser.metric()
-    parser.mark(",")
-    mode = parser.mode()
-    parser.mark(")")
-    return Best(count, metric, mode)
-
-
-def _within(parser: _Parser) -> Rule:
-    parser.mark("(")
-    age = parser.duration()
-    parser.mark(")")
-    return Within(age)
-
-
-def _bare(rule: Rule) -> Callable[[_Parser], Rule]:
-    def build(parser: _Parser) -> Rule:
-        parser.skip_empty_parentheses()
-        return rule
-
-    return build
-
-
-_RULES: dict[str, Callable[[_Parser], Rule]] = {
-    "last": _one_count(Last),
-    "best": _best,
-    "every": _one_count(Every),
-    "within": _within,
-    "hourly": _one_count(Hourly),
-    "daily": _one_count(Daily),
-    "weekly": _one_count(Weekly),
-    "monthly": _one_count(Monthly),
-    "per_minutes": _one_count(PerMinutes),
-    "pinned": _bare(Pinned()),
-    "all": _bare(All()),
+_ARGUMENTS: dict[str, Callable[[_Parser], object]] = {
+    "count": _Parser.count,
+    "duration": _Parser.duration,
+    "metric": _Parser.metric,
+    "mode": _Parser.mode,
 }
+_RULES: dict[str, tuple[Callable[..., Rule], tuple[str, ...]]] = {
+    "last": (Last, ("count",)),
+    "best": (Best, ("count", "metric", "mode")),
+    "every": (Every, ("count",)),
+    "within": (Within, ("duration",)),
+    "hourly": (Hourly, ("count",)),
+    "daily": (Daily, ("count",)),
+    "weekly": (Weekly, ("count",)),
+    "monthly": (Monthly, ("count",)),
+    "per_minutes": (PerMinutes, ("count",)),
+    "pinned": (Pinned, ()),
+    "all": (All, ()),
+}
+"""Name of a rule to its class and the kinds of its arguments."""
 
 
-def _did_you_mean(name: str, known: dict[str, Callable[[_Parser], Rule]]) -> str:
-    close = difflib.get_close_matches(name.lower(), known, n=1, cutoff=0.5)
-    return f", did you mean {close[0]!r}?" if close else f"; known: {', '.join(known)}"
+def _did_you_mean(name: str) -> str:
+    close = difflib.get_close_matches(name.lower(), _RULES, n=1, cutoff=0.5)
+    return f", did you mean {close[0]!r}?" if close else f"; known: {', '.join(_RULES)}"
