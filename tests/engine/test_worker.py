@@ -233,9 +233,9 @@ MOMENTS = [
 def test_worker_killed_at_any_moment_is_heard_of_and_leaves_no_file(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str, call: int
 ) -> None:
-    with manager_of(runs) as manager:
+    with CheckpointManager(runs) as manager:
         manager.save(1, {"w": 1.0})
-        manager.close()
+    with manager_of(runs) as manager:
         with monkeypatch.context() as patch:
             interfere(patch, tmp_path / "site", operation, call, action="kill")
             manager.save(2, {"w": 2.0})
