@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rank of `torchrun` does with FSDP2: train, save and tell the state; or resume, tell it and train on.
+"""What each rank does with FSDP2: train, save and print the state; or resume, print it and train on.
 
-`torchrun --nproc-per-node N fsdp_job.py DIRECTORY save|load FORMAT`; every rank prints one line of JSON.
+`fsdp_job.py DIRECTORY FORMAT WORLD...` saves with as many ranks as the first number says and loads with each of the
+others; every rank prints one line of JSON. The ranks are forked from this process, which hosts their store as
+`torchrun` does: the import of torch takes longer than all that a rank does.
 """
 
 from __future__ import annotations
@@ -9,7 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import socket
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +87,12 @@ def main(directory: Path, action: str, format: str) -> None:
         else:
             found = manager.resume(state)
             kept = len(found.kept)
-    told = {"rank": dist.get_rank(), "saved_by": state["rank"], "kept": kept}
+    told = {
+        "world": dist.get_world_size(),
+        "rank": dist.get_rank(),
+        "saved_by": state["rank"],
+        "kept": kept,
+    }
     told["digest"] = digest({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
     step(model, optimizer, 3)
     told["next"] = digest({"model": model.state_dict()})
@@ -94,5 +103,55 @@ def main(directory: Path, action: str, format: str) -> None:
     os._exit(0)  # an interpreter that ends with threads of gloo sometimes aborts
 
 
+def run_ranks(world: int, directory: Path, action: str, format: str) -> None:
+    """Run the ranks and wait for them.
+
+    Raises:
+        ChildProcessError: A rank failed.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    ranks = []
+    for rank in range(world):
+        ranks.append(os.fork())
+        if ranks[-1] == 0:
+            try:
+                listener.close()
+                os.environ |= {
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                    "RANK": str(rank),
+                    "WORLD_SIZE": str(world),
+                    "TORCHELASTIC_USE_AGENT_STORE": "True",
+                }
+                main(directory, action, format)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+    # After the forks, for the store has threads.
+    store = TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
+    del store
+    if any(codes):
+        raise ChildProcessError(f"the ranks ended with {codes}")
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3])
+    # What the first step of an optimizer and of a sharded model would import in every rank.
+    import torch
+    import torch._dynamo
+    import torch.distributed.fsdp
+    import torch.distributed.tensor
+
+    torch.set_num_threads(1)
+    for number, ranks_now in enumerate(map(int, sys.argv[3:])):
+        run_ranks(ranks_now, Path(sys.argv[1]), "load" if number else "save", sys.argv[2])
