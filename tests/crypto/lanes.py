@@ -13,7 +13,7 @@ from ckptmgr.crypto.ciphers import CipherMode
 from ckptmgr.crypto.sm4_ipp import LANES, Sm4Lanes, find_lanes
 
 FEATURES = 0xFF_0F3B_EFFF
-"""What a CPU of 2022 answers."""
+"""The features of a CPU of 2022."""
 
 
 class Library:
@@ -29,7 +29,7 @@ class Library:
     def functions(
         self, *, features: int = FEATURES, widths: int = LANES, status: int = 0
     ) -> SimpleNamespace:
-        """Return what the shared library exports."""
+        """Return the functions that the shared library exports."""
 
         def set_key(schedule: int, keys: list[int]) -> int:
             ctypes.memmove(schedule, keys[0], 16)

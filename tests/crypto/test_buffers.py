@@ -18,7 +18,7 @@ def address_of(view: memoryview) -> int:
 
 
 def flags_at(address: int) -> list[str]:
-    """Return what the kernel notes about the mapping that holds an address."""
+    """Return the kernel's notes on the mapping that holds an address."""
     is_found = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
         first, _, rest = line.partition(" ")

@@ -24,7 +24,7 @@ def test_data_keys_file_ids_and_message_nonces_of_many_containers_never_repeat(m
 
 
 def forked(make: Callable[[], bytes]) -> bytes:
-    """Return what a function gives in a forked child; it must fit into a pipe."""
+    """Return the result of a function in a forked child; it must fit into a pipe."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

@@ -100,7 +100,7 @@ def test_pieces_follow_on_each_other_and_the_last_one_is_not_short(
 
 
 class FailingSource(BytesSource):
-    """Fails to read what lies at or after an offset, once it is broken."""
+    """Fails to read from an offset on, once it is broken."""
 
     fails_from: int | None = None
 

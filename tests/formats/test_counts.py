@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that hold more than any model has are refused by counting, before objects are made of what they say."""
+"""Files with more items than any model are refused by counting, before objects are made."""
 
 from __future__ import annotations
 

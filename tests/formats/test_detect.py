@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the first bytes of a file say."""
+"""Detection by the first bytes of a file."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading `.ckpt`: what must load, and what MindSpore half-loads and we refuse."""
+"""Reading `.ckpt`: files that must load, and files that MindSpore half-loads and we refuse."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of a `.ckpt`, and what is refused rather than written unloadable."""
+"""The bytes of a `.ckpt`, and items that are refused rather than written unloadable."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def bit_flips(data: bytes) -> Iterator[tuple[int, bytes]]:
 
 
 def outcome(data: bytes, *, crc: bool, is_ckpt: bool) -> dict[str, StoredItem] | None:
-    """Return what a file reads as, or None where it is refused; anything else fails the test."""
+    """Return the content of a file, or None if it is refused; anything else fails the test."""
     try:
         return read_ckpt(data, crc=crc) if is_ckpt else read_safetensors(data, crc=crc)
     except FormatError:
@@ -126,7 +126,7 @@ def test_ckpt_cut_inside_a_parameter_is_refused() -> None:
         if (after := outcome(data[:length], crc=False, is_ckpt=True)) is not None
     ]
     # Only a cut exactly between two parameters looks like a smaller file. Between two slices of a map it looks like a
-    # smaller map: nothing in the format tells.
+    # smaller map: nothing in the format shows it.
     assert [cut for cut in survivors if "map" not in cut] == whole[:-1]
 
 

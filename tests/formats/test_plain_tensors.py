@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The short cut through plain tensors: it finds what the strict reader finds, or leaves the message to it."""
+"""The fast reader of tensors agrees with the strict reader, or leaves the message to it."""
 
 from __future__ import annotations
 

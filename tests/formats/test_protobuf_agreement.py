@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Google's protobuf and ours agree on what a `.ckpt` says."""
+"""Google's protobuf and ours agree on the content of a `.ckpt`."""
 
 from __future__ import annotations
 

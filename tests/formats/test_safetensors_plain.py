@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The short cut through plain headers: it finds what the strict reader finds, or leaves the header to it."""
+"""The fast reader of headers agrees with the strict reader, or leaves the header to it."""
 
 from __future__ import annotations
 

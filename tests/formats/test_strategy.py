@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strategy files: MindSpore's own read to what they say, ours are the same bytes, and lies are refused."""
+"""Strategy files: MindSpore's own are read, ours are the same bytes, forged ones are refused."""
 
 from __future__ import annotations
 

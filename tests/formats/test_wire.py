@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protobuf wire format, and the lies it must not believe."""
+"""The protobuf wire format, and forged lengths and counts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compressed files: what is written reads back, and whatever is not as written is an error that costs no memory."""
+"""Compressed files: written bytes read back, and any change is an error that costs no memory."""
 
 from __future__ import annotations
 

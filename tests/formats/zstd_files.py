@@ -25,7 +25,7 @@ def packed(raw: bytes, plan: Sequence[PlannedFrame], *, level: int = 1) -> list[
 def file_of(
     frames: Sequence[Packed], sizes: Sequence[int], *, order: Sequence[int] | None = None
 ) -> bytes:
-    """Return a file of these frames, which stand for so many bytes each, written in any order."""
+    """Return a file of these frames, with their raw sizes, written in any order."""
     body = HEAD
     entries: list[Frame | None] = [None] * len(frames)
     for index in range(len(frames)) if order is None else order:
@@ -54,6 +54,6 @@ def file_of_frame(stored: bytes, raw_bytes: int, *, method: int = ZSTD, group: i
 
 
 def expanded(file: bytes) -> bytes:
-    """Return what a file expands to."""
+    """Return the expanded bytes of a file."""
     source = open_frames(BytesSource(file))
     return read_bytes(source, 0, source.size)

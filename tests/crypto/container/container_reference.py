@@ -157,7 +157,7 @@ def floe_encrypt(
 def floe_decrypt(
     key: bytes, aad: bytes, message: bytes, segment_bytes: int, suite: Suite = SUITES[0x0010]
 ) -> bytes:
-    """What a FLOE message holds."""
+    """The plaintext of a FLOE message."""
     prefix, body = message[:42], message[74:]
     assert message[:74] == floe_header(suite, key, aad, prefix[10:], segment_bytes)
     output = b""

@@ -235,7 +235,7 @@ def test_damaged_empty_plaintext_is_found_when_it_is_opened() -> None:
 
 
 class EndlessFile:
-    """A container of zeros whose segments are encrypted when somebody reads them."""
+    """A container of zeros whose segments are encrypted when they are read."""
 
     def __init__(self, plaintext_size: int) -> None:
         self._sealer = ContainerSealer([ME], plaintext_size=plaintext_size)
@@ -249,7 +249,7 @@ class EndlessFile:
             buffer[:] = self._sealer.head[offset : offset + buffer.nbytes]
             return
         if buffer.nbytes < SEGMENT_BYTES // 4:
-            return  # somebody looks for a header there
+            return  # a reader looks for a header there
         index, at = divmod(offset - HEAD, SEGMENT_BYTES)
         if index not in self._segments:
             zeros = memoryview(bytes(self._sealer.plaintext_range(index)[1]))

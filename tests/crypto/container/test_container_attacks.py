@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What somebody who can write the file but has no key may try; and what bit rot does."""
+"""Attacks by a writer of the file without a key, and bit rot."""
 
 from __future__ import annotations
 
@@ -245,7 +245,7 @@ def test_file_of_one_content_is_not_taken_for_another(
 
 
 def resealed(file: bytes, **changes: object) -> bytes:
-    """Return a file whose header somebody with the data key changed."""
+    """Return a file whose header was changed with the data key."""
     unlocked = opened(file).unlocked
     header = unlocked.header
     values = {"fixed": header.fixed, "generation": 1, "slots": header.slots, **changes}
@@ -255,7 +255,7 @@ def resealed(file: bytes, **changes: object) -> bytes:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_slot_that_wraps_another_data_key_is_refused(mode: str) -> None:
-    # Key commitment: whoever opens the file gets the same plaintext, or none.
+    # Key commitment: all keys that open the file give the same plaintext.
     file = seal(PLAINTEXT, mode)
     foreign = OTHER.wrap(Key(bytes(32)), bound=file[:64])
     both = resealed(file, slots=(*opened(file).unlocked.header.slots, foreign))
@@ -348,7 +348,7 @@ def test_file_gets_no_more_passphrases_stretched_than_the_budget_pays_for(
     assert unseal(seal(PLAINTEXT, recipients=[ME, PHRASE]), ME) == PLAINTEXT
 
 
-# What is wrong: what is said.
+# The damage, and the message.
 CLASSES: dict[str, tuple[Callable[[bytes], bytes], RawKey, type[CryptoError], str]] = {
     "another key": (lambda file: file, OTHER, DecryptionError, "encrypted for another key"),
     "a damaged slot": (lambda file: flipped(file, 100, COPY + 100), ME, TamperedError, "slot is"),

@@ -129,7 +129,7 @@ def test_newest_copy_that_holds_is_read_by_the_reference() -> None:
 
 
 def test_copy_whose_data_key_is_another_one_is_passed_over_by_the_reference() -> None:
-    # Whoever has the public key can make such a copy, of any generation.
+    # Owners of the public key can make such a copy, of any generation.
     alice = x25519_recipient(X25519.public_key())
     file = seal(PLAINTEXT, recipients=[alice])
     forged = Key(bytes(32))

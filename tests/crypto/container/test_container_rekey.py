@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may open a container is changed without touching its payload, and at no instant is there no way in."""
+"""Changing the recipients of a container: the payload is untouched, and it opens at every instant."""
 
 from __future__ import annotations
 

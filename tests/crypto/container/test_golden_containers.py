@@ -47,7 +47,7 @@ def counted(seed: str) -> Random:
 
 
 def made(mode: str) -> bytes:
-    """Return what the golden file of a mode holds: slots for a key, for scrypt and for argon2id."""
+    """Return the golden file of a mode: slots for a key, for scrypt and for argon2id."""
     random = counted(mode)
     recipients: list[Recipient] = [
         RawKey(Key(bytes(range(32))), random),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A key never shows itself, and what is derived from it is what the documents say."""
+"""A key is never shown, and values derived from it are as documented."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys, passphrases, public and private keys by source: what they open, for whom they encrypt, what is refused."""
+"""Keys, passphrases, public and private keys by source: opening, encrypting, refusals."""
 
 from __future__ import annotations
 

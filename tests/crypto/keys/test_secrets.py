@@ -87,7 +87,7 @@ def test_key_sources_of_every_kind_hide_what_they_gave(
 
 
 def locals_of_refused(source: str) -> str:
-    """Return what a bug report with local variables says of a source that is refused."""
+    """Return a bug report with local variables, about a source that is refused."""
     try:
         load_key(source)
     except CryptoError as error:

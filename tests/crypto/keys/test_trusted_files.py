@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rule for files that secrets and trust anchors come from: who may own them, who may change and read them."""
+"""The rule for files with secrets and trust anchors: owner, and permissions to change and read."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What somebody who can write the file but has no key may try. MindSpore accepts most of it; here nothing is accepted."""
+"""Attacks by a writer of the file without a key. MindSpore accepts most of them; we accept none."""
 
 from __future__ import annotations
 

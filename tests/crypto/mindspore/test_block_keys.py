@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An encrypted `.ckpt` and several keys: the seal tells which is right."""
+"""An encrypted `.ckpt` and several keys: the seal shows which is right."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ PLAINTEXT = os.urandom(6 * BLOCK + 7)
 
 
 class WatchedSource:
-    """A source that counts what is read from it, whose bytes can be changed, and that can call out before it reads."""
+    """A source that counts its reads, has mutable bytes, and can call out before it reads."""
 
     def __init__(self, data: bytes) -> None:
         self.data = bytearray(data)

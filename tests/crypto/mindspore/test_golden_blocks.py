@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that the real MindSpore wrote, whole and broken: what it hides is found, what it accepts wrongly is refused."""
+"""Files of the real MindSpore, whole and broken: its silent errors are found and refused."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_ranges_cover_plaintext_and_file_without_gap(mode: str) -> None:
         ("AES-GCM", 10 * 2**30, 2**22),
         ("AES-CBC", 10 * 2**30, 2**22),
         ("SM4-CBC", 10 * 2**30, 2**19),
-        ("SM4-CBC", 2**40, 2**22),  # so many small blocks would not fit into one seal
+        ("SM4-CBC", 2**40, 2**22),  # that many small blocks would not fit into one seal
     ],
 )
 def test_full_records_of_the_default_size_are_aligned(

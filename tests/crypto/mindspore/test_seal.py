@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The seal itself: what a holder of the key could get wrong, and what nobody else can change."""
+"""The seal: mistakes of a holder of the key, and changes without the key."""
 
 from __future__ import annotations
 

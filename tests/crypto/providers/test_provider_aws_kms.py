@@ -203,7 +203,7 @@ def test_debug_log_of_the_library_never_holds_the_key(
     provider.unwrap(provider.wrap(wrapped.key.raw, CONTEXT), CONTEXT)
     spelled = base64.b64encode(wrapped.key.raw).decode()
     assert spelled not in caplog.text
-    # boto3 does write keys down, and goes on to do so for everybody else.
+    # boto3 does log keys, and still does so for other callers.
     boto3.client("kms").encrypt(KeyId=provider.key_id, Plaintext=wrapped.key.raw)
     assert spelled in caplog.text
 

@@ -28,7 +28,7 @@ from ckptmgr.crypto.providers.run_key import RunKey, RunKeyReader
 KEY = b"\xc0\xff\xee-Top-Secret!!"
 CONTEXT = {"run": "7f"}
 
-# What a key program looks like: the key-encryption key is its own affair.
+# A key program: the key-encryption key is its own affair.
 HONEST = """
 import base64, json, os, sys
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -238,7 +238,7 @@ def test_wait_that_is_interrupted_kills_the_program(tmp_path: Path) -> None:
 
     watcher = threading.Thread(target=interrupt)
     watcher.start()
-    # It tells its pid when it has the request, so the interrupt meets a wait that has begun.
+    # It prints its pid when it has the request, so the interrupt meets a wait that has begun.
     code = f'cat > /dev/null; echo $$ > "{pid_file}"; exec sleep 600'
     provider = ExecProvider(command=("sh", "-c", code))
     with pytest.raises(KeyboardInterrupt):
@@ -248,7 +248,7 @@ def test_wait_that_is_interrupted_kills_the_program(tmp_path: Path) -> None:
 
 
 def has_ended(pid: int) -> bool:
-    """Tell whether a process is gone, or waits only for whoever adopted it."""
+    """Return whether a process is gone, or waits only to be reaped."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

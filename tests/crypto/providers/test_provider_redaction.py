@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a key program prints is shown without keys in it."""
+"""The output of a key program is shown without keys in it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The key slots of a container, opened by who has read docs/container-format.md and nothing else."""
+"""The key slots of a container, opened by docs/container-format.md alone."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Secret = bytes | str | X25519PrivateKey | Pair | RSAPrivateKey
 
 
 def open_slot(slot: bytes, secret: Secret, fixed: bytes) -> bytes | None:
-    """Return the data key, or None where the slot is for somebody else."""
+    """Return the data key, or None if the slot is for another secret."""
     try:
         return _opened(slot[0], slot[:12], slot[12:], secret, fixed)
     except InvalidTag:

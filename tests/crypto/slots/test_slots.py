@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Key slots for keys and passphrases: who opens what, what is refused, and what is never shown."""
+"""Key slots for keys and passphrases: opening, refusals, and secrets that are never shown."""
 
 from __future__ import annotations
 

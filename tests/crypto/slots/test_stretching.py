@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The budget for stretching passphrases: what is free, what is paid, what is refused, and when there is more."""
+"""The budget for stretching passphrases: free and paid work, refusals, and the refill."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DATA_KEY = Key(bytes(range(32)))
 BOUND = bytes(64)
 USUAL = Argon2id()
 USUAL_KIB = 3 << 16
-PAYS_FOR_10 = 11 * USUAL_KIB  # the last of them costs half of what is left
+PAYS_FOR_10 = 11 * USUAL_KIB  # the last of them costs half of the rest
 
 
 class Clock:
