@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """An image: the exact bytes of a file to be written, without a copy of them.
 
-An image is an ordered list of segments (small headers, and tensor contents that stay in their
+An image is an ordered list of extents (small headers, and tensor contents that stay in their
 memory) whose total length is known before the first byte is written. Copy, digest, cipher and write
 address it by offset, in parallel and in any order.
 
@@ -9,13 +9,13 @@ A file may state a CRC32 of itself, in a trailer or in its head. The writer pass
 to `start_crc()` and then calls `trailer(crc)` or `head(crc)`: a late head is written last, although
 it comes first.
 
-A segment for each small tensor would cost more than its bytes. So heads and small tensors that
-follow each other form one segment, which is joined each time its bytes are needed.
+An extent for each small tensor would cost more than its bytes. So heads and small tensors that
+follow each other form one extent, which is joined each time its bytes are needed.
 
->>> segments = Segments()
->>> segments.add(b"head")
->>> segments.add(b"more")
->>> [bytes(segment.content()) for segment in segments.finish()]
+>>> builder = ImageBuilder()
+>>> builder.add(b"head")
+>>> builder.add(b"more")
+>>> [bytes(extent.content()) for extent in builder.finish()]
 [b'headmore']
 """
 
@@ -34,11 +34,11 @@ from .tensor import Tensor, content_of
 
 MOST_LATE_BYTES = (4 << 20) - (4 << 10)
 """A late head and the bytes behind it fit into one chunk of 4 MiB, sealed or not."""
-_MATERIALISED_SEGMENTS = 4
+_CACHED_CONTENTS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class Extent:
     """A run of bytes: `content()[start:stop]`.
 
     `content` returns a flat view and is called again when the bytes are needed and no longer
@@ -51,8 +51,8 @@ class Segment:
     data: memoryview | None = None
 
     @classmethod
-    def of(cls, data: bytes) -> Segment:
-        """Return a segment over bytes in memory."""
+    def of(cls, data: bytes) -> Extent:
+        """Return an extent over bytes in memory."""
         view = memoryview(data)
         return cls(lambda: view, 0, view.nbytes, view)
 
@@ -73,29 +73,29 @@ class LateHead:
 class Image:
     """The bytes of a file to be written, addressed by offset.
 
-    `segments` leave out a late head and a trailer; `body_size` counts the late head, but not the
+    `extents` leave out a late head and a trailer; `body_size` counts the late head, but not the
     trailer.
 
-    >>> image = Image([Segment.of(b"head"), Segment.of(b"body")])
+    >>> image = Image([Extent.of(b"head"), Extent.of(b"body")])
     >>> image.size, b"".join(bytes(view) for view in image.views(2, 4))
     (8, b'adbo')
     """
 
     def __init__(
         self,
-        segments: Iterable[Segment],
+        extents: Iterable[Extent],
         *,
         has_crc_trailer: bool = False,
         late_head: LateHead | None = None,
     ) -> None:
         self._late_head = late_head
         self.head_bytes = 0 if late_head is None else late_head.size_bytes
-        self._segments = [segment for segment in segments if segment.stop > segment.start]
+        self._extents = [extent for extent in extents if extent.stop > extent.start]
         self._starts: list[int] = []
         offset = self.head_bytes
-        for segment in self._segments:
+        for extent in self._extents:
             self._starts.append(offset)
-            offset += segment.stop - segment.start
+            offset += extent.stop - extent.start
         self.body_size = offset
         self.has_crc_trailer = has_crc_trailer
         self._cache: OrderedDict[int, memoryview] = OrderedDict()
@@ -114,9 +114,9 @@ class Image:
             )
         index = bisect_right(self._starts, offset) - 1
         while length > 0:
-            segment = self._segments[index]
-            start = segment.start + offset - self._starts[index]
-            stop = min(segment.stop, start + length)
+            extent = self._extents[index]
+            start = extent.start + offset - self._starts[index]
+            stop = min(extent.stop, start + length)
             yield self._content(index)[start:stop]
             offset += stop - start
             length -= stop - start
@@ -142,28 +142,28 @@ class Image:
     def _content(self, index: int) -> memoryview:
         # Views of live arrays cost nothing to get again; a content that is made on demand would be
         # made once per range without this small cache.
-        segment = self._segments[index]
-        if segment.data is not None:
-            return segment.data
-        key = id(segment.content)
+        extent = self._extents[index]
+        if extent.data is not None:
+            return extent.data
+        key = id(extent.content)
         with self._lock:
             view = self._cache.get(key)
             if view is not None:
                 self._cache.move_to_end(key)
                 return view
-        view = segment.content()
-        if view.nbytes < segment.stop:
+        view = extent.content()
+        if view.nbytes < extent.stop:
             raise FormatError(
-                f"a tensor gave {view.nbytes} bytes where its shape and type need {segment.stop}"
+                f"a tensor gave {view.nbytes} bytes where its shape and type need {extent.stop}"
             )
         with self._lock:
             self._cache[key] = view
-            while len(self._cache) > _MATERIALISED_SEGMENTS:
+            while len(self._cache) > _CACHED_CONTENTS:
                 self._cache.popitem(last=False)
         return view
 
 
-# Above, a segment of its own costs nothing beside the copy of the bytes.
+# Above, an extent of its own costs nothing beside the copy of the bytes.
 _SMALL_BYTES = 16 << 10
 # Made again for each chunk that it touches, so it is small beside a chunk of some MiB.
 _RUN_BYTES = 256 << 10
@@ -171,7 +171,7 @@ _RUN_BYTES = 256 << 10
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """The content of a segment of small parts."""
+    """The content of an extent of small parts."""
 
     parts: tuple[bytes | Tensor, ...]
 
@@ -183,11 +183,11 @@ class _Run:
         return memoryview(b"".join(contents))
 
 
-class Segments:
-    """Builds the segments of an image, in the order of its bytes."""
+class ImageBuilder:
+    """Builds the extents of an image, in the order of its bytes."""
 
     def __init__(self) -> None:
-        self._segments: list[Segment] = []
+        self._extents: list[Extent] = []
         self._run: list[bytes | Tensor] = []
         self._run_bytes = 0
 
@@ -195,7 +195,7 @@ class Segments:
         """Append bytes."""
         if len(data) > _SMALL_BYTES:
             self._end_run()
-            self._segments.append(Segment.of(data))
+            self._extents.append(Extent.of(data))
         else:
             self._run.append(data)
             self._run_bytes += len(data)
@@ -203,29 +203,29 @@ class Segments:
     def add_tensor(self, tensor: Tensor, *, size_bytes: int) -> None:
         """Append the content of a tensor of `size_bytes` bytes."""
         if size_bytes > _SMALL_BYTES:
-            self.add_segment(Segment(partial(content_of, tensor), 0, size_bytes))
+            self.add_extent(Extent(partial(content_of, tensor), 0, size_bytes))
         elif size_bytes:
             self._run.append(tensor)
             self._run_bytes += size_bytes
             if self._run_bytes >= _RUN_BYTES:
                 self._end_run()
 
-    def add_segment(self, segment: Segment) -> None:
-        """Append a segment as it is."""
+    def add_extent(self, extent: Extent) -> None:
+        """Append an extent as it is."""
         self._end_run()
-        self._segments.append(segment)
+        self._extents.append(extent)
 
-    def finish(self) -> list[Segment]:
-        """Return all segments."""
+    def finish(self) -> list[Extent]:
+        """Return all extents."""
         self._end_run()
-        return self._segments
+        return self._extents
 
     def _end_run(self) -> None:
         if not self._run:
             return
         run = _Run(tuple(self._run))
         if any(isinstance(part, Tensor) for part in self._run):
-            self._segments.append(Segment(run, 0, self._run_bytes))
+            self._extents.append(Extent(run, 0, self._run_bytes))
         else:
-            self._segments.append(Segment.of(bytes(run())))
+            self._extents.append(Extent.of(bytes(run())))
         self._run, self._run_bytes = [], 0

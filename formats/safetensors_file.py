@@ -25,7 +25,7 @@ from itertools import accumulate
 
 from .dtypes import BY_NAME, BY_SAFETENSORS, DType
 from .errors import FormatError, TruncatedError, UnsupportedError
-from .image import MOST_LATE_BYTES, Image, LateHead, Segments
+from .image import MOST_LATE_BYTES, Image, ImageBuilder, LateHead
 from .index import READ_BYTES, Piece, TensorEntry, check_buffer, check_content
 from .safetensors_crc import ContentsCrc, check_scalar, fold_crc
 from .safetensors_fast import read_plain_header
@@ -64,14 +64,14 @@ def build_safetensors_image(
     stored.update({t.spec.name: _INT4_MARK for t in tensors if t.spec.dtype.name == "int4"})
     header = _Header([tensor.spec for tensor in tensors], stored)
     late_head = _late_head(header, tensors) if crc else None
-    segments = Segments()
+    builder = ImageBuilder()
     if not crc:
-        segments.add(header.encode())
+        builder.add(header.encode())
     elif late_head is None:
-        segments.add(header.encode(_crc_of(tensors)))
+        builder.add(header.encode(_crc_of(tensors)))
     for tensor in tensors:
-        segments.add_tensor(tensor, size_bytes=tensor.spec.size_bytes)
-    return Image(segments.finish(), late_head=late_head)
+        builder.add_tensor(tensor, size_bytes=tensor.spec.size_bytes)
+    return Image(builder.finish(), late_head=late_head)
 
 
 def _as_tensor(item: Item) -> Tensor:

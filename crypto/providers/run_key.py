@@ -147,11 +147,6 @@ class RunKeyReader:
         self._lock = threading.Lock()
         self._keys: OrderedDict[tuple[bytes, bytes], Key] = OrderedDict()
 
-    @property
-    def name(self) -> str:
-        """The kind of service."""
-        return self._provider.name
-
     def unwrap(self, blob: bytes, context: Mapping[str, str]) -> Key:
         """Return the key inside `blob`.
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 
 from ..errors import FormatError, UnsupportedError
-from ..image import Image, Segment, Segments
+from ..image import Extent, Image, ImageBuilder
 from ..strict_json import encode_object, is_encodable
 from ..tensor import Item, MapTensors, Tensor, TensorSpec, Text, check_count, content_of
 from .fields import (
@@ -67,17 +67,17 @@ def build_ckpt_image(
         raise FormatError("there is nothing to save: a .ckpt without parameters cannot be loaded")
     _check_names(items)
     _check_counts(items, slice_bytes)
-    segments = Segments()
+    builder = ImageBuilder()
     if metadata is not None:
-        segments.add(_metadata_field(metadata))
+        builder.add(_metadata_field(metadata))
     for item in items:
         if isinstance(item, Tensor):
-            _add_tensor(segments, item, slice_bytes)
+            _add_tensor(builder, item, slice_bytes)
         elif isinstance(item, Text):
-            segments.add(_text_record(item))
+            builder.add(_text_record(item))
         else:
-            _add_map(segments, item, slice_bytes)
-    return Image(segments.finish(), has_crc_trailer=crc)
+            _add_map(builder, item, slice_bytes)
+    return Image(builder.finish(), has_crc_trailer=crc)
 
 
 def _check_names(items: Sequence[Item]) -> None:
@@ -135,7 +135,7 @@ def _metadata_field(metadata: Mapping[str, str]) -> bytes:
     return encode_bytes_field(CHECKPOINT_METADATA, encoded)
 
 
-def _add_tensor(segments: Segments, tensor: Tensor, slice_bytes: int) -> None:
+def _add_tensor(builder: ImageBuilder, tensor: Tensor, slice_bytes: int) -> None:
     spec = tensor.spec
     if spec.dtype.mindspore is None:
         raise UnsupportedError(
@@ -146,15 +146,15 @@ def _add_tensor(segments: Segments, tensor: Tensor, slice_bytes: int) -> None:
     name, size_bytes = spec.name.encode(), spec.size_bytes
     if size_bytes <= slice_bytes:
         head = _tensor_value_head(spec.shape, spec.dtype.mindspore, size_bytes)
-        segments.add(_value_head(name, head, size_bytes))
-        segments.add_tensor(tensor, size_bytes=size_bytes)
+        builder.add(_value_head(name, head, size_bytes))
+        builder.add_tensor(tensor, size_bytes=size_bytes)
         return
     content = partial(content_of, tensor)
     for start in range(0, size_bytes, slice_bytes):
         stop = min(start + slice_bytes, size_bytes)
         head = _tensor_value_head(spec.shape, spec.dtype.mindspore, stop - start)
-        segments.add(_value_head(name, head, stop - start))
-        segments.add_segment(Segment(content, start, stop))
+        builder.add(_value_head(name, head, stop - start))
+        builder.add_extent(Extent(content, start, stop))
 
 
 def _text_record(item: Text) -> bytes:
@@ -169,7 +169,7 @@ def _text_record(item: Text) -> bytes:
     return _value_head(item.name.encode(), head, len(content)) + content
 
 
-def _add_map(segments: Segments, item: MapTensors, slice_bytes: int) -> None:
+def _add_map(builder: ImageBuilder, item: MapTensors, slice_bytes: int) -> None:
     parts = (item.key, item.value, item.status)
     _check_map(item)
     contents = [partial(content_of, part) for part in parts]
@@ -178,31 +178,31 @@ def _add_map(segments: Segments, item: MapTensors, slice_bytes: int) -> None:
     for start in range(0, max(rows, 1), step):
         stop = min(start + step, rows)
         named = list(zip(parts, contents, strict=True))
-        _add_map_slice(segments, item.name, named, start, stop)
+        _add_map_slice(builder, item.name, named, start, stop)
 
 
 def _add_map_slice(
-    segments: Segments,
+    builder: ImageBuilder,
     name: str,
     parts: Iterable[tuple[Tensor, Callable[[], memoryview]]],
     start: int,
     stop: int,
 ) -> None:
-    pieces: list[tuple[bytes, Segment]] = []
+    pieces: list[tuple[bytes, Extent]] = []
     for part, content in parts:
         spec = part.spec
         row_bytes = TensorSpec(name=name, dtype=spec.dtype, shape=spec.shape[1:]).size_bytes
         length = (stop - start) * row_bytes
         head = _tensor_head((stop - start, *spec.shape[1:]), spec.dtype.name, length)
         head = encode_length_prefix(MAPTENSOR_TENSOR, len(head) + length) + head
-        pieces.append((head, Segment(content, start * row_bytes, stop * row_bytes)))
+        pieces.append((head, Extent(content, start * row_bytes, stop * row_bytes)))
     size_bytes = sum(len(head) + part.stop - part.start for head, part in pieces)
-    segments.add(
+    builder.add(
         _value_head(name.encode(), encode_length_prefix(VALUE_MAPTENSOR, size_bytes), size_bytes)
     )
-    for head, segment in pieces:
-        segments.add(head)
-        segments.add_segment(segment)
+    for head, extent in pieces:
+        builder.add(head)
+        builder.add_extent(extent)
 
 
 def _check_map(item: MapTensors) -> None:

@@ -17,7 +17,7 @@ from ckptmgr.files.save.container_stream import ContainerStream
 from ckptmgr.files.save.pipeline import container_for, write_image
 from ckptmgr.files.save.streams import CHUNK_BYTES
 from ckptmgr.formats.errors import FormatError
-from ckptmgr.formats.image import Image, Segment
+from ckptmgr.formats.image import Extent, Image
 from ckptmgr.formats.source import BytesSource, read_bytes
 from ckptmgr.io.digest import RANGE_BYTES, digest_of
 
@@ -45,7 +45,7 @@ class MemoryFile:
 
 def image_of(sizes: list[int]) -> tuple[Image, bytes]:
     parts = [POOL[number : number + size] for number, size in enumerate(sizes)]
-    return Image(map(Segment.of, parts)), b"".join(parts)
+    return Image(map(Extent.of, parts)), b"".join(parts)
 
 
 def opened(content: bytes) -> bytes:
@@ -104,6 +104,6 @@ def test_ranges_are_made_in_any_order_by_several_threads(is_reversed: bool) -> N
 
 def test_tensor_that_gives_other_bytes_than_promised_fails_the_save() -> None:
     whole, short = memoryview(POOL[: 9 * 2**20]), memoryview(b"short")
-    image = Image([Segment(lambda: whole, 0, whole.nbytes), Segment(lambda: short, 0, 2**23)])
+    image = Image([Extent(lambda: whole, 0, whole.nbytes), Extent(lambda: short, 0, 2**23)])
     with pytest.raises(FormatError, match="gave 5 bytes"):
         write_image(image, MemoryFile(), sealer=container_for(image, KEY, "AES-GCM"))  # type: ignore[arg-type]

@@ -24,7 +24,7 @@ from ckptmgr.files.save.pipeline import Written, container_for, sealer_for, writ
 from ckptmgr.files.save.streams import CHUNK_BYTES
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.file_crc import encode_trailer
-from ckptmgr.formats.image import Image, Segment
+from ckptmgr.formats.image import Extent, Image
 from ckptmgr.formats.mindspore.writer import build_ckpt_image
 from ckptmgr.formats.source import BytesSource, read_bytes
 from ckptmgr.formats.tensor import Tensor
@@ -72,7 +72,7 @@ def _image(sizes: list[int], *, crc: bool = False) -> tuple[Image, bytes]:
     segments, expected, offset = [], b"", 0
     for size in sizes:
         content = _POOL[offset : offset + size]
-        segments.append(Segment.of(content))
+        segments.append(Extent.of(content))
         expected += content
         offset += size // 2 + 1
     trailer = encode_trailer(zlib.crc32(expected)) if crc else b""
@@ -329,7 +329,7 @@ def _image_of_a_failed_save() -> weakref.ref[Image]:
     def lost() -> memoryview:
         raise OSError(5, "gone")
 
-    image = Image([Segment(lost, 0, 2 * RANGE_BYTES)])
+    image = Image([Extent(lost, 0, 2 * RANGE_BYTES)])
     with contextlib.suppress(OSError):
         write_image(image, _MemoryFile())
     return weakref.ref(image)

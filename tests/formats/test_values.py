@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ckptmgr.formats.dtypes import BY_NAME, DTYPES, dtype_of
 from ckptmgr.formats.errors import FormatError, TruncatedError, UnsupportedError
 from ckptmgr.formats.file_crc import BodyCrc, crc32, crc32_combine, decode_trailer, encode_trailer
-from ckptmgr.formats.image import Image, LateHead, Segment
+from ckptmgr.formats.image import Extent, Image, LateHead
 from ckptmgr.formats.source import BytesSource, read_bytes
 from ckptmgr.formats.tensor import content_of, tensor_from_array
 from tests.support.strategies import named_tensor, tensor_of
@@ -82,7 +82,7 @@ def test_content_function_checks_the_length() -> None:
 @given(st.lists(st.binary(max_size=9), max_size=8), st.data())
 def test_image_views_are_the_bytes_of_the_range(parts: list[bytes], data: st.DataObject) -> None:
     whole = b"".join(parts)
-    image = Image([Segment.of(part) for part in parts])
+    image = Image([Extent.of(part) for part in parts])
     start = data.draw(st.integers(0, len(whole)))
     length = data.draw(st.integers(0, len(whole) - start))
     assert b"".join(image.views(start, length)) == whole[start : start + length]
@@ -91,13 +91,13 @@ def test_image_views_are_the_bytes_of_the_range(parts: list[bytes], data: st.Dat
 
 @pytest.mark.parametrize(("offset", "length"), [(-1, 1), (0, -1), (0, 5), (4, 1)])
 def test_image_range_outside_is_refused(offset: int, length: int) -> None:
-    image = Image([Segment.of(b"abcd")])
+    image = Image([Extent.of(b"abcd")])
     with pytest.raises(ValueError, match="outside the 4-byte body"):
         list(image.views(offset, length))
 
 
 def test_image_content_too_short_is_refused() -> None:
-    image = Image([Segment(lambda: memoryview(b"ab"), 0, 3)])
+    image = Image([Extent(lambda: memoryview(b"ab"), 0, 3)])
     with pytest.raises(FormatError, match="gave 2 bytes"):
         list(image.views(0, 3))
 
@@ -105,12 +105,12 @@ def test_image_content_too_short_is_refused() -> None:
 def test_image_asks_again_only_for_contents_long_unused() -> None:
     asked: list[int] = []
 
-    def content_of(number: int) -> Segment:
+    def content_of(number: int) -> Extent:
         def content() -> memoryview:
             asked.append(number)
             return memoryview(bytes([number]))
 
-        return Segment(content, 0, 1)
+        return Extent(content, 0, 1)
 
     image = Image([content_of(number) for number in range(6)])
     for _ in range(2):
@@ -123,7 +123,7 @@ def test_image_asks_again_only_for_contents_long_unused() -> None:
 
 def test_image_is_read_by_several_threads() -> None:
     whole = bytes(range(256)) * 8
-    image = Image([Segment.of(whole[start : start + 64]) for start in range(0, len(whole), 64)])
+    image = Image([Extent.of(whole[start : start + 64]) for start in range(0, len(whole), 64)])
     seen: dict[int, bytes] = {}
 
     def read(offset: int) -> None:
@@ -138,7 +138,7 @@ def test_image_is_read_by_several_threads() -> None:
 
 
 def test_image_with_trailer_is_17_bytes_longer() -> None:
-    image = Image([Segment.of(b"abcd")], has_crc_trailer=True)
+    image = Image([Extent.of(b"abcd")], has_crc_trailer=True)
     assert (image.size, image.body_size) == (21, 4)
     assert image.trailer(crc32(b"abcd")) == b"crc_num" + zlib.crc32(b"abcd").to_bytes(10, "big")
     assert Image([]).trailer(0) == b""
@@ -146,7 +146,7 @@ def test_image_with_trailer_is_17_bytes_longer() -> None:
 
 def test_image_with_a_late_head_gives_views_only_of_what_follows_it() -> None:
     head = LateHead(size_bytes=3, start_crc=lambda: BodyCrc(7), encode=lambda crc: b"%03d" % crc)
-    image = Image([Segment.of(b"abcd")], late_head=head)
+    image = Image([Extent.of(b"abcd")], late_head=head)
     assert (image.size, image.body_size, image.head_bytes) == (7, 7, 3)
     assert b"".join(image.views(4, 2)) == b"bc"
     assert image.head(42) == b"042"
@@ -156,7 +156,7 @@ def test_image_with_a_late_head_gives_views_only_of_what_follows_it() -> None:
 
 
 def test_crc_of_an_image_is_what_its_file_states() -> None:
-    images = [Image([Segment.of(b"abcd")], has_crc_trailer=has_one) for has_one in (False, True)]
+    images = [Image([Extent.of(b"abcd")], has_crc_trailer=has_one) for has_one in (False, True)]
     crcs = [image.start_crc() for image in images]
     for crc in crcs:
         crc.add(0, memoryview(b"abcd"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of small tensors: the same bytes as one segment for each, asked for only when needed."""
+"""Runs of small tensors: the same bytes as one extent for each, asked for only when needed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptmgr.formats.errors import FormatError
-from ckptmgr.formats.image import Image, Segment, Segments
+from ckptmgr.formats.image import Extent, Image, ImageBuilder
 from ckptmgr.formats.tensor import Tensor
 from tests.support.strategies import named_tensor, tensor_of
 
@@ -19,51 +19,51 @@ def small(size: int, fill: int = 0) -> Tensor:
     return named_tensor(f"t{fill}", "uint8", (size,), bytes([fill % 256]) * size)
 
 
-def bytes_of(segments: Segments) -> bytes:
-    image = Image(segments.finish())
+def bytes_of(builder: ImageBuilder) -> bytes:
+    image = Image(builder.finish())
     return b"".join(image.views(0, image.body_size))
 
 
-@given(parts=st.lists(st.tuples(st.sampled_from(["head", "tensor", "segment"]), st.integers())))
+@given(parts=st.lists(st.tuples(st.sampled_from(["head", "tensor", "extent"]), st.integers())))
 @settings(max_examples=60)
 def test_parts_of_all_kinds_keep_their_order(parts: list[tuple[str, int]]) -> None:
     sizes = (0, 1, 7, 16 << 10, (16 << 10) + 1)
-    segments, expected = Segments(), b""
+    builder, expected = ImageBuilder(), b""
     for number, (kind, choice) in enumerate(parts):
         data = bytes([number % 256]) * sizes[choice % len(sizes)]
         expected += data
         if kind == "head":
-            segments.add(data)
+            builder.add(data)
         elif kind == "tensor":
-            segments.add_tensor(small(len(data), number), size_bytes=len(data))
+            builder.add_tensor(small(len(data), number), size_bytes=len(data))
         else:
-            segments.add_segment(Segment.of(data))
-    assert bytes_of(segments) == expected
+            builder.add_extent(Extent.of(data))
+    assert bytes_of(builder) == expected
 
 
 def test_run_ends_when_it_is_long_enough() -> None:
-    segments = Segments()
+    builder = ImageBuilder()
     for number in range(50):
-        segments.add_tensor(small(16 << 10, number), size_bytes=16 << 10)
-    found = segments.finish()
-    assert [segment.stop for segment in found] == [RUN_BYTES] * 3 + [2 * (16 << 10)]
+        builder.add_tensor(small(16 << 10, number), size_bytes=16 << 10)
+    found = builder.finish()
+    assert [extent.stop for extent in found] == [RUN_BYTES] * 3 + [2 * (16 << 10)]
 
 
 def test_heads_alone_are_kept_in_memory() -> None:
-    segments = Segments()
-    segments.add(b"one")
-    segments.add(b"two")
-    (segment,) = segments.finish()
-    assert segment.data is not None
-    assert bytes(segment.data) == b"onetwo"
+    builder = ImageBuilder()
+    builder.add(b"one")
+    builder.add(b"two")
+    (extent,) = builder.finish()
+    assert extent.data is not None
+    assert bytes(extent.data) == b"onetwo"
 
 
 def test_large_tensor_stays_where_it_is() -> None:
     content = memoryview(bytearray(20 << 10))
     spec = small(20 << 10).spec
-    segments = Segments()
-    segments.add_tensor(Tensor(spec=spec, content=lambda: content), size_bytes=spec.size_bytes)
-    (view,) = Image(segments.finish()).views(0, spec.size_bytes)
+    builder = ImageBuilder()
+    builder.add_tensor(Tensor(spec=spec, content=lambda: content), size_bytes=spec.size_bytes)
+    (view,) = Image(builder.finish()).views(0, spec.size_bytes)
     content[0] = 7
     assert view[0] == 7
 
@@ -75,18 +75,18 @@ def test_small_tensor_is_asked_for_when_its_bytes_are() -> None:
         asked.append("w")
         return memoryview(b"ab")
 
-    segments = Segments()
-    segments.add_tensor(Tensor(spec=small(2).spec, content=content), size_bytes=2)
-    image = Image(segments.finish())
+    builder = ImageBuilder()
+    builder.add_tensor(Tensor(spec=small(2).spec, content=content), size_bytes=2)
+    image = Image(builder.finish())
     assert not asked
     assert b"".join(image.views(0, 2)) == b"ab"
     assert asked == ["w"]
 
 
 def test_content_of_another_length_is_refused_with_its_name() -> None:
-    segments = Segments()
+    builder = ImageBuilder()
     for number, content in enumerate((b"ab", b"abc", b"a")):  # together as long as they should be
         tensor = tensor_of(small(2, number).spec, content)
-        segments.add_tensor(tensor, size_bytes=2)
+        builder.add_tensor(tensor, size_bytes=2)
     with pytest.raises(FormatError, match=r"has 3 bytes.*'t1'"):
-        bytes_of(segments)
+        bytes_of(builder)
