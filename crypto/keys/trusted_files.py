@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files that hold a secret or a trust anchor: keys, passphrases, PINs, public keys, wrapped keys.
 
-A user who can change such a file chooses what is trusted, so one rule holds for all of them: a
+A user with write access to such a file chooses the trust, so one rule holds for all of them: a
 regular file that belongs to the current user or to root, and that neither its group nor others can
 write. A file of a secret must also be unreadable to others.
 

@@ -8,9 +8,9 @@ BASE64}
 The service is never taken from the file: `CKPTMGR_KEY_SERVICE` holds its address, and `provider` is
 only compared.
 
-A user who can change the file chooses the key, among those that the service unwraps. So a file that
-others can change is refused, and a stated context (`CKPTMGR_KEY_CONTEXT`, such as `run=7f` or
-`run=7f,purpose=eval`) must be the one in the file.
+A user with write access to the file chooses the key, among those that the service unwraps. So a
+file that others can change is refused, and a stated context (`CKPTMGR_KEY_CONTEXT`, such as
+`run=7f` or `run=7f,purpose=eval`) must be the one in the file.
 """
 
 from __future__ import annotations
