@@ -14,7 +14,7 @@ from ckptmgr.core.model import Checkpoint
 from ckptmgr.io.passing_errors import PAUSES_S
 from ckptmgr.parallel.coordinator import Coordinator, Json, RanksMissing, RanksOutOfStep
 from ckptmgr.parallel.errors import Failure, ResumeFailed
-from ckptmgr.parallel.rounds import Rounds
+from ckptmgr.parallel.rounds import CollectiveRounds
 from ckptmgr.series.candidates import Skipped
 
 _UNSEEN = "unseen"
@@ -22,7 +22,7 @@ _Loaded = TypeVar("_Loaded")
 
 
 def first_that_all_load(
-    rounds: Rounds,
+    rounds: CollectiveRounds,
     coordinator: Coordinator,
     scan: Callable[[], Sequence[Checkpoint]],
     load: Callable[[Checkpoint], _Loaded],
@@ -113,7 +113,9 @@ def _refuse_to_pass_over(name: str, answers: Sequence[Json | Failure]) -> None:
             raise error
 
 
-def all_prepared(rounds: Rounds, prepare: Callable[[], _Loaded], *, stop: float) -> _Loaded:
+def all_prepared(
+    rounds: CollectiveRounds, prepare: Callable[[], _Loaded], *, stop: float
+) -> _Loaded:
     """Return the result of `prepare`, which changes nothing yet, once all ranks have one.
 
     Raises:

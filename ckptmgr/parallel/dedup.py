@@ -35,7 +35,7 @@ from ckptmgr.parallel.dedup_tensors import (
     unpack_notes,
 )
 from ckptmgr.parallel.redundancy import remove_param_redundancy
-from ckptmgr.parallel.rounds import Rounds
+from ckptmgr.parallel.rounds import CollectiveRounds
 from ckptmgr.state.items import Part
 
 Balance = Literal["bytes", "round_robin"]
@@ -63,7 +63,7 @@ class Sharing:
 
     def divided(
         self,
-        rounds: Rounds,
+        rounds: CollectiveRounds,
         coordinator: Coordinator,
         items: Sequence[Item],
         metadata: Mapping[str, str],

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from ckptmgr.parallel.coordinator import Coordinator, Json, RanksMissing, RanksOutOfStep
-from ckptmgr.parallel.rounds import Meetings
+from ckptmgr.parallel.rounds import Barriers
 from ckptmgr.policy.save import (
     AnyOf,
     EverySeconds,
@@ -37,9 +37,9 @@ _ABOUT, _COMPARED = ".policy", ".policies"  # names that no series has
 class ComparedPolicy:
     """A policy that must be equal on all ranks, which first compare its `description`."""
 
-    def __init__(self, policy: SavePolicy, meetings: Meetings, *, description: str) -> None:
+    def __init__(self, policy: SavePolicy, barriers: Barriers, *, description: str) -> None:
         self._policy = policy
-        self._meetings = meetings
+        self._barriers = barriers
         self._described = description
         self._is_compared = False
 
@@ -56,10 +56,10 @@ class ComparedPolicy:
         return self._policy.decide(step, now, last)
 
     def _compare(self) -> None:
-        rounds = self._meetings.begin("policy", what="the save policies were not compared")
+        rounds = self._barriers.begin("policy", what="the save policies were not compared")
         try:
             answers = rounds.together(
-                "compare", lambda: self._described, stop=self._meetings.stop()
+                "compare", lambda: self._described, stop=self._barriers.stop()
             )
         except RanksMissing as missing:  # they may still come to the save
             _LOG.warning("the save policies were not compared: %s", missing)
@@ -92,11 +92,11 @@ def for_all_ranks(
     """
     if coordinator is None:
         return policy
-    meetings = Meetings(coordinator, _COMPARED, timeout_s=timeout_s, monotonic=time.monotonic)
+    barriers = Barriers(coordinator, _COMPARED, timeout_s=timeout_s, monotonic=time.monotonic)
     if not _is_by_time(policy):
-        return ComparedPolicy(policy, meetings, description=describe_policy(policy))
+        return ComparedPolicy(policy, barriers, description=describe_policy(policy))
     joint = RankZeroPolicy(policy, coordinator, timeout_s=timeout_s)
-    return ComparedPolicy(joint, meetings, description="by time")
+    return ComparedPolicy(joint, barriers, description="by time")
 
 
 def _is_by_time(policy: SavePolicy) -> bool:
@@ -118,7 +118,7 @@ class RankZeroPolicy:
     ) -> None:
         self._policy = policy
         self._rank = coordinator.rank
-        self._meetings = Meetings(coordinator, _ABOUT, timeout_s=timeout_s, monotonic=monotonic)
+        self._barriers = Barriers(coordinator, _ABOUT, timeout_s=timeout_s, monotonic=monotonic)
         self._seen = 0
         self._next = 0
         self._before: tuple[int, float] | None = None
@@ -139,11 +139,11 @@ class RankZeroPolicy:
         has_gone_back, self._seen = step <= self._seen, step
         if step < self._next and not has_gone_back:
             return SaveDecision(is_due=False, reason=f"rank 0 is asked again at step {self._next}")
-        rounds = self._meetings.begin("when", what="not decided whether to save")
+        rounds = self._barriers.begin("when", what="not decided whether to save")
         values = rounds.together(
             "decision",
             lambda: self._answer(step, now, last).to_json(),
-            stop=self._meetings.stop(),
+            stop=self._barriers.stop(),
         )
         answers = [_Answer.from_json(one) for one in values]
         for rank, answer in enumerate(answers):

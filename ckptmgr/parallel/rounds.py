@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Collective work: all ranks do a part at the same time, then each knows the results of all.
 
-`Rounds` are the exchanges of one operation; `Meetings` begins the operations of one writer, with
-tags that no other operation has.
+`CollectiveRounds` are the exchanges of one operation; `Barriers` begins the operations of one
+writer, with tags that no other operation has.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ckptmgr.parallel.errors import Failure, RankFailed
 _OK, _FAILED = "ok", "failed"
 
 
-class Rounds:
+class CollectiveRounds:
     """The exchanges of one collective operation.
 
     The `tag` is never the same twice in a job; `what` starts the message of a failure.
@@ -37,10 +37,10 @@ class Rounds:
         self._what = what
         self._monotonic = monotonic
 
-    def of_attempt(self, attempt_id: str) -> Rounds:
+    def of_attempt(self, attempt_id: str) -> CollectiveRounds:
         """Return further rounds of one attempt, without the ranks that have another attempt id."""
         tag = f"{self._tag}/{attempt_id}"
-        return Rounds(self._coordinator, tag, what=self._what, monotonic=self._monotonic)
+        return CollectiveRounds(self._coordinator, tag, what=self._what, monotonic=self._monotonic)
 
     def together(self, name: str, work: Callable[[], Json], *, stop: float) -> list[Json]:
         """Do a part of the work; return the results of all ranks, by rank.
@@ -101,7 +101,7 @@ def _value(answer: Json) -> Json:
     return answer[_OK] if isinstance(answer, Mapping) else None
 
 
-class Meetings:
+class Barriers:
     """Begins the collective operations of a writer, in the same order on all ranks."""
 
     def __init__(
@@ -121,14 +121,14 @@ class Meetings:
         self._about = f"{series}.{number}" if number else series
         self._first = f"series.{number}"
 
-    def begin(self, about: str, *, what: str) -> Rounds:
+    def begin(self, about: str, *, what: str) -> CollectiveRounds:
         """Return the rounds of an operation that all ranks begin now.
 
         `about` names the operation, the same on all ranks; `what` starts the message of a failure.
         """
         return self._rounds(f"{self._about}/{about}", what=what)
 
-    def begin_first(self, *, what: str) -> Rounds:
+    def begin_first(self, *, what: str) -> CollectiveRounds:
         """Return the rounds in which the ranks compare their series, which may differ."""
         return self._rounds(self._first, what=what)
 
@@ -147,11 +147,11 @@ class Meetings:
         own = self._coordinator.rank
         return {r: at for r, at in answers.items() if r != own and isinstance(at, int)}
 
-    def _rounds(self, tag: str, *, what: str) -> Rounds:
+    def _rounds(self, tag: str, *, what: str) -> CollectiveRounds:
         # Ranks that fail apart come together again at the next step, not at the next number.
         self._begun[tag] += 1
         tag = f"{tag}/{self._begun[tag]}"
-        return Rounds(self._coordinator, tag, what=what, monotonic=self._monotonic)
+        return CollectiveRounds(self._coordinator, tag, what=what, monotonic=self._monotonic)
 
 
 _writers: Counter[int] = Counter()

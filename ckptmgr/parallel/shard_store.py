@@ -1,27 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A directory of checkpoints that many ranks write together: the files of the ranks, and the one manifest that makes them one.
+"""A directory of checkpoints that many ranks write together: rank files, and one manifest per set.
 
-1. Every rank publishes its file: data written and synced under a temporary name; renamed; directory synced. It carries the
-   id of the attempt in its name, so nobody else writes it, and no manifest names it yet: it is a leftover.
-2. One rank creates the manifest of all files, exclusively: content synced under a temporary name; linked (the commit point);
-   directory synced. A second attempt at the same checkpoint finds the name taken.
+1. Every rank publishes its file: data written and synced under a temporary name; renamed; directory
+   synced. Its name has the id of the attempt, so no other process writes it; as no manifest names
+   it yet, it is a leftover.
+2. One rank creates the manifest of all files, exclusively: content synced under a temporary name;
+   linked (the commit point); directory synced. A second attempt at the same checkpoint finds the
+   name taken.
 
-An attempt tells in its name until when it may be committed. Files that no manifest names are removed after that, never before;
-nor while their manifest is in the trash; nor where those of all ranks are here, until a newer checkpoint is whole.
+The name of an attempt has the time until which it may be committed. Files that no manifest names
+are removed after that, never before; nor while their manifest is in the trash; nor, where the files
+of all ranks are there, until a newer checkpoint is whole.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from pathlib import Path
 
 from ckptmgr.core.errors import SaveFailed
 from ckptmgr.core.model import State
 from ckptmgr.core.shard_names import parse_shard_name
-from ckptmgr.core.trust import DEFAULT_TRUST, Trust
-from ckptmgr.io.filesystem import FileSystem, unlink_if_present
-from ckptmgr.io.leases import Processes
+from ckptmgr.io.filesystem import unlink_if_present
 from ckptmgr.store.listing import lone_sets, problem_of_shards
 from ckptmgr.store.manifest.codec import Manifest, manifest_name
 from ckptmgr.store.shards import ShardFiles
@@ -29,41 +28,16 @@ from ckptmgr.store.trash_folder import may_be_in_trash
 
 
 class ShardStore(ShardFiles):
-    """A checkpoint directory as one of many ranks sees it.
-
-    Args:
-        directory: Where the checkpoints lie; all ranks see it.
-        clock: Seconds since 1970; tells when a file without manifest is garbage.
-        fs: The disk.
-        trust: Its keys authenticate, sign and prove manifests.
-        processes: Tells dead writers from live ones.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        *,
-        clock: Callable[[], float],
-        fs: FileSystem | None = None,
-        trust: Trust = DEFAULT_TRUST,
-        processes: Processes | None = None,
-    ) -> None:
-        super().__init__(
-            directory,
-            fs=fs,
-            trust=trust,
-            processes=processes,
-            clock=clock,
-        )
+    """A checkpoint directory as one of many ranks sees it."""
 
     def commit(self, manifest: Manifest, *, mode: int = 0o400) -> OSError | None:
         """Make a checkpoint of the files of all ranks, unless its name is taken.
 
-        Returns:
-            None once it is durable. An error when it may exist, but may not be durable.
+        Return None once it is durable, or the error after which it may exist without being durable.
 
         Raises:
-            SaveFailed: Not all files are here, or another attempt was committed before. It does not exist.
+            SaveFailed: Files are missing, or another attempt was committed before. It does not
+                exist.
             OSError: From the disk. It does not exist.
         """
         problem = problem_of_shards(manifest, self.fs.list(self.directory))
@@ -96,17 +70,14 @@ class ShardStore(ShardFiles):
         return False
 
     def recover(self, series: str) -> list[str]:
-        """Clean up after dead writers of a series, and remove files of ranks that expired; see `Store.recover`."""
+        """Clean up after dead writers of a series and remove expired rank files."""
         return super().recover(series) + self.collect(series)
 
     def collect(self, series: str) -> list[str]:
-        """Remove the files of ranks that will never be part of a checkpoint; the lease must be held.
-
-        Returns:
-            What was done, one sentence each.
+        """Remove rank files that no checkpoint will have; return a sentence for each.
 
         Raises:
-            StoreLocked: It is lost; nothing was removed.
+            StoreLocked: The lease is lost; nothing was removed.
             OSError: From the disk.
         """
         if series not in self.garbage():
@@ -119,9 +90,11 @@ class ShardStore(ShardFiles):
         return sentences
 
     def garbage(self) -> dict[str, list[str]]:
-        """Return the names of the files of ranks that will never be part of a checkpoint, by their series.
+        """Return the names of rank files that no checkpoint will have, by their series.
 
-        Those of all ranks stay until a newer checkpoint is whole: their manifest may have been lost, or be copied later.
+        A full set of files stays until a newer checkpoint is whole: its manifest may have been
+            lost, or may
+        be copied later.
         """
         names: dict[str, list[str]] = {}
         now = self._clock()

@@ -14,7 +14,7 @@ from ckptmgr.maintenance.verify import Status, verify_checkpoint
 from ckptmgr.parallel.agreement import all_prepared, first_that_all_load
 from ckptmgr.parallel.coordinator import RanksMissing, RanksOutOfStep
 from ckptmgr.parallel.errors import ResumeFailed
-from ckptmgr.parallel.rounds import Rounds
+from ckptmgr.parallel.rounds import CollectiveRounds
 from ckptmgr.series.candidates import newest_first, open_checkpoint
 from ckptmgr.store.manifest.codec import manifest_name
 from tests.faults.training import RUNS
@@ -42,7 +42,7 @@ def agreed(
     def agree(rank: int) -> tuple[str | None, str | None, list[str]]:
         seat = Seat(meeting, rank)
         checkpoint, loaded, skipped = first_that_all_load(
-            Rounds(seat, "resume", what="not resumed", monotonic=job.clock),
+            CollectiveRounds(seat, "resume", what="not resumed", monotonic=job.clock),
             seat,
             lambda: newest_first(job.store().scan()),
             lambda found: load(rank, found),
@@ -109,7 +109,7 @@ def test_rank_that_sees_another_disk_is_an_error_on_all_and_no_fresh_start() -> 
             return newest_first(job.store().scan()) if rank != 1 else []
 
         return first_that_all_load(
-            Rounds(seat, "resume", what="not resumed", monotonic=job.clock),
+            CollectiveRounds(seat, "resume", what="not resumed", monotonic=job.clock),
             seat,
             seen,
             lambda found: found.name,
@@ -171,7 +171,7 @@ def test_newest_that_only_rank_0_sees_is_an_error_on_all_and_no_way_back() -> No
     def agree(rank: int) -> str | None:
         seat = Seat(meeting, rank)
         checkpoint, _, _ = first_that_all_load(
-            Rounds(seat, "resume", what="not resumed", monotonic=job.clock),
+            CollectiveRounds(seat, "resume", what="not resumed", monotonic=job.clock),
             seat,
             lambda: newest_first((job if rank == 0 else others).store().scan()),
             lambda found: found.name,
@@ -186,7 +186,7 @@ def test_newest_that_only_rank_0_sees_is_an_error_on_all_and_no_way_back() -> No
 
 
 def test_rank_0_of_another_version_is_an_error() -> None:
-    class Odd(Rounds):
+    class Odd(CollectiveRounds):
         def compared(self, *_: object, **__: object) -> list[object]:  # type: ignore[override]
             return ["net-1"]
 
@@ -232,7 +232,7 @@ def test_rank_that_fails_while_another_is_missing_raises_its_own_error() -> None
                 raise ZeroDivisionError
             return rank
 
-        rounds = Rounds(Seat(meeting, rank), "resume", what="not resumed")
+        rounds = CollectiveRounds(Seat(meeting, rank), "resume", what="not resumed")
         return all_prepared(rounds, prepare, stop=0.0)
 
     failed, waiting = (outcome.raised for outcome in run_ranks(meeting, agree)[:2])

@@ -15,7 +15,7 @@ from ckptmgr.files.save.job import SaveFacts, SaveOptions
 from ckptmgr.io.filesystem import FileStatus
 from ckptmgr.parallel.coordinator import Json, RanksOutOfStep
 from ckptmgr.parallel.errors import Failure, RankFailed
-from ckptmgr.parallel.offer import Offer, vote_of, whole
+from ckptmgr.parallel.proposal import SaveProposal, merged_manifest, vote_of
 from ckptmgr.parallel.shard_store import ShardStore
 from ckptmgr.policy.retention import Last, RetentionPolicy
 from ckptmgr.store.manifest.codec import encode, entry_to_document, manifest_name
@@ -33,7 +33,7 @@ from tests.support.crashmodel import FailingDisk, ModelDisk
 from tests.support.damage import put
 from tests.support.shard_sets import CONTENTS, SET, shard, sharded
 
-OFFER = Offer(
+PROPOSAL = SaveProposal(
     stem="net-1", attempt_id="0" * 16, format="ckpt", sequence=1, attempt=0, at=1.5, run_id="run"
 )
 
@@ -119,11 +119,12 @@ def test_commit_that_would_come_too_late_is_none() -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", [None, "net", {}, {**asdict(OFFER), "attempt": "0"}, {**asdict(OFFER), "at": None}]
+    "answer",
+    [None, "net", {}, {**asdict(PROPOSAL), "attempt": "0"}, {**asdict(PROPOSAL), "at": None}],
 )
 def test_offer_of_another_version_is_refused(answer: Json) -> None:
     with pytest.raises(RanksOutOfStep, match="rank 0 runs another version"):
-        Offer.from_json(answer)
+        SaveProposal.from_json(answer)
 
 
 class DiesAfterItsVote(Seat):
@@ -182,24 +183,24 @@ def test_rank_that_alone_hears_nonsense_leaves_its_file_where_others_may_have_co
 
 
 def test_offer_travels() -> None:
-    assert Offer.from_json(OFFER.to_json()) == OFFER
-    assert OFFER.set_name == SET
+    assert SaveProposal.from_json(PROPOSAL.to_json()) == PROPOSAL
+    assert PROPOSAL.set_name == SET
 
 
 @pytest.mark.parametrize("vote", [None, {}, {"file": {}}, {"file": 7}])
 def test_vote_of_another_version_names_its_rank(vote: Json) -> None:
     good = vote_of(sharded().of_shard(0))
     with pytest.raises(RanksOutOfStep, match="rank 1 runs another version"):
-        whole(sharded(), [good, vote])
+        merged_manifest(sharded(), [good, vote])
 
 
 def test_figures_are_those_of_the_slowest_rank() -> None:
     votes: list[Json] = []
     for rank, seconds in enumerate((1.0, 3.0)):
         votes.append(vote_of(replace(sharded().of_shard(rank), stats={"write_s": seconds})))
-    assert whole(sharded(), votes).stats == {"write_s": 3.0}
+    assert merged_manifest(sharded(), votes).stats == {"write_s": 3.0}
     unknown: Json = {"file": entry_to_document(sharded().shards[1])}
-    assert whole(sharded(), [votes[0], unknown]).stats == {"write_s": 1.0}
+    assert merged_manifest(sharded(), [votes[0], unknown]).stats == {"write_s": 1.0}
 
 
 def test_failure_that_makes_no_sense_is_still_told() -> None:

@@ -18,7 +18,7 @@ from ckptmgr.formats.tensor import Item, Text, tensor_from_array
 from ckptmgr.parallel.coordinator import Coordinator, Json, RanksMissing, RanksOutOfStep
 from ckptmgr.parallel.dedup import Sharing
 from ckptmgr.parallel.errors import LayoutError, RankFailed
-from ckptmgr.parallel.rounds import Rounds
+from ckptmgr.parallel.rounds import CollectiveRounds
 from tests.parallel.ranks import Meeting, Outcome, Seat, run_ranks
 
 
@@ -30,7 +30,7 @@ def divided(
     coordinator: Coordinator, items: list[Item], pieces: dict[str, Piece] | None = None
 ) -> tuple[list[Item], dict[str, str]]:
     metadata = {} if pieces is None else {PIECES: Index(pieces=pieces).to_text()}
-    rounds = Rounds(coordinator, "save 1", what="step 1 was not saved")
+    rounds = CollectiveRounds(coordinator, "save 1", what="step 1 was not saved")
     return Sharing().divided(rounds, coordinator, items, metadata, stop=1e18)
 
 

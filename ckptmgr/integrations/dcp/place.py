@@ -14,7 +14,7 @@ from ckptmgr.core.names import check_directory, check_prefix, parse_step_name
 from ckptmgr.core.shard_names import SET_FORMAT, is_set_name, set_stem
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.signing import PublicKey
-from ckptmgr.integrations.dcp.run import SeriesAt
+from ckptmgr.integrations.dcp.run import SeriesLocation
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.store.manifest.codec import SUFFIX
 
@@ -39,11 +39,11 @@ def place_of(
     trusted_keys: Iterable[str | os.PathLike[str] | PublicKey] = (),
     clock: Callable[[], float] = time.time,
     fs: FileSystem | None = None,
-) -> SeriesAt:
+) -> SeriesLocation:
     """Return the series that the arguments of a constructor name, if they are usable."""
     if callable(check_prefix(prefix)):
         raise TypeError("the prefix of a series is a string")
-    return SeriesAt(
+    return SeriesLocation(
         directory=check_directory(directory),
         series=prefix,
         trust=trust_of(
@@ -57,7 +57,7 @@ def place_of(
     )
 
 
-def set_name_of(checkpoint_id: str | os.PathLike[str], place: SeriesAt) -> str | int:
+def set_name_of(checkpoint_id: str | os.PathLike[str], place: SeriesLocation) -> str | int:
     """Return the step, or the set name, of an id: a number, or a name or path in this directory.
 
     Raises:
@@ -73,7 +73,7 @@ def set_name_of(checkpoint_id: str | os.PathLike[str], place: SeriesAt) -> str |
     return name if is_set_name(name) else f"{name}.{SET_FORMAT}"
 
 
-def parse_step(checkpoint_id: str | os.PathLike[str], place: SeriesAt) -> int:
+def parse_step(checkpoint_id: str | os.PathLike[str], place: SeriesLocation) -> int:
     """Return the step of an id.
 
     Raises:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The run of this process in a series: the lease, who it is, and the save in flight.
+"""The run of this process in a series: its lease, its identity, and the save in flight.
 
-Programs make a new `StorageWriter` for each save, and a `StorageReader` before the first one. All that are made for a
-directory and a prefix share one run, so that retention knows whose checkpoints it may remove.
+Programs make a new `StorageWriter` for each save, and a `StorageReader` before the first one. All
+writers and readers of a directory and a prefix share one run, so that retention knows which
+checkpoints it may remove.
 
-Only the coordinator begins and commits. A save of which no end was heard has failed when the next one begins: its files
-are removed then, and by whoever comes next when the time in their names is over.
+Only the coordinator begins and commits. A save that has not ended when the next one begins has
+failed: its files are removed then, or by a later process after the time in their names.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from pathlib import Path
 
 from ckptmgr.core.errors import CkptmgrError, SaveFailed
 from ckptmgr.core.model import Checkpoint
-from ckptmgr.core.shard_names import SET_FORMAT, new_attempt_id, set_stem
+from ckptmgr.core.shard_names import SET_FORMAT
 from ckptmgr.core.trust import Trust
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.save.job import SaveFacts, SaveOptions
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.observe.observers import REGISTERED, Observers, SaveWatch
-from ckptmgr.parallel.offer import Offer
+from ckptmgr.parallel.proposal import SaveProposal
 from ckptmgr.parallel.shard_store import ShardStore
 from ckptmgr.policy.retention import RetentionPolicy
 from ckptmgr.series.reader import SeriesReader
@@ -36,16 +37,8 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SeriesAt:
-    """A series as this process reaches it.
-
-    Attributes:
-        directory: Where it lies; all ranks see it.
-        series: Its name.
-        trust: Which keys encrypt, sign and prove.
-        fs: The disk; None for the real one.
-        clock: Seconds since 1970.
-    """
+class SeriesLocation:
+    """A series as this process reaches it."""
 
     directory: Path
     series: str
@@ -54,23 +47,17 @@ class SeriesAt:
     clock: Callable[[], float] = time.time
 
     def store(self) -> ShardStore:
-        """Return the directory."""
+        """Return the store of the directory."""
         return ShardStore(self.directory, clock=self.clock, fs=self.fs, trust=self.trust)
 
     def reading(self) -> ReadOptions:
-        """Return how files are read."""
+        """Return the read options."""
         return ReadOptions(trust=self.trust)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lineage:
-    """Which run the saves of a process belong to.
-
-    Attributes:
-        run_id: The run.
-        parent_run_ids: The runs it goes on from.
-        resumed_from: The checkpoint it goes on from, or None.
-    """
+    """A run, the runs it continues, and the checkpoint it continues from."""
 
     run_id: str
     parent_run_ids: tuple[str, ...]
@@ -79,17 +66,17 @@ class Lineage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Attempt:
-    offer: Offer
+    proposal: SaveProposal
     world: int
     commit_by: float
     watch: SaveWatch
 
 
 class Run:
-    """What this process writes in a series."""
+    """The writing of this process in a series."""
 
     def __init__(
-        self, place: SeriesAt, *, options: SaveOptions, observers: Observers = REGISTERED
+        self, place: SeriesLocation, *, options: SaveOptions, observers: Observers = REGISTERED
     ) -> None:
         self.place = place
         self.store = place.store()
@@ -100,14 +87,8 @@ class Run:
         self._attempt: _Attempt | None = None
         self._lock = threading.Lock()
 
-    def begin(self, step: int, *, world: int, timeout_s: float, watch: SaveWatch) -> Offer:
-        """Take the lease and begin a save; an earlier one that was not committed is over.
-
-        Args:
-            step: Global step.
-            world: Number of ranks.
-            timeout_s: How long it may take until it is committed.
-            watch: Hears when it is given up.
+    def begin(self, step: int, *, world: int, timeout_s: float, watch: SaveWatch) -> SaveProposal:
+        """Take the lease and begin a save; an earlier uncommitted one ends.
 
         Raises:
             StoreLocked: Another process writes this series.
@@ -121,47 +102,45 @@ class Run:
             name, attempt = reader.free_name(step, present, format=SET_FORMAT)
             place = self.writer.next_place(SaveFacts(step=step, attempt=attempt), present)
             now = self.place.clock()
-            offer = Offer(
-                stem=set_stem(name),
-                attempt_id=new_attempt_id(now + 2 * timeout_s),
+            proposal = SaveProposal.for_save(
+                name,
+                place,
                 format=self._options.extension,
-                sequence=place.sequence,
-                attempt=place.attempt,
-                previous=place.previous,
-                at=now,
                 run_id=self.writer.run_id,
+                at=now,
+                now=now,
+                timeout_s=timeout_s,
             )
             commit_by = time.monotonic() + timeout_s
-            self._attempt = _Attempt(offer=offer, world=world, commit_by=commit_by, watch=watch)
-            return offer
+            self._attempt = _Attempt(
+                proposal=proposal, world=world, commit_by=commit_by, watch=watch
+            )
+            return proposal
 
-    def commit(self, offer: Offer, whole: Callable[[], Manifest]) -> Checkpoint:
-        """Make a checkpoint of what all ranks have written; return it once it is durable.
-
-        Args:
-            offer: What was begun.
-            whole: Returns the manifest of all files.
+    def commit(self, proposal: SaveProposal, merged: Callable[[], Manifest]) -> Checkpoint:
+        """Commit the manifest of all files that `merged` returns; return the durable checkpoint.
 
         Raises:
-            SaveFailed: It was begun too long ago, or not as the last one, or the files are not there.
+            SaveFailed: It was begun too long ago, or not as the last one, or files are missing.
             OSError: From the disk.
         """
         with self._lock:
             attempt = self._attempt
-            if attempt is None or attempt.offer != offer:
+            if attempt is None or attempt.proposal != proposal:
                 raise SaveFailed(
                     "another save of this series was begun before this one was over",
-                    path=self.store.directory / offer.set_name,
+                    path=self.store.directory / proposal.set_name,
                     hint="wait for the future of async_save before the next save",
                 )
-            # From here on only a failure proves that there is no commit: an interrupt may come after it.
+            # From here on only a failure proves that there is no commit: an interrupt may follow
+            # it.
             self._attempt = None
             try:
                 if time.monotonic() >= attempt.commit_by:
                     raise SaveFailed(
                         "all ranks have written, but too late; give a longer timeout_s"
                     )
-                manifest = whole()
+                manifest = merged()
                 problem = self.store.commit(manifest, mode=self._options.file_mode)
             except (CkptmgrError, OSError) as error:
                 self._withdraw(attempt, error)
@@ -175,7 +154,7 @@ class Run:
         return saved
 
     def retain(self, policy: RetentionPolicy) -> None:
-        """Apply a retention policy, and remove files that were never committed; failures are logged."""
+        """Apply a retention policy, and remove uncommitted files; failures are logged."""
         self.writer.retain(policy)
         try:
             for sentence in self.store.collect(self.place.series):
@@ -184,7 +163,7 @@ class Run:
             _LOG.warning("retention: %s", error)
 
     def _give_up(self) -> None:
-        """End the save that was begun and never came to its commit, if there is one."""
+        """End the save that was begun and not committed, if there is one."""
         attempt, self._attempt = self._attempt, None
         if attempt is not None:
             self._withdraw(attempt, SaveFailed("a rank could not do its part"))
@@ -193,10 +172,10 @@ class Run:
         """Remove the files of a save that only this process could commit, and did not."""
         attempt.watch.ended_with(error)
         for rank in range(attempt.world):
-            self.store.withdraw(attempt.offer.file_name(rank, world=attempt.world))
+            self.store.withdraw(attempt.proposal.file_name(rank, world=attempt.world))
 
     def close(self) -> None:
-        """Give the lease back, and remove the files of a save that was not committed."""
+        """Release the lease, and remove the files of an uncommitted save."""
         with self._lock:
             self._give_up()
             self.writer.close()
@@ -207,19 +186,15 @@ _runs_lock = threading.Lock()
 
 
 def run_of(
-    place: SeriesAt,
+    place: SeriesLocation,
     *,
     options: SaveOptions,
     observers: Observers = REGISTERED,
     lineage: Lineage | None = None,
 ) -> Run:
-    """Return the run of this process in a series; with another key, or another disk, it goes on there.
+    """Return the run of this process in a series; another key or disk continues it there.
 
-    Args:
-        place: The series.
-        options: How files are written.
-        observers: Hear of what it removes; those that were given first.
-        lineage: Of the run, where this process begins it now.
+    The `observers` of the first call count, and a `lineage` only where the run begins now.
     """
     where = place.directory, place.series
     with _runs_lock:
@@ -237,8 +212,8 @@ def run_of(
         return run
 
 
-def lineage_of(place: SeriesAt) -> Lineage | None:
-    """Return the lineage of the run of this process in a series, or None when it has none yet."""
+def lineage_of(place: SeriesLocation) -> Lineage | None:
+    """Return the lineage of the run of this process in a series, or None before it has one."""
     with _runs_lock:
         run = _runs.get((place.directory, place.series))
     return None if run is None else _lineage(run)
@@ -252,15 +227,15 @@ def _lineage(run: Run) -> Lineage:
     )
 
 
-def note_resumed(place: SeriesAt, checkpoint: Checkpoint, manifest: Manifest) -> None:
-    """Note that the run of this process in a series goes on from a checkpoint."""
+def note_resumed(place: SeriesLocation, checkpoint: Checkpoint, manifest: Manifest) -> None:
+    """Note that the run of this process in a series continues from a checkpoint."""
     with _runs_lock:
         run = _runs.get((place.directory, place.series))
     (run or run_of(place, options=SaveOptions())).writer.continue_from(checkpoint, manifest)
 
 
-def end_run(place: SeriesAt) -> None:
-    """End the run of this process in a series: its next save there is one of another run."""
+def end_run(place: SeriesLocation) -> None:
+    """End the run of this process in a series: its next save there begins another run."""
     with _runs_lock:
         run = _runs.pop((place.directory, place.series), None)
     if run is not None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StorageWriter`: each rank writes one file, and the coordinator makes a checkpoint of them, or none."""
+"""`StorageWriter`: each rank writes one file, and the coordinator commits all of them, or none."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ckptmgr.integrations.dcp.place import checked_config, parse_step, place_of
 from ckptmgr.integrations.dcp.run import Lineage, Run, end_run, lineage_of, run_of
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.observe.observers import Observer, Observers, SaveWatch
-from ckptmgr.parallel.offer import Offer, vote_of, whole
+from ckptmgr.parallel.proposal import SaveProposal, merged_manifest, vote_of
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.name_limits import check_name_lengths
 
@@ -42,16 +42,16 @@ _MOST_RANKS = 10**6  # how many there are is known when they save
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Save:
-    """A save, as its coordinator has begun it."""
+    """A save that the coordinator has begun."""
 
     run: Run
-    offer: Offer
+    proposal: SaveProposal
     planned: frozenset[MetadataIndex]
     watch: SaveWatch
     started: float
 
-    def tell(self, checkpoint: Checkpoint, stats: Mapping[str, float]) -> None:
-        """Tell the observers that it is durable, and what it cost where it cost most."""
+    def report(self, checkpoint: Checkpoint, stats: Mapping[str, float]) -> None:
+        """Report to observers that it is durable, with the largest costs of the ranks."""
         cost = SaveStats()
         passed_s = time.perf_counter() - self.started
         cost.note_written(stats, size_bytes=checkpoint.size_bytes, passed_s=passed_s)
@@ -60,19 +60,20 @@ class _Save:
 
 
 class StorageWriter(storage.StorageWriter):
-    """Where `dcp.save` and `dcp.async_save` write to; make one for each save, or give `checkpoint_id=` the step.
+    """Storage for `dcp.save` and `dcp.async_save`: one for each save, or with `checkpoint_id=`.
 
     Args:
-        directory: Where the checkpoints lie; all ranks see it.
-        config: What to keep, keys, compression, `verify_after_write`. When to save is up to the loop, and the files are
-            always safetensors, in containers with a key.
+        directory: The directory of the checkpoints; all ranks see it.
+        config: Retention, keys, compression, `verify_after_write`. The loop decides when to save,
+            and the files are always safetensors, in containers with a key.
         prefix: Name of the series; the checkpoint is `<prefix>-<step>.shards`.
         step: Global step; that of the coordinator counts.
         epoch: Epoch number, or None.
         metrics: Name to value, for `best(...)`.
-        timeout_s: How long a save may take. What is left of one that failed is garbage after twice this time.
-        observe: A function, or several, that take an `Event` of `ckptmgr.observe`; on the coordinator. They travel to torch's
-            checkpoint process, too.
+        timeout_s: How long a save may take. Files of a failed one are garbage after twice this
+            time.
+        observe: A function, or several, that take an `Event` of `ckptmgr.observe`; on the
+            coordinator. They are sent to torch's checkpoint process, too.
         clock: Seconds since 1970.
         fs: The disk.
 
@@ -80,7 +81,7 @@ class StorageWriter(storage.StorageWriter):
         TypeError, ValueError, NotADirectoryError: An argument is unusable.
 
     Attributes:
-        checkpoint: What the last save came to, on the coordinator; elsewhere None.
+        checkpoint: The checkpoint of the last save, on the coordinator; elsewhere None.
     """
 
     def __init__(
@@ -126,16 +127,16 @@ class StorageWriter(storage.StorageWriter):
 
     @property
     def checkpoint_id(self) -> str:
-        """Where the checkpoint will lie, unless its step was saved before."""
+        """The path of the checkpoint, unless its step was saved before."""
         return str(self._place.directory / f"{self._place.series}-{self._step}.shards")
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Return whether it may be a step or a name; DCP asks before it chooses a writer by itself."""
+        """Return whether it may be a step or a name; DCP calls it to choose a writer."""
         return bool(os.fspath(checkpoint_id))
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Take the step of the next save from a `checkpoint_id`: `"500"`, or a path `<directory>/<prefix>-500`.
+        """Take the step of the next save from `"500"`, or a path `<directory>/<prefix>-500`.
 
         Raises:
             ValueError: It is something else.
@@ -145,14 +146,14 @@ class StorageWriter(storage.StorageWriter):
             self._step = parse_step(checkpoint_id, self._place)
 
     def storage_meta(self) -> StorageMeta:
-        """Return what planners hear about the storage."""
+        """Return the description of the storage for planners."""
         return StorageMeta(checkpoint_id=self.checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Begin a save.
 
         Raises:
-            ValueError: There is no step, or the ranks are to save without each other.
+            ValueError: There is no step, or the ranks are to save without collectives.
         """
         if self._step is None:
             raise ValueError(
@@ -165,16 +166,16 @@ class StorageWriter(storage.StorageWriter):
         self._save = self._draft = None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return the plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Take the lease, and tell each rank the name of its file.
+        """Take the lease, and send each rank the name of its file.
 
         Raises:
             StoreLocked: Another process writes this series.
             SaveFailed: The ranks would save only a part of a tensor.
-            UnsupportedState: The planner leaves out what it has planned before.
+            UnsupportedState: The planner leaves out items that it has planned before.
         """
         if not all(plan.usable for plan in plans):
             raise UnsupportedState(
@@ -186,12 +187,14 @@ class StorageWriter(storage.StorageWriter):
         step = checked_count("step", -1 if self._step is None else self._step)
         started = time.perf_counter()
         with self._observers.watch(series=self._place.series, step=step, why="manual") as watch:
-            offer = run.begin(step, world=len(plans), timeout_s=self._timeout_s, watch=watch)
+            proposal = run.begin(step, world=len(plans), timeout_s=self._timeout_s, watch=watch)
         planned = frozenset(item.index for plan in plans for item in plan.items)
-        self._save = _Save(run=run, offer=offer, planned=planned, watch=watch, started=started)
+        self._save = _Save(
+            run=run, proposal=proposal, planned=planned, watch=watch, started=started
+        )
         compared = is_compared(plans)
         tasks: list[dict[str, object]] = [
-            {"offer": offer.to_json(), "rank": rank, "world": len(plans), "compared": compared}
+            {"offer": proposal.to_json(), "rank": rank, "world": len(plans), "compared": compared}
             for rank in range(len(plans))
         ]
         tasks[0]["index"] = index.to_json()
@@ -206,18 +209,18 @@ class StorageWriter(storage.StorageWriter):
             SaveFailed, OSError: As `save_items`.
         """
         task = plan.storage_data
-        offer = Offer.from_json(task["offer"])
+        proposal = SaveProposal.from_json(task["offer"])
         items = [stored(item, planner) for item in plan.items]
         if "index" in task:
             items.append(bytes_tensor(INDEX_NAME, task["index"]))
         pieces = pieces_of(plan, items, is_compared=task["compared"])
-        name = offer.file_name(task["rank"], world=task["world"])
+        name = proposal.file_name(task["rank"], world=task["world"])
         order = SaveOrder(
             name=name,
             items=items,
             options=self._options,
             series=self._place.series,
-            draft=self._drafted(offer, name),
+            draft=self._drafted(proposal, name),
             is_rank_file=True,
             metadata={MARK: str(VERSION), PIECES: pieces.to_text()},
         )
@@ -229,19 +232,20 @@ class StorageWriter(storage.StorageWriter):
         future.set_result([file, *(WriteResult(item.index, 0, None) for item in plan.items)])
         return future
 
-    def _drafted(self, offer: Offer, name: str) -> Manifest:
+    def _drafted(self, proposal: SaveProposal, name: str) -> Manifest:
         facts = SaveFacts(
-            step=self._step or 0, at=offer.at, epoch=self._epoch, metrics=self._metrics
+            step=self._step or 0, at=proposal.at, epoch=self._epoch, metrics=self._metrics
         )
-        # Of what the ranks know about a save, that of the coordinator counts.
+        # The facts of the coordinator about a save count.
         run = Run(self._place, options=self._options) if self._save is None else self._save.run
-        return run.writer.draft(name, self._options, facts, place=offer.place)
+        return run.writer.draft(name, self._options, facts, place=proposal.place)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit the checkpoint, then apply the retention policy.
 
         Raises:
-            SaveFailed: A rank has left something out, or it cannot be committed. There is no such checkpoint.
+            SaveFailed: A rank has left out an item, or the commit failed. There is no such
+                checkpoint.
             OSError: From the disk. There is no such checkpoint.
         """
         save, draft = self._save, self._draft
@@ -252,16 +256,17 @@ class StorageWriter(storage.StorageWriter):
             lost = save.planned - {one.index for result in results for one in result}
             if lost:
                 raise SaveFailed(f"no rank has written {min(index.fqn for index in lost)!r}")
-            return whole(draft, [result[0].storage_data for result in results])
+            return merged_manifest(draft, [result[0].storage_data for result in results])
 
         with save.watch:
-            self.checkpoint = save.run.commit(save.offer, manifest)
-        save.tell(self.checkpoint, draft.stats)
+            self.checkpoint = save.run.commit(save.proposal, manifest)
+        save.report(self.checkpoint, draft.stats)
         metadata.storage_meta = StorageMeta(checkpoint_id=str(self.checkpoint.path))
         save.run.retain(self._config.retention_policy())
 
     def __getstate__(self) -> dict[str, Any]:
-        # dcp.async_save may hand a writer to a process of torch's, whose saves belong to the run of this one.
+        # dcp.async_save may hand a writer to a process of torch's, whose saves belong to the run of
+        # this one.
         lineage = lineage_of(self._place)
         return {**vars(self), "_save": None, "_draft": None, "_lineage": lineage}
 
@@ -272,7 +277,7 @@ class StorageWriter(storage.StorageWriter):
             run_of(self._place, options=self._options, lineage=lineage)
 
     def close(self) -> None:
-        """Let other processes write this series. The next save of this process belongs to another run."""
+        """End the run of this process, and let other processes write this series."""
         end_run(self._place)
 
     def __enter__(self) -> Self:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rank 0 offers at the begin of a save, what the ranks vote with, and the manifest that comes of it."""
+"""The proposal of rank 0 for a save, the votes of the ranks, and the manifest made of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 
 from ckptmgr.core.errors import SaveFailed
 from ckptmgr.core.model import Link
-from ckptmgr.core.shard_names import SET_FORMAT, shard_name
+from ckptmgr.core.shard_names import SET_FORMAT, new_attempt_id, set_stem, shard_name
 from ckptmgr.files.save.job import SaveFacts
 from ckptmgr.parallel.coordinator import Json, RanksOutOfStep
 from ckptmgr.series.writer import Place
@@ -17,35 +17,48 @@ from ckptmgr.store.manifest.fields import link_from_document
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Offer:
-    """A save as rank 0 begins it, the same on all ranks.
+class SaveProposal:
+    """A save as rank 0 begins it, the same on all ranks."""
 
-    Attributes:
-        stem: Name of the checkpoint without suffix.
-        attempt_id: Fences this attempt off from all others.
-        format: What follows the dot in the names of the files.
-        sequence: Order of commits in the directory.
-        attempt: Which save of the step it is.
-        at: When it was asked for, in seconds since 1970.
-        run_id: The run.
-        previous: The checkpoint of the series that was newest before, or None.
-    """
-
-    stem: str
-    attempt_id: str
-    format: str
-    sequence: int
-    attempt: int
-    at: float
+    stem: str  # of the name of the checkpoint
+    attempt_id: str  # fences this attempt off from all others
+    format: str  # extension of the file names
+    sequence: int  # order of commits in the directory
+    attempt: int  # among the saves of the step
+    at: float  # seconds since 1970
     run_id: str
     previous: Link | None = None
 
     @classmethod
-    def from_json(cls, value: Json) -> Offer:
-        """Return what rank 0 offers.
+    def for_save(
+        cls,
+        name: str,
+        place: Place,
+        *,
+        format: str,
+        run_id: str,
+        at: float,
+        now: float,
+        timeout_s: float,
+    ) -> SaveProposal:
+        """Return the proposal of a save that may be committed within `timeout_s` from `now`."""
+        return cls(
+            stem=set_stem(name),
+            attempt_id=new_attempt_id(now + 2 * timeout_s),
+            format=format,
+            sequence=place.sequence,
+            attempt=place.attempt,
+            at=at,
+            run_id=run_id,
+            previous=place.previous,
+        )
+
+    @classmethod
+    def from_json(cls, value: Json) -> SaveProposal:
+        """Return the proposal that rank 0 sent.
 
         Raises:
-            RanksOutOfStep: It is no offer.
+            RanksOutOfStep: It is no proposal.
         """
         try:
             if not isinstance(value, Mapping):
@@ -64,12 +77,12 @@ class Offer:
             raise RanksOutOfStep(f"rank 0 runs another version: {error}") from error
 
     def to_json(self) -> Json:
-        """Return it as it travels."""
+        """Return it as it is sent."""
         return asdict(self)
 
     @property
     def place(self) -> Place:
-        """Where the save comes."""
+        """The position of the save in its series."""
         return Place(self.sequence, self.attempt, self.previous)
 
     @property
@@ -84,25 +97,21 @@ class Offer:
         )
 
     def applied_to(self, facts: SaveFacts) -> SaveFacts:
-        """Return what a rank knows about the save, as rank 0 sees it."""
+        """Return the facts of a rank about the save with the attempt and time of rank 0."""
         return replace(facts, attempt=self.attempt, at=self.at)
 
 
 def vote_of(manifest: Manifest) -> Json:
-    """Return what a rank says about the file that it has made durable."""
+    """Return the vote of a rank for the file that it has made durable."""
     return {"file": entry_to_document(manifest.file), "stats": dict(manifest.stats)}
 
 
-def whole(draft: Manifest, votes: Sequence[Json]) -> Manifest:
-    """Return the manifest of all files; each figure is that of the rank where it was largest.
-
-    Args:
-        draft: What rank 0 knows about the save.
-        votes: By rank.
+def merged_manifest(draft: Manifest, votes: Sequence[Json]) -> Manifest:
+    """Return the manifest of all files; of each statistic the largest value of a rank counts.
 
     Raises:
-        RanksOutOfStep: A vote is none.
-        SaveFailed: The ranks do not encrypt alike.
+        RanksOutOfStep: A vote is malformed.
+        SaveFailed: The ranks encrypt differently.
     """
     entries = tuple(_entry(vote, rank) for rank, vote in enumerate(votes))
     for rank, entry in enumerate(entries):
@@ -120,23 +129,20 @@ def whole(draft: Manifest, votes: Sequence[Json]) -> Manifest:
 
 
 def chosen_series(answers: Sequence[Json]) -> str:
-    """Return the series that rank 0 has chosen.
-
-    Args:
-        answers: By rank: its prefix, and what it has chosen, which counts on rank 0.
+    """Return the series that rank 0 has chosen, from the prefix and the choice of each rank.
 
     Raises:
-        RanksOutOfStep: The ranks have not the same prefix, or one says something else.
+        RanksOutOfStep: The ranks have different prefixes, or an answer is malformed.
     """
-    said = [answer if isinstance(answer, list) and answer else [answer] for answer in answers]
-    for rank, (prefix, *_) in enumerate(said):
-        if prefix != said[0][0]:
+    choices = [answer if isinstance(answer, list) and answer else [answer] for answer in answers]
+    for rank, (prefix, *_) in enumerate(choices):
+        if prefix != choices[0][0]:
             raise RanksOutOfStep(
-                f"rank {rank} saves under the prefix {prefix!r}, but rank 0 under {said[0][0]!r}",
+                f"rank {rank} saves under the prefix {prefix!r}, but rank 0 under {choices[0][0]!r}",
                 hint="give all ranks the same prefix and directory; their files have their numbers in their names",
             )
-    series = said[0][-1]
-    if len(said[0]) == 1 or not isinstance(series, str):
+    series = choices[0][-1]
+    if len(choices[0]) == 1 or not isinstance(series, str):
         raise RanksOutOfStep(f"rank 0 runs another version: {series!r} is no series")
     return series
 
