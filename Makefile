@@ -25,6 +25,8 @@ PROVIDERS_PY := $(PROVIDERS_VENV)/bin/python
 SUPPLY_PY := $(SUPPLY_VENV)/bin/python
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 PYTEST := -m pytest --timeout=300
+# Each worker takes neighbours, which share fixtures; then what the other has left.
+IN_PARALLEL := -n $(JOBS) --dist worksteal
 
 # The tests start a thousand processes, each of which would compile every module again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -79,17 +81,17 @@ COVERAGE ?=
 .PHONY: test
 test: $(VENV)/.stamp-test ## run the tests (PYTEST_ARGS=..., JOBS=2)
 	@$(if $(COVERAGE),$(PY) -m coverage erase)
-	$(PY) $(if $(COVERAGE),-m coverage run) $(PYTEST) -n $(JOBS) $(PYTEST_ARGS)
+	$(PY) $(if $(COVERAGE),-m coverage run) $(PYTEST) $(IN_PARALLEL) $(PYTEST_ARGS)
 
 # -rs names what this machine could not run.
 .PHONY: test-strace
 test-strace: $(VENV)/.stamp-test ## fail, lie to and kill real savers and commands at every system call
-	@$(PY) $(PYTEST) -n $(JOBS) -rs -m strace tests/faults $(PYTEST_ARGS)
+	@$(PY) $(PYTEST) $(IN_PARALLEL) -rs -m strace tests/faults $(PYTEST_ARGS)
 
 .PHONY: test-root
 test-root: $(VENV)/.stamp-test ## cut the power on ext4, xfs and btrfs images, as root in a mount namespace of its own
 	@namespace=(); if [ "$$(id -u)" = 0 ]; then namespace=(unshare --mount --propagation private); fi
-	"$${namespace[@]}" $(PY) $(PYTEST) -n $(JOBS) -rs -m root tests/faults $(PYTEST_ARGS)
+	"$${namespace[@]}" $(PY) $(PYTEST) $(IN_PARALLEL) -rs -m root tests/faults $(PYTEST_ARGS)
 
 .PHONY: coverage
 coverage: ## run the tests and enforce the branch coverage we promise
