@@ -161,7 +161,7 @@ class FileCheck:
                 self._findings.unchecked.append(
                     "header copies: they differ; ckptmgr rekey mends that"
                 )
-            # Digests leave out the header copies, whose damage a signature does not show either.
+            # Digests leave out the header copies; damage there can only keep a file from opening.
             if self._level is not Level.QUICK and not _is_signed(manifest):
                 self._findings.status = Status.PARTIAL
             return

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decrypt and encrypt files as streams: constant memory, and only checked bytes come out.
 
-* A checkpoint is published like a save: temporary file, synced, renamed, with a manifest. After an error there is none.
-* Any other file goes into a container as it is, and out of it again; it is no checkpoint and gets no manifest. The names
-  decide: what is called neither `.ckpt` nor `.safetensors`, before nor after, is another file.
-* What comes out of a decrypted sealed file is byte for byte what was sealed: an ordinary `.ckpt`, CRC trailer included.
-* Damage is never sealed over: the digests and the CRC32 of a checkpoint are checked on the way, before the output exists.
+* A checkpoint is published like a save: temporary file, sync, rename, with a manifest. After an
+  error there is no output.
+* Any other file goes into a container as it is, and out of it again; it is no checkpoint and gets
+  no manifest. The names decide: a file is one if neither its old nor its new name ends in `.ckpt`
+  or `.safetensors`.
+* A sealed file decrypts to the bytes that were sealed: an ordinary `.ckpt`, CRC trailer included.
+* Damage is never sealed: digests and CRC32 are checked before the output exists.
 """
 
 from __future__ import annotations
@@ -49,13 +51,13 @@ def decrypt_file(
 
     Args:
         source: The encrypted file.
-        target: Where to; in an existing directory.
+        target: The output, in an existing directory.
         options: The key, and whether a file without seal is accepted.
         force: Whether an existing target may be replaced.
-        clock: Seconds since the epoch; stamps the manifest of a checkpoint that had none.
+        clock: Seconds since 1970; stamps the manifest of a checkpoint that had none.
 
     Raises:
-        UnsafeWrite: The target is the input, exists, or has the name of a container, or of a checkpoint and is none.
+        UnsafeWrite: The target is the input, exists, or has a name for another kind of file.
         StoreLocked: A live process writes the target, or its series in that directory.
         CkptmgrError: As `open_plaintext`.
         OSError: From the disk; nothing was changed.
@@ -94,19 +96,19 @@ def encrypt_file(
 ) -> ConversionResult:
     """Write a plain file encrypted to a file; durable when this returns.
 
-    A `.ckpt` stays one that MindSpore loads, with a seal, unless the target has the name of a container; everything else goes
-    into a container.
+    A `.ckpt` stays a file that MindSpore loads, with a seal, unless the target has the name of a
+    container; every other file goes into a container.
 
     Args:
         source: The plain file.
-        target: Where to; in an existing directory. The name of a container ends in `.ckpe`.
-        key: Who opens it. A `.ckpt` outside a container takes one key and nothing else.
+        target: The output, in an existing directory. The name of a container ends in `.ckpe`.
+        key: Opens it. A `.ckpt` outside a container takes one key and nothing else.
         mode: `AES-GCM`, `AES-CBC` or `SM4-CBC`; in a container also `SM4-GCM`.
         force: Whether an existing target may be replaced.
-        clock: Seconds since the epoch; stamps the manifest of a checkpoint that had none.
+        clock: Seconds since 1970; stamps the manifest of a checkpoint that had none.
 
     Raises:
-        UnsafeWrite: The target is the input, exists, or has a name for something else.
+        UnsafeWrite: The target is the input, exists, or has a name for another kind of file.
         StoreLocked: A live process writes the target, or its series in that directory.
         UnsupportedCheckpoint: The input is encrypted already.
         CorruptCheckpoint: It is a checkpoint and damaged; nothing was written.
@@ -146,10 +148,8 @@ def encrypt_file(
 def encrypted_chunks(source: Path, *, key: Keys, mode: str = "AES-GCM") -> Iterator[memoryview]:
     """Yield a plain file encrypted, in order, for a pipe; each view is valid until the next one.
 
-    The end comes last and only after a checkpoint proved whole, so a reader refuses what an error cut short.
-
-    Raises:
-        CkptmgrError: As `encrypt_file`.
+    The last chunk comes only after the input was checked, so a reader refuses an output that an
+    error cut short. Raises as `encrypt_file`.
     """
     if not is_checkpoint_name(source.name):
         with open_bytes(source) as raw, translated_errors(str(source)):
@@ -163,13 +163,7 @@ def encrypted_chunks(source: Path, *, key: Keys, mode: str = "AES-GCM") -> Itera
 
 
 def encrypted_name(name: str, *, key: Keys, mode: str) -> str:
-    """Return the name that a file keeps or gets when it is encrypted.
-
-    Args:
-        name: Of the plain file.
-        key: Who opens it then.
-        mode: The cipher mode.
-    """
+    """Return the name that a plain file keeps or gets when it is encrypted."""
     is_ckpt = name.endswith(".ckpt")
     if is_ckpt and not needs_container(key, mode):
         return name
@@ -177,7 +171,7 @@ def encrypted_name(name: str, *, key: Keys, mode: str) -> str:
 
 
 def is_checkpoint_name(*names: str) -> bool:
-    """Return whether one of these is the name of a checkpoint."""
+    """Return whether one of the names is that of a checkpoint."""
     return any(name.endswith(DATA_SUFFIXES) for name in names)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file that a conversion reads: opened once, and nothing of it comes out unchecked."""
+"""Input of a conversion: opened once, and checked before any byte of it comes out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from ckptmgr.formats.source import Source
 from ckptmgr.io.filesystem import InputFile
 from ckptmgr.io.threads import PIECE_BYTES
 from ckptmgr.io.unverified_reads import UnverifiedReads
-from ckptmgr.maintenance.convert_target import store_of
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.real_files import real_file
 from ckptmgr.store.store import Store
@@ -28,22 +27,17 @@ from ckptmgr.store.store import Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecryptionInput:
-    """An encrypted file that was opened: its plaintext, checked as it is read.
+    """Opened encrypted file: its plaintext, checked as it is read.
 
     Attributes:
         source: The bytes.
         format: `ckpt`, `safetensors`, or `OPAQUE`.
-        cipher: The cipher mode.
-        is_sealed: Whether the file as a whole is authenticated.
-        manifest: Its manifest, or None.
-        unit_bytes: What is best read at once.
-        unverified: What the index was made from, where an image of the bytes still has to check that.
+        unit_bytes: Size of the reads that suit it best.
+        unverified: Reads that the index was made from; an image of the bytes checks them.
     """
 
     source: Source
     format: str
-    cipher: str
-    is_sealed: bool
     manifest: Manifest | None
     unit_bytes: int
     unverified: UnverifiedReads | None = None
@@ -64,10 +58,7 @@ def open_plaintext(
 ) -> Iterator[DecryptionInput]:
     """Open an encrypted file for reading its plaintext.
 
-    Args:
-        path: The file.
-        options: The key, and whether a file without seal is accepted.
-        is_for_image: Whether the plaintext is read as a `SourceImage`, which then also checks what the index was made from.
+    With `is_for_image` the plaintext is read as a `SourceImage`, which also checks `unverified`.
 
     Raises:
         KeyProblem: No key, a wrong one, or no seal.
@@ -84,8 +75,6 @@ def open_plaintext(
             yield DecryptionInput(
                 source=plain.source,
                 format=OPAQUE,
-                cipher=plain.cipher,
-                is_sealed=plain.is_sealed,
                 manifest=manifest,
                 unit_bytes=unit_bytes,
             )
@@ -96,8 +85,6 @@ def open_plaintext(
         yield DecryptionInput(
             source=opened.source,
             format=opened.format,
-            cipher=plain.cipher,
-            is_sealed=opened.is_sealed,
             manifest=manifest,
             unit_bytes=unit_bytes,
             unverified=opened.unverified,
@@ -149,7 +136,7 @@ def open_raw(path: Path) -> Iterator[InputFile]:
 
 def _manifest_of(path: Path, options: ReadOptions) -> Manifest | None:
     real = real_file(path)
-    return store_of(real, options).read_manifest(real.name)
+    return Store(real.parent, trust=options.trust).read_manifest(real.name)
 
 
 def _refuse_encrypted(raw: Source, path: Path) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file a conversion writes: what it may overwrite, who may read it, and its manifest."""
+"""Output of a conversion: the file that is written, its manifest, and what it may overwrite."""
 
 from __future__ import annotations
 
@@ -39,13 +39,7 @@ _PRIVATE = 0o600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionResult:
-    """What a conversion did.
-
-    Attributes:
-        source: The input.
-        target: The checkpoint that was written.
-        source_bytes: Size of the input.
-    """
+    """Result of a conversion; `source_bytes` is the size of the input."""
 
     source: Path
     target: Checkpoint
@@ -74,25 +68,19 @@ def check_target(source: Path, target: Path, *, force: bool) -> None:
     if target.is_dir() or not force:
         raise UnsafeWrite("exists", path=target, hint="choose another name, or pass --force")
     if target.exists() and not target.is_file():
-        # A rename would put a file in the place of /dev/null.
+        # A rename would replace /dev/null by a file.
         raise UnsafeWrite("is a device or a pipe", path=target, hint="-o - writes to a pipe")
-
-
-def store_of(path: Path, options: ReadOptions) -> Store:
-    """Return the store a file lies in; with a key or trusted keys, its manifest must be authenticated."""
-    return Store(path.parent, trust=options.trust)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionOutput:
-    """What goes into the target.
+    """Content of a new file, and how it is encrypted.
 
     Attributes:
         image: The plaintext.
         format: `ckpt`, `safetensors`, or `OPAQUE`.
         mode: Cipher mode, or None for a plain file.
-        key: Its key.
-        sealer: Made for this image, or None.
+        sealer: Encrypts this image, or None.
     """
 
     image: Image
@@ -100,6 +88,26 @@ class ConversionOutput:
     mode: str | None = None
     key: Keys | None = None
     sealer: BlockSealer | ContainerSealer | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of the file."""
+        return self.image.size if self.sealer is None else self.sealer.sealed_size
+
+    def write(self, file: OutputFile) -> FileDigest:
+        """Write the file, and return its digests."""
+        return write_image(self.image, file, sealer=self.sealer).digest
+
+    def entry(self, name: str, digest: FileDigest) -> FileEntry:
+        """Return the manifest's entry of the file."""
+        return FileEntry(
+            name=name, digest=digest, format=self.format, cipher=self.mode, key_id=self.key_id
+        )
+
+    @property
+    def key_id(self) -> str | None:
+        """Id of the key, or None."""
+        return None if self.key is None else self.key.key_id
 
 
 def publish(
@@ -112,21 +120,21 @@ def publish(
     force: bool,
     clock: Callable[[], float],
 ) -> ConversionResult:
-    """Make the target durable, with a manifest that says what is known about the source.
+    """Make the target durable, with a manifest of all that is known about the source.
 
     Args:
         source: The input.
         target: The output; checked by `check_target`.
-        content: What goes into it.
+        content: Content of the output.
         options: How a source without manifest is looked up in its directory.
-        manifest: The one that the source was checked with, or None.
+        manifest: The manifest that the source was checked with, or None.
         force: Whether an existing target may be replaced.
-        clock: Seconds since the epoch; stamps the manifest when the source has none.
+        clock: Seconds since 1970; stamps the manifest when the source has none.
 
     Raises:
         StoreFull, OSError: From the disk; nothing was changed.
         StoreLocked: A live process writes the target, or this series in its directory.
-        UnsafeWrite: The target has come to exist since it was checked.
+        UnsafeWrite: The target was created after it was checked.
     """
     real = Path(os.path.realpath(source))
     directory = Path(os.path.realpath(target.parent))
@@ -137,27 +145,14 @@ def publish(
         trust=Trust(keys=content.key, allow_unencrypted=True),
     )
 
-    def write(file: OutputFile) -> FileDigest:
-        return write_image(content.image, file, sealer=content.sealer).digest
-
-    def describe(digest: FileDigest) -> Manifest:
-        file = FileEntry(
-            name=target.name,
-            digest=digest,
-            format=content.format,
-            cipher=content.mode,
-            key_id=None if content.key is None else content.key.key_id,
-        )
-        return replace(described, file=file)
-
     with exclusive_writer(store, target.name, described.series):
         check_target(source, target, force=force)
         written = store.publish(
             target.name,
             series=described.series,
-            size_bytes=content.image.size if content.sealer is None else content.sealer.sealed_size,
-            write=write,
-            describe=describe,
+            size_bytes=content.size_bytes,
+            write=content.write,
+            describe=lambda digest: replace(described, file=content.entry(target.name, digest)),
             mode=private_mode(real),
         )
     return ConversionResult(
@@ -173,31 +168,23 @@ def publish_non_checkpoint(
     force: bool,
     clock: Callable[[], float],
 ) -> ConversionResult:
-    """Make a target durable that is no checkpoint: whole or not at all, and without a manifest.
-
-    Args:
-        source: The input.
-        target: The output.
-        content: What goes into it.
-        force: Whether an existing target may be replaced.
-        clock: Seconds since the epoch.
+    """Make a target durable that is no checkpoint: complete or absent, and without a manifest.
 
     Raises:
         StoreLocked: A live process writes the target.
-        UnsafeWrite: It has come to exist since it was checked, or is called like a checkpoint.
+        UnsafeWrite: It was created after it was checked, or has the name of a checkpoint.
         StoreFull, OSError: From the disk; nothing was changed.
     """
     real = Path(os.path.realpath(source))
     path = Path(os.path.realpath(target.parent)) / target.name
     store = Store(path.parent, fs=OsFileSystem(keeps_owner=True))
-    size_bytes = content.image.size if content.sealer is None else content.sealer.sealed_size
     with lease_of_name(store, path.name):
         check_target(source, target, force=force)
         _refuse_checkpoint(store, path)
         store.place(
             path.name,
-            size_bytes=size_bytes,
-            write=lambda file: write_image(content.image, file, sealer=content.sealer),
+            size_bytes=content.size_bytes,
+            write=content.write,
             mode=private_mode(real),
         )
     written = Checkpoint(
@@ -205,17 +192,17 @@ def publish_non_checkpoint(
         series=stem_of(path.name),
         step=0,
         saved_at=datetime.fromtimestamp(clock(), UTC),
-        size_bytes=size_bytes,
+        size_bytes=content.size_bytes,
         state=State.UNVERIFIED,
         format=content.format,
         cipher=content.mode,
-        key_id=None if content.key is None else content.key.key_id,
+        key_id=content.key_id,
     )
     return ConversionResult(source=source, target=written, source_bytes=real.stat().st_size)
 
 
 def _refuse_checkpoint(store: Store, path: Path) -> None:
-    """Raise UnsafeWrite where another file would pass for a checkpoint, or for a damaged one."""
+    """Raise UnsafeWrite where a non-checkpoint file would be listed as a checkpoint."""
     has_manifest = store.fs.status(path.parent / manifest_name(path.name)) is not None
     if has_manifest or path.name.endswith(DATA_SUFFIXES):
         raise UnsafeWrite(
@@ -226,12 +213,12 @@ def _refuse_checkpoint(store: Store, path: Path) -> None:
 
 
 def private_mode(source: Path) -> int:
-    """Return the permission bits of an output: at most 0600, and nothing the input's owner may not do."""
+    """Return the permission bits of an output: at most 0600, and none that the input's owner lacks."""
     return _PRIVATE & stat.S_IMODE(source.stat().st_mode) or stat.S_IRUSR
 
 
 def unproven_step(checkpoint: Checkpoint, trust: Trust) -> UnprovenCheckpoint:
-    """Return the error of a file whose name would become a manifest that vouches for its step."""
+    """Return the error of a file without manifest whose new manifest would vouch for its step."""
     return UnprovenCheckpoint(
         "has no manifest, so nothing but its name says which checkpoint it is; it would get one that vouches for that",
         path=checkpoint.path,
@@ -241,13 +228,13 @@ def unproven_step(checkpoint: Checkpoint, trust: Trust) -> UnprovenCheckpoint:
 
 @contextlib.contextmanager
 def exclusive_writer(store: Store, name: str, series: str) -> Iterator[None]:
-    """Be the only one who writes a file, in a directory where a run may be writing its series.
+    """Hold the leases for writing a file, in a directory where a run may be writing its series.
 
     Raises:
-        StoreLocked: Somebody else is writing it.
+        StoreLocked: Another process is writing it.
     """
     with contextlib.ExitStack() as leases:
-        # The lease of a series is taken only where there is one already: a training run may be writing there.
+        # A run that is writing the series has left its lease; without one there is no such run.
         is_used = store.fs.status(lease_path(store.directory, series)) is not None
         if is_used and series != name:
             leases.enter_context(store.lease(series))
@@ -262,7 +249,7 @@ def _description(
     options: ReadOptions,
     clock: Callable[[], float],
 ) -> Manifest:
-    """Return the manifest of the target but for its file: what is known about the source.
+    """Return the manifest of the target without its file: all that is known about the source.
 
     In the directory of the source it belongs to no run, so that no run counts or removes it.
     """
@@ -287,9 +274,10 @@ def _description(
             replaces=None,
             auth=None,
             opened_by=(),
-            previous=None,  # the copies of a run are others than those that its links name
+            previous=None,  # the links of a run name the original files, not their copies
         )
-    known = next((c for c in store_of(source, options).scan() if c.path == source), None)
+    store = Store(source.parent, trust=options.trust)
+    known = next((c for c in store.scan() if c.path == source), None)
     return Manifest(
         file=placeholder,
         series=series,

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encrypt a plain `.ckpt` into records that MindSpore loads, with a seal.
-
-Encrypt a plain checkpoint, or any other file, into a container.
-"""
+"""Encrypt a plain `.ckpt` into sealed records that MindSpore loads, or any file into a container."""
 
 from __future__ import annotations
 
@@ -24,10 +21,10 @@ from ckptmgr.maintenance.convert_target import ConversionOutput
 
 
 def sealed_content(opened: OpenCheckpoint, *, key: Keys, mode: str) -> ConversionOutput:
-    """Return what goes into the sealed file of an opened `.ckpt`.
+    """Return the content of the sealed file of an opened `.ckpt`.
 
     Raises:
-        KeySourceError, DecryptionError: The keys or the mode are none that such a file takes.
+        KeySourceError, DecryptionError: Such a file does not take these keys or this mode.
     """
     sealer = CheckingSealer(opened, key, mode)
     image = SourceImage(
@@ -43,7 +40,7 @@ def sealed_chunks(opened: OpenCheckpoint, *, key: Keys, mode: str) -> Iterator[m
     """Yield the sealed file of an opened `.ckpt`, in order; each view is valid until the next one.
 
     Raises:
-        ChecksumMismatch: Its CRC32 is not the one it states; the seal is then missing.
+        ChecksumMismatch: Its CRC32 is not the stated one; the seal is then missing.
     """
     sealer = CheckingSealer(opened, key, mode)
     crc = 0
@@ -61,7 +58,7 @@ def sealed_chunks(opened: OpenCheckpoint, *, key: Keys, mode: str) -> Iterator[m
 
 
 class _Joined(NamedTuple):
-    """Neighbouring pieces of memory, and all of them as one."""
+    """Neighbouring pieces of one buffer, and all of them as one view."""
 
     whole: memoryview
     parts: list[memoryview]
@@ -76,7 +73,7 @@ def _joined(room: memoryview, ranges: Iterable[tuple[int, int]]) -> _Joined:
 
 
 class CheckingSealer(BlockSealer):
-    """A sealer that refuses to seal a body whose CRC32 is not the one its file stated."""
+    """Sealer that refuses a body whose CRC32 is not the one that its file states."""
 
     def __init__(self, opened: OpenCheckpoint, key: Keys, mode: str) -> None:
         index = opened.index
@@ -97,7 +94,11 @@ class CheckingSealer(BlockSealer):
         return self.record_range(0)[1] if self.block_count else 0
 
     def finish(self, *, crc: int | None = None) -> bytes:
-        """Return the seal; raise ChecksumMismatch when the CRC32 of the body is another one than the file states."""
+        """Return the seal.
+
+        Raises:
+            ChecksumMismatch: The body has another CRC32 than the file states.
+        """
         if crc != self._stated:
             raise ChecksumMismatch(
                 f"the CRC32 is {crc or 0:#010x}, but the file states {self._stated or 0:#010x}",
@@ -115,20 +116,15 @@ _CONTENTS = {
 
 
 def needs_container(key: Keys, mode: str) -> bool:
-    """Return whether only a container has this mode, or opens with these keys."""
+    """Return whether only a container takes this mode and these keys."""
     return mode == "SM4-GCM" or ring_of(key).sole_key is None
 
 
 def container_content(source: Source | OpenCheckpoint, *, key: Keys, mode: str) -> ConversionOutput:
-    """Return what goes into the container of a file.
-
-    Args:
-        source: An opened checkpoint, or any bytes.
-        key: Who opens the container.
-        mode: The cipher mode.
+    """Return the content of the container of an opened checkpoint or of any bytes.
 
     Raises:
-        ChecksumError: The CRC32 of the checkpoint is not the one it states: damage is never sealed over.
+        ChecksumError: The CRC32 of the checkpoint is not the stated one: damage is never sealed.
         UnsupportedSuiteError: There is no such mode.
     """
     image, format = _image_of(source)
@@ -141,8 +137,7 @@ def container_chunks(
 ) -> Iterator[memoryview]:
     """Yield the container of a file, in order; each view is valid until the next one.
 
-    Raises:
-        ChecksumError, UnsupportedSuiteError: As `container_content`.
+    Raises as `container_content`.
     """
     image, format = _image_of(source)
     sealer = container_for(image, key, mode, content=_CONTENTS[format])

@@ -1,22 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encrypt files anew, under a new data key, as a stream: constant memory, no plaintext on the disk, swapped like a save.
+"""Re-encrypt files under new data keys, as streams: constant memory, no plaintext on the disk.
 
-At every instant the file is the old or the new one, and its manifest can be checked by the old and the new keys until the new
-one is durable. Whoever opened the old file and kept its data key has nothing of the new one. Compressed frames stay as they
-are. For the files of many ranks see `reencrypt_set`.
+A single file is swapped like a save. At every instant it is the old or the new one, and old and new
+keys can check its manifest until the new file is durable. The files of several ranks get one commit:
+until the manifest that names all new files is durable, the old ones are untouched.
 
-Encrypt the files of many ranks anew, each under a new data key, as streams, with one commit for all of them.
-
-Until the one manifest that names all new files is durable, the old ones are untouched, and the old keys open them; from then
-on the new keys open the new ones. What an interruption leaves, old files included, opens for whoever opened it before, so it
-counts as work that is not done: `stale_files`.
+Compressed frames stay as they are. A new file is read back before the old one goes. Old files that
+an interruption leaves still open with the old keys, so they count as unfinished work: `stale_files`.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ckptmgr.core.error_translation import translated_errors
@@ -28,50 +26,22 @@ from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.container.header import Content
 from ckptmgr.crypto.container.writer import ContainerSealer
 from ckptmgr.crypto.keys.ring import KeyRing, Keys, block_key
-from ckptmgr.crypto.mindspore.blocks import BlockSealer
 from ckptmgr.files.load.container import format_in, kind_of, open_container_file
 from ckptmgr.files.load.open import open_source
 from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.save.pipeline import write_image
+from ckptmgr.files.save.saver import check_written
 from ckptmgr.formats.detect import Kind
-from ckptmgr.formats.image import Image
 from ckptmgr.formats.source import Source
 from ckptmgr.io.digest import FileDigest, VerifyingSource
-from ckptmgr.io.filesystem import OutputFile, unlink_if_present
+from ckptmgr.io.filesystem import remove_name
 from ckptmgr.io.source_image import SourceImage
+from ckptmgr.maintenance.convert_target import ConversionOutput
 from ckptmgr.maintenance.encrypt import CheckingSealer
 from ckptmgr.store.manifest.codec import FileEntry, Manifest, manifest_name
 from ckptmgr.store.manifest.keys import ManifestKey, manifest_key_of
 from ckptmgr.store.shards import ShardFiles, swap_shards
 from ckptmgr.store.store import Store
 from ckptmgr.store.trash_folder import may_be_in_trash
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sealing:
-    """What is written instead of a file.
-
-    Attributes:
-        image: The same content, read from the old file as it is written.
-        sealer: Made for it.
-        format: `ckpt` or `safetensors`.
-        mode: The cipher mode.
-    """
-
-    image: Image
-    sealer: BlockSealer | ContainerSealer
-    format: str
-    mode: str
-
-    def write(self, file: OutputFile) -> FileDigest:
-        """Write it into a new file, and return the digests of that."""
-        return write_image(self.image, file, sealer=self.sealer).digest
-
-    def entry(self, name: str, digest: FileDigest, *, new: KeyRing) -> FileEntry:
-        """Return what a manifest says of the new file."""
-        return FileEntry(
-            name=name, digest=digest, format=self.format, cipher=self.mode, key_id=new.key_id
-        )
 
 
 def reencrypt_file(
@@ -83,19 +53,15 @@ def reencrypt_file(
     manifest: Manifest | None,
     auth: Callable[[ManifestKey | None], ManifestKey],
 ) -> None:
-    """Replace an encrypted file by one with the same content and another data key, durably; the lease must be held.
+    """Replace an encrypted file by one with the same content and another data key, durably.
 
-    Args:
-        store: Reads what old and new keys authenticate.
-        checkpoint: Of one file.
-        old: Opens it.
-        new: Who opens it then.
-        manifest: That of the file, or None; what is no checkpoint does not get one.
-        auth: Given what authenticates the manifest, returns what old and new keys can check.
+    The lease must be held. A non-checkpoint file has no manifest and gets none. `auth` returns the
+    authentication of the manifest that old and new keys can check.
 
     Raises:
         KeyProblem: It does not open, or cannot have such keys.
         CorruptCheckpoint: It is damaged; nothing was changed.
+        SaveFailed: The disk does not hold what was written; nothing was changed.
         StoreFull, OSError: From the disk; the old file is intact, or the new one is there.
     """
     path = checkpoint.path
@@ -103,17 +69,12 @@ def reencrypt_file(
         translated_errors(str(path)),
         contextlib.closing(store.fs.open(path)) as raw,
     ):
-        sealing = reencryption_of(raw, path, old=old, new=new, manifest=manifest)
-        mode = mode_of(store, path.name) or 0o400
-        if sealing.format == OPAQUE and manifest is None:
-            store.place(
-                path.name,
-                size_bytes=sealing.sealer.sealed_size,
-                write=sealing.write,
-                mode=mode,
-            )
+        output = _reencrypted(raw, path, old=old, new=new, manifest=manifest)
+        mode = _mode_of(store, path.name) or 0o400
+        if output.format == OPAQUE and manifest is None:
+            store.place(path.name, size_bytes=output.size_bytes, write=output.write, mode=mode)
             return
-        draft = _draft(checkpoint, manifest, sealing, new)
+        draft = _draft(checkpoint, manifest, output)
         key = auth(None if manifest is None else manifest.auth)
 
         def describe(digest: FileDigest) -> Manifest:
@@ -122,52 +83,55 @@ def reencrypt_file(
         store.publish(
             path.name,
             series=draft.series,
-            size_bytes=sealing.sealer.sealed_size,
-            write=sealing.write,
+            size_bytes=output.size_bytes,
+            write=output.write,
             describe=describe,
             mode=mode,
-            manifest_mode=mode_of(store, manifest_name(path.name)),
+            manifest_mode=_mode_of(store, manifest_name(path.name)),
+            read_back=partial(check_written, path=str(path)),
         )
 
 
-def mode_of(store: Store, name: str) -> int | None:
+def _mode_of(store: Store, name: str) -> int | None:
     """Return the permission bits of a file, or None where there is none."""
     status = store.fs.status(store.directory / name)
     return None if status is None else status.mode
 
 
-def reencryption_of(
+def _reencrypted(
     raw: Source, path: Path, *, old: Keys, new: KeyRing, manifest: Manifest | None
-) -> Sealing:
-    """Return what is written instead of an encrypted file; arguments and errors as of `reencrypt_file`."""
+) -> ConversionOutput:
+    """Return the content of an encrypted file, to be encrypted with new keys."""
     if kind_of(raw, name=path.name) is Kind.MINDSPORE_ENCRYPTED:
         options = ReadOptions(trust=Trust(keys=old))
         opened = open_source(raw, path=str(path), options=options, manifest=manifest)
         mode = str(opened.cipher)
         blocks = CheckingSealer(opened, block_key(new), mode)
         image = SourceImage(opened.source, blocks.body_bytes, has_crc_trailer=blocks.has_crc)
-        return Sealing(image=image, sealer=blocks, format="ckpt", mode=mode)
+        return ConversionOutput(image=image, format="ckpt", mode=mode, key=new, sealer=blocks)
     checked: Source = raw
     if manifest is not None:
         checked = VerifyingSource(raw, manifest.file.digest, path=str(path))
     container = open_container_file(raw, checked, path=str(path), key=old, mode=None)
     is_framed = container.content is Content.FRAMES
-    sealer = ContainerSealer(
-        new.recipients,
-        container.mode,
-        plaintext_size=container.size,
-        content=container.content,
-        raw_size=container.unlocked.header.fixed.plaintext_size if is_framed else None,
+    return ConversionOutput(
+        image=SourceImage(container, container.size, window_bytes=container.block_bytes),
+        format=format_in(container),
+        mode=container.mode,
+        key=new,
+        sealer=ContainerSealer(
+            new.recipients,
+            container.mode,
+            plaintext_size=container.size,
+            content=container.content,
+            raw_size=container.unlocked.header.fixed.plaintext_size if is_framed else None,
+        ),
     )
-    image = SourceImage(container, container.size, window_bytes=container.block_bytes)
-    return Sealing(image=image, sealer=sealer, format=format_in(container), mode=container.mode)
 
 
-def _draft(
-    checkpoint: Checkpoint, manifest: Manifest | None, sealing: Sealing, new: KeyRing
-) -> Manifest:
-    """Return the manifest of the new file but for its digest: the same save, with other keys."""
-    entry = sealing.entry(checkpoint.path.name, FileDigest(size_bytes=0, ranges=()), new=new)
+def _draft(checkpoint: Checkpoint, manifest: Manifest | None, output: ConversionOutput) -> Manifest:
+    """Return the manifest of the new file without its digest: the same save, with other keys."""
+    entry = output.entry(checkpoint.path.name, FileDigest(size_bytes=0, ranges=()))
     if manifest is not None:
         return replace(manifest, file=entry, replaces=None)
     return Manifest(
@@ -185,20 +149,14 @@ def _draft(
 def reencrypt_set(
     store: Store, manifest: Manifest, *, old: Keys, new: KeyRing, clock: Callable[[], float]
 ) -> None:
-    """Replace the encrypted files of many ranks by ones with the same content and other data keys, durably.
+    """Replace the encrypted files of several ranks by ones with other data keys, durably.
 
-    The lease of the series must be held.
-
-    Args:
-        store: Reads what the old keys authenticate, and writes what the new ones do.
-        manifest: Of all files.
-        old: Opens them.
-        new: Who opens them then.
-        clock: Seconds since 1970; names the new files.
+    The lease of the series must be held. `clock` (seconds since 1970) names the new files.
 
     Raises:
         KeyProblem: They do not open, or cannot have such keys.
         CorruptCheckpoint: One is damaged; nothing was changed.
+        SaveFailed: The disk does not hold what was written; nothing was changed.
         StoreFull: There is no room for all of them once more; nothing was changed.
         OSError: From the disk. The old files are intact, or the new ones are there.
     """
@@ -208,7 +166,7 @@ def reencrypt_set(
 
     def write(files: ShardFiles) -> Manifest:
         entries = [
-            _written(store, files, manifest.of_shard(rank), name, old=old, new=new)
+            _write_shard(store, files, manifest.of_shard(rank), name, old=old, new=new)
             for rank, name in enumerate(names)
         ]
         return replace(manifest, file=entries[0], shards=tuple(entries), auth=manifest_key_of(new))
@@ -216,36 +174,32 @@ def reencrypt_set(
     swap_shards(store, manifest, write, names=names)
 
 
-def _written(
+def _write_shard(
     store: Store, files: ShardFiles, own: Manifest, name: str, *, old: Keys, new: KeyRing
 ) -> FileEntry:
-    """Publish what one rank saved once more, and return what the manifest says of it."""
+    """Write the file of one rank under a new name, and return its entry in the manifest."""
     path = store.directory / own.file.name
     with (
         translated_errors(str(path)),
         contextlib.closing(store.fs.open(path)) as raw,
     ):
-        sealing = reencryption_of(raw, path, old=old, new=new, manifest=own)
+        output = _reencrypted(raw, path, old=old, new=new, manifest=own)
         published = files.publish(
             name,
             series=own.series,
-            size_bytes=sealing.sealer.sealed_size,
-            write=sealing.write,
-            describe=lambda digest: replace(own, file=sealing.entry(name, digest, new=new)),
-            mode=mode_of(store, path.name) or 0o400,
+            size_bytes=output.size_bytes,
+            write=output.write,
+            describe=lambda digest: replace(own, file=output.entry(name, digest)),
+            mode=_mode_of(store, path.name) or 0o400,
+            read_back=partial(check_written, path=str(store.directory / name)),
         )
     return published.file
 
 
 def stale_files(store: Store, checkpoint: Checkpoint, *, now: float) -> list[str]:
-    """Return the files beside a checkpoint of many ranks that were its own, or were to be, and never will be again.
+    """Return old or unfinished files of a checkpoint of several ranks that no commit will name.
 
-    None where nobody here can prove the manifest, which says what belongs to it.
-
-    Args:
-        store: The directory.
-        checkpoint: As listed by it.
-        now: Seconds since 1970.
+    None where no key proves the manifest, which says what belongs to it. `now`: seconds since 1970.
     """
     with contextlib.suppress(CkptmgrError):
         store.check_proven(checkpoint)
@@ -266,14 +220,10 @@ def _stale_files(store: Store, set_name: str, now: float) -> list[str]:
 
 
 def remove_stale_files(store: Store, names: Sequence[str]) -> None:
-    """Remove such files durably; the lease of the series must be held.
-
-    Raises:
-        OSError: From the disk.
-    """
+    """Remove such files durably; the lease of the series must be held."""
     if not names:
         return
     store.fs.sync_directory(store.directory)
     for name in names:
-        unlink_if_present(store.fs, store.directory / name)
+        remove_name(store.fs, store.directory / name)
     store.fs.sync_directory(store.directory)

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Change who may open checkpoints: keys, passphrases and public keys come and go, the data stays.
+"""Change which keys open checkpoints: keys, passphrases and public keys; the data stays.
 
-| file | what happens |
+| file | effect |
 |---|---|
 | container (`.ckpe`) | its header is rewritten, a few KiB; the payload is not touched |
-| encrypted `.ckpt` | it has one key and no slots: the file is encrypted anew, as a stream, and swapped like a save |
+| encrypted `.ckpt` | it has one key and no slots: the file is re-encrypted as a stream and swapped like a save |
 | plain | nothing; it is named |
 
-The order, for each checkpoint: its manifest can be checked by old and new keys; header copies, each durable before the next;
-its manifest can be checked by the new keys only. So after a crash it opens with the old or the new keys, and doing the same
-again finishes it. Whoever opened a file before may have kept its data key: `reencrypt` gives it a new one.
+The order, for each checkpoint: its manifest can be checked by old and new keys; header copies, each
+durable before the next; its manifest can be checked by the new keys only. So after a crash it opens
+with the old or the new keys, and doing the same again finishes it. A reader with an old key may have
+kept the data key of a file: `reencrypt` gives the file a new one.
 """
 
 from __future__ import annotations
@@ -47,17 +48,11 @@ def open_for_rekeying(
     processes: Processes | None = None,
     trust: Trust = DEFAULT_TRUST,
 ) -> Store:
-    """Return a store that reads what any of the old and new keys authenticates, and nothing else.
+    """Return a store that reads manifests which any old or new key authenticates, and no others.
 
-    With a signing key it also signs anew what is encrypted anew, and reads only what that key has signed.
-
-    Args:
-        directory: Where the checkpoints lie.
-        change: The change.
-        fs: The disk.
-        processes: Tells dead writers from live ones.
-        trust: Its signing key signs anew. Where it accepts unsealed files, files without manifest are vouched for by
-            their names, and manifests that are only authenticated are signed.
+    With a signing key it signs what is re-encrypted, and reads only what that key has signed. Where
+    `trust` accepts unsealed files, a file without manifest is trusted by its name, and a manifest that
+    is only authenticated gets signed.
     """
     own = () if trust.signing_key is None else (trust.signing_key.public_key,)
     given = replace(trust, keys=change.all_keys, trusted_keys=own)
@@ -65,33 +60,23 @@ def open_for_rekeying(
 
 
 def plan_rekeying(store: Store, checkpoint: Checkpoint, change: KeyChange) -> RekeyPlan:
-    """Return what would be done to a checkpoint; changes nothing.
-
-    Args:
-        store: From `open_for_rekeying`.
-        checkpoint: As listed by it.
-        change: The change.
+    """Return what `rekey_checkpoint` would do; changes nothing. The store is from `open_for_rekeying`.
 
     Raises:
         KeyProblem: It does not open with these keys.
-        UnsafeWrite: Nobody would open it any more, or it cannot have such keys.
+        UnsafeWrite: No key would open it any more, or it cannot have such keys.
         CkptmgrError, OSError: It is damaged or cannot be read.
     """
     return CheckpointKeys(store, checkpoint, change).plan()
 
 
 def rekey_checkpoint(store: Store, checkpoint: Checkpoint, change: KeyChange) -> RekeyPlan:
-    """Change the keys of a checkpoint, durably; return what was done.
-
-    Args:
-        store: From `open_for_rekeying`.
-        checkpoint: As listed by it.
-        change: The change. What was done already is not done again.
+    """Change the keys of a checkpoint, durably; steps that are done already are not done again.
 
     Raises:
-        StoreLocked: Somebody is writing its series.
+        StoreLocked: Another process is writing its series.
         CkptmgrError: As `plan_rekeying`; nothing was changed.
-        OSError: From the disk. The checkpoint opens with the old or the new keys; doing the same again finishes it.
+        OSError: From the disk. It opens with the old or the new keys; doing the same again finishes it.
     """
     with lease_of_checkpoint(store, checkpoint):
         store.finish_swap(checkpoint)
@@ -105,7 +90,7 @@ def plan_reencryption(
     *,
     clock: Callable[[], float] = time.time,
 ) -> RekeyPlan:
-    """Return what `reencrypt_checkpoint` would do; changes nothing. Errors as of `plan_rekeying`."""
+    """Return what `reencrypt_checkpoint` would do; changes nothing. Raises as `plan_rekeying`."""
     return CheckpointKeys(store, checkpoint, change, clock=clock).plan_reencryption()
 
 
@@ -116,18 +101,15 @@ def reencrypt_checkpoint(
     *,
     clock: Callable[[], float] = time.time,
 ) -> RekeyPlan:
-    """Encrypt a checkpoint anew, durably; return what was done.
+    """Re-encrypt a checkpoint under a new data key, durably; the change must be exclusive.
 
-    Args:
-        store: From `open_for_rekeying`.
-        checkpoint: As listed by it.
-        change: With `is_exclusive`: who opens it then. What was made for them alone was done before.
-        clock: Seconds since 1970; names new files of many ranks, and tells which are garbage.
+    A file that was encrypted for the new keys alone is done. `clock` (seconds since 1970) names the
+    new files of ranks, and says which files have expired.
 
     Raises:
-        StoreLocked: Somebody is writing its series.
+        StoreLocked: Another process is writing its series.
         CkptmgrError: As `plan_rekeying`; nothing was changed.
-        OSError: From the disk. The checkpoint opens with the old or the new keys; doing the same again finishes it.
+        OSError: From the disk. It opens with the old or the new keys; doing the same again finishes it.
     """
     with lease_of_checkpoint(store, checkpoint):
         store.finish_swap(checkpoint)

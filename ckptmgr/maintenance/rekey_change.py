@@ -1,11 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a change of keys does to the header of one container, decided from what its key slots say.
+"""Plan of a change of keys: its effect on a container's header, or on an encrypted `.ckpt`.
 
-What a change of keys does, or did, to one checkpoint.
-
-What a change of keys means for an encrypted `.ckpt`: it has one key, and another one means encrypting it anew.
-
-What is encrypted anew for another reason than its keys opens for exactly those that it opened for before.
+A container has slots, which are rewritten. A `.ckpt` has one key, so that another key means
+re-encryption. A file that is re-encrypted for another reason keeps its recipients.
 """
 
 from __future__ import annotations
@@ -30,22 +27,22 @@ from ckptmgr.formats.source import Source, read_bytes
 from ckptmgr.store.manifest.keys import is_for
 
 Removal = KeyRing | str
-"""Who is to be removed: by the thing itself, or by the id of a key."""
+"""A key to remove: the key, passphrase or public key itself, or the id of a key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyChange:
-    """Who opens files from now on, and who no longer.
+    """Keys to add and to remove.
 
     Attributes:
-        keys: Opens them now.
-        add: Who opens them besides; each ring is one key, passphrase or public key.
-        remove: Who no longer does, by the thing itself.
+        keys: Open the files now.
+        add: Open them afterwards, too; each ring is one key, passphrase or public key.
+        remove: No longer open them.
         remove_ids: The same, by the id of a key.
-        is_exclusive: Whether nobody but those who are added opens them.
+        is_exclusive: Whether only the keys in `add` open them afterwards.
 
     Raises:
-        UnsafeWrite: Somebody is to be added and removed.
+        UnsafeWrite: A key is to be added and removed.
     """
 
     keys: KeyRing
@@ -62,39 +59,39 @@ class KeyChange:
 
     @property
     def all_keys(self) -> KeyRing:
-        """Whoever opens files before, during or after the change."""
+        """All keys that open files before, during or after the change."""
         return KeyRing.joined((self.keys, *self.add))
 
     @property
     def added(self) -> KeyRing:
-        """All who are added, as one."""
+        """All keys in `add`, as one ring."""
         return KeyRing.joined(self.add)
 
     @property
     def is_repair(self) -> bool:
-        """Whether nothing changes but what is damaged."""
+        """Whether no key changes, and only damaged header copies are rewritten."""
         return not (self.add or self.remove or self.remove_ids)
 
     @property
     def removals(self) -> tuple[Removal, ...]:
-        """All who are to be removed."""
+        """All keys to remove."""
         return (*self.remove, *self.remove_ids)
 
     @property
     def removes_all_keys(self) -> bool:
-        """Whether the keys that open files now are to be removed, every one of them."""
+        """Whether every key that opens files now is to be removed."""
         ids = {*self.remove_ids, *(key_id for ring in self.remove for key_id in ring.key_ids)}
         secrets = {one for ring in self.remove for one in ring.own}
         return all(one in secrets or KeyRing([one]).key_id in ids for one in self.keys.own)
 
     def removals_among(self, slots: Sequence[Slot], *, bound: bytes) -> frozenset[Removal]:
-        """Return those who are to be removed and have a slot among these."""
+        """Return the keys to remove that have a slot among these."""
         rings = {ring for ring in self.remove if any(ring.opens(s, bound=bound) for s in slots)}
         ids = {one for one in self.remove_ids if any(is_for(slot, (one,)) for slot in slots)}
         return frozenset((*rings, *ids))
 
     def removes(self, slot: Slot, *, bound: bytes) -> bool:
-        """Return whether a slot is for somebody who shall no longer open."""
+        """Return whether a slot is for a key that shall no longer open the file."""
         if self.is_exclusive:
             return not any(ring.opens(slot, bound=bound) for ring in self.add)
         return is_for(slot, self.remove_ids) or any(
@@ -102,7 +99,7 @@ class KeyChange:
         )
 
     def missing(self, slots: Sequence[Slot], *, bound: bytes) -> list[Recipient]:
-        """Return who is to be added and has no slot among these yet."""
+        """Return the recipients to add that have no slot among these yet."""
         return [
             recipient
             for ring in self.add
@@ -113,15 +110,14 @@ class KeyChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilePlan:
-    """What is to be done to one file.
+    """Plan for one file.
 
     Attributes:
-        before: What opens it now, for people.
-        after: What opens it then.
+        before: Labels of the keys that open it now.
+        after: Labels of those that open it afterwards.
         writes: The new header copies of a container, in order; none when it is done.
-        needs_reencryption: Whether it is encrypted anew instead.
-        is_proven: Whether it was opened. One that was changed already may open only for others.
-        removals: Who of those that are to be removed has a slot in it, in its older header copy, too.
+        is_proven: Whether it was opened. A file that was changed already may open only for others.
+        removals: The keys to remove that have a slot in it, in any header copy.
     """
 
     before: tuple[str, ...]
@@ -133,15 +129,12 @@ class FilePlan:
 
 
 def plan_header(raw: Source, change: KeyChange, *, path: str) -> FilePlan:
-    """Return what a change of keys does to the header of a container.
+    """Return the plan for the header of a container.
 
-    Args:
-        raw: The file.
-        change: The change. A file that somebody who is to be added opens may have been changed already.
-        path: For messages.
+    A key in `add` opens files that were changed already, and changes none by itself.
 
     Raises:
-        UnsafeWrite: Nobody would open it any more, or its header is too small.
+        UnsafeWrite: No key would open it any more, or its header is too small.
         CryptoError: It does not open, or is damaged.
     """
     identities: Sequence[Identity] = change.all_keys.identities
@@ -160,7 +153,7 @@ def plan_header(raw: Source, change: KeyChange, *, path: str) -> FilePlan:
     if is_whole and not added and not removed:
         return FilePlan(before=before, after=before, removals=removals)
     if (added or removed) and not _opens(change.keys, header.slots, bound=bound):
-        # Those who are added may finish what was begun, and begin nothing.
+        # The new keys may finish a change that was interrupted, but not begin one.
         raise DecryptionError(
             "the file is encrypted for another key", hint=f"it opens with: {', '.join(before)}"
         )
@@ -178,10 +171,10 @@ def plan_header(raw: Source, change: KeyChange, *, path: str) -> FilePlan:
 
 
 def plan_container(raw: Source, change: KeyChange) -> FilePlan:
-    """Return whether a container is to be encrypted anew; one that was made for those who are added alone was already.
+    """Return the plan for re-encrypting a container; one that only the new keys open is done.
 
     Raises:
-        CryptoError: It does not open, or is damaged, or nothing but its keys was changed before.
+        CryptoError: It does not open, is damaged, or only its keys were changed before.
     """
     try:
         before = _labels(unlock(raw, change.keys.identities).header.slots)
@@ -196,12 +189,16 @@ def plan_container(raw: Source, change: KeyChange) -> FilePlan:
 
 
 def has_first_keys(raw: Source) -> bool:
-    """Return whether the keys of a container were never changed since it was encrypted."""
+    """Return whether the keys of a container are those that it was encrypted for."""
     return all(copy.header.generation == 1 for copy in find_copies(raw))
 
 
 def _plan_if_done(raw: Source, change: KeyChange, error: DecryptionError) -> FilePlan:
-    """Return the plan for a container that opens for others only, as after the change; else raise the error."""
+    """Return the plan for a container that opens for others only, as after the change.
+
+    Raises:
+        DecryptionError: Its slots do not look like that; it is the given error, with a hint.
+    """
     copies = [copy.header for copy in find_copies(raw)]
     if not all(_looks_done(copy, change) for copy in copies):
         raise _with_hint(copies[0], change, error)
@@ -210,7 +207,7 @@ def _plan_if_done(raw: Source, change: KeyChange, error: DecryptionError) -> Fil
 
 
 def _with_hint(header: HeaderCopy, change: KeyChange, error: DecryptionError) -> DecryptionError:
-    """Return the error of a file that may have been rekeyed to those it is to be encrypted anew for."""
+    """Return the error of a file that may have been rekeyed to the keys it is to be re-encrypted for."""
     bound = header.fixed.pack()
     if not change.is_exclusive or all(change.removes(slot, bound=bound) for slot in header.slots):
         return error
@@ -223,7 +220,7 @@ def _with_hint(header: HeaderCopy, change: KeyChange, error: DecryptionError) ->
 
 
 def _removals_in(raw: Source, change: KeyChange) -> frozenset[Removal]:
-    """Return who of those that are to be removed has a slot in any header copy: one may have been rewritten before."""
+    """Return the keys to remove with a slot in any header copy; one copy may be newer than the other."""
     found: frozenset[Removal] = frozenset()
     for copy in find_copies(raw):
         found |= change.removals_among(copy.header.slots, bound=copy.header.fixed.pack())
@@ -231,9 +228,9 @@ def _removals_in(raw: Source, change: KeyChange) -> frozenset[Removal]:
 
 
 def _looks_done(header: HeaderCopy, change: KeyChange) -> bool:
-    """Return whether a header that does not open says that it was changed already; nothing is proven."""
+    """Return whether the slots of a header that does not open look as after the change; no proof."""
     if not change.add and not change.removes_all_keys:
-        return False  # these keys would open it still
+        return False  # these keys would still open it
     if change.is_exclusive and header.generation > 1:
         return False  # its keys were changed, and the data key is the one that was there before
     bound = header.fixed.pack()
@@ -250,31 +247,23 @@ def _labels(slots: Sequence[Slot]) -> tuple[str, ...]:
 
 
 class Action(enum.Enum):
-    """What is done to a checkpoint."""
+    """Kind of change that is made to a checkpoint."""
 
     NOTHING = "nothing"
-    """It is as it shall be."""
+    """It has these keys already."""
     PLAIN = "plain"
     """It is not encrypted; nothing is done."""
     HEADER = "header"
     """Its headers, or the authentication of its manifest, are rewritten."""
     REENCRYPT = "re-encrypt"
-    """It is encrypted anew."""
+    """It is re-encrypted."""
     CLEAN_UP = "clean up"
-    """It was encrypted anew, and files that the old keys open were left beside it."""
+    """It was re-encrypted, and files that the old keys open were left beside it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RekeyPlan:
-    """What is, or was, to be done to one checkpoint.
-
-    Attributes:
-        checkpoint: As listed.
-        action: What.
-        before: What opens it before, for people.
-        after: What opens it afterwards.
-        removals: Who of those that are to be removed has a slot in it.
-    """
+    """Plan for one checkpoint, or the change that was made; other fields as of `FilePlan`."""
 
     checkpoint: Checkpoint
     action: Action
@@ -292,10 +281,10 @@ _HEAD_BYTES = 16
 
 
 def plan_blocks(raw: Source, change: KeyChange, *, path: str) -> FilePlan:
-    """Return what a change of keys does to an encrypted `.ckpt`.
+    """Return the plan for an encrypted `.ckpt`.
 
     Raises:
-        UnsafeWrite: It would have another number of keys than one, or something that is no key.
+        UnsafeWrite: It would have no key or several, or a key that MindSpore does not take.
         CryptoError: It does not open, or is not sealed.
     """
     mode = str(sniff_mode(read_bytes(raw, 0, min(_HEAD_BYTES, raw.size))))
@@ -305,7 +294,7 @@ def plan_blocks(raw: Source, change: KeyChange, *, path: str) -> FilePlan:
     rings = (ring for ring in change.remove if key.key_id in ring.key_ids)
     ids = (one for one in change.remove_ids if one == key.key_id)
     removals: frozenset[Removal] = frozenset((*rings, *ids))
-    # A key that is given as one of the old ones, too, opens what is to be encrypted anew under another data key.
+    # A new key that is also an old one asks for re-encryption under another data key.
     is_same_key_again = change.is_exclusive and key in change.keys.raw_keys
     is_done = key in added and len(change.add) == 1 and not is_same_key_again
     if is_done or change.is_repair:
@@ -335,21 +324,12 @@ def _opener(raw: Source, mode: str, *, keys: Sequence[Key]) -> Key:
             failures.append(error)
         else:
             return key
-    # That of the key which should open it says most.
+    # The first key is the one that should open it.
     raise failures[0]
 
 
 def check_recipients(header: HeaderCopy, keys: Keys, *, path: Path | str) -> None:
-    """Raise unless a container is for all of these keys and for nobody else.
-
-    Args:
-        header: Of the container.
-        keys: What it would be encrypted with.
-        path: For messages.
-
-    Raises:
-        UnsafeWrite: Somebody could not open it any more, or somebody new could.
-    """
+    """Raise UnsafeWrite unless a container is encrypted for exactly these keys."""
     ring = ring_of(keys)
     with translated_errors(str(path)):
         is_same = ring.is_exactly_for(header.slots, bound=header.fixed.pack())

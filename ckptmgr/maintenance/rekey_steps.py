@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of a change of keys of one checkpoint; see `rekey` for their order and what it is good for."""
+"""Steps of a change of keys of one checkpoint; `rekey` says why they come in this order."""
 
 from __future__ import annotations
 
@@ -42,13 +42,9 @@ from ckptmgr.store.store import Store
 
 
 class CheckpointKeys:
-    """The keys of one checkpoint, of one file or of many ranks'; to change them the lease must be held.
+    """Keys of one checkpoint, of one file or of several ranks; to change them the lease must be held.
 
-    Args:
-        store: From `open_for_rekeying`.
-        checkpoint: As listed by it.
-        change: The change.
-        clock: Seconds since 1970; names new files of many ranks, and tells which are garbage.
+    `clock` (seconds since 1970) names new files of ranks, and says which files have expired.
     """
 
     def __init__(
@@ -102,10 +98,10 @@ class CheckpointKeys:
         planned = self.plan()
         if planned.action is Action.HEADER:
             if self._kind(self._paths[0]) is Kind.MINDSPORE_ENCRYPTED:
-                self._settle()
+                self._finish_swap()
             self._authenticate(is_final=False)
             if len(self._paths) > 1:
-                # Half a set under each key would open with neither.
+                # A set with old keys in one half and new keys in the other would open with neither.
                 self._rewrite_headers(replace(self._change, remove=(), remove_ids=()))
             self._rewrite_headers(self._change)
             self._authenticate(is_final=True)
@@ -135,7 +131,7 @@ class CheckpointKeys:
         return self._result(action, *plans)
 
     def reencrypt(self) -> RekeyPlan:
-        """Encrypt it anew, durably; return what was done."""
+        """Re-encrypt it, durably; return what was done."""
         planned = self.plan_reencryption()
         if planned.action is Action.REENCRYPT and self._is_set:
             self._reencrypt_set()
@@ -143,7 +139,7 @@ class CheckpointKeys:
             self._reencrypt_file()
             self._authenticate(is_final=True)
         elif planned.action is Action.HEADER:
-            self._settle()
+            self._finish_swap()
             self._authenticate(is_final=True)
         remove_stale_files(self._store, self._stale_files())
         return planned
@@ -164,7 +160,7 @@ class CheckpointKeys:
         return stale_files(self._store, self._checkpoint, now=self._clock())
 
     def _check_digests(self) -> None:
-        """Raise UnsafeWrite when digests cover headers: a file with another header would count as damaged."""
+        """Raise UnsafeWrite when digests cover headers: with another header, the file would count as damaged."""
         manifest = self._manifest
         if manifest is None:
             return
@@ -176,7 +172,10 @@ class CheckpointKeys:
             )
 
     def _check_manifest_key(self, plans: Sequence[FilePlan]) -> None:
-        """Raise UnsafeWrite when a re-encryption was interrupted: it would seem done, with a manifest whose key is known."""
+        """Raise UnsafeWrite when a re-encryption was interrupted.
+
+        The change would seem done, while a key to remove knows the key of the manifest.
+        """
         auth = None if self._manifest is None else self._manifest.auth
         if auth is None:
             return
@@ -200,14 +199,14 @@ class CheckpointKeys:
             return self._change.removals_among(auth.slots or auth.own_slots, bound=BOUND)
 
     def _check_proofs(self) -> None:
-        """Raise KeyProblem when what is encrypted anew would be proven less than it is, or more."""
+        """Raise KeyProblem when the new manifest would prove less, or more, than the old one."""
         if self._manifest is not None:
             self._store.check_rewritable(self._checkpoint)
         elif self._store.trust.is_strict and (self._is_set or not self._is_non_checkpoint()):
             raise unproven_step(self._checkpoint, self._store.trust)
 
     def _is_non_checkpoint(self) -> bool:
-        """Return whether it is no checkpoint, and so gets no manifest, whatever its name says."""
+        """Return whether the file is no checkpoint and so gets no manifest, whatever its name is."""
         (path,) = self._paths
         with self._opened(path) as raw:
             if kind_of(raw, name=path.name) is not Kind.CKPTMGR_CONTAINER:
@@ -237,7 +236,7 @@ class CheckpointKeys:
             clock=self._clock,
         )
 
-    def _settle(self) -> None:
+    def _finish_swap(self) -> None:
         """Finish a re-encryption that was interrupted after the swap."""
         if self._manifest is not None:
             self._store.update_manifest(self._manifest)
@@ -269,7 +268,7 @@ class CheckpointKeys:
                 self._rewrite_header(path, change)
 
     def _rewrite_header(self, path: Path, change: KeyChange) -> None:
-        # Opened before it is read: a file that somebody copies to this name meanwhile never gets the header of this one.
+        # Opened before it is read: a file that is copied to this name meanwhile never gets this header.
         file = self._store.fs.change(path)
         try:
             self._store.leases.check(self._checkpoint.series, self._checkpoint.name)
@@ -280,7 +279,10 @@ class CheckpointKeys:
             file.close()
 
     def _is_authentication_done(self, *, is_proven: bool) -> bool:
-        """Read the manifest, too. Where the files open only for others, so does a manifest that is done."""
+        """Read the manifest; return whether its authentication needs no change.
+
+        Where the files open only for others, so does a manifest that is done.
+        """
         try:
             manifest = self._manifest = self._store.read_manifest(self._checkpoint.name)
         except KeyProblem:
@@ -299,7 +301,7 @@ class CheckpointKeys:
 
     def _afterwards(self, auth: ManifestKey) -> ManifestKey:
         if self._change.is_exclusive:
-            # Whoever opens the file no longer may know the key of its manifest, as of its data.
+            # A key that no longer opens the file may know the manifest's key, as the data key.
             return manifest_key_of(self._change.added)
         return self._rewrapped(auth, is_final=True)
 
@@ -315,7 +317,7 @@ class CheckpointKeys:
         self._store.reauthenticate(self._checkpoint.name, change)
 
     def _rewrapped(self, auth: ManifestKey, *, is_final: bool) -> ManifestKey:
-        """Return what authenticates the manifest during the change, or after it; the same if nothing changes."""
+        """Return the manifest's authentication during or after the change; the same if nothing changes."""
         change = self._change
 
         def removes(slot: Slot) -> bool:
