@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compress checkpoints that lie on a disk, or expand them again, in place.
+"""Compress or expand checkpoints in place.
 
-* The bytes inside stay the same: what is expanded is the safetensors file that was compressed, byte for byte. Step, metrics,
-  pins and history stay, too; so do key and cipher of an encrypted file.
-* The new file is read back from the disk, past the page cache, expanded and compared with the old one before it is published;
-  only then is the old one replaced (encrypted, the name is the same) or removed.
-* After a crash both may lie there, each whole. Doing the same again finishes it.
+* The bytes inside stay the same: expanding gives the safetensors file that was compressed, byte for
+  byte. Step, metrics, pins and history stay, and so do key and cipher of an encrypted file.
+* The new file is read back past the page cache, expanded and compared with the old one before it is
+  published; only then is the old one replaced (encrypted, the name is the same) or removed.
+* After a crash both may be in the directory, each intact. Doing the same again finishes it.
 """
 
 from __future__ import annotations
@@ -53,27 +53,26 @@ from ckptmgr.store.store import Store
 
 
 class Outcome(enum.Enum):
-    """What was done to a checkpoint."""
+    """Change that was made to a checkpoint."""
 
     COMPRESSED = "compressed"
     EXPANDED = "expanded"
     FINISHED = "finished"
-    """It had been done, and the old file was still there."""
+    """It had been done before; the old file was still there."""
     NOTHING = "nothing"
-    """It is as it shall be."""
+    """It is compressed, or expanded, already."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecompressResult:
-    """What was done to one checkpoint.
+    """Change of one checkpoint.
 
     Attributes:
-        source: As it was listed before.
-        target: As it is listed now.
-        outcome: What was done.
+        source: As listed before.
+        target: As listed afterwards.
         raw_bytes: Size of the safetensors file inside.
-        elapsed_s: Seconds that all of it took.
-        by_dtype: What compression made of each element type; empty where nothing was compressed.
+        elapsed_s: Time of the whole change.
+        by_dtype: Sizes and speed per element type; empty where nothing was compressed.
     """
 
     source: Checkpoint
@@ -95,17 +94,18 @@ def recompress(
     """Compress a checkpoint, or expand it, durably.
 
     Args:
-        store: The directory it lies in, with its key.
+        store: The directory, with its key.
         checkpoint: As listed by the store.
-        level: Of zstd; None expands. What is compressed already stays as it is, whatever its level.
+        level: Of zstd; None expands. A compressed file stays as it is, whatever its level.
         options: The key, and whether a file without a seal is accepted.
         file_mode: Permission bits of the new file; None for those of the old one.
 
     Raises:
-        UnsupportedCheckpoint: It is not a safetensors file, or that of many ranks.
-        StoreLocked: Somebody is writing its series, or a file that has the name it would get.
-        KeyProblem: A key is missing: its own, or the one that signed its manifest; or it would get a manifest that is proven.
-        UnsafeWrite: Another file has the name it would get, or others could open it afterwards than now.
+        UnsupportedCheckpoint: It is not a safetensors file, or that of several ranks.
+        StoreLocked: Another process is writing its series, or a file that has the new name.
+        KeyProblem: A key is missing: its own, or the one that signed its manifest.
+        UnprovenCheckpoint: It has no manifest, and would get one that vouches for its step.
+        UnsafeWrite: Another file has the new name, or other keys would open it than now.
         CorruptCheckpoint: It is damaged; nothing was changed.
         SaveFailed: The disk does not hold what was written; nothing was changed.
         OSError: From the disk.
@@ -136,7 +136,7 @@ def recompress(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """A file that was opened, what describes it, and the header that says for whom it is encrypted."""
+    """Opened file, its manifest, and the header of a container, with its recipients."""
 
     opened: OpenCheckpoint
     index: SafetensorsIndex
@@ -161,7 +161,7 @@ def _opened(store: Store, name: str, options: ReadOptions) -> Iterator[_Found]:
 
 
 class _Change:
-    """One checkpoint on its way."""
+    """Compression or expansion of one checkpoint."""
 
     def __init__(
         self,
@@ -212,7 +212,11 @@ class _Change:
         return outcome
 
     def _finish(self, path: Path) -> None:
-        """Let a file that has the name already stay, with the pins of both; raise unless it holds the same."""
+        """Keep the file that has the new name already, with the pins of both.
+
+        Raises:
+            UnsafeWrite: It holds something else.
+        """
         with _opened(self._store, path.name, self._options) as other:
             there, mine = other.manifest, self._found.manifest
             is_same = digest_of(other.opened.source) == digest_of(self._found.opened.source)
@@ -270,7 +274,7 @@ class _Change:
         return written.digest
 
     def _read_back(self, file: InputFile, digest: FileDigest) -> None:
-        """Compare what the disk holds with what was written, and what that holds with the old file."""
+        """Compare the file on the disk with the written digest, and its content with the old file."""
         path = str(self._store.directory / self.target)
         check_written(file, digest, path=path)
         options = replace(self._options, trust=replace(self._options.trust, trusted_keys=()))
@@ -289,7 +293,7 @@ class _Change:
         )
         found = self._found.manifest
         if found is not None:
-            # Not the key of the old manifest: who was removed by a rekey may know that.
+            # Not the key of the old manifest: a key that a rekey removed may know that.
             is_new = is_encrypted and found.auth is not None
             auth = manifest_key_of(self._keys) if is_new else found.auth
             return replace(found, file=file, replaces=None, auth=auth)
@@ -313,5 +317,5 @@ class _Change:
 
 
 def _save_of(manifest: Manifest) -> tuple[str, int, datetime, str]:
-    """Return what tells one save from another, and stays when its file is converted."""
+    """Return the fields that identify a save and stay when its file is converted."""
     return manifest.run_id, manifest.sequence, manifest.saved_at, manifest.why

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heal damaged files of a checkpoint of many ranks from the copies of their tensors in the other files.
+"""Repair damaged files of several ranks from the copies of their tensors in the other files.
 
-The digests of the manifest say which ranges of a file are damaged, and afterwards whether they are healed: what is put in
-their place are exactly the bytes that were saved, so the manifest stays as it is. Nothing is written unless a file is repaired
-again.
+The digests of the manifest say which ranges of a file are damaged, and prove the repair: a repaired
+range has exactly the bytes that were saved, so the manifest stays as it is. A file is written only
+when all of it can be repaired.
 
-What only the damaged file held stays lost: a tensor without a copy, the description of its tensors, a file that is gone.
-Encrypted and compressed files are other bytes whenever they are made; they are written anew (`repair_sealed`).
+Content of the damaged file without a copy stays lost: tensors of one rank, the index of tensors, a
+file that is gone. Encrypted and compressed files have other bytes each time they are made; they are
+rewritten (`repair_sealed`).
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from ckptmgr.store.store import Store
 
 
 def plan_repairs(store: Store, manifest: Manifest) -> list[RepairResult]:
-    """Return what can be done for every damaged file of a checkpoint of many ranks; changes nothing."""
+    """Return the possible repair of every damaged file of several ranks; changes nothing."""
     return [
         found
         for rank in range(len(manifest.shards))
@@ -61,20 +62,16 @@ def repair_checkpoint(
     options: ReadOptions | None = None,
     clock: Callable[[], float] = time.time,
 ) -> list[RepairResult]:
-    """Heal what can be healed; return what was done for every file that was damaged.
+    """Repair damaged files of several ranks; return the result for each of them.
 
-    Args:
-        store: The directory.
-        checkpoint: As listed by the store.
-        options: The key of encrypted files.
-        clock: Seconds since 1970; names files that are written anew.
+    `clock` (seconds since 1970) names files that are rewritten.
 
     Raises:
         CheckpointNotFound: It has no manifest.
-        KeyProblem: The files are encrypted, or the manifest must be signed anew, and a key for that is missing.
-        UnsupportedCheckpoint: It is a single file, or compressed and named by a later checkpoint.
+        KeyProblem: The key of the files, or the key that signs the manifest, is missing.
+        UnsupportedCheckpoint: It is a single file, or rewriting it would break a later checkpoint's link.
         StoreLocked: A live process writes this series.
-        OSError: From the disk. Files that were healed before stay so.
+        OSError: From the disk. Files that were repaired before stay so.
     """
     with lease_of_checkpoint(store, checkpoint):
         manifest = store.read_manifest(checkpoint.name)
@@ -85,7 +82,7 @@ def repair_checkpoint(
             sealed = SealedRepair(store, manifest, options=options or ReadOptions(), clock=clock)
             return sealed.run()
         done: dict[str, RepairResult] = {}
-        # A file that could not be healed may be after another one was.
+        # A file that could not be repaired may be repairable after another one was.
         while True:
             open_cases = [
                 one
@@ -102,7 +99,7 @@ def repair_checkpoint(
 
 
 def repair_hint(store: Store, manifest: Manifest) -> str | None:
-    """Return how the damage of a checkpoint can be healed, or None where it cannot, or nobody can tell."""
+    """Return how the damage of a checkpoint can be repaired, or None where that is not known."""
     repairable: list[RepairResult] = []
     if not _must_be_rewritten(manifest):
         with contextlib.suppress(OSError):
@@ -121,7 +118,7 @@ def _check_kind(manifest: Manifest, checkpoint: Checkpoint) -> None:
 
 
 def _must_be_rewritten(manifest: Manifest) -> bool:
-    """Return whether files cannot be made again byte for byte."""
+    """Return whether the bytes of files cannot be made again from their tensors."""
     is_compressed = manifest.file.name.endswith(COMPRESSED_SUFFIX)
     is_encrypted = manifest.file.cipher is not None or manifest.file.digest.blank_bytes > 0
     return is_compressed or is_encrypted
@@ -153,7 +150,7 @@ def _mode_of(store: Store, name: str) -> int:
 
 
 class _FileWriter(ShardFiles):
-    """Replaces the file of a rank; what is there stays when that fails."""
+    """Store that replaces one file; the old file stays when that fails."""
 
     def _give_name(self, temp: Path, name: str) -> None:
         rename_temp(self.fs, temp, self.directory / name)
@@ -161,7 +158,7 @@ class _FileWriter(ShardFiles):
 
 
 class _DamagedFile:
-    """A file of a rank that may be damaged."""
+    """Plain file of a rank that may be damaged."""
 
     def __init__(self, store: Store, manifest: Manifest, rank: int) -> None:
         self._store = store
@@ -173,7 +170,7 @@ class _DamagedFile:
         self._sources: set[int] = set()
 
     def plan(self) -> RepairResult | None:
-        """Return what can be done for it, or None when it is as it was saved."""
+        """Return the possible repair, or None when the file is as it was saved."""
         bad: list[tuple[int, int]] = []
         try:
             with self._opened() as source:
@@ -191,7 +188,7 @@ class _DamagedFile:
         """Yield all of the file as it was saved, range by range.
 
         Raises:
-            CorruptCheckpoint: It cannot be healed.
+            CorruptCheckpoint: It cannot be repaired.
         """
         length, size_bytes = self.digest.range_bytes, self.digest.size_bytes
         with self._opened() as source:
@@ -255,7 +252,7 @@ class _DamagedFile:
         start: int,
         stop: int,
     ) -> Iterator[tuple[int, memoryview]]:
-        """Yield the content of a tensor within a range of the file, from the other files, with its place."""
+        """Yield the content of a tensor within a range of the file, from the other files, with its offset."""
         before = 0
         for run in entry.pieces:
             low, high = max(start, run.offset), min(stop, run.offset + run.length)
@@ -270,10 +267,10 @@ class _DamagedFile:
     def _content(
         files: ShardedCheckpoint, entry: TensorEntry, piece: Piece | None, first: int, last: int
     ) -> memoryview | None:
-        """Return some bytes of a tensor from the other files, or None when they have none."""
+        """Return bytes of a tensor from the other files, or None when they have none."""
         known = piece or Piece(tensor=entry.name)
         region, skipped = _rows(known.region(entry.spec), entry, first, last)
-        # One that is not listed is that of the damaged rank alone; the digest tells whether another one is the same.
+        # A piece that is not listed is this rank's own; the digest shows whether another is the same.
         rank = None if piece is None else known.ranks[0] if known.ranks else 0
         try:
             array = files.read({known.tensor: region}, rank=rank)[known.tensor]
@@ -283,7 +280,7 @@ class _DamagedFile:
 
 
 def _rows(region: Region, entry: TensorEntry, first: int, last: int) -> tuple[Region, int]:
-    """Return the rows that bytes of a stored tensor lie in, and the bytes before them."""
+    """Return the rows that contain the bytes of a stored tensor, and the number of bytes before them."""
     if not region:
         return region, 0
     row_bytes = prod(entry.spec.shape[1:]) * entry.spec.dtype.item_bytes

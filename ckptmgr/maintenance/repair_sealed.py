@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heal encrypted and compressed files of many ranks: each is written anew, under a new name.
+"""Repair encrypted and compressed files of several ranks: each is rewritten under a new name.
 
-The same tensors are other bytes each time they are sealed or compressed, so no digest can say that a file is what it was.
-Instead nothing goes into the new file that is not proven by the manifest: tensors come from the other files, or from ranges
-of the damaged one that match their digests; so does its description, or it says nothing that the others do not say as well.
-A file that somebody put in its place proves nothing.
+The same tensors give other bytes each time they are sealed or compressed, so no digest can prove a
+repaired file. Instead the new file gets only content that the manifest proves: tensors from the
+other files, or from ranges of the damaged one that match their digests. The index of tensors must
+match its digest, too, or agree with the other files. A file that replaced the damaged one proves
+nothing.
 
-How the new file takes the place of the damaged one, and what an interruption leaves: `shard_swap`.
+`shards.swap_shards` says how the new file replaces the damaged one, and what an interruption leaves.
 """
 
 from __future__ import annotations
@@ -42,13 +43,9 @@ from ckptmgr.store.store import Store
 
 
 class SealedRepair:
-    """Heals one checkpoint; the lease must be held.
+    """Repairs one checkpoint with a proven manifest of all files; the lease must be held.
 
-    Args:
-        store: The directory, with the keys of the manifest.
-        manifest: Of all files, proven as far as the store insists on it.
-        options: The key.
-        clock: Seconds since 1970; names the new files.
+    `clock` (seconds since 1970) names the new files.
     """
 
     def __init__(
@@ -60,16 +57,16 @@ class SealedRepair:
         self._clock = clock
 
     def run(self) -> list[RepairResult]:
-        """Heal what can be healed; return what was done for every file that was damaged, by its old name.
+        """Repair what can be repaired; return the result for every damaged file, by its old name.
 
         Raises:
             KeyProblem: A key is missing: that of the files, or one that proves the manifest.
-            UnsupportedCheckpoint: A later checkpoint names this one by its id, and no key tells that it is the same save.
-            OSError: From the disk. Files that were healed before stay so.
+            UnsupportedCheckpoint: A later checkpoint names this one by its id, which would change.
+            OSError: From the disk. Files that were repaired before stay so.
         """
         done: dict[str, RepairResult] = {}
         has_progress = True
-        # A file that could not be healed may be after another one was.
+        # A file that could not be repaired may be repairable after another one was.
         while has_progress:
             found = [self._repair_rank(rank) for rank in range(len(self._manifest.shards))]
             new = [one for one in found if one is not None]
@@ -127,7 +124,7 @@ class SealedRepair:
         return replace(found, sources=sources)
 
     def _header_damage(self, rank: int, source: Source) -> RepairResult | None:
-        """Return what is wrong with the header of a file, which its digest leaves out, or None."""
+        """Return the damage of a file's header, which its digest leaves out, or None."""
         entry = self._manifest.shards[rank]
         if not entry.digest.blank_bytes:
             return None
@@ -143,7 +140,7 @@ class SealedRepair:
         return None
 
     def _replace(self, rank: int, shard: DamagedShard) -> None:
-        """Write the file anew, commit it, and remove the old one."""
+        """Write the new file, commit it, and remove the old one."""
         store, old = self._store, self._manifest.shards[rank]
         status = store.fs.status(store.directory / old.name)
         order = SaveOrder(

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can be had of a damaged file of many ranks that must be written anew: nothing that the manifest does not prove.
-
-What is said about a damaged file of a checkpoint of many ranks, and reading one that may be too short.
-"""
+"""Sources of a repair: a damaged file of several ranks, as far as the manifest proves it."""
 
 from __future__ import annotations
 
@@ -32,16 +29,13 @@ _CRC_KEY = "crc_num"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DamagedShard:
-    """A damaged file that could be opened.
+    """Damaged file that could be opened.
 
     Attributes:
-        opened: The file.
-        is_proven: Whether what is read of it matches the digests of the manifest.
-        rank: Whose it is.
-        files: Those of the others.
-        options: The key.
-        header: Of a container, which says for whom it is encrypted; else None.
-        lock: Held while files are read: several threads ask for the tensors of the new one.
+        is_proven: Whether reads from it are checked against the digests of the manifest.
+        files: The files of the other ranks.
+        header: Of a container, with its recipients; else None.
+        lock: Held while files are read: several threads write the new file.
     """
 
     opened: OpenCheckpoint
@@ -58,10 +52,10 @@ class DamagedShard:
         return [one for one in self.opened.index.entries if isinstance(one, TensorEntry)]
 
     def check(self) -> None:
-        """Raise unless all of it can be had; reads everything.
+        """Read all of it.
 
         Raises:
-            CkptmgrError: It cannot; says why.
+            CkptmgrError: Not all of it can be had.
         """
         key = self.options.trust.keys
         if key is not None and self.header is not None:
@@ -113,9 +107,10 @@ class DamagedShard:
         return read_index(self.opened.metadata.get(PIECES), path=self.opened.path).pieces
 
     def _check_described_by_others(self) -> None:
-        """Raise unless the other files show that the description is right: the same texts, and nothing is missing.
+        """Raise unless another file confirms the metadata and index, and no tensor is missing.
 
-        Then it held copies only. A file of another rank put in its place says what all say, too, but lacks what was its own.
+        Then the shard held copies only. A file of another rank in its place has the same metadata, but
+        lacks the shard's own tensors.
         """
         self.files.check_complete()
         mine = _description(self.opened.metadata, self.opened.path)
@@ -128,13 +123,13 @@ class DamagedShard:
             )
 
     def plain_metadata(self) -> dict[str, str]:
-        """Return the strings that were kept in it, without those that the format adds by itself."""
+        """Return its metadata, without the strings that the format adds."""
         names = {entry.name for entry in self.entries}
         found = self.opened.metadata
         return {key: text for key, text in found.items() if key != _CRC_KEY and key not in names}
 
     def save_options(self) -> SaveOptions:
-        """Return how it was written."""
+        """Return the options that it was written with."""
         is_compressed = self.opened.compressed_bytes is not None
         return SaveOptions(
             format=self.opened.format,
@@ -146,7 +141,7 @@ class DamagedShard:
 
 
 def _description(metadata: Mapping[str, str], path: str) -> tuple[object, ...]:
-    """Return what a file says that all files say alike."""
+    """Return the metadata that the files of all ranks share."""
     index = read_index(metadata.get(PIECES), path=path)
     own = (PIECES, _CRC_KEY)
     texts = {key: text for key, text in metadata.items() if key not in own}
@@ -156,14 +151,9 @@ def _description(metadata: Mapping[str, str], path: str) -> tuple[object, ...]:
 def open_damaged_shard(
     manifest: Manifest, rank: int, source: Source, files: ShardedCheckpoint, options: ReadOptions
 ) -> DamagedShard:
-    """Open a damaged file, with its digests where they let its description be read, else without.
+    """Open a damaged file, checked by its digests where they match its index, else without.
 
-    Args:
-        manifest: Of all files.
-        rank: Whose file.
-        source: It, at its right size.
-        files: The others.
-        options: The key.
+    `source` has the right size; `files` are those of the other ranks.
 
     Raises:
         CkptmgrError: It does not open.
@@ -195,13 +185,12 @@ def open_damaged_shard(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairResult:
-    """What can be done, or was done, for a damaged file.
+    """Repair of a damaged file, possible or done.
 
     Attributes:
-        name: Of the file.
         bad_bytes: Length of the ranges that differ from their digests.
-        sources: The files that hold copies of what is damaged.
-        problem: Why it cannot be healed, or None.
+        sources: The files that hold copies of the damaged content.
+        problem: Why it cannot be repaired, or None.
     """
 
     name: str
@@ -211,7 +200,7 @@ class RepairResult:
 
 
 class PaddedSource:
-    """A file at its right size: what is too much is cut off, and zeros stand for what is missing."""
+    """File at its right size: an excess is cut off, and zeros stand for missing bytes."""
 
     def __init__(self, raw: Source, size: int) -> None:
         self._raw = raw
