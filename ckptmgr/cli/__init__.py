@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line. Commands are imported when they are used, so that help and completion are quick."""
+"""Command line. Commands are imported when they are used, so that help and completion are quick."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from ckptmgr.cli.options import CONTEXT, Session
 _COMMANDS = {
     "ls": ("ls", "List the checkpoints of a directory."),
     "inspect": ("inspect", "Show what a checkpoint holds."),
-    "verify": ("verify", "Check that checkpoints are what was saved."),
+    "verify": ("verify", "Check checkpoints for damage and changes since they were saved."),
     "decrypt": ("crypt", "Write the plaintext of an encrypted file."),
     "encrypt": ("crypt", "Encrypt and seal a plain checkpoint, or any other file."),
     "convert": ("convert", "Compress checkpoints in place, or expand them."),
     "rekey": ("rekey", "Change who may open checkpoints."),
-    "reencrypt": ("rekey", "Encrypt checkpoints anew."),
+    "reencrypt": ("rekey", "Encrypt checkpoints again, under new data keys."),
     "keygen": ("keygen", "Make a key."),
     "prune": ("prune", "Remove the checkpoints that a policy does not keep."),
     "pin": ("pin", "Promise that a checkpoint is never pruned."),
     "unpin": ("pin", "Take that promise back."),
-    "repair": ("repair", "Heal files of many ranks from the copies in the others."),
+    "repair": ("repair", "Repair files of many ranks from the copies in the others."),
     "sign": ("sign", "Write an OpenSSF model-signing bundle."),
     "transform": ("ranks", "Rewrite the checkpoints of many ranks for another strategy."),
     "unify": ("ranks", "Join the checkpoints of many ranks into whole tensors."),
@@ -51,10 +51,10 @@ _TOPICS = {"exit-codes": lambda: "Exit codes:\n" + help_text()}
 
 
 class Commands(click.Group):
-    """A group that loads a command when it is named and turns errors into exit codes."""
+    """Group that imports a command when it is used and turns errors into exit codes."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Return all names, in the order they are shown."""
+        """Return all names in display order."""
         return [*_COMMANDS, *super().list_commands(ctx)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -121,7 +121,7 @@ def _run(group: click.Group, arguments: list[str], session: object) -> int:
         click.echo("ckptmgr: interrupted", err=True)
         return Exit.INTERRUPTED
     except Exception as error:  # the top of the program: everything becomes a message and a code
-        # A wrong command line has no trace worth showing, and click's text repeats the arguments: one may be a key.
+        # The trace of a usage error is useless, and click's text repeats the arguments: one may be a key.
         keys = misplaced_keys(arguments)
         if is_debug and not isinstance(error, click.UsageError):
             trace = without_keys(traceback.format_exc(), keys).splitlines()
@@ -131,7 +131,7 @@ def _run(group: click.Group, arguments: list[str], session: object) -> int:
 
 
 class _Escaped(logging.Formatter):
-    """Warnings of the library name files, and the names could steer the terminal."""
+    """Formatter of the library's warnings: they name files, and names could steer the terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return "\n".join(map(escape, super().format(record).splitlines()))
@@ -147,7 +147,7 @@ Examples:
 
 
 def _open_closed_streams() -> None:
-    """Give a process that was started without its three streams such that lead nowhere; else files would get their numbers."""
+    """Open the null device for closed standard streams; else files would get their descriptors."""
     if None not in (sys.stdin, sys.stdout, sys.stderr):
         return
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -159,7 +159,7 @@ def _open_closed_streams() -> None:
 
 
 def _forget_stdout() -> None:
-    """Keep the interpreter from complaining about the closed pipe when it flushes at exit."""
+    """Keep the interpreter from reporting the closed pipe when it flushes at exit."""
     descriptor = os.open(os.devnull, os.O_WRONLY)
     os.dup2(descriptor, 1)
     os.close(descriptor)

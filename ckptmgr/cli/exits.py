@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the exit codes mean, which error gives which, and how errors look.
+"""Exit codes, the code of each error, and error messages that do not repeat keys.
 
-Keys that a person typed where something else belongs: they are not repeated on the screen, which logs keep.
+A key that was typed in a wrong place is left out of messages, which logs keep.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ _NOT_SHOWN = "(not shown: it looks like a key)"
 
 
 def is_misplaced_key(text: str) -> bool:
-    """Return whether a text is a key and not the name of a file that is there."""
+    """Return whether a text is a key, and not the name of an existing file."""
     return spells_key(text) and not os.path.lexists(text)
 
 
 def misplaced_keys(arguments: Iterable[str]) -> list[str]:
-    """Return the keys among the arguments of a command line, those of options included, the longest first."""
+    """Return the keys among the arguments of a command line, in options too, the longest first."""
     values = [text for one in arguments for text in (one, *_values_of_option(one))]
     return sorted({text for text in values if is_misplaced_key(text)}, key=len, reverse=True)
 
 
 def _values_of_option(argument: str) -> tuple[str, ...]:
-    """Return what follows in `--option=VALUE` or `-oVALUE`."""
+    """Return the values of `--option=VALUE` and `-oVALUE`."""
     return (argument.partition("=")[2], argument[2:]) if argument.startswith("-") else ()
 
 
 def without_keys(text: str, keys: Sequence[str]) -> str:
-    """Return a text with a remark in the place of the keys and of the pieces that parsers cut out of them."""
+    """Return a text with a remark in place of keys, and of the pieces that parsers cut out of them."""
     for key in keys:
         text = _without(text, key, least=min(_LEAST_PIECE, len(key)))
     return text
@@ -59,7 +59,7 @@ def _without(text: str, key: str, *, least: int) -> str:
 
 
 class Exit(enum.IntEnum):
-    """The exit codes; any other one means failure."""
+    """Exit codes; any other code means failure."""
 
     DONE = 0
     NO = 1
@@ -83,7 +83,7 @@ MEANINGS: Mapping[Exit, str] = {
     Exit.KEY: "key missing or wrong",
     Exit.REFUSED: "refused for safety",
     Exit.INTERRUPTED: "interrupted",
-    Exit.PIPE_CLOSED: "whoever read the output stopped reading",
+    Exit.PIPE_CLOSED: "the reader of the output closed the pipe",
 }
 
 CODES: Mapping[type[errors.CkptmgrError], Exit] = {
@@ -114,12 +114,7 @@ _FOR_KEYS = ("--key", "--add", "--remove", "--to", "--signing-key", "--private-k
 
 
 class UsageProblem(click.UsageError):
-    """Report a wrong use of the command line, with a way out.
-
-    Args:
-        message: What is wrong; never shows the value of a key.
-        hint: What to do instead.
-    """
+    """Wrong use of the command line; the message never shows the value of a key."""
 
     def __init__(self, message: str, *, hint: str) -> None:
         super().__init__(message)
@@ -127,7 +122,7 @@ class UsageProblem(click.UsageError):
 
 
 def code_of(error: BaseException) -> Exit:
-    """Return the exit code of an error: that of its nearest relative in the map."""
+    """Return the exit code of an error: that of its nearest base class in `CODES`."""
     for kind in type(error).__mro__:
         if issubclass(kind, errors.CkptmgrError) and kind in CODES:
             return CODES[kind]
@@ -135,7 +130,7 @@ def code_of(error: BaseException) -> Exit:
 
 
 def report(error: BaseException, *, as_json: bool, keys: Sequence[str] = ()) -> Exit:
-    """Write an error to stderr and return its exit code; keys that were typed where they do not belong are left out."""
+    """Write an error to stderr without misplaced keys, and return its exit code."""
     code = code_of(error)
     message, hint, path = (
         None if part is None else without_keys(part, keys) for part in _parts(error)
@@ -169,7 +164,7 @@ def _say(kind: str, text: str) -> None:
 
 
 def escape(text: str) -> str:
-    """Return text that cannot steer a terminal: what is not printable is spelled out."""
+    """Return text that cannot steer a terminal: unprintable characters are spelled out."""
     if text.isprintable():
         return text
     return "".join(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A change of keys on the command line: plan everything, show it, ask, and carry it out one by one."""
+"""Key change on the command line: plan everything, show it, ask, and carry it out one by one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _Step = Callable[["Store", "Checkpoint", "KeyChange"], "RekeyPlan"]
 
 
 class ChangeOptions(TypedDict):
-    """What both commands are given; the names are those of the options."""
+    """Options that `rekey` and `reencrypt` share; the fields have the options' names."""
 
     selectors: tuple[str, ...]
     directory: Path
@@ -41,7 +41,7 @@ class ChangeOptions(TypedDict):
 
 
 def plan_options(function: options.Command) -> options.Command:
-    """Add the options of `ChangeOptions`, but for those of the output."""
+    """Add the options of `ChangeOptions`, without those of the output."""
     for option in (
         click.option("--yes", is_flag=True, help="Do not ask."),
         click.option("--dry-run", is_flag=True, help="Show what would be done, and do nothing."),
@@ -72,13 +72,7 @@ class _Planned:
 
 
 class KeyChanges:
-    """The change of what a person has selected.
-
-    Args:
-        ctx: Of the command.
-        change: What.
-        given: To what, and how.
-    """
+    """Change of the keys of the selected checkpoints."""
 
     def __init__(self, ctx: click.Context, change: KeyChange, given: ChangeOptions) -> None:
         self._change = change
@@ -92,14 +86,10 @@ class KeyChanges:
         self.has_changed = False
 
     def run(self, plan: _Step, act: _Step) -> int:
-        """Do it as far as the person agrees; return the exit code.
-
-        Args:
-            plan: Says what would be done to a checkpoint.
-            act: Does it.
+        """Show the plans, ask, and make the change; return the exit code.
 
         Raises:
-            UsageProblem, CkptmgrError: It cannot be done; nothing was changed.
+            UsageProblem, CkptmgrError: It cannot be made; nothing was changed.
         """
         from ckptmgr.cli.selectors import select
 
@@ -134,10 +124,10 @@ class KeyChanges:
             return None
 
     def _check_removals(self, planned: Sequence[_Planned], *, is_begun: bool) -> None:
-        """Say who is to be removed and was nowhere; a passphrase may have been mistyped.
+        """Name the removed keys that had no slot; a passphrase may have been mistyped.
 
         Raises:
-            UsageProblem: It opens nothing, and nothing says that it was removed before.
+            UsageProblem: A passphrase opens no file, and no file was changed before.
         """
         found = {removal for one in planned for removal in one.plan.removals}
         for removal in self._change.removals:
@@ -213,10 +203,10 @@ def _item(plan: RekeyPlan, is_done: bool) -> dict[str, Json]:
 
 
 def _agreed(count: int) -> bool:
-    """Ask the person at the terminal.
+    """Ask at the terminal.
 
     Raises:
-        UnsafeWrite: There is none.
+        UnsafeWrite: stdin is no terminal.
     """
     if not sys.stdin.isatty():
         raise UnsafeWrite(

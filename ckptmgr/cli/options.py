@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that several commands share, and what they turn into: a key, a clock, an output."""
+"""Options that several commands share, and their values: keys, trust, clock, store."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 
 
 def check_path(text: object) -> None:
-    """Raise UsageProblem for a path that cannot be meant: an empty one, or a key, which is not shown.
+    """Raise UsageProblem for an empty path, or for a key in place of a path, which is not shown.
 
-    An empty one would mean this directory, and a shell makes one of an unset variable.
+    A shell makes an empty path of an unset variable, and it would mean the working directory.
     """
     if text == "":
         raise UsageProblem("a path is empty", hint="write . for this directory")
@@ -63,10 +63,10 @@ PATH = _Path(path_type=Path)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """What a command takes from its surroundings.
+    """Surroundings of a command.
 
     Attributes:
-        clock: Seconds since the epoch.
+        clock: Seconds since 1970.
         is_debug: Whether errors come with a traceback.
         color: `auto`, `always` or `never`.
     """
@@ -107,7 +107,7 @@ def command(
 
 
 def _docstring(function: Callable[..., int]) -> str:
-    """Return the docstring of a function, from its source where Python was told to leave it out (-OO)."""
+    """Return the docstring of a function; from its source where Python runs with -OO."""
     if function.__doc__ is not None:
         return function.__doc__
     try:
@@ -162,15 +162,7 @@ def key_option(function: Command) -> Command:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenTrust:
-    """What the options of a command say about keys and proof, before any key is loaded.
-
-    Attributes:
-        key_sources: Of `--key`.
-        public_keys: Of `--public-key`.
-        signing_source: Of `--signing-key`.
-        allow_unsealed: Whether `--allow-unsealed` was given.
-        allow_unencrypted: Whether `--allow-unencrypted` was given.
-    """
+    """Options about keys and proof, before any key is loaded."""
 
     key_sources: tuple[str, ...] = ()
     public_keys: tuple[str, ...] = ()
@@ -179,12 +171,9 @@ class GivenTrust:
     allow_unencrypted: bool = False
 
     def load(self, *, is_new: bool = False) -> Trust:
-        """Load the keys.
+        """Load the keys; `is_new` as for `load_key`.
 
-        What is signed anew must have been signed before, by the same key, unless public keys are named.
-
-        Args:
-            is_new: Whether the key is to encrypt something new; see `load_key`.
+        A signing key trusts only its own signatures, unless public keys are named.
 
         Raises:
             UsageProblem, KeyProblem: A source gives no key.
@@ -211,13 +200,7 @@ class GivenTrust:
 def trust_options(
     *, has_public_key: bool = False, has_signing_key: bool = False, has_allowing: bool = True
 ) -> Callable[[Command], Command]:
-    """Return a decorator that adds the options about keys and proof, and passes them on as `given_trust`.
-
-    Args:
-        has_public_key: Add `--public-key`.
-        has_signing_key: Add `--signing-key`.
-        has_allowing: Add `--allow-unsealed` and `--allow-unencrypted`.
-    """
+    """Return a decorator that adds the options about keys and proof, passed on as `given_trust`."""
     allowing = (
         click.option(
             "--allow-unencrypted",
@@ -269,7 +252,7 @@ def checked_path(_: click.Context, __: click.Parameter, value: str) -> str:
 
 
 def only_one(_: click.Context, param: click.Parameter, values: tuple[str, ...]) -> str | None:
-    """Return the value of an option that is given once: the last of several would drop the others silently."""
+    """Return the value of an option that may be given once; of several, click would keep the last."""
     if len(values) > 1:
         raise UsageProblem(f"{param.opts[0]} is given {len(values)} times", hint="give it once")
     return next(iter(values), None)
@@ -308,12 +291,9 @@ def series_option(function: Command) -> Command:
 def load_key(
     sources: Sequence[str], environment: Mapping[str, str] = os.environ, *, is_new: bool = False
 ) -> Keys | None:
-    """Return what `--key` or the environment names, or None.
+    """Return the keys that `--key` or the environment names, or None.
 
-    Args:
-        sources: What the option names, each time it is given.
-        environment: Of the process.
-        is_new: Whether it is to encrypt what nobody has opened with it yet; a person is then asked twice.
+    `is_new`: the key encrypts something new; a passphrase is then asked for twice.
 
     Raises:
         UsageProblem: A literal key, or no known kind of source. It is not shown.
@@ -324,17 +304,7 @@ def load_key(
 
 
 def load_keys(option: str, sources: Sequence[str], *, is_new: bool = False) -> Keys:
-    """Return the keys, passphrases, private and public keys that an option names.
-
-    Args:
-        option: Which; a person is asked about it by name.
-        sources: What it names.
-        is_new: As for `load_key`.
-
-    Raises:
-        UsageProblem: A literal key, or no known kind of source. It is not shown.
-        KeyProblem: A source gives none.
-    """
+    """Return the keys, passphrases, private and public keys that an option names; as `load_key`."""
     if not all(source.startswith(_SCHEMES) for source in sources):
         raise UsageProblem(
             f"{option} takes the source of a key, never the key itself (not shown)",
@@ -365,7 +335,7 @@ def load_signing_key(source: str | None) -> SigningKey | None:
 
 
 def check_source(option: str, source: str) -> None:
-    """Raise UsageProblem unless an option names the source of a private key; what it names is not shown."""
+    """Raise UsageProblem unless an option names the source of a private key, which is not shown."""
     if not source.startswith(_SCHEMES):
         raise UsageProblem(
             f"{option} takes the source of a key, never the key itself (not shown)",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The retention policy of a directory: `--keep`, else the key `keep` of its `ckptmgr.toml`."""
+"""Retention policy of a directory: `--keep`, else the key `keep` of its `ckptmgr.toml`."""
 
 from __future__ import annotations
 
@@ -23,16 +23,12 @@ _MAX_CONFIG_BYTES = 1 << 20
 
 
 def load_policy(keep: str | None, directory: Path) -> RetentionPolicy:
-    """Return the policy to apply.
-
-    Args:
-        keep: From the command line; None takes the directory's own.
-        directory: Where `ckptmgr.toml` is looked for.
+    """Return the policy of `--keep`, or of the directory where that is None.
 
     Raises:
-        UsageProblem: There is no policy; nothing is ever kept or dropped by default.
+        UsageProblem: There is no policy; there is no default.
         PolicyTextError: The text is empty or not a policy.
-        CkptmgrError: The configuration cannot be understood.
+        CkptmgrError: The configuration is not valid, or another user could have written it.
     """
     if keep is not None:
         return parse_policy(keep)
@@ -50,7 +46,7 @@ def load_policy(keep: str | None, directory: Path) -> RetentionPolicy:
 
 
 def _check_writers(path: Path, status: os.stat_result) -> None:
-    """Raise CkptmgrError where a user who may only add files to the directory could say which ones to remove from it."""
+    """Raise CkptmgrError where a user without the right to remove files could choose files to remove."""
     trusted = (os.geteuid(), 0, path.parent.stat().st_uid)
     if status.st_uid not in trusted:
         problem = f"belongs to another user (uid {status.st_uid})"

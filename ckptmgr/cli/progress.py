@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One line about what takes long: bytes, rate, time left. Only on a terminal, only after a second, gone when it is done.
+"""Progress line on a terminal: bytes, rate, time left; shown after a second, removed at the end.
 
 ```
 with ProgressLine("resuming", checkpoint.size_bytes):
     manager.resume(state)
 ```
 
-It counts what the files of this process read (or, with `direction="write"`, write) meanwhile. Work that goes over a file
-more than once starts the bar anew and says so. Nothing is shown without a terminal or without `rich`, and nothing that goes
-wrong with the line is more than a line that is not there.
+It counts the bytes that this process reads from files (with `direction="write"`, writes). Work that
+reads a file again starts the bar again, with the number of the pass. Without a terminal or `rich`
+nothing is shown, and an error in the line only ends the line.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class ProgressLine:
     """Shows progress within a `with` block.
 
     Args:
-        label: What is done.
+        label: Name of the work.
         total_bytes: Size of the file.
-        direction: What counts.
+        direction: Whether reads or writes count.
         stream: The terminal; standard error by default.
         clock: Seconds on any monotonic clock.
-        has_color: Whether the line is coloured; where it may be, NO_COLOR decides.
+        has_color: Whether the line may be coloured; NO_COLOR turns that off.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class ProgressLine:
 
 
 def _ignoring_errors(work: Callable[[], object]) -> bool:
-    """Do what only concerns the line; return whether it went well."""
+    """Run a step that only concerns the line; return whether it succeeded."""
     try:
         work()
     except Exception:  # a closed terminal, no rich: the work the line is about goes on

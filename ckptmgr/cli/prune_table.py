@@ -58,7 +58,7 @@ class PlanView:
         self.output.line(f"would free {freed}; {len(proposal.kept)} {verb} ({stays})")
 
     def result(self, proposal: Proposal, outcome: PruneResult | None) -> None:
-        """Show what was done; None for nothing."""
+        """Show the result of a prune; None if nothing was done."""
         if self.output.is_json:
             self.output.result(_items(proposal), self._summary(proposal, outcome))
         elif outcome is not None and self.output.is_quiet:

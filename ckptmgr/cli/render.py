@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How results look: one `Output` decides between text, JSON and bare paths for every command.
+"""Output of commands: one `Output` decides between text, JSON and bare paths.
 
-The plain text is the reference. On a terminal the same text is coloured; no meaning is in the colour alone.
+The plain text is the reference. On a terminal the same text is coloured; no meaning is in the
+colour alone.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _AGES = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 
 
 class Cell(NamedTuple):
-    """A text of a table and how it may be coloured."""
+    """Text of a table, and its style."""
 
     text: str
     style: str = ""
@@ -57,14 +58,13 @@ STATE_STYLES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """Where the result of one command goes.
+    """Destination of the result of one command.
 
     Attributes:
         command: For the schema of the JSON.
         root: The directory or file it is about.
         is_json: One JSON object instead of text.
         is_quiet: Paths only.
-        has_color: Whether text is coloured.
         has_unicode: Whether glyphs outside ASCII may be used.
         is_terminal: Whether stdout is a terminal.
         has_nul: Whether a NUL, not a line feed, ends each bare path.
@@ -85,7 +85,7 @@ class Output:
         return not (self.is_json or self.is_quiet)
 
     def progress(self, label: str, size_bytes: int) -> AbstractContextManager[object]:
-        """Return what shows progress on a terminal while a file is read, within a `with` block."""
+        """Return a context that shows progress on a terminal while a file is read."""
         from ckptmgr.cli.progress import ProgressLine
 
         if not self.is_text:
@@ -163,7 +163,7 @@ def make_output(
 
 
 def quoted(name: bytes) -> str:
-    """Return a name as a shell reads it: as it is, in quotes, or as `$'...'` where it holds what is not printable."""
+    """Return a name as a shell reads it: bare, in quotes, or as `$'...'` if it is not printable."""
     text = name.decode("utf-8", "surrogateescape")
     if text.isprintable():
         return shlex.quote(text)
@@ -181,7 +181,7 @@ def _spelled(char: str) -> str:
 
 
 def wants_color(option: str, environment: Mapping[str, str], *, is_terminal: bool) -> bool:
-    """Return whether to colour: the option, else NO_COLOR, else FORCE_COLOR, else what the terminal is."""
+    """Return whether to colour: by the option, else NO_COLOR, else FORCE_COLOR, else the terminal."""
     if option != "auto":
         return option == "always"
     if environment.get("NO_COLOR"):
@@ -230,7 +230,7 @@ def size(size_bytes: int) -> str:
 
 
 def age(time: datetime, now: datetime) -> str:
-    """Return e.g. `3 h ago`; a date for what lies in the future."""
+    """Return e.g. `3 h ago`; a date for a time in the future."""
     seconds = int((now - time).total_seconds())
     if seconds < 0:
         return time.astimezone(UTC).strftime("%Y-%m-%d %H:%MZ")
@@ -251,7 +251,7 @@ def number(value: float | None) -> str:
 
 
 def step(checkpoint: Checkpoint) -> str:
-    """Return the step, or `-` where nothing says it."""
+    """Return the step, or `-` where it is unknown."""
     is_known = checkpoint.run_id is not None or checkpoint.is_countable or checkpoint.is_bare
     return str(checkpoint.step) if is_known else "-"
 
@@ -262,7 +262,7 @@ def state(word: str) -> Cell:
 
 
 def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Json]:
-    """Return what every command tells of a checkpoint."""
+    """Return the JSON fields of a checkpoint that all commands share."""
     return {
         "path": str(checkpoint.path),
         "series": checkpoint.series,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which checkpoints a person means: a path, a directory, a step, `latest`, `best:loss:min`, `@pinned`, `1000..5000`."""
+"""Selectors of checkpoints: a path, a directory, a step, `latest`, `best:loss:min`, `@pinned`, `1000..5000`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _FORMS = "a path, a step, latest, best:METRIC:min, best:METRIC:max, @pinned or 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selected:
-    """A checkpoint and the store it lies in."""
+    """Checkpoint and the store that holds it."""
 
     store: Store
     checkpoint: Checkpoint
@@ -41,17 +41,17 @@ class Selected:
 def select(
     texts: Sequence[str], directory: Path, open_store: OpenStore, *, series: str | None = None
 ) -> list[Selected]:
-    """Return what the selectors name, each checkpoint once, in the order named; everything when there are none.
+    """Return the checkpoints that selectors name, each once, in order; all of them without a selector.
 
     Args:
         texts: The selectors.
-        directory: Where those that are not paths are looked up.
+        directory: Looked in for selectors that are not paths.
         open_store: Makes the store of a directory.
         series: Look only at this series.
 
     Raises:
         CheckpointNotFound: A selector names nothing.
-        UsageProblem: A selector cannot be understood.
+        UsageProblem: A selector is not valid.
     """
     chosen: dict[Path, Selected] = {}
     for text in texts or [str(directory)]:
@@ -84,7 +84,7 @@ def select_one(
 def listed(
     store: Store, *, series: str | None = None, with_leftovers: bool = False
 ) -> list[Checkpoint]:
-    """Return the checkpoints of a directory, oldest first; unfinished ones only when asked for.
+    """Return the checkpoints of a directory, oldest first; unfinished ones only if asked for.
 
     Raises:
         CheckpointNotFound: There is no such directory.
@@ -137,7 +137,7 @@ def _where_to_look(store: Store, place: Path) -> str:
 
 
 def _is_bookkeeping(name: str) -> bool:
-    """Return whether a name in a directory of checkpoints is that of no checkpoint, but of what a run notes there."""
+    """Return whether a name in a directory of checkpoints is that of a run's own small files."""
     return name == TRASH_NAME or (name.startswith(".") and name.endswith(_NOTE_SUFFIXES))
 
 
@@ -145,7 +145,7 @@ Choose = Callable[[list[Checkpoint]], list[Checkpoint]]
 
 
 def _chooser(text: str) -> Choose | None:
-    """Return the function behind a selector that is not a path, or None."""
+    """Return the function of a selector that is not a path, or None."""
     if text == "latest":
         return _latest
     if text == "@pinned":
@@ -163,10 +163,10 @@ def _chooser(text: str) -> Choose | None:
 
 
 def _latest(found: list[Checkpoint]) -> list[Checkpoint]:
-    """Return the newest usable one, if there is one; say which newer ones are passed over.
+    """Return the newest usable checkpoint, if any; note newer ones that are damaged.
 
     Raises:
-        OSError: The disk does not give a manifest now, so nobody knows whether that one is newer.
+        OSError: A manifest cannot be read now, so it is not known which one is the newest.
     """
     chosen = _usable(found)[-1:]
     for one in found:
@@ -197,15 +197,15 @@ def _usable(found: list[Checkpoint]) -> list[Checkpoint]:
 
 
 def _newest_attempts(found: list[Checkpoint]) -> list[Checkpoint]:
-    # Another file may claim the same step, in this series or in one of its own: it is meant only where none is proven.
+    # Another file may claim the same step; an unproven one counts only where none is proven.
     proven = [c for c in found if not c.is_unproven] or found
     return list({c.series: c for c in sorted(proven, key=lambda c: c.is_countable)}.values())
 
 
 def _file(store: Store, path: Path) -> Checkpoint:
-    # A manifest stands for what it describes: shells put both in the place of `runs/*`.
+    # A manifest stands for its checkpoint: a shell expands `runs/*` to both.
     real = Path(str(real_file(path)).removesuffix(MANIFEST_SUFFIX))
-    # First, because no file has the name of a checkpoint of many ranks.
+    # The listing comes first: no file has the name of a checkpoint of several ranks.
     found = store.scan() if store.directory.is_dir() else []
     known = next((c for c in found if c.path == real), None)
     if known is not None:

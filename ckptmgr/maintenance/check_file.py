@@ -42,7 +42,7 @@ _HEAD_BYTES = 16
 
 @dataclass(slots=True, kw_only=True)
 class Findings:
-    """What the checks of a checkpoint's files found so far; fields as of `Verification`."""
+    """Findings of the checks of a checkpoint's files so far; fields as of `Verification`."""
 
     checked: list[str] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output of a conversion: the file that is written, its manifest, and what it may overwrite."""
+"""Output of a conversion: the file that is written, its manifest, and the files it may overwrite."""
 
 from __future__ import annotations
 

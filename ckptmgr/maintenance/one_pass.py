@@ -68,7 +68,7 @@ class HashingSource:
         self.size = raw.size
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer`; raises what the file raises, and ChecksumMismatch."""
+        """Fill `buffer`; raises the errors of the file, and ChecksumMismatch."""
         self._raw.read_into(offset, buffer)
         if self._digests is not None:
             self._take(self._digests, offset, buffer)

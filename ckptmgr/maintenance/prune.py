@@ -184,7 +184,7 @@ def propose(
     series: str | None = None,
     grace: timedelta = DEFAULT_GRACE,
 ) -> Proposal:
-    """Return what a prune would do at a time `now` (UTC); changes nothing.
+    """Return the plan of a prune at a time `now` (UTC); changes nothing.
 
     Where something would go, the newest one that would stay is verified; without a key, a container
     with a damaged header counts as intact. `grace` is how long the trash keeps a batch.
@@ -223,7 +223,7 @@ def _finished(found: Sequence[Checkpoint], series: str | None) -> list[Checkpoin
 
 
 def carry_out(store: Store, proposal: Proposal, *, at_once: bool = False) -> PruneResult:
-    """Do what was proposed, series by series, each under its lease.
+    """Carry out a proposal, series by series, each under its lease.
 
     A series that is locked, has changed or fails is left alone and named in `failures`. `at_once`
     removes for good instead of moving to the trash.

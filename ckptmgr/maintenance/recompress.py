@@ -107,7 +107,7 @@ def recompress(
         UnprovenCheckpoint: It has no manifest, and would get one that vouches for its step.
         UnsafeWrite: Another file has the new name, or other keys would open it than now.
         CorruptCheckpoint: It is damaged; nothing was changed.
-        SaveFailed: The disk does not hold what was written; nothing was changed.
+        SaveFailed: The disk lost the write; nothing was changed.
         OSError: From the disk.
     """
     started = time.perf_counter()

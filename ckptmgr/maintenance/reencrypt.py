@@ -33,7 +33,7 @@ from ckptmgr.files.save.saver import check_written
 from ckptmgr.formats.detect import Kind
 from ckptmgr.formats.source import Source
 from ckptmgr.io.digest import FileDigest, VerifyingSource
-from ckptmgr.io.filesystem import remove_name
+from ckptmgr.io.filesystem import unlink_if_present
 from ckptmgr.io.source_image import SourceImage
 from ckptmgr.maintenance.convert_target import ConversionOutput
 from ckptmgr.maintenance.encrypt import CheckingSealer
@@ -61,7 +61,7 @@ def reencrypt_file(
     Raises:
         KeyProblem: It does not open, or cannot have such keys.
         CorruptCheckpoint: It is damaged; nothing was changed.
-        SaveFailed: The disk does not hold what was written; nothing was changed.
+        SaveFailed: The disk lost the write; nothing was changed.
         StoreFull, OSError: From the disk; the old file is intact, or the new one is there.
     """
     path = checkpoint.path
@@ -156,7 +156,7 @@ def reencrypt_set(
     Raises:
         KeyProblem: They do not open, or cannot have such keys.
         CorruptCheckpoint: One is damaged; nothing was changed.
-        SaveFailed: The disk does not hold what was written; nothing was changed.
+        SaveFailed: The disk lost the write; nothing was changed.
         StoreFull: There is no room for all of them once more; nothing was changed.
         OSError: From the disk. The old files are intact, or the new ones are there.
     """
@@ -225,5 +225,5 @@ def remove_stale_files(store: Store, names: Sequence[str]) -> None:
         return
     store.fs.sync_directory(store.directory)
     for name in names:
-        remove_name(store.fs, store.directory / name)
+        unlink_if_present(store.fs, store.directory / name)
     store.fs.sync_directory(store.directory)

@@ -50,9 +50,9 @@ def open_for_rekeying(
 ) -> Store:
     """Return a store that reads manifests which any old or new key authenticates, and no others.
 
-    With a signing key it signs what is re-encrypted, and reads only what that key has signed. Where
-    `trust` accepts unsealed files, a file without manifest is trusted by its name, and a manifest that
-    is only authenticated gets signed.
+    With a signing key it signs re-encrypted files, and reads only manifests signed by that key.
+    Where `trust` accepts unsealed files, a file without manifest is trusted by its name, and a
+    manifest that is only authenticated gets signed.
     """
     own = () if trust.signing_key is None else (trust.signing_key.public_key,)
     given = replace(trust, keys=change.all_keys, trusted_keys=own)

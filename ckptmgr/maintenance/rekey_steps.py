@@ -94,7 +94,7 @@ class CheckpointKeys:
         return RekeyPlan(checkpoint=self._checkpoint, action=Action.PLAIN)
 
     def change(self) -> RekeyPlan:
-        """Add and remove keys, durably; return what was done."""
+        """Add and remove keys, durably; return the plan that was carried out."""
         planned = self.plan()
         if planned.action is Action.HEADER:
             if self._kind(self._paths[0]) is Kind.MINDSPORE_ENCRYPTED:
@@ -131,7 +131,7 @@ class CheckpointKeys:
         return self._result(action, *plans)
 
     def reencrypt(self) -> RekeyPlan:
-        """Re-encrypt it, durably; return what was done."""
+        """Re-encrypt it, durably; return the plan that was carried out."""
         planned = self.plan_reencryption()
         if planned.action is Action.REENCRYPT and self._is_set:
             self._reencrypt_set()

@@ -7,7 +7,7 @@ other files, or from ranges of the damaged one that match their digests. The ind
 match its digest, too, or agree with the other files. A file that replaced the damaged one proves
 nothing.
 
-`shards.swap_shards` says how the new file replaces the damaged one, and what an interruption leaves.
+`shards.swap_shards` replaces the damaged file by the new one.
 """
 
 from __future__ import annotations

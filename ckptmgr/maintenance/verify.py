@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check that a checkpoint is what was saved. Damage is a result, never an exception.
+"""Check a checkpoint for damage and changes. Damage is a result, never an exception.
 
 | level | checks |
 |---|---|

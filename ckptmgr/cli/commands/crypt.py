@@ -61,8 +61,8 @@ def decrypt_command(
 ) -> int:
     """Write the plaintext of an encrypted file.
 
-    The plaintext is the ordinary file, byte for byte what was sealed. Only checked bytes come out. It is written whole or
-    not at all, readable by its owner only, and if it is a checkpoint with a manifest.
+    The plaintext is the ordinary file, with the bytes that were sealed. Only checked bytes come out. The file is written
+    completely or not at all, readable by its owner only; a checkpoint gets a manifest.
     """
     from ckptmgr.files.load.options import ReadOptions
     from ckptmgr.maintenance import convert

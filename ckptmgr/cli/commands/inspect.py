@@ -53,8 +53,8 @@ def inspect_command(
     """Show what a checkpoint holds.
 
     CHECKPOINT is a path, a step, latest, best:METRIC:min, best:METRIC:max or @pinned. The envelope of an encrypted
-    file is shown without a key; its tensors need one. Only with a key or --public-key is it known who wrote what is
-    shown. -q prints the names of the tensors.
+    file is shown without a key; its tensors need one. Only a key or --public-key proves the writer of the file.
+    -q prints the names of the tensors.
     """
     from ckptmgr.cli.selectors import select_one
     from ckptmgr.files.load.inspection import inspect_file
@@ -224,7 +224,7 @@ def _facts(contents: FileSummary) -> Iterator[tuple[str, str]]:
 
 
 def _costs(stats: Mapping[str, float], size_bytes: int) -> Iterator[str]:
-    """Yield what the save cost, as far as it was known when its manifest was written."""
+    """Yield the cost of the save, as far as it was known when its manifest was written."""
     write_s = stats["write_s"]
     synced_s = max(write_s, stats.get("until_synced_s", write_s))
     yield f"written in {write_s:.3g} s"

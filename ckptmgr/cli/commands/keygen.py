@@ -92,12 +92,12 @@ def keygen_command(
 ) -> int:
     """Make a key.
 
-    The file is readable by its owner only and never replaces another one; use it as --key file:FILE. What is shown is
+    The file is readable by its owner only and never replaces another one; use it as --key file:FILE. The output is
     the id of the key, which is not secret and stands in every manifest. Keep a copy of the file in another place: without
-    the key, nobody can read what it encrypted.
+    the key, its checkpoints cannot be read.
 
-    A key of type ed25519 signs checkpoints, so that whoever has its public key can verify them. With the public key of
-    an x25519 pair, a machine encrypts what only the private key opens; mlkem768-x25519 also withstands quantum computers.
+    A key of type ed25519 signs checkpoints; its public key verifies them. With the public key of an x25519 pair, a
+    machine encrypts checkpoints that only the private key opens; mlkem768-x25519 also withstands quantum computers.
     """
     if target == _PIPE and as_json:
         raise UsageProblem("--json never holds a key", hint="leave --json away, or name a file")
@@ -176,7 +176,7 @@ def _new_pair(kind: str) -> KeyPair:
 
 
 def _make(size: int, service: str | None, words: tuple[str, ...]) -> tuple[Key, bytes]:
-    """Return a new key and what its file holds."""
+    """Return a new key and the content of its file."""
     from ckptmgr.crypto.errors import CryptoError
     from ckptmgr.crypto.keys.key import Key
     from ckptmgr.crypto.providers.registry import open_provider

@@ -47,7 +47,7 @@ def pin_command(
     """Promise that a checkpoint is never pruned.
 
     CHECKPOINT is a path, a step, latest, best:METRIC:min or best:METRIC:max. A pin of the same name is replaced. An
-    authenticated or signed manifest needs the key for that, and must be what that key made. Not while a run writes the series.
+    authenticated or signed manifest needs its key, which must have made the manifest. Not while a run writes the series.
     """
 
     def change(pins: tuple[Pin, ...]) -> tuple[Pin, ...]:
@@ -97,7 +97,7 @@ def _selected(text: str, directory: Path, series: str | None, opener: OpenStore)
 
 
 def _change(selected: Selected, change: Change) -> Manifest:
-    """Change the pins under the leases: who overwrites the name meanwhile must not lose the manifest."""
+    """Change the pins under the leases: another process must not overwrite the file meanwhile."""
     from ckptmgr.store.change_leases import lease_of_checkpoint
     from ckptmgr.store.manifest.codec import files_of
 

@@ -64,8 +64,8 @@ def prune_command(
 
     The policy is --keep, else the key keep of ckptmgr.toml in the directory; without one nothing is done. It is applied
     to each series by itself. The newest, pinned and damaged ones always stay; where anything would go, the newest that
-    stays is verified first, with --key its header, too. What goes lies in .ckptmgr-trash for the grace time and is
-    removed by the next prune after it; until then --undo brings the last batch back.
+    stays is verified first, with --key its header, too. Removed ones stay in .ckptmgr-trash for the grace time; the
+    next prune after that removes them for good. Until then --undo brings the last batch back.
     """
     from ckptmgr.cli.policy_file import load_policy
     from ckptmgr.cli.prune_table import PlanView
@@ -74,7 +74,7 @@ def prune_command(
     store = options.open_store(directory, trust=given_trust.load())
     if not store.directory.is_dir():
         raise CheckpointNotFound("no such directory", path=directory)
-    # What is view and agreed to is of this directory, whatever gets its path meanwhile.
+    # The plan holds for this directory, even if another one gets its path meanwhile.
     ctx.with_resource(store.fs.hold_directory(store.directory))
     output = render.make_output(ctx, store.directory, as_json=as_json, quiet=quiet)
     if undo:
@@ -135,10 +135,10 @@ def _no_terminal() -> UnsafePrune:
 
 
 def _agreed(proposal: Proposal, *, at_once: bool) -> bool:
-    """Ask the person at the terminal.
+    """Ask at the terminal.
 
     Raises:
-        UnsafePrune: There is none.
+        UnsafePrune: stdin is no terminal.
     """
     if not sys.stdin.isatty():
         raise _no_terminal()
@@ -162,7 +162,7 @@ def _act(store: Store, proposal: Proposal, view: PlanView, *, at_once: bool) -> 
 
 
 def _code(outcome: PruneResult, *, as_json: bool) -> int:
-    """Report what failed; the exit code is that of the first failure, or 3 when it is no class of its own."""
+    """Report failures; return the code of the first, or 3 for a general error after removals."""
     codes = [report(error, as_json=as_json) for error in outcome.failures]
     if not codes:
         return Exit.DONE

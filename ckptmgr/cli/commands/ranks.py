@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ckptmgr transform`, `ckptmgr unify` and `ckptmgr merge`: checkpoints that are cut over many ranks."""
+"""`ckptmgr transform`, `ckptmgr unify` and `ckptmgr merge`: checkpoints that are sharded over ranks."""
 
 from __future__ import annotations
 
@@ -107,8 +107,8 @@ def transform_command(
 
     DIR holds rank_0, rank_1, ... with their files; OUT gets rank_R/PREFIXR. All files are of one training step: the newest
     that all ranks have, unless --step names another one. A slice is taken from any rank that has it, so deduplicated
-    checkpoints need nothing special. What no file holds is an error before anything is written. With a key, the output is
-    encrypted with it. Strategy files are used as they are: no key proves them.
+    checkpoints need nothing special. Content that no file has is an error before anything is written. With a key, the
+    output is encrypted with it. Strategy files are used as they are: no key proves them.
     """
     from ckptmgr.files.load.options import ReadOptions
     from ckptmgr.files.save.job import SaveOptions

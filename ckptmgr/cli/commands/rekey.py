@@ -51,11 +51,11 @@ def rekey_command(
 ) -> int:
     """Change who may open checkpoints, without touching their data.
 
-    Of containers (.ckpe) a few KiB are rewritten; an encrypted .ckpt, which has one key, is encrypted anew as a stream.
-    Nothing is touched unless --key opens all of them. What is done already stays, so an interrupted run is finished by doing
-    the same again; meanwhile each checkpoint opens with the old or the new key. Who is to be removed and opens none of them is
-    named. Without --add and --remove, damaged header copies are mended. Whoever opened a file before may have kept its data
-    key: reencrypt gives it a new one.
+    Of containers (.ckpe) a few KiB are rewritten; an encrypted .ckpt, which has one key, is re-encrypted as a stream.
+    Nothing is touched unless --key opens all of them. Doing the same again finishes an interrupted run; meanwhile each
+    checkpoint opens with the old or the new key. A key to remove that opens none of them is named. Without --add and
+    --remove, damaged header copies are mended. A reader with a removed key may have kept data keys of files: reencrypt
+    makes new ones.
     """
     from ckptmgr.maintenance.rekey import plan_rekeying, rekey_checkpoint
     from ckptmgr.maintenance.rekey_change import KeyChange
@@ -71,7 +71,7 @@ def rekey_command(
     code = changes.run(plan_rekeying, rekey_checkpoint)
     if remove and changes.has_changed:
         note(
-            "whoever opened them before may have kept a data key; ckptmgr reencrypt makes new ones"
+            "a reader with a removed key may have kept a data key; ckptmgr reencrypt makes new ones"
         )
     return code
 
@@ -96,11 +96,11 @@ def rekey_command(
 def reencrypt_command(
     ctx: click.Context, to: tuple[str, ...], **given: Unpack[ChangeOptions]
 ) -> int:
-    """Encrypt checkpoints anew, under new data keys.
+    """Encrypt checkpoints again, under new data keys.
 
-    Each file is written once more, as a stream, without plaintext on the disk, and takes the place of the old one like a save;
-    those of many ranks all at once. Old copies elsewhere still open with the old keys. Nothing is touched unless --key opens
-    all of them, but for those that were encrypted for --to alone and never rekeyed: they are done.
+    Each file is written once more, as a stream, without plaintext on the disk, read back, and replaces the old one like a
+    save; those of many ranks all at once. Old copies elsewhere still open with the old keys. Nothing is touched unless --key
+    opens all of them, but for those that were encrypted for --to alone and never rekeyed: they are done.
     """
     from ckptmgr.maintenance.rekey import plan_reencryption, reencrypt_checkpoint
     from ckptmgr.maintenance.rekey_change import KeyChange

@@ -35,10 +35,10 @@ def repair_command(
     as_json: bool,
     quiet: bool,
 ) -> int:
-    """Heal damaged files of many ranks from the copies in the others.
+    """Repair damaged files of many ranks from the copies in the others.
 
     CHECKPOINT is a path, a step, latest, best:METRIC:min, best:METRIC:max or @pinned. Plain files become exactly the
-    bytes that were saved. Encrypted and compressed ones are written anew, and the manifest names the new file: that needs
+    bytes that were saved. Encrypted and compressed ones are rewritten, and the manifest names the new file: that needs
     the key (all of them, where several open it; a public key will do), and of a signed one the signing key. Copies are
     there if the run kept them (keep_redundancy). Not while a run writes the series. -q prints the paths that stay
     damaged.

@@ -72,16 +72,16 @@ def verify_command(
     as_json: bool,
     quiet: bool,
 ) -> int:
-    """Check that checkpoints are what was saved, one line each.
+    """Check checkpoints for damage and changes since they were saved, one line each.
 
     SEL is a path, a directory, a step, latest, best:METRIC:min, best:METRIC:max, @pinned or 1000..5000; without any,
     all of --dir are checked. Checks every digest of the manifest and the CRC32, and with a key the seal and every
-    cipher block. A line says what was checked and, where that is not all, what was not. -q prints the bad paths.
+    cipher block. Each line names the checks that passed and those that could not be made. -q prints the bad paths.
 
-    A file that was replaced by an older one is found by the next one, which names it. That the newest ones were removed,
-    nothing in the directory can tell: say with --expect-step or --expect-id what you know (ls --json shows the ids).
+    A file that was replaced by an older one is found by the next one, which names it. Nothing in the directory shows that
+    the newest ones were removed: name a step or id that was saved with --expect-step or --expect-id (ls --json shows ids).
 
-    With --public-key nobody needs the secret key: the signature vouches for the digests, and the digests for every byte.
+    With --public-key no secret key is needed: the signature vouches for the digests, and the digests for every byte.
     """
     from ckptmgr.cli.selectors import select
     from ckptmgr.files.load.options import ReadOptions
@@ -114,7 +114,7 @@ def verify_command(
 
 
 def _bundles(checkpoints: Iterable[Checkpoint], selectors: Iterable[str]) -> list[Path]:
-    """Return the OpenSSF bundles that lie beside what is verified."""
+    """Return the OpenSSF bundles beside the verified checkpoints."""
     folders = [Path(text) for text in selectors if Path(text).is_dir()]
     candidates = [path / "model.sig" for path in folders]
     candidates += [c.path.with_name(c.name + ".sig") for c in checkpoints]
