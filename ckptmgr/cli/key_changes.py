@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +34,6 @@ class ChangeOptions(TypedDict):
     given_trust: options.GivenTrust
     dry_run: bool
     yes: bool
-    as_json: bool
-    quiet: bool
 
 
 def plan_options(function: options.Command) -> options.Command:
@@ -59,8 +55,7 @@ def _opener(change: KeyChange, given: options.GivenTrust) -> OpenStore:
     trust = given.with_keys(None)
 
     def opener(directory: Path) -> Store:
-        absolute = Path(os.path.abspath(directory))  # noqa: PTH100 - resolve() would follow links
-        return open_for_rekeying(absolute, change, trust=trust)
+        return open_for_rekeying(options.absolute(directory), change, trust=trust)
 
     return opener
 
@@ -78,10 +73,8 @@ class KeyChanges:
         self._change = change
         self._given = given
         self._opener = _opener(change, given["given_trust"])
-        root = Path(os.path.abspath(given["directory"]))  # noqa: PTH100 - resolve() would follow links
-        self._output: Output = render.make_output(
-            ctx, root, as_json=given["as_json"], quiet=given["quiet"]
-        )
+        root = options.absolute(given["directory"])
+        self._output: Output = render.make_output(ctx, root)
         self._failures: list[Exception] = []
         self.has_changed = False
 
@@ -106,13 +99,18 @@ class KeyChanges:
         if not pending or given["dry_run"]:
             self._report(planned, done=[])
             return self._code(done=0)
-        if not (given["yes"] or _agreed(len(pending))):
+        if not (given["yes"] or self._agreed(len(pending))):
             note("nothing was changed")
             return Exit.NO
         done = [found.plan for found in pending if self._acted(found, act)]
         self.has_changed = bool(done)
         self._report(planned, done=done)
         return self._code(done=len(done))
+
+    @staticmethod
+    def _agreed(count: int) -> bool:
+        question = f"Change the keys of {render.count(count, 'checkpoint')}?"
+        return options.confirm(question, refusal=UnsafeWrite)
 
     def _planned(self, one: Selected, plan: _Step) -> _Planned | None:
         try:
@@ -200,17 +198,3 @@ def _item(plan: RekeyPlan, is_done: bool) -> dict[str, Json]:
         "after": list(plan.after),
         "is_done": is_done,
     }
-
-
-def _agreed(count: int) -> bool:
-    """Ask at the terminal.
-
-    Raises:
-        UnsafeWrite: stdin is no terminal.
-    """
-    if not sys.stdin.isatty():
-        raise UnsafeWrite(
-            "stdin is not a terminal, so nothing was changed",
-            hint="look at the plan (--dry-run), then pass --yes",
-        )
-    return click.confirm(f"Change the keys of {render.count(count, 'checkpoint')}?", err=True)

@@ -7,6 +7,7 @@ import ast
 import functools
 import inspect
 import os
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from ckptmgr.cli.exits import EPILOG, UsageProblem, is_misplaced_key
-from ckptmgr.core.errors import KeyProblem
+from ckptmgr.core.errors import KeyProblem, UnsafePrune, UnsafeWrite
 
 if TYPE_CHECKING:
     from ckptmgr.core.trust import Trust
@@ -80,16 +81,6 @@ class Session:
         return datetime.fromtimestamp(self.clock(), UTC)
 
 
-class _Command(click.Command):
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments; -0 includes -q."""
-        rest = super().parse_args(ctx, args)
-        if ctx.params.pop("null", False):
-            ctx.params["quiet"] = True
-            ctx.meta["ckptmgr.nul"] = True
-        return rest
-
-
 def command(
     name: str, *, examples: tuple[str, ...]
 ) -> Callable[[Callable[..., int]], click.Command]:
@@ -99,9 +90,7 @@ def command(
         summary, _, rest = inspect.cleandoc(_docstring(function)).partition("\n")
         shown = "\n".join(f"  $ ckptmgr {example}" for example in examples)
         text = f"{summary}\n\n\b\nExamples:\n{shown}\n{rest}"
-        return click.command(
-            name, cls=_Command, help=text, epilog=EPILOG, context_settings=CONTEXT
-        )(function)
+        return click.command(name, help=text, epilog=EPILOG, context_settings=CONTEXT)(function)
 
     return decorate
 
@@ -117,32 +106,42 @@ def _docstring(function: Callable[..., int]) -> str:
     return ast.get_docstring(cast(ast.FunctionDef, parsed)) or ""
 
 
-def _color_callback(ctx: click.Context, _: click.Parameter, value: str | None) -> None:
-    if value is not None:
-        ctx.meta["ckptmgr.color"] = value
+def _output_option(*names: str, note: Mapping[str, object] | None = None, **attributes: Any) -> Any:
+    """Return an option that is noted for `render.make_output` instead of passed to the command."""
+
+    def keep(ctx: click.Context, param: click.Parameter, value: object) -> None:
+        if value:
+            noted = {param.name: value} if note is None else note
+            ctx.meta.update({f"ckptmgr.{name}": one for name, one in noted.items()})
+
+    return click.option(*names, expose_value=False, callback=keep, **attributes)
 
 
 def output_options(function: Command) -> Command:
     """Add `--json`, `-q`, `-0`, `--color` and `--no-color`."""
     for option in (
-        click.option(
+        _output_option(
             "--no-color",
-            flag_value="never",
             is_flag=True,
-            expose_value=False,
-            callback=_color_callback,
+            note={"color": "never"},
             help="The same as --color never.",
         ),
-        click.option(
+        _output_option(
             "--color",
             type=click.Choice(["auto", "always", "never"]),
-            expose_value=False,
-            callback=_color_callback,
             help="When to use colour.  [default: auto]",
         ),
-        click.option("-0", "--null", is_flag=True, help="Like -q, each path ended by a NUL byte."),
-        click.option("-q", "--quiet", is_flag=True, help="Print paths only; quoted on a terminal."),
-        click.option("--json", "as_json", is_flag=True, help="Print one JSON object."),
+        _output_option(
+            "-0",
+            "--null",
+            is_flag=True,
+            note={"quiet": True, "null": True},
+            help="Like -q, each path ended by a NUL byte.",
+        ),
+        _output_option(
+            "-q", "--quiet", is_flag=True, help="Print paths only; quoted on a terminal."
+        ),
+        _output_option("--json", is_flag=True, help="Print one JSON object."),
     ):
         function = option(function)
     return function
@@ -366,5 +365,24 @@ def open_store(directory: Path, *, trust: Trust) -> Store:
     """Return the store of a directory."""
     from ckptmgr.store.store import Store
 
-    absolute = Path(os.path.abspath(directory))  # noqa: PTH100 - resolve() would follow links
-    return Store(absolute, trust=trust)
+    return Store(absolute(directory), trust=trust)
+
+
+def absolute(path: Path) -> Path:
+    """Return an absolute path; `Path.resolve` would follow links."""
+    return Path(os.path.abspath(path))  # noqa: PTH100
+
+
+def confirm(question: str, *, refusal: type[UnsafePrune | UnsafeWrite]) -> bool:
+    """Ask at the terminal; see `check_can_ask`."""
+    check_can_ask(refusal)
+    return click.confirm(question, err=True)
+
+
+def check_can_ask(refusal: type[UnsafePrune | UnsafeWrite]) -> None:
+    """Raise `refusal` unless stdin is a terminal."""
+    if not sys.stdin.isatty():
+        raise refusal(
+            "stdin is not a terminal, so nothing was changed",
+            hint="look at the plan (--dry-run), then pass --yes",
+        )

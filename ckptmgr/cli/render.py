@@ -143,9 +143,7 @@ class Output:
         click.echo(json.dumps(_finite(document), allow_nan=False))
 
 
-def make_output(
-    ctx: click.Context, root: Path, *, as_json: bool = False, quiet: bool = False
-) -> Output:
+def make_output(ctx: click.Context, root: Path) -> Output:
     """Return the output that the options, the environment and the terminal ask for."""
     stream = sys.stdout
     session = ctx.ensure_object(Session)
@@ -153,12 +151,12 @@ def make_output(
     return Output(
         command=ctx.command.name or "",
         root=root,
-        is_json=as_json,
-        is_quiet=quiet,
+        is_json="ckptmgr.json" in ctx.meta,
+        is_quiet="ckptmgr.quiet" in ctx.meta,
         has_color=wants_color(str(color), os.environ, is_terminal=stream.isatty()),
         has_unicode=_is_utf8(stream),
         is_terminal=stream.isatty(),
-        has_nul="ckptmgr.nul" in ctx.meta,
+        has_nul="ckptmgr.null" in ctx.meta,
     )
 
 

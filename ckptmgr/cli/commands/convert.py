@@ -59,8 +59,6 @@ def convert_command(
     directory: Path,
     series: str | None,
     given_trust: options.GivenTrust,
-    as_json: bool,
-    quiet: bool,
 ) -> int:
     """Compress safetensors checkpoints in place, or expand them.
 
@@ -75,7 +73,7 @@ def convert_command(
     trust = given_trust.load()
     opener = partial(options.open_store, trust=trust)
     selected = select(selectors, directory, opener, series=series)
-    output = render.make_output(ctx, opener(directory).directory, as_json=as_json, quiet=quiet)
+    output = render.make_output(ctx, opener(directory).directory)
     reading = ReadOptions(trust=trust)
     failures: list[Exception] = []
     wanted = level if compression == "zstd" else None

@@ -56,8 +56,6 @@ def decrypt_command(
     target: str,
     force: bool,
     given_trust: options.GivenTrust,
-    as_json: bool,
-    quiet: bool,
 ) -> int:
     """Write the plaintext of an encrypted file.
 
@@ -83,8 +81,6 @@ def decrypt_command(
             source, out, options=reading, force=force, clock=session.clock
         ),
         _target(target, name=source.name.removesuffix(CONTAINER_SUFFIX)),
-        as_json=as_json,
-        quiet=quiet,
     )
 
 
@@ -116,8 +112,6 @@ def encrypt_command(
     force: bool,
     mode: str,
     key_sources: tuple[str, ...],
-    as_json: bool,
-    quiet: bool,
 ) -> int:
     """Encrypt and seal a plain checkpoint, or any other file.
 
@@ -142,8 +136,6 @@ def encrypt_command(
             source, out, key=key, mode=mode, force=force, clock=session.clock
         ),
         _target(target, name=convert.encrypted_name(source.name, key=key, mode=mode)),
-        as_json=as_json,
-        quiet=quiet,
     )
 
 
@@ -187,11 +179,8 @@ def _convert(
     source: Path,
     convert: Callable[[Path], ConversionResult],
     target: Path,
-    *,
-    as_json: bool,
-    quiet: bool,
 ) -> int:
-    output = render.make_output(ctx, target.parent, as_json=as_json, quiet=quiet)
+    output = render.make_output(ctx, target.parent)
     started = time.perf_counter()
     with output.progress(source.name, source.stat().st_size if source.is_file() else 0):
         done = convert(target)

@@ -47,8 +47,6 @@ def inspect_command(
     pattern: str,
     has_stats: bool,
     given_trust: options.GivenTrust,
-    as_json: bool,
-    quiet: bool,
 ) -> int:
     """Show what a checkpoint holds.
 
@@ -70,7 +68,7 @@ def inspect_command(
         choose=lambda name: fnmatch.fnmatchcase(name, pattern),
         has_stats=has_stats,
     )
-    output = render.make_output(ctx, selected.store.directory, as_json=as_json, quiet=quiet)
+    output = render.make_output(ctx, selected.store.directory)
     _show(output, contents, has_stats=has_stats)
     return Exit.DONE
 

@@ -87,8 +87,6 @@ def keygen_command(
     size: str,
     service: str | None,
     words: tuple[str, ...],
-    as_json: bool,
-    quiet: bool,
 ) -> int:
     """Make a key.
 
@@ -99,7 +97,8 @@ def keygen_command(
     A key of type ed25519 signs checkpoints; its public key verifies them. With the public key of an x25519 pair, a
     machine encrypts checkpoints that only the private key opens; mlkem768-x25519 also withstands quantum computers.
     """
-    if target == _PIPE and as_json:
+    output = render.make_output(ctx, Path(target).parent)
+    if target == _PIPE and output.is_json:
         raise UsageProblem("--json never holds a key", hint="leave --json away, or name a file")
     if kind in _USES:
         if service is not None or words or target == _PIPE:
@@ -107,16 +106,15 @@ def keygen_command(
                 f"--type {kind} writes FILE and FILE.pub, and has neither service nor context",
                 hint="name a file with --out",
             )
-        return _make_pair(ctx, kind, Path(target), as_json=as_json, quiet=quiet)
+        return _make_pair(output, kind, Path(target))
     key, content = _make(int(size), service, words)
     if target == _PIPE:
         click.echo(content, nl=False)
-        if not quiet:
+        if not output.is_quiet:
             note(f"key {key.key_id}")
         return Exit.DONE
     path = Path(target)
     _write(path, content)
-    output = render.make_output(ctx, path.parent, as_json=as_json, quiet=quiet)
     if output.is_json:
         item: dict[str, render.Json] = {
             "path": str(path),
@@ -132,7 +130,7 @@ def keygen_command(
     return Exit.DONE
 
 
-def _make_pair(ctx: click.Context, kind: str, path: Path, *, as_json: bool, quiet: bool) -> int:
+def _make_pair(output: render.Output, kind: str, path: Path) -> int:
     """Write a private key and its public half, or neither."""
     from ckptmgr.io.filesystem import OsFileSystem, discard
 
@@ -144,7 +142,6 @@ def _make_pair(ctx: click.Context, kind: str, path: Path, *, as_json: bool, quie
     except BaseException:
         discard(OsFileSystem(), path)
         raise
-    output = render.make_output(ctx, path.parent, as_json=as_json, quiet=quiet)
     if output.is_json:
         item: dict[str, render.Json] = {
             "path": str(path),

@@ -38,8 +38,6 @@ def ls_command(
     show_all: bool,
     series: str | None,
     given_trust: options.GivenTrust,
-    as_json: bool,
-    quiet: bool,
 ) -> int:
     """List the checkpoints of a directory, newest last.
 
@@ -51,7 +49,7 @@ def ls_command(
 
     store = options.open_store(directory, trust=given_trust.load())
     found = [_sniffed(store, c) for c in listed(store, series=series, with_leftovers=show_all)]
-    output = render.make_output(ctx, store.directory, as_json=as_json, quiet=quiet)
+    output = render.make_output(ctx, store.directory)
     if output.is_json:
         output.result([render.checkpoint_json(c) for c in found], _summary(found))
     elif output.is_quiet:

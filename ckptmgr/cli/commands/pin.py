@@ -41,8 +41,6 @@ def pin_command(
     directory: Path,
     series: str | None,
     given_trust: options.GivenTrust,
-    as_json: bool,
-    quiet: bool,
 ) -> int:
     """Promise that a checkpoint is never pruned.
 
@@ -56,7 +54,7 @@ def pin_command(
 
     opener = partial(options.open_store, trust=given_trust.load())
     selected = _selected(checkpoint, directory, series, opener)
-    return _show(ctx, selected, _change(selected, change), as_json=as_json, quiet=quiet)
+    return _show(ctx, selected, _change(selected, change))
 
 
 @options.command("unpin", examples=("unpin 40 --dir runs", "unpin @pinned --name best"))
@@ -74,8 +72,6 @@ def unpin_command(
     directory: Path,
     series: str | None,
     given_trust: options.GivenTrust,
-    as_json: bool,
-    quiet: bool,
 ) -> int:
     """Take back the promise that a checkpoint is never pruned.
 
@@ -87,7 +83,7 @@ def unpin_command(
 
     opener = partial(options.open_store, trust=given_trust.load())
     selected = _selected(checkpoint, directory, series, opener)
-    return _show(ctx, selected, _change(selected, change), as_json=as_json, quiet=quiet)
+    return _show(ctx, selected, _change(selected, change))
 
 
 def _selected(text: str, directory: Path, series: str | None, opener: OpenStore) -> Selected:
@@ -108,11 +104,9 @@ def _change(selected: Selected, change: Change) -> Manifest:
         return store.change_pins(checkpoint, change)
 
 
-def _show(
-    ctx: click.Context, selected: Selected, manifest: Manifest, *, as_json: bool, quiet: bool
-) -> int:
+def _show(ctx: click.Context, selected: Selected, manifest: Manifest) -> int:
     checkpoint = manifest.to_checkpoint(selected.store.directory)
-    output = render.make_output(ctx, selected.store.directory, as_json=as_json, quiet=quiet)
+    output = render.make_output(ctx, selected.store.directory)
     if output.is_json:
         output.result([render.checkpoint_json(checkpoint)], {"pins": len(checkpoint.pins)})
     elif output.is_quiet:

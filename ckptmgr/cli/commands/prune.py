@@ -57,8 +57,6 @@ def prune_command(
     undo: bool,
     verbose: bool,
     given_trust: options.GivenTrust,
-    as_json: bool,
-    quiet: bool,
 ) -> int:
     """Remove the checkpoints that a policy does not keep.
 
@@ -76,7 +74,7 @@ def prune_command(
         raise CheckpointNotFound("no such directory", path=directory)
     # The plan holds for this directory, even if another one gets its path meanwhile.
     ctx.with_resource(store.fs.hold_directory(store.directory))
-    output = render.make_output(ctx, store.directory, as_json=as_json, quiet=quiet)
+    output = render.make_output(ctx, store.directory)
     if undo:
         if keep is not None or check or at_once:
             raise UsageProblem("--undo stands alone", hint="drop --keep, --check and --now")
@@ -92,7 +90,7 @@ def prune_command(
         view.plan(proposal)
         view.result(proposal, None)
         return Exit.NO if check and proposal.dropped else Exit.DONE
-    if not quiet:
+    if not output.is_quiet:
         view.plan(proposal)
     if proposal.is_empty:
         view.result(proposal, None)
@@ -124,27 +122,13 @@ def _check_can_ask(
     found = listed(store, series=series)
     for name in {c.series for c in found}:
         if plan([c for c in found if c.series == name], policy, now).dropped:
-            raise _no_terminal()
-
-
-def _no_terminal() -> UnsafePrune:
-    return UnsafePrune(
-        "stdin is not a terminal, so nothing was changed",
-        hint="look at the plan (--dry-run), then pass --yes",
-    )
+            options.check_can_ask(UnsafePrune)
 
 
 def _agreed(proposal: Proposal, *, at_once: bool) -> bool:
-    """Ask at the terminal.
-
-    Raises:
-        UnsafePrune: stdin is no terminal.
-    """
-    if not sys.stdin.isatty():
-        raise _no_terminal()
     dropped = render.count(len(proposal.dropped), "checkpoint")
-    what = f"Remove {dropped} for good?" if at_once else f"Move {dropped} to the trash?"
-    return click.confirm(what if proposal.dropped else "Clean up?", err=True)
+    question = f"Remove {dropped} for good?" if at_once else f"Move {dropped} to the trash?"
+    return options.confirm(question if proposal.dropped else "Clean up?", refusal=UnsafePrune)
 
 
 def _act(store: Store, proposal: Proposal, view: PlanView, *, at_once: bool) -> int:

@@ -100,8 +100,6 @@ def transform_command(
     plain: bool,
     step: str | None,
     given_trust: options.GivenTrust,
-    as_json: bool,
-    quiet: bool,
 ) -> int:
     """Rewrite the checkpoints of all ranks for another parallel strategy.
 
@@ -129,7 +127,7 @@ def transform_command(
         options=SaveOptions(format=output_format, key=None if plain else trust.keys),
         step=step,
     )
-    return _report(ctx, target, files, started, as_json=as_json, quiet=quiet)
+    return _report(ctx, target, files, started)
 
 
 @options.command(
@@ -153,8 +151,6 @@ def unify_command(
     plain: bool,
     step: str | None,
     given_trust: options.GivenTrust,
-    as_json: bool,
-    quiet: bool,
 ) -> int:
     """Join the checkpoints of all ranks into whole tensors.
 
@@ -174,16 +170,14 @@ def unify_command(
     started = time.perf_counter()
     reading = ReadOptions(trust=trust)
     files = unify(source, target, strategy=source_strategy, reading=reading, step=step)
-    return _report(ctx, target, files, started, as_json=as_json, quiet=quiet)
+    return _report(ctx, target, files, started)
 
 
 @options.command("merge", examples=("merge strategies/ -o strategy.ckpt",))
 @_source_and_target
 @options.output_options
 @click.pass_context
-def merge_command(
-    ctx: click.Context, source: Path, target: Path, as_json: bool, quiet: bool
-) -> int:
+def merge_command(ctx: click.Context, source: Path, target: Path) -> int:
     """Join the strategy files of all pipeline stages.
 
     DIR holds .ckpt or .json strategy files; several of one stage must say the same.
@@ -193,9 +187,7 @@ def merge_command(
 
     started = time.perf_counter()
     merge_pipeline_strategys(source, target)
-    return _report(
-        ctx, target.parent, WrittenFiles([target]), started, as_json=as_json, quiet=quiet
-    )
+    return _report(ctx, target.parent, WrittenFiles([target]), started)
 
 
 def _report(
@@ -203,11 +195,8 @@ def _report(
     root: Path,
     files: WrittenFiles,
     started: float,
-    *,
-    as_json: bool,
-    quiet: bool,
 ) -> int:
-    output = render.make_output(ctx, root, as_json=as_json, quiet=quiet)
+    output = render.make_output(ctx, root)
     elapsed_s = time.perf_counter() - started
     sizes = [file.stat().st_size for file in files]
     if output.is_json:

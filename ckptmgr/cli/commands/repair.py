@@ -32,8 +32,6 @@ def repair_command(
     directory: Path,
     series: str | None,
     given_trust: options.GivenTrust,
-    as_json: bool,
-    quiet: bool,
 ) -> int:
     """Repair damaged files of many ranks from the copies in the others.
 
@@ -52,7 +50,7 @@ def repair_command(
     selected = select_one(checkpoint, directory, opener, series=series)
     done = repair_checkpoint(selected.store, selected.checkpoint, options=ReadOptions(trust=trust))
     root = selected.store.directory
-    output = render.make_output(ctx, root, as_json=as_json, quiet=quiet)
+    output = render.make_output(ctx, root)
     return _show(output, selected.checkpoint, done, root)
 
 

@@ -53,8 +53,6 @@ def sign_command(
     directory: Path,
     series: str | None,
     given_trust: options.GivenTrust,
-    as_json: bool,
-    quiet: bool,
 ) -> int:
     """Write an OpenSSF model-signing bundle, for tools that know those.
 
@@ -75,7 +73,7 @@ def sign_command(
     target = bundle_path(path)
     if target.exists() and not force:
         raise UnsafeWrite("exists", path=target, hint="pass --force to replace it")
-    output = render.make_output(ctx, path.parent, as_json=as_json, quiet=quiet)
+    output = render.make_output(ctx, path.parent)
     _check_whole(selected, ReadOptions(trust=trust))
     write_small_file(target, sign_bundle(path, source), is_beside_checkpoint=True)
     if output.is_json:

@@ -69,8 +69,6 @@ def verify_command(
     expect_step: int | None,
     expect_id: str | None,
     given_trust: options.GivenTrust,
-    as_json: bool,
-    quiet: bool,
 ) -> int:
     """Check checkpoints for damage and changes since they were saved, one line each.
 
@@ -94,7 +92,7 @@ def verify_command(
     reading = ReadOptions(trust=trust)
     depth = Level(level or "full")
     root = opener(directory).directory
-    output = render.make_output(ctx, root, as_json=as_json, quiet=quiet)
+    output = render.make_output(ctx, root)
     bundles = _bundles([one.checkpoint for one in selected], selectors or (str(directory),))
 
     def answers() -> Iterator[Verification]:
