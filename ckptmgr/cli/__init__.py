@@ -121,7 +121,8 @@ def _run(group: click.Group, arguments: list[str], session: object) -> int:
         click.echo("ckptmgr: interrupted", err=True)
         return Exit.INTERRUPTED
     except Exception as error:  # the top of the program: everything becomes a message and a code
-        # The trace of a usage error is useless, and click's text repeats the arguments: one may be a key.
+        # The trace of a usage error is useless, and click's text repeats the arguments: one may be
+        # a key.
         keys = misplaced_keys(arguments)
         if is_debug and not isinstance(error, click.UsageError):
             trace = without_keys(traceback.format_exc(), keys).splitlines()

@@ -38,7 +38,7 @@ def _values_of_option(argument: str) -> tuple[str, ...]:
 
 
 def without_keys(text: str, keys: Sequence[str]) -> str:
-    """Return a text with a remark in place of keys, and of the pieces that parsers cut out of them."""
+    """Return a text without keys, and without the pieces that parsers cut out of them."""
     for key in keys:
         text = _without(text, key, least=min(_LEAST_PIECE, len(key)))
     return text

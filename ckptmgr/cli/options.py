@@ -84,7 +84,7 @@ class Session:
 def command(
     name: str, *, examples: tuple[str, ...]
 ) -> Callable[[Callable[..., int]], click.Command]:
-    """Return a decorator that makes a function a command whose help shows examples and exit codes."""
+    """Return a decorator that makes a command whose help shows examples and exit codes."""
 
     def decorate(function: Callable[..., int]) -> click.Command:
         summary, _, rest = inspect.cleandoc(_docstring(function)).partition("\n")
@@ -251,7 +251,7 @@ def checked_path(_: click.Context, __: click.Parameter, value: str) -> str:
 
 
 def only_one(_: click.Context, param: click.Parameter, values: tuple[str, ...]) -> str | None:
-    """Return the value of an option that may be given once; of several, click would keep the last."""
+    """Return the value of an option that may be given once; click would keep the last of several."""
     if len(values) > 1:
         raise UsageProblem(f"{param.opts[0]} is given {len(values)} times", hint="give it once")
     return next(iter(values), None)

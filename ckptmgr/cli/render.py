@@ -105,7 +105,7 @@ class Output:
         click.echo(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)
 
     def table(self, header: Sequence[str], rows: Sequence[Sequence[Cell]], *, right: str) -> None:
-        """Print rows under a header; columns named in `right` (words of the header) are right-aligned."""
+        """Print rows under a header; `right` holds the headings of right-aligned columns."""
         aligned_right = set(right.split())
         lines = [[Cell(name, "bold") for name in header], *rows]
         widths = [max(len(escape(line[i].text)) for line in lines) for i in range(len(header))]
@@ -123,7 +123,7 @@ class Output:
         self.names([os.fsencode(path) for path in paths])
 
     def names(self, names: Sequence[bytes]) -> None:
-        """Print bare names, one a line: byte for byte, but quoted on a terminal, which they could steer."""
+        """Print bare names, one a line: byte for byte, but quoted on a terminal."""
         if self.has_nul:
             click.echo(b"".join(name + b"\0" for name in names), nl=False)
             return
@@ -179,7 +179,7 @@ def _spelled(char: str) -> str:
 
 
 def wants_color(option: str, environment: Mapping[str, str], *, is_terminal: bool) -> bool:
-    """Return whether to colour: by the option, else NO_COLOR, else FORCE_COLOR, else the terminal."""
+    """Return whether to colour: the option decides, else NO_COLOR, FORCE_COLOR, the terminal."""
     if option != "auto":
         return option == "always"
     if environment.get("NO_COLOR"):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Selectors of checkpoints: a path, a directory, a step, `latest`, `best:loss:min`, `@pinned`, `1000..5000`."""
+"""Selectors of checkpoints: paths, directories, steps, `latest`, `best:loss:min`, `@pinned`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Selected:
 def select(
     texts: Sequence[str], directory: Path, open_store: OpenStore, *, series: str | None = None
 ) -> list[Selected]:
-    """Return the checkpoints that selectors name, each once, in order; all of them without a selector.
+    """Return the checkpoints that selectors name, each once, in order; without a selector all.
 
     Args:
         texts: The selectors.
@@ -186,7 +186,8 @@ def _best(text: str) -> Choose:
 
     def choose(found: list[Checkpoint]) -> list[Checkpoint]:
         ranked = [c for c in _usable(found) if math.isfinite(c.metrics.get(metric, math.nan))]
-        # Of equal values the newer one is better; `found` is oldest first and min() takes the first.
+        # Of equal values the newer one is better; `found` is oldest first and min() takes the
+        # first.
         return [min(reversed(ranked), key=lambda c: sign * c.metrics[metric])] if ranked else []
 
     return choose

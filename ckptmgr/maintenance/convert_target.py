@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Output of a conversion: the file that is written, its manifest, and the files it may overwrite."""
+"""Output of a conversion: the file that is written, its manifest, and files it may overwrite."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def check_target(source: Path, target: Path, *, force: bool) -> None:
 
     Raises:
         CheckpointNotFound: There is no such input, or no directory for the output.
-        UnsafeWrite: The target is the input (by any name), exists, is no file, or has the name of a manifest.
+        UnsafeWrite: The target is the input (by any name), exists, is no file, or has the name of a
+            manifest.
     """
     if not source.is_file():
         raise CheckpointNotFound("no such file", path=source)
@@ -213,7 +214,7 @@ def _refuse_checkpoint(store: Store, path: Path) -> None:
 
 
 def private_mode(source: Path) -> int:
-    """Return the permission bits of an output: at most 0600, and none that the input's owner lacks."""
+    """Return the permission bits of an output: 0600 without those that the input's owner lacks."""
     return _PRIVATE & stat.S_IMODE(source.stat().st_mode) or stat.S_IRUSR
 
 

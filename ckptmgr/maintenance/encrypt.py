@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encrypt a plain `.ckpt` into sealed records that MindSpore loads, or any file into a container."""
+"""Encrypt a plain `.ckpt` into sealed records that MindSpore loads; any file into a container."""
 
 from __future__ import annotations
 

@@ -128,7 +128,8 @@ class Proposal:
     Attributes:
         leftovers: Remains of interrupted saves, and files that live processes are writing.
         expired: Batches in the trash whose grace time is over.
-        spared: Those of them that stay, because a series has no intact checkpoint outside the trash.
+        spared: Those of them that stay, because a series has no intact checkpoint outside the
+            trash.
     """
 
     now: datetime
@@ -298,7 +299,7 @@ class UndoResult:
 
 
 def undo(store: Store, *, is_dry: bool = False) -> UndoResult:
-    """Restore the last batch in the trash of which a proven checkpoint can be restored, or the last.
+    """Restore the last batch in the trash with a proven checkpoint to restore, or the last.
 
     With `is_dry` only report what would be restored.
 

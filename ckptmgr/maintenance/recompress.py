@@ -274,7 +274,7 @@ class _Change:
         return written.digest
 
     def _read_back(self, file: InputFile, digest: FileDigest) -> None:
-        """Compare the file on the disk with the written digest, and its content with the old file."""
+        """Compare the file on the disk with the written digest, its content with the old file."""
         path = str(self._store.directory / self.target)
         check_written(file, digest, path=path)
         options = replace(self._options, trust=replace(self._options.trust, trusted_keys=()))

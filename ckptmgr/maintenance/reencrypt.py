@@ -2,11 +2,12 @@
 """Re-encrypt files under new data keys, as streams: constant memory, no plaintext on the disk.
 
 A single file is swapped like a save. At every instant it is the old or the new one, and old and new
-keys can check its manifest until the new file is durable. The files of several ranks get one commit:
-until the manifest that names all new files is durable, the old ones are untouched.
+keys can check its manifest until the new file is durable. The files of several ranks get one
+commit: until the manifest that names all new files is durable, the old ones are untouched.
 
 Compressed frames stay as they are. A new file is read back before the old one goes. Old files that
-an interruption leaves still open with the old keys, so they count as unfinished work: `stale_files`.
+an interruption leaves still open with the old keys, so they count as unfinished work:
+`stale_files`.
 """
 
 from __future__ import annotations

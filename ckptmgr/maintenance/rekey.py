@@ -9,8 +9,8 @@
 
 The order, for each checkpoint: its manifest can be checked by old and new keys; header copies, each
 durable before the next; its manifest can be checked by the new keys only. So after a crash it opens
-with the old or the new keys, and doing the same again finishes it. A reader with an old key may have
-kept the data key of a file: `reencrypt` gives the file a new one.
+with the old or the new keys, and doing the same again finishes it. A reader with an old key may
+have kept the data key of a file: `reencrypt` gives the file a new one.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def open_for_rekeying(
 
 
 def plan_rekeying(store: Store, checkpoint: Checkpoint, change: KeyChange) -> RekeyPlan:
-    """Return what `rekey_checkpoint` would do; changes nothing. The store is from `open_for_rekeying`.
+    """Return the plan of `rekey_checkpoint`; the store is from `open_for_rekeying`.
 
     Raises:
         KeyProblem: It does not open with these keys.
@@ -76,7 +76,8 @@ def rekey_checkpoint(store: Store, checkpoint: Checkpoint, change: KeyChange) ->
     Raises:
         StoreLocked: Another process is writing its series.
         CkptmgrError: As `plan_rekeying`; nothing was changed.
-        OSError: From the disk. It opens with the old or the new keys; doing the same again finishes it.
+        OSError: From the disk. It opens with the old or the new keys; doing the same again finishes
+            it.
     """
     with lease_of_checkpoint(store, checkpoint):
         store.finish_swap(checkpoint)
@@ -109,7 +110,8 @@ def reencrypt_checkpoint(
     Raises:
         StoreLocked: Another process is writing its series.
         CkptmgrError: As `plan_rekeying`; nothing was changed.
-        OSError: From the disk. It opens with the old or the new keys; doing the same again finishes it.
+        OSError: From the disk. It opens with the old or the new keys; doing the same again finishes
+            it.
     """
     with lease_of_checkpoint(store, checkpoint):
         store.finish_swap(checkpoint)

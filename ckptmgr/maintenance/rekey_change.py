@@ -207,7 +207,7 @@ def _plan_if_done(raw: Source, change: KeyChange, error: DecryptionError) -> Fil
 
 
 def _with_hint(header: HeaderCopy, change: KeyChange, error: DecryptionError) -> DecryptionError:
-    """Return the error of a file that may have been rekeyed to the keys it is to be re-encrypted for."""
+    """Return the error of a file that was perhaps rekeyed to the keys of its re-encryption."""
     bound = header.fixed.pack()
     if not change.is_exclusive or all(change.removes(slot, bound=bound) for slot in header.slots):
         return error
@@ -220,7 +220,7 @@ def _with_hint(header: HeaderCopy, change: KeyChange, error: DecryptionError) ->
 
 
 def _removals_in(raw: Source, change: KeyChange) -> frozenset[Removal]:
-    """Return the keys to remove with a slot in any header copy; one copy may be newer than the other."""
+    """Return the keys to remove with a slot in any header copy; the copies may differ."""
     found: frozenset[Removal] = frozenset()
     for copy in find_copies(raw):
         found |= change.removals_among(copy.header.slots, bound=copy.header.fixed.pack())
@@ -228,7 +228,7 @@ def _removals_in(raw: Source, change: KeyChange) -> frozenset[Removal]:
 
 
 def _looks_done(header: HeaderCopy, change: KeyChange) -> bool:
-    """Return whether the slots of a header that does not open look as after the change; no proof."""
+    """Return whether the slots of a header that does not open look as after the change."""
     if not change.add and not change.removes_all_keys:
         return False  # these keys would still open it
     if change.is_exclusive and header.generation > 1:

@@ -42,7 +42,7 @@ from ckptmgr.store.store import Store
 
 
 class CheckpointKeys:
-    """Keys of one checkpoint, of one file or of several ranks; to change them the lease must be held.
+    """Keys of one checkpoint of one or several ranks; to change them the lease must be held.
 
     `clock` (seconds since 1970) names new files of ranks, and says which files have expired.
     """
@@ -160,7 +160,7 @@ class CheckpointKeys:
         return stale_files(self._store, self._checkpoint, now=self._clock())
 
     def _check_digests(self) -> None:
-        """Raise UnsafeWrite when digests cover headers: with another header, the file would count as damaged."""
+        """Raise UnsafeWrite when digests cover headers: a new header would count as damage."""
         manifest = self._manifest
         if manifest is None:
             return
@@ -206,7 +206,7 @@ class CheckpointKeys:
             raise unproven_step(self._checkpoint, self._store.trust)
 
     def _is_non_checkpoint(self) -> bool:
-        """Return whether the file is no checkpoint and so gets no manifest, whatever its name is."""
+        """Return whether the file is no checkpoint and so gets no manifest, whatever its name."""
         (path,) = self._paths
         with self._opened(path) as raw:
             if kind_of(raw, name=path.name) is not Kind.CKPTMGR_CONTAINER:
@@ -268,7 +268,8 @@ class CheckpointKeys:
                 self._rewrite_header(path, change)
 
     def _rewrite_header(self, path: Path, change: KeyChange) -> None:
-        # Opened before it is read: a file that is copied to this name meanwhile never gets this header.
+        # Opened before it is read: a file that is copied to this name meanwhile never gets this
+        # header.
         file = self._store.fs.change(path)
         try:
             self._store.leases.check(self._checkpoint.series, self._checkpoint.name)
@@ -317,7 +318,7 @@ class CheckpointKeys:
         self._store.reauthenticate(self._checkpoint.name, change)
 
     def _rewrapped(self, auth: ManifestKey, *, is_final: bool) -> ManifestKey:
-        """Return the manifest's authentication during or after the change; the same if nothing changes."""
+        """Return the manifest's authentication during or after the change."""
         change = self._change
 
         def removes(slot: Slot) -> bool:

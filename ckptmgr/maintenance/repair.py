@@ -69,7 +69,8 @@ def repair_checkpoint(
     Raises:
         CheckpointNotFound: It has no manifest.
         KeyProblem: The key of the files, or the key that signs the manifest, is missing.
-        UnsupportedCheckpoint: It is a single file, or rewriting it would break a later checkpoint's link.
+        UnsupportedCheckpoint: It is a single file, or rewriting it would break a later checkpoint's
+            link.
         StoreLocked: A live process writes this series.
         OSError: From the disk. Files that were repaired before stay so.
     """
@@ -252,7 +253,7 @@ class _DamagedFile:
         start: int,
         stop: int,
     ) -> Iterator[tuple[int, memoryview]]:
-        """Yield the content of a tensor within a range of the file, from the other files, with its offset."""
+        """Yield the content of a tensor in a range of the file from other files, with its offset."""
         before = 0
         for run in entry.pieces:
             low, high = max(start, run.offset), min(stop, run.offset + run.length)
@@ -270,7 +271,8 @@ class _DamagedFile:
         """Return bytes of a tensor from the other files, or None when they have none."""
         known = piece or Piece(tensor=entry.name)
         region, skipped = _rows(known.region(entry.spec), entry, first, last)
-        # A piece that is not listed is this rank's own; the digest shows whether another is the same.
+        # A piece that is not listed is this rank's own; the digest shows whether another is the
+        # same.
         rank = None if piece is None else known.ranks[0] if known.ranks else 0
         try:
             array = files.read({known.tensor: region}, rank=rank)[known.tensor]
@@ -280,7 +282,7 @@ class _DamagedFile:
 
 
 def _rows(region: Region, entry: TensorEntry, first: int, last: int) -> tuple[Region, int]:
-    """Return the rows that contain the bytes of a stored tensor, and the number of bytes before them."""
+    """Return the rows that contain bytes of a stored tensor, and the number of bytes before them."""
     if not region:
         return region, 0
     row_bytes = prod(entry.spec.shape[1:]) * entry.spec.dtype.item_bytes

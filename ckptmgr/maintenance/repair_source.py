@@ -109,8 +109,8 @@ class DamagedShard:
     def _check_described_by_others(self) -> None:
         """Raise unless another file confirms the metadata and index, and no tensor is missing.
 
-        Then the shard held copies only. A file of another rank in its place has the same metadata, but
-        lacks the shard's own tensors.
+        Then the shard held copies only. A file of another rank in its place has the same metadata,
+        but lacks the shard's own tensors.
         """
         self.files.check_complete()
         mine = _description(self.opened.metadata, self.opened.path)

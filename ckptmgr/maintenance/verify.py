@@ -114,7 +114,7 @@ def _verify(
 
 
 def was_removed(store: Store, answer: Verification) -> bool:
-    """Return whether a checkpoint that failed its check was removed by another process meanwhile."""
+    """Return whether a checkpoint that failed its check was removed meanwhile."""
     if answer.status in (Status.OK, Status.UNVERIFIED, Status.PARTIAL):
         return False
     now = next((one for one in store.scan() if one.path == answer.checkpoint.path), None)

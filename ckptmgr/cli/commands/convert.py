@@ -62,10 +62,11 @@ def convert_command(
 ) -> int:
     """Compress safetensors checkpoints in place, or expand them.
 
-    The content stays the same byte for byte, and so do step, metrics, pins, key and cipher; a compressed plain file is
-    called .ckpz. A file that several keys open needs them all (--key for each; a public key will do). Each new file is
-    read back, expanded and compared before the old one goes. A file that is done already stays, so doing the same again
-    finishes an interrupted run. -q prints the paths of the files afterwards.
+    The content stays the same byte for byte, and so do step, metrics, pins, key and cipher; a
+    compressed plain file is called .ckpz. A file that several keys open needs them all (--key for
+    each; a public key will do). Each new file is read back, expanded and compared before the old
+    one goes. A file that is done already stays, so doing the same again finishes an interrupted
+    run. -q prints the paths of the files afterwards.
     """
     from ckptmgr.cli.selectors import select
     from ckptmgr.files.load.options import ReadOptions

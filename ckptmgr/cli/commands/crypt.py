@@ -59,8 +59,9 @@ def decrypt_command(
 ) -> int:
     """Write the plaintext of an encrypted file.
 
-    The plaintext is the ordinary file, with the bytes that were sealed. Only checked bytes come out. The file is written
-    completely or not at all, readable by its owner only; a checkpoint gets a manifest.
+    The plaintext is the ordinary file, with the bytes that were sealed. Only checked bytes come
+    out. The file is written completely or not at all, readable by its owner only; a checkpoint gets
+    a manifest.
     """
     from ckptmgr.files.load.options import ReadOptions
     from ckptmgr.maintenance import convert
@@ -115,11 +116,12 @@ def encrypt_command(
 ) -> int:
     """Encrypt and seal a plain checkpoint, or any other file.
 
-    The result is authenticated as a whole, and opens with every --key that is given. A .ckpt still loads in
-    MindSpore, which takes one key; under a name that ends in .ckpe, and for passphrases, public keys and several
-    keys, it goes into a container. So does a safetensors file, expanded if it was compressed (convert does that
-    again), and any other file, such as a tokenizer: decrypt gives it back. Damaged checkpoints are refused, never
-    sealed. The input stays; remove it yourself.
+    The result is authenticated as a whole, and opens with every --key that is given. A .ckpt still
+    loads in MindSpore, which takes one key; under a name that ends in .ckpe, and for passphrases,
+    public keys and several keys, it goes into a container. So does a safetensors file, expanded if
+    it was compressed (convert does that again), and any other file, such as a tokenizer: decrypt
+    gives it back. Damaged checkpoints are refused, never sealed. The input stays; remove it
+    yourself.
     """
     from ckptmgr.maintenance import convert
 

@@ -50,9 +50,9 @@ def inspect_command(
 ) -> int:
     """Show what a checkpoint holds.
 
-    CHECKPOINT is a path, a step, latest, best:METRIC:min, best:METRIC:max or @pinned. The envelope of an encrypted
-    file is shown without a key; its tensors need one. Only a key or --public-key proves the writer of the file.
-    -q prints the names of the tensors.
+    CHECKPOINT is a path, a step, latest, best:METRIC:min, best:METRIC:max or @pinned. The envelope
+    of an encrypted file is shown without a key; its tensors need one. Only a key or --public-key
+    proves the writer of the file. -q prints the names of the tensors.
     """
     from ckptmgr.cli.selectors import select_one
     from ckptmgr.files.load.inspection import inspect_file

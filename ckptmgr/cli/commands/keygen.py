@@ -90,12 +90,13 @@ def keygen_command(
 ) -> int:
     """Make a key.
 
-    The file is readable by its owner only and never replaces another one; use it as --key file:FILE. The output is
-    the id of the key, which is not secret and stands in every manifest. Keep a copy of the file in another place: without
-    the key, its checkpoints cannot be read.
+    The file is readable by its owner only and never replaces another one; use it as --key
+    file:FILE. The output is the id of the key, which is not secret and stands in every manifest.
+    Keep a copy of the file in another place: without the key, its checkpoints cannot be read.
 
-    A key of type ed25519 signs checkpoints; its public key verifies them. With the public key of an x25519 pair, a
-    machine encrypts checkpoints that only the private key opens; mlkem768-x25519 also withstands quantum computers.
+    A key of type ed25519 signs checkpoints; its public key verifies them. With the public key of an
+    x25519 pair, a machine encrypts checkpoints that only the private key opens; mlkem768-x25519
+    also withstands quantum computers.
     """
     output = render.make_output(ctx, Path(target).parent)
     if target == _PIPE and output.is_json:

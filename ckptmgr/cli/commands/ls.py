@@ -41,9 +41,9 @@ def ls_command(
 ) -> int:
     """List the checkpoints of a directory, newest last.
 
-    Reads manifests only. With a key they are authenticated, with --public-key their signatures are checked; without
-    either nothing proves their writer. STATE is ok, unverified (nothing vouches for the file), corrupt, missing (the
-    manifest is here, the data is not), leftover or writing.
+    Reads manifests only. With a key they are authenticated, with --public-key their signatures are
+    checked; without either nothing proves their writer. STATE is ok, unverified (nothing vouches
+    for the file), corrupt, missing (the manifest is here, the data is not), leftover or writing.
     """
     from ckptmgr.cli.selectors import listed
 

@@ -44,8 +44,9 @@ def pin_command(
 ) -> int:
     """Promise that a checkpoint is never pruned.
 
-    CHECKPOINT is a path, a step, latest, best:METRIC:min or best:METRIC:max. A pin of the same name is replaced. An
-    authenticated or signed manifest needs its key, which must have made the manifest. Not while a run writes the series.
+    CHECKPOINT is a path, a step, latest, best:METRIC:min or best:METRIC:max. A pin of the same name
+    is replaced. An authenticated or signed manifest needs its key, which must have made the
+    manifest. Not while a run writes the series.
     """
 
     def change(pins: tuple[Pin, ...]) -> tuple[Pin, ...]:

@@ -60,10 +60,11 @@ def prune_command(
 ) -> int:
     """Remove the checkpoints that a policy does not keep.
 
-    The policy is --keep, else the key keep of ckptmgr.toml in the directory; without one nothing is done. It is applied
-    to each series by itself. The newest, pinned and damaged ones always stay; where anything would go, the newest that
-    stays is verified first, with --key its header, too. Removed ones stay in .ckptmgr-trash for the grace time; the
-    next prune after that removes them for good. Until then --undo brings the last batch back.
+    The policy is --keep, else the key keep of ckptmgr.toml in the directory; without one nothing is
+    done. It is applied to each series by itself. The newest, pinned and damaged ones always stay;
+    where anything would go, the newest that stays is verified first, with --key its header, too.
+    Removed ones stay in .ckptmgr-trash for the grace time; the next prune after that removes them
+    for good. Until then --undo brings the last batch back.
     """
     from ckptmgr.cli.policy_file import load_policy
     from ckptmgr.cli.prune_table import PlanView
@@ -113,7 +114,7 @@ def _duration(text: str) -> timedelta:
 def _check_can_ask(
     store: Store, policy: RetentionPolicy, *, series: str | None, now: datetime
 ) -> None:
-    """Raise UnsafePrune if checkpoints would go and stdin is not a terminal; reads manifests only."""
+    """Raise UnsafePrune if checkpoints would go and there is no terminal to ask at."""
     from ckptmgr.cli.selectors import listed
     from ckptmgr.policy.retention import plan
 

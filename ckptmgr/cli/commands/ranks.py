@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ckptmgr transform`, `ckptmgr unify` and `ckptmgr merge`: checkpoints that are sharded over ranks."""
+"""`ckptmgr transform`, `ckptmgr unify` and `ckptmgr merge`: checkpoints sharded over ranks."""
 
 from __future__ import annotations
 
@@ -103,10 +103,11 @@ def transform_command(
 ) -> int:
     """Rewrite the checkpoints of all ranks for another parallel strategy.
 
-    DIR holds rank_0, rank_1, ... with their files; OUT gets rank_R/PREFIXR. All files are of one training step: the newest
-    that all ranks have, unless --step names another one. A slice is taken from any rank that has it, so deduplicated
-    checkpoints need nothing special. Content that no file has is an error before anything is written. With a key, the
-    output is encrypted with it. Strategy files are used as they are: no key proves them.
+    DIR holds rank_0, rank_1, ... with their files; OUT gets rank_R/PREFIXR. All files are of one
+    training step: the newest that all ranks have, unless --step names another one. A slice is taken
+    from any rank that has it, so deduplicated checkpoints need nothing special. Content that no
+    file has is an error before anything is written. With a key, the output is encrypted with it.
+    Strategy files are used as they are: no key proves them.
     """
     from ckptmgr.files.load.options import ReadOptions
     from ckptmgr.files.save.job import SaveOptions
@@ -154,9 +155,9 @@ def unify_command(
 ) -> int:
     """Join the checkpoints of all ranks into whole tensors.
 
-    All files are of one training step: the newest that all ranks have, unless --step names another one. OUT gets
-    part0.safetensors and so on, hyper_param.safetensors and param_name_map.json, as MindSpore's unified_safetensors writes
-    them. They are always plain.
+    All files are of one training step: the newest that all ranks have, unless --step names another
+    one. OUT gets part0.safetensors and so on, hyper_param.safetensors and param_name_map.json, as
+    MindSpore's unified_safetensors writes them. They are always plain.
     """
     from ckptmgr.files.load.options import ReadOptions
     from ckptmgr.parallel.mindspore.unified import unify

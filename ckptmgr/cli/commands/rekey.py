@@ -51,11 +51,12 @@ def rekey_command(
 ) -> int:
     """Change who may open checkpoints, without touching their data.
 
-    Of containers (.ckpe) a few KiB are rewritten; an encrypted .ckpt, which has one key, is re-encrypted as a stream.
-    Nothing is touched unless --key opens all of them. Doing the same again finishes an interrupted run; meanwhile each
-    checkpoint opens with the old or the new key. A key to remove that opens none of them is named. Without --add and
-    --remove, damaged header copies are mended. A reader with a removed key may have kept data keys of files: reencrypt
-    makes new ones.
+    Of containers (.ckpe) a few KiB are rewritten; an encrypted .ckpt, which has one key, is
+    re-encrypted as a stream. Nothing is touched unless --key opens all of them. Doing the same
+    again finishes an interrupted run; meanwhile each checkpoint opens with the old or the new key.
+    A key to remove that opens none of them is named. Without --add and --remove, damaged header
+    copies are mended. A reader with a removed key may have kept data keys of files: reencrypt makes
+    new ones.
     """
     from ckptmgr.maintenance.rekey import plan_rekeying, rekey_checkpoint
     from ckptmgr.maintenance.rekey_change import KeyChange
@@ -98,9 +99,10 @@ def reencrypt_command(
 ) -> int:
     """Encrypt checkpoints again, under new data keys.
 
-    Each file is written once more, as a stream, without plaintext on the disk, read back, and replaces the old one like a
-    save; those of many ranks all at once. Old copies elsewhere still open with the old keys. Nothing is touched unless --key
-    opens all of them, but for those that were encrypted for --to alone and never rekeyed: they are done.
+    Each file is written once more, as a stream, without plaintext on the disk, and
+    replaces the old one like a save; those of many ranks all at once. Old copies elsewhere still
+    open with the old keys. Nothing is touched unless --key opens all of them, but for those that
+    were encrypted for --to alone and never rekeyed: they are done.
     """
     from ckptmgr.maintenance.rekey import plan_reencryption, reencrypt_checkpoint
     from ckptmgr.maintenance.rekey_change import KeyChange

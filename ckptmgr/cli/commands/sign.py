@@ -56,9 +56,10 @@ def sign_command(
 ) -> int:
     """Write an OpenSSF model-signing bundle, for tools that know those.
 
-    CHECKPOINT is a directory, or names one checkpoint. It is verified first, and not signed if damaged. The bundle of
-    a file is FILE.sig, that of a directory DIR/model.sig, and `model_signing verify key` accepts it. A run signs its
-    manifests itself, with CheckpointConfig(signing_key=...). Needs ckptmgr[sign].
+    CHECKPOINT is a directory, or names one checkpoint. It is verified first, and not signed if
+    damaged. The bundle of a file is FILE.sig, that of a directory DIR/model.sig, and `model_signing
+    verify key` accepts it. A run signs its manifests itself, with
+    CheckpointConfig(signing_key=...). Needs ckptmgr[sign].
     """
     from ckptmgr.cli.selectors import select
     from ckptmgr.files.load.options import ReadOptions

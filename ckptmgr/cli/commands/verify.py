@@ -72,14 +72,17 @@ def verify_command(
 ) -> int:
     """Check checkpoints for damage and changes since they were saved, one line each.
 
-    SEL is a path, a directory, a step, latest, best:METRIC:min, best:METRIC:max, @pinned or 1000..5000; without any,
-    all of --dir are checked. Checks every digest of the manifest and the CRC32, and with a key the seal and every
-    cipher block. Each line names the checks that passed and those that could not be made. -q prints the bad paths.
+    SEL is a path, a directory, a step, latest, best:METRIC:min, best:METRIC:max, @pinned or
+    1000..5000; without any, all of --dir are checked. Checks every digest of the manifest and the
+    CRC32, and with a key the seal and every cipher block. Each line names the checks that passed
+    and those that could not be made. -q prints the bad paths.
 
-    A file that was replaced by an older one is found by the next one, which names it. Nothing in the directory shows that
-    the newest ones were removed: name a step or id that was saved with --expect-step or --expect-id (ls --json shows ids).
+    A file that was replaced by an older one is found by the next one, which names it. Nothing in
+    the directory shows that the newest ones were removed: name a step or id that was saved with
+    --expect-step or --expect-id (ls --json shows ids).
 
-    With --public-key no secret key is needed: the signature vouches for the digests, and the digests for every byte.
+    With --public-key no secret key is needed: the signature vouches for the digests, and the
+    digests for every byte.
     """
     from ckptmgr.cli.selectors import select
     from ckptmgr.files.load.options import ReadOptions
