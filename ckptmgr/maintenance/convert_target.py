@@ -213,6 +213,12 @@ def _refuse_checkpoint(store: Store, path: Path) -> None:
         )
 
 
+def mode_of(store: Store, name: str) -> int | None:
+    """Return the permission bits of a file in a store, or None where there is none."""
+    status = store.fs.status(store.directory / name)
+    return None if status is None else status.mode
+
+
 def private_mode(source: Path) -> int:
     """Return the permission bits of an output: 0600 without those that the input's owner lacks."""
     return _PRIVATE & stat.S_IMODE(source.stat().st_mode) or stat.S_IRUSR

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import stat
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -44,7 +43,7 @@ from ckptmgr.io.digest import FileDigest, digest_of
 from ckptmgr.io.filesystem import InputFile, OutputFile
 from ckptmgr.io.source_image import SourceImage
 from ckptmgr.io.threads import PIECE_BYTES
-from ckptmgr.maintenance.convert_target import unproven_step
+from ckptmgr.maintenance.convert_target import mode_of, unproven_step
 from ckptmgr.maintenance.rekey_change import check_recipients
 from ckptmgr.store.change_leases import lease_of_checkpoint
 from ckptmgr.store.manifest.codec import FileEntry, Manifest
@@ -89,7 +88,6 @@ def recompress(
     *,
     level: int | None,
     options: ReadOptions,
-    file_mode: int | None = None,
 ) -> RecompressResult:
     """Compress a checkpoint, or expand it, durably.
 
@@ -98,7 +96,6 @@ def recompress(
         checkpoint: As listed by the store.
         level: Of zstd; None expands. A compressed file stays as it is, whatever its level.
         options: The key, and whether a file without a seal is accepted.
-        file_mode: Permission bits of the new file; None for those of the old one.
 
     Raises:
         UnsupportedCheckpoint: It is not a safetensors file, or that of several ranks.
@@ -119,7 +116,7 @@ def recompress(
     with lease_of_checkpoint(store, checkpoint):
         store.finish_swap(checkpoint)
         with _opened(store, checkpoint.name, options) as found:
-            change = _Change(store, checkpoint, found, level, options, file_mode)
+            change = _Change(store, checkpoint, found, level, options)
             outcome = change.run()
     target = next((c for c in store.scan() if c.name == change.target), None)
     if target is None:
@@ -170,9 +167,7 @@ class _Change:
         found: _Found,
         level: int | None,
         options: ReadOptions,
-        file_mode: int | None,
     ) -> None:
-        self._file_mode = file_mode
         self._store = store
         self._checkpoint = checkpoint
         self._found = found
@@ -243,9 +238,6 @@ class _Change:
         source = self._found.opened.source
         if self._found.index.crc is not None:
             read_through(self._found.opened, check_crc=True)
-        mode = self._file_mode
-        if mode is None:
-            mode = stat.S_IMODE(self._checkpoint.path.stat().st_mode)
         size_bytes = source.size if self._level is None else 0
         self._store.publish(
             self.target,
@@ -253,7 +245,7 @@ class _Change:
             size_bytes=0 if self._cipher is not None else size_bytes,
             write=self._write,
             describe=self._describe,
-            mode=mode,
+            mode=mode_of(self._store, self._checkpoint.path.name) or 0o400,
             read_back=self._read_back,
         )
 

@@ -13,7 +13,6 @@ rewritten (`repair_sealed`).
 from __future__ import annotations
 
 import contextlib
-import stat
 import time
 from collections.abc import Callable, Iterator
 from math import prod
@@ -38,6 +37,7 @@ from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.tensor import flat_memory
 from ckptmgr.io.digest import FileDigest, differing_ranges
 from ckptmgr.io.filesystem import OutputFile, rename_temp
+from ckptmgr.maintenance.convert_target import mode_of
 from ckptmgr.maintenance.repair_sealed import SealedRepair
 from ckptmgr.maintenance.repair_source import PaddedSource, RepairResult
 from ckptmgr.store.change_leases import lease_of_checkpoint
@@ -141,13 +141,8 @@ def _repair_file(store: Store, manifest: Manifest, name: str) -> None:
         size_bytes=shard.digest.size_bytes,
         write=write,
         describe=lambda _: manifest,
-        mode=_mode_of(store, name),
+        mode=mode_of(store, name) or 0o400,
     )
-
-
-def _mode_of(store: Store, name: str) -> int:
-    status = store.fs.status(store.directory / name)
-    return 0o400 if status is None else stat.S_IMODE(status.mode)
 
 
 class _FileWriter(ShardFiles):

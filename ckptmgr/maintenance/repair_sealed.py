@@ -13,7 +13,6 @@ nothing.
 from __future__ import annotations
 
 import contextlib
-import stat
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -30,6 +29,7 @@ from ckptmgr.formats.detect import detect
 from ckptmgr.formats.source import Source
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.io.digest import differing_ranges
+from ckptmgr.maintenance.convert_target import mode_of
 from ckptmgr.maintenance.repair_source import (
     DamagedShard,
     PaddedSource,
@@ -142,7 +142,6 @@ class SealedRepair:
     def _replace(self, rank: int, shard: DamagedShard) -> None:
         """Write the new file, commit it, and remove the old one."""
         store, old = self._store, self._manifest.shards[rank]
-        status = store.fs.status(store.directory / old.name)
         order = SaveOrder(
             name=self._renamed(rank).name,
             items=[
@@ -151,7 +150,7 @@ class SealedRepair:
             ],
             options=replace(
                 shard.save_options(),
-                file_mode=0o400 if status is None else stat.S_IMODE(status.mode),
+                file_mode=mode_of(store, old.name) or 0o400,
             ),
             series=self._manifest.series,
             draft=self._manifest,

@@ -58,7 +58,7 @@ def test_conversion_keeps_its_promises_after_every_power_cut(key: bytes | None) 
     def convert(disk: ModelDisk) -> None:
         store = store_on(disk, key)
         for checkpoint in whole_ones(store, 1):
-            recompress(store, checkpoint, level=1, options=options, file_mode=0o400)
+            recompress(store, checkpoint, level=1, options=options)
 
     def check(crash: Crash) -> None:
         store = store_on(crash.disk, key)
