@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.core.errors import CorruptCheckpoint, KeyProblem, UnsafeWrite
+from ckptmgr.core.errors import CorruptCheckpoint, KeyProblem, SaveFailed, UnsafeWrite
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.container.source import open_container
 from ckptmgr.crypto.container.unlock import unlock
@@ -21,7 +21,7 @@ from ckptmgr.crypto.keys.ring import KeyRing
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.serialization import load_checkpoint
 from ckptmgr.formats.source import BytesSource, read_bytes
-from ckptmgr.io.filesystem import OsFileSystem
+from ckptmgr.io.filesystem import InputFile, OsFileSystem
 from ckptmgr.maintenance.recompress import recompress
 from ckptmgr.maintenance.rekey import (
     Action,
@@ -33,7 +33,7 @@ from ckptmgr.maintenance.rekey_change import KeyChange
 from ckptmgr.store.store import Store
 from ckptmgr.training.manager import CheckpointManager
 from tests.support.rekeying import NEW, OLD, OTHER, ROTATION, openers, rekey, ring, save_run
-from tests.support.saved import only
+from tests.support.saved import flip, only
 
 ANEW = KeyChange(keys=ring(OLD), add=(ring(NEW),), is_exclusive=True)
 
@@ -196,3 +196,24 @@ def test_key_that_opens_nothing_hears_nothing_about_rekeying(tmp_path: Path) -> 
     with pytest.raises(KeyProblem) as caught:
         plan_reencryption(store, only(store), change)
     assert "keys were changed" not in str(caught.value.hint)
+
+
+class ForgetfulDisk(OsFileSystem):
+    """A disk that changes a file before it is read past the page cache."""
+
+    def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:
+        if is_uncached:
+            flip(path, path.stat().st_size // 2)
+        return super().open(path, is_uncached=is_uncached)
+
+
+@pytest.mark.parametrize("format", ["ckpt", "safetensors"])
+def test_disk_that_lost_the_new_file_keeps_the_old_one(tmp_path: Path, format: str) -> None:
+    config = CheckpointConfig(enc_key=OLD.raw, format=format)
+    with CheckpointManager(tmp_path, config, prefix="net") as manager:
+        manager.save(1, {"w": np.arange(5000.0)})
+    before = only(Store(tmp_path)).path.read_bytes()
+    store = open_for_rekeying(tmp_path, ANEW, fs=ForgetfulDisk())
+    with pytest.raises(SaveFailed, match="read back"):
+        reencrypt_checkpoint(store, only(store), ANEW)
+    assert only(Store(tmp_path)).path.read_bytes() == before
