@@ -9,8 +9,8 @@ after a power cut) or a failing disk in its place. Rules:
 * A failed `sync` is final, and nothing is retried on that file: Linux marks the pages clean after
   EIO, so they may be lost.
 * A directory entry is durable only after `sync_directory`.
-* Files are removed, moved and written in a held directory (`hold_directory`): another user who may
-  write to its parent could replace it by a link at any moment.
+* Files are removed, moved and written in a held directory (`hold_directory`): another user with
+  write permission on its parent could replace it by a link at any moment.
 """
 
 from __future__ import annotations

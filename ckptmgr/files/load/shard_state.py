@@ -4,7 +4,7 @@
 | | tensors that all have alike | what differs from rank to rank |
 |---|---|---|
 | as many ranks | its part | its own |
-| another number | its part, by its layout; all of it without one | its own if there is such a rank, else what it has stays |
+| another number | its part, by its layout; all of it without one | its own if there is such a rank, else its state stays |
 
 Tensors that the ranks have not compared (saved without `remove_redundancy`) can be loaded on
 another number of ranks only if all ranks have equal ones, or if a layout describes their parts.
@@ -70,7 +70,7 @@ def load_sharded(
         CkptmgrError: As `read_sharded`.
     """
     real = Path(os.path.realpath(path))
-    # An attacker who can write here could otherwise join files of several steps, each sealed.
+    # An attacker with write permission could otherwise join files of several steps, each sealed.
     store = Store(real.parent, trust=options.trust)
     manifest = store.read_manifest(real.name)
     if manifest is None:
