@@ -3,7 +3,7 @@
 
 | round | action of a rank | after a failure |
 |---|---|---|
-| write | writes its file durably, and votes with its digests | without all votes there is no commit |
+| write | writes its file durably, votes with its digests | without all votes there is no commit |
 | commit | rank 0 creates the manifest exclusively, and reports it | the storage decides |
 
 * Only rank 0 commits, after all votes, and not after the time in the name of the attempt.
