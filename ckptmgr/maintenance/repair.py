@@ -16,7 +16,6 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 from math import prod
-from pathlib import Path
 
 from blake3 import blake3
 
@@ -35,14 +34,12 @@ from ckptmgr.files.load.shard_pieces import PIECES, Piece, read_index
 from ckptmgr.files.load.shards import ShardedCheckpoint
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.tensor import flat_memory
-from ckptmgr.io.digest import FileDigest, differing_ranges
-from ckptmgr.io.filesystem import OutputFile, rename_temp
+from ckptmgr.io.digest import differing_ranges
 from ckptmgr.maintenance.convert_target import mode_of
 from ckptmgr.maintenance.repair_sealed import SealedRepair
 from ckptmgr.maintenance.repair_source import PaddedSource, RepairResult
 from ckptmgr.store.change_leases import lease_of_checkpoint
 from ckptmgr.store.manifest.codec import Manifest
-from ckptmgr.store.shards import ShardFiles
 from ckptmgr.store.store import Store
 
 
@@ -128,29 +125,17 @@ def _must_be_rewritten(manifest: Manifest) -> bool:
 def _repair_file(store: Store, manifest: Manifest, name: str) -> None:
     rank = next(rank for rank, entry in enumerate(manifest.shards) if entry.name == name)
     shard = _DamagedFile(store, manifest, rank)
-    writer = _FileWriter(store.directory, fs=store.fs)
-
-    def write(file: OutputFile) -> FileDigest:
-        for offset, content in shard.repaired():
-            file.write_at(offset, content)
-        return shard.digest
-
-    writer.publish(
+    with store.new_file(
         name,
         series=manifest.series,
         size_bytes=shard.digest.size_bytes,
-        write=write,
-        describe=lambda _: manifest,
         mode=mode_of(store, name) or 0o400,
-    )
-
-
-class _FileWriter(ShardFiles):
-    """Store that replaces one file; the old file stays when that fails."""
-
-    def _give_name(self, temp: Path, name: str) -> None:
-        rename_temp(self.fs, temp, self.directory / name)
-        self.fs.sync_directory(self.directory)
+        is_rank_file=True,
+    ) as new:
+        with new.writing() as file:
+            for offset, content in shard.repaired():
+                file.write_at(offset, content)
+        new.give_name()
 
 
 class _DamagedFile:
