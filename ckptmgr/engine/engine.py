@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.config.failure import BackPressure, OnError
@@ -30,10 +30,7 @@ from ckptmgr.core.forks import reset_in_child
 from ckptmgr.core.handle import SaveHandle, SaveStats
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.engine.background import BackgroundSaver, is_exiting
-from ckptmgr.engine.staged_state import StagedState
 from ckptmgr.engine.staging import Ledger, StagingPool, has_no_room
-from ckptmgr.engine.worker_client import WorkerClient
-from ckptmgr.engine.zero_stall import DeferredState, Updates, changing_in_forward, defer
 from ckptmgr.files.save.job import SaveJob, SaveOrder
 from ckptmgr.files.save.saver import save_items
 from ckptmgr.formats.tensor import Item
@@ -41,6 +38,11 @@ from ckptmgr.observe.observers import REGISTERED, SaveWatch
 from ckptmgr.state.devices import accelerators, synchronize
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.store import Store
+
+if TYPE_CHECKING:  # imported only by the modes that need them
+    from ckptmgr.engine.staged_state import StagedState
+    from ckptmgr.engine.worker_client import WorkerClient
+    from ckptmgr.engine.zero_stall import DeferredState, Updates
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -169,12 +171,12 @@ class SaveEngine:
         self.make_room: Callable[[], bool] = has_no_room
         self._background = BackgroundSaver(back_pressure=back_pressure, on_error=on_error)
         self._pool: StagingPool | None = None
-        self._worker = WorkerClient()
+        self._worker: WorkerClient | None = _worker_client() if mode == "process" else None
         # Reentrant: the handler of a signal may save, too.
         self._saving_now = threading.RLock()
         self._saves_now = 0
         self._free_pool: Callable[[], object] = _nothing
-        self._updates = Updates() if has_zero_stall else None
+        self._updates = _updates() if has_zero_stall else None
         reset_in_child(self)
 
     def run(
@@ -249,6 +251,8 @@ class SaveEngine:
                 lambda: _noting(failures, lambda: self._stage(items)),
                 lambda staged, stats: self._finish(staged, job, writer, stats, watch),
             )
+        from ckptmgr.engine.zero_stall import changing_in_forward
+
         return self._background.submit(
             lambda: _noting(
                 failures, lambda: self._defer(items, updates, changing_in_forward(state))
@@ -301,17 +305,19 @@ class SaveEngine:
         return handle
 
     def _stage(self, items: Sequence[Item]) -> StagedState:
-        if self.mode == "process":
+        if self._worker is not None:
             self._worker.start()
         return self._staging_pool().stage(items)
 
     def _defer(
         self, items: Sequence[Item], updates: Updates, changing: Container[int]
     ) -> DeferredState:
-        is_process = self.mode == "process"
-        if is_process:
+        from ckptmgr.engine.zero_stall import defer
+
+        if self._worker is not None:
             self._worker.start()
-        deferred = defer(items, self._staging_pool(), changing=changing, copies_all=is_process)
+        copies_all = self._worker is not None
+        deferred = defer(items, self._staging_pool(), changing=changing, copies_all=copies_all)
         try:
             updates.add(deferred)
             if deferred.has_more and not self._background.begins_at_once:
@@ -349,7 +355,7 @@ class SaveEngine:
         stats.staging_bytes = self._staging_pool().host_bytes
         watch.costs(stats)
         write: Write = save_items
-        if self.mode == "process":
+        if self._worker is not None:
             write = partial(self._worker.save_items, staged)
         return _carry_out(job, writer, write, stats, watch)
 
@@ -397,7 +403,8 @@ class SaveEngine:
                     self._updates.close()
 
     def _free(self) -> None:
-        self._worker.close()
+        if self._worker is not None:
+            self._worker.close()
         free, self._free_pool, self._pool = self._free_pool, _nothing, None
         free()
 
@@ -413,6 +420,18 @@ class SaveEngine:
         self.ledger, self.make_room = Ledger(self.ledger.config), has_no_room
         if self._updates is not None:
             self._updates.forget_parent()
+
+
+def _worker_client() -> WorkerClient:
+    from ckptmgr.engine.worker_client import WorkerClient
+
+    return WorkerClient()
+
+
+def _updates() -> Updates:
+    from ckptmgr.engine.zero_stall import Updates
+
+    return Updates()
 
 
 class _NoState:

@@ -18,6 +18,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 from ckptmgr.core.errors import CkptmgrError
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
+DEFAULT_TIMEOUT_S = 600.0
 _SHOWN_RANKS = 8
 
 

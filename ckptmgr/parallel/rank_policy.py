@@ -83,15 +83,11 @@ def describe_policy(policy: SavePolicy) -> str:
     return f"by {type(policy).__name__}"
 
 
-def for_all_ranks(
-    policy: SavePolicy, coordinator: Coordinator | None, *, timeout_s: float
-) -> SavePolicy:
-    """Return a policy that decides equally on all ranks; unchanged without a coordinator.
+def for_all_ranks(policy: SavePolicy, coordinator: Coordinator, *, timeout_s: float) -> SavePolicy:
+    """Return a policy that decides equally on all ranks.
 
     Policies by time decide by the clock of rank 0; others must be equal on all ranks.
     """
-    if coordinator is None:
-        return policy
     barriers = Barriers(coordinator, _COMPARED, timeout_s=timeout_s, monotonic=time.monotonic)
     if not _is_by_time(policy):
         return ComparedPolicy(policy, barriers, description=describe_policy(policy))

@@ -18,7 +18,7 @@ from ckptmgr.files.save.job import SaveJob, SaveOptions, SaveOrder
 from ckptmgr.formats.tensor import Item
 from ckptmgr.observe.observers import REGISTERED, Observers
 from ckptmgr.parallel.agreement import all_prepared, first_that_all_load, steps_of_all
-from ckptmgr.parallel.coordinator import Coordinator, Json, RanksMissing
+from ckptmgr.parallel.coordinator import DEFAULT_TIMEOUT_S, Coordinator, Json, RanksMissing
 from ckptmgr.parallel.dedup import Sharing
 from ckptmgr.parallel.errors import not_begun
 from ckptmgr.parallel.proposal import SaveProposal, chosen_series
@@ -32,7 +32,6 @@ from ckptmgr.store.manifest.codec import Manifest
 
 _LOG = logging.getLogger(__name__)
 _Loaded = TypeVar("_Loaded")
-DEFAULT_TIMEOUT_S = 600.0
 
 
 class BegunTogether(BegunSave):

@@ -5,14 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.config.failure import parse_on_error
-from ckptmgr.parallel.coordinator import Coordinator
-from ckptmgr.parallel.dedup import Balance, Sharing
-from ckptmgr.parallel.layout import ParallelLayout
-from ckptmgr.parallel.rank_writer import DEFAULT_TIMEOUT_S
-from ckptmgr.parallel.slicer import LayoutSlicer
+from ckptmgr.parallel.coordinator import DEFAULT_TIMEOUT_S, Coordinator
+from ckptmgr.policy.save import SavePolicy
+
+if TYPE_CHECKING:  # one process needs none of this
+    from ckptmgr.parallel.dedup import Balance, Sharing
+    from ckptmgr.parallel.layout import ParallelLayout
+    from ckptmgr.parallel.slicer import LayoutSlicer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +70,8 @@ def team_for(
 
 def _sharing(config: CheckpointConfig, *, keep_redundancy: int, balance: Balance) -> Sharing | None:
     if config.remove_redundancy:
+        from ckptmgr.parallel.dedup import Sharing
+
         return Sharing(keep_redundancy=keep_redundancy, balance=balance)
     if (keep_redundancy, balance) != (1, "bytes"):
         raise ValueError(
@@ -82,7 +87,20 @@ def _slicer(
         if layout is not None:
             raise ValueError("a layout says what each rank holds; give a coordinator, too")
         return None
+    from ckptmgr.parallel.slicer import LayoutSlicer
+
     return LayoutSlicer(coordinator.rank, layout)
+
+
+def policy_of_all(
+    policy: SavePolicy, coordinator: Coordinator | None, *, timeout_s: float
+) -> SavePolicy:
+    """Return a policy that decides the same on all ranks; see `rank_policy.for_all_ranks`."""
+    if coordinator is None:
+        return policy
+    from ckptmgr.parallel.rank_policy import for_all_ranks
+
+    return for_all_ranks(policy, coordinator, timeout_s=timeout_s)
 
 
 def check_ranks_agree(config: CheckpointConfig) -> None:

@@ -17,7 +17,6 @@ from ckptmgr.core.names import step_name
 from ckptmgr.files.load.in_place import InPlaceState, in_place
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.shard_pieces import PIECES
-from ckptmgr.files.load.shard_state import read_sharded
 from ckptmgr.files.load.state import SKELETON, StoredState
 from ckptmgr.files.load.values import Value, read_values
 from ckptmgr.io.passing_errors import may_be_whole
@@ -156,6 +155,8 @@ class SeriesReader:
         """
         sharded = self._sharded(checkpoint, state)
         if sharded is not None:
+            from ckptmgr.files.load.shard_state import read_sharded
+
             return read_sharded(
                 self._store, sharded, options=self._options, state=state, slicer=self._slicer
             )
@@ -177,6 +178,8 @@ class SeriesReader:
         """Return what a checkpoint holds by name, verified; of what many ranks saved, what this process gets."""
         sharded = self._sharded(checkpoint, None)
         if sharded is not None:
+            from ckptmgr.files.load.shard_state import read_sharded
+
             found = read_sharded(self._store, sharded, options=self._options, slicer=self._slicer)
             return NamedValues(dict(found.arrays), found.kept)
         with open_checkpoint(self._store, checkpoint, options=self._options) as (opened, _):

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from ckptmgr.config.config import CheckpointConfig, check_config, trust_of
 from ckptmgr.core.handle import SaveHandle
@@ -24,12 +24,7 @@ from ckptmgr.files.save.job import SaveFacts, SaveJob
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.io.leases import Processes
 from ckptmgr.observe.observers import Observer, Observers, SaveWatch, about
-from ckptmgr.parallel.coordinator import Coordinator
-from ckptmgr.parallel.dedup import Balance
-from ckptmgr.parallel.layout import ParallelLayout
-from ckptmgr.parallel.rank_policy import for_all_ranks
-from ckptmgr.parallel.slicer import tensor_specs
-from ckptmgr.parallel.team import team_for
+from ckptmgr.parallel.team import policy_of_all, team_for
 from ckptmgr.policy.save import LastSave, decide_at_end
 from ckptmgr.series.candidates import notes_of
 from ckptmgr.state.arrays import named_tensors
@@ -42,6 +37,11 @@ from ckptmgr.training.parts import RunParts
 from ckptmgr.training.resume import Resumed, resume_values
 
 __all__ = ["ModelCheckpoint", "Resumed", "RunContext"]
+
+if TYPE_CHECKING:
+    from ckptmgr.parallel.coordinator import Coordinator
+    from ckptmgr.parallel.dedup import Balance
+    from ckptmgr.parallel.layout import ParallelLayout
 
 
 class TrainingHooks:
@@ -148,10 +148,12 @@ class ModelCheckpoint(TrainingHooks):
             keep_redundancy=keep_redundancy,
             balance=balance,
         )
-        self._policy = for_all_ranks(
+        self._policy = policy_of_all(
             self._config.save_policy(), coordinator, timeout_s=rank_timeout_s
         )
         if self._team.is_many:
+            from ckptmgr.parallel.slicer import tensor_specs
+
             tensor_specs(named_tensors(self._config.append_dict or {}))
         self._parts = RunParts(
             config=self._config,

@@ -20,7 +20,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from ckptmgr.config.config import CheckpointConfig, check_config, trust_of
 from ckptmgr.core.arguments import (
@@ -40,11 +40,7 @@ from ckptmgr.files.load.state import as_held_here
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.io.leases import Processes
 from ckptmgr.observe.observers import Observer, Observers, about
-from ckptmgr.parallel.coordinator import Coordinator
-from ckptmgr.parallel.dedup import Balance
-from ckptmgr.parallel.layout import ParallelLayout
-from ckptmgr.parallel.rank_policy import for_all_ranks
-from ckptmgr.parallel.team import team_for
+from ckptmgr.parallel.team import policy_of_all, team_for
 from ckptmgr.policy.forecast import Forecast
 from ckptmgr.policy.save import SavePolicy, decide_at_end, decide_at_step
 from ckptmgr.series.candidates import notes_of
@@ -54,8 +50,12 @@ from ckptmgr.training.forecast import Forecaster
 from ckptmgr.training.history import RunPast, UnsavedStep
 from ckptmgr.training.parts import RunParts
 from ckptmgr.training.resume import Resumption, resume_state, start_anew
-from ckptmgr.training.rollback import go_back
 from ckptmgr.training.saving import StateSaver
+
+if TYPE_CHECKING:
+    from ckptmgr.parallel.coordinator import Coordinator
+    from ckptmgr.parallel.dedup import Balance
+    from ckptmgr.parallel.layout import ParallelLayout
 
 __all__ = ["CheckpointManager", "Resumption"]
 
@@ -125,7 +125,7 @@ class CheckpointManager:
             balance=balance,
         )
         policy = save_policy if save_policy is not None else checked.save_policy()
-        self._policy = for_all_ranks(policy, coordinator, timeout_s=rank_timeout_s)
+        self._policy = policy_of_all(policy, coordinator, timeout_s=rank_timeout_s)
         parts = RunParts(
             config=checked,
             trust=trust_of(
@@ -417,6 +417,8 @@ class CheckpointManager:
             StateMismatch: It does not fit `state`. Nothing was changed.
             ResumeFailed, RanksMissing, RanksOutOfStep: The ranks cannot go back together. Nothing was changed.
         """
+        from ckptmgr.training.rollback import go_back
+
         past = self._past
         target = past.seen_step - steps_back
         self._engine.wait_until_idle()

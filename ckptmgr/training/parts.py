@@ -17,8 +17,6 @@ from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.io.leases import Processes
 from ckptmgr.observe.observers import Observers
-from ckptmgr.parallel.rank_writer import RankWriter
-from ckptmgr.parallel.shard_store import ShardStore
 from ckptmgr.parallel.team import Team
 from ckptmgr.series.reader import SeriesReader
 from ckptmgr.series.writer import SeriesWriter
@@ -86,6 +84,9 @@ class RunParts:
             return SeriesWriter(
                 store, series, options=options, clock=clock, observers=self.observers
             )
+        from ckptmgr.parallel.rank_writer import RankWriter
+        from ckptmgr.parallel.shard_store import ShardStore
+
         return RankWriter(
             self._made(partial(ShardStore, clock=clock), directory),
             series,

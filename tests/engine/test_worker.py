@@ -69,19 +69,25 @@ def steps(manager: CheckpointManager) -> list[int]:
 
 
 def pid_of(manager: CheckpointManager) -> int:
-    pid = manager._engine._worker.pid
+    pid = worker_of(manager).pid
     assert pid is not None
     return pid
 
 
+def worker_of(manager: CheckpointManager) -> WorkerClient:
+    worker = manager._engine._worker
+    assert worker is not None
+    return worker
+
+
 def test_worker_is_started_by_the_first_save_and_ended_by_close(runs: Path) -> None:
     with manager_of(runs) as manager:
-        assert manager._engine._worker.pid is None
+        assert worker_of(manager).pid is None
         save(manager, 1)
         pid = pid_of(manager)
         save(manager, 2)
         assert pid_of(manager) == pid
-    assert manager._engine._worker.pid is None
+    assert worker_of(manager).pid is None
     assert not Path(f"/proc/{pid}").exists()
 
 

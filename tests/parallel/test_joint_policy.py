@@ -15,6 +15,7 @@ from ckptmgr.parallel.coordinator import Json, RanksOutOfStep
 from ckptmgr.parallel.errors import RankFailed
 from ckptmgr.parallel.rank_policy import RankZeroPolicy, for_all_ranks
 from ckptmgr.parallel.shared_directory import SharedDirectory
+from ckptmgr.parallel.team import policy_of_all
 from ckptmgr.policy.save import (
     AnyOf,
     EverySeconds,
@@ -165,7 +166,7 @@ def test_answer_of_another_version_is_refused() -> None:
 def test_only_what_looks_at_the_time_needs_more_meetings_than_one() -> None:
     steps = AnyOf((EverySteps(10), EverySteps(15)))
     seconds = AnyOf((EverySteps(10), AnyOf((Overhead(0.1),))))
-    assert for_all_ranks(seconds, None, timeout_s=9.0) is seconds
+    assert policy_of_all(seconds, None, timeout_s=9.0) is seconds
     for policy, rounds in ((steps, 1), (seconds, 4)):
         meeting = Meeting(1)
         common = for_all_ranks(policy, Seat(meeting, 0), timeout_s=9.0)

@@ -20,20 +20,24 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING, TypeAlias
 
 from blake3 import blake3
 
-from ckptmgr.crypto.container.header import Content
-from ckptmgr.crypto.container.writer import ContainerSealer
-from ckptmgr.crypto.keys.ring import Keys, block_key, ring_of
-from ckptmgr.crypto.mindspore.blocks import BlockSealer
-from ckptmgr.files.save.container_stream import ContainerStream
-from ckptmgr.files.save.streams import CHUNK_BYTES, PlainStream, SealedStream
+from ckptmgr.files.save.streams import CHUNK_BYTES, PlainStream
 from ckptmgr.formats.image import Image
 from ckptmgr.io.buffers import BufferPool
 from ckptmgr.io.digest import RANGE_BYTES, FileDigest
 from ckptmgr.io.filesystem import OutputFile
 from ckptmgr.io.threads import producer_threads, run_in_threads
+
+if TYPE_CHECKING:  # a plain save needs none of this
+    from ckptmgr.crypto.container.header import Content
+    from ckptmgr.crypto.container.writer import ContainerSealer
+    from ckptmgr.crypto.keys.ring import Keys
+    from ckptmgr.crypto.mindspore.blocks import BlockSealer
+    from ckptmgr.files.save.container_stream import ContainerStream
+    from ckptmgr.files.save.streams import SealedStream
 
 _BUFFERS = 8
 _WRITERS = 4
@@ -58,17 +62,27 @@ def sealer_for(image: Image, key: Keys, mode: str) -> BlockSealer:
     Raises:
         KeySourceError: The keys are none that such a file takes.
     """
+    from ckptmgr.crypto.keys.ring import block_key
+    from ckptmgr.crypto.mindspore.blocks import BlockSealer
+
     return BlockSealer(
         block_key(key), mode, plaintext_size=image.body_size, has_crc_trailer=image.has_crc_trailer
     )
 
 
 def container_for(
-    image: Image, key: Keys, mode: str, *, content: Content = Content.SAFETENSORS
+    image: Image, key: Keys, mode: str, *, content: Content | None = None
 ) -> ContainerSealer:
-    """Return the sealer of an image that goes into a container; `content` says what the image is."""
+    """Return the sealer of an image that goes into a container; `content` is its format (None: safetensors)."""
+    from ckptmgr.crypto.container.header import Content
+    from ckptmgr.crypto.container.writer import ContainerSealer
+    from ckptmgr.crypto.keys.ring import ring_of
+
     return ContainerSealer(
-        ring_of(key).recipients, mode, plaintext_size=image.size, content=content
+        ring_of(key).recipients,
+        mode,
+        plaintext_size=image.size,
+        content=Content.SAFETENSORS if content is None else content,
     )
 
 
@@ -97,12 +111,16 @@ def write_image(
     return Written(digest=digest, write_s=time.perf_counter() - started)
 
 
-_Stream = PlainStream | SealedStream | ContainerStream
+_Stream: TypeAlias = "PlainStream | SealedStream | ContainerStream"
 
 
 def _stream_of(image: Image, sealer: BlockSealer | ContainerSealer | None) -> _Stream:
     if sealer is None:
         return PlainStream(image)
+    from ckptmgr.crypto.container.writer import ContainerSealer
+    from ckptmgr.files.save.container_stream import ContainerStream
+    from ckptmgr.files.save.streams import SealedStream
+
     if isinstance(sealer, ContainerSealer):
         return ContainerStream(image, sealer)
     return SealedStream(image, sealer)

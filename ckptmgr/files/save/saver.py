@@ -10,18 +10,10 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 from ckptmgr.core.errors import KeyProblem, SaveFailed, UnsupportedCheckpoint
-from ckptmgr.crypto.container.writer import ContainerSealer
 from ckptmgr.crypto.errors import CryptoError
-from ckptmgr.crypto.mindspore.blocks import BlockSealer
-from ckptmgr.files.save.compressed import (
-    WrittenFrames,
-    frames_sealer,
-    plan_of,
-    read_image,
-    write_frames,
-)
 from ckptmgr.files.save.job import SaveOptions, SaveOrder
 from ckptmgr.files.save.pipeline import Written, container_for, sealer_for, write_image
 from ckptmgr.formats.errors import FormatError
@@ -36,6 +28,11 @@ from ckptmgr.io.gc_pause import gc_paused
 from ckptmgr.state.devices import accelerators, synchronize
 from ckptmgr.store.manifest.codec import FileEntry, Manifest
 from ckptmgr.store.store import Store
+
+if TYPE_CHECKING:  # a plain save needs none of this
+    from ckptmgr.crypto.container.writer import ContainerSealer
+    from ckptmgr.crypto.mindspore.blocks import BlockSealer
+    from ckptmgr.files.save.compressed import WrittenFrames
 
 
 def build_image(
@@ -113,6 +110,8 @@ def _writing(
 def _write_compressed(
     image: Image, options: SaveOptions, level: int, file: OutputFile
 ) -> WrittenFrames:
+    from ckptmgr.files.save.compressed import frames_sealer, plan_of, read_image, write_frames
+
     sealer = None if options.key is None else frames_sealer(image.size, options.key, options.mode)
     return write_frames(
         plan_of(image),

@@ -8,8 +8,10 @@ them in order, and the head needs the CRC of them all.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from ckptmgr.crypto.mindspore.blocks import BlockSealer
+if TYPE_CHECKING:
+    from ckptmgr.crypto.mindspore.blocks import BlockSealer
 from ckptmgr.formats.file_crc import FileCrc
 from ckptmgr.formats.image import Image
 from ckptmgr.io.buffers import BufferPool, copy_into
