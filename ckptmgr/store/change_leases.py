@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lease on one name, for files that belong to no run, and all leases that the change of one checkpoint needs."""
+"""Leases for the change of one checkpoint: of a file that belongs to no run, or of a series."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ckptmgr.store.store import Store
 
 @contextmanager
 def lease_of_name(store: Store, name: str) -> Iterator[None]:
-    """Be the only writer of one file, and first remove what dead writers of it left; no lease file stays behind.
+    """Be the only writer of one file, and first remove what dead writers of it left behind.
 
-    Two at once could leave the data of one beside the manifest of the other. The lease is of this name alone, so that ranks
-    may write their files side by side.
+    Two writers at once could leave the data of one beside the manifest of the other. The lease
+    covers this name alone, so that ranks can write their files side by side. No lease file remains.
 
     Raises:
-        StoreLocked: Somebody else is writing it.
+        StoreLocked: Another process is writing it.
     """
     with store.lease(name):
         if any(_is_left(found, name) for found in store.fs.list(store.directory)):
@@ -28,16 +28,16 @@ def lease_of_name(store: Store, name: str) -> Iterator[None]:
 
 
 def _is_left(found: str, name: str) -> bool:
-    """Return whether a file may have been left by a dead writer of single files."""
+    """Return whether a dead writer of single files may have left this file."""
     return found.endswith(".tmp") or leased_name(found) not in (None, name)
 
 
 @contextmanager
 def lease_of_checkpoint(store: Store, checkpoint: Checkpoint) -> Iterator[None]:
-    """Be the only one who changes a checkpoint that is there; whoever prunes, repairs or continues its series waits.
+    """Be the only process that changes an existing checkpoint, also of those that prune its series.
 
     Raises:
-        StoreLocked: Somebody else is writing it, or its series.
+        StoreLocked: Another process is writing it, or its series.
     """
     series, name = checkpoint.series, checkpoint.name
     with ExitStack() as leases:

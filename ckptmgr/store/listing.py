@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a directory holds that is, was or will be a checkpoint, by its manifests and its names; no data is read.
+"""List the checkpoints of a directory by their manifests and file names; no data is read.
 
-Checkpoints as far as names and directory entries tell: files without a manifest, leftovers, and what cannot be read.
-
-Which data files of ranks a directory holds, and whether they are what their manifests say.
+The list also has files without a manifest, leftovers, files that cannot be read, and data files of
+ranks that no manifest names.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ from ckptmgr.store.trash_folder import may_be_in_trash
 
 
 def entry_of(path: Path, status: FileStatus, state: State, problem: str) -> Checkpoint:
-    """Return a checkpoint of which nothing but its directory entry is known."""
-    # The name of a set says what those of its files say.
+    """Return a checkpoint of which only the directory entry is known."""
+    # The name of a set carries the same fields as the names of its files.
     stem = shard_names.set_stem(path.name)
     name = f"{stem}.ckpt" if shard_names.is_set_name(path.name) else path.name
     parsed = parse_name(name)
@@ -66,7 +65,7 @@ def _format_of(name: str) -> str:
 
 
 def _modified_at(status: FileStatus) -> datetime:
-    # Some file systems keep times that no calendar has.
+    # Some file systems store times outside the range of the calendar.
     try:
         return datetime.fromtimestamp(status.modified_at, UTC)
     except (ValueError, OverflowError, OSError):
@@ -74,18 +73,15 @@ def _modified_at(status: FileStatus) -> datetime:
 
 
 def bare_file(path: Path, status: FileStatus, *, is_strict: bool = False) -> Checkpoint:
-    """Return a checkpoint for a file without manifest; its step is filled in when the whole series is known.
+    """Return a checkpoint for a file without manifest; `is_strict`: given keys must prove it.
 
-    Args:
-        path: The file.
-        status: Its directory entry.
-        is_strict: Whether keys were given that must prove it.
+    Its final step is filled in when the whole series is known.
     """
     parsed = parse_name(path.name)
     state = State.UNPROVEN if is_strict else State.UNVERIFIED
     checkpoint = entry_of(path, status, state, "no manifest: nothing vouches for this file")
     if parsed is None:
-        # `net-2023.ckpt` may be anybody's: without a manifest it belongs to no series of ours.
+        # `net-2023.ckpt` may come from another program: without a manifest it belongs to no series.
         return replace(checkpoint, series=stem_of(path.name), step=0, attempt=0)
     why = "exception: breakpoint file" if parsed.is_breakpoint else "manual"
     return replace(checkpoint, epoch=parsed.epoch, step=parsed.step_in_epoch, why=why)
@@ -94,8 +90,8 @@ def bare_file(path: Path, status: FileStatus, *, is_strict: bool = False) -> Che
 def number_bare_steps(found: list[Checkpoint]) -> list[Checkpoint]:
     """Turn (epoch, step in epoch) of bare files into a step that grows with both.
 
-    The number of steps in an epoch is taken to be the largest seen in the series: exact once a file from the end of an epoch
-    is there, in the right order always.
+    The largest step in the series counts as the length of an epoch. That is exact once a file from
+    the end of an epoch exists, and the order is always right.
     """
     longest: dict[str, int] = {}
     for checkpoint in found:
@@ -110,7 +106,7 @@ def number_bare_steps(found: list[Checkpoint]) -> list[Checkpoint]:
 
 
 def problem_of_shards(manifest: Manifest, entries: Mapping[str, FileStatus]) -> str | None:
-    """Return what a directory lacks of a sharded checkpoint, or None; looks at names and sizes only."""
+    """Return which file of a sharded checkpoint is missing or has another size, or None."""
     for entry in manifest.shards:
         status = entries.get(entry.name)
         if status is None:
@@ -125,7 +121,7 @@ def problem_of_shards(manifest: Manifest, entries: Mapping[str, FileStatus]) -> 
 def missing_shard(
     manifest: Manifest, directory: Path, entries: Mapping[str, FileStatus]
 ) -> FileNotFoundError | None:
-    """Return the error of the first file of a sharded checkpoint that a directory lacks, or None."""
+    """Return the error for the first file of a sharded checkpoint that is missing, or None."""
     missing = (entry.name for entry in manifest.shards if entry.name not in entries)
     return next((no_such_file(directory / name) for name in missing), None)
 
@@ -133,15 +129,11 @@ def missing_shard(
 def unnamed_shards(
     directory: Path, entries: Mapping[str, FileStatus], found: Sequence[Checkpoint]
 ) -> Iterator[Checkpoint]:
-    """Yield the data files of ranks that belong to no checkpoint.
+    """Yield the data files of ranks that belong to none of the listed checkpoints `found`.
 
-    Where a manifest cannot be read, nobody knows which files it names, so all that it may name are left out. So they are where
-    what it names is not here, or nobody proves it: it may have been put over the one that names these files.
-
-    Args:
-        directory: Where they lie.
-        entries: What is in it.
-        found: The checkpoints in it.
+    Where a manifest cannot be read, its files are unknown, so every file that it may name is left
+    out. The same holds where its files are missing or the manifest is unproven: it may have been
+    put over the manifest that names these files.
     """
     named = {name for checkpoint in found for name in checkpoint.shards}
     doubtful = {checkpoint.name for checkpoint in found if checkpoint.state is not State.OK}
@@ -155,13 +147,10 @@ def unnamed_shards(
 
 
 def lone_sets(present: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """Return the checkpoints of which the files of all ranks are here without a manifest, newest by their names.
+    """Return the checkpoints that have the files of all ranks but no manifest, newest by name.
 
-    Either the save was killed before its commit, or the manifest was lost. A removal that was interrupted leaves the same, but
-    of a checkpoint that is older than a whole one; that is left out.
-
-    Args:
-        present: What a directory holds.
+    Either the save was killed before its commit, or the manifest was lost. An interrupted removal
+    leaves the same, but of a checkpoint that is older than a whole one; that is left out.
     """
     files: dict[ShardName, list[Checkpoint]] = {}
     for one in present:
@@ -191,7 +180,7 @@ def _as_set(shard: ShardName, files: Sequence[Checkpoint]) -> Checkpoint:
 
 
 def _is_superseded(shard: ShardName, present: Sequence[Checkpoint]) -> bool:
-    """Return whether a whole checkpoint of the run is as new, or newer, by its name."""
+    """Return whether a whole checkpoint of the run is as new or newer, by its name."""
     place = _place(shard.stem)
     whole = [one for one in present if one.state is State.OK and one.is_countable]
     return not place or any(
@@ -204,7 +193,7 @@ def _is_superseded(shard: ShardName, present: Sequence[Checkpoint]) -> bool:
 
 
 def _place(stem: str) -> tuple[int, ...]:
-    """Return step and attempt, or epoch, step in it and attempt, of a name; nothing where it has none."""
+    """Return (step, attempt), or (epoch, step in epoch, attempt), of a name; empty for others."""
     by_step = parse_step_name(f"{stem}.ckpt")
     if by_step is not None:
         return (by_step.step, by_step.attempt)
@@ -226,13 +215,9 @@ _BEING_WRITTEN = "being written by a live process"
 def listed(
     files: ManifestReader, processes: Processes, seen: ManifestCache, *, now_s: float
 ) -> list[Checkpoint]:
-    """Return all that is, was or will be a checkpoint, in no particular order; never raises because of what it finds.
+    """Return every checkpoint, finished or not, in no particular order; damage never raises.
 
-    Args:
-        files: The manifests of the directory.
-        processes: Tells dead writers from live ones.
-        seen: What was read before, of the same manifests with the same keys.
-        now_s: Seconds since the epoch, as the disk counts them.
+    `now_s` are seconds since the epoch by the clock of the disk.
     """
     if files.fs.status(files.directory) is None:
         return []
@@ -242,17 +227,18 @@ def listed(
         known = seen.listing(entries, now_s=now_s)
         found = _Listing(files, processes, entries, known).run()
         seen.keep(known)
-        # A listing is not one instant: data that a save renames meanwhile may be seen under neither name. The next listing
-        # begins after that.
+        # A listing is not atomic: data that a save renames meanwhile may appear under neither name.
+        # A second listing starts after that rename.
         before, missing = missing, {c.name for c in found if c.state is State.MISSING}
         if missing == before:
             return found
 
 
 def listed_alone(files: ManifestReader, processes: Processes, name: str) -> Checkpoint | None:
-    """Return what a directory holds under one name, or None; of a sharded checkpoint only what its manifest says.
+    """Return the checkpoint under one name, or None; files of ranks are not checked.
 
-    A manifest without data is a leftover here: only the whole directory tells whether it is more.
+    A manifest without data counts as a leftover here: the whole directory is needed to find out
+    more.
 
     Raises:
         OSError: From the disk.
@@ -327,25 +313,26 @@ class _Listing:
         key_problem = None
         try:
             try:
-                # Which half of an overwrite counts, only the data tells.
+                # Only the data decides which side of an overwrite counts.
                 manifest = (
                     self._files.load(name, trust=self._files.trust)
                     if is_lone
                     else self._files.read(data_name)
                 )
             except KeyProblem as error:
-                if is_lone:  # it proves nothing, so it is not missed
+                if is_lone:  # it proves nothing, so its data is not missing
                     problem = f"a manifest without its data file: {error.message}"
                     return entry_of(path, status, State.LEFTOVER, problem)
                 key_problem = error
                 manifest = self._files.read_unproven(data_name)
         except (CkptmgrError, OSError) as error:
             problem = error.message if isinstance(error, CkptmgrError) else str(error)
-            # Damage is final; of anything else whoever wants this checkpoint must hear.
+            # Damage is final. Any other obstacle is raised when the caller asks for this
+            # checkpoint.
             obstacle = None if isinstance(error, CorruptCheckpoint) else error.with_traceback(None)
             unread = entry_of(path, data or status, State.CORRUPT, problem)
             return replace(unread, obstacle=obstacle)
-        if manifest is None:  # removed while we were looking
+        if manifest is None:  # removed by another process during the listing
             problem = "vanished while the directory was listed"
             return entry_of(path, data or status, State.LEFTOVER, problem)
         if is_lone:

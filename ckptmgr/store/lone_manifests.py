@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Manifests whose data file is not there: the remains of an interrupted save or removal, or lost data.
+"""Manifests whose data file is absent: the remains of an interrupted save or removal, or lost data.
 
-A save publishes the manifest before it renames the data, so a save that was interrupted leaves the described data in a
-temporary file beside it. Only what a newer whole checkpoint made superfluous is removed, data first. Neither leaves a manifest
-that is newer than every whole checkpoint, without such a file: there the data was, and it is missing.
+A save publishes the manifest before it renames the data, so an interrupted save leaves the
+described data in a temporary file. A removal only takes a checkpoint that a newer whole one
+supersedes, and removes the data first. Neither explains a manifest that is newer than every whole
+checkpoint and has no such temporary file: its data is missing.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from ckptmgr.store.manifest.reader import ManifestReader
 
 
 class LoneManifest(NamedTuple):
-    """A manifest of a single file, proven as far as the reader has keys, whose data file is not there."""
+    """A manifest of a single file, proven as far as the reader has keys, without its data file."""
 
     manifest: Manifest
 
     def newer_in(self, present: Iterable[Checkpoint]) -> Checkpoint | None:
-        """Return the newest whole checkpoint of its series, or of a run that went on from its run, that is as new or newer.
+        """Return the newest whole checkpoint that supersedes it, or None.
 
-        What was saved while an exception unwound the training does not count: no retention rule removes anything for it.
+        That is one as new or newer, of its series or of a run that resumed from its run.
+
+        A save made while an exception unwound the training does not count: retention removes
+        nothing because of it.
         """
         own = self.manifest.to_checkpoint(Path())
         newer = [
@@ -43,7 +47,8 @@ class LoneManifest(NamedTuple):
     def is_completed_by(self, files: ManifestReader, temp: str) -> bool:
         """Return whether a temporary file holds the data that the manifest describes; reads it.
 
-        Never so where another file had the name when the manifest was published: that one is missing.
+        Never true if another file had the name when the manifest was published: that file is
+        missing.
         """
         path, digest = files.directory / temp, self.manifest.file.digest
         if self.manifest.replaces is not None:
@@ -52,11 +57,11 @@ class LoneManifest(NamedTuple):
             status = files.fs.status(path)
             has_size = status is not None and status.size_bytes == digest.size_bytes
             return has_size and files.is_described(path, self.manifest.file)
-        except OSError:  # gone meanwhile, or unreadable
+        except OSError:  # removed meanwhile, or unreadable
             return False
 
     def missing(self, directory: Path) -> Checkpoint:
-        """Return what is listed where the data is missing."""
+        """Return the entry of the listing for missing data."""
         problem = (
             "its data file is missing; put it back (where a copy is still going on, wait), or remove the manifest "
             "if the data is given up"

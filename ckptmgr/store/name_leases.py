@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hold the names of checkpoints between the last look at them and their end: what somebody saved there meanwhile stays.
+"""Hold the names of checkpoints from the last check to their removal, so that new saves survive.
 
-Whoever saves a single file holds the lease of its name alone, so the lease of a series keeps nobody from its names.
+A writer of a single file holds the lease of its name alone, so the lease of a series does not
+protect the names in it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from ckptmgr.io.leases import LEASE_SUFFIX, hold_lease
 
 
 class HeldNames(NamedTuple):
-    """The checkpoints that are still what they were, whose names are held, and what is wrong with the others."""
+    """The checkpoints that are unchanged and whose names are held, and the errors of the others."""
 
     checkpoints: list[Checkpoint]
     failures: list[Exception]
@@ -26,17 +27,17 @@ class HeldNames(NamedTuple):
 
 @contextlib.contextmanager
 def hold_name(fs: FileSystem, directory: Path, name: str) -> Iterator[None]:
-    """Be the only writer of one file; no lease file stays behind.
+    """Be the only writer of one file; no lease file remains.
 
     Raises:
-        StoreLocked: Somebody else is writing it.
+        StoreLocked: Another process is writing it.
     """
     with fs.hold_directory(directory), hold_lease(fs, directory, name):
         yield
 
 
 def leased_name(name: str) -> str | None:
-    """Return the series or the file that a lease file is for, or None where it is no lease file."""
+    """Return the series or the file that a lease file is for, or None if it is no lease file."""
     leased = name.removeprefix(".").removesuffix(LEASE_SUFFIX)
     return leased if name == f".{leased}{LEASE_SUFFIX}" and leased else None
 
@@ -48,13 +49,10 @@ def hold_unchanged(
     checkpoints: Sequence[Checkpoint],
     look: Callable[[str], Checkpoint | None],
 ) -> Iterator[HeldNames]:
-    """Hold the names of those checkpoints that are still what was listed; those that are gone are left out.
+    """Hold the names of the checkpoints that are unchanged since their listing; skip removed ones.
 
-    Args:
-        fs: The disk.
-        directory: Where they lie; the leases of their series are held.
-        checkpoints: As they were listed.
-        look: Returns what is listed under a name now.
+    The leases of their series must be held. `look` returns the entry that is listed under a name
+    now.
     """
     held = HeldNames([], [])
     with contextlib.ExitStack() as leases:
@@ -70,10 +68,10 @@ def hold_unchanged(
 
 
 def _is_unchanged(listed: Checkpoint, now: Checkpoint | None) -> bool:
-    """Return whether a checkpoint is what was listed, or False where it is gone.
+    """Return whether a checkpoint is unchanged since its listing; False if it was removed.
 
     Raises:
-        UnsafePrune: Another one has its name.
+        UnsafePrune: Another checkpoint has its name.
     """
     if now is None or now.state is State.LEFTOVER:
         return False
@@ -92,5 +90,5 @@ def is_same(one: Checkpoint, other: Checkpoint) -> bool:
 
 
 def _identity(checkpoint: Checkpoint) -> tuple[object, ...]:
-    # Not the state nor the step, which depend on what else is known.
+    # Without state and step, which depend on other files and on the keys.
     return (checkpoint.id, checkpoint.saved_at, checkpoint.size_bytes, checkpoint.run_id)

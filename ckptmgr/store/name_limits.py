@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a file system takes the names that a series will have: a prefix that is too long fails before the training."""
+"""Check that a file system accepts the file names of a series, before the training starts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckptmgr.core.shard_names import SET_FORMAT, new_attempt_id, set_stem, shard
 from ckptmgr.io.leases import LEASE_SUFFIX
 from ckptmgr.store.manifest.codec import manifest_name
 
-# What a run may come to; nothing breaks beyond that but the promise that a long prefix fails early.
+# The largest numbers expected of a run. Beyond them only this early check loses its meaning.
 _STEP = 10**12 - 1
 _EPOCH = 10**9 - 1
 _ATTEMPT = 9999
@@ -24,17 +24,17 @@ _USUAL_LIMIT = 255
 def check_name_lengths(
     directory: Path, series: str, *, extension: str, has_epochs: bool, world: int | None
 ) -> None:
-    """Raise unless the file system of a directory takes the longest name that a file of a series may have.
+    """Raise unless the file system accepts the longest name that a file of a series may have.
 
     Args:
         directory: Where the files will be; it need not exist yet.
         series: Name of the series, the start of the names.
         extension: Of the data files.
-        has_epochs: Whether the names tell an epoch, as those of a callback do.
+        has_epochs: Whether the names contain an epoch, as those of a callback do.
         world: How many ranks save together; None for one process.
 
     Raises:
-        ValueError: It does not; names the limit.
+        ValueError: A name is too long; names the limit.
     """
     limit = _longest_of(directory)
     longest = max(
@@ -51,12 +51,12 @@ def check_name_lengths(
 
 
 def _names(series: str, extension: str, *, has_epochs: bool, world: int | None) -> Iterator[str]:
-    """Yield the names that are longest of their kind. Temporary names are shortened where they have to be."""
+    """Yield the longest name of each kind. Temporary names are shortened where necessary."""
     yield f".{series}{LEASE_SUFFIX}"
     yield f".{series}.starts"
     format = extension if world is None else SET_FORMAT
     if has_epochs:
-        series += _RESTART  # that of a run which finds files of its prefix
+        series += _RESTART  # the series of a run that finds files of its prefix
         yield manifest_name(breakpoint_name(series, _EPOCH, step_in_epoch=_STEP))
         attempt = 0 if world is None else _ATTEMPT
         name = checkpoint_name(series, _EPOCH, step_in_epoch=_STEP, format=format, attempt=attempt)
@@ -71,7 +71,7 @@ def _names(series: str, extension: str, *, has_epochs: bool, world: int | None) 
 
 
 def _longest_of(directory: Path) -> int:
-    """Return how many bytes a name may have there."""
+    """Return how many bytes a file name may have in a directory."""
     place = directory
     with contextlib.suppress(OSError):
         while not place.exists():

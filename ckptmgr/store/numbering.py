@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers of the next checkpoint: its place in the order of commits, and the attempt at its step.
+"""The numbers of the next checkpoint: its sequence, and the attempt at its step.
 
-A number that no key proves, and that this process did not write itself, may be a mistake or an attack: followed blindly,
-one manifest with the largest number of the format would make every later save impossible. So unproven numbers count up to
-a lead over the largest proven one and are ignored, with a warning, beyond it.
+A number that no key proves, and that this process did not write itself, may be a mistake or an
+attack: if it were accepted, one manifest with the largest number of the format would make every
+later save impossible. So unproven numbers count up to a lead over the largest proven one; beyond it
+they are ignored with a warning.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from ckptmgr.core.trust import Trust
 _LOG = logging.getLogger(__name__)
 
 MAX_LEAD = 1 << 20
-"""How far unproven numbers are followed beyond the largest proven one."""
+"""How far above the largest proven number an unproven one is accepted."""
 LARGEST_FOLLOWED = 1 << 63
-"""Beyond it there would soon be no number left; only this process itself, or a key, vouches for such a number."""
+"""Larger numbers would soon exhaust the format; only this process, or a key, vouches for them."""
 
 
 def next_sequence(
@@ -29,13 +30,9 @@ def next_sequence(
     saved: Checkpoint | None = None,
     resumed_from: Checkpoint | None = None,
 ) -> int:
-    """Return the place of the next commit in a directory.
+    """Return the sequence of the next commit in a directory.
 
-    Args:
-        present: All that the directory holds.
-        trust: Proves some of it.
-        saved: What this run saved last; its manifest may be unreadable just now.
-        resumed_from: What this run goes on from.
+    `saved` is the last checkpoint of this run; its manifest may be unreadable at the moment.
     """
     others = [*present, *([] if resumed_from is None else [resumed_from])]
     proven = [] if saved is None else [saved.sequence]
@@ -46,13 +43,7 @@ def next_sequence(
 
 
 def next_attempt(history: Sequence[Checkpoint], step: int, *, trust: Trust) -> int:
-    """Return the number of the next save of a step: 0, or one more than the highest one there, damaged or not.
-
-    Args:
-        history: The checkpoints of the series.
-        step: The step.
-        trust: Proves some of them.
-    """
+    """Return the attempt of the next save of a step: one more than the highest, damaged or not."""
     ours = [c for c in history if c.run_id is not None or c.state is State.CORRUPT]
     same = [c for c in ours if c.step == step]
     floor = max((c.attempt for c in same if _is_proven(c, trust)), default=-1)
@@ -66,7 +57,7 @@ def _is_proven(checkpoint: Checkpoint, trust: Trust) -> bool:
 def _largest(
     claims: Sequence[Checkpoint], number: Callable[[Checkpoint], int], *, floor: int
 ) -> int:
-    """Return the largest number that is followed; warn of those that are not."""
+    """Return the largest accepted number; warn of ignored ones."""
     ignored = [c for c in claims if number(c) > floor + MAX_LEAD]
     for checkpoint in ignored:
         _LOG.warning(

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a file gets into a directory, durably, whole or not at all; `ckptmgr.store` tells in which order.
+"""Publish a file in a directory durably, whole or not at all; see `store.store` for the order.
 
-What has the name until then verifies until the swap, and again if that fails.
-
-Ctrl-C ends the writing at once, and nothing is left of it. While a temporary file comes or goes, and in the commit, it waits;
-then the directory holds what it held before, or the new file.
+An older file of the same name verifies until the swap, and also after a swap that failed. An
+interrupt ends the writing at once and leaves nothing behind. While a temporary file is created or
+removed, and during the commit, signals are deferred; then the directory holds the old file or the
+new one.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ckptmgr.store.manifest.codec import PLACEHOLDER, FileEntry, Manifest, manif
 from ckptmgr.store.manifest.files import ManifestFiles
 from ckptmgr.store.manifest.reader import ManifestContent
 
-# Room for the manifest and the directory blocks beside the data.
+# Room for the manifest and the directory blocks, beside the data.
 _SPACE_MARGIN_BYTES = 1 << 20
 
 
@@ -47,7 +47,7 @@ NOTHING_REPLACED = Replaced(content=None, manifest=None)
 
 
 class NewFile:
-    """A data file under a temporary name, to be written and then published; see `Publisher.new_file`."""
+    """A data file under a temporary name, to be written and published; see `Publisher.new_file`."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class NewFile:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[OutputFile]:
-        """Open the file to be written; on exit its content is durable. A signal interrupts it."""
+        """Open the file for writing; on exit its content is durable. A signal interrupts it."""
         try:
             with deliver_signals():
                 self._file.reserve(self._size_bytes)
@@ -123,7 +123,8 @@ class NewFile:
             self._is_temporary = False
             self._fs.sync_directory(self._directory)
         except BaseException:
-            # The rename may have been done, whatever it answered; no manifest names this file.
+            # The rename may have succeeded even if it failed to report so; no manifest names this
+            # file.
             with contextlib.suppress(OSError):
                 unlink_if_present(self._fs, self._directory / self._name)
             raise
@@ -131,7 +132,7 @@ class NewFile:
     def _commit(self, manifest: Manifest, mode: int) -> None:
         fs, directory, manifests = self._fs, self._directory, self._manifests
         before, old = self._replaced.content, self._replaced.manifest
-        # Readers of the old manifest can read it until the swap, and afterwards if that is undone.
+        # Read permissions of the old manifest hold until the swap, and after an undone swap.
         during = mode if before is None else before.mode
         try:
             # A power cut that the manifest survives must not lose the temporary file: without it
@@ -142,12 +143,12 @@ class NewFile:
             manifests.leases.check(self._series, self._name)
             fs.replace(self._temp, directory / self._name)
         except BaseException:
-            # An interrupt, or an answer lost on the way from a file server, also comes after the
-            # rename was done. The manifest that describes old and new must then stay.
+            # An interrupt, or a reply lost by a file server, also occurs after a completed rename.
+            # The manifest that describes old and new data must then stay.
             if self._is_there():
                 manifests.undo(self._name, before, series=self._series)
-                # For the same reason the temporary file goes last, and stays where the manifest
-                # cannot be removed.
+                # For the same reason the temporary file is removed last, and stays where the
+                # manifest cannot be removed.
                 with contextlib.suppress(OSError):
                     fs.sync_directory(directory)
                     manifest_path = directory / manifest_name(self._name)
@@ -172,11 +173,7 @@ def _may_exist(fs: FileSystem, path: Path) -> bool:
 
 
 class Publisher:
-    """A directory into which files are published.
-
-    Args:
-        manifests: Those of the directory.
-    """
+    """A directory into which files are published."""
 
     def __init__(self, manifests: ManifestFiles) -> None:
         self.directory = manifests.directory
@@ -202,13 +199,13 @@ class Publisher:
     ) -> Iterator[NewFile]:
         """Create a data file under a temporary name, to be written and published in a `with` block.
 
-        On exit the temporary file is gone, published or not. Signals wait, but while the file is
-        written or read.
+        On exit the temporary file is gone, published or not. Signals are deferred except while the
+        file is written or read.
 
         Args:
             name: Base name of the data file.
             series: Series of the file; recovery removes the leftovers of a series.
-            size_bytes: Size of the file, to check and reserve space; 0 where it is not known.
+            size_bytes: Size of the file, to check and reserve space; 0 where it is unknown.
             mode: Permission bits of data and manifest.
             is_rank_file: The file belongs to a set: its name is new, and it gets no manifest.
 
@@ -258,7 +255,7 @@ class Publisher:
         read_back: Callable[[InputFile, FileDigest], None] | None = None,
         is_rank_file: bool = False,
     ) -> Manifest:
-        """Write and publish a file in one call; see `new_file`.
+        """Write and publish a file in one call; see `new_file` for other arguments and errors.
 
         Args:
             name: Base name of the data file.
@@ -286,18 +283,14 @@ class Publisher:
     def place(
         self, name: str, *, size_bytes: int, write: Callable[[OutputFile], object], mode: int
     ) -> None:
-        """Make a file that is no checkpoint durable under `name`, replacing any other; it gets no manifest.
+        """Make a non-checkpoint file durable under `name`, replacing any other; without a manifest.
 
-        Args:
-            name: Base name; the lease on it must be held.
-            size_bytes: Size of the file, to check and reserve space.
-            write: Writes the content into the new file.
-            mode: Permission bits.
+        The lease on the name must be held.
 
         Raises:
             StoreFull: Not enough space; nothing was changed.
             StoreLocked: The lease is lost; nothing was changed.
-            OSError: From the disk; the old file is intact, or the new one is there.
+            OSError: From the disk; the directory holds the intact old file or the new one.
         """
         with self.new_file(
             name, series=name, size_bytes=size_bytes, mode=mode, is_rank_file=True
@@ -307,11 +300,11 @@ class Publisher:
             new.give_name()
 
     def _replaced(self, name: str) -> Replaced:
-        """Return the content and the manifest of the file that has this name now, if any.
+        """Return the manifest and its content of the file that has this name now, if any.
 
-        The manifest gets the proofs of this writer. So a placeholder takes its place for a bare
-        file, and for one whose manifest is not proven to this writer; the original is preserved in
-        it.
+        The manifest gets the proofs of this writer. So a placeholder replaces it for a bare file,
+        and for a file whose manifest this writer cannot prove; the placeholder preserves the
+        original.
         """
         before = self._manifests.content(name)
         status = self.fs.status(self.directory / name)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The file that a path leads to: links are followed, but for one that took the place of the data of a checkpoint."""
+"""Resolve a path to its file, but refuse a link in the place of a checkpoint's data."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from ckptmgr.core.errors import CorruptCheckpoint
 from ckptmgr.store.manifest.codec import manifest_name
 
 NO_REGULAR_FILE = "the data file is a link or no regular file"
-_MAX_LINKS = 40
+_MAX_LINKS = 40  # as many as Linux follows; opening a longer chain fails
 
 
 def real_file(path: str | os.PathLike[str]) -> Path:
     """Return the file that a path leads to, which need not exist.
 
     Raises:
-        CorruptCheckpoint: A link on the way has a manifest, which is of the file that should be there.
+        CorruptCheckpoint: A link on the way has a manifest, which describes the file that the link
+            replaced.
     """
     at = Path(path)
-    for _ in range(
-        _MAX_LINKS
-    ):  # as many as Linux follows; of more it says so when the file is opened
+    for _ in range(_MAX_LINKS):
         at = Path(os.path.realpath(at.parent)) / at.name
         if not at.is_symlink():
             break
@@ -33,8 +32,8 @@ def real_file(path: str | os.PathLike[str]) -> Path:
 
 
 def no_regular_file(path: Path) -> CorruptCheckpoint:
-    """Return the error of a link, or another thing, in place of a data file that a manifest describes."""
-    # It would be followed out of the directory, where another file may take the place of its target unnoticed.
+    """Return the error for a link, or another kind of entry, in place of a described data file."""
+    # A link would lead out of the directory, where another file can replace its target unnoticed.
     return CorruptCheckpoint(
         NO_REGULAR_FILE,
         path=path,

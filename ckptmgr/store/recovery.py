@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clean up after writers that died: remove what they left, finish the overwrites they had committed.
+"""Clean up after dead writers: remove their leftovers, finish the overwrites they had committed.
 
-A manifest without data is what an interrupted save or removal leaves, but also what a directory holds that is being copied
-here, small files first, or whose data was lost. It is removed when the data that it describes is beside it in the unfinished
-file of a dead writer; or when a checkpoint as new of its series is whole, and was saved after the manifest came here, or the
-manifest came a day ago, by a time that no copy brings along. Else its data is missing, and it stays to say so.
+A manifest without data has several causes: an interrupted save or removal, a copy of a directory in
+progress that brings small files first, or lost data. It is removed in two cases. Either a dead
+writer left the described data in its temporary file. Or a checkpoint of its series that is as new
+is whole, and it was saved after the manifest came here, or the manifest came here a day ago (by the
+change time, which no copy preserves). Otherwise its data is missing, and the manifest stays to show
+that.
 
-Every process that begins to save cleans up for all: for another series or name only while no process holds its lease. Of
-a lease that names a process of another host, nothing is known.
+Every process that begins to save cleans up for all series. It touches another series or name only
+while no process holds its lease. Whether a process of another host still lives is unknown.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from ckptmgr.store.trash_folder import DEFAULT_GRACE, may_be_in_trash
 _GRACE_S = DEFAULT_GRACE.total_seconds()
 
 Repair = Callable[[], str | None]
-"""Does what is to be done, and says so; None where there was nothing to do."""
+"""Makes one repair and describes it; returns None if nothing was to be done."""
 
 
 def recover(files: ManifestFiles, processes: Processes, series: str, *, now_s: float) -> list[str]:
@@ -43,12 +45,9 @@ def recover(files: ManifestFiles, processes: Processes, series: str, *, now_s: f
 
 
 def remove_dead_temps(fs: FileSystem, directory: Path, processes: Processes) -> list[str]:
-    """Remove the unfinished files of writers that are known to be dead; needs no lease.
+    """Remove the temporary files of dead writers; needs no lease. Return one sentence per removal.
 
     Those whose manifest is published stay for `recover`, which removes that manifest first.
-
-    Returns:
-        What was done, one sentence each.
     """
     done = []
     with fs.hold_directory(directory):
@@ -84,8 +83,8 @@ class _Recovery:
             return []
         entries = self._fs.list(self._directory)
         self._remove_leases(entries)
-        # Unfinished files go last, once it is durable that their manifests are gone: without them nothing would show that
-        # the manifests are leftovers.
+        # Temporary files are removed last, when the removal of their manifests is durable: they
+        # show that the manifests are leftovers.
         visible = sorted(name for name in entries if not name.startswith("."))
         hidden = sorted(name for name in entries if name.startswith("."))
         steps = [
@@ -105,23 +104,23 @@ class _Recovery:
         return [sentence for sentence in done if sentence is not None]
 
     def _repairs(self, name: str, entries: dict[str, FileStatus]) -> Iterator[Repair]:
-        """Yield what to do about one name."""
+        """Yield the repairs that one name needs."""
         if self._is_dead_temp(name):
             yield lambda: self._remove_temp(name, entries)
         if not name.endswith(manifests.SUFFIX) or name.startswith("."):
             return
         data_name = name.removesuffix(manifests.SUFFIX)
         try:
-            # What is only claimed decides nothing here but whether to look closer.
+            # The unproven content decides only whether to check further.
             claimed = self._files.load(name, trust=Trust())
             if claimed is None or claimed.shards:
-                return  # a sharded checkpoint has no half that could be finished
+                return  # a sharded checkpoint has no swap that could be finished
             if data_name not in entries:
                 self._files.load(name, trust=self._files.trust.strict)
                 if not self._is_leftover(claimed, entries):
                     return
         except (CkptmgrError, OSError):
-            return  # unreadable: shown by scan, removed only by a person
+            return  # unreadable: the listing shows it, and only the user removes it
         if data_name not in entries:
             if not may_be_in_trash(self._fs, self._directory, data_name):
                 yield lambda: self._remove_alone(claimed, entries[name])
@@ -129,7 +128,7 @@ class _Recovery:
             yield lambda: self._settle(claimed)
 
     def _is_leftover(self, manifest: Manifest, entries: dict[str, FileStatus]) -> bool:
-        """Return whether a manifest without data is of a dead writer, and its data is neither missing nor to come."""
+        """Return whether a dead writer left a manifest without data, which is not missing."""
         lone = LoneManifest(manifest)
         temps = (temp for temp in entries if is_temp_of(temp, manifest.name))
         if any(
@@ -140,7 +139,7 @@ class _Recovery:
         newer = lone.newer_in(self._present())
         if newer is None or changed_ns is None:
             return False
-        # A copy changes its files later than what is in them was saved.
+        # The change time of a copied file is later than the time of the save in it.
         changed_s = changed_ns / 1e9
         return changed_s <= newer.saved_at.timestamp() or changed_s + _GRACE_S <= self._now_s
 
@@ -150,7 +149,7 @@ class _Recovery:
         return self._found
 
     def _remove_temp(self, name: str, entries: dict[str, FileStatus]) -> str | None:
-        """Remove an unfinished file, unless its manifest stays because these keys do not prove it: that would look missing."""
+        """Remove a temporary file, but not beside an unproven manifest: it would look missing."""
         for one in entries:
             data_name = one.removesuffix(manifests.SUFFIX)
             if one != data_name and data_name not in entries and is_temp_of(name, data_name):
@@ -165,7 +164,7 @@ class _Recovery:
         return f"removed {name}, {why}"
 
     def _remove_alone(self, claimed: Manifest, listed: FileStatus) -> str | None:
-        """Remove a manifest without data, unless somebody saves under that name, or has since it was listed."""
+        """Remove a manifest without data, unless another process saved under its name meanwhile."""
         name = manifest_name(claimed.name)
         with self._leases_of(claimed) as is_held:
             status = self._fs.status(self._directory / name)
@@ -182,7 +181,10 @@ class _Recovery:
 
     @contextlib.contextmanager
     def _leases_of(self, claimed: Manifest) -> Iterator[bool]:
-        """Yield whether nobody else writes a checkpoint: a run holds the lease of its series, others that of its name."""
+        """Hold the leases of a checkpoint; yield False if another process writes it.
+
+        A run holds the lease of its series, other writers that of the name.
+        """
         with contextlib.ExitStack() as leases:
             is_held = True
             try:
@@ -197,7 +199,8 @@ class _Recovery:
         """Hold a lease that no live process has.
 
         Raises:
-            StoreLocked: One has it, or one of another host may: not every file system locks files for all hosts.
+            StoreLocked: A process has it, or one of another host may: not every file system locks
+                files across hosts.
         """
         with contextlib.suppress(FileNotFoundError):
             owner, _ = holders_in(read_text(self._fs, lease_path(self._directory, name)))
@@ -209,7 +212,7 @@ class _Recovery:
             yield
 
     def _remove_leases(self, names: Iterable[str]) -> None:
-        """Remove the lease files of processes that were killed; they need not be gone for good, so nothing is synced."""
+        """Remove the lease files of killed processes; without a sync, as they are harmless."""
         leased = {found for name in names if (found := leased_name(name)) is not None}
         for name in leased - {self._series}:
             with contextlib.suppress(StoreLocked, OSError), self._lease(name):
@@ -221,7 +224,7 @@ class _Recovery:
             return False
         token, tag = parts
         is_dead = self._processes.is_dead(token)
-        # Of other hosts nothing is known, but with the lease held nobody else writes this series.
+        # Processes of other hosts are unknown, but with the lease held no other writes this series.
         return is_dead is True or (is_dead is None and tag == series_tag(self._series))
 
 

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of one rank in a directory that many ranks write: its own file, published without a manifest beside it.
+"""Files of ranks in a directory: publish one without a manifest, replace those of a checkpoint.
 
-The saving process of a rank works here, too: it writes the file, and the vote stays with the rank.
-
-Put new files of ranks in the place of old ones, in a checkpoint that was committed.
-
-In this order: the new files durable, under the name of an attempt of their own; the manifest replaced by one that names them
-(the commit point), durable; the old files removed. What an interruption leaves is collected like any other attempt.
+The worker process of a rank publishes its file here, too; the vote of the commit stays with the
+rank. Replacing works in this order: the new files become durable under names of a new attempt; the
+manifest is replaced by one that names them (the commit point), durably; the old files are removed.
+Recovery removes what an interruption leaves, as for any other attempt.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from ckptmgr.store.store import Store
 
 
 class ShardFiles(Store):
-    """A checkpoint directory as a writer of the file of one rank sees it; arguments as for `Store`."""
+    """A checkpoint directory for the writer of one rank's file; arguments as for `Store`."""
 
     def publish(
         self,
@@ -40,7 +38,7 @@ class ShardFiles(Store):
         read_back: Callable[[InputFile, FileDigest], None] | None = None,
         is_rank_file: bool = True,
     ) -> Manifest:
-        """Make the file of one rank durable, without a manifest beside it; see `Publisher.publish`."""
+        """Make the file of one rank durable, without a manifest; see `Publisher.publish`."""
         return super().publish(
             name,
             series=series,
@@ -53,14 +51,14 @@ class ShardFiles(Store):
         )
 
     def withdraw(self, name: str) -> None:
-        """Remove the file of a rank that will never be part of a checkpoint, as far as the disk lets us."""
+        """Remove the file of a rank that no checkpoint will name; ignore errors of the disk."""
         with contextlib.suppress(OSError):
             unlink_if_present(self.fs, self.directory / name)
 
     def recover_from_worker(self, series: str) -> list[str]:
-        """Remove what dead processes of this host left; see `Store.recover_from_worker`.
+        """Remove temporary files of dead processes on this host; see `Store.recover_from_worker`.
 
-        No more: ranks on other hosts are writing, and nobody here can tell that they live.
+        Nothing else is removed: ranks on other hosts are writing, and this host cannot check them.
         """
         return remove_dead_temps(self.fs, self.directory, self.processes)
 
@@ -68,7 +66,7 @@ class ShardFiles(Store):
 def swap_shards(
     store: Store, old: Manifest, write: Callable[[ShardFiles], Manifest], *, names: Sequence[str]
 ) -> Manifest:
-    """Replace files of a checkpoint of many ranks, durably; the lease of its series must be held.
+    """Replace files of a sharded checkpoint durably; the lease of its series must be held.
 
     Args:
         store: The directory, with the keys of the manifest.
@@ -77,8 +75,9 @@ def swap_shards(
         names: Those of the new files.
 
     Raises:
-        SaveFailed: A new file has gone; nothing was changed.
-        OSError: From the disk. It is the old or the new checkpoint; what is left beside it is garbage.
+        SaveFailed: A new file is missing; nothing was changed.
+        OSError: From the disk. The checkpoint is the old or the new one; other files of it are
+            leftovers.
         CkptmgrError: What `write` raises; nothing was changed.
     """
     files = ShardFiles(store.directory, fs=store.fs, processes=store.processes)
@@ -101,7 +100,7 @@ def swap_shards(
 
 
 def _withdraw(store: Store, files: ShardFiles, set_name: str, names: Sequence[str]) -> None:
-    """Remove new files that the manifest does not name; where that cannot be told, they stay."""
+    """Remove new files that the manifest does not name; if it cannot be read, they stay."""
     with contextlib.suppress(CkptmgrError, OSError):
         present = store.read_manifest(set_name)
         if present is not None:

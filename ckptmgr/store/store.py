@@ -1,24 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One directory of checkpoints: what is in it, and the only ways to change it.
+"""One directory of checkpoints: its listing, and the only ways to change it.
 
-Publishing, in this order: data written and synced under a temporary name; directory synced; manifest published; directory
-synced; data renamed (the commit point); directory synced. Before the rename the checkpoint does not exist, after it it is
-whole. When a name is overwritten, the new manifest also describes the old data until the swap is durable, so at every instant
-the name verifies.
+Publishing, in this order: data written and synced under a temporary name; directory synced;
+manifest published; directory synced; data renamed (the commit point); directory synced. Before the
+rename the checkpoint does not exist, afterwards it is whole. When a name is overwritten, the new
+manifest also describes the old data until the swap is durable, so at every instant the name
+verifies.
 
-Removing, in this order: directory synced; data unlinked; directory synced; manifest unlinked; directory synced. A half-removed
-checkpoint is a manifest without data that is older than a whole one: a leftover. One that is newer, without the described data
-in a temporary file beside it, is left by neither: its data is missing (see `lone_manifests`).
+Removing, in this order: directory synced; data unlinked; directory synced; manifest unlinked;
+directory synced. A half-removed checkpoint is a manifest without data that is older than a whole
+one: a leftover. A newer manifest without its data in a temporary file results from neither order:
+its data is missing (see `lone_manifests`).
 
-Calls that only read are made again when they fail with an error that may pass (see `passing_errors`).
+Calls that only read are repeated when they fail with an error that may pass (see
+`io.passing_errors`).
 
-A sharded checkpoint is what its manifest says, and is there when that is (see `shard_names`): the manifest comes last and
-goes first. Data files of ranks that no manifest names are leftovers.
+A sharded checkpoint exists as soon as its manifest does (see `core.shard_names`): the manifest is
+published last and removed first. Data files of ranks that no manifest names are leftovers.
 
-What is seen may not be durable yet: a writer may have died between a rename and the sync. So whatever acts on what it sees
-(removing, overwriting, recovering) syncs the directory first.
+A visible change may not be durable yet: its writer may have died between a rename and the sync. So
+every function that relies on the listing (to remove, overwrite or recover) syncs the directory
+first.
 
-Nothing here decides *what* to keep; see `retention`.
+The decision *what* to keep is made in `policy.retention`.
 """
 
 from __future__ import annotations
@@ -47,7 +51,7 @@ from ckptmgr.store.name_leases import HeldNames, hold_unchanged
 from ckptmgr.store.publish import Publisher
 from ckptmgr.store.recovery import recover
 
-# Beside a writer of another series the directory may never come to rest.
+# While a writer of another series works, the directory may never stop changing.
 _MOST_LOOKS = 20
 
 
@@ -55,11 +59,11 @@ class Store(Publisher):
     """A checkpoint directory.
 
     Args:
-        directory: Where the checkpoints lie; created on the first save.
+        directory: The folder; created on the first save.
         fs: The disk.
         trust: Its keys authenticate, sign and prove manifests.
-        processes: Tells dead writers from live ones.
-        clock: Seconds since the epoch, as the disk counts them; tells what has been left here for long.
+        processes: Distinguishes dead writers from live ones.
+        clock: Seconds since the epoch by the clock of the disk; for the age of leftovers.
 
     Attributes:
         is_on_real_disk: Whether another process that opens the directory sees the same.
@@ -90,18 +94,18 @@ class Store(Publisher):
         )
 
     def scan(self) -> list[Checkpoint]:
-        """Return everything in the directory that is, was or will be a checkpoint, in no particular order.
+        """Return every checkpoint of the directory, finished or not, in no particular order.
 
-        Never raises because of what it finds: damaged and half-written ones are returned with their state and problem.
-        Reads manifests, not data, and those only once unless their files change.
+        Damage does not raise: damaged and half-written checkpoints are returned with their state
+        and problem. Reads manifests only, and each again only when its file changes.
         """
         return listed(self._manifests, self.processes, self._seen, now_s=self._clock())
 
     def scan_for(self, is_wanted: Callable[[Checkpoint], bool]) -> list[Checkpoint]:
-        """As `scan`, but look again as long as the directory changes and nothing that is wanted is found.
+        """As `scan`, but repeat it while the directory changes and no wanted checkpoint is found.
 
-        A listing is no snapshot. Beside a run that keeps its last checkpoint it may show neither the one that goes nor the
-        one that comes.
+        A listing is no snapshot. Beside a run that keeps only its last checkpoint it may show
+        neither the old one nor the new one.
         """
         before: frozenset[str] | None = None
         found: list[Checkpoint] = []
@@ -118,10 +122,11 @@ class Store(Publisher):
     def read_manifest(self, data_name: str) -> Manifest | None:
         """Return the manifest of a data file, or None when it has none.
 
-        Where a swap was interrupted, returns the half that describes the data that is there.
+        After an interrupted swap, returns the side that describes the present data.
 
         Raises:
-            CorruptCheckpoint, TamperedCheckpoint, KeyProblem: It is damaged, changed, or under another key.
+            CorruptCheckpoint, TamperedCheckpoint, KeyProblem: It is damaged, changed, or under
+                another key.
         """
         return self._manifests.read(data_name)
 
@@ -137,13 +142,13 @@ class Store(Publisher):
 
     @contextlib.contextmanager
     def lease(self, series: str) -> Iterator[None]:
-        """Be the only writer of a series, or of one file; no lease file stays behind.
+        """Be the only writer of a series, or of one file; no lease file remains.
 
         Raises:
             StoreLocked: Another process is the writer.
             OSError: From the disk.
         """
-        if self.fs.status(self.directory) is None:  # a save makes sure that it is durable
+        if self.fs.status(self.directory) is None:  # the save makes it durable
             self.fs.make_directory(self.directory, mode=0o700)
         with self.leases.hold(series):
             yield
@@ -154,7 +159,7 @@ class Store(Publisher):
         return self._manifests.leases
 
     def look(self, name: str) -> Checkpoint | None:
-        """Return what is listed under one name now, or None.
+        """Return the checkpoint that is listed under one name now, or None.
 
         Raises:
             OSError: From the disk.
@@ -163,7 +168,9 @@ class Store(Publisher):
 
     @contextlib.contextmanager
     def unchanged(self, checkpoints: Sequence[Checkpoint]) -> Iterator[HeldNames]:
-        """Hold the names of those checkpoints that are still what was listed; the leases of their series must be held.
+        """Hold the names of the checkpoints that are unchanged since their listing.
+
+        The leases of their series must be held.
 
         Raises:
             StoreLocked: One of those leases is lost.
@@ -173,27 +180,27 @@ class Store(Publisher):
             self.fs.hold_directory(self.directory),
             hold_unchanged(self.fs, self.directory, checkpoints, self.look) as held,
         ):
-            # Last, because to take the leases of many names takes long.
+            # Last, because taking the leases of many names takes long.
             self.leases.check(*(checkpoint.series for checkpoint in checkpoints))
             yield held
 
     def update_manifest(self, manifest: Manifest, *, mode: int | None = None) -> None:
-        """Replace the manifest of a committed checkpoint (pins, late metrics), durably; None keeps its mode."""
+        """Replace the manifest of a committed checkpoint durably; None keeps its mode."""
         with explain_errors(self.directory / manifest.name, self.fs):
             self.fs.sync_directory(self.directory)
             self._manifests.put(manifest, series=manifest.series, mode=mode)
             self.fs.sync_directory(self.directory)
 
     def lost_by_rewriting(self, name: str) -> str | None:
-        """Return what the manifest of a checkpoint has that cannot be made here, `authenticated` or `signed`; else None."""
+        """Return the proof that a manifest loses if rewritten: `authenticated`, `signed` or None."""
         return self._manifests.lost_by_rewriting(name)
 
     def reauthenticate(
         self, name: str, change: Callable[[ManifestKey], ManifestKey], *, mode: int | None = None
     ) -> None:
-        """Give the manifest of a committed checkpoint another authentication, durably; the lease must be held.
+        """Give the manifest of a committed checkpoint another authentication; None keeps its mode.
 
-        It keeps its mode where none is given.
+        The change is durable. The lease must be held.
 
         Raises:
             CkptmgrError: It cannot be read, or is not authenticated.
@@ -204,7 +211,7 @@ class Store(Publisher):
             self.fs.sync_directory(self.directory)
 
     def check_proven(self, checkpoint: Checkpoint) -> None:
-        """Raise unless this writer's own keys prove the manifest of a checkpoint: it is about to be written under them.
+        """Check that the writer's own keys prove a manifest which they are about to authenticate.
 
         Raises:
             CkptmgrError: They do not.
@@ -212,9 +219,10 @@ class Store(Publisher):
         self._manifests.read_proven(checkpoint.name)
 
     def finish_swap(self, checkpoint: Checkpoint) -> None:
-        """Finish with an overwrite of a checkpoint that was interrupted; the lease must be held.
+        """Finish an interrupted overwrite of a checkpoint; the lease must be held.
 
-        Before a manifest is changed: the proofs that it keeps for the data that was to be replaced would not change with it.
+        Call it before a change of the manifest, which would not change the proofs that the manifest
+        keeps for the old data.
 
         Raises:
             OSError: From the disk.
@@ -226,11 +234,12 @@ class Store(Publisher):
     def change_pins(
         self, checkpoint: Checkpoint, change: Callable[[tuple[Pin, ...]], tuple[Pin, ...]]
     ) -> Manifest:
-        """Replace the pins in the manifest of a committed checkpoint, durably; the lease must be held.
+        """Replace the pins of a committed checkpoint in its manifest, durably; hold the lease.
 
         Raises:
-            UnsupportedCheckpoint: It has no manifest to note pins in.
-            KeyProblem: The manifest is authenticated or signed, and without the key for that it cannot be written again.
+            UnsupportedCheckpoint: It has no manifest that could hold pins.
+            KeyProblem: The manifest is authenticated or signed, and without that key it cannot be
+                rewritten.
         """
         self.finish_swap(checkpoint)
         manifest = self.read_manifest(checkpoint.name)
@@ -244,7 +253,7 @@ class Store(Publisher):
         return changed
 
     def check_rewritable(self, checkpoint: Checkpoint) -> None:
-        """Raise unless the manifest of a checkpoint, if it has one, can be written again as trustworthy as it is.
+        """Raise unless the manifest of a checkpoint, if any, can be rewritten with the same proofs.
 
         Raises:
             KeyProblem: It is authenticated or signed, and the key for that is missing.
@@ -261,13 +270,15 @@ class Store(Publisher):
     def remove(
         self, checkpoints: Sequence[Checkpoint], *, staying: Sequence[Checkpoint] | None = None
     ) -> list[Exception]:
-        """Remove checkpoints durably; return what could not be removed, and go on with the others.
+        """Remove checkpoints durably; return the errors of those that could not be removed.
 
-        What is being saved under such a name, or was since it was listed, stays; that is one of the errors.
+        A checkpoint under whose name another process saves, or saved since the listing, stays; that
+        is one of the errors. The leases of all their series must be held.
 
         Args:
-            checkpoints: What goes; the leases of their series are held.
-            staying: What else there is, where the caller has just looked; None to look.
+            checkpoints: The checkpoints to remove.
+            staying: The other checkpoints, where the caller has just listed them; None to list
+                them.
 
         Raises:
             StoreLocked: A lease is lost; nothing was removed.
@@ -278,9 +289,9 @@ class Store(Publisher):
             return held.failures + self._remove(held.checkpoints)
 
     def remove_copied(self, checkpoint: Checkpoint) -> None:
-        """Remove durably a checkpoint of which another one of the directory was proven to be a copy.
+        """Remove durably a checkpoint of which another one of the directory is a proven copy.
 
-        The lease of its name must be held since then.
+        The lease of its name must be held since that proof.
 
         Raises:
             StoreLocked: The lease is lost; nothing was removed.
@@ -316,7 +327,7 @@ class Store(Publisher):
     def check_not_all(
         self, checkpoints: Iterable[Checkpoint], present: Iterable[Checkpoint]
     ) -> None:
-        """Raise UnsafePrune when no countable one of those that are present would stay without these."""
+        """Raise UnsafePrune when no countable checkpoint would remain."""
         going = {checkpoint.name for checkpoint in checkpoints}
         if going and not any(c.is_countable and c.name not in going for c in present):
             raise UnsafePrune(
@@ -324,19 +335,17 @@ class Store(Publisher):
             )
 
     def write_note(self, path: Path, data: bytes, *, series: str) -> None:
-        """Replace a small file atomically, but without waiting for the disk: it may be lost, never torn."""
+        """Replace a small file atomically, without a sync: a crash may lose it but not tear it."""
         self._manifests.write(path, data, series=series, mode=0o600, is_durable=False)
 
     def recover(self, series: str) -> list[str]:
-        """Clean up after dead writers of a series and finish interrupted swaps; the lease must be held.
+        """Clean up after dead writers of a series, finish interrupted swaps; hold the lease.
 
-        Never raises because of what it finds: what cannot be cleaned up stays, and is tried again next time.
-
-        Returns:
-            What was done, one sentence each.
+        Returns one sentence for each repair. Errors of the disk do not raise: the next call tries
+        again.
         """
         return recover(self._manifests, self.processes, series, now_s=self._clock())
 
     def recover_from_worker(self, series: str) -> list[str]:
-        """Clean up after a worker process of ours that died in a save; see `recover`."""
+        """Clean up after a worker process of this one that died in a save; see `recover`."""
         return self.recover(series)

@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trash folder of a directory: dropped checkpoints wait there before they are removed for good.
+"""The trash of a directory: dropped checkpoints wait there before they are removed for good.
 
 ```
 <directory>/.ckptmgr-trash/20260301T101500.000000Z/net-1_20.ckpt
                                                    net-1_20.ckpt.manifest.json
 ```
-One folder for each prune (a batch). Moving in, in this order: data renamed; both directories synced; manifest renamed; both
-synced. Moving back: manifest, synced; data, synced. So at every instant a checkpoint in the directory is whole, or it is a
-manifest without data, which is a leftover and never listed as a checkpoint. Of a sharded one the manifest is moved in first
-and back last.
 
-The leases of the series must be held. The newest good checkpoint never goes in.
+One folder for each prune (a batch). Moving in, in this order: data renamed; both directories
+synced; manifest renamed; both synced. Moving back: manifest, synced; data, synced. So at every
+instant a checkpoint in the directory is whole, or it is a manifest without data, which is a
+leftover and not listed as a checkpoint. For a sharded checkpoint the manifest moves in first and
+back last.
+
+The leases of the series must be held. The newest good checkpoint never moves in.
 """
 
 from __future__ import annotations
@@ -51,12 +53,12 @@ _WITHOUT_DATA = (State.LEFTOVER, State.MISSING)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What one prune threw away.
+    """The checkpoints that one prune dropped.
 
     Attributes:
         path: The folder.
         thrown_at: When, UTC; from the name of the folder.
-        checkpoints: What lies in it and can be restored, oldest first.
+        checkpoints: Its checkpoints that can be restored, oldest first.
     """
 
     path: Path
@@ -70,7 +72,7 @@ class Batch:
 
 
 def batches(store: Store) -> list[Batch]:
-    """Return the batches in the trash of a directory, oldest first; strangers in the trash are left out."""
+    """Return the batches in the trash of a directory, oldest first; other entries are ignored."""
     found = []
     for path, thrown_at in batch_folders(store.fs, store.directory):
         with held_batch(store.fs, path):
@@ -82,9 +84,10 @@ def batches(store: Store) -> list[Batch]:
 
 
 def new_batch_path(store: Store, now: datetime) -> Path:
-    """Return the folder for a new batch, later than all others but those of a future day; nothing is created.
+    """Return the path of a new batch, later than all others but those of a future day.
 
-    A folder of a far day, which a wrong clock or an attacker made, would keep all later batches beyond their grace time.
+    A folder with a date far in the future, from a wrong clock or an attacker, would otherwise keep
+    all later batches beyond their grace time. Nothing is created.
     """
     found = (thrown_at for _, thrown_at in batch_folders(store.fs, store.directory))
     latest = max((one for one in found if one - now <= _CLOCK_SKEW), default=None)
@@ -94,17 +97,13 @@ def new_batch_path(store: Store, now: datetime) -> Path:
 
 
 def throw_away(store: Store, checkpoints: Sequence[Checkpoint], into: Path) -> list[Exception]:
-    """Move checkpoints into a batch, durably; return what could not be moved, and go on with the others.
+    """Move checkpoints into the batch folder `into`, durably; return the errors of those that stay.
 
-    What is being saved under such a name, or was since it was listed, stays; that is one of the errors.
-
-    Args:
-        store: The directory; the leases of the series are held.
-        checkpoints: What to move.
-        into: The folder of the batch; created when missing.
+    A checkpoint under whose name another process saves, or saved since the listing, stays; that is
+    one of the errors. The leases of the series must be held.
 
     Raises:
-        UnsafePrune: It would take the last good checkpoint, or the trash is not a folder of its own.
+        UnsafePrune: It would take the last good checkpoint, or the trash is a link or no folder.
         OSError: The folder cannot be created, or the directories cannot be synced.
     """
     store.check_not_all(checkpoints, store.scan())
@@ -123,7 +122,7 @@ def throw_away(store: Store, checkpoints: Sequence[Checkpoint], into: Path) -> l
 
 @contextlib.contextmanager
 def _new_batch(store: Store, into: Path) -> Iterator[None]:
-    """Make the folder of a batch where it is missing, and hold it."""
+    """Create the folder of a batch if it is missing, and hold it."""
     with store.fs.hold_directory(store.directory):
         store.fs.make_directory(into.parent, mode=0o700)
         with held_trash(store.fs, store.directory):
@@ -133,13 +132,14 @@ def _new_batch(store: Store, into: Path) -> Iterator[None]:
 
 
 def restore(store: Store, batch: Batch, checkpoints: Sequence[Checkpoint]) -> list[str]:
-    """Move checkpoints of a batch back, durably; return the names that are taken meanwhile and stayed in the trash.
+    """Move checkpoints of a batch back, durably; return the taken names, whose files stay here.
 
-    A name is taken, too, while somebody saves under it.
+    A name is also taken while another process saves under it.
 
     Raises:
-        StoreLocked: Another process removes old batches, or restores one; or a lease was lost. Nothing was moved.
-        OSError: From the disk; calling it again goes on where it stopped.
+        StoreLocked: Another process removes old batches, or restores one; or a lease was lost.
+            Nothing was moved.
+        OSError: From the disk; calling it again continues.
     """
     with contextlib.ExitStack() as leases:
         leases.enter_context(store.lease(TRASH_NAME))
@@ -159,7 +159,7 @@ def restore(store: Store, batch: Batch, checkpoints: Sequence[Checkpoint]) -> li
 
 
 def _is_held(store: Store, checkpoint: Checkpoint, leases: contextlib.ExitStack) -> bool:
-    """Return whether we are the only writer of a name from now on."""
+    """Return whether this process is the only writer of a name from now on."""
     try:
         if checkpoint.name != checkpoint.series:
             leases.enter_context(store.lease(checkpoint.name))
@@ -169,14 +169,14 @@ def _is_held(store: Store, checkpoint: Checkpoint, leases: contextlib.ExitStack)
 
 
 def taken_names(store: Store, checkpoints: Sequence[Checkpoint]) -> list[str]:
-    """Return the names of checkpoints that something in the directory has now."""
+    """Return the names of checkpoints that the directory already has."""
     return [
         c.name for c in checkpoints if store.fs.status(store.directory / files_of(c)[0]) is not None
     ]
 
 
 def series_of(store: Store, checkpoint: Checkpoint) -> str:
-    """Return the series that a manifest in the directory gives a file, wherever its data is; else what is listed."""
+    """Return the series in a file's manifest, with or without its data; else the listed one."""
     try:
         manifest = store.read_manifest(checkpoint.name)
     except (CkptmgrError, OSError):
@@ -185,10 +185,10 @@ def series_of(store: Store, checkpoint: Checkpoint) -> str:
 
 
 def finish(store: Store, series: str) -> None:
-    """Let manifests of a series follow data that an interrupted `throw_away` moved alone.
+    """Move manifests of a series after their data, which an interrupted `throw_away` moved alone.
 
     Raises:
-        OSError: From the disk; calling it again goes on.
+        OSError: From the disk; calling it again continues.
     """
     for checkpoint in store.scan():
         if checkpoint.state not in _WITHOUT_DATA or series_of(store, checkpoint) != series:
@@ -204,7 +204,7 @@ def finish(store: Store, series: str) -> None:
 
 def _finish(store: Store, data_name: str, into: Path) -> None:
     if store.fs.status(store.directory / data_name) is not None:
-        return  # somebody saved under that name again, and the manifest is that of the new file
+        return  # saved again: the manifest describes the new file
     store.leases.check_all()
     failures, _ = _move_all(
         store, [manifest_name(data_name)], store.directory, into, may_be_missing=True
@@ -214,14 +214,14 @@ def _finish(store: Store, data_name: str, into: Path) -> None:
 
 
 def discard(store: Store, batch: Batch) -> None:
-    """Remove a batch for good: data, then manifests, then the folder, and the trash itself when it is empty.
+    """Remove a batch for good: data, then manifests, then the folder, and the trash if it is empty.
 
     Raises:
-        StoreLocked: Somebody restores it, or removes it.
-        OSError: From the disk; calling it again goes on where it stopped.
+        StoreLocked: Another process restores or removes it.
+        OSError: From the disk; calling it again continues.
     """
     with store.lease(TRASH_NAME):
-        # Another prune may have been faster.
+        # Another prune may have removed it first.
         with contextlib.suppress(FileNotFoundError), held_batch(store.fs, batch.path):
             store.leases.check_all()
             _remove_files(store.fs, batch.path)
@@ -239,7 +239,7 @@ def _remove_files(fs: FileSystem, folder: Path) -> None:
 
 
 def tidy(store: Store, folder: Path) -> None:
-    """Remove a batch's folder, and the trash, as far as they are empty."""
+    """Remove the folder of a batch, and the trash, if they are empty."""
     with store.fs.hold_directory(store.directory), contextlib.suppress(FileNotFoundError):
         with held_trash(store.fs, store.directory):
             _remove_empty(store.fs, folder)
@@ -261,7 +261,7 @@ def _remove_empty(fs: FileSystem, folder: Path) -> None:
 def _move_all(
     store: Store, names: Sequence[str], source: Path, target: Path, *, may_be_missing: bool = False
 ) -> tuple[list[OSError], list[str]]:
-    """Rename files and sync both directories; return the failures and the names that moved."""
+    """Rename files and sync both directories; return the failures and the moved names."""
     failures: list[OSError] = []
     moved: list[str] = []
     for name in names:
@@ -274,7 +274,7 @@ def _move_all(
         except OSError as error:
             failures.append(error)
     if moved:
-        # Where they went first: a name that is in both places is better than one that is in neither.
+        # The target first: after a crash a file in both places is better than one in neither.
         store.fs.sync_directory(target)
         store.fs.sync_directory(source)
     return failures, moved

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The trash folder of a directory, and whether a file is in it; `ckptmgr.trash` moves files in and out.
+"""Find and hold the trash folder of a directory; `store.trash` moves files in and out.
 
-A user who may write to the directory can put a link in the place of the trash. So every function here and in `ckptmgr.trash`
-opens the trash without following a link, and reaches its entries through that descriptor.
+An attacker with write access to the directory can replace the trash with a link. So every function
+here and in `store.trash` opens the trash without following a link, and accesses its entries through
+that descriptor.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def held_trash(fs: FileSystem, directory: Path) -> Iterator[None]:
 
     Raises:
         FileNotFoundError: There is no trash.
-        OSError: It is a link, belongs to a stranger, or cannot be opened.
+        OSError: It is a link, belongs to another user, or cannot be opened.
     """
     with fs.hold_directory(directory), fs.hold_directory(directory / TRASH_NAME):
         yield
@@ -33,13 +34,13 @@ def held_trash(fs: FileSystem, directory: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held_batch(fs: FileSystem, path: Path) -> Iterator[None]:
-    """Hold the folder of a batch, and those that it is in; errors as of `held_trash`."""
+    """Hold the folder of a batch and its parents; errors as of `held_trash`."""
     with held_trash(fs, path.parent.parent), fs.hold_directory(path):
         yield
 
 
 def batch_folders(fs: FileSystem, directory: Path) -> list[tuple[Path, datetime]]:
-    """Return the folders of the batches and when they were thrown away, oldest first; strangers are left out."""
+    """Return the folders of the batches and their times, oldest first; ignore other entries."""
     trash = directory / TRASH_NAME
     status = fs.status(trash)
     if status is None or not status.is_directory:
@@ -53,7 +54,7 @@ def batch_folders(fs: FileSystem, directory: Path) -> list[tuple[Path, datetime]
 def may_be_in_trash(fs: FileSystem, directory: Path, name: str) -> bool:
     """Return whether a file of this name is in the trash, or the trash cannot be read.
 
-    What belongs to such a file is one half of a prune or an undo that was interrupted, so it must stay.
+    Its counterpart in the directory is then one half of an interrupted prune or undo and must stay.
     """
     try:
         return any(_is_in(fs, path, name) for path, _ in batch_folders(fs, directory))
