@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints that survive: durable, verified, encrypted saves and safe retention for any Python training loop.
+"""Durable, verified and encrypted checkpoints with safe retention for any Python training loop.
 
-Names are imported on first use, so that `import ckptmgr` costs next to nothing.
+Names are imported on first use, so that `import ckptmgr` is cheap.
 """
 
 from __future__ import annotations

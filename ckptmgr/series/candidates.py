@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find the newest checkpoint that really loads: from new to old, each verified, damaged ones skipped with a reason.
+"""Resume candidates: checkpoints in the order in which a run tries them, and those it skips.
 
-Leftovers and half-written files never make this fail; finding nothing is an answer, not an error.
+A run tries the newest checkpoint first, verifies each, and skips a damaged one with a reason.
+Leftovers and unfinished files raise nothing, and an empty result is no error.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ _Loaded = TypeVar("_Loaded")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Skipped:
-    """A checkpoint that was passed over.
+    """A checkpoint that was skipped.
 
     Attributes:
-        checkpoint: Which.
-        reason: Why.
-        is_damaged: Whether that is proven damage, and no question of keys or versions.
-        may_return: Whether it may still be whole elsewhere, or later: a file is gone, or the disk cannot read it.
+        checkpoint: The checkpoint.
+        reason: Why it was skipped.
+        is_damaged: Whether damage is proven, as opposed to a wrong key or an unknown version.
+        may_return: Whether a later attempt may find it intact: its data is missing now, or the
+            disk cannot read it.
     """
 
     checkpoint: Checkpoint
@@ -48,7 +50,7 @@ class Skipped:
 
     @classmethod
     def because(cls, checkpoint: Checkpoint, error: Exception) -> Self:
-        """Return one that could not be loaded."""
+        """Return a checkpoint that failed to load with `error`."""
         return cls(
             checkpoint=checkpoint,
             reason=error.message if isinstance(error, CkptmgrError) else str(error),
@@ -58,13 +60,13 @@ class Skipped:
 
 
 def doubt_of(skipped: Sequence[Skipped]) -> str | None:
-    """Return which checkpoints that were passed over may still be whole elsewhere, or later; or None."""
+    """Return a warning that names the skipped checkpoints that may return, or None."""
     doubts = [f"{one.checkpoint.name}: {one.reason}" for one in skipped if one.may_return]
     return f"a newer checkpoint may come back: {'; '.join(doubts)}" if doubts else None
 
 
 def notes_of(skipped: Sequence[Skipped]) -> tuple[str, ...]:
-    """Return a sentence for each checkpoint that was passed over."""
+    """Return one sentence for each skipped checkpoint."""
     return tuple(f"skipped {one.checkpoint.name}: {one.reason}" for one in skipped)
 
 
@@ -72,16 +74,12 @@ def notes_of(skipped: Sequence[Skipped]) -> tuple[str, ...]:
 def open_checkpoint(
     store: Store, checkpoint: Checkpoint, *, options: ReadOptions, is_read_once: bool = True
 ) -> Iterator[tuple[OpenCheckpoint, Manifest | None]]:
-    """Open a checkpoint of a store with everything that is known about it, to be read with `read_values`.
+    """Open a checkpoint of a store together with its manifest; `read_values` reads it.
 
-    Args:
-        store: Where it lies.
-        checkpoint: Which.
-        options: How to read it.
-        is_read_once: Whether its contents are read only once.
+    With `is_read_once` the read bypasses the page cache, unless other ranks may read the file, too.
 
     Raises:
-        CkptmgrError: It is damaged, locked away by a key, or gone.
+        CkptmgrError: It is damaged or missing, or the keys do not open it.
         OSError: From the disk.
     """
     path = checkpoint.path
@@ -91,7 +89,8 @@ def open_checkpoint(
             manifest = manifest.of_shard(_rank_of(checkpoint, options))
             path = store.directory / manifest.name
         if manifest is None and options.trust.is_strict:
-            # The seal proves who wrote the file, not which step of the run it is: an old one could have been renamed.
+            # The seal proves the writer of the file, not its step: an attacker could have renamed
+            # an older file.
             raise unproven_error(checkpoint.path, options.trust)
         file = store.open_data(path)
         with contextlib.closing(
@@ -108,10 +107,10 @@ def open_checkpoint(
 
 
 def _rank_of(checkpoint: Checkpoint, options: ReadOptions) -> int:
-    """Return whose file to read of a sharded checkpoint.
+    """Return the rank whose file of a sharded checkpoint this process reads.
 
     Raises:
-        UnsupportedCheckpoint: Other ranks read than have saved.
+        UnsupportedCheckpoint: The number of ranks differs from that of the save.
     """
     saved_by = len(checkpoint.shards)
     if options.rank is None or options.world != saved_by:
@@ -125,9 +124,10 @@ def _rank_of(checkpoint: Checkpoint, options: ReadOptions) -> int:
 
 
 def newest_first(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """Return the checkpoints worth trying, newest first; emergency saves last, as their state may be mid-step.
+    """Return the finished checkpoints, newest first, emergency saves last.
 
-    Those whose manifest cannot be read come first: nobody knows how new they are, and whoever skips them must say so.
+    The state of an emergency save may be from the middle of a step. Checkpoints with an unreadable
+    manifest come first: their age is unknown, and the caller must report each one that it skips.
     """
     usable = [c for c in checkpoints if c.state not in UNFINISHED]
     return sorted(
@@ -140,12 +140,13 @@ def newest_first(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
 def first_that_loads(
     candidates: Sequence[Checkpoint], load: Callable[[Checkpoint], _Loaded]
 ) -> tuple[Checkpoint | None, _Loaded | None, list[Skipped]]:
-    """Return the first candidate that loads, what it loaded to, and the ones skipped before it.
+    """Return the first candidate that loads, its content, and the candidates skipped before it.
 
     Raises:
-        OSError: One of them may be whole, but the disk does not give it now. Nothing older may take its place.
-        KeyProblem, UnsupportedCheckpoint, OSError: Nothing loads, and not all of it is known to be damaged; some only needs
-            the right key, version or disk. Starting over would silently lose the run.
+        OSError: The disk cannot read a candidate that may be intact; an older one must not replace
+            it.
+        KeyProblem, UnsupportedCheckpoint, OSError: No candidate loads, and one of them may need
+            only the right key, version or disk: a fresh start would silently lose the run.
     """
     skipped = []
     problems: list[tuple[Checkpoint, Exception]] = []
@@ -170,7 +171,7 @@ def first_that_loads(
             _refuse_to_pass_over(checkpoint, error)
             problems.append((checkpoint, error))
             skipped.append(Skipped.because(checkpoint, error))
-    # A stranger must not hide what is wrong with the caller's own checkpoints.
+    # The error of an unproven file must not hide that of a checkpoint of this run.
     for _, problem in sorted(problems, key=lambda one: one[0].is_unproven):
         if not isinstance(problem, (CorruptCheckpoint, FileNotFoundError)):
             raise problem
@@ -178,7 +179,7 @@ def first_that_loads(
 
 
 def _refuse_to_pass_over(checkpoint: Checkpoint, error: Exception) -> None:
-    """Raise an error after which nothing older may be used, because the checkpoint may be whole."""
+    """Raise `error` if the checkpoint may be intact: then an older one must not replace it."""
     if may_be_whole(error):
         error.add_note(
             f"ckptmgr: {checkpoint.path} may be whole, so nothing older is used in its place; mend what keeps it from "
@@ -190,15 +191,11 @@ def _refuse_to_pass_over(checkpoint: Checkpoint, error: Exception) -> None:
 def without_manifest(
     present: Sequence[Checkpoint], prefix: str, chosen: Checkpoint | None
 ) -> list[Skipped]:
-    """Return the files of a prefix whose manifests are gone, and which are not known to be older than the chosen one.
+    """Return the files of a prefix without manifests that are not known to be older than `chosen`.
 
-    They may be anybody's, so none is used in place of a checkpoint with a manifest; but whoever copied the data and forgot the
-    manifests must hear of it.
-
-    Args:
-        present: What lies in the directory.
-        prefix: Of the run, and of those before it.
-        chosen: What the run goes on from, or None.
+    Such a file may be of another run, so it never replaces a checkpoint with a manifest. The report
+    warns a user who copied the data without the manifests. `chosen` is the checkpoint that the run
+    resumes from, or None.
     """
     reason = "it has no manifest, so nothing says that it belongs to this series; copy the .manifest.json files, too"
     bare = [one for one in present if one.is_bare]
@@ -215,7 +212,7 @@ def without_manifest(
 
 
 def skipped_sets(present: Sequence[Checkpoint], prefix: str) -> list[Skipped]:
-    """Return the checkpoints of many ranks of a prefix that lack only their manifest; see `lone_sets`."""
+    """Return the sharded checkpoints of a prefix that lack only their manifest; see `lone_sets`."""
     return [
         Skipped(checkpoint=one, reason=f"{one.problem}: {_LONE_SET}")
         for one in lone_sets(present)
@@ -224,16 +221,14 @@ def skipped_sets(present: Sequence[Checkpoint], prefix: str) -> list[Skipped]:
 
 
 def why_nothing(present: Sequence[Checkpoint], is_own: Callable[[Checkpoint], bool]) -> list[str]:
-    """Return what may be wrong where nothing is found to go on from: another prefix is meant, or not all is here yet.
+    """Return hints why a directory has no checkpoint to resume from, such as a mistyped prefix.
 
-    Args:
-        present: What lies in the directory.
-        is_own: Which of that came into question.
+    `is_own` selects the checkpoints of the run.
     """
     hints = []
     last_steps: dict[str, int] = {}
     for one in present:
-        is_of_run = bool(one.run_id) or one.epoch is not None  # others are single files, anybody's
+        is_of_run = bool(one.run_id) or one.epoch is not None  # others belong to no run
         if is_of_run and one.is_countable and not is_own(one):
             last_steps[one.series] = max(one.step, last_steps.get(one.series, 0))
     if last_steps:
@@ -248,5 +243,5 @@ def why_nothing(present: Sequence[Checkpoint], is_own: Callable[[Checkpoint], bo
 
 
 def is_manifest(leftover: Checkpoint) -> bool:
-    """Return whether a leftover is a manifest without data, not an unfinished file or that of a rank."""
+    """Return whether a leftover is a manifest without data."""
     return parse_temp(leftover.name) is None and parse_shard_name(leftover.name) is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checkpoints of one series as their run looks them up: which there are, which is best, what is in one."""
+"""`SeriesReader`: lists, finds and reads the checkpoints of one series."""
 
 from __future__ import annotations
 
@@ -29,24 +29,20 @@ from ckptmgr.store.numbering import next_attempt
 from ckptmgr.store.store import Store
 
 LATEST = "latest"
-"""In place of a name: the newest checkpoint that is not known to be damaged."""
+"""In place of a name: the newest checkpoint without known damage."""
 
 
 class NamedValues(NamedTuple):
-    """What a checkpoint holds for this process: name to array or string, and the names that no rank has saved for it."""
+    """The values of a checkpoint by name, and the names that no rank saved for this one."""
 
     values: dict[str, Value]
     kept: tuple[str, ...]
 
 
 class SeriesReader:
-    """Looks up and reads the checkpoints of a series.
+    """Lists, finds and reads the checkpoints of a series.
 
-    Args:
-        store: The directory.
-        series: Name of the series.
-        options: How to read.
-        slicer: Tells which leaves of a state are parts of larger tensors.
+    `slicer` knows which leaves of a state are slices of larger tensors.
     """
 
     def __init__(
@@ -59,7 +55,7 @@ class SeriesReader:
 
     @property
     def directory(self) -> Path:
-        """Where they lie."""
+        """Directory of the series."""
         return self._store.directory
 
     def checkpoints(self) -> list[Checkpoint]:
@@ -69,18 +65,18 @@ class SeriesReader:
         return sorted((c for c in found if c.state not in UNFINISHED), key=lambda c: c.order)
 
     def latest(self) -> Checkpoint | None:
-        """Return the newest checkpoint that is not known to be damaged, or None.
+        """Return the newest checkpoint without known damage, or None.
 
         Raises:
-            OSError: The disk does not give a manifest now, so nobody knows whether that one is newer.
+            OSError: The disk cannot read a manifest, and that checkpoint may be newer.
         """
         return next((c for c in newest_first(self._readable()) if c.is_countable), None)
 
     def _readable(self) -> list[Checkpoint]:
-        """Return what `checkpoints` does.
+        """Return the committed checkpoints, as `checkpoints` does.
 
         Raises:
-            OSError: The disk does not give a manifest now that may be whole.
+            OSError: The disk cannot read a manifest that may be intact.
         """
         found = self.checkpoints()
         for one in found:
@@ -93,7 +89,7 @@ class SeriesReader:
 
         Raises:
             ValueError: `mode` is neither `min` nor `max`.
-            OSError: The disk does not give a manifest now.
+            OSError: The disk cannot read a manifest.
         """
         if mode not in ("min", "max"):
             raise ValueError(f"mode must be 'min' or 'max', but got {mode!r}")
@@ -107,7 +103,7 @@ class SeriesReader:
         return min(reversed(ranked), key=lambda c: sign * c.metrics[metric], default=None)
 
     def find(self, checkpoint: Checkpoint | int | str) -> Checkpoint:
-        """Return a checkpoint by itself, by its step, its name or its path, or the newest one as `latest`.
+        """Return a checkpoint by its step, its name or its path, or the newest one as `latest`.
 
         Raises:
             CheckpointNotFound: There is no such checkpoint.
@@ -117,7 +113,7 @@ class SeriesReader:
         newest = self.latest() if checkpoint == LATEST else None
         if newest is not None:
             return newest
-        # What the keys prove first: another file may claim the same step.
+        # Proven checkpoints first: an unproven file may claim the same step.
         newest_first = sorted(
             reversed(self.checkpoints()),
             key=lambda c: (c.is_countable, not c.is_unproven),
@@ -131,7 +127,7 @@ class SeriesReader:
         )
 
     def is_there(self, checkpoint: Checkpoint) -> bool:
-        """Return whether a checkpoint is still what it was when it was listed; True where that cannot be seen."""
+        """Return whether a listed checkpoint is unchanged; True if the disk cannot answer."""
         try:
             now = self._store.look(checkpoint.name)
         except OSError:
@@ -139,7 +135,7 @@ class SeriesReader:
         return now is not None and now.state not in UNFINISHED and is_same(now, checkpoint)
 
     def removed(self, checkpoint: Checkpoint) -> CheckpointNotFound:
-        """Return the error for a checkpoint that was listed and is no longer there."""
+        """Return the error for a listed checkpoint that is gone or was overwritten."""
         newest = self.latest()
         there = "there is none now" if newest is None else f"the newest is now {newest.name}"
         return CheckpointNotFound(
@@ -149,9 +145,10 @@ class SeriesReader:
         )
 
     def read(self, checkpoint: Checkpoint, state: object = None) -> StoredState | InPlaceState:
-        """Return one checkpoint, verified, to be put back into `state`.
+        """Return one verified checkpoint, to be restored into `state`.
 
-        Its tensors are in memory, or, where the state has room for them, still in the file, which is then held open.
+        Its tensors are in memory. If `state` can take them in place, they are still in the file,
+        which stays open.
         """
         sharded = self._sharded(checkpoint, state)
         if sharded is not None:
@@ -175,7 +172,7 @@ class SeriesReader:
             return StoredState.read(opened, path=checkpoint.path, manifest=manifest)
 
     def values(self, checkpoint: Checkpoint) -> NamedValues:
-        """Return what a checkpoint holds by name, verified; of what many ranks saved, what this process gets."""
+        """Return the verified values of a checkpoint by name; of a sharded one this rank's."""
         sharded = self._sharded(checkpoint, None)
         if sharded is not None:
             from ckptmgr.files.load.shard_state import read_sharded
@@ -186,7 +183,7 @@ class SeriesReader:
             return NamedValues(read_values(opened), ())
 
     def _sharded(self, checkpoint: Checkpoint, state: object) -> Manifest | None:
-        """Return the manifest of a checkpoint that more, or less, than one whole file is needed of, or None."""
+        """Return the manifest if the read needs several files or parts of one, or None."""
         if not checkpoint.shards:
             return self._to_be_cut(checkpoint, state)
         manifest = self._store.read_manifest(checkpoint.name)
@@ -199,12 +196,12 @@ class SeriesReader:
             return manifest if PIECES in opened.metadata else None
 
     def _to_be_cut(self, checkpoint: Checkpoint, state: object) -> Manifest | None:
-        """Return the manifest of a single file, as that of one rank, if the state holds only parts of its tensors."""
+        """Return the manifest of a single file as a set of one rank, if `state` holds slices."""
         if self._slicer is None or state is None:
             return None
         try:
             slices = tree.flatten(state, self._slicer).slices
-        except UnsupportedState:  # such as an object that can only be filled
+        except UnsupportedState:  # such as an object that can only load a state
             return None
         if not slices:
             return None
@@ -214,7 +211,7 @@ class SeriesReader:
     def free_name(
         self, step: int, present: Sequence[Checkpoint], *, format: str
     ) -> tuple[str, int]:
-        """Return a name that nobody uses, and which save of the step that makes it; see `free_name`."""
+        """Return an unused name and its attempt number; see `free_name`."""
         return free_name(
             self._store,
             self._series,
@@ -232,14 +229,9 @@ def free_name(
     *,
     name_of: Callable[[int], str],
 ) -> tuple[str, int]:
-    """Return the name of the next save of a step that nobody uses, and which save of the step it is.
+    """Return an unused name for the next save of a step, and its attempt number, from 0.
 
-    Args:
-        store: The directory.
-        series: Of the save.
-        step: The step.
-        present: What is in the directory.
-        name_of: Returns the name of such a save of the step, counted from 0.
+    `present` lists the directory; `name_of` returns the name of an attempt.
     """
     taken = {checkpoint.name for checkpoint in present}
     first = next_attempt([c for c in present if c.series == series], step, trust=store.trust)

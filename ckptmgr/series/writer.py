@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One run writing one series in one directory: the lease, the numbering, the saves and the retention after them.
+"""`SeriesWriter`: writes one series for one run: lease, numbering, saves, retention.
 
-The callback and the manager are two faces of this. Retention here counts and removes only what the run itself wrote, or the
-runs it was resumed from: files of others are never touched.
+`CheckpointManager` and `ModelCheckpoint` both use it. Retention counts and removes only the
+checkpoints of this run and of the runs that it resumed from.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ from ckptmgr.store.numbering import next_attempt, next_sequence
 from ckptmgr.store.store import Store
 
 _LOG = logging.getLogger(__name__)
-# How long the saving process of a run that was killed is waited for: it ends as soon as the disk answers it.
+# Longest wait for the worker process of a killed run, which ends when its last write returns.
 _ENDING_S = 30.0
 _PAUSE_S = 0.05
 _Loaded = TypeVar("_Loaded")
 
 
 class Place(NamedTuple):
-    """Where the next save comes: its commit sequence, which save of its step it is, and after which checkpoint."""
+    """Position of a save in its series: commit sequence, attempt at its step, predecessor link."""
 
     sequence: int
     attempt: int
@@ -58,7 +58,7 @@ class Place(NamedTuple):
 
 
 class BegunSave:
-    """A save that has a name and a place in its series; committed or abandoned once."""
+    """A save with a name and a position in its series; it is committed or abandoned once."""
 
     def __init__(self, writer: SeriesWriter, job: SaveJob, order: SaveOrder) -> None:
         self._writer = writer
@@ -66,30 +66,23 @@ class BegunSave:
         self.order = order
 
     def commit(self, manifest: Manifest) -> Checkpoint:
-        """Note the file that was written and published, and return its checkpoint."""
+        """Record the published file; return its checkpoint."""
         return self._writer.note_saved(manifest)
 
     def abandon(self, error: Exception) -> None:
-        """Note that the file could not be written; it has left nothing."""
+        """Record that the save failed; it left no file."""
 
     def end(self) -> None:
-        """Apply the retention policy of the job; call it only once the checkpoint is durable."""
+        """Apply the retention policy of the job; call it only after the checkpoint is durable."""
         if self._job.retention is not None:
             self._writer.retain(self._job.retention)
 
 
 class SeriesWriter:
-    """The only writer of a series.
+    """The only writer of a series, which holds its lease.
 
-    Args:
-        store: The directory.
-        series: Name of the series.
-        options: How files are written.
-        clock: Seconds since the epoch; stamps the checkpoints.
-        run_id: Identifies the run; random by default.
-        observers: Hear of removed checkpoints and of leases that were taken over.
-        monotonic: Seconds that never go back.
-        pause: Waits for some seconds.
+    `clock` returns seconds since the epoch, `monotonic` seconds for timeouts, `pause` waits for
+    some seconds. `run_id` is random by default.
     """
 
     def __init__(
@@ -122,68 +115,67 @@ class SeriesWriter:
         reset_in_child(self)
 
     def forget_parent(self) -> None:
-        """Have locks of its own; in a forked child, where threads may hold them that are not there."""
-        # Reentrant: the handler of a signal may save, in the middle of a save.
+        """Create new locks, for a forked child: a thread of the parent may hold the old ones."""
+        # Reentrant: a signal handler may save in the middle of a save.
         self._opening = threading.RLock()
-        # Held while retention removes what it has decided to, and while something is pinned.
+        # Held by retention from the plan to the last removal, and by a change of pins.
         self.changing = threading.RLock()
 
     @property
     def is_first(self) -> bool:
-        """Whether this process does what only one may do: remove, pin, count starts."""
+        """Whether this process removes, pins and counts starts: only one of a run may."""
         return True
 
     def take_series(self, choose: Callable[[], str]) -> None:
-        """Write another series from now on, before the first save: the one that `choose` finds to be free."""
+        """Switch to the unused series that `choose` returns, before the first save."""
         self.series = choose()
 
     def prepare(self) -> None:
-        """Do what comes before a save or a resumption; many ranks do it together, once they have met."""
+        """Prepare for a save or a resumption; the ranks of a run do it together."""
         self.open()
 
     def first_that_loads(
         self, scan: Callable[[], Sequence[Checkpoint]], load: Callable[[Checkpoint], _Loaded]
     ) -> tuple[Checkpoint | None, _Loaded | None, list[Skipped]]:
-        """Return the checkpoint to go on from, of those that `scan` finds; see `resume.first_that_loads`."""
+        """Return the newest checkpoint of `scan` that loads; see `candidates.first_that_loads`."""
         found = first_that_loads(scan(), self.patient(load))
         self._note_damaged(found[2])
         return found
 
     def patient(self, load: Callable[[Checkpoint], _Loaded]) -> Callable[[Checkpoint], _Loaded]:
-        """Return what loads a checkpoint once more, its files opened anew, after an error that may pass."""
+        """Return `load` with one retry after a transient error, which opens the files again."""
         return lambda checkpoint: with_one_retry(lambda: load(checkpoint), self.store.fs)
 
     def _note_damaged(self, skipped: Sequence[Skipped]) -> None:
-        """Note what retention must neither count nor remove, whatever a listing says of it."""
+        """Record proven damage: retention must neither count nor remove these checkpoints."""
         for one in skipped:
             if one.is_damaged:
                 self._damaged[one.checkpoint.path, one.checkpoint.id] = one.reason
 
     def agreed(self, prepare: Callable[[], _Loaded]) -> _Loaded:
-        """Return what is prepared, once every process of the run has prepared its own.
+        """Return the result of `prepare` after every process of the run has prepared its own.
 
         Raises:
-            Exception: What prevents it.
+            Exception: From `prepare`, here or in another process.
         """
         return prepare()
 
     def held_by_all(self, target: int, steps: Sequence[int]) -> list[int]:
-        """Return the steps until `target` of which every process of the run has a copy in memory.
+        """Return the steps up to `target` that every process of the run has a copy of in memory.
 
-        Args:
-            target: The step to go back to.
-            steps: Of which this process has one.
+        `steps` are those of this process.
         """
         return [step for step in steps if step <= target]
 
     def open(self) -> None:
-        """Take the lease and clean up after dead writers; where it is held already, see that it still is.
+        """Take the lease and clean up after dead writers; a lease that is already held is checked.
 
         Raises:
-            StoreLocked: Another live process writes this series, or this one has lost the lease; `close` gives it up.
+            StoreLocked: Another live process writes this series, or this one has lost the lease;
+                `close` releases it.
         """
         with defer_signals(), self._opening:
-            if self._holder == os.getpid():  # a forked child has no part in the lease of its parent
+            if self._holder == os.getpid():  # not the lease of a parent
                 self.store.leases.check(self.series)
             else:
                 self._open()
@@ -203,7 +195,7 @@ class SeriesWriter:
             )
 
     def _take_lease(self) -> None:
-        """Take the lease; wait a moment for the saving process of a run that was killed."""
+        """Take the lease; wait up to `_ENDING_S` for the worker process of a killed run."""
         stop: float | None = None
         while (locked := self._lease_refused()) is not None:
             now = self._monotonic()
@@ -216,7 +208,7 @@ class SeriesWriter:
                 self._pause(_PAUSE_S)
 
     def _lease_refused(self) -> StoreLocked | None:
-        """Take the lease, or return why it cannot be had."""
+        """Take the lease, or return the refusal."""
         try:
             self._lease.enter_context(self.store.lease(self.series))
         except StoreLocked as locked:
@@ -224,31 +216,31 @@ class SeriesWriter:
         return None
 
     def clean_up(self) -> list[str]:
-        """Remove what dead writers left; the lease must be held. Return what was done, one sentence each."""
+        """Remove the leftovers of dead writers under the lease; return one sentence per action."""
         return self.store.recover(self.series)
 
     def close(self) -> None:
-        """Give the lease back."""
+        """Release the lease."""
         with defer_signals(), self._opening:
             self._holder = None
             self._lease.close()
 
     def forget_parents(self) -> None:
-        """Note that this run goes on from none of the checkpoints that are here."""
+        """Record that this run continues none of the present checkpoints."""
         self.resumed_from, self.parent_run_ids = None, ()
 
     def continue_from(self, checkpoint: Checkpoint, manifest: Manifest | None) -> None:
-        """Note that this run goes on where another one was: its checkpoints now count as ours."""
+        """Continue the run of a checkpoint: its checkpoints now count as those of this run."""
         self.resumed_from = checkpoint
         if manifest is not None:
             parents = (manifest.run_id, *manifest.parent_run_ids)
-            # A file that belongs to no run says "": to go on from one makes none of the others ours.
+            # A file of no run has the run id "", which must not make other such files ours.
             self.parent_run_ids = tuple(
                 dict.fromkeys(parent for parent in parents if parent not in ("", self.run_id))
             )
 
     def begin(self, job: SaveJob) -> BegunSave:
-        """Take the lease, and choose the name and the place of a save.
+        """Take the lease, and choose the name and the position of a save.
 
         Raises:
             StoreLocked: Another live process writes this series.
@@ -278,7 +270,7 @@ class SeriesWriter:
         metadata: Mapping[str, str] | None = None,
         options: SaveOptions | None = None,
     ) -> Checkpoint:
-        """Save in the caller; return the checkpoint once it is durable. Raises as `save_items`."""
+        """Save in the calling thread; return the durable checkpoint. Raises as `save_items`."""
         naming = FixedName(name, facts.attempt)
         begun = self.begin(
             SaveJob(naming=naming, facts=facts, items=items, metadata=metadata, options=options)
@@ -291,7 +283,7 @@ class SeriesWriter:
         return begun.commit(manifest)
 
     def next_place(self, facts: SaveFacts, present: Sequence[Checkpoint]) -> Place:
-        """Return where the next save comes, given what is in the directory."""
+        """Return the position of the next save; `present` lists the directory."""
         sequence = next_sequence(
             present,
             trust=self.store.trust,
@@ -306,7 +298,7 @@ class SeriesWriter:
         return Place(sequence, attempt, link_to_newest([*present, *own], self.series))
 
     def draft(self, name: str, options: SaveOptions, facts: SaveFacts, *, place: Place) -> Manifest:
-        """Return the manifest of a file of this run that is not written yet; `place` is from `next_place`."""
+        """Return the manifest of a file before its write; `place` is from `next_place`."""
         return Manifest(
             file=draft_entry(name, options),
             series=self.series,
@@ -324,12 +316,12 @@ class SeriesWriter:
         )
 
     def note_saved(self, manifest: Manifest) -> Checkpoint:
-        """Note what is durable now: retention will not touch it."""
+        """Record the last durable save, which retention keeps."""
         self._last_saved = manifest.to_checkpoint(self.store.directory)
         return self._last_saved
 
     def own_history(self) -> list[Checkpoint]:
-        """Return the checkpoints of this run and of the runs it was resumed from, as one series."""
+        """Return the checkpoints of this run and of the runs that it continues, as one series."""
         return self._own(self.store.scan())
 
     def _own(self, present: Sequence[Checkpoint]) -> list[Checkpoint]:
@@ -338,13 +330,13 @@ class SeriesWriter:
         return [
             c
             if (problem := self._damaged.get((c.path, c.id))) is None
-            # A listing looks at names and sizes only.
+            # A listing checks only names and sizes.
             else replace(c, state=State.CORRUPT, problem=problem)
             for c in own
         ]
 
     def planned(self, policy: RetentionPolicy) -> Plan:
-        """Return what a retention policy would do to our own checkpoints now.
+        """Return the plan of a retention policy for the checkpoints of this run.
 
         Raises:
             UnsafePrune: The policy is refused.
@@ -361,9 +353,9 @@ class SeriesWriter:
         return plan(self._own(present), policy, now, protected=protected)
 
     def retain(self, policy: RetentionPolicy) -> Plan | None:
-        """Apply a retention policy to our own checkpoints; call it only after a save became durable.
+        """Apply a retention policy to the checkpoints of this run, only after a durable save.
 
-        A failure to remove something is logged, not raised: the save it follows was good.
+        A failed removal is logged and not raised, because the save succeeded.
         """
         started = time.perf_counter()
         try:
@@ -399,7 +391,7 @@ class SeriesWriter:
     def _remove(
         self, dropped: Sequence[Checkpoint], present: Sequence[Checkpoint]
     ) -> Sequence[Exception]:
-        # Names may belong to series of earlier runs (`net`, `net_1`): a live writer there keeps its files.
+        # A file may be of the series of an earlier run (`net`, `net_1`); a live writer keeps it.
         failures: list[Exception] = []
         by_series: dict[str, list[Checkpoint]] = {}
         paths = {checkpoint.path for checkpoint in dropped}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is saved because training failed: `{prefix}-{epoch}_{step}_breakpoint.ckpt`."""
+"""Breakpoint checkpoint, saved when training fails: `{prefix}-{epoch}_{step}_breakpoint.ckpt`."""
 
 from __future__ import annotations
 
@@ -26,16 +26,10 @@ def save_breakpoint(
     config: CheckpointConfig,
     steps_before_epoch: int,
 ) -> None:
-    """Save, whatever happens; what goes wrong is noted on the error that stopped the training, and never replaces it.
+    """Save after the background saves; a failure of either becomes a note of `error`.
 
-    Args:
-        error: What stopped it.
-        params: The callback parameters.
-        series: Where to.
-        engine: Saves in the background, which come first.
-        observers: Hear of it.
-        config: Says what there is to save.
-        steps_before_epoch: Global step at which the present epoch began.
+    `error` stopped the training, `params` are the callback parameters, and `steps_before_epoch` is
+    the global step at the start of the present epoch.
     """
     try:
         engine.wait()

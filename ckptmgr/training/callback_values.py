@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training loop tells a callback: where it is, what there is to save, and how good it is."""
+"""Values that a training loop passes to a callback: parameters, items to save, metrics."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class RunContext(Protocol):
-    """What a training loop hands to a callback."""
+    """The argument of the callback methods."""
 
     def original_args(self) -> Any:
         """Return an object with `cur_step_num`, `cur_epoch_num`, `batch_num` and `train_network`."""
@@ -24,10 +24,10 @@ class RunContext(Protocol):
 
 
 def items_of(params: Any, config: CheckpointConfig, *, step: int, epoch: int) -> list[Item]:
-    """Return what there is to save: the network, and what the configuration appends.
+    """Return the items to save: those of the network, then those that the configuration appends.
 
     Raises:
-        TypeError, UnsupportedState: It cannot be saved.
+        TypeError, UnsupportedState: A value cannot be stored.
     """
     network = config.saved_network
     items = named_tensors(params.train_network if network is None else network)
@@ -36,8 +36,8 @@ def items_of(params: Any, config: CheckpointConfig, *, step: int, epoch: int) ->
 
 
 def metrics_of(params: Any) -> dict[str, float]:
-    """Return the metrics that are numbers; others are warned of."""
-    # MindSpore's parameters are a dictionary whose missing attributes are KeyErrors.
+    """Return the metrics that are numbers; log a warning for each other one."""
+    # MindSpore's parameters are a dictionary, whose missing attributes raise KeyError.
     found = (
         params.get("metrics") if isinstance(params, Mapping) else getattr(params, "metrics", None)
     )
@@ -46,6 +46,6 @@ def metrics_of(params: Any) -> dict[str, float]:
         try:
             numbers[str(name)] = float(value)
         except (TypeError, ValueError, OverflowError):
-            # A loop may keep arrays and tables there; a save does not fail for what cannot be ranked.
+            # Loops keep arrays and tables among the metrics, which must not fail a save.
             _LOG.warning("the metric %r is no number and is not noted", name)
     return numbers

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loading and pinning single checkpoints of a run."""
+"""Load and pin single checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptmgr.series.writer import SeriesWriter
 
 
 class Catalog:
-    """The checkpoints of a run, to be loaded and pinned."""
+    """Loads and pins checkpoints of a run."""
 
     def __init__(
         self,
@@ -60,6 +60,6 @@ class Catalog:
         self._writer.open()
         with self._writer.changing:
             found = self._reader.find(name)
-            # A command that overwrites this one file holds no lease but that of its name.
+            # A command that overwrites this file holds only the lease of its name.
             with self._writer.store.lease(found.name):
                 self._writer.store.change_pins(found, change)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Forecaster: warns of a lack of space and memory before a run, and of costly saves during it.
+"""`Forecaster`: warns of a lack of space or memory before a run, and of costly saves during it.
 
-Each kind of warning comes once, in the log and as a `forecast` event. It never fails a save.
+It warns once of each kind, in the log and as a `forecast` event, and never fails a save.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run has behind it: the last step it has seen, what of it is saved, copied into memory, and given up.
+"""Past of a run: its last step, its saves, its snapshots, and checkpoints that a rollback gave up.
 
-Which step counts as saved while a save is still running.
-
-A save in flight counts, so that the policy does not ask for it again; one that failed does not, so that it does.
+A save in flight counts as saved, so that the policy does not demand it again; a failed one does
+not, so that the policy does.
 """
 
 from __future__ import annotations
@@ -24,11 +23,7 @@ from ckptmgr.policy.save import LastSave
 
 
 class Progress:
-    """The last save as the save policy shall see it. Safe to use from several threads.
-
-    Args:
-        start: Step 0 and the time of construction, or what a run was resumed from.
-    """
+    """The last save for the save policy. Several threads may use it."""
 
     def __init__(self, start: LastSave) -> None:
         self._durable = start
@@ -37,15 +32,15 @@ class Progress:
         self._lock = threading.Lock()
 
     def note(self, handle: SaveHandle, save: LastSave) -> None:
-        """Note that a save was handed over."""
+        """Record a save in flight."""
         with self._lock:
             self._settle()
             self._in_flight.append((handle, save))
 
     def go_back(self, step: int, at: float) -> None:
-        """Note a rollback to `step`. A last save after it is given up: no step counts as saved until a save succeeds.
+        """Record a rollback to `step`; no save may be in flight.
 
-        Nothing may be in flight.
+        If the last save is of a later step, no step counts as saved until a save succeeds.
         """
         with self._lock:
             self._settle()
@@ -54,7 +49,7 @@ class Progress:
 
     @property
     def last(self) -> LastSave:
-        """The newest save that succeeded or may still do so, and for how long it held up the training."""
+        """The newest save that succeeded or is in flight, with the seconds that training waited."""
         with self._lock:
             self._settle()
             if not self._in_flight:
@@ -64,7 +59,7 @@ class Progress:
 
     @property
     def latest_path(self) -> str:
-        """Path of the newest save that succeeded, or an empty string."""
+        """Path of the newest successful save, or an empty string."""
         with self._lock:
             self._settle()
             return self._path
@@ -85,7 +80,7 @@ def _with_cost(save: LastSave, handle: SaveHandle) -> LastSave:
 
 
 class UnsavedStep(NamedTuple):
-    """A step that has ended, to be saved at the end; as values, because a function would keep its manager alive."""
+    """The last ended step, saved on exit. A closure in its place would keep the manager alive."""
 
     step: int
     state: object
@@ -94,20 +89,11 @@ class UnsavedStep(NamedTuple):
 
 
 class RunPast:
-    """The past of a run, which changes when the run goes back.
+    """The past of a run, which a resumption or a rollback changes.
 
-    Args:
-        clock: Seconds since the epoch.
-        memory: Bounds the copies in memory.
-        ledger: The account of its budget, which saves live on, too; a new one by default.
-        snapshots: How many of them are kept.
-
-    Attributes:
-        progress: What is saved.
-        recent: What is copied into memory.
-        seen_step: The last step that was seen.
-        unsaved: The last step that has ended, or None.
-        given_up: Path and place of the checkpoints that a rollback went back behind.
+    At most `snapshots` states stay in memory, within the budget of `memory`; `ledger` accounts for
+    them and for the staging of saves. `given_up` holds path and commit sequence of the checkpoints
+    that a rollback went back behind.
     """
 
     def __init__(
@@ -126,16 +112,14 @@ class RunPast:
         self.given_up: set[tuple[Path, int]] = set()
 
     def saw(self, step: int) -> None:
-        """Note a step."""
+        """Record a step."""
         self.seen_step = max(self.seen_step, step)
 
     def start_at(self, step: int, *, is_own: bool) -> None:
-        """Forget what the steps before a resumption left behind.
+        """Reset to a resumption at `step`, 0 for a fresh start.
 
-        Args:
-            step: Where the run starts; 0 for a fresh start.
-            is_own: Whether it resumes what itself has saved. Only then snapshots stay that lie before: all others are of
-                another past.
+        If the run resumes a checkpoint of its own (`is_own`), earlier snapshots stay; otherwise
+        they are of another past.
         """
         self.progress = Progress(LastSave(step=step, at=self._clock()))
         self.seen_step = step
@@ -143,12 +127,7 @@ class RunPast:
         self.recent.drop_after(step if is_own else -1)
 
     def go_back(self, step: int, checkpoints: Sequence[Checkpoint]) -> None:
-        """Note a rollback.
-
-        Args:
-            step: Where to.
-            checkpoints: Those of the series; later ones are given up.
-        """
+        """Record a rollback to `step`, which gives up the later ones of `checkpoints`."""
         self.given_up |= {(one.path, one.sequence) for one in checkpoints if one.step > step}
         self.recent.drop_after(step)
         self.progress.go_back(step, self._clock())
@@ -156,6 +135,6 @@ class RunPast:
         self.unsaved = None
 
     def resumed(self, checkpoint: Checkpoint) -> None:
-        """Note that the run goes on from a checkpoint: if that was given up, its past is ours again."""
+        """Record the resumed checkpoint; if it was given up, all given-up ones count again."""
         if (checkpoint.path, checkpoint.sequence) in self.given_up:
             self.given_up.clear()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run consists of, be it driven by a manager or by a callback, by one process or by many ranks."""
+"""Factory of the parts of a run, for a manager or a callback, one process or many ranks."""
 
 from __future__ import annotations
 
@@ -28,16 +28,10 @@ _Store = TypeVar("_Store", bound=Store)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunParts:
-    """Makes the parts of a run.
+    """Creates the parts of a run.
 
-    Attributes:
-        config: How to save.
-        trust: Which keys prove and sign its checkpoints; see `trust_of`.
-        team: Who saves together.
-        clock: Seconds since the epoch.
-        observers: Hear what happens.
-        fs: The disk, or None for the real one.
-        processes: Tells dead writers from live ones; None for those of this system.
+    `clock` returns seconds since the epoch; `fs` None is the real disk, `processes` None those of
+    this system.
     """
 
     config: CheckpointConfig
@@ -61,12 +55,9 @@ class RunParts:
         )
 
     def writer(self, directory: Path, series: str, *, has_epochs: bool = False) -> SeriesWriter:
-        """Return the writer of a series in a directory; nothing is changed there yet.
+        """Return the writer of a series; the directory does not change yet.
 
-        Args:
-            directory: The directory.
-            series: Name of the series.
-            has_epochs: Whether the names of its files tell an epoch.
+        `has_epochs` says whether the file names contain an epoch.
 
         Raises:
             ValueError: The name is too long for the file system.
@@ -107,7 +98,7 @@ class RunParts:
         )
 
     def reader(self, writer: SeriesWriter) -> SeriesReader:
-        """Return what looks up and reads the checkpoints of a series."""
+        """Return the reader of the series of `writer`."""
         ranks = self.team.coordinator
         options = ReadOptions(
             trust=self.trust,
@@ -117,7 +108,7 @@ class RunParts:
         return SeriesReader(writer.store, writer.series, options=options, slicer=self.team.slicer)
 
     def engine(self, *, has_before_update: bool) -> SaveEngine:
-        """Return what runs the saves; raises as `engine_for`."""
+        """Return the save engine; raises as `engine_for`."""
         return engine_for(
             self.config, has_before_update=has_before_update, has_peers=self.team.is_many
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The way back to an earlier state: the newer one of what is in memory and what is on disk."""
+"""Rollback to an earlier state, from memory or from disk, whichever is newer."""
 
 from __future__ import annotations
 
@@ -32,21 +32,16 @@ def go_back(
     writer: SeriesWriter,
     given_up: Collection[tuple[Path, int]] = (),
 ) -> Resumption:
-    """Restore the newest state of step `target` or before.
+    """Restore the newest state of step `target` or before; see `CheckpointManager.rollback`.
 
-    Args:
-        target: The step.
-        state: The state to restore into, or None for new objects.
-        recent: What is in memory.
-        reader: What is on disk.
-        writer: Of the series; with many ranks, what they agree with.
-        given_up: Checkpoints that earlier rollbacks went back behind; they are left alone.
+    `given_up` holds path and commit sequence of the checkpoints that an earlier rollback went back
+    behind; they are ignored. The listed errors leave everything unchanged.
 
     Raises:
-        CheckpointNotFound: Neither has a state that old. Nothing was changed.
-        StateMismatch: It does not fit `state`. Nothing was changed.
-        ResumeFailed: What another rank has does not fit its state. Nothing was changed.
-        RanksMissing, RanksOutOfStep: Other ranks did not come, or go back elsewhere. Nothing was changed.
+        CheckpointNotFound: Neither memory nor disk has a state that old.
+        StateMismatch: The stored state does not fit `state`.
+        ResumeFailed: Another rank failed to restore its state.
+        RanksMissing, RanksOutOfStep: Other ranks did not arrive, or go back to another step.
     """
     held = recent.newest_of(writer.held_by_all(target, recent.steps))
 
@@ -59,7 +54,8 @@ def go_back(
     try:
         checkpoint, loaded, skipped = writer.first_that_loads(scan, lambda c: reader.read(c, state))
     except (CkptmgrError, OSError) as error:
-        # Ranks that did not hear each other would go to different steps; and a newer one may be whole.
+        # Ranks without an agreement would go to different steps, and a newer checkpoint may be
+        # intact.
         is_open = may_be_whole(error) or (isinstance(error, ResumeFailed) and error.may_be_whole)
         if held is None or is_open or isinstance(error, (RanksMissing, RanksOutOfStep)):
             raise
@@ -93,11 +89,11 @@ def _from_memory(held: RecentState, restored: object, skipped: list[Skipped]) ->
 
 
 def _worth_loading(candidates: list[Checkpoint], held: RecentState | None) -> list[Checkpoint]:
-    """Return the candidates before the first one that what is in memory is as new as."""
+    """Return the candidates before the first one that is not newer than the state in memory."""
     if held is None:
         return candidates
     step = held.step
-    # The step and the place of what is damaged or not proven say nothing: newer ones may follow.
+    # The order of damaged and unproven checkpoints proves nothing: newer ones may follow.
     passed = (State.CORRUPT, State.MISSING)
     return list(
         takewhile(lambda c: c.state in passed or c.is_unproven or c.step > step, candidates)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves of a state into a series: the state becomes a job, and the engine runs it."""
+"""`StateSaver`: makes a job of a state, which the save engine runs."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from ckptmgr.training.parts import RunParts
 
 
 class _Content(NamedTuple):
-    """A state as it was given, and its tensors, or the reason why there are none."""
+    """The given state, and its tensors or the error that prevented them."""
 
     given: object
     flat: tree.FlatState | Exception
 
 
 class StateSaver:
-    """Saves states of a run, now or in the background, alone or with other ranks."""
+    """Saves the states of a run."""
 
     def __init__(
         self,
@@ -61,11 +61,11 @@ class StateSaver:
         metrics: Mapping[str, float],
         why: str,
     ) -> SaveHandle | None:
-        """Save a state; return the handle, or None when the save was skipped under back-pressure."""
+        """Save a state; return the handle, or None if back-pressure skipped the save."""
         now = self._clock()
         given, flat = self._flattened(state)
         self._past.saw(step)
-        self._writer.prepare()  # before a name is chosen, which another process could take
+        self._writer.prepare()  # the lease, before the choice of a name
         facts = SaveFacts(step=step, at=now, epoch=epoch, why=why, metrics=metrics)
         job = SaveJob(naming=self._naming, facts=facts, retention=self._retention)
         if isinstance(flat, Exception):
@@ -81,7 +81,10 @@ class StateSaver:
         return handle
 
     def _flattened(self, state: object) -> _Content:
-        """Return the tensors of a state, or an error for the other ranks, which wait for this one."""
+        """Return the tensors of a state, or an error for the other ranks, which wait for this one.
+
+        With one process the error is raised.
+        """
         given = state
         try:
             given = resolve_state(state)
