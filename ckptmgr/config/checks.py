@@ -11,11 +11,14 @@ import difflib
 import logging
 import os
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ckptmgr.core.errors import KeyProblem
 from ckptmgr.crypto.errors import CryptoError
-from ckptmgr.crypto.keys.signing import PublicKey, SigningKey, load_public_key, load_signing_key
+
+if TYPE_CHECKING:  # signatures are rare, and their library is slow to import
+    from ckptmgr.crypto.keys.signing import PublicKey, SigningKey
+
 
 KEY_LENGTHS_BYTES: Mapping[str, tuple[int, ...]] = {
     "AES-GCM": (16, 24, 32),
@@ -145,7 +148,11 @@ def check_cipher_mode(name: str, mode: object) -> str:
 
 def check_signing_key(key: object) -> SigningKey | None:
     """Return the key of a source, or None; the message never shows the value."""
-    if key is None or isinstance(key, SigningKey):
+    if key is None:
+        return None
+    from ckptmgr.crypto.keys.signing import SigningKey, load_signing_key
+
+    if isinstance(key, SigningKey):
         return key
     if not isinstance(key, str):
         raise TypeError(
@@ -161,8 +168,13 @@ def check_trusted_keys(keys: Iterable[str | os.PathLike[str] | PublicKey]) -> tu
     """Return public keys, given as values or as PEM files."""
     if isinstance(keys, str | bytes | os.PathLike):
         raise TypeError("'trusted_keys' must be a list of public key files, not one of them")
+    given = tuple(keys)
+    if not given:
+        return ()
+    from ckptmgr.crypto.keys.signing import PublicKey, load_public_key
+
     try:
-        return tuple(one if isinstance(one, PublicKey) else load_public_key(one) for one in keys)
+        return tuple(one if isinstance(one, PublicKey) else load_public_key(one) for one in given)
     except CryptoError as error:
         raise KeyProblem(error.message, hint=error.hint) from error
 

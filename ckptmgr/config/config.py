@@ -26,6 +26,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from ckptmgr.config.checks import (
     check_any_set,
@@ -48,10 +49,13 @@ from ckptmgr.config.memory import MemoryConfig
 from ckptmgr.core.names import FORMATS, extension_of
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.ring import Keys
-from ckptmgr.crypto.keys.signing import PublicKey, SigningKey
 from ckptmgr.policy.retention import Best, Every, Last, PerMinutes, Pinned, RetentionPolicy, Rule
 from ckptmgr.policy.save import EverySeconds, EverySteps, Never, Overhead, SavePolicy
 from ckptmgr.policy.text import parse_policy
+
+if TYPE_CHECKING:  # signatures are rare, and their library is slow to import
+    from ckptmgr.crypto.keys.signing import PublicKey, SigningKey
+
 
 DEFAULT_KEEP_MAX = 5
 _OPTIONS = ("incremental", "enable_redundance")

@@ -13,7 +13,6 @@ from ckptmgr.config.checks import check_cipher, check_raw_key
 from ckptmgr.core.errors import KeyProblem
 from ckptmgr.crypto.errors import CryptoError
 from ckptmgr.crypto.keys.key import Key
-from ckptmgr.crypto.keys.material import SCHEMES, load_material
 from ckptmgr.crypto.keys.ring import KeyMaterial, KeyRing, Keys
 from ckptmgr.crypto.secret_bytes import SecretBytes
 
@@ -22,10 +21,16 @@ _ANY_KEY = bytes(16)  # of a length that every mode takes
 
 def check_given_key(name: str, given: object) -> bytes | str | None:
     """Return a key, the source of one, or None; the message never shows the value."""
-    if isinstance(given, str) and given.startswith(SCHEMES):
+    if isinstance(given, str) and _is_source(given):
         return given
     key = check_raw_key(name, given)
     return None if key is None else SecretBytes(key)
+
+
+def _is_source(given: str) -> bool:
+    from ckptmgr.crypto.keys.material import SCHEMES  # slow to import, and not needed for bytes
+
+    return given.startswith(SCHEMES)
 
 
 def check_recipients(given: Iterable[str]) -> tuple[str, ...]:
@@ -33,7 +38,7 @@ def check_recipients(given: Iterable[str]) -> tuple[str, ...]:
     if isinstance(given, str | bytes):
         raise TypeError("'enc_recipients' must be a list of sources, not one of them")
     sources: tuple[object, ...] = tuple(given)
-    checked = tuple(one for one in sources if isinstance(one, str) and one.startswith(SCHEMES))
+    checked = tuple(one for one in sources if isinstance(one, str) and _is_source(one))
     if len(checked) < len(sources):
         raise KeyProblem(
             "'enc_recipients' are sources of keys (not shown)",
@@ -80,6 +85,8 @@ def resolve_keys(
 def _loaded(
     name: str, given: bytes | str | None, recipients: tuple[str, ...], *, is_new: bool
 ) -> Keys:
+    from ckptmgr.crypto.keys.material import load_material
+
     try:
         own = []
         if isinstance(given, str):

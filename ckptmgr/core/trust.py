@@ -9,9 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ckptmgr.crypto.keys.ring import Keys, ring_of
-from ckptmgr.crypto.keys.signing import PublicKey, SigningKey
+
+if TYPE_CHECKING:  # signatures are rare, and their library is slow to import
+    from ckptmgr.crypto.keys.signing import PublicKey, SigningKey
+
 
 ACCEPT_UNSEALED_HINT = (
     "pass allow_unsealed=True (CLI: --allow-unsealed) if you trust where the file comes from"

@@ -35,7 +35,6 @@ from ckptmgr.core.errors import CheckpointNotFound
 from ckptmgr.core.handle import SaveHandle
 from ckptmgr.core.model import Checkpoint, Pin, Plan
 from ckptmgr.core.names import check_directory, check_prefix
-from ckptmgr.crypto.keys.signing import PublicKey
 from ckptmgr.files.load.state import as_held_here
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.io.leases import Processes
@@ -51,6 +50,10 @@ from ckptmgr.training.history import RunPast, UnsavedStep
 from ckptmgr.training.parts import RunParts
 from ckptmgr.training.resume import Resumption, resume_state, start_anew
 from ckptmgr.training.saving import StateSaver
+
+if TYPE_CHECKING:  # signatures are rare, and their library is slow to import
+    from ckptmgr.crypto.keys.signing import PublicKey
+
 
 if TYPE_CHECKING:
     from ckptmgr.parallel.coordinator import Coordinator

@@ -21,7 +21,6 @@ from ..secret_bytes import SecretBytes
 from ..slots import DATA_KEY_BYTES, NO_KEY_ID, Identity, Recipient, Slot, SlotType
 from ..slots.secret import Passphrase, RawKey
 from .key import Key
-from .pem import parse_pem
 from .run_passphrase import RunPassphrase
 
 
@@ -59,6 +58,8 @@ class KeyMaterial:
             KeySourceError: It is no key or passphrase.
         """
         if self.kind is Kind.PEM:
+            from .pem import parse_pem  # slow to import, and rare
+
             return parse_pem(self.content)
         if self.kind is Kind.KEY:
             key = RawKey(Key(self.content))

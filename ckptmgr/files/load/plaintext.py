@@ -29,7 +29,6 @@ from ckptmgr.core.trust import ACCEPT_UNENCRYPTED_HINT
 from ckptmgr.crypto.container.header import Content
 from ckptmgr.crypto.container.source import ContainerSource
 from ckptmgr.crypto.errors import CryptoError
-from ckptmgr.crypto.mindspore.blocks import open_blocks_with, sniff_mode
 from ckptmgr.files.load.container import format_in, kind_of, open_container_file, unit_of
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.formats.compressed.source import FramesSource, open_frames
@@ -200,6 +199,8 @@ def _frames_in(container: ContainerSource, path: str) -> FramesSource:
 
 
 def _open_encrypted(raw: Source, checked: Source, *, path: str, options: ReadOptions) -> Plaintext:
+    from ckptmgr.crypto.mindspore.blocks import open_blocks_with, sniff_mode
+
     mode = sniff_mode(read_bytes(raw, 0, min(_HEAD_BYTES, raw.size)))
     if options.trust.keys is None:
         raise KeyProblem(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptmgr.core.errors import (
     CorruptCheckpoint,
@@ -19,8 +19,11 @@ from ckptmgr.core.errors import (
 )
 from ckptmgr.crypto.keys.key import is_manifest_mac, manifest_mac
 from ckptmgr.crypto.keys.ring import Keys, ring_of
-from ckptmgr.crypto.keys.signing import PublicKey, SigningKey, dsse_bytes
 from ckptmgr.store.manifest.keys import ManifestKey, opened_manifest_key
+
+if TYPE_CHECKING:  # signatures are rare, and their library is slow to import
+    from ckptmgr.crypto.keys.signing import PublicKey, SigningKey
+
 
 PAYLOAD_TYPE = "application/vnd.ckptmgr.manifest+json"
 AUTH, SIGNATURES = "auth", "signatures"
@@ -153,6 +156,8 @@ def _parsed(signatures: object, place: str) -> list[tuple[str, bytes]]:
 
 
 def _signed_bytes(document: Mapping[str, Any]) -> bytes:
+    from ckptmgr.crypto.keys.signing import dsse_bytes
+
     return dsse_bytes(PAYLOAD_TYPE, canonical(document))
 
 
