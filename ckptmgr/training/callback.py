@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ModelCheckpoint`: MindSpore's callback for any training loop.
 
-It takes any run context whose `original_args()` has `cur_step_num`, `cur_epoch_num`, `batch_num` and `train_network` (a
-mapping of names to arrays, an object with `state_dict()`, or a MindSpore Cell). File names, triggers and what is kept are
-MindSpore's; the order of work is not: a file is removed only after its successor is durable, a failed save is not marked as
-done, and only files this run wrote (or the run it was resumed from) are ever removed.
-
-The points of a training loop at which a callback is called, under both of MindSpore's names for them.
+It accepts any run context whose `original_args()` has `cur_step_num`, `cur_epoch_num`, `batch_num`
+and `train_network` (a mapping of names to arrays, an object with `state_dict()`, or a MindSpore
+Cell). File names, triggers and retention are those of MindSpore. The order of work differs: a file
+is removed only after its successor is durable, a failed save is due again, and only files of this
+run, or of a run that it was resumed from, are removed.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class TrainingHooks:
-    """Does nothing at any of them."""
+    """The methods of a callback, under both of MindSpore's names; none does anything."""
 
     def begin(self, run_context: RunContext) -> None:
         """Training begins."""
@@ -57,13 +56,13 @@ class TrainingHooks:
         """A step begins."""
 
     def step_end(self, run_context: RunContext) -> None:
-        """A step is done."""
+        """A step has ended."""
 
     def epoch_end(self, run_context: RunContext) -> None:
-        """An epoch is done."""
+        """An epoch has ended."""
 
     def end(self, run_context: RunContext) -> None:
-        """Training is done."""
+        """Training has ended."""
 
     def on_train_begin(self, run_context: RunContext) -> None:
         """See `begin`."""
@@ -94,24 +93,27 @@ class ModelCheckpoint(TrainingHooks):
     """Save checkpoints from a training loop.
 
     Args:
-        prefix: Start of the file names, or a function of the callback parameters that returns the whole name.
-        directory: Where to save; created if missing. Or a function of the callback parameters. Default: the working directory.
+        prefix: Start of the file names, or a function of the callback parameters that returns the
+            whole name.
+        directory: Directory of the checkpoints, created if missing, or a function of the callback
+            parameters that returns it. Default: the working directory.
         config: When and how to save, what to keep.
-        observe: A function, or several, that take an `Event` of `ckptmgr.observe`.
-        coordinator: The ranks that save together, as for `CheckpointManager`: `{prefix}-{epoch}_{step}.shards`. They meet for
-            the first time when training begins, or resumes; then rank 0 also tells which prefix is free.
-        layout: Name of a parameter to how it is cut over the ranks; the network holds their slices.
+        observe: One or several functions that take an `Event` of `ckptmgr.observe`.
+        coordinator: The ranks that save together, as for `CheckpointManager`, into
+            `{prefix}-{epoch}_{step}.shards`. When training begins, or at `resume`, rank 0
+            chooses the unused prefix for all ranks.
+        layout: Name of a parameter to its layout over the ranks; the network holds slices.
         rank_timeout_s, keep_redundancy, balance: As for `CheckpointManager`.
         clock: Seconds since the epoch.
         fs: The disk.
-        processes: Tells dead writers from live ones.
+        processes: Distinguishes dead writers from live ones.
 
     Raises:
         ValueError, TypeError, NotADirectoryError: An argument is unusable; messages as MindSpore's.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Return an instance that MindSpore accepts as one of its callbacks when MindSpore is in use."""
+        """Return an instance that is also a MindSpore callback if MindSpore is imported."""
         if "mindspore" in sys.modules:
             from ckptmgr.files.load.mindspore_cell import callback_class
 
@@ -177,10 +179,10 @@ class ModelCheckpoint(TrainingHooks):
         return self._progress.latest_path
 
     def begin(self, run_context: RunContext) -> None:
-        """Note the run context, and warn when disk or memory will not do; called once before training.
+        """Store the run context and warn of a lack of space or memory; called once before training.
 
         Raises:
-            RankFailed, RanksMissing: The ranks could not agree on a prefix.
+            RankFailed, RanksMissing: The ranks failed to agree on a prefix.
         """
         self._params = run_context.original_args()
         self._series.settle()
@@ -191,31 +193,31 @@ class ModelCheckpoint(TrainingHooks):
             )
 
     def epoch_begin(self, run_context: RunContext) -> None:
-        """Note the run context."""
+        """Store the run context."""
         self._params = run_context.original_args()
         self._steps_before_epoch = int(self._params.cur_step_num)
 
     def step_begin(self, run_context: RunContext) -> None:
-        """Note the run context."""
+        """Store the run context."""
         self._params = run_context.original_args()
 
     def step_end(self, run_context: RunContext) -> None:
         """Save if the policy says so; called after every step.
 
         Raises:
-            CkptmgrError, OSError: The save failed, or an earlier one in the background; the earlier checkpoints are
-                intact and the next step tries again.
+            CkptmgrError, OSError: The save failed, or an earlier one in the background; the earlier
+                checkpoints are intact, and the next step tries again.
         """
         self._params = run_context.original_args()
         self._engine.check()
         self._save_if_due(self._params, is_end=False)
 
     def epoch_end(self, run_context: RunContext) -> None:
-        """Note the run context."""
+        """Store the run context."""
         self._params = run_context.original_args()
 
     def end(self, run_context: RunContext) -> None:
-        """Save the last step unless it was saved already, and wait for the disk; called once after training.
+        """Save the last step if it is unsaved, and wait for all saves; called once after training.
 
         Raises:
             CkptmgrError, OSError: A save failed, this one or an earlier one in the background.
@@ -223,7 +225,7 @@ class ModelCheckpoint(TrainingHooks):
         self._params = run_context.original_args()
         try:
             self._engine.wait()
-        finally:  # the last step is saved even if the one before it could not be
+        finally:  # a failed earlier save must not prevent that of the last step
             try:
                 self._save_if_due(self._params, is_end=True)
             finally:
@@ -256,10 +258,11 @@ class ModelCheckpoint(TrainingHooks):
             error.add_note(f"ckptmgr: a save in the background failed: {failure}")
 
     def close(self) -> None:
-        """Wait for what is in flight, and let other processes write this series. Saving again takes it back.
+        """Wait for the saves in flight and release the lease of the series; a save takes it again.
 
         Raises:
-            CkptmgrError, OSError: The failure of a background save that nobody has fetched.
+            CkptmgrError, OSError: A save failed in the background, and its error was not raised
+                yet.
         """
         try:
             self._engine.close()
@@ -268,14 +271,15 @@ class ModelCheckpoint(TrainingHooks):
                 self._series.close()
 
     def resume(self) -> Resumed | None:
-        """Return the newest checkpoint of this prefix in the directory that really loads, or None.
+        """Return the newest checkpoint of this prefix in the directory that loads, or None.
 
-        Runs of the same prefix count (`net`, `net_1`, ...). Damaged files are skipped. From then on this run continues
-        that one: its checkpoints count for the keep policy, and it is itself never removed. Many ranks all take the same.
+        Runs of the same prefix count (`net`, `net_1`, ...). Damaged files are skipped. The run then
+        continues that of the checkpoint: the checkpoints of that run count for the retention
+        policy, which never removes the resumed one. All ranks resume the same checkpoint.
 
         Raises:
-            KeyProblem: There are checkpoints, but none opens with the key of the configuration.
-            ResumeFailed, RanksMissing: Another rank cannot resume, or did not come.
+            KeyProblem: There are checkpoints, but the key of the configuration opens none.
+            ResumeFailed, RanksMissing: Another rank cannot resume, or did not arrive.
         """
         self._series.settle()
         writer = self._series.writer

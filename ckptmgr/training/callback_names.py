@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a callback saves, and what its files are called: as given, or as functions of the callback parameters say.
+"""Directory and file names of a callback: fixed, or from functions of the callback parameters.
 
-A run that finds files of its prefix continues under `{prefix}_1`, `{prefix}_2`, ...; rank 0 finds that out for all ranks.
+A run that finds files of its prefix saves under `{prefix}_1`, `{prefix}_2`, ...; rank 0 chooses the
+number for all ranks.
 """
 
 from __future__ import annotations
@@ -30,13 +31,10 @@ from ckptmgr.training.parts import RunParts
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenNames:
-    """What a callback was told about its files, checked.
+    """The checked arguments `prefix` and `directory` of a callback.
 
-    Attributes:
-        prefix: Start of the names; empty when there is a function.
-        prefix_of: Returns the whole name without ending, given the callback parameters; or None.
-        directory: Where they lie; the working directory when there is a function.
-        directory_of: Returns where, given the callback parameters; or None.
+    With a function, the fixed value is empty or the working directory. `prefix_of` returns the
+    whole name without its extension.
     """
 
     prefix: str
@@ -46,7 +44,7 @@ class GivenNames:
 
     @classmethod
     def checked(cls, prefix: object, directory: object) -> GivenNames:
-        """Return them.
+        """Return the checked arguments.
 
         Raises:
             ValueError, TypeError, NotADirectoryError: One is unusable; messages as MindSpore's.
@@ -62,18 +60,16 @@ class GivenNames:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether there is no function."""
+        """Whether neither is a function."""
         return self.prefix_of is None and self.directory_of is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where a save goes.
+    """Destination of a save.
 
-    Attributes:
-        writer: Of the series.
-        prefix: Start of the name, or all of it.
-        is_numbered: Whether epoch and step follow. Others may overwrite each other, and are never pruned.
+    `is_numbered` says whether epoch and step follow the prefix. Without them the prefix is the
+    whole name, saves may overwrite each other, and retention never removes any.
     """
 
     writer: SeriesWriter
@@ -95,7 +91,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class _GivenName:
-    """The naming of a save whose whole name a function has given."""
+    """The naming of a save whose whole name a function returned."""
 
     name: str
 
@@ -107,7 +103,7 @@ class _GivenName:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _EpochAndStep:
-    """The naming of MindSpore, `{prefix}-{epoch}_{step}`; a save of many ranks overwrites none."""
+    """The naming of MindSpore, `{prefix}-{epoch}_{step}`; a sharded save overwrites no other."""
 
     writer: SeriesWriter
     prefix: str
@@ -134,13 +130,10 @@ class _EpochAndStep:
 class CallbackSeries:
     """The series that a callback writes: one, or one for each directory.
 
-    Args:
-        given: What the callback was told.
-        parts: Makes the writers.
-
     Raises:
-        ValueError: There are functions, and many ranks, of which each would call its own; or the names would be too long.
-        OSError: The directory cannot be made.
+        ValueError: The names are too long, or functions are given with many ranks, each of which
+            would call its own.
+        OSError: The directory cannot be created.
     """
 
     def __init__(self, given: GivenNames, parts: RunParts) -> None:
@@ -153,12 +146,12 @@ class CallbackSeries:
         self.directory = given.directory
         self._parts = parts
         self._writers: dict[tuple[Path, str], SeriesWriter] = {}
-        # Names that a function makes share one series that is this object's own: they are never pruned.
+        # Names from a function share one series of this object's own, and are never pruned.
         has_own = given.prefix_of is not None
         self._series = f"ModelCheckpoint-{id(self):x}" if has_own else given.prefix
         self._is_settled = not given.is_fixed
         if given.is_fixed:
-            self._writer(self.directory, self._series)  # which refuses names that are too long
+            self._writer(self.directory, self._series)  # raises for names that are too long
         if not parts.team.is_many:
             self.settle()
 
@@ -168,17 +161,17 @@ class CallbackSeries:
         return self._writer(self.directory, self._series)
 
     def settle(self) -> None:
-        """Choose the series of this run, on rank 0 for all ranks; only the first time.
+        """Choose the series of this run once, on rank 0 for all ranks.
 
         Raises:
-            RankFailed, RanksMissing: The ranks could not agree on one.
+            RankFailed, RanksMissing: The ranks failed to agree on one.
         """
         if not self._is_settled:
             self.writer.take_series(self._unused_prefix)
             self._is_settled = True
 
     def at(self, params: Any) -> Target:
-        """Return where a save of the present step would go; functions are called at every step, as in MindSpore."""
+        """Return the target of a save now; functions are called at every step, as in MindSpore."""
         given, prefix = self.given, ""
         if given.prefix_of is not None:
             prefix = check_prefix_result(given.prefix_of(params))
@@ -195,7 +188,8 @@ class CallbackSeries:
     def for_breakpoint(self) -> tuple[SeriesWriter, str]:
         """Return the writer of a breakpoint file, and the prefix of its name.
 
-        A rank fails alone, and what it holds is its own: the others neither wait for it nor resume from it.
+        With many ranks each one has a prefix of its own: a rank fails alone, and the others neither
+        wait for its file nor resume from it.
         """
         prefix, ranks = self.given.prefix or "breakpoint", self._parts.team.coordinator
         if ranks is None:
@@ -209,7 +203,7 @@ class CallbackSeries:
         return writer, restart_prefix(prefix, names, is_breakpoint=True)
 
     def close(self) -> None:
-        """Let other processes write the series."""
+        """Release the leases."""
         for writer in self._writers.values():
             writer.close()
 

@@ -19,7 +19,7 @@ class RunContext(Protocol):
     """The argument of the callback methods."""
 
     def original_args(self) -> Any:
-        """Return an object with `cur_step_num`, `cur_epoch_num`, `batch_num` and `train_network`."""
+        """Return an object with `cur_step_num`, `cur_epoch_num`, `batch_num`, `train_network`."""
         ...
 
 

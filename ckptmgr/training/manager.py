@@ -2,16 +2,20 @@
 """`CheckpointManager`: the explicit API for any training loop.
 
 ```
-with CheckpointManager("runs/digits", CheckpointConfig(save_checkpoint_steps=100), prefix="digits") as manager:
+config = CheckpointConfig(save_checkpoint_steps=100)
+with CheckpointManager("runs/digits", config, prefix="digits") as manager:
     start = manager.resume(state)              # restores into `state`, or starts at step 0
     for step in range(start.step + 1, 1001):
         train_one_step(state)
         manager.step_end(step, state, metrics={"loss": loss})
 ```
 
-* `state` is any nesting of dicts, lists, numbers, arrays, random number generators and objects with `state_dict()`.
-* A returned save survives a power cut. A failed one raises, leaves the earlier checkpoints intact, and is due again.
-* `resume` walks from the newest to the oldest checkpoint, verifies each, and says what it skipped and why.
+* `state` is any nesting of dicts, lists, numbers, arrays, random number generators and objects with
+  `state_dict()`.
+* A completed save survives a power cut. A failed one raises, leaves the earlier checkpoints intact,
+  and is due again.
+* `resume` tries the checkpoints from the newest to the oldest, verifies each, and reports those
+  that it skipped with the reasons.
 """
 
 from __future__ import annotations
@@ -64,31 +68,36 @@ __all__ = ["CheckpointManager", "Resumption"]
 
 
 class CheckpointManager:
-    """Saves, keeps, proves and restores the checkpoints of one training run.
+    """Saves, verifies, prunes and restores the checkpoints of one training run.
 
     Args:
-        directory: Where the checkpoints lie; created on the first save.
+        directory: Directory of the checkpoints; created on the first save.
         config: When and how to save, what to keep; the same as for `ModelCheckpoint`.
-        prefix: Name of the series; files are called `<prefix>-<step>.<format>`.
-        save_policy: Instead of the configuration's steps and seconds.
+        prefix: Name of the series; file names are `<prefix>-<step>.<format>`.
+        save_policy: Replaces the steps and seconds of the configuration.
         clock: Seconds since the epoch; stamps checkpoints and decides about seconds and ages.
-        allow_unsealed: With a key, also take files that are encrypted under it, but not proven as a whole (MindSpore's own).
-        allow_unencrypted: With a key or trusted keys, also take plain files.
-        trusted_keys: Public keys, or their files in PEM: checkpoints whose manifest none of them signed are not resumed from.
-            That of the configuration's `signing_key` is always one of them.
-        snapshot_steps: Every so many steps `step_end` also copies the state into memory, for `rollback`; None for never.
-        snapshots: How many such copies are kept; `memory.snapshot_budget_bytes` bounds them, too.
-        observe: A function, or several, that take an `Event` of `ckptmgr.observe`.
-        coordinator: The ranks that save together, each its own state; they make the same calls in the same order. Rank 0
-            removes and pins. What they save, other numbers of ranks resume: see `docs/sharded-checkpoints.md`.
-        rank_timeout_s: How long the ranks wait for each other, and how long a save of all may take.
-        layout: Name of a tensor, such as `model/weight`, to how it is cut over the ranks; the state holds their slices.
-            DTensors say so themselves.
-        keep_redundancy: With `remove_redundancy`: copies to keep of what several ranks have.
-        balance: With `remove_redundancy`: `bytes` evens out what the ranks write; `round_robin` deals out whole tensors by
-            name, as MindSpore does.
+        allow_unsealed: With a key, also accept files that are encrypted under it without a seal
+            over the whole file (MindSpore's own).
+        allow_unencrypted: With a key or trusted keys, also accept plain files.
+        trusted_keys: Public keys, or their files in PEM. The run does not resume from a checkpoint
+            unless one of them signed its manifest. The public key of the configuration's
+            `signing_key` is always trusted.
+        snapshot_steps: Interval in steps at which `step_end` also copies the state into memory, for
+            `rollback`; None for never.
+        snapshots: Maximum number of these copies; `memory.snapshot_budget_bytes` also limits them.
+        observe: One or several functions that take an `Event` of `ckptmgr.observe`.
+        coordinator: The ranks that save together, each its own state; they make the same calls in
+            the same order. Rank 0 removes and pins. Another number of ranks can resume their
+            checkpoints: see `docs/sharded-checkpoints.md`.
+        rank_timeout_s: How long the ranks wait for each other, and how long a collective save may
+            take.
+        layout: Name of a tensor, such as `model/weight`, to its layout over the ranks; the state
+            holds slices. DTensors contain their layout.
+        keep_redundancy: With `remove_redundancy`: copies to keep of data that several ranks hold.
+        balance: With `remove_redundancy`: `bytes` balances the bytes that the ranks write;
+            `round_robin` assigns whole tensors by name, as MindSpore does.
         fs: The disk.
-        processes: Tells dead writers from live ones.
+        processes: Distinguishes dead writers from live ones.
 
     Raises:
         TypeError, ValueError, NotADirectoryError: An argument is unusable.
@@ -158,7 +167,7 @@ class CheckpointManager:
             ledger=self._engine.ledger,
             snapshots=checked_interval("snapshots", snapshots),
         )
-        self._engine.make_room = self._past.recent.give_way  # a save takes the room of snapshots
+        self._engine.make_room = self._past.recent.give_way  # a save may evict snapshots
         self._saver = StateSaver(
             parts,
             writer=self._writer,
@@ -184,32 +193,37 @@ class CheckpointManager:
     ) -> Resumption:
         """Restore the newest checkpoint that verifies and loads.
 
-        Arrays of `state` that can take their content from the file do so, without a second copy in memory. Every byte is
-        verified before the first one of them is written: damaged checkpoints change nothing, also when none loads.
+        Arrays of `state` that can be filled from the file are filled in place, without a second
+        copy in memory. Every byte is verified before the first write: damaged checkpoints change
+        nothing, even if none loads.
 
-        In the middle of a run it starts again from there: the steps after the checkpoint, and their snapshots, are forgotten,
-        and nothing is saved on leaving until another step has ended.
+        In the middle of a run, the run restarts from the checkpoint: later steps and their
+        snapshots are forgotten, and the exit of the manager saves nothing until another step has
+        ended.
 
         Args:
-            state: The state to restore into, built as for a fresh start; None gives the stored state as new objects.
-            start: `newest`, or `new` to start at step 0 although there are checkpoints; those stay, and count as of another
-                run.
+            state: The state to restore into, built as for a fresh start; None returns the stored
+                state as new objects.
+            start: `newest`, or `new` to start at step 0 beside the present checkpoints, which stay
+                and count as those of another run.
 
         Raises:
             ValueError: `start` is neither.
-            UnprovenCheckpoint: With a key or trusted keys, files of the series are here without manifests, and nothing else.
-            StateMismatch: A whole checkpoint does not fit `state`; names every difference. Nothing was changed.
+            UnprovenCheckpoint: With a key or trusted keys: the series has only files without
+                manifests.
+            StateMismatch: An intact checkpoint does not fit `state`; names every difference.
+                Nothing was changed.
             ResumeFailed: Another rank cannot resume; names it and its error. Nothing was changed.
-            RanksMissing: Other ranks did not come in time. Nothing was changed.
-            CorruptCheckpoint, OSError: The file changed, or could no longer be read, after it was verified. `state` is then
-                partly overwritten.
-            KeyProblem: There are checkpoints, but none opens with this key.
+            RanksMissing: Other ranks did not arrive in time. Nothing was changed.
+            CorruptCheckpoint, OSError: The file changed, or became unreadable, after its
+                verification; `state` is partly overwritten.
+            KeyProblem: There are checkpoints, but this key opens none.
             StoreLocked: Another live process writes this series.
         """
         if start not in ("newest", "new"):
             raise ValueError(f"start must be 'newest' or 'new', but got {start!r}")
         with self._observers.timed("resume", series=self.prefix) as told:
-            self._engine.wait_until_idle()  # going back: what is in flight would be newer
+            self._engine.wait_until_idle()  # a save in flight would be newer
             if start == "new":
                 found = start_anew(state, writer=self._writer, past=self._past)
             else:
@@ -235,7 +249,7 @@ class CheckpointManager:
 
         Args:
             step: Global step, from 1.
-            state: The state, or a function that returns it (called only when it is saved or copied).
+            state: The state, or a function that returns it (called only for a save or a snapshot).
             epoch: Epoch number.
             metrics: Name to value, for `best(...)`.
 
@@ -268,14 +282,14 @@ class CheckpointManager:
         metrics: Mapping[str, float] | None = None,
         why: str = "manual",
     ) -> SaveHandle | None:
-        """Save now; then apply the retention policy. With `async_save` both happen in the background.
+        """Save now, then apply the retention policy; with `async_save` both in the background.
 
         Returns:
             The handle, or None when `back_pressure="skip"` and an earlier save still runs.
 
         Raises:
             BaseException: An earlier save failed in the background; it is raised once.
-            UnsupportedState: Something in the state cannot be stored; names its path.
+            UnsupportedState: A value of the state cannot be stored; names its path.
             StoreFull: Not enough disk space; nothing was changed.
             StoreLocked: Another live process writes this series.
             OSError: From the disk; the earlier checkpoints are intact.
@@ -286,15 +300,16 @@ class CheckpointManager:
             return self._saver.save(step, state, watch, epoch=epoch, metrics=checked, why=why)
 
     def before_update(self) -> None:
-        """Wait until the state of the last save is copied; call it before the state is changed in place.
+        """Wait until the state of the last save is copied; call it before an in-place change.
 
-        Only with `zero_stall`, where `save` leaves the copying to the background; otherwise, and when the copy is complete,
-        it does nothing. All torch optimizers of the process call it before their steps.
+        It is needed with `zero_stall`, where `save` copies the state in the background; otherwise,
+        and after the copy, it returns at once. All torch optimizers of the process call it before
+        their steps.
         """
         self._engine.before_update()
 
     def wait(self) -> None:
-        """Wait until everything handed over is durable.
+        """Wait until every requested save is durable.
 
         Raises:
             BaseException: A save failed in the background; it is raised once.
@@ -302,10 +317,10 @@ class CheckpointManager:
         self._engine.wait()
 
     def close(self) -> None:
-        """Wait for the saves in flight and let other processes write this series. Saving again takes it back.
+        """Wait for the saves in flight and release the lease of the series; a save takes it again.
 
         Raises:
-            BaseException: A save failed in the background, and its failure was not fetched.
+            BaseException: A save failed in the background, and its error was not raised yet.
         """
         try:
             self._engine.close()
@@ -319,11 +334,11 @@ class CheckpointManager:
         return self._reader.checkpoints()
 
     def latest(self) -> Checkpoint | None:
-        """Return the newest checkpoint that is not known to be damaged, or None. Leftovers raise nothing."""
+        """Return the newest checkpoint without known damage, or None; leftovers raise nothing."""
         return self._reader.latest()
 
     def best(self, metric: str, mode: str = "min") -> Checkpoint | None:
-        """Return the checkpoint with the best value of a metric, or None when none has it; NaN never wins.
+        """Return the checkpoint with the best finite value of a metric, or None.
 
         Args:
             metric: Name as given to `step_end`.
@@ -335,8 +350,8 @@ class CheckpointManager:
         """Load one checkpoint, verified.
 
         Args:
-            checkpoint: From `checkpoints()`, a step, a file name, or `latest`: the newest, looked for again while the run that
-                writes the series removes the one that was found.
+            checkpoint: From `checkpoints()`, a step, a file name, or `latest`. For `latest` the
+                lookup repeats when the run that writes the series removes the found checkpoint.
             state: Restore into this, or None for new objects.
 
         Raises:
@@ -348,7 +363,7 @@ class CheckpointManager:
     def pin(
         self, checkpoint: Checkpoint | int | str, name: str = "pinned", *, reason: str = ""
     ) -> None:
-        """Never let retention remove a checkpoint; durable when it returns.
+        """Protect a checkpoint from retention, durably.
 
         Raises:
             CheckpointNotFound: There is no such checkpoint.
@@ -357,18 +372,18 @@ class CheckpointManager:
         self._catalog.change_pins(checkpoint, lambda pins: (*pins, Pin(name=name, reason=reason)))
 
     def unpin(self, checkpoint: Checkpoint | int | str) -> None:
-        """Take all pins off a checkpoint."""
+        """Remove all pins of a checkpoint."""
         self._catalog.change_pins(checkpoint, lambda pins: ())
 
     def plan(self) -> Plan:
-        """Return what the retention policy would do now, without doing it."""
+        """Return the plan of the retention policy, without applying it."""
         return self._writer.planned(self._config.retention_policy())
 
     def forecast(self, state: object = None) -> Forecast:
-        """Return the space, memory and time that the run needs. Print it; it names each shortage with the way out.
+        """Return the space, memory and time that the run needs; printed, it explains each shortage.
 
         Args:
-            state: The state that will be saved, or None for as much as the newest checkpoint holds.
+            state: The state to be saved, or None for the size of the newest checkpoint.
 
         Raises:
             CheckpointNotFound: No state was given, and there is no checkpoint.
@@ -394,9 +409,9 @@ class CheckpointManager:
         epoch: int | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> bool:
-        """Copy the state into memory, for `rollback`; return whether there was room.
+        """Copy the state into memory, for `rollback`; return whether it fits into the budget.
 
-        A snapshot is gone when the process is; what must survive is saved.
+        Snapshots are lost with the process; only saves survive it.
         """
         step, epoch = checked_count("step", step), checked_epoch(epoch)
         self._past.saw(step)
@@ -404,21 +419,24 @@ class CheckpointManager:
         return self._past.recent.put(step, flat, epoch=epoch, metrics=checked_metrics(metrics))
 
     def rollback(self, state: object = None, *, steps_back: int = 1) -> Resumption:
-        """Go back to the newest state that is at least `steps_back` steps old: from memory, else from disk.
+        """Restore the newest state that is at least `steps_back` steps old, from memory or disk.
 
-        What it gives up, no later rollback returns. When that includes saves, the next `step_end` saves, unless the policy
-        never does: a crash before that would resume from what was given up.
+        The rollback gives up the later checkpoints: no later rollback returns to them. If there are
+        any, the next `step_end` saves (unless the policy never does), because a crash before that
+        save would resume from them.
 
-        With a coordinator all ranks call it, and go back to the same step: one that all of them have in memory, or all load.
+        With a coordinator all ranks call it and go back to the same step: one that all of them have
+        in memory, or that all load.
 
         Args:
             state: The state to restore into, or None for new objects.
-            steps_back: How far, counted from the last step seen by `step_end`, `save` or `snapshot`.
+            steps_back: Steps to go back from the last step of `step_end`, `save` or `snapshot`.
 
         Raises:
             CheckpointNotFound: Neither memory nor disk has a state that old. Nothing was changed.
-            StateMismatch: It does not fit `state`. Nothing was changed.
-            ResumeFailed, RanksMissing, RanksOutOfStep: The ranks cannot go back together. Nothing was changed.
+            StateMismatch: The stored state does not fit `state`. Nothing was changed.
+            ResumeFailed, RanksMissing, RanksOutOfStep: The ranks cannot go back together. Nothing
+                was changed.
         """
         from ckptmgr.training.rollback import go_back
 
@@ -445,11 +463,11 @@ class CheckpointManager:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Save the last step unless it is saved already or training failed; then wait and give the lease back."""
+        """Save the last step if it is unsaved and training did not fail; then wait and close."""
         if error is None:
             try:
                 self._engine.wait()
-            finally:  # the last step is saved even if the one before it could not be
+            finally:  # a failed earlier save must not prevent that of the last step
                 try:
                     self._save_last_step()
                 finally:

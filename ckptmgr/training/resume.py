@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run goes on from: the newest checkpoint that loads, on all ranks if there are many, and what was passed over.
+"""Resumption of a run: from the newest checkpoint that loads, the same on all ranks.
 
-Where a run starts, or starts again.
-
-Count how often runs were started from the same checkpoint: a crash loop looks like progress to a scheduler.
-
-The count lies in `.<series>.starts`, a small JSON file. It is a hint, not a promise: it is not synced, and a damaged one
-counts as absent.
+The starts from the same checkpoint are counted, because a crash loop looks like progress to a
+scheduler. The count is in `.<series>.starts`, a small JSON file. It is a hint: it is not synced,
+and a damaged file counts as absent.
 """
 
 from __future__ import annotations
@@ -35,20 +32,22 @@ from ckptmgr.training.history import RunPast
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumption:
-    """Where a run starts.
+    """The start of a run: a restored checkpoint, or step 0.
 
     Attributes:
-        step: The last step that is done; 0 for a fresh start.
+        step: The last completed step; 0 for a fresh start.
         epoch: Epoch of the checkpoint, or None.
-        state: The restored state: the object given to `resume`, filled in place where that is possible.
-        checkpoint: What was loaded, or None for a fresh start.
-        metrics: The metrics saved with it.
-        skipped: Newer checkpoints that were passed over, and why.
-        starts: How often a run has been started from this checkpoint without a newer one being saved, this one included.
-        kept: What no rank has saved for this one, such as its random numbers when there are more ranks than before; it stays
-            as it was.
-        doubt: Why the checkpoint is genuine, but probably an older one than its name had here last, or of another run; or
-            which newer one may come back, because its data is missing or the disk cannot read it; or None.
+        state: The restored state: the object given to `resume`, filled in place if possible.
+        checkpoint: The loaded checkpoint, or None for a fresh start.
+        metrics: The metrics of the checkpoint.
+        skipped: The newer checkpoints that were skipped, with the reasons.
+        starts: How often runs have started from this checkpoint without a newer save, this start
+            included.
+        kept: Names that no rank saved for this one, such as its random numbers when there are more
+            ranks than before; their values stay.
+        doubt: Why the genuine checkpoint is probably an older file under its name, or of another
+            run; or which newer checkpoint may return, because its data is missing or the disk
+            cannot read it; or None.
     """
 
     step: int
@@ -72,7 +71,7 @@ class Resumption:
         doubt: str | None = None,
         kept: Sequence[str] = (),
     ) -> Self:
-        """Return where a run goes on whose state was restored from a checkpoint."""
+        """Return the resumption from a checkpoint."""
         return cls(
             step=checkpoint.step,
             epoch=checkpoint.epoch,
@@ -87,7 +86,7 @@ class Resumption:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether nothing was found to continue from."""
+        """Whether the run starts without a checkpoint."""
         return self.checkpoint is None
 
 
@@ -95,7 +94,7 @@ _MAX_BYTES = 4096
 
 
 def count_start(store: Store, series: str, checkpoint: Checkpoint) -> int:
-    """Note one more start from `checkpoint` and return how many there were without a newer save."""
+    """Record a start from `checkpoint`; return the number of starts without a newer save."""
     identity = [checkpoint.name, checkpoint.sequence]
     path = store.directory / f".{series}.starts"
     starts = 1
@@ -119,14 +118,15 @@ _Loaded = TypeVar("_Loaded")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumed:
-    """What `ModelCheckpoint.resume` found.
+    """The result of `ModelCheckpoint.resume`.
 
     Attributes:
         checkpoint: The newest checkpoint that loads.
-        values: Its content, name to array or string.
-        skipped: Newer ones that were passed over, and why.
-        kept: What no rank has saved for this one, when there are more ranks than before; it is not in `values`.
-        doubt: Why the checkpoint is genuine, but probably not the newest: see `Resumption`; or None.
+        values: Its values, name to array or string.
+        skipped: The newer checkpoints that were skipped, with the reasons.
+        kept: Names that no rank saved for this one when there are more ranks than before; `values`
+            lacks them.
+        doubt: Why a newer checkpoint probably exists or existed, as in `Resumption`; or None.
     """
 
     checkpoint: Checkpoint
@@ -138,13 +138,7 @@ class Resumed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found(Generic[_Loaded]):
-    """What `find_newest` found.
-
-    Attributes:
-        newest: The checkpoint and what it loaded to, or None.
-        skipped: Newer ones that were passed over, and why.
-        doubt: Why it is genuine, but probably not what its name had here last; or which newer ones may come back; or None.
-    """
+    """The newest checkpoint with its loaded content, and the newer ones that were skipped."""
 
     newest: tuple[Checkpoint, _Loaded] | None
     skipped: tuple[Skipped, ...]
@@ -158,18 +152,16 @@ def find_newest(
     *,
     prefix: str,
 ) -> Found[_Loaded]:
-    """Return the newest checkpoint that loads; what is skipped, doubtful, or may be why there is none, is logged.
+    """Return the newest checkpoint that loads; log skipped ones, doubts and hints.
 
-    Args:
-        writer: Of the run, which reads it with all its ranks.
-        is_own: Which checkpoints of the directory come into question.
-        load: Loads one; changes nothing yet.
-        prefix: What the user calls the run.
+    `is_own` selects the candidates of the directory. `load` changes nothing yet.
 
     Raises:
-        KeyProblem, UnsupportedCheckpoint, OSError: Nothing loads, and not because all is damaged.
-        UnprovenCheckpoint: Keys were given, nothing loads, and there are files of the series without a manifest.
-        ResumeFailed, RanksMissing: The ranks cannot go on together.
+        KeyProblem, UnsupportedCheckpoint, OSError: No checkpoint loads, and not because all are
+            damaged.
+        UnprovenCheckpoint: Keys were given, no checkpoint loads, and the series has files without
+            a manifest.
+        ResumeFailed, RanksMissing: The ranks cannot resume together.
     """
     present: list[Checkpoint] = []
 
@@ -178,7 +170,6 @@ def find_newest(
         return newest_first([one for one in present if is_own(one)])
 
     checkpoint, loaded, skipped = writer.first_that_loads(scan, load)
-    # All that is passed over, each with its reason, comes together here.
     skipped = [*skipped, *without_manifest(present, prefix, checkpoint)]
     for one in skipped:
         _LOG.warning("skipped %s: %s", one.checkpoint.path, one.reason)
@@ -194,9 +185,9 @@ def find_newest(
 
 
 def _refuse_to_start_beside(skipped: Sequence[Skipped], trust: Trust) -> None:
-    """Raise where keys were given and files of the series are here, but nothing says which steps they are.
+    """Raise UnprovenCheckpoint if keys were given and files of the series have no manifests.
 
-    Their manifests may have been removed to make the run start over.
+    An attacker may have removed the manifests to make the run start over.
     """
     unplaced = [one.checkpoint for one in skipped if one.checkpoint.is_bare]
     if unplaced and trust.is_strict:
@@ -222,12 +213,9 @@ def _doubt(checkpoint: Checkpoint, present: Sequence[Checkpoint]) -> str | None:
 
 
 def resume_values(writer: SeriesWriter, reader: SeriesReader, *, prefix: str) -> Found[NamedValues]:
-    """Return the newest checkpoint of a prefix, and what it holds by name; see `ModelCheckpoint.resume`.
+    """Return the newest checkpoint of a prefix and its values; see `ModelCheckpoint.resume`.
 
-    Args:
-        writer: Of the run; from now on it continues that one.
-        reader: Reads the checkpoints.
-        prefix: Of this run, and of those before it.
+    `writer` then continues the run of that checkpoint.
     """
 
     def load(one: Checkpoint) -> tuple[NamedValues, Manifest | None]:
@@ -246,11 +234,7 @@ def resume_state(
 ) -> Resumption:
     """Restore the newest checkpoint of a series that loads; see `CheckpointManager.resume`.
 
-    Args:
-        state: The state to restore into, or None for new objects.
-        writer: Of the series.
-        reader: Reads its checkpoints.
-        past: Of the run; it now ends there.
+    `past` is reset to its step.
     """
     writer.prepare()
     found = find_newest(
@@ -285,7 +269,7 @@ def resume_state(
 
 
 def start_anew(state: object, *, writer: SeriesWriter, past: RunPast) -> Resumption:
-    """Start at step 0 beside the checkpoints that are there; see `CheckpointManager.resume`."""
+    """Start at step 0 beside the present checkpoints; see `CheckpointManager.resume`."""
     writer.prepare()
     writer.forget_parents()
     past.start_at(0, is_own=False)
