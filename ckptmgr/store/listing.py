@@ -147,7 +147,7 @@ def unnamed_shards(
 
 
 def lone_sets(present: Sequence[Checkpoint]) -> list[Checkpoint]:
-    """Return the checkpoints that have the files of all ranks but no manifest, newest by name.
+    """Return the checkpoints, newest by name, that have the files of all ranks but no manifest.
 
     Either the save was killed before its commit, or the manifest was lost. An interrupted removal
     leaves the same, but of a checkpoint that is older than a whole one; that is left out.
@@ -235,7 +235,7 @@ def listed(
 
 
 def listed_alone(files: ManifestReader, processes: Processes, name: str) -> Checkpoint | None:
-    """Return the checkpoint under one name, or None; files of ranks are not checked.
+    """Return the checkpoint under one name, or None; without the files of ranks.
 
     A manifest without data counts as a leftover here: the whole directory is needed to find out
     more.

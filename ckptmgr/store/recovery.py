@@ -128,7 +128,10 @@ class _Recovery:
             yield lambda: self._settle(claimed)
 
     def _is_leftover(self, manifest: Manifest, entries: dict[str, FileStatus]) -> bool:
-        """Return whether a dead writer left a manifest without data, which is not missing."""
+        """Return whether a dead writer left a manifest without data.
+
+        False where the data is missing or may still come.
+        """
         lone = LoneManifest(manifest)
         temps = (temp for temp in entries if is_temp_of(temp, manifest.name))
         if any(

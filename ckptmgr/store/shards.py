@@ -4,7 +4,7 @@
 The worker process of a rank publishes its file here, too; the vote of the commit stays with the
 rank. Replacing works in this order: the new files become durable under names of a new attempt; the
 manifest is replaced by one that names them (the commit point), durably; the old files are removed.
-Recovery removes what an interruption leaves, as for any other attempt.
+Recovery removes the remains of an interruption, as for any other attempt.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ class Store(Publisher):
             self.fs.sync_directory(self.directory)
 
     def lost_by_rewriting(self, name: str) -> str | None:
-        """Return the proof that a manifest loses if rewritten: `authenticated`, `signed` or None."""
+        """Return the proof that rewriting a manifest loses: `authenticated`, `signed` or None."""
         return self._manifests.lost_by_rewriting(name)
 
     def reauthenticate(

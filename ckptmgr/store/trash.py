@@ -132,7 +132,7 @@ def _new_batch(store: Store, into: Path) -> Iterator[None]:
 
 
 def restore(store: Store, batch: Batch, checkpoints: Sequence[Checkpoint]) -> list[str]:
-    """Move checkpoints of a batch back, durably; return the taken names, whose files stay here.
+    """Move checkpoints of a batch back, durably; return the taken names, which stay in it.
 
     A name is also taken while another process saves under it.
 

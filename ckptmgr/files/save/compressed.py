@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write a safetensors file as compressed frames: group, compress, seal, digest and write in one pass, in parallel.
+"""Write a safetensors file as compressed frames, in parallel.
 
-The size of the file is known last, so nothing is reserved for it. Memory stays bounded: a few chunks of 4 MiB (`frame_spool`),
-and for each producer what a frame is gathered, grouped and compressed in.
+One pass groups, compresses, seals, digests and writes. The final size is known only at the end, so
+no disk space is reserved. Memory is bounded: a few chunks of 4 MiB (`compressed_chunks`), and for
+each producer the buffers that gather, group and compress one frame.
 
-The first frame is of the header. Where that is late, the frame is compressed when all others were, and lies behind them.
+The first frame holds the header. A late header is compressed after all other frames and stored
+behind them.
 """
 
 from __future__ import annotations
@@ -33,20 +35,14 @@ from ckptmgr.io.threads import producer_threads, run_in_threads
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """What compression made of the elements of one type.
-
-    Attributes:
-        raw_bytes: Before.
-        stored_bytes: After.
-        seconds: Of one core.
-    """
+    """Sizes and time of the compression of one element type; `seconds` are of one core."""
 
     raw_bytes: int = 0
     stored_bytes: int = 0
     seconds: float = 0.0
 
     def __add__(self, other: Figures) -> Figures:
-        """Return both together."""
+        """Return the sum of both."""
         return Figures(
             raw_bytes=self.raw_bytes + other.raw_bytes,
             stored_bytes=self.stored_bytes + other.stored_bytes,
@@ -55,7 +51,7 @@ class Figures:
 
     @property
     def ratio(self) -> float:
-        """After, as a share of before."""
+        """Stored bytes as a share of raw bytes."""
         return self.stored_bytes / self.raw_bytes if self.raw_bytes else 1.0
 
     @property
@@ -66,7 +62,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenFrames:
-    """What a finished stream reports.
+    """The result of a finished stream.
 
     Attributes:
         digest: Size and digests of the bytes in the file.
@@ -80,7 +76,7 @@ class WrittenFrames:
 
 
 class ImageSource:
-    """An image as a source, to find one's way in it; a late head states a CRC32 of 0."""
+    """An image as a source, to parse its index; a late head states a CRC32 of 0."""
 
     def __init__(self, image: Image) -> None:
         self._image = image
@@ -88,7 +84,7 @@ class ImageSource:
         self.size = image.size
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with bytes of a late head, or of what follows it, from `offset` on."""
+        """Fill `buffer` from `offset` on, with bytes of a late head or of the content behind it."""
         if offset < len(self._head):
             buffer[:] = self._head[offset : offset + buffer.nbytes]
         else:
@@ -99,26 +95,32 @@ def plan_of(image: Image) -> list[PlannedFrame]:
     """Return the frames of the image of a safetensors file.
 
     Raises:
-        FormatError: It is none.
+        FormatError: It is no safetensors image.
     """
     return plan_frames(runs_of(read_safetensors_index(ImageSource(image)), image.size))
 
 
 def frames_sealer(raw_size: int, keys: Keys, mode: str) -> FramesSealer:
-    """Return the sealer for a file that expands to so many bytes."""
+    """Return the sealer of a file that expands to `raw_size` bytes."""
     return FramesSealer(ring_of(keys).recipients, mode, raw_size=raw_size)
 
 
 class Read(Protocol):
-    """Give bytes of what is compressed."""
+    """Reads bytes to be compressed."""
 
     def __call__(self, offset: int, size: int, room: memoryview, /) -> memoryview:
-        """Return `size` bytes, in `room` or where they are; they stay until `room` is given again."""
+        """Return `size` bytes, in `room` or at their own place.
+
+        They stay valid until the next call with this `room`.
+        """
         ...
 
 
 def read_image(image: Image) -> Read:
-    """Return what gives the bytes of an image, those inside one tensor straight from its memory; a late head is given last."""
+    """Return a reader of an image; a late head must be read last.
+
+    Bytes inside one tensor are views of its memory.
+    """
     crc = image.start_crc()
 
     def read(offset: int, size: int, room: memoryview) -> memoryview:
@@ -132,7 +134,7 @@ def read_image(image: Image) -> Read:
 
 
 def read_once(image: Image) -> Read:
-    """Return what gives the bytes of an image whose views must be given back; each is asked for once."""
+    """Return a reader of an image whose views must be released; each byte is read once."""
 
     def read(offset: int, size: int, room: memoryview) -> memoryview:
         gather(image.views(offset, size), room)
@@ -151,21 +153,21 @@ def write_frames(
     sealer: FramesSealer | None = None,
     is_head_late: bool = False,
 ) -> WrittenFrames:
-    """Write a file compressed, sealed if there is a sealer, and return the digests of what was written.
+    """Write a file compressed, sealed if there is a sealer, and return the digests of its bytes.
 
     The file is not synced. After an error its content is undefined and no thread is left running.
 
     Args:
         plan: Its frames.
-        read: Gives its bytes; called from several threads.
+        read: Reads the image; called from several threads.
         file: A new, empty file.
         level: Of zstd.
         sealer: Made for this plaintext.
-        is_head_late: Whether the first frame can be read only when all others were.
+        is_head_late: Whether the first frame can only be read after all others.
 
     Raises:
         OSError: From the file.
-        CkptmgrError, FormatError, CryptoError: What `read` raises.
+        CkptmgrError, FormatError, CryptoError: From `read`.
     """
     started = time.perf_counter()
     writer = _Writer(plan, read, Spool(file, sealer), level, is_head_late=is_head_late)

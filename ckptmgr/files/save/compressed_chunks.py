@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Join frames of any length, in the order in which they are ready, into chunks of one length that are sealed and written.
+"""Join frames of any length, as they are ready, into chunks of one length; seal and write those.
 
-A frame gets its place in the file when it is appended. Several threads copy frames into chunks at once; whoever fills the
-last byte of a chunk seals it. One thread takes the chunks in order for the digests, and a few write them.
+A frame gets its place in the file when it is appended. Several threads copy frames into chunks at
+once; the thread that fills the last byte of a chunk seals it. One thread takes the chunks in order
+for the digests, and a few write them.
 
-Nobody waits for somebody who waits: chunks are begun in the order of the file, each with all the memory that it will need, so
-the first unfinished one can always be finished, and then written.
+There is no deadlock: chunks are begun in the order of the file, each with all the memory that it
+needs, so the first unfinished chunk can always be finished and then written.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ _memory = SpareBuffers(CHUNK_BYTES)
 
 
 class Stopped(Exception):
-    """Tell a thread that another one failed."""
+    """Ends a thread because another one failed."""
 
 
 @dataclass(slots=True)
 class _Chunk:
-    """A chunk that is being filled; `plain` and `stored` are the same memory unless it will be sealed."""
+    """A chunk that is being filled; without a sealer `plain` and `stored` are the same memory."""
 
     index: int
     plain: memoryview
@@ -46,10 +47,9 @@ class _Chunk:
 
 
 class RangeDigests:
-    """The digests of a file that is given in order.
+    """The digests of a file whose bytes come in order.
 
-    Args:
-        blank_bytes: How many of its first bytes count as zeros; what is given first covers them.
+    Its first `blank_bytes` count as zeros; the first update covers them.
     """
 
     def __init__(self, blank_bytes: int = 0) -> None:
@@ -59,7 +59,7 @@ class RangeDigests:
         self._size = 0
 
     def update(self, view: memoryview) -> None:
-        """Take the next bytes."""
+        """Add the next bytes."""
         while view.nbytes:
             part = view[: RANGE_BYTES - self._size % RANGE_BYTES]
             self._hasher.update(part)
@@ -70,7 +70,7 @@ class RangeDigests:
                 self._hasher = blake3()
 
     def value(self) -> FileDigest:
-        """Return the digests of everything."""
+        """Return the digests of all bytes."""
         last = [self._hasher.digest()] if self._size % RANGE_BYTES else []
         return FileDigest(
             size_bytes=self._size, ranges=(*self._done, *last), blank_bytes=self._blank_bytes
@@ -80,9 +80,7 @@ class RangeDigests:
 class Spool:
     """The file that frames are appended to.
 
-    Args:
-        file: A new, empty file.
-        sealer: Seals the chunks, each into a segment of 4 MiB; or None for a plain file.
+    The sealer, if any, seals each chunk into a segment of 4 MiB; without one the file is plain.
     """
 
     def __init__(self, file: OutputFile, sealer: FramesSealer | None) -> None:
@@ -91,7 +89,7 @@ class Spool:
         self._capacity = CHUNK_BYTES if sealer is None else sealer.plaintext_bytes
         self._head = memoryview(b"" if sealer is None else sealer.head)
         self._end = 0
-        self._last = (-1, 0)  # index and length of the last chunk, once they are known
+        self._last = (-1, 0)  # index and length of the last chunk, once known
         self._is_stopped = False
         self._appending = threading.Lock()
         self._state = threading.Condition()
@@ -102,11 +100,11 @@ class Spool:
         self._digests = RangeDigests(self._blank_bytes)
 
     def works(self) -> list[Callable[[], None]]:
-        """Return what must run in threads of its own until `end` or `stop` was called."""
+        """Return functions to run in threads of their own; they return after `end` or `stop`."""
         return [self._digest_all, *[self._write_all] * _WRITERS]
 
     def append(self, data: memoryview | bytes) -> int:
-        """Append a frame; return where it starts. Safe to call from several threads.
+        """Append a frame; return its offset. Safe to call from several threads.
 
         Raises:
             Stopped: `stop` was called.
@@ -135,18 +133,18 @@ class Spool:
         self._sealed.put(None)
 
     def stop(self) -> None:
-        """Let all threads end: one of them failed."""
+        """End all threads after a failure of one of them."""
         with self._state:
             self._is_stopped = True
             self._state.notify_all()
         self._sealed.put(None)
 
     def value(self) -> FileDigest:
-        """Return the digests of the file; all works must have ended."""
+        """Return the digests of the file; all threads must have ended."""
         return self._digests.value()
 
     def _parts(self, start: int, length: int) -> Iterator[tuple[_Chunk, int, int]]:
-        """Yield the chunks of a run of the plaintext, with the place and the length of its part in each."""
+        """Yield each chunk of a plaintext range, with offset and length of the part in it."""
         while length:
             index, at = divmod(start, self._capacity)
             count = min(length, self._capacity - at)

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of an encrypted container to be, made piece by piece in any order of digest ranges.
+"""The bytes of a new encrypted container, produced piece by piece in any order of digest ranges.
 
-A piece is the head, or a segment, encrypted straight into the buffer that is written. The head shifts the segments against
-the digest ranges, so one segment in four lies in two ranges, which different threads make. Whoever comes first encrypts it;
-whoever comes last gives its memory back. Nothing is encrypted twice, and a thread waits for nobody but the one that is
-encrypting what it needs. Segment 0, which holds a late head, is encrypted last.
+A piece is the head, or a segment, encrypted straight into the buffer that is written. The head
+shifts the segments against the digest ranges, so one segment in four is in two ranges, which
+different threads produce. The first thread encrypts it; the last one gives its memory back. No
+segment is encrypted twice, and a thread waits only for the one that encrypts a segment it needs.
+Segment 0, which holds a late head, is encrypted last.
 """
 
 from __future__ import annotations
@@ -44,19 +45,19 @@ class ContainerStream:
         self.is_head_late = image.head_bytes > 0
 
     def chunks_from(self, offset: int) -> int:
-        """Return how many buffers are filled at once from `offset` on, if there is so much left."""
+        """Return how many buffers one call fills from `offset` on, at most."""
         is_late = self.is_head_late and offset == len(self._sealer.head)
         return CHUNKS_OF_A_RANGE if is_late else 1
 
     def produce(self, offset: int, buffers: Sequence[memoryview]) -> int:
-        """Fill each buffer, from its start, with the next piece.
+        """Fill each buffer, from its start, with the next piece; return the number of bytes.
+
+        A piece never crosses the end of a digest range. Each buffer has the length of a segment.
 
         Args:
-            offset: Where they stand in the file: the start of a digest range, or the end of the piece before.
-            buffers: Of the length of a segment.
-
-        Returns:
-            How many bytes; a piece never crosses the end of a digest range.
+            offset: Place in the file: the start of a digest range, or the end of the previous
+                piece.
+            buffers: The buffers to fill.
         """
         head = self._sealer.head
         if offset < len(head):
@@ -83,7 +84,7 @@ class ContainerStream:
         return b""
 
     def _copy(self, index: int, at: int, part: memoryview) -> None:
-        """Fill `part` with bytes of a segment that lies in two ranges."""
+        """Fill `part` with bytes of a segment that is in two ranges."""
         with self._lock:
             shared = self._shared.setdefault(index, _Shared())
         with shared.lock:
@@ -105,7 +106,7 @@ class ContainerStream:
     def _encrypt(self, index: int, segment: memoryview) -> None:
         start, size = self._sealer.plaintext_range(index)
         views = counted_views(self._image, self._crc, start, size)
-        if len(views) == 1:  # inside one tensor: encrypted straight from the tensor's memory
+        if len(views) == 1:  # inside one tensor: encrypted straight from its memory
             self._sealer.seal_into(index, views[0], segment)
             return
         scratch = _segments.take()

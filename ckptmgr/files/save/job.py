@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One save on its way: the job that a training loop gives, and the order that a writer makes of it."""
+"""The job of one save as a training loop gives it, and the order that a writer makes of it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SaveOptions:
 
     @property
     def extension(self) -> str:
-        """The file name's extension: the format, and the ending of a container or a compressed file."""
+        """The extension of the file name: format, and ending of a container or compressed file."""
         return extension_of(
             self.format,
             is_encrypted=self.key is not None,

@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stream an image into a file: gather, CRC, seal, digest and write in one pass, in parallel.
 
-The file is cut into digest ranges of 16 MiB. A few producers take ranges in turn; each moves a range through 4 MiB buffers
-(copy or encrypt, then digest while the bytes are in cache) and hands the buffers to a few writers. What depends on
-everything before it (the CRC trailer, the seal record) is the tail and is produced last. The head of a safetensors file states
-the CRC of everything after it: then the first range is produced when all others were.
+The file is cut into digest ranges of 16 MiB. A few producers take ranges in turn; each moves a
+range through 4 MiB buffers (copy or encrypt, then digest while the bytes are in cache) and hands
+the buffers to a few writers. The tail (CRC trailer, seal record) depends on all earlier bytes and
+is produced last. The head of a safetensors file states the CRC of everything after it: then the
+first range is produced after all others.
 
-Why it looks like this (each measured):
-* The buffers are page aligned and kept between saves: touching fresh pages costs more than AES, and direct I/O needs them.
-* 4 MiB per call: each return from a GIL-free call may wait a whole switch interval when the training thread is busy.
+Reasons for this design (each measured):
+
+* The buffers are page aligned and kept between saves: touching fresh pages costs more than AES, and
+  direct I/O needs them.
+* 4 MiB per call: each return from a GIL-free call may wait a whole switch interval when the
+  training thread is busy.
 * A buffer holds whole records, so that encrypted files are written aligned, too.
 """
 
@@ -45,7 +49,7 @@ _WRITERS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """What a finished stream reports.
+    """The result of a finished stream.
 
     Attributes:
         digest: Size and digests of the bytes in the file.
@@ -60,7 +64,7 @@ def sealer_for(image: Image, key: Keys, mode: str) -> BlockSealer:
     """Return the sealer of an image; whole records fill the chunks that are written.
 
     Raises:
-        KeySourceError: The keys are none that such a file takes.
+        KeySourceError: The keys are of a kind that such a file does not accept.
     """
     from ckptmgr.crypto.keys.ring import block_key
     from ckptmgr.crypto.mindspore.blocks import BlockSealer
@@ -73,7 +77,7 @@ def sealer_for(image: Image, key: Keys, mode: str) -> BlockSealer:
 def container_for(
     image: Image, key: Keys, mode: str, *, content: Content | None = None
 ) -> ContainerSealer:
-    """Return the sealer of an image that goes into a container; `content` is its format (None: safetensors)."""
+    """Return the container sealer of an image of the format `content`, by default safetensors."""
     from ckptmgr.crypto.container.header import Content
     from ckptmgr.crypto.container.writer import ContainerSealer
     from ckptmgr.crypto.keys.ring import ring_of
@@ -89,7 +93,7 @@ def container_for(
 def write_image(
     image: Image, file: OutputFile, *, sealer: BlockSealer | ContainerSealer | None = None
 ) -> Written:
-    """Write every byte of `image`, sealed if there is a sealer, and return the digests of what was written.
+    """Write every byte of `image`, sealed if there is a sealer; return the digests of the file.
 
     The file is not synced. After an error its content is undefined and no thread is left running.
 
@@ -127,11 +131,11 @@ def _stream_of(image: Image, sealer: BlockSealer | ContainerSealer | None) -> _S
 
 
 _buffers = BufferPool(_BUFFERS, CHUNK_BYTES)
-_Write = tuple[int, memoryview, int]  # where, a buffer, and how many bytes of it
+_Write = tuple[int, memoryview, int]  # offset, buffer, length
 
 
 class _Writer:
-    """Drive one stream into one file."""
+    """Write one stream into one file."""
 
     def __init__(self, stream: _Stream, file: OutputFile) -> None:
         self._stream = stream
@@ -175,7 +179,7 @@ class _Writer:
     def _guard(self, work: Callable[[], object]) -> None:
         try:
             work()
-        except BaseException as error:  # handed to the caller of run()
+        except BaseException as error:  # raised by run()
             self._fail(error)
 
     def _fail(self, error: BaseException) -> None:
@@ -236,7 +240,7 @@ class _Writer:
     def _hand_over(self, job: _Write) -> None:
         if self._is_parallel:
             self._writes.put(job)
-        else:  # nobody else would, and who holds a buffer must not wait for another
+        else:  # no other thread would, and a thread that holds a buffer must not wait for another
             self._write(job)
 
     def _write_all(self) -> None:

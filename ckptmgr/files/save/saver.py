@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Save a list of tensors under a name: build the image, seal it, stream it, publish it.
 
-It runs where it is called: in the training loop, in a background thread, or in the worker process (see `engine`).
+It runs in the calling thread: in the training loop, in a background thread, or in the worker
+process (see `engine`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ckptmgr.state.devices import accelerators, synchronize
 from ckptmgr.store.manifest.codec import FileEntry, Manifest
 from ckptmgr.store.store import Store
 
-if TYPE_CHECKING:  # a plain save needs none of this
+if TYPE_CHECKING:  # a plain save needs none of these
     from ckptmgr.crypto.container.writer import ContainerSealer
     from ckptmgr.crypto.mindspore.blocks import BlockSealer
     from ckptmgr.files.save.compressed import WrittenFrames
@@ -99,7 +100,7 @@ def _entry(order: SaveOrder, digest: FileDigest) -> FileEntry:
 def _writing(
     image: Image, options: SaveOptions
 ) -> tuple[int, Callable[[OutputFile], Written | WrittenFrames]]:
-    """Return the size of the file, 0 where it is known last, and what writes it."""
+    """Return the size of the file, 0 where it is unknown, and the function that writes it."""
     if options.compression_level is not None:
         return 0, partial(_write_compressed, image, options, options.compression_level)
     sealer = _sealer_of(image, options)
@@ -132,7 +133,7 @@ def _sealer_of(image: Image, options: SaveOptions) -> BlockSealer | ContainerSea
 
 
 def check_written(file: InputFile, digest: FileDigest, *, path: str) -> None:
-    """Raise SaveFailed unless a file that was read back is what was written."""
+    """Raise SaveFailed unless a file that was read back equals the written bytes."""
     bad = [] if file.size == digest.size_bytes else [(file.size, digest.size_bytes)]
     bad = bad or differing_ranges(file, digest)
     if bad:
@@ -146,7 +147,7 @@ def check_written(file: InputFile, digest: FileDigest, *, path: str) -> None:
 
 @contextlib.contextmanager
 def _refusals(path: str) -> Iterator[None]:
-    """Turn errors of the lower layers into ones that say what cannot be saved; nothing on the disk is damaged then."""
+    """Translate errors of the lower layers into those of a save; no file is damaged then."""
     try:
         yield
     except FormatError as error:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The bytes of a file to be, made chunk by chunk in any order: an image as it is, or sealed.
+"""The bytes of a new file, produced chunk by chunk in any order: an image as it is, or sealed.
 
-Where the image has a late head, the chunks of the first digest range are produced together, after all others: the digest needs
-them in order, and the head needs the CRC of them all.
+Where the image has a late head, the chunks of the first digest range are produced together, after
+all others: the digest needs them in order, and the head needs the CRC of them all.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from ckptmgr.io.digest import RANGE_BYTES
 from ckptmgr.io.threads import MOST_PRODUCERS
 
 CHUNK_BYTES = 4 << 20
-# Plain bytes go through half of every buffer: eight of them then stay in a cache of 32 MiB beside the tensors that stream
-# past, and the disk (or the host that plays one) reads them from there. Measured: as fast on an idle host, 1.3 times as
-# fast on a busy one. Records of 4 MiB are worth more to encryption than that.
+# Plain bytes use half of every buffer: eight of them then stay in a cache of 32 MiB beside the
+# tensors that stream past, and the disk (or the host of a virtual one) reads them from there.
+# Measured: as fast on an idle host, 1.3 times as fast on a busy one. For encryption, records of 4
+# MiB gain more than that.
 PLAIN_CHUNK_BYTES = 2 << 20
 CHUNKS_OF_A_RANGE = RANGE_BYTES // CHUNK_BYTES
 
@@ -39,11 +40,11 @@ class PlainStream:
         self.is_head_late = image.head_bytes > 0
 
     def chunks_from(self, offset: int) -> int:
-        """Return how many buffers are filled at once from `offset` on, if there is so much left."""
+        """Return how many buffers one call fills from `offset` on, at most."""
         return CHUNKS_OF_A_RANGE if offset < self._image.head_bytes else 1
 
     def produce(self, offset: int, buffers: Sequence[memoryview]) -> int:
-        """Fill `buffers` with the file's bytes from `offset` on, all but the last one fully; return how many."""
+        """Fill `buffers` from `offset` on, the last one perhaps partly; return the byte count."""
         most = CHUNK_BYTES * len(buffers) if offset < self._image.head_bytes else PLAIN_CHUNK_BYTES
         stop = min(offset + most, self._image.body_size)
         for start in reversed(range(offset, stop, CHUNK_BYTES)):
@@ -68,11 +69,12 @@ class PlainStream:
 class SealedStream:
     """The image in encrypted records; the seal record carries the CRC trailer, if any.
 
-    A chunk holds whole records. Where the sealer takes a batch of blocks, as many chunks are produced at once.
+    A chunk holds whole records. Where the sealer encrypts a batch of blocks at once, a call
+    produces as many chunks.
     """
 
     blank_bytes = 0
-    is_head_late = False  # such an image is of no `.ckpt`
+    is_head_late = False  # only a `.ckpt` image is sealed in records, and its head is not late
 
     def __init__(self, image: Image, sealer: BlockSealer) -> None:
         self._image = image
@@ -85,11 +87,14 @@ class SealedStream:
             self.tail_start = sum(sealer.record_range(sealer.block_count - 1))
 
     def chunks_from(self, offset: int) -> int:
-        """Return how many buffers are filled at once from `offset` on, if there is so much left."""
+        """Return how many buffers one call fills from `offset` on, at most."""
         return self._chunks_at_once
 
     def produce(self, offset: int, buffers: Sequence[memoryview]) -> int:
-        """Encrypt the records from `offset` on into `buffers`, all full but the last; return how many bytes."""
+        """Encrypt the records from `offset` on into `buffers`; return the number of bytes.
+
+        All buffers but the last are full.
+        """
         records = list(self._records(offset // self._sealer.record_bytes, buffers))
         if self._sealer.batch > 1:
             self._seal_together(records)
@@ -114,7 +119,7 @@ class SealedStream:
     def _seal(self, block: int, record: memoryview) -> None:
         start, length = self._sealer.plaintext_range(block)
         views = list(self._image.views(start, length))
-        if len(views) == 1:  # inside one tensor: encrypted straight from the tensor's memory
+        if len(views) == 1:  # inside one tensor: encrypted straight from its memory
             self._crc.add(start, views[0])
             self._sealer.seal_into(block, views[0], record)
             return
@@ -142,7 +147,7 @@ class SealedStream:
 
 
 def counted_views(image: Image, crc: FileCrc, offset: int, length: int) -> list[memoryview]:
-    """Return views that together are these bytes of an image, and count them; a late head is made when that is done."""
+    """Return views of these bytes of an image, and add them to its CRC; a late head is made last."""
     late_bytes = max(0, image.head_bytes - offset)
     start = offset + late_bytes
     views = list(image.views(start, length - late_bytes))
