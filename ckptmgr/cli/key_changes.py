@@ -109,7 +109,7 @@ class KeyChanges:
 
     @staticmethod
     def _agreed(count: int) -> bool:
-        question = f"Change the keys of {render.count(count, 'checkpoint')}?"
+        question = f"Change the keys of {render.counted(count, 'checkpoint')}?"
         return options.confirm(question, refusal=UnsafeWrite)
 
     def _planned(self, one: Selected, plan: _Step) -> _Planned | None:
@@ -187,7 +187,7 @@ class KeyChanges:
             output.paths([plan.checkpoint.path for plan in done])
         else:
             failed = f", {len(self._failures)} failed" if self._failures else ""
-            output.line(f"{render.count(len(done), 'checkpoint')} changed{failed}")
+            output.line(f"{render.counted(len(done), 'checkpoint')} changed{failed}")
 
 
 def _item(plan: RekeyPlan, is_done: bool) -> dict[str, Json]:

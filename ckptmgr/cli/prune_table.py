@@ -47,7 +47,7 @@ class PlanView:
         for leftover in proposal.leftovers:
             self.output.line(f"{leftover.path.name}: {leftover.problem}; {_fate(leftover)}")
         for batch in (*proposal.expired, *proposal.spared):
-            stored = f"{render.count(len(batch.checkpoints), 'checkpoint')}, {render.size(batch.size_bytes)}"
+            stored = f"{render.counted(len(batch.checkpoints), 'checkpoint')}, {render.size(batch.size_bytes)}"
             fate = "would be removed for good"
             if batch in proposal.spared:
                 fate = "stays, because outside the trash nothing whole of a series is left"
@@ -64,7 +64,7 @@ class PlanView:
         elif outcome is not None and self.output.is_quiet:
             self.output.paths([c.path for c in outcome.removed])
         elif outcome is not None:
-            removed = render.count(len(outcome.removed), "checkpoint")
+            removed = render.counted(len(outcome.removed), "checkpoint")
             size = render.size(sum(c.size_bytes for c in outcome.removed))
             where = (
                 ""
@@ -82,13 +82,13 @@ class PlanView:
         filters = f"   filter series={self.series}" if self.series is not None else ""
         self.output.line(
             Cell(name, "bold"),
-            f"  {render.count(len(checkpoints), 'checkpoint')}, {total}   policy {one.plan.policy}{filters}",
+            f"  {render.counted(len(checkpoints), 'checkpoint')}, {total}   policy {one.plan.policy}{filters}",
         )
         self._timeline(verdicts)
         self._table(proposal, one.plan)
         unproven = Counter(c.state.value for c in checkpoints if c.is_unproven)
         for word, found in sorted(unproven.items()):
-            number = render.count(found, "checkpoint")
+            number = render.counted(found, "checkpoint")
             self.output.line(f"{number} {word}: no rule counts it, and it is removed only by name")
 
     def _timeline(self, verdicts: Sequence[Verdict]) -> None:

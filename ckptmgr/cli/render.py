@@ -128,7 +128,7 @@ class Output:
             click.echo(b"".join(name + b"\0" for name in names), nl=False)
             return
         for name in names:
-            click.echo(quoted(name) if self.is_terminal else name)
+            click.echo(quoted_name(name) if self.is_terminal else name)
         if not self.is_terminal and any(b"\n" in name for name in names):
             note("a name contains a line feed, so it looks like two; -0 separates names by NUL")
 
@@ -160,7 +160,7 @@ def make_output(ctx: click.Context, root: Path) -> Output:
     )
 
 
-def quoted(name: bytes) -> str:
+def quoted_name(name: bytes) -> str:
     """Return a name as a shell reads it: bare, in quotes, or as `$'...'` if it is not printable."""
     text = name.decode("utf-8", "surrogateescape")
     if text.isprintable():
@@ -284,6 +284,6 @@ def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Json]:
     }
 
 
-def count(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
     """Return e.g. `1 checkpoint`, `3 checkpoints`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -81,7 +81,7 @@ def select_one(
     return found[0]
 
 
-def listed(
+def list_selected(
     store: Store, *, series: str | None = None, with_leftovers: bool = False
 ) -> list[Checkpoint]:
     """Return the checkpoints of a directory, oldest first; unfinished ones only if asked for.
@@ -112,12 +112,12 @@ def _select_one(
     choose = _chooser(text)
     if choose is not None:
         store = open_store(directory)
-        found = choose(listed(store, series=series))
+        found = choose(list_selected(store, series=series))
         place = store.directory
     else:
         path = Path(text)
         store = open_store(path if path.is_dir() else Path(os.path.realpath(path)).parent)
-        found = listed(store, series=series) if path.is_dir() else [_file(store, path)]
+        found = list_selected(store, series=series) if path.is_dir() else [_file(store, path)]
         place = path
     if not found:
         raise CheckpointNotFound(
@@ -130,7 +130,7 @@ def _select_one(
 
 def _where_to_look(store: Store, place: Path) -> str:
     if store.scan():
-        all_too = "" if listed(store) else "--all "
+        all_too = "" if list_selected(store) else "--all "
         return f"ckptmgr ls {all_too}{place} lists what is there"
     endings = ", ".join(DATA_SUFFIXES)
     return f"files that end in {endings} are looked for, not in the folders of a directory"

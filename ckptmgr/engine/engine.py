@@ -92,7 +92,7 @@ class Writer(Protocol):
         ...
 
 
-def mode_of(async_save: bool | str) -> Mode:
+def save_mode_of(async_save: bool | str) -> Mode:
     """Return the mode that MindSpore's `async_save` asks for: False, True or "thread", "process"."""
     if async_save is False:
         return "sync"
@@ -126,7 +126,7 @@ def engine_for(
         )
         memory = replace(memory, spill_directory=None)
     return SaveEngine(
-        mode_of(config.async_save),
+        save_mode_of(config.async_save),
         memory=memory,
         back_pressure=config.back_pressure,
         on_error=config.on_error,

@@ -22,7 +22,7 @@ _MOST_SLABS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class StagingLayout:
     """Where the tensors of one state lie.
 
     Attributes:
@@ -43,7 +43,7 @@ class Layout:
 
 def lay_out(
     sizes: Sequence[int], *, allocation: Allocation, slab_bytes: int, room_bytes: int | None
-) -> Layout:
+) -> StagingLayout:
     """Place tensors of the given sizes in bytes.
 
     Args:
@@ -66,7 +66,7 @@ def lay_out(
     return _pack(padded, quantum=quantum, unit=unit, room=room)
 
 
-def _pack(padded: Sequence[int], *, quantum: int, unit: int, room: int) -> Layout:
+def _pack(padded: Sequence[int], *, quantum: int, unit: int, room: int) -> StagingLayout:
     places = [(SPILLED, 0)] * len(padded)
     slabs: list[int] = []
     # Slabs by the bytes they still have, the most first.
@@ -88,7 +88,7 @@ def _pack(padded: Sequence[int], *, quantum: int, unit: int, room: int) -> Layou
             spill_bytes += size
             continue
         places[index] = (slab, slabs[slab] - left - size)
-    return Layout(places=places, slabs_bytes=slabs, spill_bytes=spill_bytes)
+    return StagingLayout(places=places, slabs_bytes=slabs, spill_bytes=spill_bytes)
 
 
 def _capacity(size: int, *, quantum: int, unit: int, room: int) -> int:

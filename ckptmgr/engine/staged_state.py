@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ckptmgr.config.memory import MIB, Wipe
-from ckptmgr.engine.layout import SPILLED, Layout
+from ckptmgr.engine.layout import SPILLED, StagingLayout
 from ckptmgr.engine.slabs import Slab
 from ckptmgr.engine.spill import SpillFile
 from ckptmgr.formats.tensor import Item, Tensor, content_of
@@ -45,7 +45,7 @@ class Lot:
         device: The accelerators that others may lie on, if there are any.
     """
 
-    layout: Layout
+    layout: StagingLayout
     slabs: list[Slab]
     spill: SpillFile | None
     sizes: list[int]

@@ -28,7 +28,7 @@ from typing import NamedTuple
 from ckptmgr.config.memory import MemoryConfig
 from ckptmgr.core.errors import StagingExhausted
 from ckptmgr.engine.budget import Ledger
-from ckptmgr.engine.layout import Layout, lay_out
+from ckptmgr.engine.layout import StagingLayout, lay_out
 from ckptmgr.engine.slabs import Slab, SlabPool, Usage
 from ckptmgr.engine.spill import SpillFile
 from ckptmgr.engine.staged_state import Lot, StagedState
@@ -49,7 +49,7 @@ class _LaidOut(NamedTuple):
 
     sizes: list[int]
     room_bytes: int | None
-    layout: Layout
+    layout: StagingLayout
 
 
 class StagingPool:
@@ -238,7 +238,7 @@ class StagingPool:
         with self._lock:
             self._states.discard(ticket)
 
-    def _lay_out(self, sizes: list[int]) -> Layout:
+    def _lay_out(self, sizes: list[int]) -> StagingLayout:
         config = self._config
         room = self.ledger.host_room_bytes()
         if room is not None:
@@ -253,7 +253,7 @@ class StagingPool:
             before = self._laid_out = _LaidOut(sizes, room, layout)
         return before.layout
 
-    def _spill_file(self, layout: Layout, size_bytes: int) -> SpillFile | None:
+    def _spill_file(self, layout: StagingLayout, size_bytes: int) -> SpillFile | None:
         if layout.spill_bytes == 0:
             return None
         config = self._config

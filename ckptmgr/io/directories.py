@@ -23,7 +23,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
-class Entry(NamedTuple):
+class DirectoryEntry(NamedTuple):
     """A name and the descriptor of its directory; the whole path and None if the directory is not held."""
 
     name: str
@@ -81,15 +81,15 @@ class HeldDirectories:
             self._leave(path, held)
 
     @contextlib.contextmanager
-    def entry(self, path: Path) -> Iterator[Entry]:
+    def entry(self, path: Path) -> Iterator[DirectoryEntry]:
         """Yield the entry for a path; errors within the block name the whole path."""
         with self._mutex:
             held = self._use(path.parent)
         if held is None:
-            yield Entry(os.fspath(path), None)
+            yield DirectoryEntry(os.fspath(path), None)
             return
         try:
-            yield Entry(path.name, held.descriptor)
+            yield DirectoryEntry(path.name, held.descriptor)
         except OSError as error:
             if error.filename == path.name:
                 error.filename = os.fspath(path)

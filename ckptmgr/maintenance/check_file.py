@@ -22,7 +22,7 @@ from ckptmgr.files.load.container import (
     open_container_file,
     unit_of,
 )
-from ckptmgr.files.load.inspection import tensors_of
+from ckptmgr.files.load.inspection import indexed_tensors
 from ckptmgr.files.load.open import OpenCheckpoint, open_source
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.plaintext import check_kind, check_mode, refuse_unsigned
@@ -214,7 +214,7 @@ class FileCheck:
             self._decode(opened)
 
     def _decode(self, opened: OpenCheckpoint) -> None:
-        for name, entry in tensors_of(opened):
+        for name, entry in indexed_tensors(opened):
             stats = stats_of(opened.source, entry)
             if stats.nan_count or stats.inf_count:
                 self._findings.nonfinite[name] = (stats.nan_count, stats.inf_count)

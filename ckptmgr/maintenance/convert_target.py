@@ -213,7 +213,7 @@ def _refuse_checkpoint(store: Store, path: Path) -> None:
         )
 
 
-def mode_of(store: Store, name: str) -> int | None:
+def permission_bits_of(store: Store, name: str) -> int | None:
     """Return the permission bits of a file in a store, or None where there is none."""
     status = store.fs.status(store.directory / name)
     return None if status is None else status.mode

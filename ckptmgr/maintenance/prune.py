@@ -258,7 +258,7 @@ def _carry_out(store: Store, proposal: Proposal, *, at_once: bool) -> PruneResul
                 outcome.failures.append(error)
     for batch in proposal.expired:
         try:
-            trash.discard(store, batch)
+            trash.discard_batch(store, batch)
             outcome.notes.append(f"removed {len(batch.checkpoints)} from the trash for good")
         except StoreLocked:
             outcome.notes.append("left the trash alone: another process restores or removes it")
@@ -324,7 +324,7 @@ def undo(store: Store, *, is_dry: bool = False) -> UndoResult:
             refused = trash.taken_names(store, chosen)
         else:
             with store.lease(series):
-                refused = trash.restore(store, batch, chosen)
+                refused = trash.restore_from_trash(store, batch, chosen)
         taken += refused
         restored += [
             replace(c, path=store.directory / c.name) for c in chosen if c.name not in refused

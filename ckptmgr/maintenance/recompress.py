@@ -34,7 +34,7 @@ from ckptmgr.crypto.keys.ring import Keys
 from ckptmgr.files.load.bulk import read_through
 from ckptmgr.files.load.open import OpenCheckpoint, open_source
 from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.save.compressed import Figures, frames_sealer, read_once, write_frames
+from ckptmgr.files.save.compressed import FrameFigures, frames_sealer, read_once, write_frames
 from ckptmgr.files.save.pipeline import container_for, write_image
 from ckptmgr.files.save.saver import check_written
 from ckptmgr.formats.compressed.plan import plan_frames, runs_of
@@ -43,8 +43,8 @@ from ckptmgr.io.digest import FileDigest, digest_of
 from ckptmgr.io.filesystem import InputFile, OutputFile
 from ckptmgr.io.source_image import SourceImage
 from ckptmgr.io.threads import PIECE_BYTES
-from ckptmgr.maintenance.convert_target import mode_of, unproven_step
-from ckptmgr.maintenance.rekey_change import check_recipients
+from ckptmgr.maintenance.convert_target import permission_bits_of, unproven_step
+from ckptmgr.maintenance.rekey_change import check_same_recipients
 from ckptmgr.store.change_leases import lease_of_checkpoint
 from ckptmgr.store.manifest.codec import FileEntry, Manifest
 from ckptmgr.store.manifest.keys import manifest_key_of
@@ -79,7 +79,7 @@ class RecompressResult:
     outcome: Outcome
     raw_bytes: int
     elapsed_s: float
-    by_dtype: Mapping[str, Figures] = field(default_factory=dict)
+    by_dtype: Mapping[str, FrameFigures] = field(default_factory=dict)
 
 
 def recompress(
@@ -174,7 +174,7 @@ class _Change:
         self._level = level
         self._options = options
         self._cipher = found.opened.cipher
-        self.by_dtype: Mapping[str, Figures] = {}
+        self.by_dtype: Mapping[str, FrameFigures] = {}
         extension = extension_of(
             "safetensors", is_encrypted=self._cipher is not None, is_compressed=level is not None
         )
@@ -191,7 +191,7 @@ class _Change:
         elif self._options.trust.is_strict:
             raise unproven_step(self._checkpoint, self._options.trust)
         if self._found.header is not None:
-            check_recipients(self._found.header, self._keys, path=self._checkpoint.path)
+            check_same_recipients(self._found.header, self._keys, path=self._checkpoint.path)
         outcome = Outcome.EXPANDED if self._level is None else Outcome.COMPRESSED
         if self.target == self._checkpoint.name:
             self._publish()
@@ -245,7 +245,7 @@ class _Change:
             size_bytes=0 if self._cipher is not None else size_bytes,
             write=self._write,
             describe=self._describe,
-            mode=mode_of(self._store, self._checkpoint.path.name) or 0o400,
+            mode=permission_bits_of(self._store, self._checkpoint.path.name) or 0o400,
             read_back=self._read_back,
         )
 

@@ -36,7 +36,7 @@ from ckptmgr.formats.source import Source
 from ckptmgr.io.digest import FileDigest, VerifyingSource
 from ckptmgr.io.filesystem import unlink_if_present
 from ckptmgr.io.source_image import SourceImage
-from ckptmgr.maintenance.convert_target import ConversionOutput, mode_of
+from ckptmgr.maintenance.convert_target import ConversionOutput, permission_bits_of
 from ckptmgr.maintenance.encrypt import CheckingSealer
 from ckptmgr.store.manifest.codec import FileEntry, Manifest, manifest_name
 from ckptmgr.store.manifest.keys import ManifestKey, manifest_key_of
@@ -71,7 +71,7 @@ def reencrypt_file(
         contextlib.closing(store.fs.open(path)) as raw,
     ):
         output = _reencrypted(raw, path, old=old, new=new, manifest=manifest)
-        mode = mode_of(store, path.name) or 0o400
+        mode = permission_bits_of(store, path.name) or 0o400
         if output.format == OPAQUE and manifest is None:
             store.place(path.name, size_bytes=output.size_bytes, write=output.write, mode=mode)
             return
@@ -88,7 +88,7 @@ def reencrypt_file(
             write=output.write,
             describe=describe,
             mode=mode,
-            manifest_mode=mode_of(store, manifest_name(path.name)),
+            manifest_mode=permission_bits_of(store, manifest_name(path.name)),
             read_back=partial(check_written, path=str(path)),
         )
 
@@ -185,7 +185,7 @@ def _write_shard(
             size_bytes=output.size_bytes,
             write=output.write,
             describe=lambda digest: replace(own, file=output.entry(name, digest)),
-            mode=mode_of(store, path.name) or 0o400,
+            mode=permission_bits_of(store, path.name) or 0o400,
             read_back=partial(check_written, path=str(store.directory / name)),
         )
     return published.file

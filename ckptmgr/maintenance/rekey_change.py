@@ -328,7 +328,7 @@ def _opener(raw: Source, mode: str, *, keys: Sequence[Key]) -> Key:
     raise failures[0]
 
 
-def check_recipients(header: HeaderCopy, keys: Keys, *, path: Path | str) -> None:
+def check_same_recipients(header: HeaderCopy, keys: Keys, *, path: Path | str) -> None:
     """Raise UnsafeWrite unless a container is encrypted for exactly these keys."""
     ring = ring_of(keys)
     with translated_errors(str(path)):

@@ -35,7 +35,7 @@ from ckptmgr.files.load.shards import ShardedCheckpoint
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.tensor import flat_memory
 from ckptmgr.io.digest import differing_ranges
-from ckptmgr.maintenance.convert_target import mode_of
+from ckptmgr.maintenance.convert_target import permission_bits_of
 from ckptmgr.maintenance.repair_sealed import SealedRepair
 from ckptmgr.maintenance.repair_source import PaddedSource, RepairResult
 from ckptmgr.store.change_leases import lease_of_checkpoint
@@ -129,7 +129,7 @@ def _repair_file(store: Store, manifest: Manifest, name: str) -> None:
         name,
         series=manifest.series,
         size_bytes=shard.digest.size_bytes,
-        mode=mode_of(store, name) or 0o400,
+        mode=permission_bits_of(store, name) or 0o400,
         is_rank_file=True,
     ) as new:
         with new.writing() as file:

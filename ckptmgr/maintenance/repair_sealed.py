@@ -29,7 +29,7 @@ from ckptmgr.formats.detect import detect
 from ckptmgr.formats.source import Source
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.io.digest import differing_ranges
-from ckptmgr.maintenance.convert_target import mode_of
+from ckptmgr.maintenance.convert_target import permission_bits_of
 from ckptmgr.maintenance.repair_source import (
     DamagedShard,
     PaddedSource,
@@ -150,7 +150,7 @@ class SealedRepair:
             ],
             options=replace(
                 shard.save_options(),
-                file_mode=mode_of(store, old.name) or 0o400,
+                file_mode=permission_bits_of(store, old.name) or 0o400,
             ),
             series=self._manifest.series,
             draft=self._manifest,

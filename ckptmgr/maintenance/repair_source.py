@@ -21,7 +21,7 @@ from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.formats.index import TensorEntry, read_tensor_into
 from ckptmgr.formats.source import Source
 from ckptmgr.formats.tensor import flat_memory
-from ckptmgr.maintenance.rekey_change import check_recipients
+from ckptmgr.maintenance.rekey_change import check_same_recipients
 from ckptmgr.store.manifest.codec import Manifest
 
 _CRC_KEY = "crc_num"
@@ -59,7 +59,7 @@ class DamagedShard:
         """
         key = self.options.trust.keys
         if key is not None and self.header is not None:
-            check_recipients(self.header, key, path=self.opened.path)
+            check_same_recipients(self.header, key, path=self.opened.path)
         elif key is not None and self.opened.cipher is not None:
             with translated_errors(self.opened.path):
                 block_key(key)

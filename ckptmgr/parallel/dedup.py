@@ -29,9 +29,9 @@ from ckptmgr.parallel.dedup_tensors import (
     digests_by_part,
     equal_parts,
     holders_by_note,
-    notes_of,
     pack_notes,
     shared_tensors,
+    tensor_notes_of,
     unpack_notes,
 )
 from ckptmgr.parallel.redundancy import remove_param_redundancy
@@ -85,7 +85,7 @@ class Sharing:
 
         def described() -> Json:
             tensors.extend(_tensors(items))
-            return pack_notes(notes_of(tensors, metadata))
+            return pack_notes(tensor_notes_of(tensors, metadata))
 
         answers = rounds.together("tensors", described, stop=stop)
         holders_of = holders_by_note(unpack_notes(answers))

@@ -69,7 +69,7 @@ class TensorNote:
         )
 
 
-def notes_of(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> Iterator[TensorNote]:
+def tensor_notes_of(tensors: Sequence[Tensor], metadata: Mapping[str, str]) -> Iterator[TensorNote]:
     """Yield a note for each tensor; an index in the metadata gives their regions."""
     declared = read_index(metadata.get(PIECES), path="the state").pieces
     for tensor in tensors:

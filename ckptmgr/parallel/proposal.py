@@ -11,7 +11,7 @@ from ckptmgr.core.model import Link
 from ckptmgr.core.shard_names import SET_FORMAT, new_attempt_id, set_stem, shard_name
 from ckptmgr.files.save.job import SaveFacts
 from ckptmgr.parallel.coordinator import Json, RanksOutOfStep
-from ckptmgr.series.writer import Place
+from ckptmgr.series.writer import SavePosition
 from ckptmgr.store.manifest.codec import FileEntry, Manifest, entry_from_document, entry_to_document
 from ckptmgr.store.manifest.fields import link_from_document
 
@@ -33,7 +33,7 @@ class SaveProposal:
     def for_save(
         cls,
         name: str,
-        place: Place,
+        place: SavePosition,
         *,
         format: str,
         run_id: str,
@@ -81,9 +81,9 @@ class SaveProposal:
         return asdict(self)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> SavePosition:
         """The position of the save in its series."""
-        return Place(self.sequence, self.attempt, self.previous)
+        return SavePosition(self.sequence, self.attempt, self.previous)
 
     @property
     def set_name(self) -> str:

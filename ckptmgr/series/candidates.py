@@ -71,7 +71,7 @@ def notes_of(skipped: Sequence[Skipped]) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def open_checkpoint(
+def open_listed(
     store: Store, checkpoint: Checkpoint, *, options: ReadOptions, is_read_once: bool = True
 ) -> Iterator[tuple[OpenCheckpoint, Manifest | None]]:
     """Open a checkpoint of a store together with its manifest; `read_values` reads it.

@@ -20,7 +20,7 @@ from ckptmgr.files.load.shard_pieces import PIECES
 from ckptmgr.files.load.state import SKELETON, StoredState
 from ckptmgr.files.load.values import Value, read_values
 from ckptmgr.io.passing_errors import may_be_whole
-from ckptmgr.series.candidates import newest_first, open_checkpoint
+from ckptmgr.series.candidates import newest_first, open_listed
 from ckptmgr.state import tree
 from ckptmgr.state.slices import Slicer
 from ckptmgr.store.manifest.codec import Manifest
@@ -159,7 +159,7 @@ class SeriesReader:
             )
         with contextlib.ExitStack() as stack:
             opened, manifest = stack.enter_context(
-                open_checkpoint(
+                open_listed(
                     self._store, checkpoint, options=self._options, is_read_once=state is None
                 )
             )
@@ -179,7 +179,7 @@ class SeriesReader:
 
             found = read_sharded(self._store, sharded, options=self._options, slicer=self._slicer)
             return NamedValues(dict(found.arrays), found.kept)
-        with open_checkpoint(self._store, checkpoint, options=self._options) as (opened, _):
+        with open_listed(self._store, checkpoint, options=self._options) as (opened, _):
             return NamedValues(read_values(opened), ())
 
     def _sharded(self, checkpoint: Checkpoint, state: object) -> Manifest | None:
@@ -192,7 +192,7 @@ class SeriesReader:
         rank = self._options.rank
         if rank is None or self._options.world != len(manifest.shards):
             return manifest
-        with open_checkpoint(self._store, checkpoint, options=self._options) as (opened, _):
+        with open_listed(self._store, checkpoint, options=self._options) as (opened, _):
             return manifest if PIECES in opened.metadata else None
 
     def _to_be_cut(self, checkpoint: Checkpoint, state: object) -> Manifest | None:

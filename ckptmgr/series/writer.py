@@ -49,7 +49,7 @@ _PAUSE_S = 0.05
 _Loaded = TypeVar("_Loaded")
 
 
-class Place(NamedTuple):
+class SavePosition(NamedTuple):
     """Position of a save in its series: commit sequence, attempt at its step, predecessor link."""
 
     sequence: int
@@ -282,7 +282,7 @@ class SeriesWriter:
             raise
         return begun.commit(manifest)
 
-    def next_place(self, facts: SaveFacts, present: Sequence[Checkpoint]) -> Place:
+    def next_place(self, facts: SaveFacts, present: Sequence[Checkpoint]) -> SavePosition:
         """Return the position of the next save; `present` lists the directory."""
         sequence = next_sequence(
             present,
@@ -295,9 +295,11 @@ class SeriesWriter:
             history = [c for c in present if c.series == self.series]
             attempt = next_attempt(history, facts.step, trust=self.store.trust)
         own = [c for c in (self.resumed_from, self._last_saved) if c is not None]
-        return Place(sequence, attempt, link_to_newest([*present, *own], self.series))
+        return SavePosition(sequence, attempt, link_to_newest([*present, *own], self.series))
 
-    def draft(self, name: str, options: SaveOptions, facts: SaveFacts, *, place: Place) -> Manifest:
+    def draft(
+        self, name: str, options: SaveOptions, facts: SaveFacts, *, place: SavePosition
+    ) -> Manifest:
         """Return the manifest of a file before its write; `place` is from `next_place`."""
         return Manifest(
             file=draft_entry(name, options),

@@ -46,7 +46,7 @@ class Replaced:
 NOTHING_REPLACED = Replaced(content=None, manifest=None)
 
 
-class NewFile:
+class NewDataFile:
     """A data file under a temporary name, to be written and published; see `Publisher.new_file`."""
 
     def __init__(
@@ -196,7 +196,7 @@ class Publisher:
         size_bytes: int,
         mode: int = 0o400,
         is_rank_file: bool = False,
-    ) -> Iterator[NewFile]:
+    ) -> Iterator[NewDataFile]:
         """Create a data file under a temporary name, to be written and published in a `with` block.
 
         On exit the temporary file is gone, published or not. Signals are deferred except while the
@@ -224,7 +224,7 @@ class Publisher:
                 replaced = NOTHING_REPLACED if is_rank_file else self._replaced(name)
                 with defer_signals():
                     file = self.fs.create(temp, mode=mode, owner_of=self.directory / name)
-                    new = NewFile(
+                    new = NewDataFile(
                         self._manifests,
                         name,
                         temp,

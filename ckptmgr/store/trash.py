@@ -36,10 +36,10 @@ __all__ = [
     "TRASH_NAME",
     "Batch",
     "batches",
-    "discard",
+    "discard_batch",
     "finish",
     "new_batch_path",
-    "restore",
+    "restore_from_trash",
     "series_of",
     "taken_names",
     "throw_away",
@@ -131,7 +131,7 @@ def _new_batch(store: Store, into: Path) -> Iterator[None]:
                 yield
 
 
-def restore(store: Store, batch: Batch, checkpoints: Sequence[Checkpoint]) -> list[str]:
+def restore_from_trash(store: Store, batch: Batch, checkpoints: Sequence[Checkpoint]) -> list[str]:
     """Move checkpoints of a batch back, durably; return the taken names, which stay in it.
 
     A name is also taken while another process saves under it.
@@ -213,7 +213,7 @@ def _finish(store: Store, data_name: str, into: Path) -> None:
         raise failures[0]
 
 
-def discard(store: Store, batch: Batch) -> None:
+def discard_batch(store: Store, batch: Batch) -> None:
     """Remove a batch for good: data, then manifests, then the folder, and the trash if it is empty.
 
     Raises:

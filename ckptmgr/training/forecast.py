@@ -16,7 +16,7 @@ from pathlib import Path
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.core.handle import SaveHandle
-from ckptmgr.engine.engine import mode_of
+from ckptmgr.engine.engine import save_mode_of
 from ckptmgr.formats.tensor import Item
 from ckptmgr.observe.observers import Observers
 from ckptmgr.policy.forecast import Concern, ConcernKind, Demand, Forecast, Pace, most_kept
@@ -101,7 +101,7 @@ def demand_of(config: CheckpointConfig, save_bytes: int, *, available_bytes: int
     """
     policy, memory = config.retention_policy(), config.memory
     states = 0
-    if mode_of(config.async_save) != "sync":
+    if save_mode_of(config.async_save) != "sync":
         states = 2 if config.back_pressure == "coalesce" else 1
     budget_bytes = None if memory is None else memory.usable_host_bytes
     can_spill = memory is not None and memory.spill_directory is not None and config.keys is None

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from ..errors import KeySourceError
 from .child_environment import hide_source_variables
 from .pem import is_pem, is_public_pem
-from .ring import KeyMaterial, KeyRing, Keys, Kind
+from .ring import KeyKind, KeyMaterial, KeyRing, Keys
 from .sources import decode_key, load_key, load_secret, read_source
 
 SCHEMES = ("env:", "file:", "cmd:", "fd:", "prompt:", "wrapped:", "passphrase:")
@@ -60,14 +60,14 @@ def load_material(
 
     if source.startswith(_PHRASE):
         text = load_secret(source.removeprefix(_PHRASE), prompt=ask("Passphrase"))
-        return _checked(KeyMaterial(Kind.PHRASE, text.encode("utf-8")))
+        return _checked(KeyMaterial(KeyKind.PHRASE, text.encode("utf-8")))
     if source.startswith("wrapped:"):
         return KeyMaterial.of_key(load_key(source))
     scheme, content = read_source(
         source, is_public=is_public_pem, prompt=ask("Key (hex or base64)")
     )
     if is_pem(content):
-        return _checked(KeyMaterial(Kind.PEM, content))
+        return _checked(KeyMaterial(KeyKind.PEM, content))
     return KeyMaterial.of_key(decode_key(content, scheme=scheme))
 
 

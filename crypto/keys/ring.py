@@ -24,7 +24,7 @@ from .key import Key
 from .run_passphrase import RunPassphrase
 
 
-class Kind(enum.Enum):
+class KeyKind(enum.Enum):
     """Kinds of key material."""
 
     KEY = "key"
@@ -37,7 +37,7 @@ class Kind(enum.Enum):
 class KeyMaterial:
     """The content of a key source: a key, a passphrase in UTF-8, or a PEM file. Never shown."""
 
-    kind: Kind
+    kind: KeyKind
     content: bytes
 
     def __post_init__(self) -> None:
@@ -46,7 +46,7 @@ class KeyMaterial:
     @classmethod
     def of_key(cls, key: Key) -> KeyMaterial:
         """Return a key as material."""
-        return cls(Kind.KEY, key.raw)
+        return cls(KeyKind.KEY, key.raw)
 
     def __repr__(self) -> str:
         return f"KeyMaterial({self.kind.value}, not shown)"
@@ -57,11 +57,11 @@ class KeyMaterial:
         Raises:
             KeySourceError: It is no key or passphrase.
         """
-        if self.kind is Kind.PEM:
+        if self.kind is KeyKind.PEM:
             from .pem import parse_pem  # slow to import, and rare
 
             return parse_pem(self.content)
-        if self.kind is Kind.KEY:
+        if self.kind is KeyKind.KEY:
             key = RawKey(Key(self.content))
             return key, key
         try:
@@ -262,4 +262,4 @@ def _to_lists(materials: Sequence[KeyMaterial]) -> list[list[str]]:
 
 
 def _from_lists(lists: list[list[str]]) -> list[KeyMaterial]:
-    return [KeyMaterial(Kind(kind), bytes.fromhex(content)) for kind, content in lists]
+    return [KeyMaterial(KeyKind(kind), bytes.fromhex(content)) for kind, content in lists]

@@ -123,7 +123,7 @@ class KeyPair:
     public_pem: bytes
 
 
-def generate_pair(kind: str) -> KeyPair:
+def generate_signing_pair(kind: str) -> KeyPair:
     """Return a new pair of keys.
 
     `ed25519` signs manifests, `p256` the bundles of OpenSSF, which name a public key by the SHA-256

@@ -21,7 +21,7 @@ _PEEK_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class BlockLayout:
     """The positions of records and plaintext.
 
     `record_starts` and `plaintext_starts` are the offsets of all blocks and the end of the last
@@ -36,7 +36,7 @@ class Layout:
     seal_digest: bytes
 
 
-def read_layout(source: Source, key: Key, *, mode: CipherMode, allow_unsealed: bool) -> Layout:
+def read_layout(source: Source, key: Key, *, mode: CipherMode, allow_unsealed: bool) -> BlockLayout:
     """Return the layout of the file in `source`; raises as `open_blocks` does."""
     records = find_records(source, mode)
     seal, seal_digest = _find_seal(
@@ -52,7 +52,7 @@ def read_layout(source: Source, key: Key, *, mode: CipherMode, allow_unsealed: b
             hint="it is a plain MindSpore file, or its end was cut off; "
             "allow unsealed files only for one you trust",
         )
-    return Layout(
+    return BlockLayout(
         record_starts=records.starts[: len(starts)],
         plaintext_starts=starts,
         ivs=records.ivs,

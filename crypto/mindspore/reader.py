@@ -14,7 +14,7 @@ from ..errors import DecryptionError, TamperedError
 from ..keys.key import Key
 from ..sm4_ipp import Sm4Lanes
 from ..source import Source, is_remote
-from .layout import Layout
+from .layout import BlockLayout
 from .records import RecordHead, head_size, parse_head
 from .seal import block_digest
 
@@ -29,7 +29,13 @@ class BlockReader:
     """
 
     def __init__(
-        self, source: Source, key: Key, *, mode: CipherMode, layout: Layout, find_lanes: FindLanes
+        self,
+        source: Source,
+        key: Key,
+        *,
+        mode: CipherMode,
+        layout: BlockLayout,
+        find_lanes: FindLanes,
     ) -> None:
         self._source = source
         self._key = key

@@ -21,7 +21,7 @@ from ..ciphers import IV_BYTES, CipherMode, check_key, mode_of
 from ..errors import TruncatedCiphertextError
 from ..keys.key import Key
 from ..source import Source
-from .layout import Layout, read_layout
+from .layout import BlockLayout, read_layout
 from .reader import BlockReader
 from .records import head_size, read_bytes
 from .seal import crc_trailer
@@ -73,7 +73,7 @@ class BlockSource:
         key: Key,
         *,
         mode: CipherMode,
-        layout: Layout,
+        layout: BlockLayout,
         find_lanes: FindLanes = lanes_for,
     ) -> None:
         self._source = source

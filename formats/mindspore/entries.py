@@ -62,7 +62,7 @@ def join_records(wire: WireReader, records: Sequence[TensorRecord | MapRecord]) 
     return _tensor_entry(tensors)
 
 
-def kind_of(
+def record_kind_of(
     type_name: str, dims: tuple[int, ...], size_bytes: int
 ) -> tuple[DType, tuple[int, ...]] | None:
     """Return type and shape of a tensor of one record that its content fills; None if unusual."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from ..dtypes import DType
 from ..index import TensorEntry, entries_of
 from ..tensor import check_count, most_dimensions
-from .entries import kind_of
+from .entries import record_kind_of
 from .fields import (
     CHECKPOINT_VALUE,
     MAX_DIM,
@@ -158,7 +158,7 @@ def _read_head(data: bytes, at: int, stop: int) -> tuple[int, DType, tuple[int, 
         return None
     if max(dims, default=0) > MAX_DIM:
         return None
-    kind = kind_of(type_name.decode(), tuple(dims), stop - at)
+    kind = record_kind_of(type_name.decode(), tuple(dims), stop - at)
     return None if kind is None else (at, *kind)
 
 

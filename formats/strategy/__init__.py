@@ -61,7 +61,7 @@ __all__ = [
     "split_stages",
 ]
 
-Kind = Literal["protobuf", "json"]
+StrategyKind = Literal["protobuf", "json"]
 
 _STAGED = re.compile(r"(0|[1-9][0-9]{0,6})-(.+)", re.DOTALL)
 
@@ -76,7 +76,7 @@ def parse_strategy(data: bytes) -> Strategy:
     return read_json(data) if data.startswith(b"{") else read_protobuf(data)
 
 
-def encode_strategy(strategy: Strategy, *, kind: Kind = "protobuf") -> bytes:
+def encode_strategy(strategy: Strategy, *, kind: StrategyKind = "protobuf") -> bytes:
     """Return the bytes of a strategy file; FormatError for one that could not be read back."""
     check_unsigned(strategy.current_stage, what="current_stage")
     for operator in strategy.operators:

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptmgr import save_checkpoint
-from ckptmgr.cli.render import quoted
+from ckptmgr.cli.render import quoted_name
 from ckptmgr.files.save.job import SaveOptions
 from tests.cli.running import key_file, process_env, run, run_process
 from tests.support.saved import KEY, flip, items, save_run
@@ -164,7 +164,7 @@ def test_tensors_are_named_like_files(tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 @given(st.lists(st.binary(min_size=1).filter(lambda name: b"\0" not in name), max_size=20))
 def test_shell_reads_a_quoted_name_as_it_is(names: list[bytes]) -> None:
-    words = " ".join(map(quoted, names))
+    words = " ".join(map(quoted_name, names))
     command = ["bash", "-c", f'set -- {words}; for one; do printf "%s\\0" "$one"; done']
     environment = {**os.environ, "LC_ALL": "C.UTF-8"}
     read = subprocess.run(command, capture_output=True, check=True, env=environment).stdout
@@ -173,4 +173,4 @@ def test_shell_reads_a_quoted_name_as_it_is(names: list[bytes]) -> None:
 
 @given(st.binary())
 def test_quoted_name_is_printable(name: bytes) -> None:
-    assert quoted(name).isprintable()
+    assert quoted_name(name).isprintable()

@@ -18,7 +18,7 @@ from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.config.memory import MIB, MemoryConfig
 from ckptmgr.core.errors import StagingExhausted, StoreLocked
 from ckptmgr.core.model import Checkpoint
-from ckptmgr.engine.engine import Mode, SaveEngine, mode_of
+from ckptmgr.engine.engine import Mode, SaveEngine, save_mode_of
 from ckptmgr.files.save.job import FixedName, SaveFacts, SaveJob, SaveOptions
 from ckptmgr.formats.tensor import Item, tensor_from_array
 from ckptmgr.observe.events import Event
@@ -94,7 +94,7 @@ def test_state_that_could_not_be_copied_is_let_go_at_once(has_peers: bool) -> No
     [(False, "sync"), (True, "thread"), ("thread", "thread"), ("process", "process")],
 )
 def test_mode_of_every_async_save(async_save: bool | str, mode: Mode) -> None:
-    assert mode_of(async_save) == mode
+    assert save_mode_of(async_save) == mode
 
 
 @everywhere

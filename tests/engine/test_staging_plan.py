@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptmgr.config.memory import Allocation
-from ckptmgr.engine.layout import PAGE_BYTES, SPILLED, Layout, lay_out
+from ckptmgr.engine.layout import PAGE_BYTES, SPILLED, StagingLayout, lay_out
 
 allocations = st.sampled_from(get_args(Allocation))
 sizes = st.lists(st.integers(0, 5 * PAGE_BYTES), max_size=20)
@@ -61,7 +61,7 @@ def test_layout_of_an_arena_in_little_room_fills_it_and_spills_the_rest() -> Non
     layout = lay_out(
         [PAGE_BYTES] * 3, allocation="arena", slab_bytes=1, room_bytes=2 * PAGE_BYTES + 5
     )
-    assert layout == Layout(
+    assert layout == StagingLayout(
         places=[(0, 0), (0, PAGE_BYTES), (SPILLED, 0)],
         slabs_bytes=[2 * PAGE_BYTES],
         spill_bytes=PAGE_BYTES,

@@ -17,7 +17,7 @@ from ckptmgr.crypto.container.source import open_container
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.slots.secret import RawKey
 from ckptmgr.files.save.compressed import (
-    Figures,
+    FrameFigures,
     WrittenFrames,
     frames_sealer,
     plan_of,
@@ -128,7 +128,7 @@ def test_figures_tell_each_element_type() -> None:
     assert by_dtype["float32"].raw_bytes == 28_000
     assert by_dtype["float32"].ratio < 0.01
     assert by_dtype["float32"].gigabytes_per_s > 0
-    assert (Figures().ratio, Figures().gigabytes_per_s) == (1.0, 0.0)
+    assert (FrameFigures().ratio, FrameFigures().gigabytes_per_s) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize("fail_at", [0, 1, 2])

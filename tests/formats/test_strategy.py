@@ -16,9 +16,9 @@ from ckptmgr.formats.errors import FormatError, TruncatedError
 from ckptmgr.formats.mindspore.wire import encode_bytes_field, encode_varint_field
 from ckptmgr.formats.strategy import (
     MAX_DEVICES,
-    Kind,
     OperatorStrategy,
     Strategy,
+    StrategyKind,
     StrategyLayout,
     encode_strategy,
     merge_stages,
@@ -133,7 +133,7 @@ def test_nested_tensor_map_keeps_the_axes_of_each_dimension() -> None:
 
 
 @given(strategies(), st.sampled_from(["protobuf", "json"]))
-def test_any_strategy_survives_writing_and_reading(strategy: Strategy, kind: Kind) -> None:
+def test_any_strategy_survives_writing_and_reading(strategy: Strategy, kind: StrategyKind) -> None:
     assert parse_strategy(encode_strategy(strategy, kind=kind)) == strategy
 
 
@@ -298,7 +298,7 @@ def test_layout_that_could_not_be_read_back_is_not_written(
 
 
 @pytest.mark.parametrize("kind", ["protobuf", "json"])
-def test_parameter_given_twice_is_not_written(kind: Kind) -> None:
+def test_parameter_given_twice_is_not_written(kind: StrategyKind) -> None:
     with pytest.raises(FormatError, match="parameter 'w' comes twice"):
         encode_strategy(Strategy(layouts=(W, W)), kind=kind)
 

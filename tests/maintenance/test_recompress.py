@@ -23,7 +23,7 @@ from ckptmgr.core.errors import (
 from ckptmgr.core.model import Checkpoint, Pin, State
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
-from ckptmgr.crypto.keys.ring import KeyMaterial, KeyRing, Kind
+from ckptmgr.crypto.keys.ring import KeyKind, KeyMaterial, KeyRing
 from ckptmgr.crypto.keys.signing import SigningKey
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.save.job import SaveOptions
@@ -311,7 +311,7 @@ def test_file_for_several_keys_needs_them_all(tmp_path: Path) -> None:
     (path,) = save_run(
         tmp_path, [1], options=SaveOptions(format="safetensors", key=ring), content=content
     )
-    stranger = KeyRing([*ring.own, *ring.also_for, KeyMaterial(Kind.PHRASE, b"horse")])
+    stranger = KeyRing([*ring.own, *ring.also_for, KeyMaterial(KeyKind.PHRASE, b"horse")])
     for keys in (KEY, stranger):
         with pytest.raises(UnsafeWrite, match=f"for key {KEY.key_id}, key .*; given: key"):
             change(tmp_path, 1, key=keys)

@@ -16,7 +16,7 @@ from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.pem import generate_pair
-from ckptmgr.crypto.keys.ring import KeyMaterial, KeyRing, Kind
+from ckptmgr.crypto.keys.ring import KeyKind, KeyMaterial, KeyRing
 from ckptmgr.crypto.keys.signing import SigningKey
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.shards import ShardedCheckpoint
@@ -205,7 +205,7 @@ def test_set_for_more_keys_than_are_given_keeps_its_files(tmp_path: Path) -> Non
     assert "for key" in str(done.problem)
     assert "X25519" in str(done.problem)
     assert first_of(store_on(disk)).shards == before.shards
-    both = KeyRing([KeyMaterial.of_key(Key(KEY)), KeyMaterial(Kind.PEM, public.read_bytes())])
+    both = KeyRing([KeyMaterial.of_key(Key(KEY)), KeyMaterial(KeyKind.PEM, public.read_bytes())])
     (done,) = repair_checkpoint(store_on(disk), before, options=ReadOptions(trust=Trust(keys=both)))
     assert done.problem is None
 

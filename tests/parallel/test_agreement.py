@@ -15,7 +15,7 @@ from ckptmgr.parallel.agreement import all_prepared, first_that_all_load
 from ckptmgr.parallel.coordinator import RanksMissing, RanksOutOfStep
 from ckptmgr.parallel.errors import ResumeFailed
 from ckptmgr.parallel.rounds import CollectiveRounds
-from ckptmgr.series.candidates import newest_first, open_checkpoint
+from ckptmgr.series.candidates import newest_first, open_listed
 from ckptmgr.store.manifest.codec import manifest_name
 from tests.faults.training import RUNS
 from tests.parallel.ranks import TIMEOUT_S, WORLD, Job, Meeting, Outcome, Seat, run_ranks
@@ -58,7 +58,7 @@ def agreed(
 def read(job: Job, *, world: int = WORLD) -> Load:
     def load(rank: int, checkpoint: Checkpoint) -> str:
         options = ReadOptions(rank=rank, world=world)
-        with open_checkpoint(job.store(), checkpoint, options=options) as (opened, manifest):
+        with open_listed(job.store(), checkpoint, options=options) as (opened, manifest):
             buffer = bytearray(opened.source.size)
             opened.source.read_into(0, memoryview(buffer))
             assert manifest is not None
@@ -203,7 +203,7 @@ def test_other_ranks_than_have_saved_are_refused(options: ReadOptions) -> None:
     (checkpoint,) = store.scan()
     with (
         pytest.raises(UnsupportedCheckpoint, match="was saved by 3 ranks"),
-        open_checkpoint(store, checkpoint, options=options),
+        open_listed(store, checkpoint, options=options),
     ):
         pass
 

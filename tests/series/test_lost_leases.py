@@ -302,5 +302,5 @@ def test_batch_of_the_trash_is_not_removed_without_its_lease(tmp_path: Path) -> 
             return super().hold_directory(path)
 
     with pytest.raises(StoreLocked, match="its lease file was removed"):
-        trash.discard(Store(tmp_path, fs=Late()), batch)
+        trash.discard_batch(Store(tmp_path, fs=Late()), batch)
     assert len(list(batch.path.iterdir())) == 2

@@ -15,7 +15,7 @@ from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.values import read_values
 from ckptmgr.files.save.job import SaveFacts, SaveOptions
 from ckptmgr.io.filesystem import OsFileSystem
-from ckptmgr.series.candidates import open_checkpoint
+from ckptmgr.series.candidates import open_listed
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.store import Store
 from tests.support.saved import items
@@ -50,7 +50,7 @@ def save(directory: Path, seed: float, fs: OsFileSystem | None = None) -> None:
 def weight(store: Store) -> float:
     [checkpoint] = store.scan()
     assert checkpoint.state is State.OK
-    with open_checkpoint(store, checkpoint, options=ReadOptions()) as (opened, _):
+    with open_listed(store, checkpoint, options=ReadOptions()) as (opened, _):
         value = read_values(opened)["fc.weight"]
     assert isinstance(value, np.ndarray)
     return float(value[0, 1])

@@ -132,7 +132,7 @@ def test_strangers_in_the_trash_are_left_alone(tmp_path: Path) -> None:
     stranger.mkdir()
     (tmp_path / trash.TRASH_NAME / "20260302T120000.000001Z").write_bytes(b"a file")
     (batch,) = trash.batches(store)
-    trash.discard(store, batch)
+    trash.discard_batch(store, batch)
     assert stranger.is_dir()
 
 
@@ -166,7 +166,7 @@ def test_discard_removes_folder_and_trash(tmp_path: Path) -> None:
     throw(store, FIRST)
     (batch,) = trash.batches(store)
     assert batch.size_bytes > 0
-    trash.discard(store, batch)
+    trash.discard_batch(store, batch)
     assert not (tmp_path / trash.TRASH_NAME).exists()
 
 
@@ -176,7 +176,7 @@ def test_batch_that_another_prune_has_discarded_meanwhile_is_done(tmp_path: Path
     throw(store, FIRST)
     (batch,) = trash.batches(store)
     for _ in range(2):
-        trash.discard(store, batch)
+        trash.discard_batch(store, batch)
     assert not (tmp_path / trash.TRASH_NAME).exists()
 
 
@@ -247,7 +247,7 @@ def test_manifest_of_data_that_was_discarded_is_removed(tmp_path: Path) -> None:
     (into / manifest_name(FIRST)).rename(tmp_path / manifest_name(FIRST))
     assert store.recover("net") == []
     (batch,) = trash.batches(store)
-    trash.discard(store, batch)
+    trash.discard_batch(store, batch)
     assert store.recover("net") == [f"removed {manifest_name(FIRST)}, whose data file is gone"]
 
 
@@ -269,7 +269,7 @@ def test_power_cut_while_discarding_leaves_whole_ones_or_nothing() -> None:
 
     def discard(disk: ModelDisk) -> None:
         store = model_store(disk)
-        trash.discard(store, trash.batches(store)[0])
+        trash.discard_batch(store, trash.batches(store)[0])
 
     for crash in every_crash(disk, discard, order=Order.WEAK):
         store = model_store(crash.disk)
@@ -329,7 +329,7 @@ def test_failing_disk_loses_nothing(action: str) -> None:
     actions: dict[str, Callable[[Store], object]] = {
         "throw": throw_first_two,
         "undo": undo,
-        "discard": lambda store: trash.discard(store, trash.batches(store)[0]),
+        "discard": lambda store: trash.discard_batch(store, trash.batches(store)[0]),
     }
 
     def run(failing: FailingDisk) -> None:

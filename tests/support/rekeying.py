@@ -17,7 +17,7 @@ from ckptmgr.core.shard_names import shard_name
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.container.header import Content
 from ckptmgr.crypto.keys.key import Key
-from ckptmgr.crypto.keys.ring import KeyMaterial, KeyRing, Kind
+from ckptmgr.crypto.keys.ring import KeyKind, KeyMaterial, KeyRing
 from ckptmgr.crypto.keys.signing import SigningKey
 from ckptmgr.crypto.slots.secret import RawKey
 from ckptmgr.files.load.options import ReadOptions
@@ -50,8 +50,8 @@ def _material(one: Key | str | bytes) -> KeyMaterial:
     if isinstance(one, Key):
         return KeyMaterial.of_key(one)
     if isinstance(one, str):
-        return KeyMaterial(Kind.PHRASE, one.encode())
-    return KeyMaterial(Kind.PEM, one)
+        return KeyMaterial(KeyKind.PHRASE, one.encode())
+    return KeyMaterial(KeyKind.PEM, one)
 
 
 ROTATION = KeyChange(keys=ring(OLD), add=(ring(NEW),), remove=(ring(OLD),))

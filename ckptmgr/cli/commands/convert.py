@@ -18,7 +18,7 @@ from ckptmgr.core.errors import CkptmgrError
 if TYPE_CHECKING:
     from ckptmgr.cli.selectors import Selected
     from ckptmgr.files.load.options import ReadOptions
-    from ckptmgr.files.save.compressed import Figures
+    from ckptmgr.files.save.compressed import FrameFigures
     from ckptmgr.maintenance.recompress import RecompressResult
 
 _MAX_LEVEL = 19
@@ -139,17 +139,17 @@ def _show(output: Output, done: Sequence[RecompressResult], *, failed: int) -> N
         output.table(header, rows, right="RAW STORED RATIO GB/S")
 
 
-def _together(done: Sequence[RecompressResult]) -> Mapping[str, Figures]:
-    from ckptmgr.files.save.compressed import Figures
+def _together(done: Sequence[RecompressResult]) -> Mapping[str, FrameFigures]:
+    from ckptmgr.files.save.compressed import FrameFigures
 
-    total: dict[str, Figures] = {}
+    total: dict[str, FrameFigures] = {}
     for one in done:
         for name, figures in one.by_dtype.items():
-            total[name] = total.get(name, Figures()) + figures
+            total[name] = total.get(name, FrameFigures()) + figures
     return dict(sorted(total.items(), key=lambda item: -item[1].raw_bytes))
 
 
-def _row(name: str, figures: Figures) -> list[Cell]:
+def _row(name: str, figures: FrameFigures) -> list[Cell]:
     texts = (
         name,
         render.size(figures.raw_bytes),
@@ -172,7 +172,7 @@ def _item(one: RecompressResult) -> dict[str, Json]:
     }
 
 
-def _figures_json(figures: Figures) -> dict[str, Json]:
+def _figures_json(figures: FrameFigures) -> dict[str, Json]:
     return {
         "raw_bytes": figures.raw_bytes,
         "stored_bytes": figures.stored_bytes,

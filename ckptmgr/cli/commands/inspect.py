@@ -152,7 +152,7 @@ def _print_plain(output: Output, plain: PlaintextSummary, *, has_stats: bool) ->
     for name, text in plain.texts.items():
         output.line(f"{name} = {_cut(text)!r}")
     total = sum(tensor.spec.size_bytes for tensor in plain.tensors)
-    output.line(f"{render.count(len(plain.tensors), 'tensor')}, {render.size(total)}")
+    output.line(f"{render.counted(len(plain.tensors), 'tensor')}, {render.size(total)}")
 
 
 def _row(tensor: StoredTensor) -> list[Cell]:

@@ -164,12 +164,12 @@ def _make_pair(output: render.Output, kind: str, path: Path) -> int:
 def _new_pair(kind: str) -> KeyPair:
     from ckptmgr.crypto.keys import pem as key_files
     from ckptmgr.crypto.keys import signing
-    from ckptmgr.crypto.keys.ring import KeyMaterial, KeyRing, Kind
+    from ckptmgr.crypto.keys.ring import KeyKind, KeyMaterial, KeyRing
 
     if kind not in key_files.KEY_TYPES:
-        return signing.generate_pair(kind)
+        return signing.generate_signing_pair(kind)
     private, public = key_files.generate_pair(kind)
-    key_id = KeyRing([KeyMaterial(Kind.PEM, public)]).key_id
+    key_id = KeyRing([KeyMaterial(KeyKind.PEM, public)]).key_id
     return signing.KeyPair(key_id=str(key_id), private_pem=private, public_pem=public)
 
 

@@ -45,10 +45,12 @@ def ls_command(
     checked; without either nothing proves their writer. STATE is ok, unverified (nothing vouches
     for the file), corrupt, missing (the manifest is here, the data is not), leftover or writing.
     """
-    from ckptmgr.cli.selectors import listed
+    from ckptmgr.cli.selectors import list_selected
 
     store = options.open_store(directory, trust=given_trust.load())
-    found = [_sniffed(store, c) for c in listed(store, series=series, with_leftovers=show_all)]
+    found = [
+        _sniffed(store, c) for c in list_selected(store, series=series, with_leftovers=show_all)
+    ]
     output = render.make_output(ctx, store.directory)
     if output.is_json:
         output.result([render.checkpoint_json(c) for c in found], _summary(found))
@@ -96,7 +98,7 @@ def _print(output: Output, found: list[Checkpoint], session: Session) -> None:
     total = render.size(sum(c.size_bytes for c in found))
     states = Counter(c.state.value for c in found)
     others = "".join(f", {n} {word}" for word, n in sorted(states.items()) if word != "ok")
-    output.line(f"{render.count(len(found), 'checkpoint')}, {total}{others}")
+    output.line(f"{render.counted(len(found), 'checkpoint')}, {total}{others}")
 
 
 def _row(checkpoint: Checkpoint, *, saved: str) -> list[Cell]:

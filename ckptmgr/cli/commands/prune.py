@@ -115,19 +115,19 @@ def _check_can_ask(
     store: Store, policy: RetentionPolicy, *, series: str | None, now: datetime
 ) -> None:
     """Raise UnsafePrune if checkpoints would go and there is no terminal to ask at."""
-    from ckptmgr.cli.selectors import listed
+    from ckptmgr.cli.selectors import list_selected
     from ckptmgr.policy.retention import plan
 
     if sys.stdin.isatty():
         return
-    found = listed(store, series=series)
+    found = list_selected(store, series=series)
     for name in {c.series for c in found}:
         if plan([c for c in found if c.series == name], policy, now).dropped:
             options.check_can_ask(UnsafePrune)
 
 
 def _agreed(proposal: Proposal, *, at_once: bool) -> bool:
-    dropped = render.count(len(proposal.dropped), "checkpoint")
+    dropped = render.counted(len(proposal.dropped), "checkpoint")
     question = f"Remove {dropped} for good?" if at_once else f"Move {dropped} to the trash?"
     return options.confirm(question if proposal.dropped else "Clean up?", refusal=UnsafePrune)
 
@@ -171,6 +171,6 @@ def _undo(store: Store, output: render.Output, *, is_dry: bool) -> int:
         for checkpoint in undone.restored:
             output.line(f"{checkpoint.name}  {render.size(checkpoint.size_bytes)}")
         total = sum(c.size_bytes for c in undone.restored)
-        restored = render.count(len(undone.restored), "checkpoint")
+        restored = render.counted(len(undone.restored), "checkpoint")
         output.line(f"{restored} {verb}, {render.size(total)}")
     return Exit.PARTLY if undone.taken else Exit.DONE

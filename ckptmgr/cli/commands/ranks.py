@@ -220,6 +220,6 @@ def _report(
         for file, size in zip(files, sizes, strict=True):
             output.line(f"{file}  {render.size(size)}")
         step = "" if files.step is None else f"step {files.step}, "
-        written = f"{render.count(len(files), 'file')}, {render.size(sum(sizes))}"
+        written = f"{render.counted(len(files), 'file')}, {render.size(sum(sizes))}"
         output.line(f"{step}{written}, {elapsed_s:.1f} s")
     return Exit.DONE

@@ -82,7 +82,7 @@ def sign_command(
     elif output.is_quiet:
         output.paths([target])
     else:
-        output.line(f"{target}  signs {path.name}: {render.count(len(selected), 'checkpoint')}")
+        output.line(f"{target}  signs {path.name}: {render.counted(len(selected), 'checkpoint')}")
     return Exit.DONE
 
 

@@ -160,7 +160,7 @@ def _show(
         output.result([_item(answer) for answer in done], summary)
     elif output.is_text:
         words = ", ".join(f"{n} {word}" for word, n in sorted(counts.items()))
-        output.line(f"{render.count(len(done), 'checkpoint')} ({level}): {words}")
+        output.line(f"{render.counted(len(done), 'checkpoint')} ({level}): {words}")
         for path in bundles:
             output.line(
                 f"{path}: an OpenSSF bundle, not checked here; model_signing verify key does"

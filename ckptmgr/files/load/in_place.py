@@ -61,7 +61,7 @@ class InPlaceState:
             CorruptCheckpoint, OSError: The file changed or became unreadable after it was verified.
         """
         del state
-        entries = [one for one in tensors_in(self._opened) if one.name in self._arrays]
+        entries = [one for one in tensors_to_fill(self._opened) if one.name in self._arrays]
         arrays = {id(one): self._arrays[one.name] for one in entries}
         try:
             with self._file, translated_errors(self._opened.path):
@@ -72,7 +72,7 @@ class InPlaceState:
         return self._plan.finish()
 
 
-def tensors_in(opened: OpenCheckpoint) -> list[TensorEntry]:
+def tensors_to_fill(opened: OpenCheckpoint) -> list[TensorEntry]:
     """Return the tensors of a file, without those of map parameters."""
     return [one for one in opened.index.entries if isinstance(one, TensorEntry)]
 
@@ -89,7 +89,7 @@ def in_place(
     With None the caller loads it normally, which is faster, or raises the error that was found
     here.
     """
-    entries = {one.name: one for one in tensors_in(opened)}
+    entries = {one.name: one for one in tensors_to_fill(opened)}
     is_parallel = opened.unit_bytes or opened.compressed_bytes is not None
     if not is_parallel or not (opened.has_digests or opened.is_sealed):
         return None

@@ -147,7 +147,7 @@ def _of_many_ranks(
     )
 
 
-def tensors_of(opened: OpenCheckpoint) -> Iterator[tuple[str, TensorEntry]]:
+def indexed_tensors(opened: OpenCheckpoint) -> Iterator[tuple[str, TensorEntry]]:
     """Yield every tensor with its name; parts of map parameters as `map.key`, `map.value`, `map.status`."""
     for entry in opened.index.entries:
         if isinstance(entry, MapEntry):
@@ -190,7 +190,7 @@ def _plain(
                 spec=TensorSpec(name=name, dtype=entry.spec.dtype, shape=entry.spec.shape),
                 stats=stats_of(opened.source, entry) if has_stats else None,
             )
-            for name, entry in tensors_of(opened)
+            for name, entry in indexed_tensors(opened)
             if choose(name)
         ),
         texts={entry.name: entry.text for entry in texts if choose(entry.name)},

@@ -34,16 +34,16 @@ from ckptmgr.io.threads import producer_threads, run_in_threads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
+class FrameFigures:
     """Sizes and time of the compression of one element type; `seconds` are of one core."""
 
     raw_bytes: int = 0
     stored_bytes: int = 0
     seconds: float = 0.0
 
-    def __add__(self, other: Figures) -> Figures:
+    def __add__(self, other: FrameFigures) -> FrameFigures:
         """Return the sum of both."""
-        return Figures(
+        return FrameFigures(
             raw_bytes=self.raw_bytes + other.raw_bytes,
             stored_bytes=self.stored_bytes + other.stored_bytes,
             seconds=self.seconds + other.seconds,
@@ -72,7 +72,7 @@ class WrittenFrames:
 
     digest: FileDigest
     write_s: float
-    by_dtype: Mapping[str, Figures]
+    by_dtype: Mapping[str, FrameFigures]
 
 
 class ImageSource:
@@ -211,13 +211,13 @@ class _Writer:
             del failure  # the cycle through its traceback would keep every tensor alive
         return self._spool.value()
 
-    def figures(self) -> Mapping[str, Figures]:
-        found: dict[str, Figures] = {}
+    def figures(self) -> Mapping[str, FrameFigures]:
+        found: dict[str, FrameFigures] = {}
         for planned, frame, seconds in zip(self._plan, self._made(), self._seconds, strict=True):
-            figures = Figures(
+            figures = FrameFigures(
                 raw_bytes=frame.raw_bytes, stored_bytes=frame.stored_bytes, seconds=seconds
             )
-            found[planned.label] = found.get(planned.label, Figures()) + figures
+            found[planned.label] = found.get(planned.label, FrameFigures()) + figures
         return found
 
     def _guard(self, work: Callable[[], None]) -> None:

@@ -24,7 +24,7 @@ from ckptmgr.integrations.dcp.index import CutTensor, DcpIndex, ObjectPath, Rank
 from ckptmgr.state.torch_values import decode_torch_dtype, dtype_name
 
 
-def index_of(plans: Sequence[SavePlan]) -> DcpIndex:
+def dcp_index_of(plans: Sequence[SavePlan]) -> DcpIndex:
     """Return the index of the checkpoint that all ranks together are about to save.
 
     Raises:

@@ -75,10 +75,10 @@ class SavePlanner(DefaultSavePlanner):
         return self.global_plan, metadata
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        """Return a tensor as it is, and the bytes of anything else; raises as `encode_object`."""
+        """Return a tensor as it is, and the bytes of anything else; raises as `encode_python_object`."""
         if write_item.type != WriteItemType.BYTE_IO:
             return object
-        return io.BytesIO(encode_object(write_item.index.fqn, object))
+        return io.BytesIO(encode_python_object(write_item.index.fqn, object))
 
 
 class LoadPlanner(DefaultLoadPlanner):
@@ -94,7 +94,7 @@ class LoadPlanner(DefaultLoadPlanner):
             self.state_dict[fqn] = found
 
 
-def encode_object(fqn: str, value: object) -> bytes:
+def encode_python_object(fqn: str, value: object) -> bytes:
     """Return any state that `ckptmgr.tree` takes as a safetensors file; `fqn` is named in messages.
 
     Raises:
@@ -109,7 +109,7 @@ def encode_object(fqn: str, value: object) -> bytes:
 
 
 def decode_object(fqn: str, data: bytes) -> object:
-    """Return the value that `encode_object` was given; imports and calls nothing in it.
+    """Return the value that `encode_python_object` was given; imports and calls nothing in it.
 
     Raises:
         CorruptCheckpoint: It is something else.

@@ -72,7 +72,7 @@ class _Attempt:
     watch: SaveWatch
 
 
-class Run:
+class DcpRun:
     """The writing of this process in a series."""
 
     def __init__(
@@ -181,7 +181,7 @@ class Run:
             self.writer.close()
 
 
-_runs: dict[tuple[Path, str], Run] = {}
+_runs: dict[tuple[Path, str], DcpRun] = {}
 _runs_lock = threading.Lock()
 
 
@@ -191,7 +191,7 @@ def run_of(
     options: SaveOptions,
     observers: Observers = REGISTERED,
     lineage: Lineage | None = None,
-) -> Run:
+) -> DcpRun:
     """Return the run of this process in a series; another key or disk continues it there.
 
     The `observers` of the first call count, and a `lineage` only where the run begins now.
@@ -201,7 +201,7 @@ def run_of(
         old = _runs.get(where)
         if old is not None and old.place == place:
             return old
-        run = _runs[where] = Run(place, options=options, observers=observers)
+        run = _runs[where] = DcpRun(place, options=options, observers=observers)
         if old is not None:
             old.close()
             lineage = _lineage(old)
@@ -219,7 +219,7 @@ def lineage_of(place: SeriesLocation) -> Lineage | None:
     return None if run is None else _lineage(run)
 
 
-def _lineage(run: Run) -> Lineage:
+def _lineage(run: DcpRun) -> Lineage:
     return Lineage(
         run_id=run.writer.run_id,
         parent_run_ids=run.writer.parent_run_ids,

@@ -27,16 +27,16 @@ from ckptmgr.files.save.saver import save_items
 from ckptmgr.integrations.dcp.dedup import is_compared
 from ckptmgr.integrations.dcp.index import INDEX_NAME, MARK, VERSION
 from ckptmgr.integrations.dcp.items import bytes_tensor, stored
-from ckptmgr.integrations.dcp.metadata import index_of, pieces_of
+from ckptmgr.integrations.dcp.metadata import dcp_index_of, pieces_of
 from ckptmgr.integrations.dcp.place import checked_config, parse_step, place_of
-from ckptmgr.integrations.dcp.run import Lineage, Run, end_run, lineage_of, run_of
+from ckptmgr.integrations.dcp.run import DcpRun, Lineage, end_run, lineage_of, run_of
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.observe.observers import Observer, Observers, SaveWatch
 from ckptmgr.parallel.proposal import SaveProposal, merged_manifest, vote_of
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.name_limits import check_name_lengths
 
-DEFAULT_TIMEOUT_S = 3600.0
+DCP_TIMEOUT_S = 3600.0
 _MOST_RANKS = 10**6  # how many there are is known when they save
 
 
@@ -44,7 +44,7 @@ _MOST_RANKS = 10**6  # how many there are is known when they save
 class _Save:
     """A save that the coordinator has begun."""
 
-    run: Run
+    run: DcpRun
     proposal: SaveProposal
     planned: frozenset[MetadataIndex]
     watch: SaveWatch
@@ -93,7 +93,7 @@ class StorageWriter(storage.StorageWriter):
         step: int | None = None,
         epoch: int | None = None,
         metrics: Mapping[str, float] | None = None,
-        timeout_s: float = DEFAULT_TIMEOUT_S,
+        timeout_s: float = DCP_TIMEOUT_S,
         observe: Observer | Iterable[Observer] | None = None,
         clock: Callable[[], float] = time.time,
         fs: FileSystem | None = None,
@@ -182,7 +182,7 @@ class StorageWriter(storage.StorageWriter):
                 "the planner leaves out what has not changed since its last plan",
                 hint="use ckptmgr.integrations.dcp.SavePlanner, which can cache plans",
             )
-        index = index_of(plans)
+        index = dcp_index_of(plans)
         run = run_of(self._place, options=self._options, observers=self._observers)
         step = checked_count("step", -1 if self._step is None else self._step)
         started = time.perf_counter()
@@ -237,7 +237,7 @@ class StorageWriter(storage.StorageWriter):
             step=self._step or 0, at=proposal.at, epoch=self._epoch, metrics=self._metrics
         )
         # The facts of the coordinator about a save count.
-        run = Run(self._place, options=self._options) if self._save is None else self._save.run
+        run = DcpRun(self._place, options=self._options) if self._save is None else self._save.run
         return run.writer.draft(name, self._options, facts, place=proposal.place)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

@@ -41,8 +41,8 @@ from ckptmgr.parallel.mindspore.transform import (
     StrategyFile,
     TrustedKeys,
     log_notes,
-    output_options,
     reading_options,
+    save_options_of,
     unproven_strategies,
 )
 from ckptmgr.parallel.mindspore.unified import HYPER_FILE, MAP_FILE
@@ -166,7 +166,7 @@ def _write_unified(
 ) -> None:
     if directory is None:
         raise ValueError(f"{_FUNCTION} 'dst_safetensors_dir' can not be None when network is None.")
-    options = output_options(output_format, None, "AES-GCM")
+    options = save_options_of(output_format, None, "AES-GCM")
     for rank in range(rank_count(unified.target)) if rank_id is None else (rank_id,):
         file = Path(directory) / f"rank_{rank}" / f"net.{output_format}"
         write_file(file, unified.items(rank), options=options)

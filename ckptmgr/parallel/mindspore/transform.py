@@ -118,7 +118,7 @@ def transform_checkpoints(
             allow_unencrypted=allow_unencrypted,
             trusted_keys=trusted_keys,
         ),
-        options=output_options(output_format, enc_key, enc_mode),
+        options=save_options_of(output_format, enc_key, enc_mode),
         step=checked_step(step),
     )
     log_notes(files.notes)
@@ -208,7 +208,7 @@ def transform_checkpoint_by_rank(
     for rank, path in checkpoint_files_map.items():
         if not Path(path).is_file():
             raise ValueError(f"Checkpoint file {path} in rank {rank} not exits: ")
-    options = output_options(output_format, enc_key, enc_mode)
+    options = save_options_of(output_format, enc_key, enc_mode)
     target_file = target_file.with_name(f"{stem}.{options.extension}")
     reading = reading_options(
         dec_key,
@@ -246,7 +246,7 @@ def log_notes(notes: Sequence[str]) -> None:
         _logger.warning("%s", note)
 
 
-def output_options(output_format: str, enc_key: bytes | None, enc_mode: str) -> SaveOptions:
+def save_options_of(output_format: str, enc_key: bytes | None, enc_mode: str) -> SaveOptions:
     """Return the save options of outputs; raise TypeError or ValueError for unusable arguments."""
     if output_format not in FORMATS:
         raise ValueError(

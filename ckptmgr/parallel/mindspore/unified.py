@@ -39,8 +39,8 @@ from ckptmgr.parallel.mindspore.transform import (
     StrategyFile,
     TrustedKeys,
     log_notes,
-    output_options,
     reading_options,
+    save_options_of,
     unproven_strategies,
 )
 
@@ -53,7 +53,7 @@ _METADATA = {"format": "ms"}
 _INTERRUPTED = "unify was interrupted: run it again"
 _UNFINISHED = {"weight_map": {_INTERRUPTED: f"({_INTERRUPTED}).safetensors"}}
 
-Choose = Callable[[str], bool | str]
+ChooseNames = Callable[[str], bool | str]
 
 
 def unified_safetensors(
@@ -63,7 +63,7 @@ def unified_safetensors(
     merge_with_redundancy: bool = True,
     file_suffix: str | None = None,
     max_process_num: int = 64,
-    choice_func: Choose | None = None,
+    choice_func: ChooseNames | None = None,
     split_dst_file: tuple[int, int] | tuple[()] = (),
     *,
     dec_key: bytes | None = None,
@@ -142,7 +142,7 @@ def unify(
     strategy: StrategyFile,
     reading: ReadOptions,
     file_suffix: str | None = None,
-    choose: Choose | None = None,
+    choose: ChooseNames | None = None,
     share: tuple[int, int] = (1, 1),
     step: str | None = None,
 ) -> WrittenFiles:
@@ -170,7 +170,7 @@ def unify(
         hyper = resharder.unlisted() if share[0] == 1 else []
         if hyper:
             files[HYPER_FILE] = hyper
-        options = output_options("safetensors", None, "AES-GCM")
+        options = save_options_of("safetensors", None, "AES-GCM")
         with staging_folder(target_dir, "unify-{}-of-{}".format(*share)) as staging:
             for name, items in files.items():
                 write_file(
@@ -197,7 +197,9 @@ def unify(
     return WrittenFiles([*written, target_dir / MAP_FILE], step=chosen.step, notes=notes)
 
 
-def _chosen(resharder: Resharder, names: Sequence[str], choice_func: Choose | None) -> list[Tensor]:
+def _chosen(
+    resharder: Resharder, names: Sequence[str], choice_func: ChooseNames | None
+) -> list[Tensor]:
     chosen: dict[str, Tensor] = {}
     for name in names:
         choice = True if choice_func is None else choice_func(name)

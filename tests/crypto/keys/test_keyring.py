@@ -27,9 +27,9 @@ from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.keys.material import load_keys, load_material
 from ckptmgr.crypto.keys.pem import KEY_TYPES, generate_pair, parse_pem
 from ckptmgr.crypto.keys.ring import (
+    KeyKind,
     KeyMaterial,
     KeyRing,
-    Kind,
     block_key,
     keys_from_document,
     keys_to_document,
@@ -210,7 +210,7 @@ def test_private_key_of_a_recipient_is_not_used_for_opening(tmp_path: Path) -> N
 def test_passphrase_source_gives_the_text_of_another_source(tmp_path: Path) -> None:
     source = put(tmp_path / "phrase", "caf\u00e9 9\n".encode())
     material = load_material(f"passphrase:{source}")
-    assert material == KeyMaterial(Kind.PHRASE, "caf\u00e9 9".encode())
+    assert material == KeyMaterial(KeyKind.PHRASE, "caf\u00e9 9".encode())
     assert "caf" not in repr(material)
 
 
@@ -321,7 +321,7 @@ def test_pem_of_another_kind_is_refused_without_showing_it(
 
 def test_material_that_is_no_text_is_no_passphrase() -> None:
     with pytest.raises(KeySourceError, match="no text"):
-        KeyMaterial(Kind.PHRASE, b"\xff").parties()
+        KeyMaterial(KeyKind.PHRASE, b"\xff").parties()
 
 
 def test_ring_of_nobody_is_refused() -> None:
@@ -330,7 +330,7 @@ def test_ring_of_nobody_is_refused() -> None:
 
 
 def test_ring_without_a_key_is_none_for_files_that_take_one() -> None:
-    ring = KeyRing([KeyMaterial(Kind.PHRASE, b"horse")])
+    ring = KeyRing([KeyMaterial(KeyKind.PHRASE, b"horse")])
     with pytest.raises(KeySourceError, match="takes a key"):
         block_key(ring)
     assert ring.sole_key is None
@@ -349,11 +349,11 @@ def test_ring_knows_its_slots() -> None:
 
 def test_ring_tells_whether_slots_are_for_it_and_for_nobody_else() -> None:
     private, public = generate_pair("x25519")
-    pair, horse = KeyMaterial(Kind.PEM, private), KeyMaterial(Kind.PHRASE, b"horse")
+    pair, horse = KeyMaterial(KeyKind.PEM, private), KeyMaterial(KeyKind.PHRASE, b"horse")
     ring = KeyRing([KeyMaterial.of_key(ME.key), pair, horse])
     slots = [one.wrap(DATA_KEY, bound=BOUND) for one in ring.recipients]
     assert ring.is_exactly_for(slots, bound=BOUND)
-    assert KeyRing([*ring.own[::2], KeyMaterial(Kind.PEM, public)]).is_exactly_for(
+    assert KeyRing([*ring.own[::2], KeyMaterial(KeyKind.PEM, public)]).is_exactly_for(
         slots, bound=BOUND
     )
     for left in range(3):
@@ -364,7 +364,7 @@ def test_ring_tells_whether_slots_are_for_it_and_for_nobody_else() -> None:
 
 
 def test_secrets_are_never_shown() -> None:
-    ring = KeyRing([KeyMaterial.of_key(ME.key), KeyMaterial(Kind.PHRASE, b"horse")])
+    ring = KeyRing([KeyMaterial.of_key(ME.key), KeyMaterial(KeyKind.PHRASE, b"horse")])
     shown = f"{ring!r} {ring.own!r} {phrase()!r} {ring.recipients!r}"
     assert "horse" not in shown
     assert ME.key.raw.hex() not in shown
@@ -372,7 +372,7 @@ def test_secrets_are_never_shown() -> None:
 
 def test_keys_survive_the_way_to_another_process() -> None:
     ring = KeyRing(
-        [KeyMaterial.of_key(ME.key)], [KeyMaterial(Kind.PEM, generate_pair("x25519")[1])]
+        [KeyMaterial.of_key(ME.key)], [KeyMaterial(KeyKind.PEM, generate_pair("x25519")[1])]
     )
     again = keys_from_document(keys_to_document(ring))
     assert isinstance(again, KeyRing)

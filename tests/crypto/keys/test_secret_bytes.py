@@ -11,7 +11,7 @@ from multiprocessing.reduction import ForkingPickler
 import pytest
 
 from ckptmgr.crypto.keys.key import Key
-from ckptmgr.crypto.keys.ring import KeyMaterial, KeyRing, Kind
+from ckptmgr.crypto.keys.ring import KeyKind, KeyMaterial, KeyRing
 from ckptmgr.crypto.keys.signing import SigningKey
 from ckptmgr.crypto.secret_bytes import SecretBytes
 
@@ -20,8 +20,8 @@ HOLDERS = [
     SecretBytes(SECRET),
     Key(SECRET),
     SigningKey(SECRET),
-    KeyMaterial(Kind.PHRASE, SECRET),
-    KeyRing([KeyMaterial(Kind.PHRASE, SECRET)], [KeyMaterial.of_key(Key(SECRET))]),
+    KeyMaterial(KeyKind.PHRASE, SECRET),
+    KeyRing([KeyMaterial(KeyKind.PHRASE, SECRET)], [KeyMaterial.of_key(Key(SECRET))]),
 ]
 by_kind = pytest.mark.parametrize("holder", HOLDERS, ids=lambda one: type(one).__name__)
 
@@ -56,7 +56,7 @@ def test_fields_of_a_key_show_nothing(holder: Key | SigningKey) -> None:
 
 
 def test_ring_that_arrives_opens_what_the_ring_encrypts_for() -> None:
-    ring = KeyRing([KeyMaterial(Kind.PHRASE, b"correct horse")])
+    ring = KeyRing([KeyMaterial(KeyKind.PHRASE, b"correct horse")])
     slot = ring.recipients[0].wrap(Key(SECRET), bound=b"file")
     arrived = pickle.loads(ForkingPickler.dumps(ring))  # noqa: S301 - our own
     assert arrived.identities[0].unwrap(slot, bound=b"file") == SECRET

@@ -18,7 +18,7 @@ from ckptmgr.crypto.keys.signing import (
     PublicKey,
     SigningKey,
     dsse_bytes,
-    generate_pair,
+    generate_signing_pair,
     load_public_key,
     load_signing_key,
 )
@@ -205,10 +205,10 @@ def test_openssl_makes_keys_for_us_and_checks_our_signatures(tmp_path: Path) -> 
 
 
 def test_generated_pair_of_each_kind_signs(tmp_path: Path) -> None:
-    pair = generate_pair("ed25519")
+    pair = generate_signing_pair("ed25519")
     key = load_signing_key(saved(tmp_path, pair.private_pem))
     assert (key.public_key.to_pem(), key.public_key.key_id) == (pair.public_pem, pair.key_id)
-    other = generate_pair("p256")
+    other = generate_signing_pair("p256")
     private = serialization.load_pem_private_key(other.private_pem, password=None)
     assert isinstance(private, ec.EllipticCurvePrivateKey)
     public = serialization.load_pem_public_key(other.public_pem)

@@ -7,7 +7,7 @@ import pytest
 
 from ckptmgr.crypto.errors import DecryptionError, KeySourceError, TamperedError, UnsealedError
 from ckptmgr.crypto.keys.key import Key
-from ckptmgr.crypto.keys.ring import KeyMaterial, KeyRing, Kind
+from ckptmgr.crypto.keys.ring import KeyKind, KeyMaterial, KeyRing
 from ckptmgr.crypto.mindspore.blocks import open_blocks_with
 from ckptmgr.formats.source import BytesSource
 
@@ -54,6 +54,6 @@ def test_file_without_a_seal_takes_one_key(mode: str) -> None:
 
 
 def test_passphrase_opens_no_such_file() -> None:
-    phrase = KeyRing([KeyMaterial(Kind.PHRASE, b"horse")])
+    phrase = KeyRing([KeyMaterial(KeyKind.PHRASE, b"horse")])
     with pytest.raises(KeySourceError, match="takes a key"):
         open_blocks_with(BytesSource(seal(PLAIN, "AES-GCM")), phrase, "AES-GCM")

@@ -53,7 +53,7 @@ from ckptmgr.integrations.dcp import (  # noqa: E402
 )
 from ckptmgr.integrations.dcp import run as dcp_run  # noqa: E402
 from ckptmgr.integrations.dcp.dedup import LEAST_CHUNK_BYTES  # noqa: E402
-from ckptmgr.integrations.dcp.planners import decode_object, encode_object  # noqa: E402
+from ckptmgr.integrations.dcp.planners import decode_object, encode_python_object  # noqa: E402
 from ckptmgr.io.filesystem import OsFileSystem  # noqa: E402
 from ckptmgr.observe.events import Event  # noqa: E402
 from ckptmgr.state.paths import StateMismatch  # noqa: E402
@@ -700,10 +700,10 @@ def test_index_with_unknown_element_type_or_of_other_ranks_is_refused(tmp_path: 
 
 
 def test_value_that_is_damaged_is_named() -> None:
-    for data in (b"", b"x" * 100, build_safetensors(), encode_object("v", [1, 2])[:-1]):
+    for data in (b"", b"x" * 100, build_safetensors(), encode_python_object("v", [1, 2])[:-1]):
         with pytest.raises(CorruptCheckpoint, match="the value of 'epoch' is damaged"):
             decode_object("epoch", data)
-    assert decode_object("epoch", encode_object("epoch", {"a": [1.5]})) == {"a": [1.5]}
+    assert decode_object("epoch", encode_python_object("epoch", {"a": [1.5]})) == {"a": [1.5]}
 
 
 def build_safetensors() -> bytes:
