@@ -2,7 +2,7 @@
 """Errors of the format layer.
 
 ```
-FormatError (ValueError)      the bytes are not what the format demands
+FormatError (ValueError)      the bytes violate the format
 ├── TruncatedError            the bytes end too early
 ├── ChecksumError             a stored checksum does not match
 └── UnsupportedError          well-formed, but of a kind this version cannot handle

@@ -51,7 +51,7 @@ class BytesSource:
 
 
 def check_range(source: Source, offset: int, length: int) -> None:
-    """Raise TruncatedError unless `[offset, offset + length)` lies inside the source."""
+    """Raise TruncatedError unless `[offset, offset + length)` is inside the source."""
     if offset < 0 or offset + length > source.size:
         raise TruncatedError(
             f"{length} bytes wanted, but the data ends at {source.size}", offset=offset

@@ -30,12 +30,12 @@ from ckptmgr.cli.options import CONTEXT, Session
 
 _COMMANDS = {
     "ls": ("ls", "List the checkpoints of a directory."),
-    "inspect": ("inspect", "Show what a checkpoint holds."),
+    "inspect": ("inspect", "Show the contents of a checkpoint."),
     "verify": ("verify", "Check checkpoints for damage and changes since they were saved."),
     "decrypt": ("crypt", "Write the plaintext of an encrypted file."),
     "encrypt": ("crypt", "Encrypt and seal a plain checkpoint, or any other file."),
     "convert": ("convert", "Compress checkpoints in place, or expand them."),
-    "rekey": ("rekey", "Change who may open checkpoints."),
+    "rekey": ("rekey", "Change the keys that open checkpoints."),
     "reencrypt": ("rekey", "Encrypt checkpoints again, under new data keys."),
     "keygen": ("keygen", "Make a key."),
     "prune": ("prune", "Remove the checkpoints that a policy does not keep."),

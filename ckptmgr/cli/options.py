@@ -251,7 +251,7 @@ def checked_path(_: click.Context, __: click.Parameter, value: str) -> str:
 
 
 def only_one(_: click.Context, param: click.Parameter, values: tuple[str, ...]) -> str | None:
-    """Return the value of an option that may be given once; click would keep the last of several."""
+    """Return the value of an option that may be given once; click keeps the last of several."""
     if len(values) > 1:
         raise UsageProblem(f"{param.opts[0]} is given {len(values)} times", hint="give it once")
     return next(iter(values), None)

@@ -46,7 +46,7 @@ def load_policy(keep: str | None, directory: Path) -> RetentionPolicy:
 
 
 def _check_writers(path: Path, status: os.stat_result) -> None:
-    """Raise CkptmgrError where a user who may only add files could choose files to remove."""
+    """Raise CkptmgrError if a user with permission only to add files could choose removals."""
     trusted = (os.geteuid(), 0, path.parent.stat().st_uid)
     if status.st_uid not in trusted:
         problem = f"belongs to another user (uid {status.st_uid})"

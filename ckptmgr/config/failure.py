@@ -14,7 +14,7 @@ OnError = str | Callable[[BaseException], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorPolicy:
-    """The action after `attempts` of a background save failed: raise in the next call, warn, call."""
+    """The action after `attempts` failures of a background save."""
 
     action: Literal["raise", "warn", "call"] = "raise"
     attempts: int = 1

@@ -21,7 +21,7 @@ _UNITS = ("b", "kb", "mb", "gb")
 
 
 def checked_offload_config(offload_config: object) -> dict[str, Any]:
-    """Return a checked `offload_config`, sizes in bytes; raise MindSpore's TypeError or ValueError."""
+    """Return a checked `offload_config`, sizes in bytes; raise MindSpore's errors."""
     if offload_config is None:
         raise TypeError("'NoneType' object is not iterable")
     if not isinstance(offload_config, Mapping):

@@ -10,16 +10,16 @@ CkptmgrError (Exception)
 │   └── TamperedCheckpoint               ... under the right key: changed, reordered or spliced
 ├── UnsupportedCheckpoint (ValueError)   well-formed, but of a kind this version cannot handle
 ├── KeyProblem (ValueError)              key missing, wrong, of the wrong length, or not obtainable
-│   └── UnsealedCheckpoint               a key was given, but the file is not authenticated as a whole
-│       └── UnprovenCheckpoint           keys were given, but none proves which checkpoint the file is
+│   └── UnsealedCheckpoint               a key was given, but no seal covers the file
+│       └── UnprovenCheckpoint           keys were given, but none proves the identity of the file
 ├── UnsupportedState (TypeError)         a value in the state cannot be stored without pickling
-├── StoreLocked                          another live process writes this series, or its lease is lost
+├── StoreLocked                          another live process writes the series; or a lost lease
 ├── StoreFull (OSError)                  not enough disk space; nothing was changed
-├── StagingExhausted (MemoryError)       a state does not fit the memory given to staging; nothing was saved
-├── UnsafePrune                          a retention request that would lose the last good checkpoint
-├── UnsafeWrite                          output that would destroy a file: its own input, or an existing one
-├── SaveFailed                           the save did not become durable; the previous state is intact
-│   └── SaveSuperseded                   ... because a newer one took its place before it was started
+├── StagingExhausted (MemoryError)       a state exceeds the staging memory; nothing was saved
+├── UnsafePrune                          a retention request that loses the last good checkpoint
+├── UnsafeWrite                          output would destroy a file: its input or an existing one
+├── SaveFailed                           the save is not durable; the previous state is intact
+│   └── SaveSuperseded                   ... because a newer one replaced it before its start
 └── NotBuiltYet (NotImplementedError)    accepted by MindSpore, planned here, not built yet
 ```
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Registry of objects that a forked child must reset: it has no threads of its parent, but copies of their locks."""
+"""Registry of objects that a forked child must reset.
+
+The child has no threads of its parent, but copies of their locks.
+"""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@
 {prefix}-{epoch}_{step in epoch}.{ckpt | safetensors}        an ordinary checkpoint
 {prefix}-{epoch}_{step in epoch}.safetensors.ckpe            the same, encrypted
 {prefix}-{epoch}_{step in epoch}.safetensors.ckpz            the same, compressed and not encrypted
-{prefix}-{epoch}_{step in epoch}_breakpoint.ckpt             saved because training failed (exception_save)
+{prefix}-{epoch}_{step in epoch}_breakpoint.ckpt             saved when training fails
 ```
 A run that finds files of its prefix in the directory continues under `{prefix}_1`, `{prefix}_2`,
 ..., so that it overwrites nothing. Names, numbers and messages are MindSpore's

@@ -3,7 +3,7 @@
 
 ```
 net-40.shards.manifest.json                  the checkpoint: it exists when this does
-net-40.0-of-2.67d2f1a41f0c9a2e.ckpt          what rank 0 saved: an ordinary `.ckpt` or `.safetensors`
+net-40.0-of-2.67d2f1a41f0c9a2e.ckpt          file of rank 0: a `.ckpt` or `.safetensors`
 net-40.1-of-2.67d2f1a41f0c9a2e.ckpt
 ```
 The 16 hexadecimal digits are the attempt: 8 for its commit deadline in seconds since 1970, 8 random

@@ -130,7 +130,7 @@ def save_checkpoint(
         TypeError, ValueError, IsADirectoryError: An argument is unusable; messages as MindSpore's.
         StoreLocked: Another process is saving this file now.
         StoreFull: Not enough disk space; nothing was changed.
-        SaveFailed: With `verify_after_write`: the disk does not hold what was written; nothing was
+        SaveFailed: With `verify_after_write`: the file differs from the written bytes; nothing was
             changed.
         OSError: From the disk; an older file of this name is intact.
     """

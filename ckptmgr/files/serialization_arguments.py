@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arguments of `save_checkpoint` and `load_checkpoint`, checked as MindSpore checks them, with its messages."""
+"""Checks of the arguments of `save_checkpoint` and `load_checkpoint`, with MindSpore's messages."""
 
 from __future__ import annotations
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes and files of any kind: file system, locks, threads, buffers, digests. Knows no checkpoint."""
+"""File system, locks, threads, buffers, digests, for files of any kind, not only checkpoints."""

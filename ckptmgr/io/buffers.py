@@ -81,7 +81,7 @@ _all: weakref.WeakSet[BufferPool] = weakref.WeakSet()
 
 
 def buffer_bytes() -> int:
-    """Return the bytes of all buffers of this process; buffers are never freed, so this is also the peak."""
+    """Return the bytes of all buffers of this process, also the peak: none is ever freed."""
     return sum(buffers.made_bytes for buffers in list(_all))
 
 

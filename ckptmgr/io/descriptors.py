@@ -27,7 +27,7 @@ def above_standard_streams(descriptor: int) -> int:
 
 
 def open_entry(path: Path, flags: int, mode: int = 0o600, *, dir_fd: int | None = None) -> int:
-    """Open a file by its path, or with `dir_fd` by its name in that directory; errors name the whole path."""
+    """Open a file by its path, or by its name in `dir_fd`; errors name the whole path."""
     if dir_fd is None:
         return os.open(path, flags, mode)
     try:
@@ -50,7 +50,7 @@ def errors_naming(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reserve_standard_descriptors() -> Iterator[None]:
-    """Occupy the free descriptors up to 2, so that no file or duplicate within the block gets one of them."""
+    """Occupy the free descriptors up to 2, so that no file opened within the block gets one."""
     with contextlib.ExitStack() as reserved:
         with contextlib.suppress(OSError):  # without /dev/null none is reserved
             descriptor = -1

@@ -59,14 +59,14 @@ class FileDigest:
 
 
 def digest_of(source: Source, *, blank_bytes: int = 0) -> FileDigest:
-    """Return the digests of `source` with its first `blank_bytes` as zeros; hash ranges in parallel."""
+    """Return the digests of `source`, its first `blank_bytes` as zeros; hash in parallel."""
     blanked = _blanked(source, blank_bytes)
     ranges = _range_digests(blanked, source.size, RANGE_BYTES)
     return FileDigest(size_bytes=source.size, ranges=tuple(ranges), blank_bytes=blank_bytes)
 
 
 def differing_ranges(source: Source, digest: FileDigest) -> list[tuple[int, int]]:
-    """Read a source of the right size; return start and end of the ranges that do not match `digest`."""
+    """Read a source of the right size; return the ranges (start, end) that fail `digest`."""
     length = digest.range_bytes
     found = _range_digests(_blanked(source, digest.blank_bytes), digest.size_bytes, length)
     return [
@@ -164,7 +164,7 @@ class VerifyingSource:
             buffer = buffer[count:]
 
     def read_unchecked(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with bytes that are NOT checked: pass them to `RangeReader.take`, and call `finish`."""
+        """Fill `buffer` with UNCHECKED bytes; call `RangeReader.take` with them, then `finish`."""
         self._raw.read_into(offset, buffer)
 
     def open_range(self, index: int) -> RangeReader:

@@ -24,7 +24,7 @@ _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 class DirectoryEntry(NamedTuple):
-    """A name and the descriptor of its directory; the whole path and None if the directory is not held."""
+    """A name and the descriptor of its directory; if that is not held, the path and None."""
 
     name: str
     dir_fd: int | None
@@ -68,7 +68,7 @@ class HeldDirectories:
             return path in self._held
 
     def is_moved(self, path: Path) -> bool:
-        """Return whether the path of a held directory leads elsewhere now; False if it is not held."""
+        """Return whether the path of a held directory leads elsewhere now; False if not held."""
         with self._mutex:
             held = self._use(path)
         if held is None:

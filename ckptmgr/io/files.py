@@ -25,7 +25,7 @@ REFUSALS_OF_DIRECT_IO = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 class CachedFile:
-    """A regular file, read through the page cache; with `dir_fd`, an entry of that directory, and no link."""
+    """A regular file, read through the page cache; with `dir_fd` an entry of it and no link."""
 
     def __init__(self, path: Path, *, dir_fd: int | None = None) -> None:
         # O_NONBLOCK so that opening a FIFO with no writer does not hang; it means nothing for

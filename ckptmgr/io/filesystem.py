@@ -68,7 +68,7 @@ class OutputFile(Protocol):
         ...
 
     def write_at(self, offset: int, data: memoryview | bytes) -> None:
-        """Write all of `data` at `offset`; with direct I/O if the file system and the alignment allow it."""
+        """Write `data` at `offset`, with direct I/O if file system and alignment allow it."""
         ...
 
     def sync(self) -> None:
@@ -81,7 +81,7 @@ class OutputFile(Protocol):
 
 
 class InputFile(Protocol):
-    """An open file as a source: everything is read through one descriptor, so a swapped name cannot mix two files."""
+    """An open file as a source, read through one descriptor: a swapped name cannot mix files."""
 
     @property
     def size(self) -> int:
@@ -101,7 +101,7 @@ class FileSystem(Protocol):
     """The operations of a disk. Paths are absolute."""
 
     def hold_directory(self, path: Path) -> contextlib.AbstractContextManager[None]:
-        """Reach the entries of a directory through one descriptor, whatever its path leads to later.
+        """Reach the entries of a directory through one descriptor, even if its path changes.
 
         No link in it is followed. A directory in a held one must be no link, and must not belong to
         an untrusted user. A directory that is held twice has one descriptor.
@@ -128,7 +128,7 @@ class FileSystem(Protocol):
         ...
 
     def change(self, path: Path) -> OutputFile:
-        """Open a regular file that exists, to overwrite some of its bytes; refuse symbolic and hard links."""
+        """Open an existing regular file to overwrite bytes; refuse symbolic and hard links."""
         ...
 
     def replace(self, source: Path, target: Path) -> None:
@@ -171,7 +171,7 @@ class FileSystem(Protocol):
         ...
 
     def free_inodes(self, path: Path) -> int | None:
-        """Return how many files an unprivileged writer may still create, or None when unknown or unlimited."""
+        """Return how many files an unprivileged writer may create; None if unknown or unlimited."""
         ...
 
     def lock(self, path: Path, *, owner: str) -> contextlib.AbstractContextManager[str | None]:
@@ -194,7 +194,7 @@ def discard(fs: FileSystem, path: Path) -> None:
 
 
 def rename_temp(fs: FileSystem, temp: Path, path: Path) -> None:
-    """Rename a temporary file to its final name, replacing an older file; remove it if that fails."""
+    """Rename a temporary file to its final name over an older file; remove it if that fails."""
     try:
         fs.replace(temp, path)
     except BaseException:
@@ -219,7 +219,7 @@ class OsFileSystem:
         self._keeps_owner = keeps_owner
 
     def hold_directory(self, path: Path) -> contextlib.AbstractContextManager[None]:
-        """Reach the entries of a directory through one descriptor, whatever its path leads to later."""
+        """Reach the entries of a directory through one descriptor, even if its path changes."""
         return self._directories.hold(path)
 
     def is_moved(self, path: Path) -> bool:
@@ -235,13 +235,13 @@ class OsFileSystem:
             return NewFile(path, mode, dir_fd=at.dir_fd, owner=owner)
 
     def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:
-        """Open a regular file for reading; refuse FIFOs and devices, and in a held directory links."""
+        """Open a regular file for reading; refuse FIFOs, devices, and links in held directories."""
         kind = UncachedFile if is_uncached else CachedFile
         with self._directories.entry(path) as at:
             return kind(path, dir_fd=at.dir_fd)
 
     def change(self, path: Path) -> OutputFile:
-        """Open a regular file that exists, to overwrite some of its bytes; refuse symbolic and hard links."""
+        """Open an existing regular file to overwrite bytes; refuse symbolic and hard links."""
         with self._directories.entry(path) as at:
             return ChangedFile(path, dir_fd=at.dir_fd)
 
@@ -348,12 +348,12 @@ class OsFileSystem:
         return figures.f_bavail * figures.f_frsize
 
     def free_inodes(self, path: Path) -> int | None:
-        """Return how many files an unprivileged writer may still create; None on btrfs and others."""
+        """Return how many files an unprivileged writer may create; None on btrfs and others."""
         figures = os.statvfs(path)
         return figures.f_favail if figures.f_files else None
 
     def lock(self, path: Path, *, owner: str) -> contextlib.AbstractContextManager[str | None]:
-        """Hold an advisory lock (flock) on a file, or yield the owner text of the process that holds it."""
+        """Hold an advisory lock (flock) on a file, or yield the owner text of its holder."""
         return self._locked(path, owner)
 
     @contextlib.contextmanager

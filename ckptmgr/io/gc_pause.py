@@ -24,7 +24,7 @@ _is_paused = False
 
 @contextmanager
 def gc_paused() -> Iterator[None]:
-    """Pause the collector within a `with` block; the thread that paused it first enables it again."""
+    """Pause the collector within a `with` block; the first thread to pause it enables it again."""
     global _is_paused
     if not gc.isenabled():
         yield

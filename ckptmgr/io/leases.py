@@ -77,7 +77,10 @@ class ProcProcesses:
         return f"{self._host()}-{self._boot()}-{os.getpid()}-{self._start_time(os.getpid()) or 0}"
 
     def is_dead(self, token: str) -> bool | None:
-        """Return whether the process of a token is gone; None for other hosts, odd spellings, and without /proc."""
+        """Return whether the process of a token is gone.
+
+        None if that is unknown: an odd token, another host, no `/proc`.
+        """
         parts = token.split("-")
         if len(parts) != 4 or not (parts[2].isdecimal() and parts[3].isdecimal()):
             return None
@@ -100,7 +103,7 @@ class ProcProcesses:
         return "0"
 
     def _start_time(self, pid: int) -> int | None:
-        """Return the start time of a process in clock ticks since boot, or None if it is gone or a zombie."""
+        """Return the start of a process in clock ticks since boot; None if gone or a zombie."""
         try:
             text = (self.proc / str(pid) / "stat").read_text()
         except OSError:
@@ -140,7 +143,7 @@ def worker_text() -> str:
 
 
 def holders_in(text: str) -> tuple[Holder, Holder | None]:
-    """Return the holder in the text of a lease file, and the worker process that saves for it, if any."""
+    """Return the holder in the text of a lease file, and its worker process, if any."""
     lines = [*text.splitlines(), "", "", "", ""]
     owner, worker = (_holder(*lines[at : at + 2]) for at in (0, 2))
     return owner, worker if worker.token else None
@@ -189,7 +192,7 @@ class Lease:
             raise self._lost("another file has the name of its lease file")
 
     def remove(self) -> None:
-        """Remove the file, if it is still that of this process, while the lock is held; ignore errors of the disk."""
+        """Remove the file if it is still that of this process; ignore errors of the disk."""
         if os.getpid() == self._pid:  # a forked child has no part in the lease of its parent
             with contextlib.suppress(OSError, StoreLocked):
                 self.check()

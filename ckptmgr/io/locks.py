@@ -65,7 +65,10 @@ def add_worker_text(descriptor: int, owner: str, text: str) -> None:
 
 
 class _LockFile:
-    """An open lock file. Forked children close it at once: a data loader must not keep the lock of a dead trainer."""
+    """An open lock file.
+
+    Forked children close it: a data loader must not keep the lock of a dead trainer.
+    """
 
     _open: ClassVar[set[_LockFile]] = set()
 
@@ -160,7 +163,11 @@ def _folder(path: Path, dir_fd: int | None) -> os.stat_result:
 
 
 def _check_owner(path: Path, figures: os.stat_result, folder: os.stat_result) -> None:
-    """Raise unless this is a regular file of this user, root, the owner of the directory, or a member of its group."""
+    """Raise unless this is a regular file of a trusted user.
+
+    This user, root and the owner of the directory are trusted, and in a directory that its
+    group may write to, the members of the group.
+    """
     if not stat.S_ISREG(figures.st_mode):
         raise _refusal(path, figures, f"is {_kind_of(figures)}")
     owner = figures.st_uid

@@ -36,7 +36,7 @@ _SPARSE_BYTES = 64 << 10  # closer data is read together, or was read ahead by t
 
 
 class ReadAheadPredictor:
-    """Predicts the offsets of reads from earlier ones. Several threads may use it, but predict worse."""
+    """Predicts the offsets of reads. Several threads may use it, but it then predicts worse."""
 
     def __init__(self) -> None:
         self._last = 0
@@ -44,7 +44,7 @@ class ReadAheadPredictor:
         self._expected: tuple[int, ...] = ()
 
     def next_reads(self, offset: int) -> tuple[int, ...]:
-        """Record the offset of a read; return those of probable next reads that were not returned before."""
+        """Record the offset of a read; return the new offsets of probable next reads."""
         step, self._last = offset - self._last, offset
         self._steps = steps = (*self._steps[-2 * _MAX_PERIOD :], step)
         expected, self._expected = self._expected, ()
@@ -64,7 +64,7 @@ class ReadAheadPredictor:
 
 
 def _period_of(steps: tuple[int, ...]) -> tuple[int, int]:
-    """Return the period of the steps, and how many of the last steps repeat: 0, or at least one period."""
+    """Return the period of the steps, and the number of repeated steps: 0, or >= 1 period."""
     best = (1, 0)
     step = steps[-1]
     for period, before in enumerate(steps[-2 : -2 - _MAX_PERIOD : -1], start=1):
@@ -164,7 +164,7 @@ class _BypassingFile:
         self._file.read_into(offset, buffer)
 
     def _ask_ahead(self, offset: int, length: int) -> None:
-        """Start reading the probable next small reads; those of each size are predicted separately."""
+        """Start the probable next small reads, predicted separately for each size."""
         predictor = self._predictors.setdefault(length.bit_length(), ReadAheadPredictor())
         for ahead in predictor.next_reads(offset):
             if 0 <= ahead < self.size:
@@ -172,7 +172,7 @@ class _BypassingFile:
                     self._file.will_need(ahead, length)
 
     def _read_directly(self, offset: int, buffer: memoryview) -> int:
-        """Read the start of `buffer` past the page cache; return how many bytes, 0 if that is impossible."""
+        """Read the start of `buffer` past the page cache; return its bytes, 0 if impossible."""
         try:
             count = max(0, self._read_once(offset, buffer))
         except OSError:  # of a file system that accepts only the flag; a broken disk fails again

@@ -4,7 +4,7 @@
 | error | tried again | then |
 |---|---|---|
 | EAGAIN, EINTR, EMFILE, ENFILE, ENOMEM, MemoryError, ESTALE, ETIMEDOUT | yes | raised |
-| EIO, EBADMSG, EUCLEAN: the disk cannot read the bytes | yes, and with the file opened again | damage of that file |
+| EIO, EBADMSG, EUCLEAN: unreadable bytes | yes, file opened again | damage of that file |
 | no such file, or none of the right kind | no | damage of that file |
 | all others, such as EACCES | no | raised |
 """
@@ -62,7 +62,7 @@ def is_damage(error: BaseException) -> bool:
 
 
 def may_be_whole(error: BaseException) -> bool:
-    """Return whether the file may be intact despite an error: then no older file may be used instead."""
+    """Return whether the file may be intact despite an error; then no older one replaces it."""
     if isinstance(error, CkptmgrError):
         return False
     return isinstance(error, (OSError, MemoryError)) and not is_damage(error)
@@ -79,7 +79,7 @@ def no_such_file(path: Path) -> FileNotFoundError:
 
 
 def with_one_retry(work: Callable[[], _Done], disk: FileSystem) -> _Done:
-    """Return the result of `work`, which is called once more after a transient error and opens its files again."""
+    """Return the result of `work`, called again after a transient error with reopened files."""
     try:
         return work()
     except (OSError, MemoryError) as error:

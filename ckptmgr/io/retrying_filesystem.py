@@ -105,7 +105,7 @@ class RetryingFileSystem:
         self.disk.pause(seconds)
 
     def retry(self, call: Callable[[], _Done]) -> _Done:
-        """Return the result of a call, which is tried a few times while it fails with a transient error."""
+        """Return the result of a call, which is tried a few times on transient errors."""
         failed: int | None = None
         for pause_s in PAUSES_S:
             try:

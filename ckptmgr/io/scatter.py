@@ -62,7 +62,7 @@ class SmallTensorBatch(NamedTuple):
 
 
 def piece_bytes_of(unit_bytes: int) -> int:
-    """Return the length of the pieces in which `read_scattered` reads units; they start at its multiples."""
+    """Return the length, and alignment, of the pieces in which `read_scattered` reads units."""
     return unit_bytes if unit_bytes <= PIECE_BYTES else HASH_STEP_BYTES
 
 
@@ -235,7 +235,7 @@ class SmallTensorBatches:
         self.found: list[SmallTensorBatch] = []
 
     def take(self, entries: Iterable[TensorEntry]) -> list[TensorEntry]:
-        """Add tensors, given in file order; return those that need an array before the file is read."""
+        """Add tensors in file order; return those that need an array before the read."""
         others: list[TensorEntry] = []
         run: list[TensorEntry] = []
         run_stop = run_limit = 0

@@ -118,7 +118,7 @@ class defer_signals:
 
 
 class deliver_signals:
-    """Let handlers run within a `with` block inside of one of `defer_signals`; elsewhere they do anyway."""
+    """Let handlers run within a `with` block inside `defer_signals`."""
 
     _was_delivering: bool | None = None
 

@@ -104,7 +104,10 @@ class SourceImage(Image):
             return window.view
 
     def _end_of(self, index: int) -> int:
-        """Return where a window ends; the last one includes the bytes after the image, as digests cover them."""
+        """Return the end of a window.
+
+        The last one includes the bytes after the image, which the digests cover.
+        """
         end = (index + 1) * self._window_bytes
         return end if end < self.body_size else self._source.size
 

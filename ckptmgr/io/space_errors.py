@@ -26,7 +26,7 @@ def not_enough_space(path: Path, needed: int, free: int) -> StoreFull:
 
 
 def explain_error(error: OSError, path: Path, needed: int, fs: FileSystem) -> OSError:
-    """Return the error of a failed save with the name of the file and, for a full disk, the figures."""
+    """Return the error of a failed save with the file name and, for a full disk, figures."""
     if isinstance(error, CkptmgrError):
         return error
     if error.errno in _NO_SPACE:

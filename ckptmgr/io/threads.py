@@ -174,6 +174,6 @@ def work_beside_training() -> None:
 
 
 def producer_threads() -> int:
-    """Return how many threads make the bytes of a file that the calling thread saves; at least one."""
+    """Return how many threads produce the bytes of a file for the calling thread; at least one."""
     available = len(os.sched_getaffinity(0)) - getattr(_thread, "spared", 0)
     return max(1, min(MOST_PRODUCERS, available))

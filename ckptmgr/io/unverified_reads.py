@@ -38,7 +38,7 @@ class UnverifiedReads:
         self._starts: list[tuple[int, int]] | None = None
 
     def units(self, unit_bytes: int) -> set[int]:
-        """Return the numbers of the units that were read from; `unit_bytes` is a multiple of the pieces."""
+        """Return the numbers of the read units; `unit_bytes` is a multiple of the pieces."""
         return {start // unit_bytes for start, _ in self._seen}
 
     def read_into(self, offset: int, buffer: memoryview) -> None:

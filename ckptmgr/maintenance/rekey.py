@@ -4,7 +4,7 @@
 | file | effect |
 |---|---|
 | container (`.ckpe`) | its header is rewritten, a few KiB; the payload is not touched |
-| encrypted `.ckpt` | it has one key and no slots: the file is re-encrypted as a stream and swapped like a save |
+| encrypted `.ckpt` | one key and no slots: re-encrypted as a stream and swapped like a save |
 | plain | nothing; it is named |
 
 The order, for each checkpoint: its manifest can be checked by old and new keys; header copies, each

@@ -233,7 +233,7 @@ class _DamagedFile:
         start: int,
         stop: int,
     ) -> Iterator[tuple[int, memoryview]]:
-        """Yield the content of a tensor in a range of the file from other files, with its offset."""
+        """Yield the content of a tensor in a file range from other files, with its offset."""
         before = 0
         for run in entry.pieces:
             low, high = max(start, run.offset), min(stop, run.offset + run.length)
@@ -262,7 +262,7 @@ class _DamagedFile:
 
 
 def _rows(region: Region, entry: TensorEntry, first: int, last: int) -> tuple[Region, int]:
-    """Return the rows that contain bytes of a stored tensor, and the number of bytes before them."""
+    """Return the rows that contain bytes of a stored tensor, and the bytes before them."""
     if not region:
         return region, 0
     row_bytes = prod(entry.spec.shape[1:]) * entry.spec.dtype.item_bytes

@@ -4,7 +4,7 @@
 | level | checks |
 |---|---|
 | quick | manifest, size, and structure (for `.ckpt` every length and offset; with a key the seal) |
-| full | and every digest of the manifest, the CRC32, every compressed frame, and with a key every cipher block |
+| full | and all digests of the manifest, the CRC32, compressed frames, with a key cipher blocks |
 | deep | and every tensor decoded, NaN and Inf counted |
 
 No other library reads the file: MindSpore crashes on contents longer than their shape and fills

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """MindSpore parallel strategy files: how each parameter of a network is cut over devices.
 
-Two spellings of one message: protobuf (`.ckpt`) and JSON (`.json`), told apart by their first byte.
+Two spellings of one message: protobuf (`.ckpt`) and JSON (`.json`), which the first byte shows.
 A file describes one pipeline stage, or all of them merged; in a merged file every parameter is
 called `STAGE-name`.
 

@@ -48,7 +48,7 @@ def inspect_command(
     has_stats: bool,
     given_trust: options.GivenTrust,
 ) -> int:
-    """Show what a checkpoint holds.
+    """Show the contents of a checkpoint.
 
     CHECKPOINT is a path, a step, latest, best:METRIC:min, best:METRIC:max or @pinned. The envelope
     of an encrypted file is shown without a key; its tensors need one. Only a key or --public-key

@@ -49,7 +49,7 @@ def rekey_command(
     remove: tuple[str, ...],
     **given: Unpack[ChangeOptions],
 ) -> int:
-    """Change who may open checkpoints, without touching their data.
+    """Change the keys that open checkpoints, without touching their data.
 
     Of containers (.ckpe) a few KiB are rewritten; an encrypted .ckpt, which has one key, is
     re-encrypted as a stream. Nothing is touched unless --key opens all of them. Doing the same

@@ -90,7 +90,7 @@ def read_every_byte(
     crc: FileCrc | None = None,
     unverified: UnverifiedReads | None = None,
 ) -> None:
-    """Read a source to have it checked, in parallel unless `unit_bytes` is 0; pass every byte to `crc`."""
+    """Read and check a source, in parallel unless `unit_bytes` is 0; `crc` gets every byte."""
     if unit_bytes:
         read_scattered(
             source,
@@ -151,7 +151,7 @@ def _refuse_missing_crc(opened: OpenCheckpoint) -> None:
 
 
 def _read_all_in_order(opened: OpenCheckpoint, buffers: Mapping[int, memoryview]) -> int:
-    """Read each tensor into the buffer for the `id` of its entry, if there is one; return the computed CRC32."""
+    """Read each tensor into the buffer for the `id` of its entry, if any; return the CRC32."""
     index = opened.index
     if isinstance(index, CkptIndex):
         return mindspore_reader.read_all_into(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Read a compressed file into many arrays at once: frames in parallel, straight into an array if possible."""
+"""Read a compressed file into many arrays: frames in parallel, into the arrays if possible."""
 
 from __future__ import annotations
 

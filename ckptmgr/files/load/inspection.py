@@ -31,7 +31,7 @@ from ckptmgr.store.store import Store
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredTensor:
-    """One tensor, whole, with its statistics if requested, and the ranks that have it if ranks differ."""
+    """One whole tensor, its requested statistics, and the ranks that have it if ranks differ."""
 
     spec: TensorSpec
     stats: TensorStats | None = None
@@ -148,7 +148,7 @@ def _of_many_ranks(
 
 
 def indexed_tensors(opened: OpenCheckpoint) -> Iterator[tuple[str, TensorEntry]]:
-    """Yield every tensor with its name; parts of map parameters as `map.key`, `map.value`, `map.status`."""
+    """Yield every tensor with its name; map parameters as `map.key`, `map.value`, `map.status`."""
     for entry in opened.index.entries:
         if isinstance(entry, MapEntry):
             for part in (entry.key, entry.value, entry.status):

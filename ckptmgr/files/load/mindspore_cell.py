@@ -34,7 +34,7 @@ def _with_callback_base(base: type) -> Any:
 
 
 class _IgnoresEvaluation:
-    """Stops MindSpore from running the training methods during an evaluation, which saves nothing."""
+    """Keeps MindSpore from calling the training methods during an evaluation."""
 
     def on_eval_begin(self, run_context: object) -> None: ...
     def on_eval_epoch_begin(self, run_context: object) -> None: ...
@@ -63,7 +63,7 @@ def _to_tensor(array: np.ndarray) -> Any:
 def load_into_cell(
     cell: Any, values: Mapping[str, Value], *, strict: bool, remove_redundancy: bool = False
 ) -> tuple[list[str], list[str]]:
-    """Put loaded values into a Cell with MindSpore's own rules for names, shapes and types, and return its answer."""
+    """Load values into a Cell by MindSpore's rules for names, shapes, types; return its answer."""
     parameters = {
         name: to_parameter(name, value) if isinstance(value, np.ndarray) else value
         for name, value in values.items()

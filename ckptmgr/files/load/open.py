@@ -61,7 +61,7 @@ class OpenCheckpoint:
 
     @property
     def compressed_bytes(self) -> int | None:
-        """Bytes of the compressed file that the source expands, or None when it is not compressed."""
+        """Bytes of the compressed file that the source expands, or None if it is not compressed."""
         return self.source.stored_bytes if isinstance(self.source, FramesSource) else None
 
     @property

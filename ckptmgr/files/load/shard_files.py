@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a checkpoint of many ranks: opened when needed; their contents, and the damaged ones.
+"""Files of a sharded checkpoint, opened when needed: their contents, and the damaged ones.
 
 The head of a file is not checked when it is opened, because this would read a digest range of every
 file. It is checked with the first read of the file, and before a tensor counts as missing in it.
@@ -54,7 +54,7 @@ class OpenShards:
 
     @property
     def is_compared(self) -> bool:
-        """Whether the ranks have compared what they saved; see `Index`."""
+        """Whether the ranks compared the tensors that they saved; see `Index`."""
         return all(self._is_file_compared(number) for number in range(self.world))
 
     def _is_file_compared(self, number: int) -> bool:
@@ -98,7 +98,7 @@ class OpenShards:
         return list(dict.fromkeys(one.tensor for one in self._all_pieces() if one.is_for(rank)))
 
     def first_ranks(self) -> dict[str, int]:
-        """Return the tensors of all ranks, each with the first rank that has it; raises as `names`."""
+        """Return the tensors of all ranks, each with its first rank; raises as `names`."""
         found: dict[str, int] = {}
         for piece in self._all_pieces():
             rank = min(piece.ranks or (0,))
@@ -117,7 +117,7 @@ class OpenShards:
         return all_pieces
 
     def tensors(self) -> list[tuple[TensorSpec, tuple[int, ...] | None]]:
-        """Return the specs of all whole tensors in file order, with the ranks that have them if ranks differ."""
+        """Return the specs of all whole tensors in file order, and their ranks if ranks differ."""
         found: dict[tuple[TensorSpec, tuple[int, ...] | None], None] = {}
         for number in range(self.world):
             self.metadata(number)
@@ -139,7 +139,7 @@ class OpenShards:
         )
 
     def pieces(self, name: str, *, rank: int | None) -> Iterator[StoredPiece]:
-        """Yield the pieces of a tensor of a rank, those in its own file first; of all ranks with None."""
+        """Yield the pieces of a tensor of a rank (None: all), those in its own file first."""
         own = [] if rank is None or rank >= self.world else [rank]
         for number in (*own, *(n for n in range(self.world) if n not in own)):
             file = self._found(number)

@@ -4,7 +4,7 @@
 | | tensors that all have alike | what differs from rank to rank |
 |---|---|---|
 | as many ranks | its part | its own |
-| another number | its part, by its layout; all of it without one | its own if there is such a rank, else its state stays |
+| another number | its part by its layout, or all | its own if it was saved, else its state stays |
 
 Tensors that the ranks have not compared (saved without `remove_redundancy`) can be loaded on
 another number of ranks only if all ranks have equal ones, or if a layout describes their parts.
@@ -132,7 +132,7 @@ class _Reading:
         )
 
     def _named(self) -> tuple[dict[str, tuple[int, ...]], tuple[str, ...]]:
-        """Return the shapes of the named tensors of this rank, and the names that no rank saved for it."""
+        """Return the shapes of the tensors of this rank, and the names not saved for it."""
         rank = None if self._is_one_for_all else self._rank
         names = self._files.names(self._home if rank is None else rank)
         shapes = {name: self._whole_shape(name, rank) for name in names}
@@ -190,7 +190,7 @@ class _Reading:
             raise self._differs(where, rank)
 
     def _check_same(self, regions: Mapping[str, Region | None]) -> None:
-        """Check that tensors without a layout are equal on all ranks, if the ranks did not compare them."""
+        """Check that tensors without a layout, if not compared by the ranks, are equal on all."""
         if not self._is_one_for_all:
             return
         for name, region in regions.items():
@@ -213,7 +213,7 @@ class _Reading:
         return None if self._slicer is None else self._slicer.region(name, shape)
 
     def _with_item(self, name: str, region: Region | None) -> Region | None:
-        """Return a region with the dimensions of the stored tensor, which may be the bytes of its elements."""
+        """Return a region in the stored dimensions, which may be those of element bytes."""
         if region is None:
             return None
         stored = next(iter(self._files.pieces(name, rank=None)), None)

@@ -80,7 +80,7 @@ class ShardedCheckpoint(OpenShards):
                 return arrays
 
     def _is_filled(self, number: int, tasks: list[_Task], arrays: Mapping[str, np.ndarray]) -> bool:
-        """Read all tasks of a file; return False if it is damaged, as other files may have the same data."""
+        """Read all tasks of a file; return False if it is damaged: others may have the data."""
         try:
             self._fill(number, tasks, arrays)
         except (CorruptCheckpoint, FileNotFoundError) as error:

@@ -33,7 +33,7 @@ def metadata_of(flat: tree.FlatState) -> dict[str, str]:
 
 
 def as_held_here(flat: tree.FlatState) -> tree.FlatState:
-    """Return a state whose skeleton has the shapes of the slices of this process, not of whole tensors."""
+    """Return a state whose skeleton has the shapes of this process's slices, not of tensors."""
     lengths = {name: one.lengths for name, one in flat.slices.items()}
     return replace(flat, skeleton=with_shapes(flat.skeleton, lengths))
 
@@ -72,7 +72,7 @@ class StoredState:
         return cls(path=path, skeleton=skeleton, arrays=arrays, manifest=manifest)
 
     def put_back(self, state: object) -> object:
-        """Restore into `state`, or return new objects if it is None; raises as `compared`, before any change."""
+        """Restore into `state`, or new objects; raises as `compared`, before any change."""
         return self.plan_restore(state)()
 
     def plan_restore(self, state: object) -> Callable[[], object]:
@@ -101,7 +101,7 @@ class StoredState:
 
 
 def plan_restore(state: object, skeleton: str, read: tree.ReadTensor) -> Callable[[], object]:
-    """Return a function that restores a state tree into `state`, or returns new objects if it is None."""
+    """Return a function that restores a state tree into `state`, or into new objects."""
     if state is not None:
         return tree.plan_restore(state, skeleton, read)
     restored = tree.unflatten(skeleton, read)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics of one tensor, computed in a stream: range, mean, counts of NaN and infinity; constant memory."""
+"""Statistics of one tensor in constant memory: range, mean, counts of NaN and infinity."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ class CheckpointReader:
 
 
 def _heads(opened: OpenCheckpoint) -> dict[int, set[int]]:
-    """Return the units of the description of each tensor: those between its content and the content before."""
+    """Return the units of the description of each tensor, which precedes its content."""
     if not opened.unit_bytes:
         return {}
     tensors: list[TensorEntry] = []

@@ -75,7 +75,7 @@ class SavePlanner(DefaultSavePlanner):
         return self.global_plan, metadata
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
-        """Return a tensor as it is, and the bytes of anything else; raises as `encode_python_object`."""
+        """Return a tensor unchanged, others as bytes; raises as `encode_python_object`."""
         if write_item.type != WriteItemType.BYTE_IO:
             return object
         return io.BytesIO(encode_python_object(write_item.index.fqn, object))
