@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Run saves in the background, one at a time, and never lose a failure.
 
-* One save runs; what happens to the next one meanwhile is `back_pressure`: `wait` for it, `skip` the new one, or `coalesce`:
-  keep only the newest as the next to run. So at most two states are staged.
-* A failure is sticky: it is raised once, at the next `submit`, `check` or `wait`, or handed to `on_error`. Handles
-  give their own failure as often as they are asked.
-* The thread is an ordinary one: the interpreter waits for it at exit, so an acknowledged hand-over is never cut off by the end
-  of the program. In functions that `atexit` calls it waits for no thread any more; nothing must be submitted there (see
-  `is_exiting`). A failure that nobody fetched by then is logged.
-* A forked child starts with nothing in flight: the saves are its parent's.
+* One save runs; `back_pressure` decides about the next one meanwhile: `wait` for the running one,
+  `skip` the new one, or `coalesce`: keep only the newest as the next to run. So at most two states
+  are staged.
+* A failure is sticky: it is raised once, at the next `submit`, `check` or `wait`, or passed to
+  `on_error`. Handles raise their own failure on every request.
+* The thread is not a daemon: the interpreter waits for it at exit, so the end of the program never
+  cuts off an accepted save. In functions that `atexit` calls the interpreter no longer waits for
+  threads; nothing must be submitted there (see `is_exiting`). A failure that the program has not
+  fetched by then is logged.
+* A forked child starts with no save in flight: the saves are its parent's.
 """
 
 from __future__ import annotations
@@ -62,8 +64,8 @@ class BackgroundSaver:
     """Runs saves in a thread. Safe to use from several threads.
 
     Args:
-        back_pressure: What happens to a save while another one runs.
-        on_error: What happens to a failure.
+        back_pressure: The treatment of a save while another one runs.
+        on_error: The treatment of a failure.
     """
 
     def __init__(
@@ -76,7 +78,7 @@ class BackgroundSaver:
         reset_in_child(self)
 
     def _start_anew(self) -> None:
-        """Be idle; in a forked child, where locks may be held by threads that are not there."""
+        """Set the idle state; in a forked child, absent threads may still hold the old locks."""
         self._submitting = threading.RLock()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -92,7 +94,7 @@ class BackgroundSaver:
 
     @property
     def begins_at_once(self) -> bool:
-        """Whether a save that is submitted now is begun now."""
+        """Whether a save that is submitted now begins at once."""
         with self._changed:
             return self._running is None
 
@@ -106,10 +108,11 @@ class BackgroundSaver:
         """Stage a state now and save it in the background.
 
         Args:
-            stage: Copies the state; runs in the caller.
-            finish: Makes the copy durable and notes what it cost; runs in the background. The copy is released afterwards.
-            handle_of: Returns the handle of a state that is still being copied when `stage` returns, for `finish` to wait
-                for; by default the copy is complete then.
+            stage: Copies the state; runs in the calling thread.
+            finish: Makes the copy durable and records the costs; runs in the background. The copy
+                is released afterwards.
+            handle_of: Returns the handle of a state that is still being copied when `stage`
+                returns; `finish` waits for it. By default the copy is complete then.
 
         Returns:
             The handle, or None when the save was skipped because another one is running.
@@ -142,7 +145,7 @@ class BackgroundSaver:
                 if self._is_own_thread():
                     handle = replace(handle, asked_by=self._thread)
                 handle.stats.staged_bytes = staged.size_bytes
-                # All but what follows; it may be noted before this returns.
+                # Without the last steps; the save may report it before this returns.
                 handle.stats.blocked_s = now - started
                 work = partial(finish, staged, handle.stats)
                 self._enqueue(_Job(handle=handle, staged=staged, finish=work, submitted_at=now))
@@ -159,15 +162,15 @@ class BackgroundSaver:
             if failure is not None:
                 raise failure
         finally:
-            del failure  # its traceback holds this frame: a cycle would keep what was staged
+            del failure  # its traceback holds this frame: a cycle would keep the staged state
 
     def wait(self) -> None:
-        """Wait until nothing is running or waiting; then raise a failure, if any."""
+        """Wait until no save is running or waiting; then raise a failure, if any."""
         self.wait_until_idle()
         self.check()
 
     def wait_until_idle(self) -> None:
-        """Wait until nothing is running or waiting.
+        """Wait until no save is running or waiting.
 
         Raises:
             SaveFailed: Called by `on_error`, which would wait for itself.
@@ -178,20 +181,20 @@ class BackgroundSaver:
             self._changed.wait_for(lambda: self._running is None and self._next is None)
 
     def report_unfetched(self) -> None:
-        """Log a failure that nobody has fetched."""
+        """Log a failure that the program has not fetched."""
         failure = self._take_failure()
         if failure is not None:
             _LOG.critical("a background save failed and nobody asked: %s", _all_of(failure))
 
     def forget_parent(self) -> None:
-        """Leave what is in flight to the parent; for a forked child."""
+        """Leave the saves in flight to the parent; for a forked child."""
         self._start_anew()
         self._failure = None
         _unfetched.discard(self)
 
     def _is_busy(self) -> bool:
         running = self._running
-        # A save whose handle is done is over, even if its thread has not been told yet.
+        # A save with a finished handle is over, even if its thread has not noticed yet.
         return self._next is not None or (running is not None and not running.handle.durable.done())
 
     def _is_own_thread(self) -> bool:
@@ -199,18 +202,17 @@ class BackgroundSaver:
 
     @contextlib.contextmanager
     def _one_submitter(self) -> Iterator[None]:
-        if (
-            self._is_own_thread()
-        ):  # on_error: who holds the lock may be waiting for this very thread
+        # In `on_error` the thread that holds the lock may wait for this very thread.
+        if self._is_own_thread():
             yield
             return
         with self._submitting:
             yield
 
     def _has_room(self) -> bool:
-        """Wait for the save before, or make room for the new one, or tell that it is to be skipped."""
+        """Wait for the earlier save, or make room for the new one; return False to skip it."""
         if self._back_pressure == "coalesce":
-            # Before the new state is staged: never more than two are.
+            # Before the new state is staged: there are never more than two.
             self._supersede()
         elif self._is_own_thread():
             pass
@@ -240,7 +242,7 @@ class BackgroundSaver:
             self._copying.discard(thread)
 
     def _give_up(self, staged: Staged) -> None:
-        """Release what was to be saved, unless it is: after Ctrl-C nobody knows how far it came."""
+        """Release a staged state unless its save has started: an interrupt leaves that unclear."""
         with self._changed:
             jobs = (self._running, self._next)
             is_saved = any(job is not None and job.staged is staged for job in jobs)
@@ -248,7 +250,7 @@ class BackgroundSaver:
             _release(staged)
 
     def _enqueue(self, job: _Job) -> None:
-        self._supersede()  # `on_error` may have asked for a save meanwhile
+        self._supersede()  # `on_error` may have submitted a save meanwhile
         with self._changed:
             if self._running is not None:
                 self._next = job
@@ -256,14 +258,16 @@ class BackgroundSaver:
                 self._start(job)
 
     def _start(self, job: _Job) -> None:
-        """Start the thread, which waits for the lock: if it worked at once, this one would wait for the interpreter."""
+        """Start the thread, which first waits for the lock.
+
+        Without that wait the new thread would take the interpreter from the caller at once.
+        """
         try:
             self._running = job
             self._thread = threading.Thread(target=self._work, name="ckptmgr-save", daemon=False)
             self._thread.start()
-        except (
-            BaseException
-        ):  # after Ctrl-C the thread may be there all the same; it finds nothing to do
+        except BaseException:
+            # After an interrupt the thread may run all the same; it finds no job.
             self._running = None
             self._changed.notify_all()
             raise
@@ -296,7 +300,7 @@ class BackgroundSaver:
         for _ in range(self._policy.attempts):
             try:
                 return job.finish()
-            except BaseException as error:  # delivered to whoever asks next
+            except BaseException as error:  # delivered to the next caller
                 failure = _storable(error)
         return failure
 
@@ -325,7 +329,7 @@ class BackgroundSaver:
 
 
 def is_exiting() -> bool:
-    """Return whether this is called by `atexit`: the main thread, which is over and yet runs."""
+    """Return whether `atexit` calls this: the main thread has ended and still runs code."""
     main = threading.main_thread()
     return threading.current_thread() is main and not main.is_alive()
 
@@ -338,10 +342,10 @@ def _release(staged: Staged) -> None:
 
 
 def _storable(error: BaseException) -> Exception:
-    """Return what may be raised in another thread, without the variables of the functions that failed.
+    """Return an exception to raise in another thread, without the variables of its frames.
 
-    They hold views of the staging memory, as long as the failure is kept. What is no Exception would end the program, or
-    replace the error that ended the training.
+    Those hold views of the staging memory for as long as the failure is kept. An error that is no
+    Exception would end the program, or replace the error that ended the training.
     """
     for one in _chain(error):
         traceback.clear_frames(one.__traceback__)
@@ -365,7 +369,7 @@ def _all_of(failure: Exception) -> str:
     return "; ".join([str(failure), *getattr(failure, "__notes__", [])])
 
 
-# Strong references: a failure outlives the manager that was dropped without close().
+# Strong references: a failure outlives a manager that was dropped without close().
 _unfetched: set[BackgroundSaver] = set()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The account of staging memory: one for everything that lives on the same budget."""
+"""The account of staging memory, shared by all pools on the same budget."""
 
 from __future__ import annotations
 
@@ -12,19 +12,16 @@ _ids = itertools.count()
 
 
 def next_region_id() -> int:
-    """Return a number that no other region of memory of this process has or had."""
+    """Return an id that no other memory region of this process has or had."""
     return next(_ids)
 
 
 class Ledger:
-    """Who may have how much: one for everything that shares a budget. Safe to use from several threads.
-
-    Args:
-        config: Says the budgets.
+    """Counts the memory in use against a shared budget. Safe to use from several threads.
 
     Attributes:
-        config: As given.
-        planning: Held from asking for room until it is taken.
+        config: The configuration with the budgets.
+        planning: A lock, held from the query of the free room until it is taken.
     """
 
     def __init__(self, config: MemoryConfig) -> None:
@@ -32,28 +29,28 @@ class Ledger:
         self.host_limit_bytes = config.usable_host_bytes
         self.disk_limit_bytes = config.disk_budget_bytes
         self.planning = threading.Lock()
-        # Reentrant: the garbage collector may give memory back while this thread takes some.
+        # Reentrant: the garbage collector may release memory while this thread takes some.
         self._lock = threading.RLock()
         self._host_bytes = 0
         self._disk_bytes = 0
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of all slabs there are."""
+        """Bytes of all slabs."""
         return self._host_bytes
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes of all spill files there are."""
+        """Bytes of all spill files."""
         return self._disk_bytes
 
     def host_room_bytes(self) -> int | None:
-        """Return how many more bytes of host memory may be taken, or None for any number."""
+        """Return how many more bytes of host memory are free; None without a limit."""
         limit = self.host_limit_bytes
         return None if limit is None else max(0, limit - self._host_bytes)
 
     def add_host(self, size_bytes: int) -> bool:
-        """Note memory taken (or given back, when negative); False when that would exceed the budget."""
+        """Add bytes of memory (negative: give back); return False if that exceeds the budget."""
         with self._lock:
             total = self._host_bytes + size_bytes
             if (
@@ -66,7 +63,7 @@ class Ledger:
             return True
 
     def add_disk(self, size_bytes: int) -> bool:
-        """Note disk space taken (or given back, when negative); False when that would exceed the budget."""
+        """Add bytes of disk (negative: give back); return False if that exceeds the budget."""
         with self._lock:
             total = self._disk_bytes + size_bytes
             if (

@@ -1,26 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which arrays can be copied later, and how it is noticed that one changed before it was.
+"""Decide which arrays can be copied later, and detect a change before the copy.
 
-| array | may wait | what notices a change |
+| array | may wait | change detected by |
 |---|---|---|
 | of at most 64 KiB | no | |
-| JAX array | yes: nobody can change it | |
-| NumPy array, C-contiguous, over `bytes` | yes: nobody can change it | |
+| JAX array | yes: immutable | |
+| NumPy array, C-contiguous, over `bytes` | yes: immutable | |
 | any other NumPy array | no | |
-| torch tensor on the CPU whose memory only torch knows | yes | its version counter; samples, where it is contiguous |
+| CPU torch tensor, memory known to torch only | yes | version counter; samples (contiguous) |
 | anything else | no | |
 
-* The version counter misses nothing that torch counts: operations in place that have returned, on the tensor or any view of
-  it. It does not count writes through `.data`, through a NumPy view, by fused kernels, or by code that goes past torch. Fused
-  optimizers wait before their step as all others do.
-* Memory that NumPy, another process or a buffer can change as well when the save begins is copied at once; `tree_torch.
-  is_change_counted` finds it. What is left are views that are made and written to between the save and the update, views of
-  tensors that a load made, and DLPack.
-* Samples are about 128 words of 8 bytes, evenly spread, and the first and the last word of each piece of 16 MiB, as it is
-  copied. They find an update of the whole tensor that was not counted, before the copy and in the middle of it, wherever the
-  one overtakes the other. They vouch for nothing: an update of a few elements is found only if it hits a sample.
-* Read-only is no promise: its owner can make a NumPy array writable again, and views made earlier are still writable.
-* What may not wait is copied at once: that costs time, and is always right.
+* The version counter covers every change that torch counts: operations in place that have returned,
+  on the tensor or any view of it. It does not cover writes through `.data`, through a NumPy view,
+  by fused kernels, or by code that bypasses torch. Fused optimizers wait before their step as all
+  others do.
+* Memory that NumPy, another process or a buffer shares when the save begins is copied at once;
+  `torch_values.is_change_counted` detects it. Undetected are views that are made and written to
+  between the save and the update, views of tensors that a load made, and DLPack.
+* Samples are about 128 words of 8 bytes, evenly spread, and the first and last word of each piece
+  of 16 MiB of the copy. They detect an uncounted update of the whole tensor, before or during the
+  copy, in whatever order both proceed. They prove nothing: an update of a few elements is detected
+  only if it changes a sample.
+* Read-only is no guarantee: its owner can make a NumPy array writable again, and views made earlier
+  are still writable.
+* Any other array is copied at once: that takes time and is always correct.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ from ckptmgr.state.arrays import array_bytes, jax_bytes, torch_bytes
 if TYPE_CHECKING:
     import torch
 
-# Copying that much takes about as long as describing a tensor; most running statistics, which change in forward, are smaller.
+# Copying this much takes about as long as describing a tensor; most running statistics, which
+# change in the forward pass, are smaller.
 _SMALL_BYTES = 64 << 10
 _SAMPLES = 128
 _WORD_BYTES = 8
@@ -46,11 +50,11 @@ _PIECE_WORDS = PIECE_BYTES // _WORD_BYTES
 
 
 class Guarded(NamedTuple):
-    """A tensor that may be copied later.
+    """A tensor that may be copied later; its content must not change meanwhile.
 
     Attributes:
-        tensor: It; its content is what the caller must not change meanwhile.
-        counted: A torch tensor with a version counter; None for what nobody can change.
+        tensor: The tensor.
+        counted: A torch tensor with a version counter; None for an immutable array.
         version: The counter when the guard was made.
         sample: Some of its bytes, or None.
     """
@@ -62,7 +66,7 @@ class Guarded(NamedTuple):
 
     @property
     def is_immutable(self) -> bool:
-        """Whether it may be read at any time, so that it need not be copied at all."""
+        """Whether it may be read at any time, so that it needs no copy at all."""
         return self.counted is None
 
     def is_counted_as_changed(self) -> bool:
@@ -70,16 +74,14 @@ class Guarded(NamedTuple):
         return self.counted is not None and self.counted._version != self.version
 
     def differs_from(self, content: Callable[[], memoryview]) -> bool:
-        """Return whether bytes that should be the same differ in the samples."""
+        """Return whether a content differs from the tensor in the samples."""
         return self.sample is not None and sample_of(content()) != self.sample
 
 
 def guard(tensor: Tensor, *, changing: Container[int] = ()) -> Guarded | None:
-    """Return how a tensor is guarded until it is copied; None when it must be copied at once.
+    """Return the guard of a tensor until its copy; None when it must be copied at once.
 
-    Args:
-        tensor: Of a flattened state.
-        changing: Addresses of torch storages that change in the forward pass.
+    `changing` has the addresses of torch storages that change in the forward pass.
     """
     content = tensor.content
     if not isinstance(content, partial):
@@ -91,10 +93,10 @@ def guard(tensor: Tensor, *, changing: Container[int] = ()) -> Guarded | None:
 def sample_of(content: memoryview) -> bytes:
     """Return some words of a content of at least 8 bytes."""
     words = np.frombuffer(content, np.uint64, count=content.nbytes // _WORD_BYTES)
-    # Odd, so that the samples of a matrix do not all lie in one column.
+    # Odd, so that the samples of a matrix are not all in one column.
     spread = words[:: len(words) // _SAMPLES | 1].tobytes()
     last = content[-_WORD_BYTES:]
-    if len(words) < _PIECE_WORDS:  # its first word is among those that are spread
+    if len(words) < _PIECE_WORDS:  # its first word is among the spread samples
         return b"".join((spread, last))
     firsts, lasts = words[::_PIECE_WORDS], words[_PIECE_WORDS - 1 :: _PIECE_WORDS]
     return b"".join((spread, firsts.tobytes(), lasts.tobytes(), last))
@@ -114,7 +116,7 @@ def _guard_torch(tensor: Tensor, value: torch.Tensor, changing: Container[int]) 
         return None
     if value.untyped_storage().data_ptr() in changing:
         return None
-    # A tensor of its own: the caller may give a parameter other memory.
+    # A tensor of its own: the caller may assign other memory to a parameter.
     value = value.detach()
     sample = None
     if value.is_contiguous() and not value.is_conj() and not value.is_neg():
@@ -130,8 +132,8 @@ def _guard_jax(tensor: Tensor, value: Any, changing: Container[int]) -> Guarded 
         return None
     devices = value.devices()
     if len(devices) == 1 and all(device.platform == "cpu" for device in devices):
-        # A view keeps the memory from being donated to a computation. Elsewhere there is none, and reading a donated
-        # array is an error that says so.
+        # A view keeps the memory from being donated to a computation. Other devices have none;
+        # there, reading a donated array raises an error.
         tensor = _pinned(tensor, jax_bytes(value))
     return Guarded(tensor)
 

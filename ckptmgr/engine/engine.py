@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How saves run: in the caller, in a thread, or in a worker process. The promises are the same; the waiting is not.
+"""Run saves in the caller, in a thread, or in a worker process, with the same guarantees.
 
 | mode | the caller waits for |
 |---|---|
 | `sync` | the disk |
 | `thread` | one copy of the state into staging memory |
-| `process` | the same copy; encryption and digests then cost this interpreter nothing |
+| `process` | the same copy; encryption and digests then cost this interpreter no time |
 
-With zero stall the caller does not wait for the copy either, until it changes the state: see `zero_stall`. In functions that
-`atexit` calls every save is of the mode `sync`.
+With zero stall the caller does not wait for the copy either, until it changes the state: see
+`zero_stall`. In functions that `atexit` calls every save is of the mode `sync`.
 """
 
 from __future__ import annotations
@@ -67,11 +67,11 @@ class Begun(Protocol):
         ...
 
     def commit(self, manifest: Manifest, /) -> Checkpoint:
-        """Make a checkpoint of the file that was written; return it once it is durable."""
+        """Make a checkpoint of the written file; return it once it is durable."""
         ...
 
     def abandon(self, error: Exception, /) -> None:
-        """Note that the file could not be written; may raise what the other ranks say."""
+        """Record that the file could not be written; may raise the errors of other ranks."""
         ...
 
     def end(self) -> None:
@@ -93,7 +93,7 @@ class Writer(Protocol):
 
 
 def save_mode_of(async_save: bool | str) -> Mode:
-    """Return the mode that MindSpore's `async_save` asks for: False, True or "thread", "process"."""
+    """Return the mode for MindSpore's `async_save`: False, True or "thread", "process"."""
     if async_save is False:
         return "sync"
     return "process" if async_save == "process" else "thread"
@@ -102,17 +102,17 @@ def save_mode_of(async_save: bool | str) -> Mode:
 def engine_for(
     config: CheckpointConfig, *, has_before_update: bool = False, has_peers: bool = False
 ) -> SaveEngine:
-    """Return the engine that a configuration asks for.
+    """Return the engine for a configuration.
 
-    With a key nothing is spilled: the files would hold the plaintext that the key is to protect.
+    With a key nothing is spilled: spill files would hold the plaintext that the key protects.
 
     Args:
         config: The configuration.
-        has_before_update: Whether the caller can be told to wait before it changes its state.
+        has_before_update: Whether the caller calls `before_update()` before it changes its state.
         has_peers: As for `SaveEngine`.
 
     Raises:
-        ValueError: The configuration asks for zero stall, and it cannot.
+        ValueError: The configuration asks for zero stall, and the caller does not support it.
     """
     if config.zero_stall and not has_before_update:
         raise ValueError(
@@ -141,17 +141,19 @@ class SaveEngine:
     Args:
         mode: Where they run.
         memory: Budget and kind of the staging memory.
-        back_pressure: What happens to a save while another one runs: `wait`, `skip` or `coalesce`.
-        on_error: What happens to a failure in the background: `raise`, `warn`, `retry(n)` or a function.
+        back_pressure: The treatment of a save while another one runs: `wait`, `skip` or `coalesce`.
+        on_error: The treatment of a failure in the background: `raise`, `warn`, `retry(n)` or a
+            function.
         has_zero_stall: Whether states are copied in the background, too; not in `sync` mode.
-        has_peers: Whether other ranks save at the same time and wait for this one. A job whose state
-            could not be copied is then run with that error.
+        has_peers: Whether other ranks save at the same time and wait for this one. A job whose
+            state could not be copied is then run with that error.
 
     Attributes:
         mode: As given.
         memory: As given.
-        ledger: The account of its budget, for whatever lives on it, too.
-        make_room: Gives some of that back when a state does not fit; returns whether it did. Set before the first save.
+        ledger: The account of its budget, for other users of that budget.
+        make_room: Gives some of the budget back when a state does not fit; returns whether it did.
+            Set before the first save.
     """
 
     def __init__(
@@ -195,10 +197,12 @@ class SaveEngine:
             writer: Names the file, commits it, and applies the retention policy, in the background.
                 A worker process can only reach the real disk.
             watch: Emits the events of the save.
-            state: The state of the items; torch modules in it show what changes in the forward pass.
+            state: The state of the items; its torch modules show which buffers change in the
+                forward pass.
 
         Raises:
-            BaseException: In `sync` mode the failure of this save, otherwise that of an earlier one.
+            BaseException: In `sync` mode the failure of this save, otherwise that of an earlier
+                one.
         """
         watch = REGISTERED.watch(series="", step=None, why="manual") if watch is None else watch
         if self._must_run_now():
@@ -217,14 +221,14 @@ class SaveEngine:
                 raise
             return self._refuse(job, failures.pop(), writer, watch)
         finally:
-            failures.clear()  # their tracebacks hold this frame: a cycle would keep what they hold
+            failures.clear()  # their tracebacks hold this frame: a cycle would keep the state
         watch.follow(handle)
         return handle
 
     def _refuse(
         self, job: SaveJob, error: Exception, writer: Writer, watch: SaveWatch
     ) -> SaveHandle | None:
-        """Run a save whose state could not be had: the other ranks wait for this one."""
+        """Run a save whose state could not be copied: the other ranks wait for this one."""
         # As text, and without its frames: they would keep the state.
         _LOG.error("nothing to save:\n%s", "".join(traceback.format_exception(error)))
         refused = replace(job, items=(), error=error.with_traceback(None))
@@ -243,7 +247,7 @@ class SaveEngine:
         state: object,
         failures: list[Exception],
     ) -> SaveHandle | None:
-        """Hand a save over; note a failure to copy the state, to tell it from that of an earlier save."""
+        """Submit a save; add a failure to copy the state to `failures`, no other one."""
         items, updates = job.items, self._updates
         job = replace(job, items=())  # a closure that held the arrays would keep them
         if updates is None:
@@ -264,7 +268,8 @@ class SaveEngine:
     def _must_run_now(self) -> bool:
         """Return whether a save runs in the caller.
 
-        In a function that `atexit` calls it does: the staging memory may be freed already, and no thread may be started.
+        In a function that `atexit` calls it does: the staging memory may be freed already, and no
+        thread can be started.
 
         Raises:
             BaseException: The failure of an earlier save.
@@ -376,27 +381,27 @@ class SaveEngine:
         self._background.check()
 
     def wait(self) -> None:
-        """Wait for what is in flight, also in other threads; then raise a failure, if any."""
+        """Wait for saves in flight, also in other threads; then raise a failure, if any."""
         with self._saving_now:
             pass
         self._background.wait()
 
     def wait_until_idle(self) -> None:
-        """Wait for what is in flight; a failure stays to be raised by the next call."""
+        """Wait for saves in flight; a failure stays to be raised by the next call."""
         with self._saving_now:
             pass
         self._background.wait_until_idle()
 
     def close(self) -> None:
-        """Wait, then free the staging memory and end the worker; saving again starts anew.
+        """Wait, then free the staging memory and end the worker; the next save recreates both.
 
         Raises:
-            BaseException: The failure of a background save that nobody has fetched.
+            BaseException: The failure of a background save that the program has not fetched.
         """
         try:
             self.wait()
         finally:
-            # After Ctrl-C the save goes on, and the end of the program waits for it.
+            # After an interrupt the save goes on, and the end of the program waits for it.
             if not self.is_busy:
                 self._free()
                 if self._updates is not None:
@@ -409,14 +414,15 @@ class SaveEngine:
         free()
 
     def forget_parent(self) -> None:
-        """Leave the staging memory to the parent, which may be saving from it; for a forked child."""
+        """Leave the staging memory to the parent, which may save from it; for a forked child."""
         self._saving_now, self._saves_now = threading.RLock(), 0
         if isinstance(self._free_pool, weakref.finalize):
             self._free_pool.detach()
         if self._pool is not None:
             self._pool.forget_parent()
         self._free_pool, self._pool = _nothing, None
-        # Somebody may have held the locks of the old one; only copies that were inherited remain on it.
+        # A thread of the parent may have held its locks; only inherited copies remain on the old
+        # one.
         self.ledger, self.make_room = Ledger(self.ledger.config), has_no_room
         if self._updates is not None:
             self._updates.forget_parent()
@@ -464,7 +470,7 @@ def _carry_out(
 ) -> Checkpoint:
     """Begin a save, write its file, commit it, apply the retention policy; return the checkpoint.
 
-    `blocked_since` is when the caller began to wait, if it does.
+    `blocked_since` is the start of the caller's wait, if it waits.
     """
     begun = writer.begin(job)
     order = replace(begun.order, draft=replace(begun.order.draft, stats=_known_early(stats)))
@@ -488,7 +494,7 @@ def _carry_out(
 
 
 def _known_early(stats: SaveStats) -> dict[str, float]:
-    """Return what a manifest can say about a save in the background: the figures from before the writing."""
+    """Return the figures of a background save from before the writing, for its manifest."""
     if stats.staged_bytes == 0:
         return {}
     return {

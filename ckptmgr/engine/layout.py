@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decide where each tensor of a state is staged: pure, before any memory is touched.
+"""Decide where each tensor of a state is staged: pure, before any memory is allocated.
 
-Tensors are packed into slabs, the largest first, each into the slab with the most room. So a tensor never straddles two
-slabs (its content is one view), and what a slab of a large tensor leaves over is filled with small ones. What does not
-fit the host budget is laid out in one spill file.
+Tensors are packed into slabs, the largest first, each into the slab with the most room. So a tensor
+never straddles two slabs (its content is one view), and small tensors fill the rest of a slab with
+a large one. Tensors beyond the host budget are laid out in one spill file.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ _MOST_SLABS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagingLayout:
-    """Where the tensors of one state lie.
+    """The places of the tensors of one state.
 
     Attributes:
-        places: For each tensor its slab (an index into `slabs_bytes`, or `SPILLED`) and its offset there.
-        slabs_bytes: Sizes of the slabs wanted.
+        places: For each tensor its slab (an index into `slabs_bytes`, or `SPILLED`) and its offset
+            there.
+        slabs_bytes: Sizes of the slabs to allocate.
         spill_bytes: Size of the spill file; 0 when there is none.
     """
 
@@ -49,11 +50,12 @@ def lay_out(
     Args:
         sizes: Bytes of each tensor, in order.
         allocation: One region or several, of exact size or of whole quanta.
-        slab_bytes: The quantum. A state that would need many slabs gets larger ones, of several quanta.
-        room_bytes: Host memory there is; the slabs never add up to more. None for no limit.
+        slab_bytes: The quantum. A state that would need many slabs gets larger ones, of several
+            quanta.
+        room_bytes: Free host memory; the slabs never add up to more. None for no limit.
 
     >>> lay_out([3000, 100], allocation="slabs", slab_bytes=4096, room_bytes=None)
-    Layout(places=[(0, 0), (0, 3008)], slabs_bytes=[4096], spill_bytes=0)
+    StagingLayout(places=[(0, 0), (0, 3008)], slabs_bytes=[4096], spill_bytes=0)
     """
     padded = [-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes]
     room = sys.maxsize if room_bytes is None else room_bytes
@@ -61,7 +63,7 @@ def lay_out(
     unit = max(PAGE_BYTES, _down(min(unit, room), PAGE_BYTES))
     whole = _up(sum(padded), unit)
     quantum = _up(-(-whole // _MOST_SLABS), unit) if allocation == "slabs" else whole
-    if quantum > room:  # the region is as large as there is room for, and the rest spills
+    if quantum > room:  # the region fills the free room, and the rest spills
         quantum = _down(room, unit)
     return _pack(padded, quantum=quantum, unit=unit, room=room)
 
@@ -69,7 +71,7 @@ def lay_out(
 def _pack(padded: Sequence[int], *, quantum: int, unit: int, room: int) -> StagingLayout:
     places = [(SPILLED, 0)] * len(padded)
     slabs: list[int] = []
-    # Slabs by the bytes they still have, the most first.
+    # Slabs by their free bytes, the most first.
     free: list[tuple[int, int]] = []
     spill_bytes = 0
     for index in sorted(range(len(padded)), key=padded.__getitem__, reverse=True):
@@ -95,7 +97,7 @@ def _capacity(size: int, *, quantum: int, unit: int, room: int) -> int:
     """Return the size of a new slab for `size` bytes, or 0 when there is no room for it."""
     wanted = max(quantum, _up(size, unit))
     if wanted > room:
-        # A tail that is no whole quantum is better than a spill.
+        # A last slab of less than a whole quantum is better than a spill.
         wanted = _down(room, PAGE_BYTES)
     return wanted if wanted >= size else 0
 

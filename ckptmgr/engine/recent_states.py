@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recent states in memory with all that is needed to go back to one: the way back from a loss spike in milliseconds."""
+"""Recent states in memory, complete for a rollback: after a loss spike it takes milliseconds."""
 
 from __future__ import annotations
 
@@ -22,15 +22,7 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecentState:
-    """A state in memory.
-
-    Attributes:
-        step: Its step.
-        epoch: Its epoch, or None.
-        metrics: What was measured.
-        skeleton: Of the state tree.
-        read: Returns a tensor of it by name.
-    """
+    """A state in memory; `read` returns a tensor of it by name."""
 
     step: int
     epoch: int | None
@@ -50,10 +42,11 @@ class RecentStates:
     """Keeps copies of the last states, within the budget of a `MemoryConfig`.
 
     Args:
-        config: `snapshot_budget_bytes` and how to choose what is evicted.
+        config: `snapshot_budget_bytes` and the eviction rules.
         clock: Seconds on any monotonic clock.
-        ledger: The account of `host_budget_bytes`, which the staging of saves lives on, too; a new one by default.
-        most: How many states are kept at most; the oldest goes first.
+        ledger: The account of `host_budget_bytes`, shared with the staging of saves; a new one by
+            default.
+        most: How many states are kept at most; the oldest is dropped first.
     """
 
     def __init__(
@@ -75,7 +68,7 @@ class RecentStates:
         """Copy a state; return whether there was room. Training goes on either way."""
         with self._lock:
             try:
-                # A snapshot may always be given up: going back further costs time, not the run.
+                # Any snapshot may be evicted: a rollback to an older state only costs time.
                 self._cache.put(step, flat.tensors, is_committed=True)
             except StagingExhausted as error:
                 _LOG.warning("no snapshot of step %d: %s", step, error)
@@ -88,16 +81,16 @@ class RecentStates:
         return True
 
     def give_way(self) -> bool:
-        """Forget one state, because a save needs the memory; return whether there was one to be forgotten."""
+        """Drop one state, because a save needs the memory; return whether there was one."""
         return self._cache.evict() is not None
 
     @property
     def steps(self) -> list[int]:
-        """The steps there are, in order."""
+        """The steps of the states, in order."""
         return self._cache.steps
 
     def newest_of(self, steps: Sequence[int]) -> RecentState | None:
-        """Return the newest of the states of some steps that are there, or None for none."""
+        """Return the newest available state of the given steps, or None."""
         if not steps:
             return None
         with self._lock:
@@ -122,11 +115,11 @@ class RecentStates:
         )
 
     def drop_after(self, step: int) -> None:
-        """Forget the states after `step`: they belong to a branch that was given up."""
+        """Drop the states after `step`: they belong to an abandoned branch."""
         with self._lock:
             self._cache.drop_after(step)
             self._notes = {held: note for held, note in self._notes.items() if held <= step}
 
     def close(self) -> None:
-        """Free the memory; a state that is put afterwards starts anew."""
+        """Free the memory; the next `put` allocates it again."""
         self.drop_after(-1)

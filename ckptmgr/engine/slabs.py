@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slabs: page-aligned memory that is kept between saves, because the first touch of a page costs more than encrypting it.
+"""Slabs: page-aligned memory that is kept between saves.
 
-A slab never shows up in core dumps. It is private memory (backed by transparent huge pages where the system has them), or,
-for a worker process, a memfd. It can be locked, and it can come from the reserved huge pages.
+The first touch of a page costs more than encrypting it. A slab is never part of a core dump. It is
+private memory (backed by transparent huge pages where the system has them), or, for a worker
+process, a memfd. It can be locked, and it can use the reserved huge pages.
 """
 
 from __future__ import annotations
@@ -25,20 +26,21 @@ from ckptmgr.io.descriptors import reserve_standard_descriptors
 from ckptmgr.state.devices import DeviceMemory, accelerators
 
 _HUGE_PAGE_BYTES = 2 << 20
-_MAP_HUGETLB = 0x40000  # not in the mmap module before Python 3.13; the same on every architecture but alpha, mips, parisc
+# Not in the mmap module before Python 3.13; the same on every architecture but alpha, mips, parisc.
+_MAP_HUGETLB = 0x40000
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mlock.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
 class Slab:
-    """A run of memory of our own.
+    """One region of staging memory.
 
     Args:
         size_bytes: Its size, at least 1.
-        config: Says whether it is locked and which pages it wants.
+        config: Whether it is locked and which pages it uses.
         is_shared: Whether another process can map it.
-        device: The accelerators that a locked one is locked for, too, or None.
+        device: The accelerators that also lock a locked slab, or None.
 
     Attributes:
         id: Never used again for another region of this process.
@@ -61,7 +63,7 @@ class Slab:
         self._memory = self._map(config, is_shared=is_shared)
         self.view = memoryview(self._memory)[:size_bytes]
         try:
-            # Kernels without core dumps or transparent huge pages refuse, and nothing is lost.
+            # Kernels without core dumps or transparent huge pages refuse this, without harm.
             with contextlib.suppress(OSError):
                 self._memory.madvise(mmap.MADV_DONTDUMP)
                 if not is_shared:
@@ -84,7 +86,7 @@ class Slab:
         np.frombuffer(self.view[start:stop], np.uint8).fill(0)
 
     def close(self) -> None:
-        """Give the memory back; where somebody still holds a view, as soon as they let go of it."""
+        """Give the memory back; while views of it exist, after the last of them is released."""
         self.close_descriptor()
         unlock, self._unlock = self._unlock, None
         if unlock is not None:
@@ -94,7 +96,7 @@ class Slab:
             self._memory.close()
 
     def forget_parent(self) -> None:
-        """Close the memfd, if any; the memory stays, locked for the parent only. For a forked child."""
+        """Close the memfd, if any; the memory stays, unlocked. For a forked child."""
         self._unlock = None
         self.close_descriptor()
 
@@ -126,7 +128,7 @@ class Slab:
 
     def _mapped(self, *, is_shared: bool, is_huge: bool) -> mmap.mmap:
         size = self.size_bytes
-        if is_huge:  # such mappings can be undone in whole huge pages only
+        if is_huge:  # such mappings end at huge pages
             size = -(-size // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
         if not is_shared:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (_MAP_HUGETLB if is_huge else 0)
@@ -147,7 +149,7 @@ class Slab:
         if device is not None:
             self._unlock = device.lock(self.view)
             if self._unlock is not None:
-                return  # that memory cannot reach the swap either
+                return  # such memory cannot reach the swap either
         address = np.frombuffer(self.view, np.uint8).ctypes.data
         if _LIBC.mlock(address, self.size_bytes) != 0:
             limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -164,8 +166,8 @@ class Usage:
     """How often and how much a pool has allocated.
 
     Attributes:
-        allocations: Slabs ever made.
-        kept_bytes: Slabs that no state uses now.
+        allocations: Number of slabs made so far.
+        kept_bytes: Bytes of slabs that no state uses now.
     """
 
     allocations: int = 0
@@ -179,7 +181,7 @@ class SlabPool:
         config: Kind of memory, and whether slabs are kept.
         ledger: The budget.
         is_shared: Whether slabs are memfds.
-        device: Returns the accelerators there are now, which locked slabs are locked for.
+        device: Returns the present accelerators, for which locked slabs are locked.
     """
 
     def __init__(
@@ -202,7 +204,7 @@ class SlabPool:
 
     @property
     def all(self) -> list[Slab]:
-        """The slabs there are, the oldest first."""
+        """The slabs of the pool, the oldest first."""
         with self._lock:
             return list(self._all)
 
@@ -232,14 +234,14 @@ class SlabPool:
                 self._drop_kept()
 
     def close(self) -> None:
-        """Free what is kept, now and from now on."""
+        """Free kept slabs, now and from now on."""
         with self._lock:
             self._is_closed = True
             self._drop_kept()
 
     def forget_parent(self) -> None:
-        """Let go of the parent's memory, what is in use when it is given back; for a forked child."""
-        self._lock = threading.Lock()  # whoever held it is not here to release it
+        """Release the parent's memory, slabs in use when given back; for a forked child."""
+        self._lock = threading.Lock()  # a thread that held it is missing here
         for slab in self._all:
             slab.forget_parent()
         for slab in self._kept:
@@ -249,21 +251,21 @@ class SlabPool:
         self._is_closed = True
 
     def _reused(self, sizes: list[int], taken: list[Slab]) -> list[Slab | None]:
-        """Move kept slabs to `taken`; return for each size the one for it, if any."""
+        """Move kept slabs to `taken`; return for each size the slab for it, if any."""
         left = list(self._kept)
         found = [_take_fitting(left, size) for size in sizes]
         reused = [slab for slab in found if slab is not None]
-        taken[:], self._kept = reused, left  # in one line: Ctrl-C between two would lose slabs
+        taken[:], self._kept = reused, left  # one line: an interrupt between two loses slabs
         self.usage.kept_bytes = sum(slab.size_bytes for slab in left)
         missing = sum(size for slab, size in zip(found, sizes, strict=True) if slab is None)
         if missing == 0:
             return found
-        # What is kept fits nothing: it must not add to what is made now.
+        # The other kept slabs fit nothing: they must not add to the new ones.
         self._drop_kept()
         room = self._ledger.host_room_bytes()
         if room is None or missing <= room:
             return found
-        # Larger slabs than were asked for have used up the room.
+        # Reused slabs that are larger than necessary take the room.
         self._kept, taken[:] = reused, []
         self._drop_kept()
         return [None] * len(sizes)
@@ -290,7 +292,7 @@ class SlabPool:
     def _drop_kept(self) -> None:
         while self._kept:
             slab = self._kept[-1]
-            del self._kept[-1]  # first: one that is closed must not be taken again
+            del self._kept[-1]  # first: a closed slab must not be taken again
             self._all.remove(slab)
             self._ledger.add_host(-slab.size_bytes)
             slab.close()

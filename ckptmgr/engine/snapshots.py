@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recent states in memory, for a rollback that takes milliseconds instead of a load.
+"""Snapshots of recent states in memory, for a rollback that takes milliseconds instead of a load.
 
-* A snapshot is a copy of its own: what is saved or trained afterwards does not change it.
-* One that is not committed (not durable as a checkpoint) is the only copy of its state and is never evicted.
-* The cache never exceeds its budget: it makes room first, and refuses what does not fit with `StagingExhausted`.
+* A snapshot is a copy of its own: later training and saves do not change it.
+* An uncommitted one (not durable as a checkpoint) is the only copy of its state and is never
+  evicted.
+* The cache never exceeds its budget: it makes room first, and refuses a state that does not fit
+  with `StagingExhausted`.
 
 >>> import numpy as np
 >>> from ckptmgr.formats.tensor import tensor_from_array
@@ -15,14 +17,13 @@
 ...     print(np.frombuffer(cache.newest(steps_back=2).items[0].content()))
 [1. 1.]
 
-Choose which snapshot to evict: pure, on frozen values.
-
-The victim is the one that is cheap to restore, large and long unused: the least of
+The choice of the snapshot to evict is pure. The victim is cheap to restore, large and long unused:
+the least of
 
     restore_seconds ** time_exponent * restore_bytes ** memory_exponent / size / staleness
 
-Source: `Eviction heuristics`, Kirisame et al., Dynamic Tensor Rematerialization, ICLR 2021 (h = cost / (memory * staleness));
-the exponents are those of MegEngine's `DTRConfig`.
+Source: `Eviction heuristics`, Kirisame et al., Dynamic Tensor Rematerialization, ICLR 2021 (h =
+cost / (memory * staleness)); the exponents are those of MegEngine's `DTRConfig`.
 """
 
 from __future__ import annotations
@@ -45,14 +46,14 @@ _LEAST_S = 1e-9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evictee:
-    """What the choice depends on.
+    """A candidate for eviction.
 
     Attributes:
         step: Its step.
         size_bytes: Memory that its eviction frees.
         restore_s: Seconds it would take to load it again.
         restore_bytes: Memory that loading it needs beyond the state itself (decoding buffers).
-        used_at_s: When it was put or last asked for, on the clock of `now_s`.
+        used_at_s: When it was put or last read, on the clock of `now_s`.
         is_pinned: Whether it must stay.
     """
 
@@ -66,12 +67,7 @@ class Evictee:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """A victim.
-
-    Attributes:
-        step: Its step, or None when nothing may be evicted.
-        scored: How many candidates were looked at.
-    """
+    """The step of a victim (None when none may be evicted), and the number of candidates."""
 
     step: int | None
     scored: int
@@ -80,10 +76,8 @@ class Choice:
 def choose_victim(snapshots: Sequence[Evictee], config: MemoryConfig, *, now_s: float) -> Choice:
     """Return which snapshot to evict.
 
-    Args:
-        snapshots: All there are.
-        config: Exponents, the size below which nothing is evicted, and whether only about sqrt(n) candidates are looked at.
-        now_s: The time.
+    The configuration has the exponents, the size below which nothing is evicted, and whether only
+    about sqrt(n) candidates are scored.
     """
     candidates = [
         snapshot
@@ -122,7 +116,8 @@ class Snapshot:
 
     Attributes:
         step: Its step.
-        items: Its tensors and texts; their contents are views that are valid until it is evicted or dropped.
+        items: Its tensors and texts; their contents are views, valid until it is evicted or
+            dropped.
         size_bytes: Bytes of all contents.
         is_committed: Whether it is durable as a checkpoint, too.
     """
@@ -143,9 +138,10 @@ class SnapshotCache:
     """Holds recent states. Safe to use from several threads.
 
     Args:
-        config: `snapshot_budget_bytes` and the eviction rules, `snapshot_place`, and the host and disk budgets.
+        config: `snapshot_budget_bytes` and the eviction rules, `snapshot_place`, and the host and
+            disk budgets.
         clock: Seconds on any monotonic clock.
-        ledger: That of the staging pool, when both live on one budget; a new one by default.
+        ledger: That of the staging pool, when both share a budget; a new one by default.
     """
 
     def __init__(
@@ -157,7 +153,7 @@ class SnapshotCache:
     ) -> None:
         self._config = MemoryConfig() if config is None else config
         self._clock = clock
-        # Evicting must free memory at once, and several snapshots live side by side.
+        # Evicting must free memory at once, and several snapshots exist at the same time.
         own = replace(self._config, staging_place=self._config.snapshot_place, allocation="exact")
         self._pool = StagingPool(own, ledger=ledger, most_states=None)
         self._entries: dict[int, _Entry] = {}
@@ -177,7 +173,7 @@ class SnapshotCache:
 
     @property
     def steps(self) -> list[int]:
-        """The steps there are, in order."""
+        """The steps of the snapshots, in order."""
         with self._lock:
             return sorted(self._entries)
 
@@ -190,21 +186,18 @@ class SnapshotCache:
         restore_s: float = 1.0,
         restore_bytes: int = 0,
     ) -> list[int]:
-        """Copy a state into the cache; one of the same step is replaced.
+        """Copy a state into the cache; replace one of the same step. Return the evicted steps.
 
         Args:
             step: Its step.
-            items: What to copy.
-            is_committed: Whether it is durable already; `commit` says so later.
+            items: The tensors and texts to copy.
+            is_committed: Whether it is durable already; otherwise call `commit` later.
             restore_s: Seconds that loading it would take, measured or estimated.
             restore_bytes: Extra memory that loading it would need.
 
-        Returns:
-            The steps that were evicted to make room.
-
         Raises:
-            StagingExhausted: There is not enough room, not even without all that may be evicted. A snapshot of the same
-                step stays.
+            StagingExhausted: There is not enough room, even after every possible eviction. A
+                snapshot of the same step stays.
         """
         size = sum(tensor.spec.size_bytes for item in items for tensor in tensors_of(item))
         with self._lock:
@@ -223,7 +216,7 @@ class SnapshotCache:
             return evicted + more
 
     def commit(self, step: int) -> None:
-        """Say that a snapshot is durable as a checkpoint, so that it may be evicted; does nothing when it is gone."""
+        """Allow eviction of a snapshot that is durable as a checkpoint; ignore an evicted one."""
         with self._lock:
             entry = self._entries.get(step)
             if entry is not None:
@@ -273,13 +266,13 @@ class SnapshotCache:
             self._drop(step)
 
     def drop_after(self, step: int) -> None:
-        """Drop the snapshots of later steps: after a rollback they are another future."""
+        """Drop the snapshots of later steps: after a rollback their branch is abandoned."""
         with self._lock:
             for later in [known for known in self._entries if known > step]:
                 self._drop(later)
 
     def evict(self) -> int | None:
-        """Drop the snapshot that is missed least; return its step, or None when none may be evicted."""
+        """Drop the best victim; return its step, or None when none may be evicted."""
         with self._lock:
             return self._evict(keep=None)
 
@@ -318,7 +311,7 @@ class SnapshotCache:
             try:
                 return self._pool.stage(items), evicted
             except StagingExhausted:
-                # The budget that is shared with staging is full: what can be restored gives way.
+                # The budget shared with staging is full: restorable snapshots are evicted.
                 step = self._evict(keep=None)
                 if step is None:
                     raise

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Spill files: staged bytes that do not fit in memory wait on a disk.
 
-* A spill file has no name (`O_TMPFILE`, or unlinked at once where the file system cannot do that), so that nothing is left
-  behind by `kill -9`. Nothing in it outlives the process, so it is never synced.
-* It is written in requests of a given size, a few at a time; that bounds the memory of the writing, too.
-* It holds plaintext. Zeros cannot be relied upon to reach the blocks of a modern disk: keep spill files on a disk that is
-  encrypted or trusted as memory is.
+* A spill file has no name (`O_TMPFILE`, or unlinked at once where the file system lacks that), so
+  that `kill -9` leaves nothing behind. It never outlives the process, so it is never synced.
+* It is written in requests of a given size, a few at a time; that bounds the memory of the writing,
+  too.
+* It holds plaintext. Overwriting does not reliably erase the blocks of a modern disk: keep spill
+  files on a disk that is encrypted, or trusted like memory.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ Job = tuple[int, Callable[[], memoryview]]
 
 
 class SpillFile:
-    """A nameless file; it grows where something is written beyond its size.
+    """A nameless file; a write beyond its size makes it grow.
 
     Args:
-        directory: Where; made with mode 0700 when it is missing.
-        size_bytes: Its size at first.
+        directory: Its folder; created with mode 0700 when it is missing.
+        size_bytes: Its initial size.
         block_bytes: Size of one write.
         writes_in_flight: Most writes at the same time.
 
@@ -59,11 +60,9 @@ class SpillFile:
         return self._file.fileno()
 
     def write(self, jobs: Iterable[Job], *, size_bytes: int) -> None:
-        """Write contents at their offsets.
+        """Write contents at their offsets; `size_bytes` is their sum.
 
-        Args:
-            jobs: Offset and content; each content is asked for when its turn comes.
-            size_bytes: Of all contents together.
+        Each content is computed right before it is written.
 
         Raises:
             StagingExhausted: The disk is full.
@@ -79,7 +78,7 @@ class SpillFile:
             return memoryview(mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_READ))
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill a flat buffer with what was written at `offset`."""
+        """Fill a flat buffer with the bytes written at `offset`."""
         while buffer.nbytes:
             count = os.preadv(self.descriptor, [buffer], offset)
             if count == 0:

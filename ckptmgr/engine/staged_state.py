@@ -37,12 +37,12 @@ class Lot:
     """The memory of one state.
 
     Attributes:
-        layout: What lies where.
-        slabs: The slabs it means.
+        layout: The place of each tensor.
+        slabs: Its slabs.
         spill: The spill file, if there is one.
         sizes: Bytes of each tensor there; 0 for one that is copied on its device.
         copies: Contents of those, by index.
-        device: The accelerators that others may lie on, if there are any.
+        device: The accelerators that other tensors may be on, if any.
     """
 
     layout: StagingLayout
@@ -54,11 +54,13 @@ class Lot:
 
 
 class StagedState:
-    """A copy of a state, until it is released. Made by `StagingPool.stage`, or by `reserve` and `fill`.
+    """A copy of a state, until it is released.
+
+    Made by `StagingPool.stage`, or by `StagingPool.reserve` and `fill`.
 
     Attributes:
         size_bytes: Bytes of all contents.
-        spilled_bytes: How many of them wait in a spill file.
+        spilled_bytes: How many of them are in a spill file.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class StagedState:
             for (slab, _), size in zip(self._places, self._sizes, strict=True)
             if slab == SPILLED
         )
-        # Made when they are asked for, which is not while the caller waits.
+        # Made on first use, to shorten the caller's wait.
         self._items: list[Item] | None = None
         self._specs = [item.spec for item in items if isinstance(item, Tensor)]
         if len(self._specs) < len(items):
@@ -96,7 +98,7 @@ class StagedState:
 
     @property
     def items(self) -> list[Item]:
-        """What was staged, in the same order. Their contents are read-only views, valid until the release."""
+        """The staged items, in the same order; contents are read-only views until the release."""
         if self._items is None:
             self._items = [
                 Tensor(spec, partial(self._content, index))
@@ -105,7 +107,10 @@ class StagedState:
         return self._items
 
     def release(self) -> None:
-        """Give the memory back, wiped first if so configured; no content may be in use. Calling it again is fine."""
+        """Give the memory back, wiped first if so configured. Calling it again is fine.
+
+        No content may be in use.
+        """
         with self._lock:
             if self._is_released:
                 return
@@ -119,9 +124,9 @@ class StagedState:
             self._give_back(self._lot)
 
     def discard(self, index: int) -> None:
-        """Say that `items[index]` is written; with `wipe="each_buffer"` its plaintext is overwritten now.
+        """With `wipe="each_buffer"`, overwrite the plaintext of `items[index]`, which is saved.
 
-        What lies in a spill file stays until the release.
+        Bytes in a spill file stay until the release.
         """
         if self._wipe != "each_buffer":
             return
@@ -134,12 +139,10 @@ class StagedState:
                 self._lot.slabs[slab].wipe(offset, offset + self._sizes[tensor])
 
     def describe(self, items: Sequence[Item] | None = None) -> list[dict[str, object]]:
-        """Return items as plain values for JSON; `items_from` makes items of them in another process.
+        """Return items as plain values for JSON; `items_from` rebuilds them in another process.
 
-        Slabs are meant by their position in `descriptors()`.
-
-        Args:
-            items: Those of this state, or some of its tensors, or a `Part` of some; None for the items of this state.
+        The values refer to slabs by their position in `descriptors()`. `items` are those of this
+        state (the default), some of its tensors, or a `Part` of some.
         """
         spill = len(self._lot.slabs)
         places = [(spill if slab == SPILLED else slab, offset) for slab, offset in self._places]
@@ -149,9 +152,10 @@ class StagedState:
         return describe_items(items, [_place(item, by_name) for item in items])
 
     def descriptors(self) -> dict[int, int]:
-        """Return id and file descriptor of the regions of this state, in the order that `describe` means.
+        """Return id and file descriptor of the regions of this state, in the order of `describe`.
 
-        An id is never used again, so who has mapped that region once need not do so again. Only of a shared pool.
+        An id is never used again, so a process that has mapped that region need not map it again.
+        Only for a shared pool.
         """
         found = {slab.id: slab.descriptor for slab in self._lot.slabs}
         if self._lot.spill is not None:
@@ -163,12 +167,13 @@ class StagedState:
 
         Args:
             tensors: All tensors of the state, in order.
-            only: Which of them to copy; all by default. Once all are copied the items have their contents.
+            only: Indices of the tensors to copy; all by default. Once all are copied the items have
+                their contents.
 
         Raises:
             StagingExhausted: The disk of a spill file is full.
             FormatError: A content is shorter or longer than its shape and type say.
-            BaseException: What a content raises passes through.
+            BaseException: From a content.
         """
         large = []
         spilled = []
@@ -243,7 +248,7 @@ def _names(items: Sequence[Item]) -> list[str]:
 
 
 def _place(item: Item, by_name: Mapping[str, SlabOffset]) -> SlabOffset:
-    """Return where a tensor lies that is one of a state of tensors only, or a part of one."""
+    """Return the place of a tensor, or of a part of one, in a state of tensors only."""
     part = item.content if isinstance(item, Tensor) else None
     if isinstance(part, Part):
         slab, offset = by_name[part.whole.spec.name]

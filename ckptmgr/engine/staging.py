@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Staging: one copy of a state into memory of our own, so that training goes on while the copy is saved.
+"""Staging: copy a state into separate memory, so that training goes on while the copy is saved.
 
 * The copy goes into slabs that are kept between saves: warm, it costs about one memcpy.
 * Staged items are items like any others; their contents are views of the slabs.
-* Memory never exceeds the host budget. What does not fit is spilled to nameless files, or refused with `StagingExhausted`,
-  which names the figures; nothing is ever left out.
-* In shared slabs another process can build the same items from a description and the descriptors of the memory.
+* Memory never exceeds the host budget. A state beyond it is spilled to nameless files, or refused
+  with `StagingExhausted`, which names the figures; nothing is ever left out.
+* For shared slabs another process can build the same items from a description and the descriptors
+  of the memory.
 
 >>> import numpy as np
 >>> from ckptmgr.formats.tensor import tensor_from_array
@@ -40,12 +41,12 @@ __all__ = ["Ledger", "StagedState", "StagingPool", "Usage", "has_no_room", "item
 
 
 def has_no_room() -> bool:
-    """Return False: there is nobody who could give memory back."""
+    """Return False: there is no other user of the budget."""
     return False
 
 
 class _LaidOut(NamedTuple):
-    """A layout, and what it was made for: the next state is often laid out alike."""
+    """A layout and its inputs: the next state often has the same layout."""
 
     sizes: list[int]
     room_bytes: int | None
@@ -58,12 +59,13 @@ class StagingPool:
     Args:
         config: Budgets, places, kinds of memory.
         is_shared: Whether another process can map the copies.
-        ledger: Shared with others that live on the same budget; a new one by default.
-        most_states: States that may be staged at the same time when there is no host budget; None for any number.
-        device: Accelerators that tensors may lie on; None for those that PyTorch uses. A shared pool makes no copies there,
-            whatever `device_copy_share` says.
-        make_room: Called when a state does not fit: lets others on the budget give memory back, and returns whether they
-            did.
+        ledger: Shared with others on the same budget; a new one by default.
+        most_states: States that may be staged at the same time when there is no host budget; None
+            for any number.
+        device: Accelerators that tensors may be on; None for those that PyTorch uses. A shared pool
+            makes no copies there, whatever `device_copy_share` says.
+        make_room: Called when a state does not fit: lets others on the budget give memory back, and
+            returns whether they did.
     """
 
     def __init__(
@@ -100,7 +102,7 @@ class StagingPool:
 
     @property
     def usage(self) -> Usage:
-        """What the pool has allocated and keeps."""
+        """Counts of the memory that the pool has allocated and keeps."""
         return self._slabs.usage
 
     @property
@@ -111,13 +113,10 @@ class StagingPool:
     def stage(self, items: Sequence[Item]) -> StagedState:
         """Copy all contents; afterwards the originals may change.
 
-        Args:
-            items: Tensors, texts and map parameters.
-
         Raises:
             StagingExhausted: They do not fit. Nothing is left behind.
             FormatError: A content is shorter or longer than its shape and type say.
-            BaseException: What a content raises passes through.
+            BaseException: From a content.
         """
         state = self.reserve(items)
         try:
@@ -134,7 +133,7 @@ class StagingPool:
             StagingExhausted: They do not fit. Nothing is left behind.
         """
         tensors = tensors_in(items)
-        # Ctrl-C may come at any line: each undoes what is there by then.
+        # An interrupt may come at any line: each handler undoes the steps done by then.
         ticket, lot = object(), None
         give_back = partial(self._give_back, ticket)
         try:
@@ -152,16 +151,16 @@ class StagingPool:
             raise
 
     def descriptors(self) -> list[int]:
-        """Return the descriptors of all slabs there are; only of a shared pool."""
+        """Return the descriptors of all slabs; only for a shared pool."""
         return [slab.descriptor for slab in self._slabs.all]
 
     def close(self) -> None:
-        """Free all memory; what is still staged is freed when it is released. Calling it again is fine."""
+        """Free all memory; staged states are freed on their release. Calling it again is fine."""
         self._is_closed = True
         self._slabs.close()
 
     def forget_parent(self) -> None:
-        """Let go of the memory, which is the parent's, without its descriptors; for a forked child."""
+        """Release the parent's memory and close the inherited descriptors; for a forked child."""
         self._is_closed = True
         self._slabs.forget_parent()
 

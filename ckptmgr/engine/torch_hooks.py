@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where PyTorch changes a state: optimizers in their steps, modules their buffers in the forward pass."""
+"""PyTorch's changes of a state: optimizers in their steps, modules in the forward pass."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 class Waiter(Protocol):
-    """Something that must be waited for before a state is changed."""
+    """A wait that must precede a change of the state."""
 
     def wait(self) -> None:
         """Return when the state may be changed."""
@@ -22,11 +22,9 @@ class Waiter(Protocol):
 def wait_before_steps(waiter: Waiter) -> Callable[[], object]:
     """Call `waiter.wait` before every step of every optimizer of this process.
 
-    All optimizers, because a state may hold the `state_dict()` of one instead of the optimizer. Waiting when nothing is
-    being copied costs nothing.
-
-    Returns:
-        A function that ends it; it also ends when `waiter` is gone.
+    All optimizers, because a state may hold the `state_dict()` of one instead of the optimizer.
+    Without a copy in progress the wait costs nothing. Return a function that removes the hook; the
+    hook also goes with `waiter`.
     """
     found = weakref.ref(waiter)
 
@@ -61,7 +59,7 @@ def buffers_of_modules(state: object) -> frozenset[int]:
 
 
 def _parts(buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the tensors with storage that a buffer consists of; none for layouts that cannot be saved anyway."""
+    """Return the tensors with storage of a buffer; none for layouts that cannot be saved anyway."""
     if buffer.layout is torch.sparse_coo:
         return buffer._indices(), buffer._values()
     return (buffer,) if buffer.layout is torch.strided else ()

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker process: saves what its parent staged in shared memory. Run as `python -m ckptmgr.worker FD PARENT`.
+"""The worker process: saves states that its parent staged in shared memory.
 
-It is started fresh (never forked from a process with threads and devices), keeps its buffers warm between saves, and ends when
-its parent does: the socket reports that even if the parent was killed. A half-written save then stays under its temporary
-name and is reaped by the next run, which cannot start before: during a save the worker shares the lease of its parent.
+Run as `python -m ckptmgr.engine.worker FD PARENT`. It is started fresh (never forked from a process
+with threads and devices), keeps its buffers warm between saves, and ends with its parent: the
+socket reports that even if the parent was killed. A half-written save then stays under its
+temporary name and the next run removes it. That run cannot start earlier: during a save the worker
+shares the lease of its parent.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from ckptmgr.store.manifest import codec as manifests
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.store import Store
 
-# A save can wait, the training cannot: where both want the same core, the save gets a tenth of it.
+# The training goes first: where both want the same core, the save gets a tenth of it.
 NICENESS = 10
 
 _Order = tuple[dict[str, Any], list[int]]
@@ -47,9 +49,8 @@ _Order = tuple[dict[str, Any], list[int]]
 class Worker:
     """Serves one parent over one socket.
 
-    Args:
-        connection: The socket.
-        parent: A descriptor that becomes readable when the parent dies, or None where the system has no such thing.
+    `parent` is a descriptor that becomes readable when the parent dies, or None where the system
+    has no such descriptor.
     """
 
     def __init__(self, connection: socket.socket, parent: int | None = None) -> None:
@@ -67,7 +68,7 @@ class Worker:
             answer = _answer(*order)
             with self._lock:
                 self._unanswered -= 1
-            with contextlib.suppress(OSError):  # the parent is gone; the listener sees it, too
+            with contextlib.suppress(OSError):  # the parent is gone; the listener notices it, too
                 send(self._connection, answer)
 
     def _listen(self) -> None:
@@ -82,7 +83,8 @@ class Worker:
         poll.register(self._connection, select.POLLIN)
         if self._parent is not None:
             poll.register(self._parent, select.POLLIN)
-        # A process that the parent forked from C may hold its end of the socket open.
+        # A process that native code of the parent forked may hold the parent's end of the socket
+        # open.
         while self._parent not in [descriptor for descriptor, _ in poll.poll()]:
             order = receive(self._connection)
             with self._lock:
@@ -103,17 +105,17 @@ def _answer(order: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
         for descriptor in descriptors[count:]:
             locks.callback(os.close, descriptor)
             if order["lease"] is not None:
-                # The parent may die before the save ends: then the lease names a process that lives.
+                # If the parent dies before the save ends, the lease must name a live process.
                 add_worker_text(descriptor, order["lease"][0], worker_text())
         try:
             manifest = _save(order, _mapped(descriptors[:count]))
             return {"manifest": manifests.encode(manifest).decode()}
-        except Exception as error:  # the parent raises it where the caller sees it
+        except Exception as error:  # the parent raises it to its caller
             return {"error": describe_error(error)}
 
 
 def _mapped(descriptors: Sequence[int]) -> list[memoryview]:
-    """Map memory of the parent; for one save only, because what the parent frees must be free."""
+    """Map memory of the parent, for one save only: the parent may free it afterwards."""
     with contextlib.ExitStack() as stack:
         for descriptor in descriptors:
             stack.callback(os.close, descriptor)
@@ -164,7 +166,7 @@ def _trust(document: dict[str, Any], keys: Keys | None) -> Trust:
 
 @cache
 def _keys(document: str) -> Keys | None:
-    """Return the keys of the parent; always the same object, because a passphrase is stretched once for each."""
+    """Return the keys of the parent; cached, because each object stretches its passphrase once."""
     return keys_from_document(json.loads(document))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parent's end of the worker process: start it, give it orders, notice when it dies."""
+"""The parent's end of the worker process: start it, send it orders, notice when it dies."""
 
 from __future__ import annotations
 
@@ -43,21 +43,22 @@ class _Running:
     at_exit: weakref.finalize[..., WorkerClient]
 
     def end(self) -> str:
-        """End the process, which is idle or dead, and say how it ended."""
+        """End the process, which is idle or dead, and return how it ended."""
         self.at_exit.detach()
         return _end(self.process, self.connection)
 
     def forget(self) -> None:
-        """Let go of the process, which is that of a parent."""
+        """Release the process, which belongs to the parent of this one."""
         self.at_exit.detach()
         self.connection.close()
-        self.process.returncode = 0  # nothing to wait for, nothing to warn about
+        self.process.returncode = 0  # neither wait for it nor warn about it
 
 
 class WorkerClient:
-    """One worker process; started with the first save, restarted after its death. Safe to use from several threads.
+    """One worker process; started with the first save, restarted after its death.
 
-    What it raises instead of `save_items`: SaveFailed when the worker died; the earlier checkpoints are then intact.
+    Safe to use from several threads. A death of the worker raises SaveFailed; the earlier
+    checkpoints are then intact.
     """
 
     def __init__(self) -> None:
@@ -77,7 +78,7 @@ class WorkerClient:
         Raises:
             SaveFailed: The system does not start another process.
         """
-        # In use means that it runs; whoever uses it deals with its death.
+        # In use means that it runs; the thread that uses it handles its death.
         if self._in_use.acquire(blocking=False):
             try:
                 self._ensure_running()
@@ -118,7 +119,7 @@ class WorkerClient:
                 return receive(running.connection)[0]
             except (EOFError, OSError) as error:
                 end = self._bury(running)
-                # Its half-written file would stay as long as this run.
+                # Otherwise its half-written file would stay as long as this run.
                 with contextlib.suppress(OSError):
                     for sentence in store.recover_from_worker(series):
                         _LOG.warning("%s: %s", store.directory, sentence)
@@ -144,7 +145,7 @@ class WorkerClient:
         return running.end()
 
     def close(self) -> None:
-        """End the worker; it has nothing to do when this is called. The next save starts another one."""
+        """End the idle worker. The next save starts another one."""
         with self._in_use:
             if self._running is not None:
                 self._bury(self._running)
@@ -187,7 +188,7 @@ def _start(owner: WorkerClient) -> _Running:
                 hint="use async_save='thread', which needs no process",
             ) from error
         undo.pop_all()
-    # An interpreter that ends, or drops its client, leaves no child behind.
+    # The worker ends with the interpreter, and with its client.
     at_exit = weakref.finalize(owner, _end, process, ours)
     return _Running(process=process, connection=ours, at_exit=at_exit)
 
@@ -206,7 +207,7 @@ def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> str:
 
 @contextlib.contextmanager
 def _blocked(signals: Sequence[signal.Signals]) -> Iterator[None]:
-    """Block signals in this thread: a process that it starts has them blocked until it can ignore them."""
+    """Block signals in this thread; a new process keeps them blocked until it ignores them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
@@ -215,10 +216,11 @@ def _blocked(signals: Sequence[signal.Signals]) -> Iterator[None]:
 
 
 def _import_path() -> str:
-    # Not the empty entry: it means the working directory, which may have changed, and may hold anything.
+    # Without the empty entry: it means the working directory, which may have changed and may hold
+    # foreign modules.
     paths = []
     for path in filter(None, sys.path):
-        with contextlib.suppress(FileNotFoundError):  # relative to a directory that is gone
+        with contextlib.suppress(FileNotFoundError):  # relative to a removed directory
             paths.append(os.path.abspath(path))  # noqa: PTH100
     return os.pathsep.join([*paths, str(Path(__file__).parents[2])])
 
@@ -242,7 +244,7 @@ def _hint_about(end: str) -> str:
 
 
 def _trust_to_document(trust: Trust) -> dict[str, Any]:
-    """Return what the worker trusts; the keys travel with the options of the save."""
+    """Return the trust settings as plain values; the keys are part of the save options."""
     return {
         "signing_key": None if trust.signing_key is None else trust.signing_key.raw.hex(),
         "trusted_keys": [key.raw.hex() for key in trust.trusted_keys],

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a saving process and its worker say to each other: JSON messages over a socket, and errors that survive the trip.
+"""The protocol between a saving process and its worker: JSON messages over a socket, and errors.
 
-A message is two 4-byte little-endian numbers (the length of the text, how many descriptors), the descriptors of shared memory
-in batches, and UTF-8 JSON. Nothing is pickled.
+A message is two 4-byte little-endian numbers (the length of the text, the number of descriptors),
+the descriptors of shared memory in batches, and UTF-8 JSON. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from typing import Any
 from ckptmgr.core import errors
 from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint, SaveFailed
 
-# Terminals and batch systems send these to all processes of a job; the worker ends when its parent does, not before.
+# Terminals and batch systems send these to all processes of a job; the worker ends when its parent
+# does, not before.
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MAX_MESSAGE_BYTES = 1 << 30
 _HEAD = struct.Struct("<II")
 _DESCRIPTOR = struct.Struct("i")
-# The kernel takes 253 at a time (SCM_MAX_FD).
+# The kernel accepts 253 at a time (SCM_MAX_FD).
 _BATCH = 64
 _BUILTIN = {kind.__name__: kind for kind in (MemoryError, RuntimeError, TypeError, ValueError)}
 
@@ -50,7 +51,7 @@ def send(
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Return the next message and the descriptors that came with it.
+    """Return the next message and its descriptors.
 
     Raises:
         EOFError: The other side is gone, or does not speak this protocol.
@@ -116,8 +117,8 @@ def describe_error(error: BaseException) -> dict[str, Any]:
 def rebuild_error(described: dict[str, Any]) -> Exception:
     """Return the error that `describe_error` described.
 
-    It has the same class where it is one of ours, an OSError, or one of the common kinds; else, or where the description does
-    not fit the class, it is a SaveFailed that names the class.
+    It has the same class if that is one of ours, OSError, or a common built-in class. For others,
+    or if the description does not fit the class, it is a SaveFailed that names the class.
     """
     try:
         return _rebuilt(described)

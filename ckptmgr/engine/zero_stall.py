@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves that hold the training up for no copy: parameters do not change in forward and backward, so they are copied meanwhile.
+"""Saves that do not stop the training for the copy: it is made during forward and backward.
 
-`save()` describes the state, copies what is small or changes in the forward pass, and returns. The rest is copied in the
-thread that saves it. The copy must be complete before the next update in place: `before_update()` waits for that (or makes the
-copy, when nobody has begun it), and every torch optimizer of the process calls it before its step.
+Parameters do not change then. `save()` describes the state, copies small tensors and those that
+change in the forward pass, and returns. The thread of the save copies the rest. The copy must be
+complete before the next update in place: `before_update()` waits for that (or makes the copy, if no
+thread has begun it), and every torch optimizer of the process calls it before its step.
 
-* An update that does not wait fails the save, which names the tensor, as far as `array_guard` can see it.
-* Arrays that nobody can change are not copied at all (a worker process needs a copy, which then waits for nothing either).
+* An update that does not wait fails the save with the name of the tensor, as far as `change_guard`
+  detects it.
+* Immutable arrays are not copied at all (a worker process needs a copy, which then delays no
+  update).
 * Snapshots for `rollback` are copied at once all the same.
-* A copy that fails is a failed save like any other. `handle.staged` is done in every case: the arrays are free again.
+* A copy that fails is a failed save like any other. `handle.staged` is done in every case: the
+  arrays are free again.
 """
 
 from __future__ import annotations
@@ -35,13 +39,13 @@ _GIVEN_UP = "given up before it was copied"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """What happens to the items of a state.
+    """The division of the items of a state.
 
     Attributes:
         staged: The items that get a copy.
-        late: Index among the tensors of `staged` to what may wait.
+        late: Index among the tensors of `staged` to a tensor that may wait.
         at_once: Indices of the other tensors.
-        direct: Index among all items to what is read from where it is.
+        direct: Index among all items to an immutable array, which is read at its own place.
     """
 
     staged: list[Item]
@@ -77,8 +81,8 @@ class DeferredState:
     """A state that is being copied. Made by `defer`; safe to use from several threads.
 
     Attributes:
-        staged: What of it is a copy.
-        handle: Of its save; `handle.staged` is done when the copying is over, well or not.
+        staged: The copied part.
+        handle: Of its save; `handle.staged` is done when the copying is over, also after a failure.
     """
 
     def __init__(self, items: Sequence[Item], staged: StagedState, plan: _Plan) -> None:
@@ -97,7 +101,7 @@ class DeferredState:
 
     @property
     def items(self) -> list[Item]:
-        """What to save, in the order given; complete when `wait` has returned, and gone after the release."""
+        """The items to save, in the given order; complete after `wait`, gone after the release."""
         copies, direct = iter(self.staged.items), self._direct
         return [direct[i] if i in direct else next(copies) for i in range(self._count)]
 
@@ -108,20 +112,20 @@ class DeferredState:
 
     @property
     def has_more(self) -> bool:
-        """Whether there is something left to copy after `copy_at_once`."""
+        """Whether tensors are left to copy after `copy_at_once`."""
         return bool(self._late)
 
     def copy_at_once(self) -> None:
-        """Copy what may not wait."""
+        """Copy the tensors that may not wait."""
         self.staged.fill(self._sources, only=self._at_once)
 
     def copy(self) -> None:
-        """Copy the rest, for the first who calls it; for anybody else, and after the release, do nothing.
+        """Copy the rest in the first call; do nothing in other calls and after the release.
 
         Raises:
             KeyboardInterrupt: The save fails with it, too.
         """
-        is_ours = False  # Ctrl-C may come at any line: who has begun must also end, or others wait for ever
+        is_ours = False  # an interrupt at any line must also end the copy, or others wait forever
         try:
             with self._lock:
                 if self._is_begun:
@@ -156,13 +160,13 @@ class DeferredState:
             raise self._failure
 
     def wait_until_copied(self) -> None:
-        """Return when the copying is over, well or not: the caller may change the arrays."""
-        # Not only waiting: the thread that is to copy may not run yet, or never.
+        """Return when the copying has ended or failed: the caller may change the arrays."""
+        # Do not only wait: the copying thread may run late or never.
         self.copy()
         self.handle.staged.result()
 
     def release(self) -> None:
-        """Give the memory back and let go of the arrays, as soon as nothing is being copied. Calling it again is fine."""
+        """Give memory and arrays back once no copy is in progress. Calling it again is fine."""
         with self._lock:
             self._is_released = True
             is_begun, self._is_begun = self._is_begun, True
@@ -184,7 +188,7 @@ class DeferredState:
             _refuse(guarded, is_changed=is_changed)
 
     def _finish_copy(self) -> None:
-        self._sources, self._late = [], {}  # the caller may have let go of them
+        self._sources, self._late = [], {}  # perhaps the last references to the arrays
         self.handle.stats.stage_s = time.perf_counter() - self._started_at
         self.handle.staged.set_result(None)
 
@@ -204,17 +208,17 @@ def defer(
     changing: Container[int] = (),
     copies_all: bool = False,
 ) -> DeferredState:
-    """Return a state of which only that is copied which may not wait.
+    """Return a state of which only the tensors that may not wait are copied yet.
 
     Args:
         items: Tensors of a flattened state, and others, which are copied at once.
-        pool: Where to.
+        pool: The pool for the copies.
         changing: Addresses of torch storages that change in the forward pass.
-        copies_all: Whether what nobody can change is copied, too, for another process.
+        copies_all: Whether immutable arrays are copied, too, for another process.
 
     Raises:
         StagingExhausted: They do not fit. Nothing is left behind.
-        BaseException: What a content raises that is copied at once.
+        BaseException: From a content that is copied at once.
     """
     plan = _plan(items, changing, copies_all=copies_all)
     staged = pool.reserve(plan.staged)
@@ -234,14 +238,14 @@ def defer(
 
 
 class Updates:
-    """What must be waited for before the state is changed in place."""
+    """The copies that must be complete before the state is changed in place."""
 
     def __init__(self) -> None:
         self._pending: list[DeferredState] = []
         self._unhook: Callable[[], object] | None = None
 
     def add(self, deferred: DeferredState) -> None:
-        """Note a state that is being copied; from now on torch optimizers wait, too."""
+        """Add a state that is being copied; from now on torch optimizers wait, too."""
         self._pending = [d for d in self._pending if not d.handle.durable.done()]
         self._pending.append(deferred)
         if self._unhook is None and "torch" in sys.modules:
@@ -250,7 +254,7 @@ class Updates:
             self._unhook = wait_before_steps(self)
 
     def wait(self) -> None:
-        """Return when all arrays may be changed; failures are those of the saves."""
+        """Return when all arrays may be changed; failures are raised by the saves."""
         for deferred in list(self._pending):
             started = time.perf_counter()
             deferred.wait_until_copied()
@@ -259,18 +263,18 @@ class Updates:
                 self._pending.remove(deferred)
 
     def close(self) -> None:
-        """Leave the optimizers alone."""
+        """Remove the hook from the optimizers."""
         unhook, self._unhook = self._unhook, None
         if unhook is not None:
             unhook()
 
     def forget_parent(self) -> None:
-        """Wait for nothing; for a forked child, in which nothing is being copied."""
+        """Forget all copies; for a forked child, in which no thread copies."""
         self._pending = []
 
 
 def changing_in_forward(state: object) -> frozenset[int]:
-    """Return the addresses of the torch storages that change in the forward pass: those of the buffers of modules."""
+    """Return addresses of the torch storages that change in the forward pass: module buffers."""
     if "torch" not in sys.modules:
         return frozenset()
     from ckptmgr.engine.torch_hooks import buffers_of_modules
