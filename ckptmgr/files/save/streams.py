@@ -147,7 +147,7 @@ class SealedStream:
 
 
 def counted_views(image: Image, crc: FileCrc, offset: int, length: int) -> list[memoryview]:
-    """Return views of these bytes of an image, and add them to its CRC; a late head is made last."""
+    """Return views of bytes of an image, and add them to its CRC; a late head is made last."""
     late_bytes = max(0, image.head_bytes - offset)
     start = offset + late_bytes
     views = list(image.views(start, length - late_bytes))
