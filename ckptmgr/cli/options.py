@@ -64,13 +64,7 @@ PATH = _Path(path_type=Path)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """Surroundings of a command.
-
-    Attributes:
-        clock: Seconds since 1970.
-        is_debug: Whether errors come with a traceback.
-        color: `auto`, `always` or `never`.
-    """
+    """Surroundings of a command. With `is_debug` errors come with a traceback."""
 
     clock: Callable[[], float] = time.time
     is_debug: bool = False

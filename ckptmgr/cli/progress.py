@@ -31,15 +31,9 @@ _REDRAW_S = 0.1
 
 
 class ProgressLine:
-    """Shows progress within a `with` block.
+    """Shows progress within a `with` block, on standard error by default.
 
-    Args:
-        label: Name of the work.
-        total_bytes: Size of the file.
-        direction: Whether reads or writes count.
-        stream: The terminal; standard error by default.
-        clock: Seconds on any monotonic clock.
-        has_color: Whether the line may be coloured; NO_COLOR turns that off.
+    `direction` selects the reads or the writes to count. NO_COLOR overrides `has_color`.
     """
 
     def __init__(

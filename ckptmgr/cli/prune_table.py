@@ -23,13 +23,7 @@ _ASCII_MARKS = {"keep": "#", "drop": ".", "corrupt": "x"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanView:
-    """Prints plans and results.
-
-    Attributes:
-        directory: The directory as named on the command line.
-        series: The filter, or None.
-        verbose: Whether to list the files that would go.
-    """
+    """Prints plans and results. `verbose` lists the files to be removed."""
 
     output: Output
     directory: Path

@@ -43,11 +43,7 @@ def select(
 ) -> list[Selected]:
     """Return the checkpoints that selectors name, each once, in order; without a selector all.
 
-    Args:
-        texts: The selectors.
-        directory: Looked in for selectors that are not paths.
-        open_store: Makes the store of a directory.
-        series: Look only at this series.
+    Selectors that are not paths refer to `directory`.
 
     Raises:
         CheckpointNotFound: A selector names nothing.

@@ -30,12 +30,7 @@ from ckptmgr.io.unverified_reads import UnverifiedReads
 
 
 class Placement(NamedTuple):
-    """Bytes of the file and the memory that they are read into.
-
-    Attributes:
-        offset: First byte in the file.
-        target: The memory, flat and writable.
-    """
+    """Bytes of the file from `offset`, read into the flat, writable memory `target`."""
 
     offset: int
     target: memoryview
@@ -47,13 +42,10 @@ class Placement(NamedTuple):
 
 
 class SmallTensorBatch(NamedTuple):
-    """Bytes of the file, within one piece, that are passed on as a whole.
+    """Bytes `[offset, stop)` of the file, within one piece, that are passed on as a whole.
 
-    Attributes:
-        offset: First byte in the file.
-        stop: One past the last.
-        take: Called once with the bytes, in any thread; they are checked only at the end of the
-            read.
+    `take` is called once with the bytes, in any thread; they are checked only at the end of the
+    read.
     """
 
     offset: int

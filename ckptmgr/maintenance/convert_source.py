@@ -29,11 +29,8 @@ from ckptmgr.store.store import Store
 class DecryptionInput:
     """Opened encrypted file: its plaintext, checked as it is read.
 
-    Attributes:
-        source: The bytes.
-        format: `ckpt`, `safetensors`, or `OPAQUE`.
-        unit_bytes: Size of the reads that suit it best.
-        unverified: Reads that the index was made from; an image of the bytes checks them.
+    `unit_bytes` is the best size of reads. An image of the bytes checks the `unverified` reads,
+    from which the index was made.
     """
 
     source: Source

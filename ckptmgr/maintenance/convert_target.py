@@ -75,14 +75,7 @@ def check_target(source: Path, target: Path, *, force: bool) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversionOutput:
-    """Content of a new file, and how it is encrypted.
-
-    Attributes:
-        image: The plaintext.
-        format: `ckpt`, `safetensors`, or `OPAQUE`.
-        mode: Cipher mode, or None for a plain file.
-        sealer: Encrypts this image, or None.
-    """
+    """Plaintext of a new file, and its encryption; `mode` is None for a plain file."""
 
     image: Image
     format: str
@@ -121,16 +114,10 @@ def publish(
     force: bool,
     clock: Callable[[], float],
 ) -> ConversionResult:
-    """Make the target durable, with a manifest of all that is known about the source.
+    """Make the target durable, with the facts about the source in its manifest.
 
-    Args:
-        source: The input.
-        target: The output; checked by `check_target`.
-        content: Content of the output.
-        options: How a source without manifest is looked up in its directory.
-        manifest: The manifest that the source was checked with, or None.
-        force: Whether an existing target may be replaced.
-        clock: Seconds since 1970; stamps the manifest when the source has none.
+    `target` was checked by `check_target`. A source without a `manifest` is looked up in its
+    directory with `options`; if it has none there, `clock` (seconds since 1970) stamps the new one.
 
     Raises:
         StoreFull, OSError: From the disk; nothing was changed.

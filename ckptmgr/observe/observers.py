@@ -66,9 +66,7 @@ def unregister(observer: Observer) -> None:
 class Observers:
     """The observers of one manager or callback, and the registered ones.
 
-    Args:
-        observe: An observer, several, or None.
-        clock: Seconds since the epoch; stamps the events.
+    `clock` returns seconds since the epoch, which stamp the events.
     """
 
     def __init__(

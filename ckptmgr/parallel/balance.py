@@ -86,12 +86,9 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BalancedPlan:
-    """The chunks that each rank saves.
+    """The chunks, in order of tensor and row, and the bytes (int64[ranks]) that each rank saves.
 
-    Attributes:
-        chunks: In order of tensor and row.
-        ranks: Every rank that holds something, ascending.
-        loads: int64[ranks], the bytes each of them saves.
+    `ranks` are those that hold slices, ascending.
     """
 
     chunks: tuple[Chunk, ...]

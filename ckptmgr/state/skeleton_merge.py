@@ -59,11 +59,9 @@ def merge_skeletons(
 ) -> MergedSkeleton:
     """Return the skeleton for a rank of which nothing was saved.
 
-    Args:
-        first: The skeleton of rank 0.
-        others: Those of the other ranks that saved.
-        own: That of the state to restore into; without it, values that differ become None.
-        has: Whether all ranks have the same tensor of a name.
+    `first` is the skeleton of rank 0, `others` those of the other ranks that saved, `own` that of
+    the state to restore into: without it, values that differ become None. `has` returns whether all
+    ranks have the same tensor of a name.
     """
     merger = _Merger(first, own, has)
     for other in dict.fromkeys(others):
