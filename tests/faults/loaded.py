@@ -15,8 +15,10 @@ import contextlib
 import ctypes
 import json
 import os
+import pkgutil
 import sys
 from collections.abc import Callable, Sequence
+from importlib import import_module
 
 import numpy  # noqa: F401
 import zstandard  # noqa: F401
@@ -46,8 +48,18 @@ _CHANGED: tuple[Callable[[], object], ...] = (
 )
 
 
+def load_rooms() -> None:
+    """Import the modules that the works import when they use them first."""
+    for room in ("core", "crypto", "engine", "files", "formats", "maintenance", "series", "store"):
+        package = import_module(f"ckptmgr.{room}")
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            with contextlib.suppress(ImportError):  # of a framework or a key service
+                import_module(found.name)
+
+
 def serve() -> None:
     """Fork a process for each request."""
+    load_rooms()
     say(LOADED.strip())
     while request := sys.stdin.readline():
         waits, begins = os.pipe()

@@ -266,7 +266,9 @@ def _signature(line: str) -> str:
     """Return the name of a call and the names of its files, without what differs between two runs."""
     call = line.partition(" ")[2].strip()
     if match := _FILE.search(call):
-        call = f"{call.partition('(')[0]} {match['path']}"
+        # A file that is created may be opened once more, for direct writes.
+        created = " O_EXCL" if "O_EXCL" in call else ""
+        call = f"{call.partition('(')[0]} {match['path']}{created}"
     return re.sub(r"[0-9a-f]+(-[0-9a-f.]+)+\.tmp|\d{8}T[\d.]+Z|\) += .*", "", call)
 
 
