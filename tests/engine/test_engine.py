@@ -74,12 +74,12 @@ def test_state_that_could_not_be_copied_is_let_go_at_once(has_peers: bool) -> No
 
     gc.disable()
     try:
+        job = SaveJob(
+            naming=FixedName("w.ckpt"),
+            facts=SaveFacts(step=1),
+            items=[tensor_from_array("w", array)],
+        )
         with suppress(StagingExhausted):
-            job = SaveJob(
-                naming=FixedName("w.ckpt"),
-                facts=SaveFacts(step=1),
-                items=[tensor_from_array("w", array)],
-            )
             engine.run(job, RefusingWriter())
         with suppress(StagingExhausted):
             engine.close()

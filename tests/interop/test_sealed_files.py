@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from .sealing import KEY, MODES, seal
+from tests.crypto.mindspore.sealing import KEY, MODES, seal
 
-FILES = Path(__file__).parents[2] / "golden" / "files"
+FILES = Path(__file__).parents[1] / "golden" / "files"
 
 
 @pytest.mark.interop
