@@ -8,7 +8,6 @@ wording).
 from __future__ import annotations
 
 import difflib
-import logging
 import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, TypeVar
@@ -36,7 +35,6 @@ _COUNTERS = ("epoch_num", "step_num")
 _INT64_BITS = 63
 _MINDSPORE_VALUES = frozenset({"Parameter", "Tensor", "Generator"})
 _T = TypeVar("_T")
-_logger = logging.getLogger(__name__)
 
 
 def check_optional_count(value: object) -> int | None:
@@ -220,18 +218,16 @@ def check_compression(method: object, level: object, *, format: str) -> int | No
     return level
 
 
-def warn_unknown_options(
-    names: Iterable[str], *, options: Iterable[str], known: Iterable[str]
+def check_options(
+    names: Iterable[str], *, options: Iterable[str], parameters: Iterable[str]
 ) -> None:
-    """Log a warning for each unknown option; the values are never logged."""
-    known = [*options, *known]
+    """Raise TypeError for a name that is neither; its value, perhaps a key, is not shown."""
+    known = [*options, *parameters]
     for name in names:
         if name not in known:
             hint = _did_you_mean(name, known)
-            _logger.warning(
-                "CheckpointConfig ignores the unknown option %r%s",
-                name,
-                f"; {hint}" if hint else "",
+            raise TypeError(
+                f"CheckpointConfig has no option {name!r}" + (f"; {hint}" if hint else "")
             )
 
 

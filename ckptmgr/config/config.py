@@ -9,6 +9,7 @@ in which it checks them. Differences:
   integer of more than 64 bits are refused here. MindSpore accepts them, and a save then deletes the
   oldest checkpoint before it fails.
 * `crc_check` together with `enc_key` works; MindSpore writes files that cannot be loaded.
+* An unknown option is a TypeError; MindSpore ignores it, and with `enc_kye=` saves plaintext.
 * A run never changes the configuration. MindSpore counts in the shared `append_dict`, so that a
   second callback with the same configuration continues the counts of the first.
 * The key is in no message and no repr, and the configuration is not pickled with one.
@@ -38,10 +39,10 @@ from ckptmgr.config.checks import (
     check_is_bool,
     check_network,
     check_optional_count,
+    check_options,
     check_signing_key,
     check_trusted_keys,
     check_type,
-    warn_unknown_options,
 )
 from ckptmgr.config.failure import BackPressure, OnError, check_back_pressure, parse_on_error
 from ckptmgr.config.keys import check_given_key, check_recipients, resolve_keys
@@ -113,11 +114,10 @@ class CheckpointConfig:
             (`file:alice.pem.pub`). Without `enc_key`, this run cannot read its own checkpoints.
         signing_key: The source of an Ed25519 private key (`file:sign.pem` of `ckptmgr keygen --type
             ed25519`) that signs every manifest; the public key verifies it.
-        options: `incremental` and `enable_redundance`, as in MindSpore. Others are ignored with a
-            logged warning.
+        options: `incremental` and `enable_redundance`, as in MindSpore.
 
     Raises:
-        TypeError: A value of a wrong type.
+        TypeError: A value of a wrong type, or an unknown option.
         ValueError: A value out of range, an impossible combination, or an invalid `keep`.
         KeyProblem: A key that does not fit the mode; also a ValueError.
     """
@@ -152,6 +152,7 @@ class CheckpointConfig:
         compression_level: int = 1,
         **options: object,
     ) -> None:
+        check_options(options, options=_OPTIONS, parameters=_PARAMETERS)
         # The order of the checks decides which of two mistakes is reported; it is MindSpore's.
         steps = check_optional_count(save_checkpoint_steps)
         seconds = check_optional_count(save_checkpoint_seconds)
@@ -203,7 +204,6 @@ class CheckpointConfig:
             raise ValueError(
                 "zero_stall is about background saves: it needs async_save=True or 'process'"
             )
-        warn_unknown_options(options, options=_OPTIONS, known=_PARAMETERS)
 
     def __repr__(self) -> str:
         if not hasattr(self, "zero_stall"):  # construction failed; a traceback shows it
