@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint
 from ckptmgr.io.filesystem import FileSystem
@@ -37,7 +35,6 @@ _NO_SUCH_FILE = frozenset(
 )
 PAUSES_S = (0.05, 0.5)
 """Before each further attempt."""
-_Done = TypeVar("_Done")
 
 
 def may_pass(error: BaseException) -> bool:
@@ -78,12 +75,8 @@ def no_such_file(path: Path) -> FileNotFoundError:
     return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
-def with_one_retry(work: Callable[[], _Done], disk: FileSystem) -> _Done:
-    """Return the result of `work`, called again after a transient error with reopened files."""
-    try:
-        return work()
-    except (OSError, MemoryError) as error:
-        if not may_pass(error):
-            raise
+def pause_before_retry(error: OSError | MemoryError, disk: FileSystem) -> None:
+    """Wait after a transient error, before the caller reopens the file; raise any other error."""
+    if not may_pass(error):
+        raise error
     disk.pause(PAUSES_S[-1])
-    return work()

@@ -7,15 +7,17 @@ so they never resume from different steps.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from ckptmgr.core.model import Checkpoint
+from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.io.passing_errors import PAUSES_S
 from ckptmgr.parallel.coordinator import Coordinator, Json, RanksMissing, RanksOutOfStep
 from ckptmgr.parallel.errors import Failure, ResumeFailed
 from ckptmgr.parallel.rounds import CollectiveRounds
-from ckptmgr.series.candidates import Skipped
+from ckptmgr.series.candidates import Candidates, Skipped, load_with_retry
 
 _UNSEEN = "unseen"
 _Loaded = TypeVar("_Loaded")
@@ -24,18 +26,16 @@ _Loaded = TypeVar("_Loaded")
 def first_that_all_load(
     rounds: CollectiveRounds,
     coordinator: Coordinator,
-    scan: Callable[[], Sequence[Checkpoint]],
-    load: Callable[[Checkpoint], _Loaded],
+    candidates: Candidates[_Loaded],
+    disk: FileSystem,
     *,
     prepare: Callable[[], object],
     stop: Callable[[], float],
-    pause: Callable[[float], None] = lambda _: None,
 ) -> tuple[Checkpoint | None, _Loaded | None, list[Skipped]]:
     """Return the first checkpoint that all ranks can load, its state, and the skipped ones.
 
-    `scan` lists the checkpoints that this rank sees, newest first; rank 0 calls it after `prepare`,
-    the others after the list of rank 0. `load` must change nothing before all agree. `stop` returns
-    the deadline of a round that begins now. `pause` waits before this rank looks again for a
+    Rank 0 lists the candidates after `prepare`, the others after the list of rank 0. `stop` returns
+    the deadline of a round that begins now. `disk` waits before this rank looks again for a
     checkpoint that it does not see.
 
     Raises:
@@ -47,7 +47,7 @@ def first_that_all_load(
     seen: dict[str, Checkpoint] = {}
 
     def look() -> None:
-        seen.update((candidate.name, candidate) for candidate in scan())
+        seen.update((candidate.name, candidate) for candidate in candidates.listed())
 
     def names() -> Json:
         if coordinator.rank != 0:
@@ -66,11 +66,11 @@ def first_that_all_load(
         def attempt(name: str = name, loaded: list[_Loaded] = loaded) -> Json:
             for pause_s in (0, *PAUSES_S):
                 if name not in seen:
-                    pause(pause_s)
+                    disk.pause(pause_s)
                     look()
             if name not in seen:
                 return _UNSEEN
-            loaded.append(load(seen[name]))
+            loaded.append(load_with_retry(candidates, seen[name], disk))
             return None
 
         answers = rounds.compared(f"try {index}", attempt, stop=stop())
@@ -113,39 +113,37 @@ def _refuse_to_pass_over(name: str, answers: Sequence[Json | Failure]) -> None:
             raise error
 
 
-def all_prepared(
-    rounds: CollectiveRounds, prepare: Callable[[], _Loaded], *, stop: float
-) -> _Loaded:
-    """Return the result of `prepare`, which changes nothing yet, once all ranks have one.
+@contextlib.contextmanager
+def all_prepared(rounds: CollectiveRounds, *, stop: float) -> Iterator[None]:
+    """Leave the `with` block, which changes nothing yet, once it has ended on all ranks.
 
     Raises:
-        Exception: The error of `prepare` on this rank.
+        Exception: The error of the block on this rank.
         ResumeFailed: It failed on another rank.
         RanksMissing: Some ranks did not come in time, and this one is ready.
     """
-    prepared: list[_Loaded] = []
-    errors: list[Exception] = []
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
 
-    def attempt() -> Json:
-        try:
-            prepared.append(prepare())
-        except Exception as error:
-            errors.append(error)
-            raise
+    def outcome() -> Json:
+        if error is not None:
+            raise error
         return None
 
     try:
-        answers = rounds.compared("prepare", attempt, stop=stop)
+        answers = rounds.compared("prepare", outcome, stop=stop)
     except RanksMissing as missing:
-        if errors:
-            raise errors[0] from missing
+        if error is not None:
+            raise error from missing
         raise
-    if errors:
-        raise errors[0]
+    if error is not None:
+        raise error
     failures = [answer for answer in answers if isinstance(answer, Failure)]
     if failures:
         raise ResumeFailed(str(failures[0]), hint="nothing was changed on any rank")
-    return prepared[0]
 
 
 def steps_of_all(answers: Sequence[Json]) -> list[int]:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import replace
 from typing import TypeVar
 
@@ -26,7 +26,7 @@ from ckptmgr.parallel.rounds import Barriers, CollectiveRounds
 from ckptmgr.parallel.shard_store import ShardStore
 from ckptmgr.parallel.two_phase_commit import Deadline, TwoPhaseSave
 from ckptmgr.policy.retention import RetentionPolicy
-from ckptmgr.series.candidates import Skipped
+from ckptmgr.series.candidates import Candidates, Skipped
 from ckptmgr.series.writer import BegunSave, SeriesWriter
 from ckptmgr.store.manifest.codec import Manifest
 
@@ -141,25 +141,24 @@ class RankWriter(SeriesWriter):
         return steps_of_all(answers)
 
     def first_that_loads(
-        self, scan: Callable[[], Sequence[Checkpoint]], load: Callable[[Checkpoint], _Loaded]
+        self, candidates: Candidates[_Loaded]
     ) -> tuple[Checkpoint | None, _Loaded | None, list[Skipped]]:
         """Return the checkpoint from which all ranks resume; see `first_that_all_load`."""
         found = first_that_all_load(
             self._barriers.begin("resume", what="not resumed"),
             self.coordinator,
-            scan,
-            self.patient(load),
+            candidates,
+            self.store.fs,
             prepare=self.open,
             stop=self._barriers.stop,
-            pause=self.store.fs.pause,
         )
         self._note_damaged(found[2])
         return found
 
-    def agreed(self, prepare: Callable[[], _Loaded]) -> _Loaded:
-        """Return the result of `prepare` once every rank has its own; see `all_prepared`."""
+    def all_prepared(self) -> AbstractContextManager[None]:
+        """Leave the `with` block once every rank has run its own; see `agreement.all_prepared`."""
         rounds = self._barriers.begin("restore", what="not restored")
-        return all_prepared(rounds, prepare, stop=self._barriers.stop())
+        return all_prepared(rounds, stop=self._barriers.stop())
 
     def begin(self, job: SaveJob) -> BegunTogether:
         """Begin a save with all ranks: take the name and place of rank 0, and divide the items.

@@ -7,28 +7,42 @@ Leftovers and unfinished files raise nothing, and an empty result is no error.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, Protocol, Self, TypeVar
 
-from ckptmgr.core.error_translation import translated_errors, unproven_error
-from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint
 from ckptmgr.core.model import UNFINISHED, Checkpoint, State
 from ckptmgr.core.names import is_of_prefix, parse_name, parse_step_name
 from ckptmgr.core.shard_names import parse_shard_name
-from ckptmgr.files.load.open import OpenCheckpoint, open_source
-from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.io.page_cache import bypass_page_cache_unless_shared
-from ckptmgr.io.passing_errors import is_damage, may_be_whole, may_return
+from ckptmgr.io.filesystem import FileSystem
+from ckptmgr.io.passing_errors import is_damage, may_be_whole, may_return, pause_before_retry
 from ckptmgr.io.temp_names import parse_temp
 from ckptmgr.store.listing import lone_sets
-from ckptmgr.store.manifest.codec import Manifest
-from ckptmgr.store.store import Store
+
+if TYPE_CHECKING:
+    from ckptmgr.files.load.in_place import InPlaceState
+    from ckptmgr.files.load.state import StoredState
+    from ckptmgr.series.reader import NamedValues, SeriesReader
+    from ckptmgr.store.manifest.codec import Manifest
 
 _SHOWN_SERIES = 5
 _LONE_SET = "the save was interrupted before its end, or the manifest was lost; if there is one, copy it here, too"
 _Loaded = TypeVar("_Loaded")
+_LoadedCo = TypeVar("_LoadedCo", covariant=True)
+
+
+class Candidates(Protocol[_LoadedCo]):
+    """The checkpoints from which a run may go on, and how it loads one of them."""
+
+    def listed(self) -> Sequence[Checkpoint]:
+        """List the directory; return the candidates, in the order in which they are tried."""
+
+    def load(self, checkpoint: Checkpoint) -> _LoadedCo:
+        """Return the verified content of a candidate; nothing else changes yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,59 +84,6 @@ def notes_of(skipped: Sequence[Skipped]) -> tuple[str, ...]:
     return tuple(f"skipped {one.checkpoint.name}: {one.reason}" for one in skipped)
 
 
-@contextlib.contextmanager
-def open_listed(
-    store: Store, checkpoint: Checkpoint, *, options: ReadOptions, is_read_once: bool = True
-) -> Iterator[tuple[OpenCheckpoint, Manifest | None]]:
-    """Open a checkpoint of a store together with its manifest; `read_values` reads it.
-
-    With `is_read_once` the read bypasses the page cache, unless other ranks may read the file, too.
-
-    Raises:
-        CkptmgrError: It is damaged or missing, or the keys do not open it.
-        OSError: From the disk.
-    """
-    path = checkpoint.path
-    with translated_errors(str(path)):
-        manifest = store.read_manifest(checkpoint.name)
-        if manifest is not None and manifest.shards:
-            manifest = manifest.of_shard(_rank_of(checkpoint, options))
-            path = store.directory / manifest.name
-        if manifest is None and options.trust.is_strict:
-            # The seal proves the writer of the file, not its step: an attacker could have renamed
-            # an older file.
-            raise unproven_error(checkpoint.path, options.trust)
-        file = store.open_data(path)
-        with contextlib.closing(
-            bypass_page_cache_unless_shared(file) if is_read_once else file
-        ) as raw:
-            opened = open_source(
-                raw,
-                path=str(path),
-                options=options,
-                manifest=manifest,
-                is_for_loading=True,
-            )
-            yield opened, manifest
-
-
-def _rank_of(checkpoint: Checkpoint, options: ReadOptions) -> int:
-    """Return the rank whose file of a sharded checkpoint this process reads.
-
-    Raises:
-        UnsupportedCheckpoint: The number of ranks differs from that of the save.
-    """
-    saved_by = len(checkpoint.shards)
-    if options.rank is None or options.world != saved_by:
-        readers = "no coordinator was given" if options.rank is None else f"{options.world} read"
-        raise UnsupportedCheckpoint(
-            f"was saved by {saved_by} ranks, but {readers}",
-            path=checkpoint.path,
-            hint="start as many ranks, or read the files one by one: each is an ordinary checkpoint",
-        )
-    return options.rank
-
-
 def newest_first(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
     """Return the finished checkpoints, newest first, emergency saves last.
 
@@ -137,8 +98,19 @@ def newest_first(checkpoints: Sequence[Checkpoint]) -> list[Checkpoint]:
     )
 
 
+def load_with_retry(
+    candidates: Candidates[_Loaded], checkpoint: Checkpoint, disk: FileSystem
+) -> _Loaded:
+    """Load a candidate, again after a transient error, which opens the files again."""
+    try:
+        return candidates.load(checkpoint)
+    except (OSError, MemoryError) as error:
+        pause_before_retry(error, disk)
+    return candidates.load(checkpoint)
+
+
 def first_that_loads(
-    candidates: Sequence[Checkpoint], load: Callable[[Checkpoint], _Loaded]
+    candidates: Candidates[_Loaded], disk: FileSystem
 ) -> tuple[Checkpoint | None, _Loaded | None, list[Skipped]]:
     """Return the first candidate that loads, its content, and the candidates skipped before it.
 
@@ -150,7 +122,7 @@ def first_that_loads(
     """
     skipped = []
     problems: list[tuple[Checkpoint, Exception]] = []
-    for checkpoint in candidates:
+    for checkpoint in candidates.listed():
         if checkpoint.state in (State.CORRUPT, State.MISSING):
             if checkpoint.obstacle is not None:
                 _refuse_to_pass_over(checkpoint, checkpoint.obstacle)
@@ -166,7 +138,7 @@ def first_that_loads(
             )
             continue
         try:
-            return checkpoint, load(checkpoint), skipped
+            return checkpoint, load_with_retry(candidates, checkpoint, disk), skipped
         except (CkptmgrError, OSError) as error:
             _refuse_to_pass_over(checkpoint, error)
             problems.append((checkpoint, error))
@@ -245,3 +217,86 @@ def why_nothing(present: Sequence[Checkpoint], is_own: Callable[[Checkpoint], bo
 def is_manifest(leftover: Checkpoint) -> bool:
     """Return whether a leftover is a manifest without data."""
     return parse_temp(leftover.name) is None and parse_shard_name(leftover.name) is None
+
+
+class RunCandidates(ABC, Generic[_Loaded]):
+    """The checkpoints of a directory that belong to a run of `prefix`, newest first.
+
+    Attributes:
+        present: All checkpoints of the directory, as listed last.
+    """
+
+    def __init__(self, reader: SeriesReader, prefix: str) -> None:
+        self.prefix = prefix
+        self.present: Sequence[Checkpoint] = ()
+        self._reader = reader
+
+    def is_own(self, checkpoint: Checkpoint) -> bool:
+        """Return whether a checkpoint belongs to such a run."""
+        return checkpoint.series == self.prefix
+
+    def listed(self) -> Sequence[Checkpoint]:
+        """List the directory; return the candidates."""
+        self.present = self._reader.store.scan()
+        return newest_first([one for one in self.present if self.is_own(one)])
+
+    @abstractmethod
+    def load(self, checkpoint: Checkpoint) -> _Loaded:
+        """Return the verified content of a candidate."""
+
+
+class StateCandidates(RunCandidates["StoredState | InPlaceState"]):
+    """The checkpoints of a series, to be restored into `state`."""
+
+    def __init__(self, reader: SeriesReader, state: object) -> None:
+        super().__init__(reader, reader.series)
+        self._state = state
+
+    def load(self, checkpoint: Checkpoint) -> StoredState | InPlaceState:
+        """Read a checkpoint; the state does not change yet."""
+        return self._reader.read(checkpoint, self._state)
+
+
+class ValueCandidates(RunCandidates["tuple[NamedValues, Manifest | None]"]):
+    """The checkpoints of all series of a prefix (`net`, `net_1`, ...), to be read as values."""
+
+    def is_own(self, checkpoint: Checkpoint) -> bool:
+        """Return whether a checkpoint is of a series of the prefix."""
+        return is_of_prefix(checkpoint.series, self.prefix)
+
+    def load(self, checkpoint: Checkpoint) -> tuple[NamedValues, Manifest | None]:
+        """Read the values of a checkpoint and its manifest."""
+        return self._reader.values(checkpoint), self._reader.store.read_manifest(checkpoint.name)
+
+
+class RollbackCandidates(StateCandidates):
+    """The checkpoints of a series until step `target` that may be newer than step `held`.
+
+    `held` is the step of a copy in memory, or None. `given_up` holds path and commit sequence of
+    checkpoints that an earlier rollback went back behind.
+    """
+
+    def __init__(
+        self,
+        reader: SeriesReader,
+        state: object,
+        *,
+        target: int,
+        held: int | None,
+        given_up: Collection[tuple[Path, int]],
+    ) -> None:
+        super().__init__(reader, state)
+        self._target = target
+        self._held = held
+        self._given_up = given_up
+
+    def listed(self) -> Sequence[Checkpoint]:
+        """List the directory; return the candidates."""
+        past = [c for c in self._reader.checkpoints() if c.step <= self._target]
+        found = newest_first([c for c in past if (c.path, c.sequence) not in self._given_up])
+        return [*takewhile(self._may_be_newer, found)]
+
+    def _may_be_newer(self, checkpoint: Checkpoint) -> bool:
+        # The order of damaged and unproven checkpoints proves nothing: newer ones may follow.
+        is_vague = checkpoint.state in (State.CORRUPT, State.MISSING) or checkpoint.is_unproven
+        return is_vague or self._held is None or checkpoint.step > self._held

@@ -8,19 +8,19 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 from ckptmgr.core.errors import CheckpointNotFound, UnsupportedState
 from ckptmgr.core.model import UNFINISHED, Checkpoint
 from ckptmgr.core.names import step_name
 from ckptmgr.files.load.in_place import InPlaceState, in_place
+from ckptmgr.files.load.open import open_listed
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.shard_pieces import PIECES
 from ckptmgr.files.load.state import SKELETON, StoredState
 from ckptmgr.files.load.values import Value, read_values
 from ckptmgr.io.passing_errors import may_be_whole
-from ckptmgr.series.candidates import newest_first, open_listed
+from ckptmgr.series.candidates import newest_first
 from ckptmgr.state import tree
 from ckptmgr.state.slices import Slicer
 from ckptmgr.store.manifest.codec import Manifest
@@ -48,20 +48,15 @@ class SeriesReader:
     def __init__(
         self, store: Store, series: str, *, options: ReadOptions, slicer: Slicer | None = None
     ) -> None:
-        self._store = store
-        self._series = series
+        self.store = store
+        self.series = series
         self._options = options
         self._slicer = slicer
 
-    @property
-    def directory(self) -> Path:
-        """Directory of the series."""
-        return self._store.directory
-
     def checkpoints(self) -> list[Checkpoint]:
         """Return the committed checkpoints, oldest first."""
-        present = self._store.scan_for(lambda c: c.series == self._series and c.is_countable)
-        found = [c for c in present if c.series == self._series]
+        present = self.store.scan_for(lambda c: c.series == self.series and c.is_countable)
+        found = [c for c in present if c.series == self.series]
         return sorted((c for c in found if c.state not in UNFINISHED), key=lambda c: c.order)
 
     def latest(self) -> Checkpoint | None:
@@ -123,13 +118,13 @@ class SeriesReader:
             if found.step == checkpoint or checkpoint in (found.name, str(found.path)):
                 return found
         raise CheckpointNotFound(
-            f"no checkpoint {checkpoint!r} in series {self._series!r}", path=self._store.directory
+            f"no checkpoint {checkpoint!r} in series {self.series!r}", path=self.store.directory
         )
 
     def is_there(self, checkpoint: Checkpoint) -> bool:
         """Return whether a listed checkpoint is unchanged; True if the disk cannot answer."""
         try:
-            now = self._store.look(checkpoint.name)
+            now = self.store.look(checkpoint.name)
         except OSError:
             return True
         return now is not None and now.state not in UNFINISHED and is_same(now, checkpoint)
@@ -155,12 +150,12 @@ class SeriesReader:
             from ckptmgr.files.load.shard_state import read_sharded
 
             return read_sharded(
-                self._store, sharded, options=self._options, state=state, slicer=self._slicer
+                self.store, sharded, options=self._options, state=state, slicer=self._slicer
             )
         with contextlib.ExitStack() as stack:
             opened, manifest = stack.enter_context(
                 open_listed(
-                    self._store, checkpoint, options=self._options, is_read_once=state is None
+                    self.store, checkpoint, options=self._options, is_read_once=state is None
                 )
             )
             skeleton = opened.metadata.get(SKELETON)
@@ -177,22 +172,22 @@ class SeriesReader:
         if sharded is not None:
             from ckptmgr.files.load.shard_state import read_sharded
 
-            found = read_sharded(self._store, sharded, options=self._options, slicer=self._slicer)
+            found = read_sharded(self.store, sharded, options=self._options, slicer=self._slicer)
             return NamedValues(dict(found.arrays), found.kept)
-        with open_listed(self._store, checkpoint, options=self._options) as (opened, _):
+        with open_listed(self.store, checkpoint, options=self._options) as (opened, _):
             return NamedValues(read_values(opened), ())
 
     def _sharded(self, checkpoint: Checkpoint, state: object) -> Manifest | None:
         """Return the manifest if the read needs several files or parts of one, or None."""
         if not checkpoint.shards:
             return self._to_be_cut(checkpoint, state)
-        manifest = self._store.read_manifest(checkpoint.name)
+        manifest = self.store.read_manifest(checkpoint.name)
         if manifest is None or not manifest.shards:
             return None
         rank = self._options.rank
         if rank is None or self._options.world != len(manifest.shards):
             return manifest
-        with open_listed(self._store, checkpoint, options=self._options) as (opened, _):
+        with open_listed(self.store, checkpoint, options=self._options) as (opened, _):
             return manifest if PIECES in opened.metadata else None
 
     def _to_be_cut(self, checkpoint: Checkpoint, state: object) -> Manifest | None:
@@ -205,7 +200,7 @@ class SeriesReader:
             return None
         if not slices:
             return None
-        manifest = self._store.read_manifest(checkpoint.name)
+        manifest = self.store.read_manifest(checkpoint.name)
         return None if manifest is None else replace(manifest, shards=(manifest.file,))
 
     def free_name(
@@ -213,11 +208,11 @@ class SeriesReader:
     ) -> tuple[str, int]:
         """Return an unused name and its attempt number; see `free_name`."""
         return free_name(
-            self._store,
-            self._series,
+            self.store,
+            self.series,
             step,
             present,
-            name_of=lambda attempt: step_name(self._series, step, attempt=attempt, format=format),
+            name_of=lambda attempt: step_name(self.series, step, attempt=attempt, format=format),
         )
 
 

@@ -14,6 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -32,11 +33,10 @@ from ckptmgr.files.save.job import (
 )
 from ckptmgr.files.save.saver import save_items
 from ckptmgr.formats.tensor import Item
-from ckptmgr.io.passing_errors import with_one_retry
 from ckptmgr.io.signals import defer_signals, deliver_signals
 from ckptmgr.observe.observers import REGISTERED, Observers
 from ckptmgr.policy.retention import RetentionPolicy, plan
-from ckptmgr.series.candidates import Skipped, first_that_loads
+from ckptmgr.series.candidates import Candidates, Skipped, first_that_loads
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.manifest.lineage import link_to_newest
 from ckptmgr.store.numbering import next_attempt, next_sequence
@@ -135,16 +135,12 @@ class SeriesWriter:
         self.open()
 
     def first_that_loads(
-        self, scan: Callable[[], Sequence[Checkpoint]], load: Callable[[Checkpoint], _Loaded]
+        self, candidates: Candidates[_Loaded]
     ) -> tuple[Checkpoint | None, _Loaded | None, list[Skipped]]:
-        """Return the newest checkpoint of `scan` that loads; see `candidates.first_that_loads`."""
-        found = first_that_loads(scan(), self.patient(load))
+        """Return the first candidate that loads; see `candidates.first_that_loads`."""
+        found = first_that_loads(candidates, self.store.fs)
         self._note_damaged(found[2])
         return found
-
-    def patient(self, load: Callable[[Checkpoint], _Loaded]) -> Callable[[Checkpoint], _Loaded]:
-        """Return `load` with one retry after a transient error, which opens the files again."""
-        return lambda checkpoint: with_one_retry(lambda: load(checkpoint), self.store.fs)
 
     def _note_damaged(self, skipped: Sequence[Skipped]) -> None:
         """Record proven damage: retention must neither count nor remove these checkpoints."""
@@ -152,13 +148,13 @@ class SeriesWriter:
             if one.is_damaged:
                 self._damaged[one.checkpoint.path, one.checkpoint.id] = one.reason
 
-    def agreed(self, prepare: Callable[[], _Loaded]) -> _Loaded:
-        """Return the result of `prepare` after every process of the run has prepared its own.
+    def all_prepared(self) -> AbstractContextManager[None]:
+        """Leave the `with` block once every process of the run has run its own without an error.
 
         Raises:
-            Exception: From `prepare`, here or in another process.
+            Exception: From the block, here or in another process.
         """
-        return prepare()
+        return contextlib.nullcontext()
 
     def held_by_all(self, target: int, steps: Sequence[int]) -> list[int]:
         """Return the steps up to `target` that every process of the run has a copy of in memory.

@@ -11,20 +11,26 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Self, TypeVar
 
 from ckptmgr.core.errors import UnprovenCheckpoint
 from ckptmgr.core.model import Checkpoint
-from ckptmgr.core.names import is_of_prefix
 from ckptmgr.core.trust import Trust
 from ckptmgr.files.load.values import Value
 from ckptmgr.formats.source import read_bytes
-from ckptmgr.series.candidates import Skipped, doubt_of, newest_first, why_nothing, without_manifest
+from ckptmgr.series.candidates import (
+    RunCandidates,
+    Skipped,
+    StateCandidates,
+    ValueCandidates,
+    doubt_of,
+    why_nothing,
+    without_manifest,
+)
 from ckptmgr.series.reader import NamedValues, SeriesReader
 from ckptmgr.series.writer import SeriesWriter
-from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.manifest.lineage import foreign_predecessor, replaced_by_older
 from ckptmgr.store.store import Store
 from ckptmgr.training.history import RunPast
@@ -145,16 +151,8 @@ class Found(Generic[_Loaded]):
     doubt: str | None = None
 
 
-def find_newest(
-    writer: SeriesWriter,
-    is_own: Callable[[Checkpoint], bool],
-    load: Callable[[Checkpoint], _Loaded],
-    *,
-    prefix: str,
-) -> Found[_Loaded]:
+def find_newest(writer: SeriesWriter, candidates: RunCandidates[_Loaded]) -> Found[_Loaded]:
     """Return the newest checkpoint that loads; log skipped ones, doubts and hints.
-
-    `is_own` selects the candidates of the directory. `load` changes nothing yet.
 
     Raises:
         KeyProblem, UnsupportedCheckpoint, OSError: No checkpoint loads, and not because all are
@@ -163,19 +161,14 @@ def find_newest(
             a manifest.
         ResumeFailed, RanksMissing: The ranks cannot resume together.
     """
-    present: list[Checkpoint] = []
-
-    def scan() -> list[Checkpoint]:
-        present[:] = writer.store.scan()
-        return newest_first([one for one in present if is_own(one)])
-
-    checkpoint, loaded, skipped = writer.first_that_loads(scan, load)
+    checkpoint, loaded, skipped = writer.first_that_loads(candidates)
+    prefix, present = candidates.prefix, candidates.present
     skipped = [*skipped, *without_manifest(present, prefix, checkpoint)]
     for one in skipped:
         _LOG.warning("skipped %s: %s", one.checkpoint.path, one.reason)
     if checkpoint is None or loaded is None:
         _refuse_to_start_beside(skipped, writer.store.trust)
-        for hint in why_nothing(present, is_own):
+        for hint in why_nothing(present, candidates.is_own):
             _LOG.warning("%s: nothing to resume as %r: %s", writer.store.directory, prefix, hint)
         return Found(newest=None, skipped=tuple(skipped), doubt=doubt_of(skipped))
     doubts = [one for one in (_doubt(checkpoint, present), doubt_of(skipped)) if one is not None]
@@ -217,11 +210,7 @@ def resume_values(writer: SeriesWriter, reader: SeriesReader, *, prefix: str) ->
 
     `writer` then continues the run of that checkpoint.
     """
-
-    def load(one: Checkpoint) -> tuple[NamedValues, Manifest | None]:
-        return reader.values(one), writer.store.read_manifest(one.name)
-
-    found = find_newest(writer, lambda one: is_of_prefix(one.series, prefix), load, prefix=prefix)
+    found = find_newest(writer, ValueCandidates(reader, prefix))
     if found.newest is None:
         return Found(newest=None, skipped=found.skipped, doubt=found.doubt)
     checkpoint, (values, manifest) = found.newest
@@ -237,17 +226,14 @@ def resume_state(
     `past` is reset to its step.
     """
     writer.prepare()
-    found = find_newest(
-        writer,
-        lambda one: one.series == writer.series,
-        lambda one: reader.read(one, state),
-        prefix=writer.series,
-    )
+    found = find_newest(writer, StateCandidates(reader, state))
     if found.newest is None:
         past.start_at(0, is_own=False)
         return Resumption(step=0, state=state, metrics={}, skipped=found.skipped, doubt=found.doubt)
     checkpoint, loaded = found.newest
-    restored = writer.agreed(lambda: loaded.plan_restore(state))()
+    with writer.all_prepared():
+        restore = loaded.plan_restore(state)
+    restored = restore()
     writer.continue_from(checkpoint, loaded.manifest)
     past.start_at(checkpoint.step, is_own=checkpoint.run_id == writer.run_id)
     past.resumed(checkpoint)

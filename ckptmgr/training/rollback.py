@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from itertools import takewhile
 from pathlib import Path
 
 from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError
-from ckptmgr.core.model import Checkpoint, State
-from ckptmgr.engine.recent_states import RecentState, RecentStates
+from ckptmgr.engine.recent_states import RecentStates
 from ckptmgr.files.load.state import plan_restore
 from ckptmgr.io.passing_errors import may_be_whole
 from ckptmgr.parallel.coordinator import RanksMissing, RanksOutOfStep
 from ckptmgr.parallel.errors import ResumeFailed
-from ckptmgr.series.candidates import Skipped, doubt_of, newest_first
+from ckptmgr.series.candidates import RollbackCandidates, Skipped, doubt_of
 from ckptmgr.series.reader import SeriesReader
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.training.resume import Resumption
@@ -44,15 +42,16 @@ def go_back(
         RanksMissing, RanksOutOfStep: Other ranks did not arrive, or go back to another step.
     """
     held = recent.newest_of(writer.held_by_all(target, recent.steps))
-
-    def scan() -> list[Checkpoint]:
-        present = (c for c in reader.checkpoints() if c.step <= target)
-        on_disk = [c for c in present if (c.path, c.sequence) not in given_up]
-        return _worth_loading(newest_first(on_disk), held)
-
+    candidates = RollbackCandidates(
+        reader,
+        state,
+        target=target,
+        held=None if held is None else held.step,
+        given_up=given_up,
+    )
     skipped: list[Skipped] = []
     try:
-        checkpoint, loaded, skipped = writer.first_that_loads(scan, lambda c: reader.read(c, state))
+        checkpoint, loaded, skipped = writer.first_that_loads(candidates)
     except (CkptmgrError, OSError) as error:
         # Ranks without an agreement would go to different steps, and a newer checkpoint may be
         # intact.
@@ -64,37 +63,23 @@ def go_back(
         )
     else:
         if checkpoint is not None and loaded is not None:
-            restored = writer.agreed(lambda: loaded.plan_restore(state))()
+            with writer.all_prepared():
+                restore = loaded.plan_restore(state)
             return Resumption.at(
-                checkpoint, restored, skipped=skipped, kept=loaded.kept, doubt=doubt_of(skipped)
+                checkpoint, restore(), skipped=skipped, kept=loaded.kept, doubt=doubt_of(skipped)
             )
     if held is None:
         raise CheckpointNotFound(
             f"no state of step {target} or before: in memory are {recent.steps}, on disk nothing that loads",
-            path=reader.directory,
+            path=reader.store.directory,
         )
-    restored = writer.agreed(lambda: plan_restore(state, held.skeleton, held.read))()
-    return _from_memory(held, restored, skipped)
-
-
-def _from_memory(held: RecentState, restored: object, skipped: list[Skipped]) -> Resumption:
+    with writer.all_prepared():
+        restore = plan_restore(state, held.skeleton, held.read)
     return Resumption(
         step=held.step,
         epoch=held.epoch,
-        state=restored,
+        state=restore(),
         metrics=held.metrics,
         skipped=tuple(skipped),
         doubt=doubt_of(skipped),
-    )
-
-
-def _worth_loading(candidates: list[Checkpoint], held: RecentState | None) -> list[Checkpoint]:
-    """Return the candidates before the first one that is not newer than the state in memory."""
-    if held is None:
-        return candidates
-    step = held.step
-    # The order of damaged and unproven checkpoints proves nothing: newer ones may follow.
-    passed = (State.CORRUPT, State.MISSING)
-    return list(
-        takewhile(lambda c: c.state in passed or c.is_unproven or c.step > step, candidates)
     )

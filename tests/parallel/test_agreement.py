@@ -9,18 +9,20 @@ import pytest
 
 from ckptmgr.core.errors import ChecksumMismatch, KeyProblem, UnsupportedCheckpoint
 from ckptmgr.core.model import Checkpoint
+from ckptmgr.files.load.open import open_listed
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.maintenance.verify import Status, verify_checkpoint
 from ckptmgr.parallel.agreement import all_prepared, first_that_all_load
 from ckptmgr.parallel.coordinator import RanksMissing, RanksOutOfStep
 from ckptmgr.parallel.errors import ResumeFailed
 from ckptmgr.parallel.rounds import CollectiveRounds
-from ckptmgr.series.candidates import newest_first, open_listed
+from ckptmgr.series.candidates import newest_first
 from ckptmgr.store.manifest.codec import manifest_name
 from tests.faults.training import RUNS
 from tests.parallel.ranks import TIMEOUT_S, WORLD, Job, Meeting, Outcome, Seat, run_ranks
 from tests.support.crashmodel import ModelDisk
 from tests.support.damage import flip_bit
+from tests.support.given_candidates import GivenCandidates
 
 Load = Callable[[int, Checkpoint], str]
 
@@ -44,8 +46,10 @@ def agreed(
         checkpoint, loaded, skipped = first_that_all_load(
             CollectiveRounds(seat, "resume", what="not resumed", monotonic=job.clock),
             seat,
-            lambda: newest_first(job.store().scan()),
-            lambda found: load(rank, found),
+            GivenCandidates(
+                lambda: newest_first(job.store().scan()), lambda found: load(rank, found)
+            ),
+            job.disk,
             prepare=prepare,
             stop=lambda: job.clock() + TIMEOUT_S,
         )
@@ -111,8 +115,8 @@ def test_rank_that_sees_another_disk_is_an_error_on_all_and_no_fresh_start() -> 
         return first_that_all_load(
             CollectiveRounds(seat, "resume", what="not resumed", monotonic=job.clock),
             seat,
-            seen,
-            lambda found: found.name,
+            GivenCandidates(seen, lambda found: found.name),
+            job.disk,
             prepare=list,
             stop=lambda: job.clock() + TIMEOUT_S,
         )
@@ -173,8 +177,11 @@ def test_newest_that_only_rank_0_sees_is_an_error_on_all_and_no_way_back() -> No
         checkpoint, _, _ = first_that_all_load(
             CollectiveRounds(seat, "resume", what="not resumed", monotonic=job.clock),
             seat,
-            lambda: newest_first((job if rank == 0 else others).store().scan()),
-            lambda found: found.name,
+            GivenCandidates(
+                lambda: newest_first((job if rank == 0 else others).store().scan()),
+                lambda found: found.name,
+            ),
+            job.disk,
             prepare=list,
             stop=lambda: job.clock() + TIMEOUT_S,
         )
@@ -193,7 +200,12 @@ def test_rank_0_of_another_version_is_an_error() -> None:
     seat = Seat(Meeting(1), 0)
     with pytest.raises(RanksOutOfStep, match="names no checkpoints"):
         first_that_all_load(
-            Odd(seat, "resume", what=""), seat, list, str, prepare=list, stop=lambda: 0.0
+            Odd(seat, "resume", what=""),
+            seat,
+            GivenCandidates(list, str),
+            ModelDisk(),
+            prepare=list,
+            stop=lambda: 0.0,
         )
 
 
@@ -227,13 +239,11 @@ def test_rank_that_fails_while_another_is_missing_raises_its_own_error() -> None
         if rank == 2:
             return rank
 
-        def prepare() -> int:
+        rounds = CollectiveRounds(Seat(meeting, rank), "resume", what="not resumed")
+        with all_prepared(rounds, stop=0.0):
             if rank == 0:
                 raise ZeroDivisionError
-            return rank
-
-        rounds = CollectiveRounds(Seat(meeting, rank), "resume", what="not resumed")
-        return all_prepared(rounds, prepare, stop=0.0)
+        return rank
 
     failed, waiting = (outcome.raised for outcome in run_ranks(meeting, agree)[:2])
     assert isinstance(failed, ZeroDivisionError)

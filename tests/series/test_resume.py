@@ -1,16 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 from ckptmgr import CheckpointManager
 from ckptmgr.core.errors import CorruptCheckpoint, KeyProblem, UnsupportedCheckpoint
 from ckptmgr.core.model import Checkpoint, State
-from ckptmgr.series.candidates import first_that_loads, newest_first, why_nothing
+from ckptmgr.series.candidates import Skipped, first_that_loads, newest_first, why_nothing
+from tests.support.crashmodel import ModelDisk
+from tests.support.given_candidates import GivenCandidates
+
+_Loaded = TypeVar("_Loaded")
 
 
 def checkpoint(step: int, **fields: object) -> Checkpoint:
@@ -50,13 +56,19 @@ def test_newest_first_tells_of_unreadable_ones_first() -> None:
     assert newest_first([ONE, unreadable, damaged]) == [unreadable, damaged, ONE]
 
 
+def first(
+    candidates: Sequence[Checkpoint], load: Callable[[Checkpoint], _Loaded]
+) -> tuple[Checkpoint | None, _Loaded | None, list[Skipped]]:
+    return first_that_loads(GivenCandidates(lambda: candidates, load), ModelDisk())
+
+
 def load_or_raise(errors: dict[int, Exception]) -> object:
     def load(found: Checkpoint) -> int:
         if found.step in errors:
             raise errors[found.step]
         return found.step
 
-    return first_that_loads([TWO, ONE], load)
+    return first([TWO, ONE], load)
 
 
 def test_first_that_loads_is_the_newest_when_it_loads() -> None:
@@ -78,13 +90,13 @@ def test_first_that_loads_does_not_open_what_is_known_to_be_damaged() -> None:
     opened: list[Checkpoint] = []
     damaged = replace(TWO, state=State.CORRUPT, problem="12 bytes, but the manifest says 13")
     nameless = replace(TWO, state=State.CORRUPT)
-    _, _, skipped = first_that_loads([damaged, nameless, ONE], opened.append)
+    _, _, skipped = first([damaged, nameless, ONE], opened.append)
     assert opened == [ONE]
     assert [skip.reason for skip in skipped] == ["12 bytes, but the manifest says 13", "corrupt"]
 
 
 def test_first_that_loads_finds_nothing_among_nothing() -> None:
-    assert first_that_loads([], lambda found: found) == (None, None, [])
+    assert first([], lambda found: found) == (None, None, [])
 
 
 @pytest.mark.parametrize("error", [CorruptCheckpoint("bad"), FileNotFoundError(2, "gone")])

@@ -11,11 +11,11 @@ import pytest
 
 from ckptmgr import CheckpointManager
 from ckptmgr.core.model import State
+from ckptmgr.files.load.open import open_listed
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.values import read_values
 from ckptmgr.files.save.job import SaveFacts, SaveOptions
 from ckptmgr.io.filesystem import OsFileSystem
-from ckptmgr.series.candidates import open_listed
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.store import Store
 from tests.support.saved import items

@@ -8,10 +8,13 @@ needed.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ckptmgr.core.error_translation import translated_errors
+from ckptmgr.core.error_translation import translated_errors, unproven_error
 from ckptmgr.core.errors import UnsupportedCheckpoint
+from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.names import OPAQUE
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.plaintext import Plaintext, plaintext_of
@@ -24,9 +27,13 @@ from ckptmgr.formats.mindspore.reader import CkptIndex
 from ckptmgr.formats.safetensors_file import SafetensorsIndex
 from ckptmgr.formats.source import Source
 from ckptmgr.io.gc_pause import gc_paused
+from ckptmgr.io.page_cache import bypass_page_cache_unless_shared
 from ckptmgr.io.threads import PIECE_BYTES
 from ckptmgr.io.unverified_reads import UnverifiedReads
 from ckptmgr.store.manifest.codec import Manifest
+
+if TYPE_CHECKING:
+    from ckptmgr.store.store import Store
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +103,59 @@ def open_source(
     return open_indexed(
         plain, path=path, has_digests=manifest is not None, is_for_loading=is_for_loading
     )
+
+
+@contextlib.contextmanager
+def open_listed(
+    store: Store, checkpoint: Checkpoint, *, options: ReadOptions, is_read_once: bool = True
+) -> Iterator[tuple[OpenCheckpoint, Manifest | None]]:
+    """Open a checkpoint of a store together with its manifest; `read_values` reads it.
+
+    With `is_read_once` the read bypasses the page cache, unless other ranks may read the file, too.
+
+    Raises:
+        CkptmgrError: It is damaged or missing, or the keys do not open it.
+        OSError: From the disk.
+    """
+    path = checkpoint.path
+    with translated_errors(str(path)):
+        manifest = store.read_manifest(checkpoint.name)
+        if manifest is not None and manifest.shards:
+            manifest = manifest.of_shard(_rank_of(checkpoint, options))
+            path = store.directory / manifest.name
+        if manifest is None and options.trust.is_strict:
+            # The seal proves the writer of the file, not its step: an attacker could have renamed
+            # an older file.
+            raise unproven_error(checkpoint.path, options.trust)
+        file = store.open_data(path)
+        with contextlib.closing(
+            bypass_page_cache_unless_shared(file) if is_read_once else file
+        ) as raw:
+            opened = open_source(
+                raw,
+                path=str(path),
+                options=options,
+                manifest=manifest,
+                is_for_loading=True,
+            )
+            yield opened, manifest
+
+
+def _rank_of(checkpoint: Checkpoint, options: ReadOptions) -> int:
+    """Return the rank whose file of a sharded checkpoint this process reads.
+
+    Raises:
+        UnsupportedCheckpoint: The number of ranks differs from that of the save.
+    """
+    saved_by = len(checkpoint.shards)
+    if options.rank is None or options.world != saved_by:
+        readers = "no coordinator was given" if options.rank is None else f"{options.world} read"
+        raise UnsupportedCheckpoint(
+            f"was saved by {saved_by} ranks, but {readers}",
+            path=checkpoint.path,
+            hint="start as many ranks, or read the files one by one: each is an ordinary checkpoint",
+        )
+    return options.rank
 
 
 def open_indexed(

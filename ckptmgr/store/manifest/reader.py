@@ -12,7 +12,7 @@ from ckptmgr.core.trust import Trust
 from ckptmgr.formats.source import read_bytes
 from ckptmgr.io.digest import differing_ranges
 from ckptmgr.io.filesystem import FileSystem
-from ckptmgr.io.passing_errors import with_one_retry
+from ckptmgr.io.passing_errors import pause_before_retry
 from ckptmgr.store.manifest import codec as manifests
 from ckptmgr.store.manifest.codec import FileEntry, Manifest, manifest_name
 from ckptmgr.store.real_files import no_regular_file
@@ -159,7 +159,11 @@ class ManifestReader:
         return manifests.decode(data, path=path, trust=trust)
 
     def _content(self, path: Path) -> bytes:
-        return with_one_retry(lambda: self._read_whole(path), self.fs)
+        try:
+            return self._read_whole(path)
+        except (OSError, MemoryError) as error:
+            pause_before_retry(error, self.fs)
+        return self._read_whole(path)
 
     def _read_whole(self, path: Path) -> bytes:
         with contextlib.closing(self.fs.open(path)) as file:
