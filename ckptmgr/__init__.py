@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ckptmgr.files.load.network import load_param_into_net
     from ckptmgr.files.open_checkpoint import open_checkpoint
     from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
+    from ckptmgr.formats.tensor import PackedArray
     from ckptmgr.io.object_store import RangeSource
     from ckptmgr.policy.retention import plan
     from ckptmgr.policy.text import parse_policy
@@ -30,6 +31,7 @@ __all__ = [
     "CheckpointManager",
     "CkptmgrError",
     "ModelCheckpoint",
+    "PackedArray",
     "Plan",
     "RangeSource",
     "Resumption",
@@ -47,6 +49,7 @@ _HOMES = {
     "CheckpointConfig": "config.config",
     "CheckpointManager": "training.manager",
     "ModelCheckpoint": "training.callback",
+    "PackedArray": "formats.tensor",
     "Plan": "core.model",
     "RangeSource": "io.object_store",
     "Resumption": "training.manager",

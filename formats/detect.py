@@ -16,7 +16,7 @@ import enum
 from .compressed.table import MAGIC as COMPRESSED_MAGIC
 from .mindspore.fields import CHECKPOINT_METADATA, CHECKPOINT_VALUE
 from .mindspore.wire import encode_length_prefix
-from .safetensors_file import MAX_HEADER_BYTES
+from .safetensors_file import JSON_SPACE, LENGTH_BYTES, MAX_HEADER_BYTES
 from .source import Source, read_bytes
 
 
@@ -36,7 +36,6 @@ class Kind(enum.Enum):
     EMPTY = "empty"
 
 
-_SAFETENSORS_BYTES = 9
 _PROBE_BYTES = 16
 _MAGICS = (
     (b"\x8fCKPE\r\n\x1a", Kind.CKPTMGR_CONTAINER),
@@ -65,7 +64,8 @@ def detect(source: Source) -> Kind:
 
 
 def _is_safetensors(head: bytes) -> bool:
-    header_bytes = int.from_bytes(head[: _SAFETENSORS_BYTES - 1], "little")
-    return head[_SAFETENSORS_BYTES - 1 : _SAFETENSORS_BYTES] == b"{" and (
-        header_bytes <= MAX_HEADER_BYTES
-    )
+    header_bytes = int.from_bytes(head[:LENGTH_BYTES], "little")
+    text = head[LENGTH_BYTES:]
+    # The header may begin with white space, even more than was read here.
+    is_object = bool(text) and text.lstrip(JSON_SPACE)[:1] in (b"{", b"")
+    return is_object and header_bytes <= MAX_HEADER_BYTES

@@ -2,7 +2,8 @@
 """One table of element types: our name, size, and the spelling of MindSpore, safetensors and NumPy.
 
 A type without a spelling in a column cannot be stored by that format as itself; `ckptmgr.state`
-then stores its bytes as uint8 and records the true type.
+then stores its bytes as uint8 and records the true type. Types of less than a byte, for which NumPy
+has no packed array, are held as bytes beside the shape in the header: see `packed_dtype`.
 
 Source: mindspore-format 1.1 (tensor_type strings of `checkpoint.proto`), safetensors 0.8.0 `Dtype`.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from typing import TYPE_CHECKING
 
 from .errors import UnsupportedError
@@ -24,16 +26,18 @@ class DType:
     """An element type.
 
     `name` is NumPy's or ml_dtypes'; `mindspore` and `safetensors` are the spellings in a `.ckpt`
-    and in a `.safetensors` header, or None.
+    and in a `.safetensors` header, or None. `packed_shape` is the shape in the header of a tensor
+    whose elements have less than a byte; its array is flat and holds the bytes.
     """
 
     name: str
     item_bytes: int
     mindspore: str | None
     safetensors: str | None
+    packed_shape: tuple[int, ...] | None = None
 
     def to_numpy(self) -> np.dtype:
-        """Return the dtype of NumPy, or else of ml_dtypes; int8 for `int4`, as stored."""
+        """Return the dtype of NumPy, or else of ml_dtypes; of `int4` and packed types the stored."""
         return _numpy_dtype(self.name)
 
 
@@ -69,9 +73,27 @@ DTYPES: tuple[DType, ...] = tuple(
     DType(name=name, item_bytes=size, mindspore=ms, safetensors=st) for name, size, ms, st in _ROWS
 )
 
+PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
+"""Bits of the elements that safetensors packs, by spelling."""
+
 BY_NAME = {dtype.name: dtype for dtype in DTYPES}
 BY_MINDSPORE = {dtype.mindspore: dtype for dtype in DTYPES if dtype.mindspore is not None}
 BY_SAFETENSORS = {dtype.safetensors: dtype for dtype in DTYPES if dtype.safetensors is not None}
+
+
+def packed_dtype(spelling: str, shape: tuple[int, ...]) -> tuple[DType, tuple[int, ...]]:
+    """Return the type and the array's shape of packed elements whose header states `shape`.
+
+    Raises:
+        ValueError: The elements do not end at the end of a byte.
+    """
+    size_bits = prod(shape) * PACKED_BITS[spelling]
+    if size_bits % 8:
+        raise ValueError(f"{spelling}{list(shape)} has {size_bits} bits, which are no whole bytes")
+    row = DType(
+        name=spelling, item_bytes=1, mindspore=None, safetensors=spelling, packed_shape=shape
+    )
+    return row, (size_bits // 8,)
 
 
 def dtype_of(name: str) -> DType:
@@ -88,6 +110,8 @@ def _numpy_dtype(name: str) -> np.dtype:
 
     if name == "int4":
         return np.dtype(np.int8)
+    if name in PACKED_BITS:
+        return np.dtype(np.uint8)
     if name != "bfloat16" and not name.startswith("float8"):
         return np.dtype(name)
     import ml_dtypes

@@ -4,7 +4,8 @@
 * Written data starts at a multiple of 64 and every tensor at a multiple of its item size; header
   order is data order.
 * Reading is strict and bounded: no gaps, overlaps, duplicate keys or unknown types. As in the stock
-  library, and unlike in MindSpore, the header may list tensors in another order than the data.
+  library, and unlike in MindSpore, the header may list tensors in another order than the data, and
+  white space may come before it.
 
 Source: safetensors 0.8.0 (README, "Format"); `parallel/transform_safetensors.py` of MindSpore 2.10.
 
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 
-from .dtypes import BY_NAME, BY_SAFETENSORS, DType
+from .dtypes import BY_NAME, BY_SAFETENSORS, PACKED_BITS, DType, packed_dtype
 from .errors import FormatError, TruncatedError, UnsupportedError
 from .image import MOST_LATE_BYTES, Image, ImageBuilder, LateHead
 from .index import READ_BYTES, Piece, TensorEntry, check_buffer, check_content
@@ -36,6 +37,7 @@ from .tensor import Item, Tensor, TensorSpec, check_count, check_shape, content_
 MAX_HEADER_BYTES = 100_000_000
 """The bound of the stock library and of MindSpore."""
 LENGTH_BYTES = 8
+JSON_SPACE = b" \t\n\r"
 
 _DATA_ALIGNMENT = 64
 _MAX_RANK = 64
@@ -82,7 +84,7 @@ def _as_tensor(item: Item) -> Tensor:
         raise UnsupportedError(
             f"safetensors cannot hold {item.spec.dtype.name}; convert it", tensor=item.spec.name
         )
-    if len(item.spec.shape) > _MAX_RANK:
+    if len(item.spec.stated_shape) > _MAX_RANK:
         raise FormatError(f"more than {_MAX_RANK} dimensions", tensor=item.spec.name)
     return item
 
@@ -168,10 +170,10 @@ def _header_entries(specs: Sequence[TensorSpec]) -> Iterator[str]:
     kinds: dict[tuple[str, tuple[int, ...]], tuple[str, int]] = {}
     offset = 0
     for spec in specs:
-        key = (spec.dtype.name, spec.shape)
+        key = (spec.dtype.name, spec.stated_shape)
         kind = kinds.get(key)
         if kind is None:
-            shape = ",".join(map(str, spec.shape))
+            shape = ",".join(map(str, spec.stated_shape))
             text = f'"dtype":"{_spelling(spec.dtype)}","shape":[{shape}],"data_offsets":'
             kind = kinds[key] = text, spec.size_bytes
         text, size_bytes = kind
@@ -220,7 +222,9 @@ def _read_plain(encoded: bytes, size: int) -> _Described | None:
 
 def _read_strictly(encoded: bytes, size: int) -> _Described:
     """Return the metadata and the tensors of a header of a file of `size` bytes."""
-    header = parse_object(encoded, what="header", offset=LENGTH_BYTES, shorten=_fields)
+    text = encoded.lstrip(JSON_SPACE)
+    header_start = LENGTH_BYTES + len(encoded) - len(text)
+    header = parse_object(text, what="header", offset=header_start, shorten=_fields)
     metadata = parse_strings(header.pop(_METADATA, {}), what=_METADATA, offset=LENGTH_BYTES)
     check_count(len(header))
     data_start = LENGTH_BYTES + len(encoded)
@@ -302,11 +306,17 @@ def _read_entry(
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         raise FormatError("data_offsets are not a range", offset=LENGTH_BYTES, tensor=name)
     start, stop = offsets
+    if spelling in PACKED_BITS:
+        try:
+            dtype, shape = packed_dtype(spelling, shape)
+        except ValueError as error:
+            raise FormatError(str(error), offset=data_start + start, tensor=name) from None
     spec = TensorSpec(name=name, dtype=dtype, shape=shape)
     needed = spec.size_bytes
     if stop - start != needed:
         raise FormatError(
-            f"the content has {stop - start} bytes, but {dtype.name}{list(shape)} needs {needed}",
+            f"the content has {stop - start} bytes, but {dtype.name}{list(spec.stated_shape)} needs"
+            f" {needed}",
             offset=data_start + start,
             tensor=name,
         )
@@ -315,7 +325,10 @@ def _read_entry(
 
 
 def _read_dtype(name: str, spelling: object, metadata: Mapping[str, str]) -> DType:
-    dtype = BY_SAFETENSORS.get(spelling) if isinstance(spelling, str) else None
+    dtype = None
+    if isinstance(spelling, str):
+        is_packed = spelling in PACKED_BITS
+        dtype = BY_NAME["uint8"] if is_packed else BY_SAFETENSORS.get(spelling)
     if dtype is None:
         raise UnsupportedError(f"unknown dtype {spelling!r}", offset=LENGTH_BYTES, tensor=name)
     if dtype.name == "int8" and metadata.get(name) == _INT4_MARK:

@@ -15,7 +15,7 @@ from functools import cache, partial
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from .dtypes import DType, dtype_of
+from .dtypes import PACKED_BITS, DType, dtype_of, packed_dtype
 from .errors import FormatError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -39,6 +39,11 @@ class TensorSpec(NamedTuple):
     def size_bytes(self) -> int:
         """Bytes of the content."""
         return prod(self.shape) * self.dtype.item_bytes
+
+    @property
+    def stated_shape(self) -> tuple[int, ...]:
+        """The shape in the file: that of the array, or of elements that are packed into its bytes."""
+        return self.dtype.packed_shape or self.shape
 
 
 class Tensor(NamedTuple):
@@ -70,6 +75,48 @@ class MapTensors:
 
 
 Item = Tensor | Text | MapTensors
+
+
+class PackedArray(NamedTuple):
+    """A tensor of a type that neither NumPy nor ml_dtypes can pack: its bytes, and their meaning.
+
+    Attributes:
+        dtype: `F4`, `F6_E2M3` or `F6_E3M2`, as safetensors spells them.
+        shape: Shape in elements.
+        data: uint8[n], the elements without gaps, as in the file.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: np.ndarray
+
+    def __array__(self, dtype: np.dtype | None = None, copy: bool | None = None) -> np.ndarray:
+        """Return the bytes, for NumPy's functions."""
+        array = self.data if dtype is None else self.data.astype(dtype, copy=False)
+        return array.copy() if copy else array
+
+
+def tensor_from_packed(name: str, packed: PackedArray) -> Tensor:
+    """Return the tensor of packed elements.
+
+    Raises:
+        UnsupportedError: The type is no packed one, or the bytes are not those of the shape.
+    """
+    spelling, shape, data = packed
+    if spelling not in PACKED_BITS:
+        known = ", ".join(PACKED_BITS)
+        raise UnsupportedError(f"{spelling!r} is no packed type; there are {known}", tensor=name)
+    try:
+        row, stored = packed_dtype(spelling, tuple(shape))
+    except ValueError as error:
+        raise UnsupportedError(str(error), tensor=name) from None
+    if data.dtype.name != "uint8" or data.size != stored[0]:
+        raise UnsupportedError(
+            f"{spelling}{list(shape)} needs {stored[0]} bytes as uint8, but the data is"
+            f" {data.dtype.name}{list(data.shape)}",
+            tensor=name,
+        )
+    return tensor_from_array(name, data.reshape(-1), dtype=row)
 
 
 def check_shape(spec: TensorSpec, *, offset: int | None = None) -> None:

@@ -20,15 +20,18 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from ckptmgr.core.errors import UnsupportedState
-from ckptmgr.formats.dtypes import BY_NAME, DType
+from ckptmgr.formats.dtypes import BY_NAME, DType, packed_dtype
+from ckptmgr.formats.errors import UnsupportedError
 from ckptmgr.formats.tensor import (
     Item,
     MapTensors,
+    PackedArray,
     Tensor,
     TensorSpec,
     Text,
     flat_memory,
     tensor_from_array,
+    tensor_from_packed,
 )
 
 if TYPE_CHECKING:
@@ -38,6 +41,7 @@ Framework = Literal["numpy", "torch", "mindspore", "jax"]
 
 _SAVE_OBJ = "For 'save_checkpoint', the parameter 'save_obj' must be nn.Cell, list or dict, but got"
 _MAX_NESTING = 100
+_TORCH_F4 = "float4_e2m1fn_x2"
 
 
 def framework_of(value: object) -> Framework | None:
@@ -100,9 +104,21 @@ def _torch_tensor(name: str, value: torch.Tensor) -> Tensor:
             f"{name!r} is a {type(value).__qualname__} on {value.device}, whose memory is not here",
             hint="materialise it first, e.g. with full_tensor() or to_empty()",
         )
-    row = _row(name, str(value.dtype).removeprefix("torch."), value.dtype)
-    spec = TensorSpec(name=name, dtype=row, shape=tuple(value.shape))
+    shape = tuple(value.shape)
+    spelling = str(value.dtype).removeprefix("torch.")
+    if spelling == _TORCH_F4 and shape:  # two elements in each byte of the last dimension
+        row, shape = packed_dtype("F4", (*shape[:-1], 2 * shape[-1]))
+    else:
+        row = _row(name, spelling, value.dtype)
+    spec = TensorSpec(name=name, dtype=row, shape=shape)
     return Tensor(spec=spec, content=partial(torch_bytes, value))
+
+
+def _packed_tensor(name: str, value: PackedArray) -> Tensor:
+    try:
+        return tensor_from_packed(name, value)
+    except UnsupportedError as error:
+        raise UnsupportedState(str(error)) from error
 
 
 def is_wrapper(value: torch.Tensor) -> bool:
@@ -277,6 +293,8 @@ def _named_item(name: str, value: Any) -> Item:
             return Text(name=name, text=str(value))
         case np.ndarray() | np.generic():
             return _numpy_tensor(name, value)
+        case PackedArray():
+            return _packed_tensor(name, value)
         case bool():
             return tensor_from_array(name, np.array(value))
         case int():
@@ -320,7 +338,7 @@ def _flat(value: object, prefix: str, depth: int) -> Iterator[tuple[str, object]
     entries: Iterable[tuple[object, object]]
     if isinstance(value, Mapping):
         entries = value.items()
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple) and not isinstance(value, PackedArray):
         entries = enumerate(value)
     else:
         yield prefix, value

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ckptmgr.formats.dtypes import BY_NAME
+from ckptmgr.formats.dtypes import BY_NAME, packed_dtype
 from ckptmgr.formats.tensor import Item, MapTensors, Tensor, TensorSpec, Text
 
 SlabOffset = tuple[int, int]
@@ -77,6 +77,7 @@ def _described(item: Item, places: Iterator[SlabOffset]) -> dict[str, object]:
         "name": item.spec.name,
         "dtype": item.spec.dtype.name,
         "shape": item.spec.shape,
+        "packed_shape": item.spec.dtype.packed_shape,
         "slab": slab,
         "offset": offset,
         "length": item.spec.size_bytes,
@@ -105,9 +106,11 @@ def _item_from(entry: Mapping[str, Any], slabs: Sequence[memoryview]) -> Item:
 
 
 def _tensor_from(entry: Mapping[str, Any], slabs: Sequence[memoryview]) -> Tensor:
-    spec = TensorSpec(
-        name=entry["name"], dtype=BY_NAME[entry["dtype"]], shape=tuple(entry["shape"])
-    )
+    if entry["packed_shape"] is None:
+        dtype, shape = BY_NAME[entry["dtype"]], tuple(entry["shape"])
+    else:
+        dtype, shape = packed_dtype(entry["dtype"], tuple(entry["packed_shape"]))
+    spec = TensorSpec(name=entry["name"], dtype=dtype, shape=shape)
     start = entry["offset"]
     stop = start + entry["length"]
     if entry["length"] != spec.size_bytes:

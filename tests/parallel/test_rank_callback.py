@@ -22,7 +22,6 @@ from ckptmgr.core.model import State
 from ckptmgr.core.shard_names import parse_shard_name
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.shards import ShardedCheckpoint
-from ckptmgr.files.load.values import MapArrays
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.parallel.coordinator import Json, RanksMissing, RanksOutOfStep
 from ckptmgr.parallel.errors import RankFailed
@@ -127,7 +126,7 @@ def resumed(callback: ModelCheckpoint, loop: Loop) -> Resumed:
 
 def listed(found: Resumed, name: str) -> object:
     value = found.values[name]
-    assert not isinstance(value, (str, MapArrays))
+    assert isinstance(value, np.ndarray)
     return value.tolist()
 
 

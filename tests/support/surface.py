@@ -16,6 +16,7 @@ import numpy as np
 from ckptmgr import ModelCheckpoint
 from ckptmgr.files.load.values import MapArrays, Value
 from ckptmgr.formats.dtypes import BY_MINDSPORE, BY_NAME
+from ckptmgr.formats.tensor import PackedArray
 from tests.support.stored import Stored, StoredItem
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -32,6 +33,7 @@ def _comparable(value: Value) -> StoredItem:
         return value
     if isinstance(value, MapArrays):
         return tuple(_stored(part) for part in value)
+    assert not isinstance(value, PackedArray)
     return _stored(value)
 
 

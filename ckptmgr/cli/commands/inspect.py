@@ -125,7 +125,7 @@ def _tensor_item(tensor: StoredTensor) -> dict[str, Json]:
         "name": tensor.spec.name,
         "kind": "tensor",
         "dtype": tensor.spec.dtype.name,
-        "shape": tensor.spec.shape,
+        "shape": tensor.spec.stated_shape,
         "size_bytes": tensor.spec.size_bytes,
     }
     if tensor.ranks is not None:
@@ -160,7 +160,7 @@ def _row(tensor: StoredTensor) -> list[Cell]:
     texts = [
         spec.name + _whose(tensor.ranks),
         spec.dtype.name,
-        "x".join(map(str, spec.shape)) or "scalar",
+        "x".join(map(str, spec.stated_shape)) or "scalar",
         render.size(spec.size_bytes),
     ]
     if stats is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
@@ -17,7 +18,7 @@ class TensorStats:
     """Statistics of the elements of a tensor.
 
     The minimum, maximum and mean (in float64) ignore NaN; they are None without other elements, and
-    for complex numbers.
+    for complex numbers and packed elements.
     """
 
     count: int
@@ -34,6 +35,8 @@ def stats_of(source: Source, entry: TensorEntry) -> TensorStats:
     Raises:
         FormatError: A bool is neither 0 nor 1, or the source became shorter.
     """
+    if entry.spec.dtype.packed_shape is not None:
+        return TensorStats(count=prod(entry.spec.stated_shape))
     dtype = entry.spec.dtype.to_numpy()
     total = _Total()
     for view in chunks_of(source, entry):

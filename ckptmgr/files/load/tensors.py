@@ -15,7 +15,7 @@ from ckptmgr.core.errors import CheckpointNotFound, UnsupportedCheckpoint
 from ckptmgr.files.load.compressed import read_frames
 from ckptmgr.files.load.mapped import MappedTensors
 from ckptmgr.files.load.open import OpenCheckpoint
-from ckptmgr.files.load.values import MapArrays, Value
+from ckptmgr.files.load.values import MapArrays, Value, tensor_value
 from ckptmgr.formats.compressed.source import FramesSource
 from ckptmgr.formats.index import TensorEntry, check_content
 from ckptmgr.formats.mindspore.entries import CkptEntry, MapEntry, TextEntry
@@ -66,7 +66,7 @@ class CheckpointReader:
         return tuple(self._entries)
 
     def spec(self, name: str) -> TensorSpec:
-        """Return name, element type and shape of a tensor.
+        """Return name, element type and shape of a tensor; `stated_shape` if elements are packed.
 
         Raises:
             CheckpointNotFound: There is no such value; a LookupError, too.
@@ -94,7 +94,7 @@ class CheckpointReader:
         if rows is not None:
             return self._rows(self._tensor(name), rows)
         if isinstance(entry, TensorEntry):
-            return self._part(entry, 0, entry.spec.shape)
+            return tensor_value(entry.spec, self._part(entry, 0, entry.spec.shape))
         if isinstance(entry, TextEntry):
             self._confirm(entry)
             return entry.text
@@ -108,6 +108,12 @@ class CheckpointReader:
         if not shape:
             raise UnsupportedCheckpoint(
                 f"{entry.name!r} has no rows: it is a scalar", path=self._opened.path
+            )
+        if entry.spec.dtype.packed_shape is not None:
+            raise UnsupportedCheckpoint(
+                f"{entry.name!r} has rows that may end within a byte: it is {entry.spec.dtype.name}",
+                path=self._opened.path,
+                hint="read the whole tensor",
             )
         start, stop, step = rows.indices(shape[0])
         if step != 1:

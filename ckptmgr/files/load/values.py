@@ -14,6 +14,7 @@ from ckptmgr.files.load.open import OpenCheckpoint
 from ckptmgr.formats.compressed.source import FramesSource
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.mindspore.entries import CkptEntry, MapEntry
+from ckptmgr.formats.tensor import PackedArray, TensorSpec
 from ckptmgr.io.scatter import SmallTensorBatches, piece_bytes_of
 from ckptmgr.state.destinations import check_overlaps, match_arrays
 from ckptmgr.state.paths import StateMismatch
@@ -27,7 +28,7 @@ class MapArrays(NamedTuple):
     status: np.ndarray
 
 
-Value = np.ndarray | str | MapArrays
+Value = np.ndarray | str | MapArrays | PackedArray
 
 
 def everything(name: str) -> bool:
@@ -110,9 +111,17 @@ def _tensors_in(chosen: Iterable[CkptEntry]) -> Iterator[TensorEntry]:
             yield from (entry.key, entry.value, entry.status)
 
 
+def tensor_value(spec: TensorSpec, array: np.ndarray) -> np.ndarray | PackedArray:
+    """Return the value of a tensor whose content was read into an array."""
+    dtype = spec.dtype
+    if dtype.packed_shape is None:
+        return array
+    return PackedArray(dtype=dtype.name, shape=dtype.packed_shape, data=array)
+
+
 def _value(entry: CkptEntry, arrays: Mapping[int, np.ndarray]) -> Value:
     if isinstance(entry, TensorEntry):
-        return arrays[id(entry)]
+        return tensor_value(entry.spec, arrays[id(entry)])
     if isinstance(entry, MapEntry):
         return MapArrays(*(arrays[id(part)] for part in (entry.key, entry.value, entry.status)))
     return entry.text

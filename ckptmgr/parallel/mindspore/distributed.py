@@ -19,10 +19,10 @@ from ckptmgr.config.checks import check_trusted_keys
 from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.errors import CheckpointNotFound
 from ckptmgr.files.load.network import load_into
-from ckptmgr.files.load.values import Value
+from ckptmgr.files.load.values import MapArrays, Value, tensor_value
 from ckptmgr.files.serialization import load_checkpoint
 from ckptmgr.formats.strict_json import parse_object, parse_strings
-from ckptmgr.formats.tensor import Tensor, Text
+from ckptmgr.formats.tensor import PackedArray, Tensor, Text
 from ckptmgr.parallel.errors import LayoutError
 from ckptmgr.parallel.layout import (
     Layouts,
@@ -369,7 +369,8 @@ def _finish(
 def _value(item: Tensor | Text) -> Value:
     if isinstance(item, Tensor):
         flat: np.ndarray = np.frombuffer(item.content(), np.uint8)
-        return flat.view(item.spec.dtype.to_numpy()).reshape(item.spec.shape)
+        array = flat.view(item.spec.dtype.to_numpy()).reshape(item.spec.shape)
+        return tensor_value(item.spec, array)
     return item.text
 
 
@@ -377,6 +378,8 @@ def _are_equal(one: Value, other: Value) -> bool:
     if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
         same_kind = (one.dtype, one.shape) == (other.dtype, other.shape)
         return same_kind and one.tobytes() == other.tobytes()
-    if isinstance(one, tuple) and isinstance(other, tuple):
+    if isinstance(one, MapArrays) and isinstance(other, MapArrays):
         return all(_are_equal(a, b) for a, b in zip(one, other, strict=True))
+    if isinstance(one, PackedArray) and isinstance(other, PackedArray):
+        return one[:2] == other[:2] and _are_equal(one.data, other.data)
     return isinstance(one, str) and one == other
