@@ -9,6 +9,8 @@ in which it checks them. Differences:
   integer of more than 64 bits are refused here. MindSpore accepts them, and a save then deletes the
   oldest checkpoint before it fails.
 * `crc_check` together with `enc_key` works; MindSpore writes files that cannot be loaded.
+* With `format="safetensors"`, `enc_key`, `crc_check` and `exception_save` work; MindSpore refuses
+  them.
 * An unknown option is a TypeError; MindSpore ignores it, and with `enc_kye=` saves plaintext.
 * A run never changes the configuration. MindSpore counts in the shared `append_dict`, so that a
   second callback with the same configuration continues the counts of the first.
@@ -86,7 +88,8 @@ class CheckpointConfig:
             typing errors.
         enc_mode: "AES-GCM", "AES-CBC" or "SM4-CBC"; no effect without a key.
         exception_save: Whether to save when training fails.
-        crc_check: Whether the file ends with a CRC-32 of its content (inside the encryption).
+        crc_check: Whether the file ends with a CRC-32 of its content, inside the encryption; a
+            safetensors file has it in its header.
         remove_redundancy: Whether each tensor is saved by one rank of a parallel run only.
         format: "ckpt" or "safetensors".
         keep: A retention policy instead of `keep_checkpoint_*`, e.g. "last(3) | best(2, loss,
@@ -345,12 +348,7 @@ class CheckpointConfig:
 
     def _check_format(self) -> None:
         has_key = self._enc_key is not None or bool(self._enc_recipients)
-        is_default = (
-            (has_key or self._enc_mode == "AES-GCM")
-            and not self._crc_check
-            and not self.exception_save
-            and not self._map_param_inc
-        )
+        is_default = (has_key or self._enc_mode == "AES-GCM") and not self._map_param_inc
         if self._format == "safetensors" and not is_default:
             raise ValueError(
                 "For 'save_checkpoint', when format is 'safetensors', other param must be default."

@@ -5,7 +5,7 @@
 {prefix}-{epoch}_{step in epoch}.{ckpt | safetensors}        an ordinary checkpoint
 {prefix}-{epoch}_{step in epoch}.safetensors.ckpe            the same, encrypted
 {prefix}-{epoch}_{step in epoch}.safetensors.ckpz            the same, compressed and not encrypted
-{prefix}-{epoch}_{step in epoch}_breakpoint.ckpt             saved when training fails
+{prefix}-{epoch}_{step in epoch}_breakpoint.{...}            any of these, saved when training fails
 ```
 A run that finds files of its prefix in the directory continues under `{prefix}_1`, `{prefix}_2`,
 ..., so that it overwrites nothing. Names, numbers and messages are MindSpore's
@@ -46,11 +46,11 @@ DATA_SUFFIXES = tuple(
 MAX_DIRECTORY_CHARACTERS = 1024
 """MindSpore's limit on the resolved path of a directory."""
 
-_BREAKPOINT_SUFFIX = "_breakpoint.ckpt"
+_BREAKPOINT = re.compile(r"_breakpoint\.(?:ckpt|safetensors)(?:\.ckp[ez])?$")
 # No leading zeros, as in the numbers a run writes; 18 digits fit in 64 bits.
 _NAME = re.compile(
     r"(?P<prefix>[^/\0]*)-(?P<epoch>0|[1-9][0-9]{0,17})_(?P<step>0|[1-9][0-9]{0,17})"
-    r"(?P<breakpoint>_breakpoint(?=\.ckpt))?\.(?P<format>ckpt|safetensors)(?:\.ckp[ez])?"
+    r"(?P<breakpoint>_breakpoint)?\.(?P<format>ckpt|safetensors)(?:\.ckp[ez])?"
 )
 # A longer number is no count of runs, and its successor may fit into no name.
 _MAX_RESTARTS_DIGITS = 9
@@ -128,9 +128,9 @@ def checkpoint_name(
     return f"{prefix}-{epoch}_{step_in_epoch}{_attempt_suffix(attempt)}.{format}"
 
 
-def breakpoint_name(prefix: str, epoch: int, *, step_in_epoch: int) -> str:
-    """Return the name of a checkpoint saved because training failed; always a `.ckpt`."""
-    return f"{prefix}-{epoch}_{step_in_epoch}{_BREAKPOINT_SUFFIX}"
+def breakpoint_name(prefix: str, epoch: int, *, step_in_epoch: int, format: str) -> str:
+    """Return the name of a checkpoint saved because training failed; see `checkpoint_name`."""
+    return f"{prefix}-{epoch}_{step_in_epoch}_breakpoint.{format}"
 
 
 def parse_name(file_name: str) -> ParsedName | None:
@@ -203,7 +203,7 @@ def restart_prefix(prefix: str, names: Iterable[str], *, is_breakpoint: bool = F
         for name in names
         if name.startswith(prefix)
         and name.endswith(DATA_SUFFIXES)
-        and name.endswith(_BREAKPOINT_SUFFIX) == is_breakpoint
+        and (_BREAKPOINT.search(name) is not None) == is_breakpoint
     ]
     number = max(map(_taken_number, taken), default=0)
     while any(rest.startswith(f"_{number}-") for rest in taken):

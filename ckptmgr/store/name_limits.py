@@ -57,7 +57,7 @@ def _names(series: str, extension: str, *, has_epochs: bool, world: int | None) 
     format = extension if world is None else SET_FORMAT
     if has_epochs:
         series += _RESTART  # the series of a run that finds files of its prefix
-        yield manifest_name(breakpoint_name(series, _EPOCH, step_in_epoch=_STEP))
+        yield manifest_name(breakpoint_name(series, _EPOCH, step_in_epoch=_STEP, format=extension))
         attempt = 0 if world is None else _ATTEMPT
         name = checkpoint_name(series, _EPOCH, step_in_epoch=_STEP, format=format, attempt=attempt)
     else:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Breakpoint checkpoint, saved when training fails: `{prefix}-{epoch}_{step}_breakpoint.ckpt`."""
+"""Breakpoint checkpoint, saved when training fails: `{prefix}-{epoch}_{step}_breakpoint.{format}`."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from ckptmgr.config.config import CheckpointConfig
@@ -14,6 +13,11 @@ from ckptmgr.files.save.job import SaveFacts
 from ckptmgr.observe.observers import Observers
 from ckptmgr.training.callback_names import CallbackSeries
 from ckptmgr.training.callback_values import items_of
+
+
+def why_of(error: BaseException) -> str:
+    """Return the trigger of a save because of an error; it makes the checkpoint an emergency save."""
+    return f"exception:{type(error).__name__}"
 
 
 def save_breakpoint(
@@ -41,12 +45,12 @@ def save_breakpoint(
         position = 0
         if step > steps_before_epoch:
             position = step_in_epoch(step, int(params.batch_num))
-        name = breakpoint_name(prefix, epoch, step_in_epoch=position)
-        facts = SaveFacts(step=step, epoch=epoch, why=f"exception: {type(error).__name__}")
-        options = replace(writer.options, format="ckpt")
+        extension = writer.options.extension
+        name = breakpoint_name(prefix, epoch, step_in_epoch=position, format=extension)
+        facts = SaveFacts(step=step, epoch=epoch, why=why_of(error))
         with observers.watch(series=prefix, step=step, why=facts.why) as watch:
             items = items_of(params, config, step=step, epoch=epoch)
-            saved = writer.save(name, items, facts, options=options)
+            saved = writer.save(name, items, facts)
             watch.costs(SaveStats(size_bytes=saved.size_bytes))
             watch.durable(saved.path)
     except Exception as failure:

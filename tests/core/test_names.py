@@ -92,7 +92,6 @@ def test_parse_name_accepts_what_mindspore_counts_less_what_it_never_writes(form
         "CKP-1_0.ckpt",
         "CKP-01_1.ckpt",
         "CKP-1_1.ckpt\n",
-        "CKP-1_1_breakpoint.safetensors",
         "CKP-\u0661_1.ckpt",
         "CKP-1_" + "9" * 5000 + ".ckpt",
         "a/CKP-1_1.ckpt",
@@ -113,12 +112,12 @@ def test_parse_name_of_a_checkpoint_name_gives_its_parts(
     assert parse_name(name) == ParsedName(prefix, epoch, step, False, format)
 
 
-@given(_PREFIXES, _NUMBERS, _NUMBERS)
+@given(_PREFIXES, _NUMBERS, _NUMBERS, st.sampled_from(FORMATS))
 def test_parse_name_of_a_breakpoint_name_gives_its_parts(
-    prefix: str, epoch: int, step: int
+    prefix: str, epoch: int, step: int, format: str
 ) -> None:
-    name = breakpoint_name(prefix, epoch, step_in_epoch=step)
-    assert parse_name(name) == ParsedName(prefix, epoch, step, True, "ckpt")
+    name = breakpoint_name(prefix, epoch, step_in_epoch=step, format=format)
+    assert parse_name(name) == ParsedName(prefix, epoch, step, True, format)
 
 
 @given(st.text(max_size=30))

@@ -269,7 +269,7 @@ def test_emergency_save_is_told(tmp_path: Path) -> None:
         callback.begin(loop)
         raise ZeroDivisionError
     assert names(heard) == ["save.started", "save.durable"]
-    assert heard[0].notes == ("exception: ZeroDivisionError",)
+    assert heard[0].notes == ("exception:ZeroDivisionError",)
     assert heard[1].size_bytes > 0
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 from ckptmgr import CheckpointConfig, ModelCheckpoint, load_checkpoint
 from ckptmgr.core.errors import StoreLocked
@@ -197,7 +198,7 @@ def test_breakpoint_notes_why_and_the_global_step(tmp_path: Path) -> None:
     with pytest.raises(MemoryError):
         Loop(callbacks=(callback,)).run_and_fail(5, MemoryError())
     (found,) = Store(tmp_path).scan()
-    assert (found.step, found.why, found.is_emergency) == (5, "exception: MemoryError", True)
+    assert (found.step, found.why, found.is_emergency) == (5, "exception:MemoryError", True)
 
 
 def test_breakpoint_is_encrypted_like_the_others(tmp_path: Path) -> None:
@@ -206,6 +207,39 @@ def test_breakpoint_is_encrypted_like_the_others(tmp_path: Path) -> None:
         Loop(callbacks=(callback,)).run_and_fail(1, ZeroDivisionError())
     path = tmp_path / "CKP-1_1_breakpoint.ckpt"
     assert _loaded(path, "w", dec_key=KEY, crc_check=True) == [1, 1, 1, 1]
+
+
+def test_safetensors_breakpoint_is_encrypted_and_compressed_like_the_others(tmp_path: Path) -> None:
+    options = {"format": "safetensors", "enc_key": "passphrase:env:PHRASE", "compression": "zstd"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PHRASE", "seven words that nobody would ever guess")
+        callback = _callback(tmp_path, exception_save=True, crc_check=True, **options)
+        with pytest.raises(ZeroDivisionError):
+            Loop(callbacks=(callback,)).run_and_fail(1, ZeroDivisionError())
+        path = tmp_path / "CKP-1_1_breakpoint.safetensors.ckpe"
+        assert _loaded(path, "w", dec_key=options["enc_key"], crc_check=True) == [1, 1, 1, 1]
+
+
+def test_crc_of_safetensors_files_is_stored_and_checked(tmp_path: Path) -> None:
+    Loop(callbacks=(_callback(tmp_path, format="safetensors", crc_check=True),)).run(1)
+    path = tmp_path / "CKP-1_1.safetensors"
+    with safe_open(path, framework="np") as file:
+        assert file.metadata()["crc_num"]
+    assert _loaded(path, "w", crc_check=True) == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("format", ["ckpt", "safetensors"])
+def test_breakpoints_of_later_runs_in_either_format_are_numbered(
+    tmp_path: Path, format: str
+) -> None:
+    for _ in range(2):
+        callback = _callback(
+            tmp_path, save_checkpoint_steps=100, exception_save=True, format=format
+        )
+        with pytest.raises(ZeroDivisionError):
+            Loop(callbacks=(callback,)).run_and_fail(2, ZeroDivisionError())
+    names = [f"{prefix}-1_2_breakpoint.{format}" for prefix in ("CKP", "CKP_1")]
+    assert data_files(tmp_path) == names
 
 
 def test_breakpoints_of_later_runs_are_numbered(tmp_path: Path) -> None:
