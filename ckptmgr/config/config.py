@@ -29,7 +29,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckptmgr.config.checks import (
     check_any_set,
@@ -64,6 +64,16 @@ DEFAULT_KEEP_MAX = 5
 _OPTIONS = ("incremental", "enable_redundance")
 
 
+class _TrueByDefault:
+    """Default that stands for True and can be told from a given True."""
+
+    def __repr__(self) -> str:
+        return "True"
+
+
+_TRUE_BY_DEFAULT: Any = _TrueByDefault()
+
+
 class CheckpointConfig:
     """When to save, what to keep, and how a checkpoint file is written.
 
@@ -74,20 +84,28 @@ class CheckpointConfig:
         keep_checkpoint_max: How many of the newest checkpoints stay; None or 0 for no such limit.
         keep_checkpoint_per_n_minutes: Keep about one checkpoint per this many minutes; no effect
             with `keep_checkpoint_max` (whose default is 5). Without both, one checkpoint is kept.
-        integrated_save: Whether split tensors are merged before saving.
+        integrated_save: No effect where no tensor is split. Ranks write the slices that they hold,
+            with their layout, and `load_checkpoint` returns whole tensors; an explicit True together
+            with slices is refused, because a save merges nothing.
         async_save: False, True or "thread" for a background thread, "process" for a background
             process.
-        saved_network: Saved instead of the training network: an object with parameters (a MindSpore
-            Cell, any object with `state_dict()`), or a mapping of names to arrays.
+        saved_network: Saved by `ModelCheckpoint` instead of the training network: an object with
+            parameters (a MindSpore Cell, any object with `state_dict()`), or a mapping of names to
+            arrays.
         append_info: "epoch_num", "step_num", and at most one dict of names to int, float, bool or
-            str (or MindSpore Parameter, Tensor, Generator).
+            str (or MindSpore Parameter, Tensor, Generator): values in every file beside the
+            parameters or the state, for `load_checkpoint`.
         enc_key: The key, 16, 24 or 32 bytes (SM4-CBC: 16), or None for a plain file. Or a source:
             of the key (`file:run.key`, `env:RUN_KEY`, `cmd:...`, `fd:3`, `prompt:`,
             `wrapped:FILE`), of a passphrase (`passphrase:prompt:`), or of a private or public key
             (`file:alice.pem`). Sources are read once, at construction; a prompt asks twice, against
             typing errors.
         enc_mode: "AES-GCM", "AES-CBC" or "SM4-CBC"; no effect without a key.
-        exception_save: Whether to save when training fails.
+        exception_save: Whether an exception that leaves the `with` block of a manager or callback,
+            also KeyboardInterrupt and SystemExit, saves the state of the last step that ended, with
+            `why="exception:NAME"`. The state is read when the exception arrives, perhaps in the
+            middle of the next step, so the checkpoint never counts for retention or as the latest
+            one, and `resume` takes it only where there is no other.
         crc_check: Whether the file ends with a CRC-32 of its content, inside the encryption; a
             safetensors file has it in its header.
         remove_redundancy: Whether each tensor is saved by one rank of a parallel run only.
@@ -117,7 +135,9 @@ class CheckpointConfig:
             (`file:alice.pem.pub`). Without `enc_key`, this run cannot read its own checkpoints.
         signing_key: The source of an Ed25519 private key (`file:sign.pem` of `ckptmgr keygen --type
             ed25519`) that signs every manifest; the public key verifies it.
-        options: `incremental` and `enable_redundance`, as in MindSpore.
+        options: MindSpore's `incremental` (only the changes of map parameters) and
+            `enable_redundance` (of its AITURBO store). A manager or callback refuses them unless they
+            are false: its checkpoints are complete, and it uses no such store.
 
     Raises:
         TypeError: A value of a wrong type, or an unknown option.
@@ -131,7 +151,7 @@ class CheckpointConfig:
         save_checkpoint_seconds: int | None = 0,
         keep_checkpoint_max: int | None = DEFAULT_KEEP_MAX,
         keep_checkpoint_per_n_minutes: int | None = 0,
-        integrated_save: bool = True,
+        integrated_save: bool = _TRUE_BY_DEFAULT,
         async_save: bool | str = False,
         saved_network: object = None,
         append_info: list[str | dict[str, object]] | None = None,
@@ -168,7 +188,9 @@ class CheckpointConfig:
         self._save_seconds = None if steps else seconds
         self._keep_max = 1 if not keep_max and not keep_minutes else keep_max
         self._keep_minutes = None if keep_max else keep_minutes
-        self._integrated_save = check_bool(integrated_save)
+        self._asks_for_integrated_save = integrated_save is True
+        is_default = integrated_save is _TRUE_BY_DEFAULT
+        self._integrated_save = True if is_default else check_bool(integrated_save)
         self._async_save = check_async_save(async_save)
         self._append = check_append_info(append_info)
         self._enc_key = check_given_key("enc_key", enc_key)
@@ -243,8 +265,13 @@ class CheckpointConfig:
 
     @property
     def integrated_save(self) -> bool:
-        """Whether split tensors are merged before saving."""
+        """Whether split tensors are merged before saving, as given; see `CheckpointConfig`."""
         return self._integrated_save
+
+    @property
+    def asks_for_integrated_save(self) -> bool:
+        """Whether `integrated_save=True` was given, and not left at its default."""
+        return self._asks_for_integrated_save
 
     @property
     def async_save(self) -> bool | str:
@@ -302,7 +329,7 @@ class CheckpointConfig:
 
     @property
     def map_param_inc(self) -> object:
-        """Whether map parameters are saved incrementally (the option `incremental`, as given)."""
+        """The option `incremental`, as given; see `CheckpointConfig`."""
         return self._map_param_inc
 
     def get_checkpoint_policy(self) -> dict[str, object]:
@@ -337,12 +364,20 @@ class CheckpointConfig:
             return RetentionPolicy((PerMinutes(self._keep_minutes),))
         return RetentionPolicy((Last(self._keep_max or 1),))
 
-    def append_values(self, epoch: int, *, step: int) -> dict[str, object] | None:
-        """Return the values to append: counters plus start values; None for nothing."""
+    def append_values(self, epoch: int | None, *, step: int) -> dict[str, object] | None:
+        """Return the values to append: counters plus start values; None for nothing.
+
+        Raises:
+            ValueError: The epoch is to be appended, and there is none.
+        """
         values = self.append_dict
+        if epoch is None and values and "epoch_num" in values:
+            raise ValueError(
+                "append_info has 'epoch_num', so each step needs its epoch: step_end(step, state, epoch=...)"
+            )
         for name, counted in (("epoch_num", epoch), ("step_num", step)):
             start = values.get(name) if values else None
-            if values is not None and isinstance(start, int | float):
+            if values and counted is not None and isinstance(start, int | float):
                 values[name] = start + counted
         return values
 

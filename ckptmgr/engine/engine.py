@@ -206,7 +206,7 @@ class SaveEngine:
         """
         watch = REGISTERED.watch(series="", step=None, why="manual") if watch is None else watch
         if self._must_run_now():
-            return self._run_now(job, writer, watch)
+            return self.run_now(job, writer, watch)
         if job.error is not None:
             return self._refuse(job, job.error, writer, watch)
         if self.mode == "process" and not writer.store.is_on_real_disk:
@@ -289,7 +289,8 @@ class SaveEngine:
         """Whether a save is in flight."""
         return self._saves_now > 0 or self._background.is_busy
 
-    def _run_now(self, job: SaveJob, writer: Writer, watch: SaveWatch) -> SaveHandle:
+    def run_now(self, job: SaveJob, writer: Writer, watch: SaveWatch) -> SaveHandle:
+        """Run a save in the caller in every mode; return once it is durable. Raises its failure."""
         started = time.perf_counter()
         handle = SaveHandle()
         stats = handle.stats

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Breakpoint checkpoint, saved when training fails: `{prefix}-{epoch}_{step}_breakpoint.{format}`."""
+"""Saves when training fails: of the last step that ended, never counted by retention.
+
+Those of a callback are called breakpoints: `{prefix}-{epoch}_{step}_breakpoint.{format}`.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +16,31 @@ from ckptmgr.files.save.job import SaveFacts
 from ckptmgr.observe.observers import Observers
 from ckptmgr.training.callback_names import CallbackSeries
 from ckptmgr.training.callback_values import items_of
+from ckptmgr.training.history import UnsavedStep
+from ckptmgr.training.saving import StateSaver
 
 
 def why_of(error: BaseException) -> str:
     """Return the trigger of a save because of an error; it makes the checkpoint an emergency save."""
     return f"exception:{type(error).__name__}"
+
+
+def save_last_step(
+    error: BaseException, last: UnsavedStep, *, saver: StateSaver, engine: SaveEngine
+) -> None:
+    """Save the last ended step after the background saves; a failure becomes a note of `error`."""
+    _finish_saves(error, engine)
+    try:
+        saver.save_alone(last, why=why_of(error))
+    except Exception as failure:
+        error.add_note(f"ckptmgr: the state of step {last.step} could not be saved: {failure}")
+
+
+def _finish_saves(error: BaseException, engine: SaveEngine) -> None:
+    try:
+        engine.wait()
+    except Exception as failure:
+        error.add_note(f"ckptmgr: a save in the background failed: {failure}")
 
 
 def save_breakpoint(
@@ -35,10 +58,7 @@ def save_breakpoint(
     `error` stopped the training, `params` are the callback parameters, and `steps_before_epoch` is
     the global step at the start of the present epoch.
     """
-    try:
-        engine.wait()
-    except Exception as failure:
-        error.add_note(f"ckptmgr: a save in the background failed: {failure}")
+    _finish_saves(error, engine)
     try:
         step, epoch = int(params.cur_step_num), int(params.cur_epoch_num)
         writer, prefix = series.for_breakpoint()

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from ckptmgr.config.config import CheckpointConfig, check_config, trust_of
+from ckptmgr.config.surfaces import check_for_callback
 from ckptmgr.core.handle import SaveHandle
 from ckptmgr.files.save.job import SaveFacts, SaveJob
 from ckptmgr.io.filesystem import FileSystem
@@ -140,6 +141,7 @@ class ModelCheckpoint(TrainingHooks):
         super().__init__()
         given = GivenNames.checked(prefix, directory)
         self._config = check_config(config)
+        check_for_callback(self._config, has_layout=layout is not None)
         self._observers = Observers(observe)
         self._clock = clock
         self._team = team_for(

@@ -27,6 +27,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Literal, Self
 
 from ckptmgr.config.config import CheckpointConfig, check_config, trust_of
+from ckptmgr.config.surfaces import check_for_manager
 from ckptmgr.core.arguments import (
     checked_count,
     checked_epoch,
@@ -48,6 +49,7 @@ from ckptmgr.policy.forecast import Forecast
 from ckptmgr.policy.save import SavePolicy, decide_at_end, decide_at_step
 from ckptmgr.series.candidates import notes_of
 from ckptmgr.state import tree
+from ckptmgr.training.breakpoints import save_last_step
 from ckptmgr.training.catalog import Catalog
 from ckptmgr.training.forecast import Forecaster
 from ckptmgr.training.history import RunPast, UnsavedStep
@@ -136,6 +138,7 @@ class CheckpointManager:
             keep_redundancy=keep_redundancy,
             balance=balance,
         )
+        check_for_manager(checked, is_many=coordinator is not None, has_layout=layout is not None)
         policy = save_policy if save_policy is not None else checked.save_policy()
         self._policy = policy_of_all(policy, coordinator, timeout_s=rank_timeout_s)
         parts = RunParts(
@@ -463,7 +466,7 @@ class CheckpointManager:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Save the last step if it is unsaved and training did not fail; then wait and close."""
+        """Save the last step, if it is unsaved or `exception_save` asks for it; wait and close."""
         if error is None:
             try:
                 self._engine.wait()
@@ -473,6 +476,14 @@ class CheckpointManager:
                 finally:
                     self.close()
             return
+        last, self._past.unsaved = self._past.unsaved, None
+        try:
+            if self._config.exception_save and last is not None:
+                save_last_step(error, last, saver=self._saver, engine=self._engine)
+        finally:
+            self._close_after(error)
+
+    def _close_after(self, error: BaseException) -> None:
         try:
             self.close()
         except Exception as failure:

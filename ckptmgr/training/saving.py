@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`StateSaver`: makes a job of a state, which the save engine runs."""
+"""`StateSaver`: makes a job of a state, which the save engine runs.
+
+A job holds the state, and beside it what the configuration appends.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,25 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from ckptmgr.core.arguments import resolve_state
+from ckptmgr.config.surfaces import WHOLE_TENSORS
+from ckptmgr.core.arguments import checked_count, checked_epoch, checked_metrics, resolve_state
 from ckptmgr.core.handle import SaveHandle
 from ckptmgr.engine.engine import SaveEngine
-from ckptmgr.files.load.state import metadata_of
+from ckptmgr.files.load.state import as_held_here, metadata_of
 from ckptmgr.files.save.job import Naming, SaveFacts, SaveJob
+from ckptmgr.formats.tensor import Item
 from ckptmgr.observe.observers import SaveWatch
-from ckptmgr.policy.retention import RetentionPolicy
+from ckptmgr.parallel.team import Team
 from ckptmgr.policy.save import LastSave
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.state import tree
+from ckptmgr.state.arrays import named_tensors
 from ckptmgr.training.forecast import Forecaster
-from ckptmgr.training.history import RunPast
+from ckptmgr.training.history import RunPast, UnsavedStep
 from ckptmgr.training.parts import RunParts
 
 
-class _Content(NamedTuple):
+class _Flattened(NamedTuple):
     """The given state, and its tensors or the error that prevented them."""
 
     given: object
@@ -42,14 +48,16 @@ class StateSaver:
         past: RunPast,
         forecaster: Forecaster,
     ) -> None:
-        self._team = parts.team
-        self._clock = parts.clock
-        self._retention: RetentionPolicy = parts.config.retention_policy()
+        self._parts = parts
         self._writer = writer
         self._naming = naming
         self._engine = engine
         self._past = past
         self._forecaster = forecaster
+        if parts.team.is_many:
+            from ckptmgr.parallel.slicer import tensor_specs
+
+            tensor_specs(named_tensors(parts.config.append_dict or {}))  # refuses texts
 
     def save(
         self,
@@ -62,38 +70,88 @@ class StateSaver:
         why: str,
     ) -> SaveHandle | None:
         """Save a state; return the handle, or None if back-pressure skipped the save."""
-        now = self._clock()
+        now = self._parts.clock()
         given, flat = self._flattened(state)
         self._past.saw(step)
         self._writer.prepare()  # the lease, before the choice of a name
         facts = SaveFacts(step=step, at=now, epoch=epoch, why=why, metrics=metrics)
-        job = SaveJob(naming=self._naming, facts=facts, retention=self._retention)
+        job = SaveJob(
+            naming=self._naming, facts=facts, retention=self._parts.config.retention_policy()
+        )
         if isinstance(flat, Exception):
             job = replace(job, error=flat)
         else:
             size_bytes = flat.size_bytes
             self._forecaster.before_run(self._writer, lambda: size_bytes)
-            job = replace(job, items=[*flat.tensors], metadata=metadata_of(flat))
+            job = self._filled(job, flat)
         handle = self._engine.run(job, self._writer, watch=watch, state=given)
         if handle is not None:
             self._past.progress.note(handle, LastSave(step=step, at=now))
             self._forecaster.after_save(handle, now)
         return handle
 
-    def _flattened(self, state: object) -> _Content:
+    def save_alone(self, last: UnsavedStep, *, why: str) -> None:
+        """Save the last ended step in the calling thread, without retention.
+
+        Other ranks are neither met nor waited for: a rank saves what it alone holds, under a prefix
+        of its own. Raises as `SaveEngine.run_now`.
+        """
+        parts, writer, naming = self._parts, self._writer, self._naming
+        rank = None if parts.team.coordinator is None else parts.team.coordinator.rank
+        if rank is not None:
+            parts = replace(parts, team=Team(slicer=parts.team.slicer))
+            writer = parts.writer(writer.store.directory, f"{writer.series}.rank_{rank}")
+            naming = parts.reader(writer)
+        step, epoch = checked_count("step", last.step), checked_epoch(last.epoch)
+        facts = SaveFacts(
+            step=step,
+            at=parts.clock(),
+            epoch=epoch,
+            why=why,
+            metrics=checked_metrics(last.metrics),
+        )
+        flat = tree.flatten(resolve_state(last.state), parts.team.slicer)
+        job = self._filled(
+            SaveJob(naming=naming, facts=facts), replace(as_held_here(flat), slices={})
+        )
+        with parts.observers.watch(series=writer.series, step=step, why=why) as watch:
+            try:
+                self._engine.run_now(job, writer, watch)
+            finally:
+                if rank is not None:
+                    writer.close()
+
+    def _filled(self, job: SaveJob, flat: tree.FlatState) -> SaveJob:
+        """Return the job with a state, and what the configuration appends; or with the error."""
+        items: list[Item] = [*flat.tensors]
+        try:
+            append = self._parts.config.append_values(job.facts.epoch, step=job.facts.step)
+            if append:
+                from ckptmgr.files.serialization import join_items
+
+                items = join_items(items, named_tensors(append))
+        except Exception as error:
+            if not self._parts.team.is_many:
+                raise
+            return replace(job, error=error)
+        return replace(job, items=items, metadata=metadata_of(flat))
+
+    def _flattened(self, state: object) -> _Flattened:
         """Return the tensors of a state, or an error for the other ranks, which wait for this one.
 
         With one process the error is raised.
         """
-        given = state
+        given, team = state, self._parts.team
         try:
             given = resolve_state(state)
-            flat = tree.flatten(given, self._team.slicer)
-            if self._team.slicer is not None:
+            flat = tree.flatten(given, team.slicer)
+            if team.slicer is not None:
                 names = {tensor.spec.name for tensor in flat.tensors}
-                self._team.slicer.check_used(names | flat.aliases.keys() | flat.slices.keys())
+                team.slicer.check_used(names | flat.aliases.keys() | flat.slices.keys())
+            if flat.slices and self._parts.config.asks_for_integrated_save:
+                raise ValueError(f"integrated_save has no effect on slices: {WHOLE_TENSORS}")
         except Exception as error:
-            if not self._team.is_many:
+            if not team.is_many:
                 raise
-            return _Content(given, error)
-        return _Content(given, flat)
+            return _Flattened(given, error)
+        return _Flattened(given, flat)

@@ -325,7 +325,7 @@ def test_repr_without_a_key_says_so() -> None:
 )
 def test_unknown_option_is_refused_with_a_suggestion(name: str, meant: str) -> None:
     with pytest.raises(TypeError) as caught:
-        CheckpointConfig(**{name: _KEY})
+        CheckpointConfig(**{name: _KEY})  # type: ignore[arg-type]
     assert str(caught.value) == f"CheckpointConfig has no option {name!r}; did you mean {meant!r}?"
 
 

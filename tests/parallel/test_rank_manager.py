@@ -13,7 +13,7 @@ import pytest
 
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.config.memory import MemoryConfig
-from ckptmgr.core.errors import CheckpointNotFound, UnsupportedCheckpoint
+from ckptmgr.core.errors import CheckpointNotFound, UnsupportedCheckpoint, UnsupportedState
 from ckptmgr.core.model import State
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
@@ -22,6 +22,7 @@ from ckptmgr.io.temp_names import temp_name
 from ckptmgr.observe.observers import Event, Observer
 from ckptmgr.parallel.coordinator import Json, RanksMissing, RanksOutOfStep
 from ckptmgr.parallel.errors import RankFailed, ResumeFailed
+from ckptmgr.parallel.layout import ParallelLayout
 from ckptmgr.state.paths import StateMismatch
 from ckptmgr.store.store import Store
 from ckptmgr.training.manager import CheckpointManager, Resumption
@@ -467,3 +468,68 @@ def test_coordinator_with_slots_is_kept_and_its_managers_told_apart() -> None:
         ) as ours:
             ours.resume()
     assert len(coordinator.tags) == len(set(coordinator.tags)) > 0
+
+
+def test_rank_that_raises_saves_what_it_alone_holds_and_meets_nobody() -> None:
+    disk = ModelDisk()
+
+    def work(ours: CheckpointManager, rank: int) -> None:
+        ours.step_end(1, state(rank, 1))
+        ours.step_end(2, state(rank, 2))
+        if rank == 1:
+            raise ZeroDivisionError
+
+    outcomes = run(disk, work, exception_save=True, save_checkpoint_steps=1)
+    assert isinstance(outcomes[1].raised, ZeroDivisionError)
+    assert not hasattr(outcomes[1].raised, "__notes__")
+    assert [outcomes[rank].raised for rank in (0, 2)] == [None, None]
+    names = {one.name: one.why for one in Store(RUNS, fs=disk).scan()}
+    assert names.pop("net.rank_1-2.ckpt") == "exception:ZeroDivisionError"
+    assert names == {"net-1.shards": "policy", "net-2.shards": "policy"}
+    alone = CheckpointManager(RUNS, prefix="net.rank_1", fs=disk, processes=ModelProcesses(disk))
+    held = alone.load("net.rank_1-2.ckpt")
+    assert isinstance(held, dict)
+    assert held["weights"].tolist() == [201.0] * 4
+    resumed = run(disk.restart(), lambda ours, rank: ours.resume(state(rank, 0)).step)
+    assert [outcome.must() for outcome in resumed] == [2] * WORLD
+
+
+def test_rank_that_raises_saves_its_slice_in_the_shape_that_it_holds() -> None:
+    disk, meeting = ModelDisk(), Meeting(2)
+    layout = {"w": ParallelLayout(device_matrix=(2,), tensor_map=((0,),))}
+
+    def one(rank: int) -> None:
+        ours = CheckpointManager(
+            RUNS,
+            CheckpointConfig(exception_save=True, save_checkpoint_steps=9),
+            prefix=SERIES,
+            fs=disk,
+            processes=ModelProcesses(disk),
+            clock=Clock(),
+            coordinator=Seat(meeting, rank),
+            layout=layout,
+        )
+        with ours:
+            ours.step_end(1, {"w": np.full(3, rank, np.float32)})
+            raise ZeroDivisionError
+
+    for outcome in run_ranks(meeting, one):
+        assert not hasattr(outcome.raised, "__notes__")
+    alone = CheckpointManager(RUNS, prefix="net.rank_1", fs=disk, processes=ModelProcesses(disk))
+    held = alone.load("net.rank_1-1.ckpt")
+    assert isinstance(held, dict)
+    assert held["w"].tolist() == [1.0] * 3
+
+
+def test_value_that_no_rank_can_append_is_an_error_on_all() -> None:
+    def work(ours: CheckpointManager, rank: int) -> None:
+        ours.step_end(1, state(rank, 1), epoch=None if rank == 1 else 1)
+
+    outcomes = run(ModelDisk(), work, append_info=["epoch_num"], save_checkpoint_steps=1)
+    for outcome in outcomes:
+        assert "append_info has 'epoch_num'" in str(outcome.raised)
+
+
+def test_text_in_append_info_of_ranks_is_refused_at_construction() -> None:
+    with pytest.raises(UnsupportedState, match="'note' is no tensor"):
+        manager(ModelDisk(), Meeting(), 0, append_info=[{"note": "x"}])

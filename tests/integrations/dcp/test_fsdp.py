@@ -17,13 +17,16 @@ torch = pytest.importorskip("torch")
 
 import torch.distributed as dist  # noqa: E402
 
+from ckptmgr.config.config import CheckpointConfig  # noqa: E402
 from ckptmgr.core.errors import UnsupportedState  # noqa: E402
 from ckptmgr.files.load.state import metadata_of  # noqa: E402
+from ckptmgr.parallel.errors import RankFailed  # noqa: E402
 from ckptmgr.parallel.layout import ParallelLayout  # noqa: E402
 from ckptmgr.parallel.slicer import LayoutSlicer  # noqa: E402
 from ckptmgr.state import tree  # noqa: E402
 from ckptmgr.training.manager import CheckpointManager  # noqa: E402
 from tests.integrations.dcp.fsdp_job import digest  # noqa: E402
+from tests.parallel.ranks import Meeting, Seat  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
 
@@ -124,6 +127,18 @@ def test_pending_sum_is_refused() -> None:
     pending = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (1,)), [Partial()])
     with pytest.raises(UnsupportedState, match="is no complete value"):
         tree.flatten({"w": pending}, LayoutSlicer(0))
+
+
+@pytest.mark.usefixtures("alone")
+def test_integrated_save_of_a_dtensor_is_refused_at_the_first_save(tmp_path: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    part = DTensor.from_local(torch.ones(2), init_device_mesh("cpu", (1,)), [Shard(0)])
+    config = CheckpointConfig(integrated_save=True)
+    manager = CheckpointManager(tmp_path, config, coordinator=Seat(Meeting(1), 0))
+    with pytest.raises(RankFailed, match="integrated_save has no effect on slices"):
+        manager.save(1, {"w": part})
 
 
 def test_sparse_slice_is_refused() -> None:

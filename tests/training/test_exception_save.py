@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`exception_save` of a `CheckpointManager`: what it saves when an exception leaves its block."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ckptmgr import Checkpoint, CheckpointConfig, CheckpointManager, load_checkpoint
+from ckptmgr.io.filesystem import OsFileSystem
+from tests.support.failingdisk import FailingDisk
+
+KEY = bytes(range(16))
+
+
+def _manager(directory: Path, **config: Any) -> CheckpointManager:
+    config = {"save_checkpoint_steps": 100, "exception_save": True, **config}
+    return CheckpointManager(directory, CheckpointConfig(**config), prefix="net")
+
+
+def _train(
+    manager: CheckpointManager, error: BaseException, states: list[object], *, first: int = 1
+) -> None:
+    with manager:
+        for step, state in enumerate(states, first):
+            manager.step_end(step, state, epoch=1, metrics={"loss": 1 / step})
+        raise error
+
+
+def _fail_after(manager: CheckpointManager, steps: int, error: BaseException) -> None:
+    """End some steps, then raise the error, which must arrive unchanged."""
+    with pytest.raises(type(error)) as caught:
+        _train(manager, error, [{"w": np.full(4, step)} for step in range(1, steps + 1)])
+    assert caught.value is error
+    assert not hasattr(error, "__notes__")
+
+
+def _names(directory: Path) -> list[str]:
+    return [one.name for one in CheckpointManager(directory, prefix="net").checkpoints()]
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {"async_save": False},
+        {"async_save": "thread"},
+        {"async_save": "process"},
+        {"async_save": True, "zero_stall": True},
+    ],
+    ids=["sync", "thread", "process", "zero_stall"],
+)
+@pytest.mark.parametrize(
+    "form",
+    [
+        {},
+        {"format": "safetensors"},
+        {"format": "safetensors", "compression": "zstd"},
+        {"enc_key": KEY},
+        {"format": "safetensors", "enc_key": KEY},
+    ],
+    ids=["ckpt", "safetensors", "ckpz", "encrypted", "ckpe"],
+)
+def test_exception_saves_the_state_of_the_last_step_in_every_mode_and_format(
+    tmp_path: Path, mode: dict[str, Any], form: dict[str, Any]
+) -> None:
+    manager = _manager(tmp_path, **mode, **form)
+    _fail_after(manager, 3, ValueError("loss is NaN"))
+    (saved,) = manager.checkpoints()
+    assert (saved.step, saved.epoch, saved.why) == (3, 1, "exception:ValueError")
+    assert saved.metrics == {"loss": 1 / 3}
+    loaded = manager.load(saved.name)
+    assert isinstance(loaded, dict)
+    assert loaded["w"].tolist() == [3] * 4
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(1), MemoryError()])
+def test_exception_of_any_class_is_saved_and_passes_on(
+    tmp_path: Path, error: BaseException
+) -> None:
+    manager = _manager(tmp_path)
+    _fail_after(manager, 2, error)
+    assert [one.why for one in manager.checkpoints()] == [f"exception:{type(error).__name__}"]
+
+
+def test_state_is_read_when_the_exception_arrives(tmp_path: Path) -> None:
+    state = {"w": np.zeros(4)}
+
+    def fail_in_step_2(manager: CheckpointManager) -> None:
+        with manager:
+            manager.step_end(1, lambda: state)
+            state["w"] += 1
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_in_step_2(_manager(tmp_path))
+    assert load_checkpoint(tmp_path / "net-1.ckpt")["w"].tolist() == [1] * 4
+
+
+def test_without_exception_save_an_exception_saves_nothing(tmp_path: Path) -> None:
+    _fail_after(_manager(tmp_path, exception_save=False), 2, ZeroDivisionError())
+    assert _names(tmp_path) == []
+
+
+def test_exception_before_the_end_of_a_step_saves_nothing(tmp_path: Path) -> None:
+    _fail_after(_manager(tmp_path), 0, ZeroDivisionError())
+    assert _names(tmp_path) == []
+
+
+def test_leaving_without_an_exception_saves_as_ever(tmp_path: Path) -> None:
+    with _manager(tmp_path) as manager:
+        manager.step_end(1, {"w": np.ones(4)})
+    assert [one.why for one in manager.checkpoints()] == ["end"]
+
+
+def test_checkpoint_of_an_exception_is_not_the_latest_and_no_run_resumes_from_it(
+    tmp_path: Path,
+) -> None:
+    _fail_after(_manager(tmp_path, save_checkpoint_steps=2), 3, ZeroDivisionError())
+    assert _names(tmp_path) == ["net-2.ckpt", "net-3.ckpt"]
+    with CheckpointManager(tmp_path, prefix="net") as manager:
+        latest = manager.latest()
+        assert isinstance(latest, Checkpoint)
+        assert latest.step == 2
+        assert manager.resume().step == 2
+
+
+def test_checkpoint_of_an_exception_takes_no_slot_of_the_policy(tmp_path: Path) -> None:
+    options = {"save_checkpoint_steps": 2, "keep_checkpoint_max": 1}
+    _fail_after(_manager(tmp_path, **options), 3, ZeroDivisionError())
+    with _manager(tmp_path, **options) as manager:
+        manager.resume()
+        manager.step_end(4, {"w": np.ones(4)})
+        manager.step_end(6, {"w": np.ones(4)})
+    assert [one.step for one in manager.checkpoints() if not one.is_emergency] == [2, 6]
+
+
+def test_step_that_was_saved_already_is_saved_beside_it(tmp_path: Path) -> None:
+    _fail_after(_manager(tmp_path, save_checkpoint_steps=1), 1, ZeroDivisionError())
+    assert _names(tmp_path) == ["net-1.ckpt", "net-1-r1.ckpt"]
+
+
+def test_failed_exception_save_is_a_note_on_the_exception(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt) as caught:
+        _train(_manager(tmp_path), KeyboardInterrupt(), [{"socket": object()}], first=7)
+    (note,) = caught.value.__notes__
+    assert "the state of step 7 could not be saved" in note
+    assert "socket" in note
+
+
+def test_failed_background_save_is_a_note_and_the_exception_save_still_happens(
+    tmp_path: Path,
+) -> None:
+    disk = FailingDisk(OsFileSystem(), operation="write_at", call=1)
+    manager = CheckpointManager(
+        tmp_path,
+        CheckpointConfig(async_save=True, exception_save=True),
+        prefix="net",
+        fs=disk,
+    )
+    with pytest.raises(ZeroDivisionError) as caught:
+        _train(manager, ZeroDivisionError(), [{"w": np.ones(4)}])
+    assert ["a save in the background failed" in note for note in caught.value.__notes__] == [True]
+    assert [one.why for one in manager.checkpoints()] == ["exception:ZeroDivisionError"]
