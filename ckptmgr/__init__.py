@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from ckptmgr.policy.retention import plan
     from ckptmgr.policy.text import parse_policy
     from ckptmgr.training.callback import ModelCheckpoint
-    from ckptmgr.training.manager import CheckpointManager, Resumption
+    from ckptmgr.training.manager import CheckpointManager
+    from ckptmgr.training.resume import Resumption
 
 __all__ = [
     "Checkpoint",
@@ -52,7 +53,7 @@ _HOMES = {
     "PackedArray": "formats.tensor",
     "Plan": "core.model",
     "RangeSource": "io.object_store",
-    "Resumption": "training.manager",
+    "Resumption": "training.resume",
     "load_checkpoint": "files.serialization",
     "load_param_into_net": "files.load.network",
     "open_checkpoint": "files.open_checkpoint",

@@ -51,12 +51,11 @@ from ckptmgr.config.keys import check_given_key, check_recipients, resolve_keys
 from ckptmgr.config.memory import MemoryConfig
 from ckptmgr.core.names import FORMATS, extension_of
 from ckptmgr.core.trust import Trust
-from ckptmgr.crypto.keys.ring import Keys
-from ckptmgr.policy.retention import Best, Every, Last, PerMinutes, Pinned, RetentionPolicy, Rule
+from ckptmgr.policy.rules import Best, Every, Last, Pinned, RetentionPolicy, Rule
 from ckptmgr.policy.save import EverySeconds, EverySteps, Never, Overhead, SavePolicy
-from ckptmgr.policy.text import parse_policy
 
-if TYPE_CHECKING:  # signatures are rare, and their library is slow to import
+if TYPE_CHECKING:  # slow to import, and needed with keys only
+    from ckptmgr.crypto.keys.ring import Keys
     from ckptmgr.crypto.keys.signing import PublicKey, SigningKey
 
 
@@ -361,6 +360,8 @@ class CheckpointConfig:
             is_sparse = all(isinstance(rule, Every | Best | Pinned) for rule in self._keep.rules)
             return self._keep | Last(1) if is_sparse else self._keep
         if self._keep_minutes:
+            from ckptmgr.policy.time_rules import PerMinutes
+
             return RetentionPolicy((PerMinutes(self._keep_minutes),))
         return RetentionPolicy((Last(self._keep_max or 1),))
 
@@ -418,6 +419,8 @@ def _check_keep(
             "give one or the other."
         )
     if isinstance(keep, str):
+        from ckptmgr.policy.text import parse_policy
+
         return parse_policy(keep)
     if isinstance(keep, Rule):
         return RetentionPolicy((keep,))

@@ -8,13 +8,14 @@ Key(16 bytes, id fcaf80b25b219f3f)
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from ckptmgr.config.checks import check_cipher, check_raw_key
 from ckptmgr.core.errors import KeyProblem
 from ckptmgr.crypto.errors import CryptoError
-from ckptmgr.crypto.keys.key import Key
-from ckptmgr.crypto.keys.ring import KeyMaterial, KeyRing, Keys
-from ckptmgr.crypto.secret_bytes import SecretBytes
+
+if TYPE_CHECKING:  # slow to import, and needed with keys only
+    from ckptmgr.crypto.keys.ring import Keys
 
 _ANY_KEY = bytes(16)  # of a length that every mode takes
 
@@ -24,11 +25,15 @@ def check_given_key(name: str, given: object) -> bytes | str | None:
     if isinstance(given, str) and _is_source(given):
         return given
     key = check_raw_key(name, given)
-    return None if key is None else SecretBytes(key)
+    if key is None:
+        return None
+    from ckptmgr.crypto.secret_bytes import SecretBytes
+
+    return SecretBytes(key)
 
 
 def _is_source(given: str) -> bool:
-    from ckptmgr.crypto.keys.material import SCHEMES  # slow to import, and not needed for bytes
+    from ckptmgr.crypto.keys.material import SCHEMES
 
     return given.startswith(SCHEMES)
 
@@ -68,7 +73,12 @@ def resolve_keys(
     checked, others = check_given_key(name, given), check_recipients(recipients)
     if not isinstance(checked, str) and not others:
         check_cipher(checked, mode, format=format)
-        return None if checked is None else Key(checked)
+        if checked is None:
+            return None
+    from ckptmgr.crypto.keys.key import Key
+
+    if isinstance(checked, bytes) and not others:
+        return Key(checked)
     keys = _loaded(name, checked, others, is_new=not is_for_reading)
     if isinstance(keys, Key):
         check_cipher(keys.raw, mode, format=format)
@@ -85,7 +95,9 @@ def resolve_keys(
 def _loaded(
     name: str, given: bytes | str | None, recipients: tuple[str, ...], *, is_new: bool
 ) -> Keys:
+    from ckptmgr.crypto.keys.key import Key
     from ckptmgr.crypto.keys.material import load_material
+    from ckptmgr.crypto.keys.ring import KeyMaterial, KeyRing
 
     try:
         own = []

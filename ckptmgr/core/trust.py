@@ -11,9 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ckptmgr.crypto.keys.ring import Keys, ring_of
-
-if TYPE_CHECKING:  # signatures are rare, and their library is slow to import
+if TYPE_CHECKING:  # slow to import, and needed with keys only
+    from ckptmgr.crypto.keys.ring import Keys
     from ckptmgr.crypto.keys.signing import PublicKey, SigningKey
 
 
@@ -63,8 +62,16 @@ class Trust:
     @property
     def can_prove(self) -> bool:
         """Whether an accepted manifest is proven: by an opening key or a trusted signature."""
-        can_open = self.keys is not None and ring_of(self.keys).can_open
-        return self.is_strict and (can_open or bool(self.trusted_keys))
+        return self.is_strict and (self.can_authenticate or bool(self.trusted_keys))
+
+    @property
+    def can_authenticate(self) -> bool:
+        """Whether the keys check and write the HMAC of a manifest; public keys alone do not."""
+        if self.keys is None:
+            return False
+        from ckptmgr.crypto.keys.ring import ring_of
+
+        return ring_of(self.keys).can_open
 
     @property
     def needs_signature(self) -> bool:

@@ -30,7 +30,7 @@ from ckptmgr.core.forks import reset_in_child
 from ckptmgr.core.handle import SaveHandle, SaveStats
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.engine.background import BackgroundSaver, is_exiting
-from ckptmgr.engine.staging import Ledger, StagingPool, has_no_room
+from ckptmgr.engine.budget import Ledger, has_no_room
 from ckptmgr.files.save.job import SaveJob, SaveOrder
 from ckptmgr.files.save.saver import save_items
 from ckptmgr.formats.tensor import Item
@@ -41,6 +41,7 @@ from ckptmgr.store.store import Store
 
 if TYPE_CHECKING:  # imported only by the modes that need them
     from ckptmgr.engine.staged_state import StagedState
+    from ckptmgr.engine.staging import StagingPool
     from ckptmgr.engine.worker_client import WorkerClient
     from ckptmgr.engine.zero_stall import DeferredState, Updates
 
@@ -367,6 +368,8 @@ class SaveEngine:
 
     def _staging_pool(self) -> StagingPool:
         if self._pool is None:
+            from ckptmgr.engine.staging import StagingPool
+
             self._pool = StagingPool(
                 self.memory,
                 is_shared=self.mode == "process",

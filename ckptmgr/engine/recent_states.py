@@ -15,7 +15,8 @@ from ckptmgr.core.errors import CheckpointNotFound, StagingExhausted
 from ckptmgr.engine.snapshots import SnapshotCache
 from ckptmgr.engine.staging import Ledger
 from ckptmgr.formats.tensor import Tensor
-from ckptmgr.state.tree import FlatState, ReadTensor
+from ckptmgr.state.tree import FlatState
+from ckptmgr.state.unflatten import ReadTensor
 
 _LOG = logging.getLogger(__name__)
 

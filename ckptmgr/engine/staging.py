@@ -28,7 +28,7 @@ from typing import NamedTuple
 
 from ckptmgr.config.memory import MemoryConfig
 from ckptmgr.core.errors import StagingExhausted
-from ckptmgr.engine.budget import Ledger
+from ckptmgr.engine.budget import Ledger, has_no_room
 from ckptmgr.engine.layout import StagingLayout, lay_out
 from ckptmgr.engine.slabs import Slab, SlabPool, Usage
 from ckptmgr.engine.spill import SpillFile
@@ -37,12 +37,7 @@ from ckptmgr.formats.tensor import Item, Tensor
 from ckptmgr.state.devices import DeviceMemory, accelerators, copy_on_device
 from ckptmgr.state.items import TensorContent, items_from, tensors_in
 
-__all__ = ["Ledger", "StagedState", "StagingPool", "Usage", "has_no_room", "items_from"]
-
-
-def has_no_room() -> bool:
-    """Return False: there is no other user of the budget."""
-    return False
+__all__ = ["Ledger", "StagedState", "StagingPool", "Usage", "items_from"]
 
 
 class _LaidOut(NamedTuple):

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckptmgr.config.checks import (
     check_async_save,
@@ -41,13 +41,7 @@ from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.names import CONTAINER_SUFFIX, parse_name, stem_of
 from ckptmgr.core.shard_names import is_set_name
 from ckptmgr.core.trust import Trust
-from ckptmgr.crypto.keys.signing import PublicKey, SigningKey
-from ckptmgr.files.load.network import load_into
-from ckptmgr.files.load.open import OpenCheckpoint, open_source
-from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.load.shard_state import load_sharded
-from ckptmgr.files.load.values import everything, read_into, read_values
-from ckptmgr.files.open_checkpoint import with_manifest
+from ckptmgr.files.load.options import ReadOptions, everything
 from ckptmgr.files.save.job import SaveOptions, SaveOrder, draft_entry
 from ckptmgr.files.save.saver import save_items
 from ckptmgr.files.serialization_arguments import (
@@ -67,6 +61,10 @@ from ckptmgr.state.arrays import named_tensors
 from ckptmgr.store.change_leases import lease_of_name
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.store import Store
+
+if TYPE_CHECKING:  # a plain save needs none of these
+    from ckptmgr.crypto.keys.signing import PublicKey, SigningKey
+    from ckptmgr.files.load.open import OpenCheckpoint
 
 _EMPTY_RESULT = (
     "The loaded parameter dict is empty after filter or specify, please check whether 'filter_prefix' or "
@@ -258,6 +256,9 @@ def load_checkpoint(
         RuntimeError: A value has another shape or type than the one in `net`.
         StateMismatch: The file does not fit `into`; lists every difference. Nothing was changed.
     """
+    from ckptmgr.files.load.open import open_source
+    from ckptmgr.files.load.values import read_into, read_values
+
     check_given_key("dec_key", dec_key)
     check_cipher_mode("dec_mode", dec_mode)
     check_is_bool("crc_check", crc_check)
@@ -301,6 +302,8 @@ def load_checkpoint(
     elif _is_of_many_ranks(ckpt_file_name):
         if into is not None:
             raise ValueError("'into' takes one file; a checkpoint of many ranks has several")
+        from ckptmgr.files.load.shard_state import load_sharded
+
         values = dict(load_sharded(Path(ckpt_file_name), options=options, choose=choose))
     else:
         path = load_path(ckpt_file_name, format)
@@ -311,6 +314,8 @@ def load_checkpoint(
     if not values:
         raise ValueError(_EMPTY_RESULT)
     if net is not None:
+        from ckptmgr.files.load.network import load_into
+
         load_into(net, values, strict=strict_load)
     return values
 
@@ -343,10 +348,10 @@ def name_of(item: Item) -> str:
 def _read_file(
     path: Path, options: ReadOptions, read: Callable[[OpenCheckpoint], dict[str, Any]]
 ) -> dict[str, Any]:
-    store = Store(
-        path.parent,
-        trust=options.trust,
-    )
+    from ckptmgr.files.load.open import open_source
+    from ckptmgr.files.open_checkpoint import with_manifest
+
+    store = Store(path.parent, trust=options.trust)
 
     def read_with(manifest: Manifest | None) -> dict[str, Any]:
         with closing(bypass_page_cache_unless_shared(store.fs.open(path))) as raw:

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from ckptmgr.core.errors import CheckpointNotFound
 from ckptmgr.core.names import extension_of, without_envelope
-from ckptmgr.files.load.values import everything
-from ckptmgr.formats.detect import Kind, detect
+from ckptmgr.files.load.options import everything
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.store.real_files import real_file
 
@@ -90,6 +89,8 @@ def load_path(name: object, format: str | None) -> Path:
 
 def _what_it_is(path: Path) -> Iterator[str]:
     """Yield hints about the file under a path that is no name of a checkpoint."""
+    from ckptmgr.formats.detect import Kind, detect
+
     with suppress(OSError, ValueError):  # no such file, or no such name
         if path.is_dir():
             yield "this is a directory: name a file in it, or use CheckpointManager(directory).resume()"

@@ -18,14 +18,13 @@ from ckptmgr.files.load.bulk import check_values, read_every_byte, read_through
 from ckptmgr.files.load.container import (
     container_mode,
     format_in,
-    kind_of,
     open_container_file,
     unit_of,
 )
 from ckptmgr.files.load.inspection import indexed_tensors
 from ckptmgr.files.load.open import OpenCheckpoint, open_source
 from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.load.plaintext import check_kind, check_mode, refuse_unsigned
+from ckptmgr.files.load.plaintext import check_kind, check_mode, kind_of, refuse_unsigned
 from ckptmgr.files.load.statistics import stats_of
 from ckptmgr.formats.detect import Kind
 from ckptmgr.formats.errors import FormatError

@@ -12,10 +12,9 @@ from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.core.errors import UnsupportedCheckpoint
 from ckptmgr.core.names import OPAQUE
 from ckptmgr.crypto.mindspore.blocks import PLAINTEXT_BLOCK_BYTES
-from ckptmgr.files.load.container import ENCRYPTED, kind_of
 from ckptmgr.files.load.open import OpenCheckpoint, open_indexed, open_source
 from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.load.plaintext import plaintext_of
+from ckptmgr.files.load.plaintext import ENCRYPTED, kind_of, plaintext_of
 from ckptmgr.formats.source import Source
 from ckptmgr.io.filesystem import InputFile
 from ckptmgr.io.threads import PIECE_BYTES

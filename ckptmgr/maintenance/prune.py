@@ -26,7 +26,8 @@ from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.formats.detect import Kind, detect
 from ckptmgr.maintenance.verify import Status, verify_checkpoint
 from ckptmgr.observe.observers import REGISTERED
-from ckptmgr.policy.retention import RetentionPolicy, plan
+from ckptmgr.policy.retention import plan
+from ckptmgr.policy.rules import RetentionPolicy
 from ckptmgr.store import trash
 from ckptmgr.store.store import Store
 from ckptmgr.store.trash import Batch

@@ -27,9 +27,10 @@ from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.container.header import Content
 from ckptmgr.crypto.container.writer import ContainerSealer
 from ckptmgr.crypto.keys.ring import KeyRing, Keys, block_key
-from ckptmgr.files.load.container import format_in, kind_of, open_container_file
+from ckptmgr.files.load.container import format_in, open_container_file
 from ckptmgr.files.load.open import open_source
 from ckptmgr.files.load.options import ReadOptions
+from ckptmgr.files.load.plaintext import kind_of
 from ckptmgr.files.save.saver import check_written
 from ckptmgr.formats.detect import Kind
 from ckptmgr.formats.source import Source

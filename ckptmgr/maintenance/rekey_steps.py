@@ -15,7 +15,8 @@ from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.names import OPAQUE
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.crypto.slots import Slot
-from ckptmgr.files.load.container import ENCRYPTED, format_in, kind_of, open_container_file
+from ckptmgr.files.load.container import format_in, open_container_file
+from ckptmgr.files.load.plaintext import ENCRYPTED, kind_of
 from ckptmgr.formats.detect import Kind
 from ckptmgr.io.filesystem import InputFile
 from ckptmgr.maintenance.convert_target import unproven_step

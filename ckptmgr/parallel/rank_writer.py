@@ -25,7 +25,7 @@ from ckptmgr.parallel.proposal import SaveProposal, chosen_series
 from ckptmgr.parallel.rounds import Barriers, CollectiveRounds
 from ckptmgr.parallel.shard_store import ShardStore
 from ckptmgr.parallel.two_phase_commit import Deadline, TwoPhaseSave
-from ckptmgr.policy.retention import RetentionPolicy
+from ckptmgr.policy.rules import RetentionPolicy
 from ckptmgr.series.candidates import Candidates, Skipped
 from ckptmgr.series.writer import BegunSave, SeriesWriter
 from ckptmgr.store.manifest.codec import Manifest

@@ -17,17 +17,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ckptmgr.observe.log import decimal_size
-from ckptmgr.policy.retention import (
-    Best,
-    Daily,
-    Hourly,
-    Last,
-    Monthly,
-    Pinned,
-    RetentionPolicy,
-    Rule,
-    Weekly,
-)
+from ckptmgr.policy.rules import RetentionPolicy
 
 GOOD_SHARE = 0.03
 """Share of the time that saving may cost; the proposed interval costs this much."""
@@ -203,15 +193,10 @@ class Forecast:
 def most_kept(policy: RetentionPolicy) -> int | None:
     """Return how many checkpoints a policy keeps at most, pinned ones aside; None for any number.
 
+    >>> from ckptmgr.policy.rules import Best, Last
     >>> most_kept(Last(3) | Best(2, "loss", "min"))
     5
     """
-    counts = [_most_kept(rule) for rule in policy.rules]
+    counts = [rule.most_kept for rule in policy.rules]
     known = [count for count in counts if count is not None]
     return max(1, sum(known)) if len(known) == len(counts) else None
-
-
-def _most_kept(rule: Rule) -> int | None:
-    if isinstance(rule, Last | Best | Hourly | Daily | Weekly | Monthly):
-        return rule.count
-    return 0 if isinstance(rule, Pinned) else None

@@ -36,34 +36,13 @@ from types import MappingProxyType
 from ckptmgr.core.errors import UnsafePrune
 from ckptmgr.core.model import Checkpoint, Plan, Reason, Verdict
 from ckptmgr.policy.rules import (
-    All,
     Best,
-    Every,
     Finding,
-    Last,
-    Pinned,
     RetentionPolicy,
     Rule,
+    as_utc,
     pin_reason,
 )
-from ckptmgr.policy.time_rules import Daily, Hourly, Monthly, PerMinutes, Weekly, Within, as_utc
-
-__all__ = [
-    "All",
-    "Best",
-    "Daily",
-    "Every",
-    "Hourly",
-    "Last",
-    "Monthly",
-    "PerMinutes",
-    "Pinned",
-    "RetentionPolicy",
-    "Rule",
-    "Weekly",
-    "Within",
-    "plan",
-]
 
 _NONE_PROTECTED: Mapping[Path, str] = MappingProxyType({})
 

@@ -17,7 +17,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Literal
 
 from ckptmgr.core.model import Checkpoint, Reason
@@ -37,6 +37,11 @@ class Finding:
 @dataclass(frozen=True, slots=True)
 class Rule(ABC):
     """One reason to keep checkpoints."""
+
+    @property
+    def most_kept(self) -> int | None:
+        """The most checkpoints that it keeps, pinned ones aside; None for any number."""
+        return None
 
     @abstractmethod
     def judge(self, history: Sequence[Checkpoint], now: datetime) -> Sequence[Finding | None]:
@@ -91,6 +96,11 @@ class Last(Rule):
     def __str__(self) -> str:
         return f"last({self.count})"
 
+    @property
+    def most_kept(self) -> int | None:
+        """The most checkpoints that it keeps, pinned ones aside; None for any number."""
+        return self.count
+
     def judge(self, history: Sequence[Checkpoint], now: datetime) -> list[Finding]:
         """Return the findings, newest first."""
         return [
@@ -133,6 +143,11 @@ class Best(Rule):
             return None if value is None or not math.isfinite(value) else float(value)
         except OverflowError:
             return None
+
+    @property
+    def most_kept(self) -> int | None:
+        """The most checkpoints that it keeps, pinned ones aside; None for any number."""
+        return self.count
 
     def judge(self, history: Sequence[Checkpoint], now: datetime) -> list[Finding]:
         """Return the findings, newest first."""
@@ -195,6 +210,11 @@ class Pinned(Rule):
     def __str__(self) -> str:
         return "pinned"
 
+    @property
+    def most_kept(self) -> int | None:
+        """The most checkpoints that it keeps, pinned ones aside; None for any number."""
+        return 0
+
     def judge(self, history: Sequence[Checkpoint], now: datetime) -> list[Finding | None]:
         """Return the findings, newest first."""
         return [
@@ -239,3 +259,13 @@ def check_rule_count(rule: str, count: object) -> None:
     if not 1 <= count <= MAX_COUNT:
         given = count if -MAX_COUNT <= count < 1 else f"one of {count.bit_length()} bits"
         raise ValueError(f"{rule} needs a number from 1 to 2**63 - 1, but got {given}")
+
+
+def as_utc(time: datetime) -> datetime:
+    """Return a time in UTC; one without a zone is taken as UTC."""
+    if time.tzinfo is None:
+        return time.replace(tzinfo=UTC)
+    try:
+        return time.astimezone(UTC)
+    except OverflowError:  # within hours of year 1 or 9999
+        return time.replace(tzinfo=UTC)

@@ -11,11 +11,11 @@ from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import ClassVar
 
 from ckptmgr.core.model import Checkpoint
-from ckptmgr.policy.rules import Finding, Rule, check_rule_count, ordinal
+from ckptmgr.policy.rules import Finding, Rule, as_utc, check_rule_count, ordinal
 
 _UNITS_S = {"w": 604_800, "d": 86_400, "h": 3_600, "m": 60, "s": 1}
 
@@ -68,6 +68,11 @@ class _PerPeriod(Rule):
 
     def __str__(self) -> str:
         return f"{self.NAME}({self.count})"
+
+    @property
+    def most_kept(self) -> int | None:
+        """The most checkpoints that it keeps, pinned ones aside; None for any number."""
+        return self.count
 
     @abstractmethod
     def period(self, time: datetime) -> str:
@@ -177,16 +182,6 @@ class PerMinutes(Rule):
             else self.finding(True, name, value=age_s)
             for i, age_s in enumerate(ages_s)
         ]
-
-
-def as_utc(time: datetime) -> datetime:
-    """Return a time in UTC; one without a zone is taken as UTC."""
-    if time.tzinfo is None:
-        return time.replace(tzinfo=UTC)
-    try:
-        return time.astimezone(UTC)
-    except OverflowError:  # within hours of year 1 or 9999
-        return time.replace(tzinfo=UTC)
 
 
 def format_duration(duration: timedelta) -> str:

@@ -8,25 +8,25 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckptmgr.core.errors import CheckpointNotFound, UnsupportedState
 from ckptmgr.core.model import UNFINISHED, Checkpoint
 from ckptmgr.core.names import step_name
-from ckptmgr.files.load.in_place import InPlaceState, in_place
-from ckptmgr.files.load.open import open_listed
 from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.load.shard_pieces import PIECES
 from ckptmgr.files.load.state import SKELETON, StoredState
-from ckptmgr.files.load.values import Value, read_values
 from ckptmgr.io.passing_errors import may_be_whole
 from ckptmgr.series.candidates import newest_first
 from ckptmgr.state import tree
-from ckptmgr.state.slices import Slicer
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.name_leases import is_same
 from ckptmgr.store.numbering import next_attempt
 from ckptmgr.store.store import Store
+
+if TYPE_CHECKING:  # a save needs none of these
+    from ckptmgr.files.load.in_place import InPlaceState
+    from ckptmgr.files.load.values import Value
+    from ckptmgr.state.slices import Slicer
 
 LATEST = "latest"
 """In place of a name: the newest checkpoint without known damage."""
@@ -152,6 +152,9 @@ class SeriesReader:
             return read_sharded(
                 self.store, sharded, options=self._options, state=state, slicer=self._slicer
             )
+        from ckptmgr.files.load.in_place import in_place
+        from ckptmgr.files.load.open import open_listed
+
         with contextlib.ExitStack() as stack:
             opened, manifest = stack.enter_context(
                 open_listed(
@@ -174,6 +177,9 @@ class SeriesReader:
 
             found = read_sharded(self.store, sharded, options=self._options, slicer=self._slicer)
             return NamedValues(dict(found.arrays), found.kept)
+        from ckptmgr.files.load.open import open_listed
+        from ckptmgr.files.load.values import read_values
+
         with open_listed(self.store, checkpoint, options=self._options) as (opened, _):
             return NamedValues(read_values(opened), ())
 
@@ -187,6 +193,9 @@ class SeriesReader:
         rank = self._options.rank
         if rank is None or self._options.world != len(manifest.shards):
             return manifest
+        from ckptmgr.files.load.open import open_listed
+        from ckptmgr.files.load.shard_pieces import PIECES
+
         with open_listed(self.store, checkpoint, options=self._options) as (opened, _):
             return manifest if PIECES in opened.metadata else None
 

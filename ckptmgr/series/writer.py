@@ -35,7 +35,8 @@ from ckptmgr.files.save.saver import save_items
 from ckptmgr.formats.tensor import Item
 from ckptmgr.io.signals import defer_signals, deliver_signals
 from ckptmgr.observe.observers import REGISTERED, Observers
-from ckptmgr.policy.retention import RetentionPolicy, plan
+from ckptmgr.policy.retention import plan
+from ckptmgr.policy.rules import RetentionPolicy
 from ckptmgr.series.candidates import Candidates, Skipped, first_that_loads
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.manifest.lineage import link_to_newest

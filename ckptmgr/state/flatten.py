@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache, lru_cache, partial
 from itertools import chain
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -24,7 +24,9 @@ from ckptmgr.state.random import generator_key, generator_state
 from ckptmgr.state.scalars import encode_atom, encode_dtype, encode_key
 from ckptmgr.state.shared_memory import plan_storage
 from ckptmgr.state.skeleton import skeleton_of
-from ckptmgr.state.slices import Slice, Slicer, set_whole_shapes
+
+if TYPE_CHECKING:  # one process has no slices
+    from ckptmgr.state.slices import Slice, Slicer
 
 _INLINE_BYTES = 1024
 _WAY_OUT = "store plain values and arrays, or give the object state_dict() and load_state_dict()"
@@ -77,6 +79,8 @@ class Flattener:
             self._walk(self._frames[-1])
         tensors, aliases = plan_storage(self._leaves, self._unique)
         if self.slices:
+            from ckptmgr.state.slices import set_whole_shapes
+
             set_whole_shapes(self._leaves, self.slices)
         return tensors, skeleton_of(self._with_ties()), aliases
 

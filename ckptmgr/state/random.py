@@ -15,17 +15,19 @@ import numpy as np
 
 from ckptmgr.state.paths import Json, TreeError
 
-_BIT_GENERATORS: dict[str, Callable[[], np.random.BitGenerator]] = {
-    "MT19937": np.random.MT19937,
-    "PCG64": np.random.PCG64,
-    "PCG64DXSM": np.random.PCG64DXSM,
-    "Philox": np.random.Philox,
-    "SFC64": np.random.SFC64,
-}
+_BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
 
 def generator_kind(value: Any) -> str:
     """Return the kind of a generator, which its state must match; empty when `value` is none."""
+    if isinstance(value, random.Random):
+        return f"python.{type(value).__name__}"
+    torch_module = sys.modules.get("torch")
+    if torch_module is not None and isinstance(value, torch_module.Generator):
+        return f"torch.Generator({value.device})"
+    # NumPy imports it on first use, which takes time; before that there is no such generator.
+    if "numpy.random" not in sys.modules:
+        return ""
     match value:
         case np.random.Generator():
             return f"numpy.Generator({type(value.bit_generator).__name__})"
@@ -33,18 +35,12 @@ def generator_kind(value: Any) -> str:
             return f"numpy.{type(value).__name__}"
         case np.random.RandomState():
             return f"numpy.RandomState({_legacy_state(value)['bit_generator']})"
-        case random.Random():
-            return f"python.{type(value).__name__}"
-    torch_module = sys.modules.get("torch")
-    if torch_module is not None and isinstance(value, torch_module.Generator):
-        return f"torch.Generator({value.device})"
     return ""
 
 
 def generator_key(value: Any) -> object:
     """Return a key that is equal for generators which draw from the same stream."""
-    source = value.bit_generator if isinstance(value, np.random.Generator) else value
-    return type(value), id(source)
+    return type(value), id(getattr(value, "bit_generator", value))
 
 
 def generator_state(value: Any) -> tuple[Json, object] | None:
@@ -74,12 +70,12 @@ def build_generator(kind: object, state: object) -> object:
 def set_generator(target: Any, source: Any) -> None:
     """Give a generator the state of another one of its kind."""
     match target:
+        case random.Random():
+            target.setstate(source.getstate())
         case np.random.Generator():
             target.bit_generator.state = source.bit_generator.state
         case np.random.BitGenerator():
             target.state = source.state
-        case random.Random():
-            target.setstate(source.getstate())
         case _:
             target.set_state(source.get_state())
 
@@ -90,7 +86,10 @@ def _legacy_state(value: np.random.RandomState) -> dict[str, Any]:
 
 
 def _bit_generator(state: Any) -> np.random.BitGenerator:
-    made = _BIT_GENERATORS[state["bit_generator"]]()
+    name = state["bit_generator"]
+    if name not in _BIT_GENERATORS:
+        raise KeyError(name)
+    made: np.random.BitGenerator = getattr(np.random, name)()
     made.state = state
     return made
 

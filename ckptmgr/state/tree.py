@@ -31,19 +31,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.io.gc_pause import gc_paused
-from ckptmgr.state.destinations import disjoint, memory_of
 from ckptmgr.state.flatten import Flattener
 from ckptmgr.state.paths import StateMismatch, TreeError
-from ckptmgr.state.restore import Restorer
-from ckptmgr.state.slices import Slice, Slicer
-from ckptmgr.state.unflatten import ReadTensor, Unflattener
+
+if TYPE_CHECKING:  # one process has no slices, and a save needs nothing that restores
+    from ckptmgr.state.slices import Slice, Slicer
+    from ckptmgr.state.unflatten import ReadTensor
 
 __all__ = [
     "FlatState",
-    "ReadTensor",
     "Restoration",
     "StateMismatch",
     "TreeError",
@@ -105,6 +105,8 @@ def unflatten(skeleton: str, read: ReadTensor) -> object:
     Raises:
         TreeError: The skeleton is damaged or does not fit the tensors.
     """
+    from ckptmgr.state.unflatten import Unflattener
+
     with gc_paused():
         return Unflattener(read).run(skeleton)
 
@@ -132,6 +134,8 @@ def plan_restore(target: object, skeleton: str, read: ReadTensor) -> Callable[[]
     Raises:
         StateMismatch, TreeError: As `restore`.
     """
+    from ckptmgr.state.restore import Restorer
+
     restorer = Restorer()
     with gc_paused():
         restorer.plan(target, unflatten(skeleton, read))
@@ -158,6 +162,10 @@ class Restoration:
     def __init__(
         self, target: object, skeleton: str, read: ReadTensor, *, fill: Callable[[str], None]
     ) -> None:
+        from ckptmgr.state.destinations import disjoint, memory_of
+        from ckptmgr.state.restore import Restorer
+        from ckptmgr.state.unflatten import Unflattener
+
         with gc_paused():
             unflattener = Unflattener(read, fill=fill)
             self._restorer = Restorer(read_contents=unflattener.read_contents)

@@ -32,6 +32,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptmgr.core.errors import KeyProblem, UnsafePrune, UnsupportedCheckpoint
 from ckptmgr.core.model import Checkpoint, Pin
@@ -45,11 +46,13 @@ from ckptmgr.store.listing import listed, listed_alone
 from ckptmgr.store.manifest.cache import ManifestCache
 from ckptmgr.store.manifest.codec import Manifest, files_of
 from ckptmgr.store.manifest.files import ManifestFiles
-from ckptmgr.store.manifest.keys import ManifestKey
 from ckptmgr.store.manifest.reader import check_is_file
 from ckptmgr.store.name_leases import HeldNames, hold_unchanged
 from ckptmgr.store.publish import Publisher
 from ckptmgr.store.recovery import recover
+
+if TYPE_CHECKING:  # slow to import, and needed with keys only
+    from ckptmgr.store.manifest.keys import ManifestKey
 
 # While a writer of another series works, the directory may never stop changing.
 _MOST_LOOKS = 20

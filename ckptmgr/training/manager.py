@@ -45,7 +45,6 @@ from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.io.leases import Processes
 from ckptmgr.observe.observers import Observer, Observers, about
 from ckptmgr.parallel.team import policy_of_all, team_for
-from ckptmgr.policy.forecast import Forecast
 from ckptmgr.policy.save import SavePolicy, decide_at_end, decide_at_step
 from ckptmgr.series.candidates import notes_of
 from ckptmgr.state import tree
@@ -54,19 +53,15 @@ from ckptmgr.training.catalog import Catalog
 from ckptmgr.training.forecast import Forecaster
 from ckptmgr.training.history import RunPast, UnsavedStep
 from ckptmgr.training.parts import RunParts
-from ckptmgr.training.resume import Resumption, resume_state, start_anew
 from ckptmgr.training.saving import StateSaver
 
-if TYPE_CHECKING:  # signatures are rare, and their library is slow to import
+if TYPE_CHECKING:  # a plain save needs none of these
     from ckptmgr.crypto.keys.signing import PublicKey
-
-
-if TYPE_CHECKING:
     from ckptmgr.parallel.coordinator import Coordinator
     from ckptmgr.parallel.dedup import Balance
     from ckptmgr.parallel.layout import ParallelLayout
-
-__all__ = ["CheckpointManager", "Resumption"]
+    from ckptmgr.policy.forecast import Forecast
+    from ckptmgr.training.resume import Resumption
 
 
 class CheckpointManager:
@@ -170,7 +165,7 @@ class CheckpointManager:
             ledger=self._engine.ledger,
             snapshots=checked_interval("snapshots", snapshots),
         )
-        self._engine.make_room = self._past.recent.give_way  # a save may evict snapshots
+        self._engine.make_room = self._past.give_way  # a save may evict snapshots
         self._saver = StateSaver(
             parts,
             writer=self._writer,
@@ -225,6 +220,8 @@ class CheckpointManager:
         """
         if start not in ("newest", "new"):
             raise ValueError(f"start must be 'newest' or 'new', but got {start!r}")
+        from ckptmgr.training.resume import resume_state, start_anew
+
         with self._observers.timed("resume", series=self.prefix) as told:
             self._engine.wait_until_idle()  # a save in flight would be newer
             if start == "new":
@@ -328,7 +325,7 @@ class CheckpointManager:
         try:
             self._engine.close()
         finally:
-            self._past.recent.close()
+            self._past.close()
             if not self._engine.is_busy:  # Ctrl-C does not stop a save, which needs the lease
                 self._writer.close()
 

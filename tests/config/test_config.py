@@ -17,9 +17,10 @@ import pytest
 from ckptmgr.config.config import CheckpointConfig, check_config
 from ckptmgr.config.memory import MemoryConfig
 from ckptmgr.core.errors import KeyProblem
-from ckptmgr.policy.retention import Best, Last, PerMinutes, RetentionPolicy
+from ckptmgr.policy.rules import Best, Last, RetentionPolicy
 from ckptmgr.policy.save import EverySeconds, EverySteps, Never, Overhead
 from ckptmgr.policy.text import PolicyTextError
+from ckptmgr.policy.time_rules import PerMinutes
 
 _KEY = b"sixteen byte key"
 

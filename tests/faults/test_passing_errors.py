@@ -19,8 +19,7 @@ from ckptmgr.series.reader import SeriesReader
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.manifest.codec import manifest_name
 from ckptmgr.store.store import Store
-from ckptmgr.training.manager import Resumption
-from ckptmgr.training.resume import resume_values
+from ckptmgr.training.resume import Resumption, resume_values
 from tests.faults.training import (
     KEYS,
     RUNS,

@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ckptmgr.core.errors import StoreLocked, UnprovenCheckpoint
 from ckptmgr.core.model import Checkpoint, State
-from ckptmgr.training.manager import CheckpointManager, Resumption
+from ckptmgr.training.manager import CheckpointManager
+from ckptmgr.training.resume import Resumption
 from tests.faults.training import KEYS, RUNS, SERIES, Trainer, state_of, value_of
 from tests.support.crashmodel import FailingDisk, ModelDisk, Order, PowerCut
 from tests.support.damage import flip_bit, manifest_of, truncate

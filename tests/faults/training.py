@@ -20,7 +20,8 @@ from ckptmgr.observe.observers import Observer
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.state import tree
 from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager, Resumption
+from ckptmgr.training.manager import CheckpointManager
+from ckptmgr.training.resume import Resumption
 from tests.support.crashmodel import ModelDisk
 
 RUNS = Path("/runs/digits")

@@ -13,7 +13,7 @@ from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.core.shard_names import parse_shard_name
 from ckptmgr.parallel.coordinator import Json, RanksMissing
 from ckptmgr.parallel.errors import RankFailed
-from ckptmgr.policy.retention import Last, RetentionPolicy
+from ckptmgr.policy.rules import Last, RetentionPolicy
 from tests.faults.training import KEY, KEYS, RUNS, SERIES, disk_with
 from tests.parallel.ranks import START, TIMEOUT_S, WORLD, Job, Outcome, Seat, run_ranks, save_step
 from tests.support.crashmodel import FailingDisk, ModelDisk

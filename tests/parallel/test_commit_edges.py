@@ -17,7 +17,7 @@ from ckptmgr.parallel.coordinator import Json, RanksOutOfStep
 from ckptmgr.parallel.errors import Failure, RankFailed
 from ckptmgr.parallel.proposal import SaveProposal, merged_manifest, vote_of
 from ckptmgr.parallel.shard_store import ShardStore
-from ckptmgr.policy.retention import Last, RetentionPolicy
+from ckptmgr.policy.rules import Last, RetentionPolicy
 from ckptmgr.store.manifest.codec import encode, entry_to_document, manifest_name
 from tests.faults.training import RUNS
 from tests.parallel.ranks import (

@@ -13,7 +13,8 @@ from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.store.listing import lone_sets
 from ckptmgr.store.manifest.codec import manifest_name
 from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager, Resumption
+from ckptmgr.training.manager import CheckpointManager
+from ckptmgr.training.resume import Resumption
 from tests.faults.training import RUNS, SERIES, ModelProcesses
 from tests.parallel.ranks import START, Clock, Meeting, Seat, run_ranks
 from tests.parallel.test_rank_manager import run, state, train

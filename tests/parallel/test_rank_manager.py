@@ -25,7 +25,8 @@ from ckptmgr.parallel.errors import RankFailed, ResumeFailed
 from ckptmgr.parallel.layout import ParallelLayout
 from ckptmgr.state.paths import StateMismatch
 from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager, Resumption
+from ckptmgr.training.manager import CheckpointManager
+from ckptmgr.training.resume import Resumption
 from tests.faults.training import KEY, KEYS, RUNS, SERIES, ModelProcesses
 from tests.parallel.ranks import START, WORLD, Clock, Meeting, Outcome, Seat, run_ranks
 from tests.support.crashmodel import FailingDisk, ModelDisk

@@ -29,7 +29,8 @@ from ckptmgr.parallel.coordinator import Json
 from ckptmgr.parallel.errors import LayoutError
 from ckptmgr.parallel.layout import ParallelLayout
 from ckptmgr.store.store import Store
-from ckptmgr.training.manager import CheckpointManager, Resumption
+from ckptmgr.training.manager import CheckpointManager
+from ckptmgr.training.resume import Resumption
 from tests.faults.training import KEY, RUNS, SERIES, ModelProcesses
 from tests.parallel.mindspore.layouts import held_by, layouts, shape_for
 from tests.parallel.ranks import Clock, Meeting, RankDied, Seat, run_ranks

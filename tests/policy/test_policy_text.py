@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptmgr.core.errors import CkptmgrError
-from ckptmgr.policy.retention import RetentionPolicy
+from ckptmgr.policy.rules import RetentionPolicy
 from ckptmgr.policy.text import PolicyTextError, parse_duration, parse_policy
 from tests.support.policies import rules
 

@@ -13,23 +13,17 @@ import pytest
 
 from ckptmgr.core.errors import UnsafePrune
 from ckptmgr.core.model import Checkpoint, Pin, Plan, State
-from ckptmgr.policy.retention import (
-    All,
-    Best,
+from ckptmgr.policy.retention import plan
+from ckptmgr.policy.rules import All, Best, Every, Last, Pinned, RetentionPolicy, Rule
+from ckptmgr.policy.time_rules import (
     Daily,
-    Every,
     Hourly,
-    Last,
     Monthly,
     PerMinutes,
-    Pinned,
-    RetentionPolicy,
-    Rule,
     Weekly,
     Within,
-    plan,
+    format_duration,
 )
-from ckptmgr.policy.time_rules import format_duration
 from tests.support.policies import NOW, checkpoint
 
 

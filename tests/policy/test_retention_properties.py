@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from ckptmgr.core.errors import UnsafePrune
 from ckptmgr.core.model import Checkpoint, Plan
-from ckptmgr.policy.retention import RetentionPolicy, Rule, plan
+from ckptmgr.policy.retention import plan
+from ckptmgr.policy.rules import RetentionPolicy, Rule
 from ckptmgr.policy.text import parse_policy
 from tests.support.policies import NOW, histories, rules
 

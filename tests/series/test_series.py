@@ -15,7 +15,7 @@ from ckptmgr.core.trust import Trust
 from ckptmgr.files.save.job import SaveFacts, SaveOptions
 from ckptmgr.io.filesystem import InputFile
 from ckptmgr.io.leases import LEASE_SUFFIX
-from ckptmgr.policy.retention import Last, RetentionPolicy
+from ckptmgr.policy.rules import Last, RetentionPolicy
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.numbering import next_attempt
 from tests.faults.training import RUNS, SERIES, Trainer, disk_with, name_of, saved

@@ -26,7 +26,7 @@ from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.maintenance.prune import carry_out, propose, undo
 from ckptmgr.maintenance.verify import Status, verify_checkpoint
-from ckptmgr.policy.retention import Last, RetentionPolicy
+from ckptmgr.policy.rules import Last, RetentionPolicy
 from ckptmgr.store.manifest.codec import decode, encode, manifest_name
 from ckptmgr.store.store import Store
 from ckptmgr.store.trash import new_batch_path, throw_away

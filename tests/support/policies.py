@@ -10,20 +10,8 @@ from pathlib import Path
 from hypothesis import strategies as st
 
 from ckptmgr.core.model import Checkpoint, Pin, State
-from ckptmgr.policy.retention import (
-    All,
-    Best,
-    Daily,
-    Every,
-    Hourly,
-    Last,
-    Monthly,
-    PerMinutes,
-    Pinned,
-    Rule,
-    Weekly,
-    Within,
-)
+from ckptmgr.policy.rules import All, Best, Every, Last, Pinned, Rule
+from ckptmgr.policy.time_rules import Daily, Hourly, Monthly, PerMinutes, Weekly, Within
 
 NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
 _COUNTS = st.integers(1, 6)

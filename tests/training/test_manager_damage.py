@@ -23,7 +23,8 @@ from ckptmgr.core.errors import (
 )
 from ckptmgr.core.model import State
 from ckptmgr.io.filesystem import OsFileSystem
-from ckptmgr.training.manager import CheckpointManager, Resumption
+from ckptmgr.training.manager import CheckpointManager
+from ckptmgr.training.resume import Resumption
 from tests.faults.training import (
     KEY,
     KEYS,

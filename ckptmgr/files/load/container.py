@@ -6,22 +6,18 @@ from __future__ import annotations
 import logging
 
 from ckptmgr.core.errors import ChecksumMismatch, KeyProblem
-from ckptmgr.core.names import CONTAINER_SUFFIX, OPAQUE
+from ckptmgr.core.names import OPAQUE
 from ckptmgr.crypto.container.floe import HEADER_BYTES
 from ckptmgr.crypto.container.header import Content
 from ckptmgr.crypto.container.source import ContainerSource, open_container
 from ckptmgr.crypto.container.unlock import CopyState, find_copies
 from ckptmgr.crypto.errors import CryptoError
 from ckptmgr.crypto.keys.ring import Keys, ring_of
-from ckptmgr.formats.detect import Kind, detect
 from ckptmgr.formats.source import Source, read_bytes
 from ckptmgr.io.scatter import read_checked
 from ckptmgr.io.threads import PIECE_BYTES
 
 _LOG = logging.getLogger(__name__)
-
-ENCRYPTED = (Kind.MINDSPORE_ENCRYPTED, Kind.CKPTMGR_CONTAINER)
-"""The kinds of files that need a key."""
 
 _FORMATS = {
     Content.SAFETENSORS: "safetensors",
@@ -83,13 +79,6 @@ def open_container_file(
     if start != container.unlocked.message.header:
         raise ChecksumMismatch("the file changed while it was being read", path=path)
     return container
-
-
-def kind_of(raw: Source, *, name: str) -> Kind:
-    """Return the kind of a file; of a container by name the first header copy may be damaged."""
-    kind = detect(raw)
-    is_named = kind in (Kind.UNKNOWN, Kind.ZIP_PICKLE) and name.endswith(CONTAINER_SUFFIX)
-    return Kind.CKPTMGR_CONTAINER if is_named else kind
 
 
 def format_in(container: ContainerSource) -> str:

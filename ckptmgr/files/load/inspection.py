@@ -15,10 +15,10 @@ from ckptmgr.core.errors import CheckpointNotFound, UnsupportedCheckpoint
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.names import OPAQUE
 from ckptmgr.crypto.detect import cipher_of
-from ckptmgr.files.load.container import ENCRYPTED, container_format, container_openers, kind_of
+from ckptmgr.files.load.container import container_format, container_openers
 from ckptmgr.files.load.open import OpenCheckpoint, open_indexed
 from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.load.plaintext import Plaintext, plaintext_of
+from ckptmgr.files.load.plaintext import ENCRYPTED, Plaintext, kind_of, plaintext_of
 from ckptmgr.files.load.shards import ShardedCheckpoint
 from ckptmgr.files.load.statistics import TensorStats, stats_of
 from ckptmgr.formats.detect import Kind

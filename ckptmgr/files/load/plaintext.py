@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ckptmgr.core.errors import (
     ChecksumMismatch,
@@ -25,11 +26,9 @@ from ckptmgr.core.errors import (
     UnsealedCheckpoint,
     UnsupportedCheckpoint,
 )
+from ckptmgr.core.names import CONTAINER_SUFFIX
 from ckptmgr.core.trust import ACCEPT_UNENCRYPTED_HINT
-from ckptmgr.crypto.container.header import Content
-from ckptmgr.crypto.container.source import ContainerSource
 from ckptmgr.crypto.errors import CryptoError
-from ckptmgr.files.load.container import format_in, kind_of, open_container_file, unit_of
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.formats.compressed.source import FramesSource, open_frames
 from ckptmgr.formats.detect import Kind, detect
@@ -40,12 +39,25 @@ from ckptmgr.io.threads import HASH_STEP_BYTES, PIECE_BYTES
 from ckptmgr.io.unverified_reads import UnverifiedReads
 from ckptmgr.store.manifest.codec import FileEntry, Manifest
 
+if TYPE_CHECKING:  # slow to import, and needed for containers only
+    from ckptmgr.crypto.container.source import ContainerSource
+
+ENCRYPTED = (Kind.MINDSPORE_ENCRYPTED, Kind.CKPTMGR_CONTAINER)
+"""The kinds of files that need a key."""
+
 _PLAIN = {
     "ckpt": (Kind.MINDSPORE_CKPT,),
     "safetensors": (Kind.SAFETENSORS, Kind.COMPRESSED),
 }
 _DAMAGED = (Kind.UNKNOWN, Kind.EMPTY, Kind.ZIP_PICKLE)
 _HINT = "the file was changed or replaced after it was saved; use an older checkpoint"
+
+
+def kind_of(raw: Source, *, name: str) -> Kind:
+    """Return the kind of a file; of a container by name the first header copy may be damaged."""
+    kind = detect(raw)
+    is_named = kind in (Kind.UNKNOWN, Kind.ZIP_PICKLE) and name.endswith(CONTAINER_SUFFIX)
+    return Kind.CKPTMGR_CONTAINER if is_named else kind
 
 
 def check_kind(kind: Kind, manifest: Manifest | None, *, path: str) -> None:
@@ -162,19 +174,7 @@ def plaintext_of(
     if kind is Kind.MINDSPORE_ENCRYPTED:
         return _open_encrypted(raw, plain.source, path=path, options=options)
     if kind is Kind.CKPTMGR_CONTAINER:
-        container = open_container_file(
-            raw, plain.source, path=path, key=options.trust.keys, mode=options.mode
-        )
-        if container.content is Content.FRAMES:
-            frames = _frames_in(container, path)
-            return Plaintext(source=frames, cipher=container.mode, is_sealed=True, unit_bytes=0)
-        return Plaintext(
-            source=container,
-            cipher=container.mode,
-            is_sealed=True,
-            unit_bytes=unit_of(container),
-            format=format_in(container),
-        )
+        return _open_container(raw, plain.source, path=path, options=options)
     _refuse_unreadable(kind, path)
     if options.trust.needs_encryption:
         raise UnsealedCheckpoint(
@@ -186,6 +186,25 @@ def plaintext_of(
         # The table is checked against the manifest, and its digests check each frame that is read.
         return Plaintext(source=open_frames(raw, table_from=plain.source), unit_bytes=0)
     return plain
+
+
+def _open_container(raw: Source, checked: Source, *, path: str, options: ReadOptions) -> Plaintext:
+    from ckptmgr.crypto.container.header import Content
+    from ckptmgr.files.load.container import format_in, open_container_file, unit_of
+
+    container = open_container_file(
+        raw, checked, path=path, key=options.trust.keys, mode=options.mode
+    )
+    if container.content is Content.FRAMES:
+        frames = _frames_in(container, path)
+        return Plaintext(source=frames, cipher=container.mode, is_sealed=True, unit_bytes=0)
+    return Plaintext(
+        source=container,
+        cipher=container.mode,
+        is_sealed=True,
+        unit_bytes=unit_of(container),
+        format=format_in(container),
+    )
 
 
 def _frames_in(container: ContainerSource, path: str) -> FramesSource:

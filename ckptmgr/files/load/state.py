@@ -6,18 +6,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ckptmgr.core.errors import CorruptCheckpoint, UnsupportedCheckpoint
-from ckptmgr.files.load.open import OpenCheckpoint
-from ckptmgr.files.load.shard_pieces import PIECES, Index, Piece
-from ckptmgr.files.load.values import read_values
 from ckptmgr.formats.tensor import TensorSpec
 from ckptmgr.state import tree
 from ckptmgr.state.skeleton import with_shapes
-from ckptmgr.state.slices import Slice
 from ckptmgr.store.manifest.codec import Manifest
+
+if TYPE_CHECKING:  # a save needs none of these
+    from ckptmgr.files.load.open import OpenCheckpoint
+    from ckptmgr.files.load.shard_pieces import Index
+    from ckptmgr.state.slices import Slice
+    from ckptmgr.state.unflatten import ReadTensor
 
 SKELETON = "ckptmgr.tree"
 
@@ -28,6 +31,8 @@ def metadata_of(flat: tree.FlatState) -> dict[str, str]:
     stored = {tensor.spec.name: tensor.spec for tensor in flat.tensors}
     slices = {name: one for name, one in flat.slices.items() if name in stored}
     if slices:
+        from ckptmgr.files.load.shard_pieces import PIECES
+
         found[PIECES] = index_of(slices, stored).to_text()
     return found
 
@@ -40,6 +45,8 @@ def as_held_here(flat: tree.FlatState) -> tree.FlatState:
 
 def index_of(slices: Mapping[str, Slice], stored: Mapping[str, TensorSpec]) -> Index:
     """Return the index of a file in which the tensors in `slices` are parts of larger ones."""
+    from ckptmgr.files.load.shard_pieces import Index, Piece
+
     pieces = {}
     for name, one in slices.items():
         # Elements of types without a format are stored as bytes, which adds a dimension.
@@ -66,6 +73,8 @@ class StoredState:
     @classmethod
     def read(cls, opened: OpenCheckpoint, *, path: Path, manifest: Manifest | None) -> StoredState:
         """Read everything; raises as `read_values` does."""
+        from ckptmgr.files.load.values import read_values
+
         skeleton = opened.metadata.get(SKELETON)
         values = read_values(opened)
         arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
@@ -100,7 +109,7 @@ class StoredState:
             raise CorruptCheckpoint("a tensor is missing", path=self.path, tensor=name) from None
 
 
-def plan_restore(state: object, skeleton: str, read: tree.ReadTensor) -> Callable[[], object]:
+def plan_restore(state: object, skeleton: str, read: ReadTensor) -> Callable[[], object]:
     """Return a function that restores a state tree into `state`, or into new objects."""
     if state is not None:
         return tree.plan_restore(state, skeleton, read)

@@ -11,6 +11,7 @@ import numpy as np
 from ckptmgr.core.error_translation import translated_errors
 from ckptmgr.files.load.bulk import confirm_index, fill_arrays
 from ckptmgr.files.load.open import OpenCheckpoint
+from ckptmgr.files.load.options import everything
 from ckptmgr.formats.compressed.source import FramesSource
 from ckptmgr.formats.index import TensorEntry
 from ckptmgr.formats.mindspore.entries import CkptEntry, MapEntry
@@ -29,12 +30,6 @@ class MapArrays(NamedTuple):
 
 
 Value = np.ndarray | str | MapArrays | PackedArray
-
-
-def everything(name: str) -> bool:
-    """Choose every name."""
-    del name
-    return True
 
 
 def read_values(

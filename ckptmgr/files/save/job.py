@@ -5,15 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.names import extension_of
-from ckptmgr.crypto.keys.ring import Keys
 from ckptmgr.formats.tensor import Item
 from ckptmgr.io.digest import FileDigest
-from ckptmgr.policy.retention import RetentionPolicy
+from ckptmgr.policy.rules import RetentionPolicy
 from ckptmgr.store.manifest.codec import FileEntry, Manifest
+
+if TYPE_CHECKING:  # slow to import, and needed with keys only
+    from ckptmgr.crypto.keys.ring import Keys
 
 _NOT_WRITTEN = FileDigest(size_bytes=0, ranges=())
 

@@ -19,8 +19,6 @@ from ckptmgr.files.save.job import SaveOptions, SaveOrder
 from ckptmgr.files.save.pipeline import Written, container_for, sealer_for, write_image
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.image import Image
-from ckptmgr.formats.mindspore.writer import build_ckpt_image
-from ckptmgr.formats.safetensors_file import build_safetensors_image
 from ckptmgr.formats.tensor import Item
 from ckptmgr.io.buffers import buffer_bytes
 from ckptmgr.io.digest import FileDigest, differing_ranges
@@ -46,7 +44,11 @@ def build_image(
     """
     with gc_paused():
         if options.format == "safetensors":
+            from ckptmgr.formats.safetensors_file import build_safetensors_image
+
             return build_safetensors_image(items, metadata=metadata, crc=options.has_crc)
+        from ckptmgr.formats.mindspore.writer import build_ckpt_image
+
         return build_ckpt_image(items, metadata=metadata, crc=options.has_crc)
 
 

@@ -28,7 +28,7 @@ from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.observe.observers import REGISTERED, Observers, SaveWatch
 from ckptmgr.parallel.proposal import SaveProposal
 from ckptmgr.parallel.shard_store import ShardStore
-from ckptmgr.policy.retention import RetentionPolicy
+from ckptmgr.policy.rules import RetentionPolicy
 from ckptmgr.series.reader import SeriesReader
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.manifest.codec import Manifest

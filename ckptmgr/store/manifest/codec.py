@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptmgr.core.errors import CorruptCheckpoint, KeyProblem, UnsupportedCheckpoint
 from ckptmgr.core.trust import DEFAULT_TRUST, Trust
-from ckptmgr.crypto.keys.ring import Keys
 from ckptmgr.store.manifest.document import (
     checked_document,
     entry_from_document,
@@ -27,7 +27,6 @@ from ckptmgr.store.manifest.document import (
     parse_document,
     to_bytes,
 )
-from ckptmgr.store.manifest.keys import ManifestKey, manifest_key_of, openers
 from ckptmgr.store.manifest.model import (
     PLACEHOLDER,
     SUFFIX,
@@ -44,6 +43,10 @@ from ckptmgr.store.manifest.proofs import (
     check_signatures,
     proofs,
 )
+
+if TYPE_CHECKING:  # slow to import, and needed with keys only
+    from ckptmgr.crypto.keys.ring import Keys
+    from ckptmgr.store.manifest.keys import ManifestKey
 
 __all__ = [
     "MAX_MANIFEST_BYTES",
@@ -72,7 +75,11 @@ def encode(manifest: Manifest, *, trust: Trust = DEFAULT_TRUST) -> bytes:
             size.
     """
     document = checked_document(manifest)
-    auth = None if trust.keys is None else manifest.auth or manifest_key_of(trust.keys)
+    auth = None
+    if trust.keys is not None:
+        from ckptmgr.store.manifest.keys import manifest_key_of
+
+        auth = manifest.auth or manifest_key_of(trust.keys)
     document |= proofs(document, key=auth, signing_key=trust.signing_key)
     data = to_bytes(document)
     if len(data) > MAX_MANIFEST_BYTES:
@@ -108,7 +115,10 @@ def decode(
         raise CorruptCheckpoint(f"is the manifest of {manifest.name!r}", path=path)
     if manifest.replaces is not None and manifest.replaces.file.name != manifest.file.name:
         raise CorruptCheckpoint(f"replaces {manifest.replaces.file.name!r}", path=path)
-    manifest = replace(manifest, opened_by=openers(auth, path=str(path)))
+    if auth is not None:
+        from ckptmgr.store.manifest.keys import openers
+
+        manifest = replace(manifest, opened_by=openers(auth, path=str(path)))
     try:
         if trust.keys is not None:
             ciphers = [entry.cipher for entry in manifest.shards or (manifest.file,)]

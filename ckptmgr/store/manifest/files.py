@@ -6,18 +6,20 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptmgr.core.errors import CkptmgrError, KeyProblem, StoreLocked
 from ckptmgr.core.trust import Trust
-from ckptmgr.crypto.keys.ring import ring_of
 from ckptmgr.io.filesystem import FileSystem, discard, rename_temp
 from ckptmgr.io.leases import Leases, Processes
 from ckptmgr.io.signals import defer_signals
 from ckptmgr.io.temp_names import temp_name
 from ckptmgr.store.manifest import codec as manifests
 from ckptmgr.store.manifest.codec import Manifest, manifest_name
-from ckptmgr.store.manifest.keys import ManifestKey
 from ckptmgr.store.manifest.reader import ManifestContent, ManifestReader
+
+if TYPE_CHECKING:  # slow to import, and needed with keys only
+    from ckptmgr.store.manifest.keys import ManifestKey
 
 
 class ManifestFiles(ManifestReader):
@@ -37,8 +39,7 @@ class ManifestFiles(ManifestReader):
 
     def lost_by_rewriting(self, data_name: str) -> str | None:
         """Return the proof of a manifest that cannot be made without its key: `authenticated`, `signed`, or None."""
-        keys, signing_key = self.trust.keys, self.trust.signing_key
-        can_authenticate = keys is not None and ring_of(keys).can_open
+        signing_key, can_authenticate = self.trust.signing_key, self.trust.can_authenticate
         if can_authenticate and signing_key is not None:
             return None
         path = self.directory / manifest_name(data_name)

@@ -8,13 +8,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ckptmgr.core.model import Checkpoint, Link, Pin, State
 from ckptmgr.core.shard_names import is_set_name, parse_shard_name
 from ckptmgr.io.digest import FileDigest
 from ckptmgr.store.manifest.fields import time_text
-from ckptmgr.store.manifest.keys import ManifestKey, id_of_opener
 from ckptmgr.store.manifest.proofs import canonical
+
+if TYPE_CHECKING:  # slow to import, and needed with keys only
+    from ckptmgr.store.manifest.keys import ManifestKey
 
 SUFFIX = ".manifest.json"
 PLACEHOLDER = "foreign"
@@ -145,6 +148,11 @@ class Manifest:
         self, directory: Path, *, state: State = State.OK, problem: str | None = None
     ) -> Checkpoint:
         """Return the value that policies see."""
+        key_id = self.file.key_id
+        if self.opened_by:
+            from ckptmgr.store.manifest.keys import id_of_opener
+
+            key_id = id_of_opener(self.opened_by) or key_id
         return Checkpoint(
             path=directory / self.name,
             series=self.series,
@@ -161,7 +169,7 @@ class Manifest:
             state=state,
             format=self.file.format,
             cipher=self.file.cipher,
-            key_id=id_of_opener(self.opened_by) or self.file.key_id,
+            key_id=key_id,
             opened_by=self.opened_by,
             problem=problem,
             shards=tuple(entry.name for entry in self.shards),

@@ -17,12 +17,11 @@ from ckptmgr.core.errors import (
     TamperedCheckpoint,
     UnprovenCheckpoint,
 )
-from ckptmgr.crypto.keys.key import is_manifest_mac, manifest_mac
-from ckptmgr.crypto.keys.ring import Keys, ring_of
-from ckptmgr.store.manifest.keys import ManifestKey, opened_manifest_key
 
-if TYPE_CHECKING:  # signatures are rare, and their library is slow to import
+if TYPE_CHECKING:  # slow to import, and needed with keys only
+    from ckptmgr.crypto.keys.ring import Keys
     from ckptmgr.crypto.keys.signing import PublicKey, SigningKey
+    from ckptmgr.store.manifest.keys import ManifestKey
 
 
 PAYLOAD_TYPE = "application/vnd.ckptmgr.manifest+json"
@@ -57,6 +56,8 @@ def proofs(
 
 
 def _auth(document: Mapping[str, Any], key: ManifestKey) -> dict[str, Any]:
+    from ckptmgr.crypto.keys.key import manifest_mac
+
     mac = manifest_mac(key.key, canonical(document))
     return {"algorithm": _MAC_ALGORITHM, "mac": mac.hex(), **key.to_document()}
 
@@ -81,6 +82,10 @@ def check_mac(
         KeyProblem: It is under another key.
         TamperedCheckpoint: It does not match.
     """
+    from ckptmgr.crypto.keys.key import is_manifest_mac
+    from ckptmgr.crypto.keys.ring import ring_of
+    from ckptmgr.store.manifest.keys import opened_manifest_key
+
     place = str(path)
     if not ring_of(key).can_open:
         return None
