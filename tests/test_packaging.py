@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -122,10 +123,10 @@ def test_wheel_installs_one_top_level_name(wheel: set[str]) -> None:
     assert {top for top in tops if not top.endswith(".dist-info")} == {"ckptmgr"}
 
 
-def imported_by(statement: str) -> set[str]:
-    """Return the modules that a statement adds to a fresh interpreter."""
+def imported_by(statement: str, *, after: str = "") -> set[str]:
+    """Return the modules that a statement adds to a fresh interpreter, which has run `after`."""
     program = (
-        f"import sys; before = set(sys.modules); {statement}; "
+        f"import sys\n{after}\nbefore = set(sys.modules)\n{statement}\n"
         "print(*sorted(set(sys.modules) - before), sep='\\n')"
     )
     done = subprocess.run(
@@ -143,6 +144,66 @@ def test_import_of_the_package_loads_no_third_party_module() -> None:
 def test_import_of_the_package_starts_no_heavy_machinery() -> None:
     heavy = {"asyncio", "multiprocessing.pool", "http.client", "ssl", "sqlite3", "unittest", "pdb"}
     assert imported_by("import ckptmgr") & heavy == set()
+
+
+# Packages that cost time to import, and that a plain save and a plain load can do without.
+_RARE = (
+    "_cffi_backend", "asyncio", "concurrent.futures.thread", "cryptography", "email", "importlib.metadata", "jax",
+    "ml_dtypes", "multiprocessing", "numpy.random", "subprocess", "torch", "urllib", "zstandard",
+    "ckptmgr.cli", "ckptmgr.crypto.aead", "ckptmgr.crypto.ciphers", "ckptmgr.crypto.container",
+    "ckptmgr.crypto.keys", "ckptmgr.crypto.mindspore", "ckptmgr.crypto.providers", "ckptmgr.crypto.secret_bytes",
+    "ckptmgr.crypto.slots", "ckptmgr.engine.recent_states", "ckptmgr.engine.staging", "ckptmgr.engine.worker",
+    "ckptmgr.engine.worker_client", "ckptmgr.engine.zero_stall", "ckptmgr.files.load.container",
+    "ckptmgr.files.load.shard_pieces", "ckptmgr.files.save.compressed", "ckptmgr.files.save.container_stream",
+    "ckptmgr.formats.strategy", "ckptmgr.integrations", "ckptmgr.maintenance", "ckptmgr.parallel.rank_writer",
+    "ckptmgr.policy.text", "ckptmgr.policy.time_rules", "ckptmgr.state.slices", "ckptmgr.state.torch_values",
+    "ckptmgr.store.manifest.keys",
+)  # fmt: skip
+_FOR_LOADING = (
+    "ckptmgr.files.load.bulk", "ckptmgr.files.load.open", "ckptmgr.files.load.values",
+    "ckptmgr.files.load.plaintext", "ckptmgr.formats.compressed", "ckptmgr.formats.detect",
+    "ckptmgr.formats.mindspore.reader", "ckptmgr.io.scatter", "ckptmgr.state.destinations", "ckptmgr.state.restore",
+    "ckptmgr.state.unflatten", "ckptmgr.training.resume",
+)  # fmt: skip
+_MANAGER = "from ckptmgr import CheckpointManager"
+_STEP = (
+    f"{_MANAGER}, CheckpointConfig\n"
+    "with CheckpointManager('run', CheckpointConfig(save_checkpoint_steps=1)) as manager:\n"
+    "    manager.step_end(1, {'w': numpy.zeros(3), 'step': 1})"
+)
+_RESUME = (
+    "with CheckpointManager('run') as manager:\n"
+    "    assert manager.resume({'w': numpy.zeros(3), 'step': 1}).step == 1"
+)
+_FUNCTION = "from ckptmgr import save_checkpoint"
+_SAVE = f"{_FUNCTION}\nsave_checkpoint({{'w': numpy.zeros(3)}}, 'one.ckpt')"
+_LOAD = "from ckptmgr import load_checkpoint\nload_checkpoint('one.ckpt')"
+
+
+def _of(packages: Sequence[str], modules: set[str]) -> set[str]:
+    return {
+        name
+        for name in modules
+        if any(name == one or name.startswith(f"{one}.") for one in packages)
+    }
+
+
+@pytest.mark.parametrize("statement", [_MANAGER, _FUNCTION, _STEP, _SAVE])
+def test_plain_save_imports_nothing_for_keys_ranks_compression_or_loading(
+    statement: str, tmp_path: Path
+) -> None:
+    found = imported_by(statement, after=f"import numpy, os; os.chdir({str(tmp_path)!r})")
+    assert "ckptmgr.files.save.saver" in found
+    assert _of((*_RARE, *_FOR_LOADING), found) == set()
+
+
+@pytest.mark.parametrize("statement", [f"{_STEP}\n{_RESUME}", f"{_SAVE}\n{_LOAD}"])
+def test_plain_load_imports_nothing_for_keys_ranks_or_compression(
+    statement: str, tmp_path: Path
+) -> None:
+    found = imported_by(statement, after=f"import numpy, os; os.chdir({str(tmp_path)!r})")
+    assert "ckptmgr.files.load.open" in found
+    assert _of(_RARE, found) == set()
 
 
 @in_checkout

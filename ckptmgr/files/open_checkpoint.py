@@ -34,18 +34,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from ckptmgr.config.checks import check_is_bool, check_trusted_keys
 from ckptmgr.config.keys import resolve_keys
 from ckptmgr.core.error_translation import translated_errors
-from ckptmgr.core.errors import CheckpointNotFound, CorruptCheckpoint, UnsupportedCheckpoint
+from ckptmgr.core.errors import CheckpointNotFound, UnsupportedCheckpoint
 from ckptmgr.core.trust import Trust
-from ckptmgr.crypto.keys.signing import PublicKey
 from ckptmgr.files.load.bulk import confirm_index
 from ckptmgr.files.load.mapped import MappedTensors
-from ckptmgr.files.load.open import OpenCheckpoint, open_source
+from ckptmgr.files.load.open import OpenCheckpoint, open_source, with_manifest
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.tensors import CheckpointReader
 from ckptmgr.formats.source import Source
@@ -54,9 +53,10 @@ from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.real_files import real_file
 from ckptmgr.store.store import Store
 
-__all__ = ["CheckpointReader", "open_checkpoint", "with_manifest"]
+if TYPE_CHECKING:  # signatures are rare, and their library is slow to import
+    from ckptmgr.crypto.keys.signing import PublicKey
 
-_Result = TypeVar("_Result")
+__all__ = ["CheckpointReader", "open_checkpoint"]
 
 
 def open_checkpoint(
@@ -130,20 +130,6 @@ def open_checkpoint(
             CachedFile(real), str(path), options, manifest, is_mapped=mmap
         ),
     )
-
-
-def with_manifest(store: Store, name: str, read: Callable[[Manifest | None], _Result]) -> _Result:
-    """Call `read` with the manifest of a file; retry if another process replaced both meanwhile."""
-    manifest = store.read_manifest(name)
-    while True:
-        try:
-            return read(manifest)
-        except CorruptCheckpoint:
-            # A writer may have replaced both files since the manifest was read.
-            latest = store.read_manifest(name)
-            if latest == manifest:
-                raise
-            manifest = latest
 
 
 def _opened_file(

@@ -348,8 +348,7 @@ def name_of(item: Item) -> str:
 def _read_file(
     path: Path, options: ReadOptions, read: Callable[[OpenCheckpoint], dict[str, Any]]
 ) -> dict[str, Any]:
-    from ckptmgr.files.load.open import open_source
-    from ckptmgr.files.open_checkpoint import with_manifest
+    from ckptmgr.files.load.open import open_source, with_manifest
 
     store = Store(path.parent, trust=options.trust)
 

@@ -8,12 +8,12 @@ needed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from ckptmgr.core.error_translation import translated_errors, unproven_error
-from ckptmgr.core.errors import UnsupportedCheckpoint
+from ckptmgr.core.errors import CorruptCheckpoint, UnsupportedCheckpoint
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.names import OPAQUE
 from ckptmgr.files.load.options import ReadOptions
@@ -34,6 +34,8 @@ from ckptmgr.store.manifest.codec import Manifest
 
 if TYPE_CHECKING:
     from ckptmgr.store.store import Store
+
+_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +105,20 @@ def open_source(
     return open_indexed(
         plain, path=path, has_digests=manifest is not None, is_for_loading=is_for_loading
     )
+
+
+def with_manifest(store: Store, name: str, read: Callable[[Manifest | None], _Result]) -> _Result:
+    """Call `read` with the manifest of a file; retry if another process replaced both meanwhile."""
+    manifest = store.read_manifest(name)
+    while True:
+        try:
+            return read(manifest)
+        except CorruptCheckpoint:
+            # A writer may have replaced both files since the manifest was read.
+            latest = store.read_manifest(name)
+            if latest == manifest:
+                raise
+            manifest = latest
 
 
 @contextlib.contextmanager
