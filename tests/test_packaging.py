@@ -152,7 +152,7 @@ _RARE = (
     "ml_dtypes", "multiprocessing", "numpy.random", "subprocess", "torch", "urllib", "zstandard",
     "ckptmgr.cli", "ckptmgr.crypto.aead", "ckptmgr.crypto.ciphers", "ckptmgr.crypto.container",
     "ckptmgr.crypto.keys", "ckptmgr.crypto.mindspore", "ckptmgr.crypto.providers", "ckptmgr.crypto.secret_bytes",
-    "ckptmgr.crypto.slots", "ckptmgr.engine.recent_states", "ckptmgr.engine.staging", "ckptmgr.engine.worker",
+    "ckptmgr.crypto.slots", "ckptmgr.engine.snapshots", "ckptmgr.engine.staging", "ckptmgr.engine.worker",
     "ckptmgr.engine.worker_client", "ckptmgr.engine.zero_stall", "ckptmgr.files.load.container",
     "ckptmgr.files.load.shard_pieces", "ckptmgr.files.save.compressed", "ckptmgr.files.save.container_stream",
     "ckptmgr.formats.strategy", "ckptmgr.integrations", "ckptmgr.maintenance", "ckptmgr.parallel.rank_writer",

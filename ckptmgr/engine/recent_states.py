@@ -6,23 +6,24 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from ckptmgr.config.memory import MemoryConfig
 from ckptmgr.core.errors import CheckpointNotFound, StagingExhausted
-from ckptmgr.engine.snapshots import SnapshotCache
-from ckptmgr.engine.staging import Ledger
+from ckptmgr.engine.budget import Ledger
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.state.tree import FlatState
-from ckptmgr.state.unflatten import ReadTensor
+
+if TYPE_CHECKING:  # only a run with snapshots needs them
+    from ckptmgr.engine.snapshots import SnapshotCache
+    from ckptmgr.state.unflatten import ReadTensor
 
 _LOG = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecentState:
+class RecentState(NamedTuple):
     """A state in memory; `read` returns a tensor of it by name."""
 
     step: int
@@ -32,8 +33,7 @@ class RecentState:
     read: ReadTensor
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Note:
+class _Note(NamedTuple):
     skeleton: str
     epoch: int | None
     metrics: Mapping[str, float]
@@ -58,7 +58,8 @@ class RecentStates:
         ledger: Ledger | None = None,
         most: int,
     ) -> None:
-        self._cache = SnapshotCache(config, clock, ledger=ledger)
+        self._config, self._clock, self._ledger = config, clock, ledger
+        self._cache: SnapshotCache | None = None  # until the first state
         self._most = most
         self._notes: dict[int, _Note] = {}
         self._lock = threading.RLock()
@@ -68,31 +69,37 @@ class RecentStates:
     ) -> bool:
         """Copy a state; return whether there was room. Training goes on either way."""
         with self._lock:
+            cache = self._cache = self._cache or self._new_cache()
             try:
                 # Any snapshot may be evicted: a rollback to an older state only costs time.
-                self._cache.put(step, flat.tensors, is_committed=True)
+                cache.put(step, flat.tensors, is_committed=True)
             except StagingExhausted as error:
                 _LOG.warning("no snapshot of step %d: %s", step, error)
                 return False
             self._notes[step] = _Note(skeleton=flat.skeleton, epoch=epoch, metrics=dict(metrics))
-            for oldest in self._cache.steps[: -self._most]:
-                self._cache.drop(oldest)
-            held = self._cache.steps
+            for oldest in cache.steps[: -self._most]:
+                cache.drop(oldest)
+            held = cache.steps
             self._notes = {one: note for one, note in self._notes.items() if one in held}
         return True
 
+    def _new_cache(self) -> SnapshotCache:
+        from ckptmgr.engine.snapshots import SnapshotCache
+
+        return SnapshotCache(self._config, self._clock, ledger=self._ledger)
+
     def give_way(self) -> bool:
         """Drop one state, because a save needs the memory; return whether there was one."""
-        return self._cache.evict() is not None
+        return self._cache is not None and self._cache.evict() is not None
 
     @property
     def steps(self) -> list[int]:
         """The steps of the states, in order."""
-        return self._cache.steps
+        return [] if self._cache is None else self._cache.steps
 
     def newest_of(self, steps: Sequence[int]) -> RecentState | None:
         """Return the newest available state of the given steps, or None."""
-        if not steps:
+        if not steps or self._cache is None:
             return None
         with self._lock:
             try:
@@ -118,7 +125,8 @@ class RecentStates:
     def drop_after(self, step: int) -> None:
         """Drop the states after `step`: they belong to an abandoned branch."""
         with self._lock:
-            self._cache.drop_after(step)
+            if self._cache is not None:
+                self._cache.drop_after(step)
             self._notes = {held: note for held, note in self._notes.items() if held <= step}
 
     def close(self) -> None:

@@ -12,16 +12,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from ckptmgr.config.memory import MemoryConfig
 from ckptmgr.core.handle import SaveHandle
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.engine.budget import Ledger
+from ckptmgr.engine.recent_states import RecentStates
 from ckptmgr.policy.save import LastSave
-
-if TYPE_CHECKING:  # only a run with snapshots needs it
-    from ckptmgr.engine.recent_states import RecentStates
 
 
 class Progress:
@@ -108,35 +106,10 @@ class RunPast:
     ) -> None:
         self._clock = clock
         self.progress = Progress(LastSave(step=0, at=clock()))
-        self._memory, self._ledger, self._most = memory, ledger, snapshots
-        self._recent: RecentStates | None = None
+        self.recent = RecentStates(memory, time.monotonic, ledger=ledger, most=snapshots)
         self.seen_step = 0
         self.unsaved: UnsavedStep | None = None
         self.given_up: set[tuple[Path, int]] = set()
-
-    @property
-    def recent(self) -> RecentStates:
-        """The snapshots."""
-        if self._recent is None:
-            from ckptmgr.engine.recent_states import RecentStates
-
-            self._recent = RecentStates(
-                self._memory, time.monotonic, ledger=self._ledger, most=self._most
-            )
-        return self._recent
-
-    def give_way(self) -> bool:
-        """Drop one snapshot, because a save needs the memory; return whether there was one."""
-        return self._recent is not None and self._recent.give_way()
-
-    def close(self) -> None:
-        """Free the snapshots."""
-        if self._recent is not None:
-            self._recent.close()
-
-    def _drop_after(self, step: int) -> None:
-        if self._recent is not None:
-            self._recent.drop_after(step)
 
     def saw(self, step: int) -> None:
         """Record a step."""
@@ -151,12 +124,12 @@ class RunPast:
         self.progress = Progress(LastSave(step=step, at=self._clock()))
         self.seen_step = step
         self.unsaved = None
-        self._drop_after(step if is_own else -1)
+        self.recent.drop_after(step if is_own else -1)
 
     def go_back(self, step: int, checkpoints: Sequence[Checkpoint]) -> None:
         """Record a rollback to `step`, which gives up the later ones of `checkpoints`."""
         self.given_up |= {(one.path, one.sequence) for one in checkpoints if one.step > step}
-        self._drop_after(step)
+        self.recent.drop_after(step)
         self.progress.go_back(step, self._clock())
         self.seen_step = step
         self.unsaved = None

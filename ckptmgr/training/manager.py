@@ -165,7 +165,7 @@ class CheckpointManager:
             ledger=self._engine.ledger,
             snapshots=checked_interval("snapshots", snapshots),
         )
-        self._engine.make_room = self._past.give_way  # a save may evict snapshots
+        self._engine.make_room = self._past.recent.give_way  # a save may evict snapshots
         self._saver = StateSaver(
             parts,
             writer=self._writer,
@@ -325,7 +325,7 @@ class CheckpointManager:
         try:
             self._engine.close()
         finally:
-            self._past.close()
+            self._past.recent.close()
             if not self._engine.is_busy:  # Ctrl-C does not stop a save, which needs the lease
                 self._writer.close()
 
