@@ -19,7 +19,6 @@ from ckptmgr.files.save.job import Naming, SaveFacts, SaveJob
 from ckptmgr.formats.tensor import Item
 from ckptmgr.observe.observers import SaveWatch
 from ckptmgr.parallel.team import Team
-from ckptmgr.policy.rules import RetentionPolicy
 from ckptmgr.policy.save import LastSave
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.state import tree
