@@ -7,9 +7,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from ckptmgr import CheckpointManager
+from ckptmgr import CheckpointManager, ModelCheckpoint
+from ckptmgr.policy.retention import PerMinutes, RetentionPolicy
+from ckptmgr.policy.save import EverySeconds
+from tests.support.surface import Loop, data_files
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -33,6 +37,26 @@ def test_training_loop_of_the_readme_runs_and_can_be_run_again(
     latest = manager.latest()
     assert latest is not None
     assert latest.step == 1000
+
+
+def test_callback_example_of_the_readme_saves_by_seconds_and_keeps_by_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    loops: list[Loop] = []
+
+    class Model:
+        def train(self, epochs: int, dataset: int, *, callbacks: ModelCheckpoint) -> None:
+            loops.append(Loop(callbacks=(callbacks,), batch_num=dataset))
+            loops[0].run(epochs * dataset)
+
+    names: dict[str, Any] = {"net": {"w": np.ones(2)}, "model": Model(), "dataset": 3}
+    (example,) = [block for block in blocks() if "saved_network" in block]
+    exec(example, names)  # noqa: S102 - our own README
+    assert data_files(tmp_path / "checkpoint") == ["LeNet5-10_3.ckpt"]
+    assert names["config"].save_policy() == EverySeconds(100)
+    assert names["config"].retention_policy() == RetentionPolicy((PerMinutes(5),))
+    assert caplog.messages == []
 
 
 def test_encryption_example_of_the_readme_makes_an_encrypted_checkpoint(

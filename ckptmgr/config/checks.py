@@ -8,6 +8,7 @@ wording).
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, TypeVar
@@ -35,6 +36,7 @@ _COUNTERS = ("epoch_num", "step_num")
 _INT64_BITS = 63
 _MINDSPORE_VALUES = frozenset({"Parameter", "Tensor", "Generator"})
 _T = TypeVar("_T")
+_logger = logging.getLogger(__name__)
 
 
 def check_optional_count(value: object) -> int | None:
@@ -229,6 +231,21 @@ def check_options(
             raise TypeError(
                 f"CheckpointConfig has no option {name!r}" + (f"; {hint}" if hint else "")
             )
+
+
+def warn_of_masked(
+    masked: Mapping[str, object], in_force: Mapping[str, object], *, way_out: str
+) -> None:
+    """Log a warning if a setting was given that another one replaces, as in MindSpore.
+
+    Each is a name and its value; the first of `in_force` that is neither None nor 0 counts.
+    """
+    given = [f"{name}={value}" for name, value in masked.items() if value]
+    replacing = [f"{name}={value}" for name, value in in_force.items() if value]
+    if given and replacing:
+        _logger.warning(
+            "%s has no effect: %s is in force; %s", " ".join(given), replacing[0], way_out
+        )
 
 
 def _out_of_range(value: int) -> str:

@@ -45,6 +45,7 @@ from ckptmgr.config.checks import (
     check_signing_key,
     check_trusted_keys,
     check_type,
+    warn_of_masked,
 )
 from ckptmgr.config.failure import BackPressure, OnError, check_back_pressure, parse_on_error
 from ckptmgr.config.keys import check_given_key, check_recipients, resolve_keys
@@ -78,11 +79,12 @@ class CheckpointConfig:
 
     Args:
         save_checkpoint_steps: Interval of saves in steps; None or 0 for none.
-        save_checkpoint_seconds: Interval of saves in seconds; no effect with steps (whose default
-            is 1).
+        save_checkpoint_seconds: Interval of saves in seconds. As in MindSpore without effect beside
+            steps, whose default is 1, but with a warning: give `save_checkpoint_steps=None`.
         keep_checkpoint_max: How many of the newest checkpoints stay; None or 0 for no such limit.
-        keep_checkpoint_per_n_minutes: Keep about one checkpoint per this many minutes; no effect
-            with `keep_checkpoint_max` (whose default is 5). Without both, one checkpoint is kept.
+        keep_checkpoint_per_n_minutes: Keep about one checkpoint per this many minutes. As in
+            MindSpore without effect beside `keep_checkpoint_max`, whose default is 5, but with a
+            warning: give `keep_checkpoint_max=None`. Without both, one checkpoint is kept.
         integrated_save: No effect where no tensor is split. Ranks write the slices that they hold,
             with their layout, and `load_checkpoint` returns whole tensors; an explicit True together
             with slices is refused, because a save merges nothing.
@@ -228,6 +230,16 @@ class CheckpointConfig:
             raise ValueError(
                 "zero_stall is about background saves: it needs async_save=True or 'process'"
             )
+        warn_of_masked(
+            {"save_checkpoint_seconds": seconds},
+            {"save_checkpoint_overhead": save_checkpoint_overhead, "save_checkpoint_steps": steps},
+            way_out="save_checkpoint_steps=None saves by seconds",
+        )
+        warn_of_masked(
+            {"keep_checkpoint_per_n_minutes": keep_minutes},
+            {"keep_checkpoint_max": keep_max},
+            way_out="keep_checkpoint_max=None keeps by minutes",
+        )
 
     def __repr__(self) -> str:
         if not hasattr(self, "zero_stall"):  # construction failed; a traceback shows it

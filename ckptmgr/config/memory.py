@@ -18,7 +18,7 @@ MegEngine's `DTRConfig` and Ascend's `MemoryConfig`, which mean:
 | enable_aio, aio_queue_depth (aio_queue_size) | `writes_in_flight`; without aio it is 1 |
 | aio_block_size, host_mem_block_size | `write_block_bytes`, `slab_bytes` |
 | offload_param, offload_checkpoint | `staging_place`, `snapshot_place` |
-| auto_offload | `is_automatic` |
+| auto_offload | `is_automatic`; absent means False |
 | eviction_threshold, evictee_minimum_size | `snapshot_budget_bytes`, `smallest_evictee_bytes` |
 | recomp_time_factor, recomp_memory_factor | `restore_time_exponent`, `restore_memory_exponent` |
 | enable_sqrt_sampling | `is_sampling` |
@@ -31,7 +31,9 @@ Validation and messages are MindSpore's (2.7.0) and MegEngine's. Differences:
 * A configuration is valid as a whole or not made; MindSpore applies the keys before the first bad
   one.
 * Absent keys take the defaults here, not MindSpore's: a block pool of 1 GiB quanta, 1024 requests
-  in flight and locked pages (most systems allow 8 MiB) suit offloading a network, not staging.
+  in flight and locked pages (most systems allow 8 MiB) suit offloading a network, not staging. Not
+  so `auto_offload`: without it nothing is offloaded but by `offload_param` and
+  `offload_checkpoint`, as in MindSpore 2.7, whose documentation has another default.
 * `offload_cpu_size` is used in full; MindSpore takes 80 % of it.
 
 >>> MemoryConfig.from_mindspore({"offload_cpu_size": "2GB", "cpu_ratio": 0.5}).usable_host_bytes
@@ -150,13 +152,20 @@ class MemoryConfig:
             return None
         return int(self.host_budget_bytes * self.host_share)
 
+    @property
+    def may_spill_staging(self) -> bool:
+        """Whether staged states may be spilled to the disk."""
+        is_allowed = self.is_automatic or self.staging_place == "disk"
+        return is_allowed and self.spill_directory is not None
+
     @classmethod
     def from_mindspore(cls, offload_config: Mapping[str, object]) -> MemoryConfig:
         """Return the configuration of a `mindspore.set_offload_context` dictionary.
 
         Args:
             offload_config: Keys and values as MindSpore 2.7.0 accepts them; `aio_queue_size` is its
-                other spelling of `aio_queue_depth`.
+                other spelling of `aio_queue_depth`. Without `auto_offload`, which is False then, the
+                places decide, and above `offload_cpu_size` nothing is spilled.
 
         Raises:
             ValueError, TypeError: An unknown key or an invalid value, with MindSpore's message.

@@ -4,9 +4,13 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
+from dataclasses import replace
 
 from ckptmgr.config.memory import MemoryConfig
+
+_LOG = logging.getLogger(__name__)
 
 _ids = itertools.count()
 
@@ -79,3 +83,33 @@ class Ledger:
                 return False
             self._disk_bytes += size_bytes
             return True
+
+
+def without_spilling(memory: MemoryConfig, *, has_staging: bool) -> MemoryConfig:
+    """Return the memory of a run with a key; warn of the states that no longer fit.
+
+    `has_staging` says whether saves run in the background.
+
+    Raises:
+        ValueError: Background saves could stage nothing, as only the disk is allowed.
+    """
+    limit = ""
+    if has_staging and memory.may_spill_staging:
+        if not memory.is_automatic:
+            raise ValueError(
+                "staging_place='disk' (offload_param) together with a key: a spill file would hold the plaintext, so every "
+                "background save would fail; use 'host', or async_save=False"
+            )
+        if memory.usable_host_bytes is not None:
+            from ckptmgr.observe.log import decimal_size
+
+            limit = (
+                f", so every background save of a state above {decimal_size(memory.usable_host_bytes)} will fail: raise "
+                "host_budget_bytes (offload_cpu_size), or save with async_save=False"
+            )
+    _LOG.warning(
+        "staging and snapshots do not spill to %s: the state is saved encrypted%s",
+        memory.spill_directory,
+        limit,
+    )
+    return replace(memory, spill_directory=None)

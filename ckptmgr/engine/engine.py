@@ -30,7 +30,7 @@ from ckptmgr.core.forks import reset_in_child
 from ckptmgr.core.handle import SaveHandle, SaveStats
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.engine.background import BackgroundSaver, is_exiting
-from ckptmgr.engine.budget import Ledger, has_no_room
+from ckptmgr.engine.budget import Ledger, has_no_room, without_spilling
 from ckptmgr.files.save.job import SaveJob, SaveOrder
 from ckptmgr.files.save.saver import save_items
 from ckptmgr.formats.tensor import Item
@@ -105,7 +105,8 @@ def engine_for(
 ) -> SaveEngine:
     """Return the engine for a configuration.
 
-    With a key nothing is spilled: spill files would hold the plaintext that the key protects.
+    With a key nothing is spilled: spill files would hold the plaintext that the key protects. A
+    warning says so, with the size of the largest state that a background save can then stage.
 
     Args:
         config: The configuration.
@@ -113,7 +114,8 @@ def engine_for(
         has_peers: As for `SaveEngine`.
 
     Raises:
-        ValueError: The configuration asks for zero stall, and the caller does not support it.
+        ValueError: The configuration asks for zero stall, and the caller does not support it; or
+            background saves could stage nothing, as only the disk is allowed, and there is a key.
     """
     if config.zero_stall and not has_before_update:
         raise ValueError(
@@ -121,11 +123,7 @@ def engine_for(
         )
     memory = config.memory
     if config.keys is not None and memory is not None and memory.spill_directory is not None:
-        _LOG.warning(
-            "staging and snapshots do not spill to %s: the state is saved encrypted",
-            memory.spill_directory,
-        )
-        memory = replace(memory, spill_directory=None)
+        memory = without_spilling(memory, has_staging=bool(config.async_save))
     return SaveEngine(
         save_mode_of(config.async_save),
         memory=memory,

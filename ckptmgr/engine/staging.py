@@ -251,8 +251,7 @@ class StagingPool:
         if layout.spill_bytes == 0:
             return None
         config = self._config
-        may_spill = config.is_automatic or config.staging_place == "disk"
-        if not may_spill or config.spill_directory is None:
+        if not config.may_spill_staging or config.spill_directory is None:
             raise self._exhausted(size_bytes, "nothing may be spilled to a disk")
         if not self.ledger.add_disk(layout.spill_bytes):
             raise self._exhausted(

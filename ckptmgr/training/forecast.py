@@ -104,7 +104,7 @@ def demand_of(config: CheckpointConfig, save_bytes: int, *, available_bytes: int
     if save_mode_of(config.async_save) != "sync":
         states = 2 if config.back_pressure == "coalesce" else 1
     budget_bytes = None if memory is None else memory.usable_host_bytes
-    can_spill = memory is not None and memory.spill_directory is not None and config.keys is None
+    can_spill = memory is not None and memory.may_spill_staging and config.keys is None
     return Demand(
         save_bytes=save_bytes,
         keep=most_kept(policy),

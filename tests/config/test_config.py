@@ -6,14 +6,17 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import logging
 import pickle
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from traceback import TracebackException
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ckptmgr import ModelCheckpoint
 from ckptmgr.config.config import CheckpointConfig, check_config
 from ckptmgr.config.memory import MemoryConfig
 from ckptmgr.core.errors import KeyProblem
@@ -339,6 +342,42 @@ def test_unknown_option_like_no_other_is_refused_without_its_value() -> None:
 def test_options_of_mindspore_are_accepted() -> None:
     config = CheckpointConfig(incremental=False, enable_redundance=True)
     assert (config.map_param_inc, config.enable_redundance) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "warning"),
+    [
+        (
+            {"save_checkpoint_seconds": 100},
+            "save_checkpoint_seconds=100 has no effect: save_checkpoint_steps=1 is in force; "
+            "save_checkpoint_steps=None saves by seconds",
+        ),
+        (
+            {"save_checkpoint_seconds": 100, "save_checkpoint_overhead": 0.05},
+            "save_checkpoint_seconds=100 has no effect: save_checkpoint_overhead=0.05 is in force; "
+            "save_checkpoint_steps=None saves by seconds",
+        ),
+        (
+            {"keep_checkpoint_per_n_minutes": 5},
+            "keep_checkpoint_per_n_minutes=5 has no effect: keep_checkpoint_max=5 is in force; "
+            "keep_checkpoint_max=None keeps by minutes",
+        ),
+    ],
+)
+def test_setting_that_a_default_replaces_gives_one_warning_that_says_what_is_in_force(
+    options: dict[str, Any], warning: str, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    with caplog.at_level(logging.WARNING, logger="ckptmgr"):
+        ModelCheckpoint("net", str(tmp_path), CheckpointConfig(**options))
+    assert caplog.messages == [warning]
+
+
+def test_settings_in_force_give_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    CheckpointConfig()
+    CheckpointConfig(7, None, 3, None)
+    CheckpointConfig(None, 100, None, 5)
+    CheckpointConfig(0, 100, 0, 5)
+    assert caplog.messages == []
 
 
 # In the order in which MindSpore 2.10.0 checks them (measured with each pair).

@@ -80,6 +80,7 @@ def test_from_mindspore_knows_every_recorded_key() -> None:
 
 def test_from_mindspore_without_keys_takes_our_defaults_and_the_strict_places() -> None:
     config = MemoryConfig.from_mindspore({})
+    assert config.is_automatic is GOLDEN["defaults"]["auto_offload"] is False
     assert config == MemoryConfig(is_automatic=False, spill_directory=Path("./offload/"))
 
 

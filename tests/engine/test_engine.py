@@ -324,6 +324,37 @@ def test_encrypted_state_is_never_spilled_as_plaintext(
     assert "do not spill" in caplog.text
 
 
+def test_budget_that_a_key_makes_final_is_named_at_construction(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = MemoryConfig.from_mindspore(
+        {"offload_cpu_size": "1GB", "offload_path": str(tmp_path), "auto_offload": True}
+    )
+    config = CheckpointConfig(enc_key=bytes(16), async_save=True, memory=memory)
+    CheckpointManager(tmp_path / "runs", config)
+    (message,) = caplog.messages
+    assert "every background save of a state above 1.1 GB will fail" in message
+    assert "raise host_budget_bytes (offload_cpu_size), or save with async_save=False" in message
+
+
+def test_staging_on_the_disk_only_together_with_a_key_is_refused(tmp_path: Path) -> None:
+    memory = MemoryConfig.from_mindspore({"offload_param": "disk", "offload_path": str(tmp_path)})
+    config = CheckpointConfig(enc_key=bytes(16), async_save=True, memory=memory)
+    with pytest.raises(ValueError, match=r"staging_place='disk' \(offload_param\) together with"):
+        CheckpointManager(tmp_path / "runs", config)
+    CheckpointManager(tmp_path / "runs", CheckpointConfig(enc_key=bytes(16), memory=memory))
+
+
+def test_budget_without_auto_offload_is_not_exceeded_by_spilling(tmp_path: Path) -> None:
+    memory = MemoryConfig.from_mindspore(
+        {"offload_cpu_size": "0.001GB", "offload_path": str(tmp_path / "spill")}
+    )
+    config = CheckpointConfig(async_save=True, memory=memory)
+    with CheckpointManager(tmp_path / "runs", config) as manager, pytest.raises(StagingExhausted):
+        manager.save(1, {"w": np.zeros(1 << 20)})
+    assert not (tmp_path / "spill").exists()
+
+
 @everywhere
 def test_saves_of_two_threads_are_all_kept_and_follow_each_other(tmp_path: Path, mode: str) -> None:
     steps = 6

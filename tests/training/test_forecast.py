@@ -198,6 +198,14 @@ def test_share_of_no_time_is_zero_and_never_above_one() -> None:
             1,
             None,
         ),
+        (
+            {
+                "async_save": True,
+                "memory": MemoryConfig.from_mindspore({"offload_cpu_size": "1GB"}),
+            },
+            1,
+            1024 * MIB,
+        ),
     ],
 )
 def test_demand_of_a_configuration(
