@@ -105,7 +105,6 @@ CODES: Mapping[type[errors.CkptmgrError], Exit] = {
     errors.UnsafeWrite: Exit.REFUSED,
     errors.SaveFailed: Exit.FAILED,
     errors.SaveSuperseded: Exit.FAILED,
-    errors.NotBuiltYet: Exit.FAILED,
 }
 
 _EXTRA = re.compile(r"(Got unexpected extra arguments?) \(.*\)", re.DOTALL)

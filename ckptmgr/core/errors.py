@@ -18,9 +18,8 @@ CkptmgrError (Exception)
 ├── StagingExhausted (MemoryError)       a state exceeds the staging memory; nothing was saved
 ├── UnsafePrune                          a retention request that loses the last good checkpoint
 ├── UnsafeWrite                          output would destroy a file: its input or an existing one
-├── SaveFailed                           the save is not durable; the previous state is intact
-│   └── SaveSuperseded                   ... because a newer one replaced it before its start
-└── NotBuiltYet (NotImplementedError)    accepted by MindSpore, planned here, not built yet
+└── SaveFailed                           the save is not durable; the previous state is intact
+    └── SaveSuperseded                   ... because a newer one replaced it before its start
 ```
 
 An `OSError` that is not about a checkpoint passes through untouched. Errors carry `path` and
@@ -144,7 +143,3 @@ class SaveFailed(CkptmgrError):
 
 class SaveSuperseded(SaveFailed):
     """Report a save that a newer one replaced before it started (`back_pressure="coalesce"`)."""
-
-
-class NotBuiltYet(CkptmgrError, NotImplementedError):
-    """Report a feature that is accepted in the configuration but not built yet."""

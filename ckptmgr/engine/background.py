@@ -74,10 +74,10 @@ class BackgroundSaver:
         self._back_pressure = check_back_pressure(back_pressure)
         self._policy = parse_on_error(on_error)
         self._failure: Exception | None = None
-        self._start_anew()
+        self._reset()
         reset_in_child(self)
 
-    def _start_anew(self) -> None:
+    def _reset(self) -> None:
         """Set the idle state; in a forked child, absent threads may still hold the old locks."""
         self._submitting = threading.RLock()
         self._changed = threading.Condition()
@@ -188,7 +188,7 @@ class BackgroundSaver:
 
     def forget_parent(self) -> None:
         """Leave the saves in flight to the parent; for a forked child."""
-        self._start_anew()
+        self._reset()
         self._failure = None
         _unfetched.discard(self)
 

@@ -307,10 +307,10 @@ def load_checkpoint(
         values = dict(load_sharded(Path(ckpt_file_name), options=options, choose=choose))
     else:
         path = load_path(ckpt_file_name, format)
-        with REGISTERED.timed("load", path=path) as told:
+        with REGISTERED.timed("load", path=path) as facts:
             values = _read_file(path, options, wanted)
             with suppress(OSError):  # its name may be gone by now
-                told["size_bytes"] = path.stat().st_size
+                facts["size_bytes"] = path.stat().st_size
     if not values:
         raise ValueError(_EMPTY_RESULT)
     if net is not None:

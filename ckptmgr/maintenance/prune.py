@@ -230,17 +230,17 @@ def carry_out(store: Store, proposal: Proposal, *, at_once: bool = False) -> Pru
     A series that is locked, has changed or fails is left alone and named in `failures`. `at_once`
     removes for good instead of moving to the trash.
     """
-    with REGISTERED.timed("prune", path=store.directory) as told:
+    with REGISTERED.timed("prune", path=store.directory) as facts:
         outcome = _carry_out(store, proposal, at_once=at_once)
-        told["figures"] = {
+        facts["figures"] = {
             "kept": len(proposal.kept),
             "dropped": len(outcome.removed),
             "freed_bytes": sum(c.size_bytes for c in outcome.removed),
         }
-        told["notes"] = (*(f"dropped {c.name}" for c in outcome.removed), *outcome.notes)
+        facts["notes"] = (*(f"dropped {c.name}" for c in outcome.removed), *outcome.notes)
         if outcome.failures:
-            told["error"] = "; ".join(map(str, outcome.failures))
-            told["error_type"] = type(outcome.failures[0]).__name__
+            facts["error"] = "; ".join(map(str, outcome.failures))
+            facts["error_type"] = type(outcome.failures[0]).__name__
     return outcome
 
 

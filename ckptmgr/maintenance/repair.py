@@ -105,7 +105,7 @@ def repair_hint(store: Store, manifest: Manifest) -> str | None:
     if not repairable:
         return None
     repairs = "; ".join(f"{one.name} from {', '.join(one.sources)}" for one in repairable)
-    return f"ckptmgr repair {store.directory / manifest.name} heals {repairs}"
+    return f"ckptmgr repair {store.directory / manifest.name} repairs {repairs}"
 
 
 def _check_kind(manifest: Manifest, checkpoint: Checkpoint) -> None:

@@ -79,7 +79,7 @@ class SealedRepair:
         checkpoint = manifest.to_checkpoint(store.directory)
         if manifest.file.cipher is not None and self._options.trust.keys is None:
             raise KeyProblem(
-                "its files are encrypted; what is healed is encrypted anew",
+                "its files are encrypted; what is repaired is encrypted anew",
                 path=checkpoint.path,
                 hint="pass the key (CLI: --key)",
             )

@@ -74,11 +74,11 @@ def verify_checkpoint(
         options: The key, and whether files without a seal are accepted.
         present: The store's listing; later checkpoints name the one that they came after.
     """
-    with REGISTERED.timed("verify", **about(checkpoint)) as told:
+    with REGISTERED.timed("verify", **about(checkpoint)) as facts:
         answer = _verify(store, checkpoint, level, options or ReadOptions(), present)
         if answer.status not in (Status.OK, Status.UNVERIFIED):
-            told["error"] = "; ".join(answer.problems or answer.unchecked)
-            told["error_type"] = answer.status.value
+            facts["error"] = "; ".join(answer.problems or answer.unchecked)
+            facts["error_type"] = answer.status.value
     return answer
 
 

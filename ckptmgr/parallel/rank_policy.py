@@ -19,7 +19,6 @@ from dataclasses import asdict, dataclass
 from ckptmgr.parallel.coordinator import Coordinator, Json, RanksMissing, RanksOutOfStep
 from ckptmgr.parallel.rounds import Barriers
 from ckptmgr.policy.save import (
-    AnyOf,
     EverySeconds,
     EverySteps,
     LastSave,
@@ -78,8 +77,6 @@ def describe_policy(policy: SavePolicy) -> str:
         return f"every {policy.interval_steps} steps"
     if isinstance(policy, Never):
         return "never"
-    if isinstance(policy, AnyOf):
-        return " or ".join(map(describe_policy, policy.policies))
     return f"by {type(policy).__name__}"
 
 
@@ -89,16 +86,10 @@ def for_all_ranks(policy: SavePolicy, coordinator: Coordinator, *, timeout_s: fl
     Policies by time decide by the clock of rank 0; others must be equal on all ranks.
     """
     barriers = Barriers(coordinator, _COMPARED, timeout_s=timeout_s, monotonic=time.monotonic)
-    if not _is_by_time(policy):
+    if not isinstance(policy, EverySeconds | Overhead):
         return ComparedPolicy(policy, barriers, description=describe_policy(policy))
     joint = RankZeroPolicy(policy, coordinator, timeout_s=timeout_s)
     return ComparedPolicy(joint, barriers, description="by time")
-
-
-def _is_by_time(policy: SavePolicy) -> bool:
-    if isinstance(policy, AnyOf):
-        return any(_is_by_time(one) for one in policy.policies)
-    return isinstance(policy, (EverySeconds, Overhead))
 
 
 class RankZeroPolicy:

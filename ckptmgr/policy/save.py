@@ -170,27 +170,6 @@ class Never:
         return SaveDecision(is_due=False, reason="no save policy is set")
 
 
-@dataclass(frozen=True, slots=True)
-class AnyOf:
-    """Save when any of the policies is due; the first due one gives the reason."""
-
-    policies: tuple[SavePolicy, ...]
-
-    @property
-    def is_active(self) -> bool:
-        """Whether any of them is."""
-        return any(policy.is_active for policy in self.policies)
-
-    def decide(self, step: int, now: float, last: LastSave) -> SaveDecision:
-        """Return the first due decision, or a decision with the reasons of all."""
-        decisions = [policy.decide(step, now, last) for policy in self.policies]
-        due = next((decision for decision in decisions if decision.is_due), None)
-        reasons = dict.fromkeys(decision.reason for decision in decisions)
-        return due or SaveDecision(
-            is_due=False, reason="; ".join(reasons) or "no save policy is set"
-        )
-
-
 def decide_at_step(policy: SavePolicy, step: int, now: float, *, last: LastSave) -> SaveDecision:
     """Return the policy's decision; due after a rollback that gave up saves, if it is active."""
     if last.is_given_up and policy.is_active:

@@ -285,16 +285,16 @@ class ModelCheckpoint(TrainingHooks):
         """
         self._series.settle()
         writer = self._series.writer
-        with self._observers.timed("resume", series=writer.series) as told:
+        with self._observers.timed("resume", series=writer.series) as facts:
             self._engine.wait_until_idle()
             found = resume_values(
                 writer, self._parts.reader(writer), prefix=self._series.given.prefix
             )
             if found.newest is not None:
-                told |= about(found.newest[0])
-            told["figures"] = {"skipped": len(found.skipped)}
+                facts |= about(found.newest[0])
+            facts["figures"] = {"skipped": len(found.skipped)}
             doubts = () if found.doubt is None else (found.doubt,)
-            told["notes"] = (*notes_of(found.skipped), *doubts)
+            facts["notes"] = (*notes_of(found.skipped), *doubts)
         if found.newest is None:
             return None
         checkpoint, (values, kept) = found.newest

@@ -220,21 +220,21 @@ class CheckpointManager:
         """
         if start not in ("newest", "new"):
             raise ValueError(f"start must be 'newest' or 'new', but got {start!r}")
-        from ckptmgr.training.resume import resume_state, start_anew
+        from ckptmgr.training.resume import resume_state, start_fresh
 
-        with self._observers.timed("resume", series=self.prefix) as told:
+        with self._observers.timed("resume", series=self.prefix) as facts:
             self._engine.wait_until_idle()  # a save in flight would be newer
             if start == "new":
-                found = start_anew(state, writer=self._writer, past=self._past)
+                found = start_fresh(state, writer=self._writer, past=self._past)
             else:
                 found = resume_state(
                     state, writer=self._writer, reader=self._reader, past=self._past
                 )
             if found.checkpoint is not None:
-                told |= about(found.checkpoint)
-            told["figures"] = {"skipped": len(found.skipped), "starts": found.starts}
+                facts |= about(found.checkpoint)
+            facts["figures"] = {"skipped": len(found.skipped), "starts": found.starts}
             doubts = () if found.doubt is None else (found.doubt,)
-            told["notes"] = (*notes_of(found.skipped), *doubts)
+            facts["notes"] = (*notes_of(found.skipped), *doubts)
         return found
 
     def step_end(

@@ -35,6 +35,11 @@ from ckptmgr.store.manifest.lineage import foreign_predecessor, replaced_by_olde
 from ckptmgr.store.store import Store
 from ckptmgr.training.history import RunPast
 
+_LOG = logging.getLogger(__name__)
+_MAX_BYTES = 4096  # of the file of starts
+_MANY_STARTS = 3
+_Loaded = TypeVar("_Loaded")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumption:
@@ -96,9 +101,6 @@ class Resumption:
         return self.checkpoint is None
 
 
-_MAX_BYTES = 4096
-
-
 def count_start(store: Store, series: str, checkpoint: Checkpoint) -> int:
     """Record a start from `checkpoint`; return the number of starts without a newer save."""
     identity = [checkpoint.name, checkpoint.sequence]
@@ -115,11 +117,6 @@ def count_start(store: Store, series: str, checkpoint: Checkpoint) -> int:
         note = json.dumps({"checkpoint": identity, "starts": starts}).encode()
         store.write_note(path, note, series=series)
     return starts
-
-
-_LOG = logging.getLogger(__name__)
-_MANY_STARTS = 3
-_Loaded = TypeVar("_Loaded")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,7 +251,7 @@ def resume_state(
     )
 
 
-def start_anew(state: object, *, writer: SeriesWriter, past: RunPast) -> Resumption:
+def start_fresh(state: object, *, writer: SeriesWriter, past: RunPast) -> Resumption:
     """Start at step 0 beside the present checkpoints; see `CheckpointManager.resume`."""
     writer.prepare()
     writer.forget_parents()

@@ -130,9 +130,9 @@ def lines(
     yield 0, ("unify", work / "in", "-o", work / "whole", "--plain", *key)
     yield 0, ("merge", STRATEGIES / "pp2_mp2_stages", "-o", work / "strategy.ckpt")
     monkeypatch.setattr(test_repair, "WEIGHTS", np.ones((3000, 1000), np.float32))
-    healed = save_ranks(work / "set", enc_key=secrets.keys["right"].raw, format="safetensors")
-    damage(work / "set" / healed.shards[0], 0.9)
-    yield 0, ("repair", work / "set" / healed.name, *key)
+    repaired = save_ranks(work / "set", enc_key=secrets.keys["right"].raw, format="safetensors")
+    damage(work / "set" / repaired.shards[0], 0.9)
+    yield 0, ("repair", work / "set" / repaired.name, *key)
     yield 0, ("sign", runs, "--private-key", secrets.source("bundle"), *key)
 
 

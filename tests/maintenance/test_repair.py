@@ -67,14 +67,14 @@ def damage(path: Path, at: float, length: int = 1) -> bytes:
 @pytest.mark.parametrize(
     ("format", "crc"), [("ckpt", False), ("ckpt", True), ("safetensors", False)]
 )
-def test_damaged_content_is_healed_byte_by_byte(format: str, crc: bool, tmp_path: Path) -> None:
+def test_damaged_content_is_repaired_byte_by_byte(format: str, crc: bool, tmp_path: Path) -> None:
     found = saved(tmp_path, format=format, crc_check=crc)
     path = tmp_path / found.shards[2]
     good = damage(path, 0.3, 400)
     before = verify_checkpoint(Store(tmp_path), found)
     assert before.status is Status.DAMAGED
     assert before.hint is not None
-    assert f"ckptmgr repair {found.path} heals {found.shards[2]} from " in before.hint
+    assert f"ckptmgr repair {found.path} repairs {found.shards[2]} from " in before.hint
     (done,) = repair_checkpoint(Store(tmp_path), found)
     assert (done.name, done.problem, done.bad_bytes) == (found.shards[2], None, len(good))
     assert done.sources
@@ -93,7 +93,7 @@ def test_quick_look_does_not_search_for_cures(tmp_path: Path) -> None:
     assert "repair" not in (answer.hint or "")
 
 
-def test_end_that_was_cut_off_is_healed(tmp_path: Path) -> None:
+def test_end_that_was_cut_off_is_repaired(tmp_path: Path) -> None:
     found = saved(tmp_path)
     path = tmp_path / found.shards[1]
     good = path.read_bytes()
@@ -183,17 +183,19 @@ def test_command_heals_and_says_what_is_left(tmp_path: Path) -> None:
     assert run("repair", found.path).stdout == f"{found.name}: all files are as they were saved\n"
     good = damage(tmp_path / found.shards[2], 0.5)
     result = run("repair", found.path)
-    assert (result.exit_code, f"healed {found.shards[2]} from " in result.stdout) == (0, True)
+    assert (result.exit_code, f"repaired {found.shards[2]} from " in result.stdout) == (0, True)
     assert (tmp_path / found.shards[2]).read_bytes() == good
     damage(tmp_path / found.shards[2], 0.5)
     damage(tmp_path / found.shards[1], 0.0, 8)
     result = run("repair", found.path)
     assert result.exit_code == 3
-    assert f"not healed: {found.shards[1]}: " in result.stdout
+    assert f"not repaired: {found.shards[1]}: " in result.stdout
     result = run("repair", found.path, "--json")
     assert result.exit_code == 1
     document = json.loads(result.stdout)
-    assert [(one["name"], one["healed"]) for one in document["items"]] == [(found.shards[1], False)]
+    assert [(one["name"], one["repaired"]) for one in document["items"]] == [
+        (found.shards[1], False)
+    ]
     assert run("repair", found.path, "-q").stdout == f"{tmp_path / found.shards[1]}\n"
 
 
@@ -207,7 +209,7 @@ def test_command_heals_encrypted_files_with_their_key(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes() + b"more")
     assert run("repair", found.path).exit_code != 0
     result = run("repair", found.path, "--key", f"file:{key}")
-    assert (result.exit_code, f"healed {path.name} from " in result.stdout) == (0, True)
+    assert (result.exit_code, f"repaired {path.name} from " in result.stdout) == (0, True)
     assert not path.exists()
     assert run("verify", found.path, "--key", f"file:{key}").exit_code == 0
 

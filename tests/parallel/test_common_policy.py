@@ -13,7 +13,6 @@ from ckptmgr.parallel.coordinator import Json, RanksOutOfStep
 from ckptmgr.parallel.errors import RankFailed
 from ckptmgr.parallel.rank_policy import describe_policy, for_all_ranks
 from ckptmgr.policy.save import (
-    AnyOf,
     EverySeconds,
     EverySteps,
     LastSave,
@@ -42,7 +41,6 @@ class Odd:
         (Never(), "never"),
         (EverySeconds(60.0), "by time"),
         (Odd(), "by Odd"),
-        (AnyOf((EverySteps(10), Odd())), "every 10 steps or by Odd"),
     ],
 )
 def test_ranks_with_different_policies_hear_both_at_the_first_step(

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptmgr.policy.save import (
-    AnyOf,
     EverySeconds,
     EverySteps,
     LastSave,
@@ -25,11 +24,6 @@ _POLICIES: st.SearchStrategy[SavePolicy] = st.one_of(
     st.builds(EverySeconds, st.floats(0.1, 100)),
     st.builds(Overhead, st.floats(0.001, 0.999)),
     st.just(Never()),
-    st.builds(
-        lambda n, s: AnyOf((EverySteps(n), EverySeconds(s))),
-        st.integers(1, 50),
-        st.floats(0.1, 100),
-    ),
 )
 
 
@@ -85,34 +79,12 @@ def test_never_is_never_due() -> None:
     assert not Never().decide(10**6, 1e9, LastSave(at=0.0)).is_due
 
 
-def test_any_of_with_one_due_gives_its_reason() -> None:
-    decision = AnyOf((EverySteps(100), EverySeconds(10))).decide(5, 60.0, LastSave(at=0.0))
-    assert decision.is_due
-    assert decision.reason == "60 s since the last save, every 10 s"
-
-
-def test_any_of_with_none_due_gives_all_reasons() -> None:
-    decision = AnyOf((EverySteps(100), EverySeconds(10))).decide(5, 1.0, LastSave(at=0.0))
-    assert not decision.is_due
-    assert (
-        decision.reason
-        == "5 steps since the last save, every 100; 1 s since the last save, every 10 s"
-    )
-
-
-def test_any_of_nothing_is_never_due() -> None:
-    assert AnyOf(()).decide(5, 1.0, LastSave(at=0.0)).reason == "no save policy is set"
-
-
 @pytest.mark.parametrize(
     ("policy", "is_active"),
     [
         (EverySteps(1), True),
         (EverySeconds(1), True),
         (Never(), False),
-        (AnyOf((Never(), EverySteps(1))), True),
-        (AnyOf((Never(),)), False),
-        (AnyOf(()), False),
     ],
 )
 def test_policy_that_can_save_is_active(policy: SavePolicy, is_active: bool) -> None:

@@ -58,16 +58,16 @@ def _show(output: Output, checkpoint: Checkpoint, done: Sequence[RepairResult], 
     left = [one for one in done if one.problem is not None]
     if output.is_json:
         output.result(
-            [_item(one) for one in done], {"healed": len(done) - len(left), "damaged": len(left)}
+            [_item(one) for one in done], {"repaired": len(done) - len(left), "damaged": len(left)}
         )
     elif output.is_quiet:
         output.paths([root / one.name for one in left])
     else:
         for one in done:
             if one.problem is None:
-                output.line(f"healed {one.name} from {', '.join(one.sources)}")
+                output.line(f"repaired {one.name} from {', '.join(one.sources)}")
             else:
-                output.line(f"not healed: {one.name}: {one.problem}")
+                output.line(f"not repaired: {one.name}: {one.problem}")
         if not left:
             output.line(f"{checkpoint.name}: all files are as they were saved")
     if not left:
@@ -78,7 +78,7 @@ def _show(output: Output, checkpoint: Checkpoint, done: Sequence[RepairResult], 
 def _item(one: RepairResult) -> dict[str, Json]:
     return {
         "name": one.name,
-        "healed": one.problem is None,
+        "repaired": one.problem is None,
         "bad_bytes": one.bad_bytes,
         "sources": list(one.sources),
         "problem": one.problem,
