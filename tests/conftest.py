@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 
 from ckptmgr.crypto.keys import child_environment
 from ckptmgr.crypto.slots import stretching
+from ckptmgr.io.filesystem import OsFileSystem
 
 # A busy machine makes examples slow, which says nothing about the code; so no deadline anywhere.
 settings.register_profile(
@@ -50,6 +51,12 @@ def process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give each test what a new process has: all of the budget for passphrases, and no variable named as a secret yet."""
     monkeypatch.setattr(stretching, "_of_process", stretching.StretchingBudget())
     monkeypatch.setattr(child_environment, "_named", set[str]())
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Try again at once what failed: the pauses between attempts would be a fifth of the time of all tests."""
+    monkeypatch.setattr(OsFileSystem, "pause", lambda disk, seconds: None)
 
 
 # Memory, where the machine lets us: there a test that saves a thousand times waits for no disk.
