@@ -83,7 +83,7 @@ def test_ctrl_c_pressed_often_is_told_each_time_and_waits_for_everybody(
             while len(failures.seen) < number:
                 _press_ctrl_c()
                 # Python hears a signal only later when it comes just before a thread begins to block: press again.
-                failures.heard.acquire(timeout=10)
+                failures.heard.acquire(timeout=2)
         finished.append(True)
 
     run_in_threads([work], fail=failures)

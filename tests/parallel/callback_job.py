@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each rank of `torchrun` does: save three steps through the callback, in worker processes, and resume.
+"""What each of two ranks does: save three steps through the callback, in worker processes, and resume.
 
-`torchrun --nproc-per-node 2 -m tests.parallel.callback_job DIRECTORY`; every rank prints one line of JSON.
+`callback_job.py DIRECTORY`; every rank prints one line of JSON.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import numpy as np
 from ckptmgr import CheckpointConfig, ModelCheckpoint
 from ckptmgr.integrations.job import job_coordinator
 from tests.support.surface import Loop
+from tests.support.torch_ranks import run_ranks
 
 
 def main(directory: Path) -> None:
@@ -42,7 +44,9 @@ def main(directory: Path) -> None:
         "own": np.asarray(found.values["own"]).tolist(),
     }
     sys.stdout.write(json.dumps(told) + "\n")
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_ranks(2, lambda: main(Path(sys.argv[1])))

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each of four ranks of `torchrun` does: train with FSDP2 over gloo, and save and load through DCP.
+"""What each of four ranks does: train with FSDP2 over gloo, and save and load through DCP.
 
-`torchrun --nproc-per-node 4 dcp_job.py DIRECTORY`; every rank prints one line of JSON. The last thing that rank 3 does is
-to die in the middle of a save.
+`dcp_job.py DIRECTORY`; every rank prints one line of JSON. The last thing that rank 3 does is to die in the middle of a
+save.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+from tests.support.torch_ranks import run_ranks
 
 KEY = bytes(range(32))
 STATE_STEP = 7
@@ -179,4 +181,10 @@ def wholes(state: Any, path: str = "") -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    # What every rank uses, imported once.
+    import torch.distributed.checkpoint.state_dict
+    import torch.distributed.fsdp
+
+    import ckptmgr.integrations.dcp
+
+    run_ranks(4, lambda: main(Path(sys.argv[1])))

@@ -2,8 +2,7 @@
 """What each rank does with FSDP2: train, save and print the state; or resume, print it and train on.
 
 `fsdp_job.py DIRECTORY FORMAT WORLD...` saves with as many ranks as the first number says and loads with each of the
-others; every rank prints one line of JSON. The ranks are forked from this process, which hosts their store as
-`torchrun` does: the import of torch takes longer than all that a rank does.
+others; every rank prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -11,14 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import socket
 import sys
-import traceback
 from pathlib import Path
 from typing import Any
 
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.training.manager import CheckpointManager
+from tests.support.torch_ranks import run_ranks
 
 
 def build() -> tuple[Any, Any]:
@@ -103,55 +101,7 @@ def main(directory: Path, action: str, format: str) -> None:
     os._exit(0)  # an interpreter that ends with threads of gloo sometimes aborts
 
 
-def run_ranks(world: int, directory: Path, action: str, format: str) -> None:
-    """Run the ranks and wait for them.
-
-    Raises:
-        ChildProcessError: A rank failed.
-    """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    ranks = []
-    for rank in range(world):
-        ranks.append(os.fork())
-        if ranks[-1] == 0:
-            try:
-                listener.close()
-                os.environ |= {
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(port),
-                    "RANK": str(rank),
-                    "WORLD_SIZE": str(world),
-                    "TORCHELASTIC_USE_AGENT_STORE": "True",
-                }
-                main(directory, action, format)
-            except BaseException:
-                traceback.print_exc()
-            finally:
-                os._exit(1)
-    # After the forks, for the store has threads.
-    store = TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-    codes = [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
-    del store
-    if any(codes):
-        raise ChildProcessError(f"the ranks ended with {codes}")
-
-
 if __name__ == "__main__":
-    # What the first step of an optimizer and of a sharded model would import in every rank.
-    import torch
-    import torch._dynamo
-    import torch.distributed.fsdp
-    import torch.distributed.tensor
-
-    torch.set_num_threads(1)
     for number, ranks_now in enumerate(map(int, sys.argv[3:])):
-        run_ranks(ranks_now, Path(sys.argv[1]), "load" if number else "save", sys.argv[2])
+        action = "load" if number else "save"
+        run_ranks(ranks_now, lambda: main(Path(sys.argv[1]), action, sys.argv[2]))  # noqa: B023
