@@ -183,8 +183,8 @@ def wholes(state: Any, path: str = "") -> dict[str, Any]:
 if __name__ == "__main__":
     # What every rank uses, imported once.
     import torch.distributed.checkpoint.state_dict
-    import torch.distributed.fsdp
+    import torch.distributed.fsdp  # noqa: F401
 
-    import ckptmgr.integrations.dcp
+    import ckptmgr.integrations.dcp  # noqa: F401
 
     run_ranks(4, lambda: main(Path(sys.argv[1])))
