@@ -30,6 +30,7 @@ from ckptmgr.io.leases import lease_path
 from ckptmgr.io.locks import lock_descriptor
 from ckptmgr.store.manifest import codec as manifests
 from ckptmgr.store.manifest.codec import Manifest
+from ckptmgr.store.recovery import remove_dead_temps
 from ckptmgr.store.store import Store
 
 _LOG = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ class WorkerClient:
                 end = self._bury(running)
                 # Otherwise its half-written file would stay as long as this run.
                 with contextlib.suppress(OSError):
-                    for sentence in store.recover_from_worker(series):
+                    for sentence in _cleaned_up(store, series, is_rank_file=order["is_rank_file"]):
                         _LOG.warning("%s: %s", store.directory, sentence)
                 raise SaveFailed(
                     f"the saving process died ({end}); the earlier checkpoints are intact",
@@ -156,6 +157,13 @@ class WorkerClient:
         running, self._running = self._running, None
         if running is not None:
             running.forget()
+
+
+def _cleaned_up(store: Store, series: str, *, is_rank_file: bool) -> list[str]:
+    """Clean up after a worker that died in a save; return one sentence per action."""
+    if is_rank_file:  # ranks on other hosts are writing, and this host cannot check them
+        return remove_dead_temps(store.fs, store.directory, store.processes)
+    return store.recover(series)
 
 
 def _start(owner: WorkerClient) -> _Running:

@@ -135,14 +135,16 @@ def publish(
 
     with exclusive_writer(store, target.name, described.series):
         check_target(source, target, force=force)
-        written = store.publish(
+        with store.publisher.new_file(
             target.name,
             series=described.series,
             size_bytes=content.size_bytes,
-            write=content.write,
-            describe=lambda digest: replace(described, file=content.entry(target.name, digest)),
             mode=private_mode(real),
-        )
+        ) as new:
+            with new.writing() as file:
+                digest = content.write(file)
+            written = replace(described, file=content.entry(target.name, digest))
+            new.publish(written)
     return ConversionResult(
         source=source, target=written.to_checkpoint(directory), source_bytes=real.stat().st_size
     )
@@ -169,12 +171,7 @@ def publish_non_checkpoint(
     with lease_of_name(store, path.name):
         check_target(source, target, force=force)
         _refuse_checkpoint(store, path)
-        store.place(
-            path.name,
-            size_bytes=content.size_bytes,
-            write=content.write,
-            mode=private_mode(real),
-        )
+        place(store, path.name, content, mode=private_mode(real))
     written = Checkpoint(
         path=path,
         series=stem_of(path.name),
@@ -187,6 +184,16 @@ def publish_non_checkpoint(
         key_id=content.key_id,
     )
     return ConversionResult(source=source, target=written, source_bytes=real.stat().st_size)
+
+
+def place(store: Store, name: str, content: ConversionOutput, *, mode: int) -> None:
+    """Make a non-checkpoint file durable under `name`, whose lease must be held; no manifest."""
+    with store.publisher.new_file(
+        name, series=name, size_bytes=content.size_bytes, mode=mode, is_rank_file=True
+    ) as new:
+        with new.writing() as file:
+            content.write(file)
+        new.give_name()
 
 
 def _refuse_checkpoint(store: Store, path: Path) -> None:

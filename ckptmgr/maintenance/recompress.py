@@ -239,15 +239,17 @@ class _Change:
         if self._found.index.crc is not None:
             read_through(self._found.opened, check_crc=True)
         size_bytes = source.size if self._level is None else 0
-        self._store.publish(
+        with self._store.publisher.new_file(
             self.target,
             series=self._checkpoint.series,
             size_bytes=0 if self._cipher is not None else size_bytes,
-            write=self._write,
-            describe=self._describe,
             mode=permission_bits_of(self._store, self._checkpoint.path.name) or 0o400,
-            read_back=self._read_back,
-        )
+        ) as new:
+            with new.writing() as file:
+                digest = self._write(file)
+            with new.reading() as stored:
+                self._read_back(stored, digest)
+            new.publish(self._describe(digest))
 
     def _write(self, file: OutputFile) -> FileDigest:
         opened = self._found.opened

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 from ckptmgr.core.error_translation import translated_errors
@@ -37,11 +36,12 @@ from ckptmgr.formats.source import Source
 from ckptmgr.io.digest import FileDigest, VerifyingSource
 from ckptmgr.io.filesystem import unlink_if_present
 from ckptmgr.io.source_image import SourceImage
-from ckptmgr.maintenance.convert_target import ConversionOutput, permission_bits_of
+from ckptmgr.maintenance.convert_target import ConversionOutput, permission_bits_of, place
 from ckptmgr.maintenance.encrypt import CheckingSealer
 from ckptmgr.store.manifest.codec import FileEntry, Manifest, manifest_name
 from ckptmgr.store.manifest.keys import ManifestKey, manifest_key_of
-from ckptmgr.store.shards import ShardFiles, swap_shards
+from ckptmgr.store.publish import NewDataFile
+from ckptmgr.store.shards import swap_shards, withdrawn_on_error
 from ckptmgr.store.store import Store
 from ckptmgr.store.trash_folder import may_be_in_trash
 
@@ -74,24 +74,26 @@ def reencrypt_file(
         output = _reencrypted(raw, path, old=old, new=new, manifest=manifest)
         mode = permission_bits_of(store, path.name) or 0o400
         if output.format == OPAQUE and manifest is None:
-            store.place(path.name, size_bytes=output.size_bytes, write=output.write, mode=mode)
+            place(store, path.name, output, mode=mode)
             return
         draft = _draft(checkpoint, manifest, output)
         key = auth(None if manifest is None else manifest.auth)
+        manifest_mode = permission_bits_of(store, manifest_name(path.name))
+        with store.publisher.new_file(
+            path.name, series=draft.series, size_bytes=output.size_bytes, mode=mode
+        ) as new_file:
+            digest = _write_checked(new_file, output, path=str(path))
+            described = replace(draft, file=replace(draft.file, digest=digest), auth=key)
+            new_file.publish(described, mode=manifest_mode)
 
-        def describe(digest: FileDigest) -> Manifest:
-            return replace(draft, file=replace(draft.file, digest=digest), auth=key)
 
-        store.publish(
-            path.name,
-            series=draft.series,
-            size_bytes=output.size_bytes,
-            write=output.write,
-            describe=describe,
-            mode=mode,
-            manifest_mode=permission_bits_of(store, manifest_name(path.name)),
-            read_back=partial(check_written, path=str(path)),
-        )
+def _write_checked(new_file: NewDataFile, output: ConversionOutput, *, path: str) -> FileDigest:
+    """Write a file and compare the disk with it; return its digest."""
+    with new_file.writing() as file:
+        digest = output.write(file)
+    with new_file.reading() as stored:
+        check_written(stored, digest, path=path)
+    return digest
 
 
 def _reencrypted(
@@ -158,21 +160,17 @@ def reencrypt_set(
     """
     attempt_id = new_attempt_id(clock())
     names = [with_attempt(entry.name, attempt_id) for entry in manifest.shards]
-    store.check_space(sum(entry.digest.size_bytes for entry in manifest.shards))
-
-    def write(files: ShardFiles) -> Manifest:
-        entries = [
-            _write_shard(store, files, manifest.of_shard(rank), name, old=old, new=new)
+    store.publisher.check_space(sum(entry.digest.size_bytes for entry in manifest.shards))
+    with withdrawn_on_error(store, manifest.name, names):
+        entries = tuple(
+            _write_shard(store, manifest.of_shard(rank), name, old=old, new=new)
             for rank, name in enumerate(names)
-        ]
-        return replace(manifest, file=entries[0], shards=tuple(entries), auth=manifest_key_of(new))
+        )
+        auth = manifest_key_of(new)
+        swap_shards(store, manifest, replace(manifest, file=entries[0], shards=entries, auth=auth))
 
-    swap_shards(store, manifest, write, names=names)
 
-
-def _write_shard(
-    store: Store, files: ShardFiles, own: Manifest, name: str, *, old: Keys, new: KeyRing
-) -> FileEntry:
+def _write_shard(store: Store, own: Manifest, name: str, *, old: Keys, new: KeyRing) -> FileEntry:
     """Write the file of one rank under a new name, and return its entry in the manifest."""
     path = store.directory / own.file.name
     with (
@@ -180,16 +178,17 @@ def _write_shard(
         contextlib.closing(store.fs.open(path)) as raw,
     ):
         output = _reencrypted(raw, path, old=old, new=new, manifest=own)
-        published = files.publish(
+        with store.publisher.new_file(
             name,
             series=own.series,
             size_bytes=output.size_bytes,
-            write=output.write,
-            describe=lambda digest: replace(own, file=output.entry(name, digest)),
             mode=permission_bits_of(store, path.name) or 0o400,
-            read_back=partial(check_written, path=str(store.directory / name)),
-        )
-    return published.file
+            is_rank_file=True,
+        ) as new_file:
+            digest = _write_checked(new_file, output, path=str(store.directory / name))
+            entry = output.entry(name, digest)
+            new_file.publish(replace(own, file=entry))
+    return entry
 
 
 def stale_files(store: Store, checkpoint: Checkpoint, *, now: float) -> list[str]:

@@ -125,7 +125,7 @@ def _must_be_rewritten(manifest: Manifest) -> bool:
 def _repair_file(store: Store, manifest: Manifest, name: str) -> None:
     rank = next(rank for rank, entry in enumerate(manifest.shards) if entry.name == name)
     shard = _DamagedFile(store, manifest, rank)
-    with store.new_file(
+    with store.publisher.new_file(
         name,
         series=manifest.series,
         size_bytes=shard.digest.size_bytes,

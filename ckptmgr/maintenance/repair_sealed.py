@@ -38,7 +38,7 @@ from ckptmgr.maintenance.repair_source import (
 )
 from ckptmgr.store.manifest.codec import FileEntry, Manifest
 from ckptmgr.store.manifest.lineage import replaced_by_older
-from ckptmgr.store.shards import swap_shards
+from ckptmgr.store.shards import swap_shards, withdrawn_on_error
 from ckptmgr.store.store import Store
 
 
@@ -157,14 +157,12 @@ class SealedRepair:
             metadata=shard.plain_metadata(),
             is_rank_file=True,
         )
-        self._manifest = swap_shards(
-            store, self._manifest, partial(self._written, rank, order), names=[order.name]
-        )
-
-    def _written(self, rank: int, order: SaveOrder, store: Store) -> Manifest:
         shards = list(self._manifest.shards)
-        shards[rank] = save_items(store, order).file
-        return replace(self._manifest, file=shards[0], shards=tuple(shards))
+        with withdrawn_on_error(store, self._manifest.name, [order.name]):
+            shards[rank] = save_items(store, order).file
+            changed = replace(self._manifest, file=shards[0], shards=tuple(shards))
+            swap_shards(store, self._manifest, changed)
+        self._manifest = changed
 
     def _renamed(self, rank: int) -> FileEntry:
         entry = self._manifest.shards[rank]

@@ -23,12 +23,13 @@ from ckptmgr.parallel.dedup import Sharing
 from ckptmgr.parallel.errors import not_begun
 from ckptmgr.parallel.proposal import SaveProposal, chosen_series
 from ckptmgr.parallel.rounds import Barriers, CollectiveRounds
-from ckptmgr.parallel.shard_store import ShardStore
 from ckptmgr.parallel.two_phase_commit import Deadline, TwoPhaseSave
 from ckptmgr.policy.rules import RetentionPolicy
 from ckptmgr.series.candidates import Candidates, Skipped
 from ckptmgr.series.writer import BegunSave, SeriesWriter
 from ckptmgr.store.manifest.codec import Manifest
+from ckptmgr.store.shards import RankFiles
+from ckptmgr.store.store import Store
 
 _LOG = logging.getLogger(__name__)
 _Loaded = TypeVar("_Loaded")
@@ -61,7 +62,7 @@ class RankWriter(SeriesWriter):
 
     def __init__(
         self,
-        store: ShardStore,
+        store: Store,
         series: str,
         *,
         coordinator: Coordinator,
@@ -73,6 +74,7 @@ class RankWriter(SeriesWriter):
         sharing: Sharing | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._files = RankFiles(store)
         super().__init__(
             store,
             series,
@@ -81,8 +83,8 @@ class RankWriter(SeriesWriter):
             run_id=run_id,
             observers=observers,
             monotonic=monotonic,
+            rank_files=self._files,
         )
-        self._shards = store
         self._sharing = sharing
         self.coordinator = coordinator
         self.timeout_s = timeout_s
@@ -183,7 +185,7 @@ class RankWriter(SeriesWriter):
         rounds = rounds.of_attempt(proposal.attempt_id)
         items, metadata = self._divided(rounds, job.items, job.metadata, stop=deadline.end)
         save = TwoPhaseSave(
-            self._shards,
+            self.store,
             self.coordinator,
             rounds,
             proposal,
@@ -256,7 +258,7 @@ class RankWriter(SeriesWriter):
             return None
         decided = super().retain(policy)
         try:
-            for sentence in self._shards.collect(self.series) + self._collect_earlier():
+            for sentence in self._files.collect(self.series) + self._collect_earlier():
                 _LOG.warning("%s: %s", self.store.directory, sentence)
         except OSError as error:
             _LOG.warning("retention: %s", error)
@@ -267,12 +269,12 @@ class RankWriter(SeriesWriter):
         if self._prefix is None:
             return []
         sentences: list[str] = []
-        for series in self._shards.garbage():
+        for series in self._files.garbage():
             if series == self.series or not is_of_prefix(series, self._prefix):
                 continue
             try:
                 with suppress(StoreLocked), self.store.lease(series):
-                    sentences += self._shards.collect(series)
+                    sentences += self._files.collect(series)
             except OSError as error:  # such as a run of another user, whose lease we cannot have
                 sentences.append(f"could not clean up after {series}: {error}")
         return sentences

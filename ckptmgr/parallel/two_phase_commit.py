@@ -28,8 +28,9 @@ from ckptmgr.parallel.coordinator import Coordinator, Json, RanksMissing, RanksO
 from ckptmgr.parallel.errors import RankFailed
 from ckptmgr.parallel.proposal import SaveProposal, merged_manifest, vote_of
 from ckptmgr.parallel.rounds import CollectiveRounds
-from ckptmgr.parallel.shard_store import ShardStore
 from ckptmgr.store.manifest.codec import Manifest
+from ckptmgr.store.shards import RankFiles
+from ckptmgr.store.store import Store
 
 _LOG = logging.getLogger(__name__)
 # Share of the time for a save that is left for the answer of the commit.
@@ -54,7 +55,7 @@ class TwoPhaseSave:
 
     def __init__(
         self,
-        store: ShardStore,
+        store: Store,
         coordinator: Coordinator,
         rounds: CollectiveRounds,
         proposal: SaveProposal,
@@ -63,6 +64,7 @@ class TwoPhaseSave:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
+        self._files = RankFiles(store)
         self._rounds = rounds
         self._proposal = proposal
         self._deadline = deadline
@@ -104,7 +106,7 @@ class TwoPhaseSave:
             # Other ranks may know what this one does not: its file may be part of a checkpoint.
             return self._settled(doubt, is_open=not self._is_first)
         except CkptmgrError:
-            self._store.withdraw(self.file_name)
+            self._files.withdraw(self.file_name)
             raise
         return self._commit(manifest, mode=mode)
 
@@ -114,7 +116,7 @@ class TwoPhaseSave:
                 return None
             if self._monotonic() >= self._deadline.commit_by:
                 raise SaveFailed("all ranks have voted, but too late")
-            problem = self._store.commit(manifest, mode=mode)
+            problem = self._files.commit(manifest, mode=mode)
             return None if problem is None else str(problem)
 
         try:
@@ -122,7 +124,7 @@ class TwoPhaseSave:
                 "commit", commit, stop=self._deadline.end
             )
         except RankFailed:
-            self._store.withdraw(self.file_name)
+            self._files.withdraw(self.file_name)
             raise
         except RanksOutOfStep as doubt:
             return self._settled(doubt, is_open=True)
@@ -145,7 +147,7 @@ class TwoPhaseSave:
             _LOG.warning("%s was saved, but %s", self._proposal.set_name, doubt.message)
             return stored
         if not is_open:
-            self._store.withdraw(self.file_name)
+            self._files.withdraw(self.file_name)
         raise SaveFailed(
             f"{doubt.message}; the storage holds no commit of this save",
             path=self._store.directory / self._proposal.set_name,

@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from ckptmgr.core.errors import CkptmgrError, StoreLocked, UnsafePrune
 from ckptmgr.core.forks import reset_in_child
@@ -42,6 +42,9 @@ from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.manifest.lineage import link_to_newest
 from ckptmgr.store.numbering import next_attempt, next_sequence
 from ckptmgr.store.store import Store
+
+if TYPE_CHECKING:
+    from ckptmgr.store.shards import RankFiles
 
 _LOG = logging.getLogger(__name__)
 # Longest wait for the worker process of a killed run, which ends when its last write returns.
@@ -83,7 +86,7 @@ class SeriesWriter:
     """The only writer of a series, which holds its lease.
 
     `clock` returns seconds since the epoch, `monotonic` seconds for timeouts, `pause` waits for
-    some seconds. `run_id` is random by default.
+    some seconds. `run_id` is random by default. `rank_files` are cleaned up, too.
     """
 
     def __init__(
@@ -97,8 +100,10 @@ class SeriesWriter:
         observers: Observers = REGISTERED,
         monotonic: Callable[[], float] = time.monotonic,
         pause: Callable[[float], None] = time.sleep,
+        rank_files: RankFiles | None = None,
     ) -> None:
         self.store = store
+        self._rank_files = rank_files
         self.series = series
         self.options = options
         self.run_id = run_id if run_id is not None else uuid.uuid4().hex
@@ -214,7 +219,8 @@ class SeriesWriter:
 
     def clean_up(self) -> list[str]:
         """Remove the leftovers of dead writers under the lease; return one sentence per action."""
-        return self.store.recover(self.series)
+        files = self.store if self._rank_files is None else self._rank_files
+        return files.recover(self.series)
 
     def close(self) -> None:
         """Release the lease."""

@@ -10,12 +10,12 @@ new one.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckptmgr.core.errors import CkptmgrError
-from ckptmgr.io.digest import FileDigest, digest_of
+from ckptmgr.io.digest import digest_of
 from ckptmgr.io.filesystem import (
     FileStatus,
     FileSystem,
@@ -105,7 +105,12 @@ class NewDataFile:
         self._commit(manifest, self._mode if mode is None else mode)
 
     def give_name(self) -> None:
-        """Give the file its name, replacing any other; the lease on the name must be held."""
+        """Give the file its name, replacing any other, without a manifest; hold the name's lease.
+
+        Raises:
+            StoreLocked: The lease is lost; nothing was changed.
+            OSError: From the disk; the directory holds the intact old file or the new one.
+        """
         self._is_temporary = False
         self._manifests.rename_leased(self._temp, self._directory / self._name, self._name)
         self._fs.sync_directory(self._directory)
@@ -173,19 +178,19 @@ def _may_exist(fs: FileSystem, path: Path) -> bool:
 
 
 class Publisher:
-    """A directory into which files are published."""
+    """Publishes files in the directory of `manifests`."""
 
     def __init__(self, manifests: ManifestFiles) -> None:
-        self.directory = manifests.directory
-        self.fs: FileSystem = manifests.fs
+        self._directory = manifests.directory
+        self._fs: FileSystem = manifests.fs
         self._manifests = manifests
 
     def check_space(self, size_bytes: int) -> None:
         """Raise StoreFull unless the disk has room for a file of `size_bytes`."""
-        free = self.fs.free_bytes(self.directory)
+        free = self._fs.free_bytes(self._directory)
         needed = size_bytes + _SPACE_MARGIN_BYTES
         if free is not None and free < needed:
-            raise not_enough_space(self.directory, needed, free)
+            raise not_enough_space(self._directory, needed, free)
 
     @contextlib.contextmanager
     def new_file(
@@ -218,12 +223,12 @@ class Publisher:
         """
         temp = self._manifests.temp_path(name, series)
         try:
-            self.fs.make_directory(self.directory, mode=0o700)
-            with self.fs.hold_directory(self.directory):
+            self._fs.make_directory(self._directory, mode=0o700)
+            with self._fs.hold_directory(self._directory):
                 self.check_space(size_bytes)
                 replaced = NOTHING_REPLACED if is_rank_file else self._replaced(name)
                 with defer_signals():
-                    file = self.fs.create(temp, mode=mode, owner_of=self.directory / name)
+                    file = self._fs.create(temp, mode=mode, owner_of=self._directory / name)
                     new = NewDataFile(
                         self._manifests,
                         name,
@@ -240,64 +245,7 @@ class Publisher:
                     finally:
                         new.close()
         except OSError as error:
-            raise explain_error(error, self.directory / name, size_bytes, self.fs) from error
-
-    def publish(
-        self,
-        name: str,
-        *,
-        series: str,
-        size_bytes: int,
-        write: Callable[[OutputFile], FileDigest],
-        describe: Callable[[FileDigest], Manifest],
-        mode: int = 0o400,
-        manifest_mode: int | None = None,
-        read_back: Callable[[InputFile, FileDigest], None] | None = None,
-        is_rank_file: bool = False,
-    ) -> Manifest:
-        """Write and publish a file in one call; see `new_file` for other arguments and errors.
-
-        Args:
-            name: Base name of the data file.
-            series: Series it belongs to.
-            size_bytes: Size of the file.
-            write: Writes the content into the new file and returns its digests.
-            describe: Makes the manifest from the digests.
-            mode: Permission bits of data and manifest.
-            manifest_mode: Those of the manifest, where they differ.
-            read_back: Compares the file on the disk with the digests, before anything is published.
-            is_rank_file: The file belongs to a set, and gets no manifest.
-        """
-        with self.new_file(
-            name, series=series, size_bytes=size_bytes, mode=mode, is_rank_file=is_rank_file
-        ) as new:
-            with new.writing() as file:
-                digest = write(file)
-            if read_back is not None:
-                with new.reading() as stored:
-                    read_back(stored, digest)
-            manifest = describe(digest)
-            new.publish(manifest, mode=manifest_mode)
-        return manifest
-
-    def place(
-        self, name: str, *, size_bytes: int, write: Callable[[OutputFile], object], mode: int
-    ) -> None:
-        """Make a non-checkpoint file durable under `name`, replacing any other; without a manifest.
-
-        The lease on the name must be held.
-
-        Raises:
-            StoreFull: Not enough space; nothing was changed.
-            StoreLocked: The lease is lost; nothing was changed.
-            OSError: From the disk; the directory holds the intact old file or the new one.
-        """
-        with self.new_file(
-            name, series=name, size_bytes=size_bytes, mode=mode, is_rank_file=True
-        ) as new:
-            with new.writing() as file:
-                write(file)
-            new.give_name()
+            raise explain_error(error, self._directory / name, size_bytes, self._fs) from error
 
     def _replaced(self, name: str) -> Replaced:
         """Return the manifest and its content of the file that has this name now, if any.
@@ -307,10 +255,10 @@ class Publisher:
         original.
         """
         before = self._manifests.content(name)
-        status = self.fs.status(self.directory / name)
+        status = self._fs.status(self._directory / name)
         if status is None:
             return Replaced(content=before, manifest=None)
-        self.fs.sync_directory(self.directory)
+        self._fs.sync_directory(self._directory)
         try:
             manifest = self._manifests.read_proven(name)
         except CkptmgrError:
@@ -323,8 +271,8 @@ class Publisher:
         return Replaced(content=before, manifest=manifest)
 
     def _placeholder(self, name: str, status: FileStatus) -> Manifest:
-        bare = bare_file(self.directory / name, status)
-        with contextlib.closing(self.fs.open(self.directory / name)) as file:
+        bare = bare_file(self._directory / name, status)
+        with contextlib.closing(self._fs.open(self._directory / name)) as file:
             digest = digest_of(file)
         return Manifest(
             file=FileEntry(name=name, digest=digest, format=bare.format),

@@ -58,7 +58,7 @@ if TYPE_CHECKING:  # slow to import, and needed with keys only
 _MOST_LOOKS = 20
 
 
-class Store(Publisher):
+class Store:
     """A checkpoint directory.
 
     Args:
@@ -69,6 +69,7 @@ class Store(Publisher):
         clock: Seconds since the epoch by the clock of the disk; for the age of leftovers.
 
     Attributes:
+        publisher: Creates the files of the directory.
         is_on_real_disk: Whether another process that opens the directory sees the same.
     """
 
@@ -83,18 +84,14 @@ class Store(Publisher):
     ) -> None:
         disk = RetryingFileSystem.wrapping(OsFileSystem() if fs is None else fs)
         self.is_on_real_disk = isinstance(disk.disk, OsFileSystem)
-        self._clock = clock
-        self._seen = ManifestCache()
-        self.processes: Processes = processes if processes is not None else ProcProcesses()
+        self.directory = directory
+        self.fs: FileSystem = disk
         self.trust = trust
-        super().__init__(
-            ManifestFiles(
-                directory,
-                fs=disk,
-                trust=trust,
-                processes=self.processes,
-            )
-        )
+        self.clock = clock
+        self.processes: Processes = processes if processes is not None else ProcProcesses()
+        self.manifests = ManifestFiles(directory, fs=disk, trust=trust, processes=self.processes)
+        self.publisher = Publisher(self.manifests)
+        self._seen = ManifestCache()
 
     def scan(self) -> list[Checkpoint]:
         """Return every checkpoint of the directory, finished or not, in no particular order.
@@ -102,7 +99,7 @@ class Store(Publisher):
         Damage does not raise: damaged and half-written checkpoints are returned with their state
         and problem. Reads manifests only, and each again only when its file changes.
         """
-        return listed(self._manifests, self.processes, self._seen, now_s=self._clock())
+        return listed(self.manifests, self.processes, self._seen, now_s=self.clock())
 
     def scan_for(self, is_wanted: Callable[[Checkpoint], bool]) -> list[Checkpoint]:
         """As `scan`, but repeat it while the directory changes and no wanted checkpoint is found.
@@ -131,7 +128,7 @@ class Store(Publisher):
             CorruptCheckpoint, TamperedCheckpoint, KeyProblem: It is damaged, changed, or under
                 another key.
         """
-        return self._manifests.read(data_name)
+        return self.manifests.read(data_name)
 
     def open_data(self, path: Path) -> InputFile:
         """Open a data file that a manifest of the directory describes.
@@ -159,7 +156,7 @@ class Store(Publisher):
     @property
     def leases(self) -> Leases:
         """The leases that are held through this store."""
-        return self._manifests.leases
+        return self.manifests.leases
 
     def look(self, name: str) -> Checkpoint | None:
         """Return the checkpoint that is listed under one name now, or None.
@@ -167,7 +164,7 @@ class Store(Publisher):
         Raises:
             OSError: From the disk.
         """
-        return listed_alone(self._manifests, self.processes, name)
+        return listed_alone(self.manifests, self.processes, name)
 
     @contextlib.contextmanager
     def unchanged(self, checkpoints: Sequence[Checkpoint]) -> Iterator[HeldNames]:
@@ -191,12 +188,12 @@ class Store(Publisher):
         """Replace the manifest of a committed checkpoint durably; None keeps its mode."""
         with explain_errors(self.directory / manifest.name, self.fs):
             self.fs.sync_directory(self.directory)
-            self._manifests.put(manifest, series=manifest.series, mode=mode)
+            self.manifests.put(manifest, series=manifest.series, mode=mode)
             self.fs.sync_directory(self.directory)
 
     def lost_by_rewriting(self, name: str) -> str | None:
         """Return the proof that rewriting a manifest loses: `authenticated`, `signed` or None."""
-        return self._manifests.lost_by_rewriting(name)
+        return self.manifests.lost_by_rewriting(name)
 
     def reauthenticate(
         self, name: str, change: Callable[[ManifestKey], ManifestKey], *, mode: int | None = None
@@ -210,7 +207,7 @@ class Store(Publisher):
         """
         with explain_errors(self.directory / name, self.fs):
             self.fs.sync_directory(self.directory)
-            self._manifests.reauthenticate(name, change, mode=mode)
+            self.manifests.reauthenticate(name, change, mode=mode)
             self.fs.sync_directory(self.directory)
 
     def check_proven(self, checkpoint: Checkpoint) -> None:
@@ -219,7 +216,7 @@ class Store(Publisher):
         Raises:
             CkptmgrError: They do not.
         """
-        self._manifests.read_proven(checkpoint.name)
+        self.manifests.read_proven(checkpoint.name)
 
     def finish_swap(self, checkpoint: Checkpoint) -> None:
         """Finish an interrupted overwrite of a checkpoint; the lease must be held.
@@ -231,7 +228,7 @@ class Store(Publisher):
             OSError: From the disk.
         """
         self.fs.sync_directory(self.directory)
-        if self._manifests.finish_swap(checkpoint.path.name, series=checkpoint.series):
+        if self.manifests.finish_swap(checkpoint.path.name, series=checkpoint.series):
             self.fs.sync_directory(self.directory)
 
     def change_pins(
@@ -339,7 +336,7 @@ class Store(Publisher):
 
     def write_note(self, path: Path, data: bytes, *, series: str) -> None:
         """Replace a small file atomically, without a sync: a crash may lose it but not tear it."""
-        self._manifests.write(path, data, series=series, mode=0o600, is_durable=False)
+        self.manifests.write(path, data, series=series, mode=0o600, is_durable=False)
 
     def recover(self, series: str) -> list[str]:
         """Clean up after dead writers of a series, finish interrupted swaps; hold the lease.
@@ -347,8 +344,4 @@ class Store(Publisher):
         Returns one sentence for each repair. Errors of the disk do not raise: the next call tries
         again.
         """
-        return recover(self._manifests, self.processes, series, now_s=self._clock())
-
-    def recover_from_worker(self, series: str) -> list[str]:
-        """Clean up after a worker process of this one that died in a save; see `recover`."""
-        return self.recover(series)
+        return recover(self.manifests, self.processes, series, now_s=self.clock())

@@ -3,11 +3,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.core.trust import Trust
@@ -22,8 +21,6 @@ from ckptmgr.series.reader import SeriesReader
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.name_limits import check_name_lengths
 from ckptmgr.store.store import Store
-
-_Store = TypeVar("_Store", bound=Store)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,16 +67,21 @@ class RunParts:
             world=None if self.team.coordinator is None else self.team.coordinator.world,
         )
         ranks, options, clock = self.team.coordinator, self.options, self.clock
+        store = Store(
+            directory,
+            fs=self.fs,
+            trust=self.trust,
+            processes=self.processes,
+            clock=time.time if ranks is None else clock,
+        )
         if ranks is None:
-            store = self._made(Store, directory)
             return SeriesWriter(
                 store, series, options=options, clock=clock, observers=self.observers
             )
         from ckptmgr.parallel.rank_writer import RankWriter
-        from ckptmgr.parallel.shard_store import ShardStore
 
         return RankWriter(
-            self._made(partial(ShardStore, clock=clock), directory),
+            store,
             series,
             coordinator=ranks,
             timeout_s=self.team.timeout_s,
@@ -87,14 +89,6 @@ class RunParts:
             clock=clock,
             observers=self.observers,
             sharing=self.team.sharing,
-        )
-
-    def _made(self, make: Callable[..., _Store], directory: Path) -> _Store:
-        return make(
-            directory,
-            fs=self.fs,
-            trust=self.trust,
-            processes=self.processes,
         )
 
     def reader(self, writer: SeriesWriter) -> SeriesReader:

@@ -61,9 +61,9 @@ def main(part: Part) -> None:
     from ckptmgr.files.save.job import SaveFacts, SaveOptions
     from ckptmgr.io.filesystem import OsFileSystem
     from ckptmgr.parallel.rank_writer import RankWriter
-    from ckptmgr.parallel.shard_store import ShardStore
     from ckptmgr.parallel.shared_directory import SharedDirectory
     from ckptmgr.state import tree
+    from ckptmgr.store.store import Store
     from tests.support.failingdisk import FailingDisk
 
     class Deadly(FailingDisk):
@@ -77,7 +77,7 @@ def main(part: Part) -> None:
         directory.with_name("meeting"), rank=part.rank, world=part.world, session="1"
     )
     writer = RankWriter(
-        ShardStore(directory, clock=time.time, fs=Deadly(OsFileSystem())),
+        Store(directory, clock=time.time, fs=Deadly(OsFileSystem())),
         "net",
         coordinator=coordinator,
         options=SaveOptions(),

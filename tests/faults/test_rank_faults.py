@@ -16,6 +16,7 @@ from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.io.filesystem import FileSystem, OutputFile
 from ckptmgr.maintenance.check_file import check_digests
 from ckptmgr.parallel.errors import RankFailed
+from ckptmgr.store.shards import RankFiles
 from tests.faults.training import RUNS, SERIES
 from tests.parallel.ranks import (
     TIMEOUT_S,
@@ -100,7 +101,7 @@ def check_goes_on(job: Job) -> None:
     again = restarted(job, later_s=3 * TIMEOUT_S)
     for outcome in again.save_all(3):
         outcome.must()
-    again.store().recover(SERIES)
+    RankFiles(again.store()).recover(SERIES)
     assert listed(again) == there | {"net-3.shards"}
     wanted = set()
     for checkpoint in again.store().scan():

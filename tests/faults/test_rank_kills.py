@@ -9,7 +9,7 @@ import pytest
 
 from ckptmgr.core.model import State
 from ckptmgr.maintenance.verify import Status, verify_checkpoint
-from ckptmgr.parallel.shard_store import ShardStore
+from ckptmgr.store.shards import RankFiles
 from ckptmgr.store.store import Store
 from tests.faults.killed_rank import Part, run_parts
 
@@ -47,9 +47,9 @@ def test_rank_killed_before_the_commit_is_named_and_nothing_is_listed(
     printed = run_with_kill(tmp_path / "run", rank, operation)
     for one, line in enumerate(printed):
         assert one == rank or f"rank {rank} did not come" in line
-    found = ShardStore(tmp_path / "run", clock=lambda: 0.0).scan()
+    found = Store(tmp_path / "run", clock=lambda: 0.0).scan()
     assert {c.state for c in found} == {State.LEFTOVER}
-    removed = ShardStore(tmp_path / "run", clock=lambda: 1e12).recover("net")
+    removed = RankFiles(Store(tmp_path / "run", clock=lambda: 1e12)).recover("net")
     # Rank 0 died right before the commit: whole files stay, as if only their manifest was lost.
     whole = 3 if operation == "link" else 0
     assert len(removed) == len(found) - whole

@@ -15,8 +15,8 @@ from ckptmgr.core.errors import SaveFailed
 from ckptmgr.files.save.job import SaveFacts, SaveOptions
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.parallel.rank_writer import RankWriter
-from ckptmgr.parallel.shard_store import ShardStore
 from ckptmgr.state import tree
+from ckptmgr.store.store import Store
 from tests.support.crashmodel import FailingDisk
 
 
@@ -33,7 +33,7 @@ def main(directory: Path) -> None:
     told: dict[str, object] = {"rank": coordinator.rank, "sum": weights[0].item()}
     for step, space_bytes in ((1, None), (2, 100 if coordinator.rank == 3 else None)):
         disk = FailingDisk(OsFileSystem(), space_bytes=space_bytes)
-        store = ShardStore(directory, clock=time.time, fs=disk)
+        store = Store(directory, clock=time.time, fs=disk)
         writer = RankWriter(
             store,
             f"run{step}",

@@ -283,12 +283,12 @@ def test_header_that_only_claims_to_be_of_another_file_lends_no_proof(tmp_path: 
 
 def place(disk: FileSystem, content: bytes, model: ModelDisk) -> None:
     store = Store(RUNS, fs=disk, processes=ModelProcesses(model))
-    store.place(
-        "x.bin.ckpe",
-        size_bytes=len(content),
-        write=lambda file: file.write_at(0, content),
-        mode=0o600,
-    )
+    with store.publisher.new_file(
+        "x.bin.ckpe", series="x.bin.ckpe", size_bytes=len(content), mode=0o600, is_rank_file=True
+    ) as new:
+        with new.writing() as file:
+            file.write_at(0, content)
+        new.give_name()
 
 
 def disk_with_file() -> ModelDisk:

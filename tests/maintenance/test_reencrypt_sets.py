@@ -212,7 +212,7 @@ def test_swap_without_its_new_files_is_refused() -> None:
     entries = [replace(one, name=name) for one, name in zip(manifest.shards, names, strict=True)]
     absent = replace(manifest, file=entries[0], shards=tuple(entries))
     with pytest.raises(SaveFailed, match="is missing"):
-        swap_shards(store, manifest, lambda _: absent, names=names)
+        swap_shards(store, manifest, absent)
     assert set(only(disk).shards) == files_of_ranks(disk)
 
 

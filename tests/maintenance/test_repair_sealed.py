@@ -23,7 +23,7 @@ from ckptmgr.files.load.shards import ShardedCheckpoint
 from ckptmgr.maintenance.repair import repair_checkpoint
 from ckptmgr.maintenance.repair_source import RepairResult
 from ckptmgr.maintenance.verify import Status, verify_checkpoint
-from ckptmgr.parallel.shard_store import ShardStore
+from ckptmgr.store.shards import RankFiles
 from ckptmgr.store.store import Store
 from ckptmgr.training.manager import CheckpointManager
 from tests.faults.training import KEY, RUNS, SERIES, ModelProcesses
@@ -136,7 +136,7 @@ def test_power_cut_leaves_the_old_set_or_the_healed_one() -> None:
     damage(disk, before.shards[1], 0.5)
     disk.settle()
     for crash in every_crash(disk, repaired, order=Order.WEAK, tears=1):
-        later = ShardStore(
+        later = Store(
             RUNS,
             clock=lambda: START + 2e6,
             fs=crash.disk,
@@ -144,7 +144,7 @@ def test_power_cut_leaves_the_old_set_or_the_healed_one() -> None:
             processes=ModelProcesses(crash.disk),
         )
         with later.lease(SERIES):
-            later.recover(SERIES)
+            RankFiles(later).recover(SERIES)
         (found,) = later.scan()
         assert found.state is State.OK, crash
         assert {n for n in crash.disk.list(RUNS) if "-of-" in n} == set(found.shards), crash

@@ -19,8 +19,8 @@ from ckptmgr.files.save.job import SaveFacts, SaveOptions
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.parallel.coordinator import Json, RanksMissing
 from ckptmgr.parallel.rank_writer import RankWriter
-from ckptmgr.parallel.shard_store import ShardStore
 from ckptmgr.state import tree
+from ckptmgr.store.store import Store
 from tests.faults.training import RUNS, SERIES, ModelProcesses
 from tests.support.crashmodel import FailingDisk, ModelDisk
 
@@ -153,9 +153,9 @@ class Job:
     key: bytes | None = None
     run_ids: itertools.count[int] = field(default_factory=itertools.count)
 
-    def store(self, fs: FileSystem | None = None) -> ShardStore:
+    def store(self, fs: FileSystem | None = None) -> Store:
         """Return the run directory as a rank with this disk sees it."""
-        return ShardStore(
+        return Store(
             RUNS,
             clock=self.clock,
             fs=fs or self.disk,

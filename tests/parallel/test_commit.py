@@ -14,6 +14,7 @@ from ckptmgr.core.shard_names import parse_shard_name
 from ckptmgr.parallel.coordinator import Json, RanksMissing
 from ckptmgr.parallel.errors import RankFailed
 from ckptmgr.policy.rules import Last, RetentionPolicy
+from ckptmgr.store.shards import RankFiles
 from tests.faults.training import KEY, KEYS, RUNS, SERIES, disk_with
 from tests.parallel.ranks import START, TIMEOUT_S, WORLD, Job, Outcome, Seat, run_ranks, save_step
 from tests.support.crashmodel import FailingDisk, ModelDisk
@@ -187,11 +188,11 @@ def test_files_of_a_failed_attempt_stay_until_it_expires() -> None:
     job.disk.unlink(RUNS / saved.shards[0])
     store = job.store()
     job.clock.now += 2 * TIMEOUT_S + 60
-    assert store.recover(SERIES) == []
+    assert RankFiles(store).recover(SERIES) == []
     job.clock.now += 1
     removed = [f"removed {name}, which was never committed" for name in saved.shards[1:]]
-    assert store.recover("other") == []
-    assert store.recover(SERIES) == removed
+    assert RankFiles(store).recover("other") == []
+    assert RankFiles(store).recover(SERIES) == removed
     assert set(job.disk.list(RUNS)) == set()
 
 
@@ -209,7 +210,7 @@ def test_files_whose_manifest_another_run_has_overwritten_stay(
     path = RUNS / "net-7.shards.manifest.json"
     put(job.disk, path, other.disk.read_bytes(path))
     job.clock.now += 1000
-    assert job.store().recover(SERIES) == []
+    assert RankFiles(job.store()).recover(SERIES) == []
     assert set(saved.shards) <= set(job.disk.list(RUNS))
     assert listed(job) == {"net-7.shards": state}
 
@@ -220,7 +221,7 @@ def test_file_that_cannot_be_collected_is_said_and_tried_again() -> None:
     job.disk.unlink(RUNS / "net-7.shards.manifest.json")
     job.disk.unlink(RUNS / saved.shards[0])
     job.clock.now += 1000
-    failing = job.store(FailingDisk(job.disk, operation="unlink", call=1))
+    failing = RankFiles(job.store(FailingDisk(job.disk, operation="unlink", call=1)))
     sentences = failing.collect(SERIES)
     assert "could not clean up" in sentences[0]
     assert [s.startswith("removed") for s in sentences] == [False, True]

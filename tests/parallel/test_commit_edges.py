@@ -16,9 +16,10 @@ from ckptmgr.io.filesystem import FileStatus
 from ckptmgr.parallel.coordinator import Json, RanksOutOfStep
 from ckptmgr.parallel.errors import Failure, RankFailed
 from ckptmgr.parallel.proposal import SaveProposal, merged_manifest, vote_of
-from ckptmgr.parallel.shard_store import ShardStore
 from ckptmgr.policy.rules import Last, RetentionPolicy
 from ckptmgr.store.manifest.codec import encode, entry_to_document, manifest_name
+from ckptmgr.store.shards import RankFiles
+from ckptmgr.store.store import Store
 from tests.faults.training import RUNS
 from tests.parallel.ranks import (
     TIMEOUT_S,
@@ -38,12 +39,12 @@ PROPOSAL = SaveProposal(
 )
 
 
-def store_with_files(disk: ModelDisk, fs: FailingDisk | None = None) -> ShardStore:
+def store_with_files(disk: ModelDisk, fs: FailingDisk | None = None) -> Store:
     """Return a directory in which all ranks have written their files."""
     disk.make_directory(RUNS, mode=0o700)
     for rank, content in enumerate(CONTENTS):
         put(disk, RUNS / shard(rank), content)
-    return ShardStore(RUNS, clock=lambda: 0.0, fs=fs or disk)
+    return Store(RUNS, clock=lambda: 0.0, fs=fs or disk)
 
 
 class LosesTheAnswer(FailingDisk):
@@ -73,14 +74,14 @@ class LosesTheAnswer(FailingDisk):
 def test_link_whose_answer_was_lost_is_a_commit() -> None:
     disk = ModelDisk()
     store = store_with_files(disk, LosesTheAnswer(disk, is_blind=False))
-    assert store.commit(sharded()) is None
+    assert RankFiles(store).commit(sharded()) is None
     assert [c.name for c in store.scan()] == [SET]
 
 
 def test_link_of_which_nobody_can_tell_may_be_a_commit() -> None:
     disk = ModelDisk()
     store = store_with_files(disk, LosesTheAnswer(disk, is_blind=True))
-    assert isinstance(store.commit(sharded()), OSError)
+    assert isinstance(RankFiles(store).commit(sharded()), OSError)
 
 
 def test_name_taken_after_the_last_look_is_not_replaced() -> None:
@@ -89,7 +90,7 @@ def test_name_taken_after_the_last_look_is_not_replaced() -> None:
     other = encode(replace(sharded(), run_id="other"))
     put(disk, RUNS / manifest_name(SET), other)
     with pytest.raises(SaveFailed, match="another attempt at this checkpoint was committed"):
-        store.commit(sharded())
+        RankFiles(store).commit(sharded())
     assert disk.read_bytes(RUNS / manifest_name(SET)) == other
 
 

@@ -218,10 +218,15 @@ def test_single_file_is_not_published_without_its_lease(tmp_path: Path) -> None:
     store = Store(tmp_path)
     with lease_of_name(store, "x.txt"):
         lease_path(tmp_path, "x.txt").unlink()
-        with pytest.raises(StoreLocked, match="lost"):
-            store.place(
-                "x.txt", size_bytes=1, write=lambda file: file.write_at(0, b"x"), mode=0o600
-            )
+        with (
+            store.publisher.new_file(
+                "x.txt", series="x.txt", size_bytes=1, is_rank_file=True
+            ) as new,
+            new.writing() as file,
+        ):
+            file.write_at(0, b"x")
+            with pytest.raises(StoreLocked, match="lost"):
+                new.give_name()
     assert list(tmp_path.iterdir()) == []
 
 

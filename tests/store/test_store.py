@@ -280,16 +280,16 @@ def test_overwriting_a_damaged_checkpoint_gives_a_whole_one() -> None:
 def test_unknown_free_space_is_no_obstacle() -> None:
     disk = disk_with(10.0)
     disk.available_bytes = None
-    Trainer(disk).store().check_space(1 << 60)
+    Trainer(disk).store().publisher.check_space(1 << 60)
 
 
 def test_space_is_checked_with_room_to_spare() -> None:
     disk = disk_with(10.0)
     disk.available_bytes = (1 << 20) + 99
     store = Trainer(disk).store()
-    store.check_space(99)
+    store.publisher.check_space(99)
     with pytest.raises(StoreFull, match="1 missing") as caught:
-        store.check_space(100)
+        store.publisher.check_space(100)
     assert caught.value.errno == errno.ENOSPC
 
 

@@ -7,8 +7,8 @@ import pytest
 
 from ckptmgr.core.model import State
 from ckptmgr.maintenance.prune import undo
-from ckptmgr.parallel.shard_store import ShardStore
 from ckptmgr.store.manifest.codec import encode, manifest_name
+from ckptmgr.store.shards import RankFiles
 from ckptmgr.store.store import Store
 from ckptmgr.store.trash import batches, new_batch_path, throw_away
 from tests.faults.training import RUNS, ModelProcesses, disk_with
@@ -38,11 +38,11 @@ def test_collection_after_a_power_cut_loses_no_half_of_trashed_shards(action: st
     disk.settle()
     act = throw if action == "throw" else lambda disk: undo(store_on(disk))
     for crash in every_crash(disk, act, order=Order.WEAK, tears=1):
-        after_expiry = ShardStore(
+        after_expiry = Store(
             RUNS, clock=lambda: 1e12, fs=crash.disk, processes=ModelProcesses(crash.disk)
         )
         with after_expiry.lease("net"):
-            after_expiry.recover("net")
+            RankFiles(after_expiry).recover("net")
         if any(batch.checkpoints for batch in batches(after_expiry)):
             undo(after_expiry)
         states = {c.name: c.state for c in after_expiry.scan()}

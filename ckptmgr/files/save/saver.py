@@ -68,7 +68,7 @@ def save_items(store: Store, order: SaveOrder) -> Manifest:
         image = build_image(order.items, options=options, metadata=order.metadata)
         size_bytes, write_content = _writing(image, options)
         started = time.perf_counter()
-        with store.new_file(
+        with store.publisher.new_file(
             order.name,
             series=order.series,
             size_bytes=size_bytes,

@@ -27,11 +27,12 @@ from ckptmgr.files.save.job import SaveFacts, SaveOptions
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.observe.observers import REGISTERED, Observers, SaveWatch
 from ckptmgr.parallel.proposal import SaveProposal
-from ckptmgr.parallel.shard_store import ShardStore
 from ckptmgr.policy.rules import RetentionPolicy
 from ckptmgr.series.reader import SeriesReader
 from ckptmgr.series.writer import SeriesWriter
 from ckptmgr.store.manifest.codec import Manifest
+from ckptmgr.store.shards import RankFiles
+from ckptmgr.store.store import Store
 
 _LOG = logging.getLogger(__name__)
 
@@ -46,9 +47,9 @@ class SeriesLocation:
     fs: FileSystem | None = None
     clock: Callable[[], float] = time.time
 
-    def store(self) -> ShardStore:
+    def store(self) -> Store:
         """Return the store of the directory."""
-        return ShardStore(self.directory, clock=self.clock, fs=self.fs, trust=self.trust)
+        return Store(self.directory, clock=self.clock, fs=self.fs, trust=self.trust)
 
     def reading(self) -> ReadOptions:
         """Return the read options."""
@@ -80,8 +81,14 @@ class DcpRun:
     ) -> None:
         self.place = place
         self.store = place.store()
+        self._files = RankFiles(self.store)
         self.writer = SeriesWriter(
-            self.store, place.series, options=options, clock=place.clock, observers=observers
+            self.store,
+            place.series,
+            options=options,
+            clock=place.clock,
+            observers=observers,
+            rank_files=self._files,
         )
         self._options = options
         self._attempt: _Attempt | None = None
@@ -141,7 +148,7 @@ class DcpRun:
                         "all ranks have written, but too late; give a longer timeout_s"
                     )
                 manifest = merged()
-                problem = self.store.commit(manifest, mode=self._options.file_mode)
+                problem = self._files.commit(manifest, mode=self._options.file_mode)
             except (CkptmgrError, OSError) as error:
                 self._withdraw(attempt, error)
                 raise
@@ -157,7 +164,7 @@ class DcpRun:
         """Apply a retention policy, and remove uncommitted files; failures are logged."""
         self.writer.retain(policy)
         try:
-            for sentence in self.store.collect(self.place.series):
+            for sentence in self._files.collect(self.place.series):
                 _LOG.warning("%s: %s", self.store.directory, sentence)
         except OSError as error:
             _LOG.warning("retention: %s", error)
@@ -172,7 +179,7 @@ class DcpRun:
         """Remove the files of a save that only this process could commit, and did not."""
         attempt.watch.ended_with(error)
         for rank in range(attempt.world):
-            self.store.withdraw(attempt.proposal.file_name(rank, world=attempt.world))
+            self._files.withdraw(attempt.proposal.file_name(rank, world=attempt.world))
 
     def close(self) -> None:
         """Release the lease, and remove the files of an uncommitted save."""
