@@ -31,7 +31,7 @@ from .errors import KeyLengthError, UnsupportedSuiteError, wrong_key_or_changed
 from .keys.key import Key
 
 IV_BYTES = 16
-PIECE_BYTES = 2 << 20
+CIPHER_PIECE_BYTES = 2 << 20
 
 Random = Callable[[int], bytes]
 """Returns that many unpredictable bytes."""
@@ -92,7 +92,7 @@ def read_in_pieces(
     start = 0
     while start < buffer.nbytes:
         rest = buffer.nbytes - start
-        piece = buffer[: rest if rest < PIECE_BYTES + _LEAST_BYTES else PIECE_BYTES]
+        piece = buffer[: rest if rest < CIPHER_PIECE_BYTES + _LEAST_BYTES else CIPHER_PIECE_BYTES]
         read(start, piece)
         yield piece
         start += piece.nbytes

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from .container.header import MAGIC
+from .container.header import CONTAINER_MAGIC
 from .container.unlock import find_copies
 from .errors import CryptoError
 from .mindspore.records import read_bytes, sniff_mode
@@ -12,8 +12,8 @@ from .source import Source
 
 def cipher_of(source: Source) -> str | None:
     """Return the cipher mode of a container or of MindSpore's records; None for all other files."""
-    first = read_bytes(source, 0, length=min(len(MAGIC), source.size))
-    if first != MAGIC:
+    first = read_bytes(source, 0, length=min(len(CONTAINER_MAGIC), source.size))
+    if first != CONTAINER_MAGIC:
         return sniff_mode(first)
     try:
         return find_copies(source)[0].header.fixed.suite.mode

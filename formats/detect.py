@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 
-from .compressed.table import MAGIC as COMPRESSED_MAGIC
+from .compressed.table import COMPRESSED_MAGIC
 from .mindspore.fields import CHECKPOINT_METADATA, CHECKPOINT_VALUE
 from .mindspore.wire import encode_length_prefix
 from .safetensors_file import JSON_SPACE, LENGTH_BYTES, MAX_HEADER_BYTES

@@ -15,7 +15,7 @@ from .tensor import TensorSpec
 READ_BYTES = 4 * 1024 * 1024
 
 
-class Piece(NamedTuple):
+class ContentRun(NamedTuple):
     """A run of content bytes in the file; the content of a tensor is its pieces joined."""
 
     offset: int
@@ -26,7 +26,7 @@ class TensorEntry(NamedTuple):
     """A tensor and the pieces of its content."""
 
     spec: TensorSpec
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ContentRun, ...]
 
     @property
     def name(self) -> str:
@@ -49,7 +49,7 @@ def entries_of(
 
 
 _new_spec = partial(tuple.__new__, TensorSpec)
-_new_piece = partial(tuple.__new__, Piece)
+_new_piece = partial(tuple.__new__, ContentRun)
 _new_entry = partial(tuple.__new__, TensorEntry)
 
 

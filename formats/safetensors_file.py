@@ -27,7 +27,7 @@ from itertools import accumulate
 from .dtypes import BY_NAME, BY_SAFETENSORS, PACKED_BITS, DType, packed_dtype
 from .errors import FormatError, TruncatedError, UnsupportedError
 from .image import MOST_LATE_BYTES, Image, ImageBuilder, LateHead
-from .index import READ_BYTES, Piece, TensorEntry, check_buffer, check_content
+from .index import READ_BYTES, ContentRun, TensorEntry, check_buffer, check_content
 from .safetensors_crc import ContentsCrc, check_scalar, fold_crc
 from .safetensors_fast import read_plain_header
 from .source import Source, read_bytes
@@ -111,7 +111,7 @@ def _late_head(header: _Header, tensors: Sequence[Tensor]) -> LateHead | None:
 
 def _start_crc(specs: Sequence[TensorSpec], offset: int) -> ContentsCrc:
     sizes_bytes = [spec.size_bytes for spec in specs]
-    pieces = map(Piece, accumulate(sizes_bytes, initial=offset), sizes_bytes)
+    pieces = map(ContentRun, accumulate(sizes_bytes, initial=offset), sizes_bytes)
     return ContentsCrc(
         [TensorEntry(spec, (piece,)) for spec, piece in zip(specs, pieces, strict=True)]
     )
@@ -235,7 +235,7 @@ def _read_strictly(encoded: bytes, size: int) -> _Described:
     return metadata, entries
 
 
-def read_all_into(
+def read_safetensors_into(
     source: Source, index: SafetensorsIndex, buffers: Callable[[TensorEntry], memoryview | None]
 ) -> int:
     """Read every content once, in file order, and return MindSpore's CRC32 of names and contents.
@@ -321,7 +321,7 @@ def _read_entry(
             tensor=name,
         )
     check_shape(spec, offset=data_start + start)
-    return TensorEntry(spec, (Piece(data_start + start, stop - start),))
+    return TensorEntry(spec, (ContentRun(data_start + start, stop - start),))
 
 
 def _read_dtype(name: str, spelling: object, metadata: Mapping[str, str]) -> DType:

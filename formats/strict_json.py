@@ -10,10 +10,13 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import NoReturn
+from collections.abc import Callable, Mapping, Sequence
+from typing import NoReturn, TypeAlias
 
 from .errors import FormatError, UnsupportedError
+
+Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
+"""A JSON value."""
 
 # Enough for every unsigned 64-bit number; Python's own limit of 4300 digits would raise a bare
 # ValueError.

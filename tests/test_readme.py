@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 
 from ckptmgr import CheckpointManager, ModelCheckpoint
-from ckptmgr.policy.retention import PerMinutes, RetentionPolicy
+from ckptmgr.policy.rules import RetentionPolicy
 from ckptmgr.policy.save import EverySeconds
+from ckptmgr.policy.time_rules import PerMinutes
 from tests.support.surface import Loop, data_files
 
 README = Path(__file__).parent.parent / "README.md"

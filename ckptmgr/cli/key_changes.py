@@ -12,8 +12,9 @@ import click
 
 from ckptmgr.cli import options, render
 from ckptmgr.cli.exits import Exit, UsageProblem, code_of, note, report
-from ckptmgr.cli.render import Cell, Json, Output
+from ckptmgr.cli.render import Cell, Output
 from ckptmgr.core.errors import CkptmgrError, KeyProblem, UnsafeWrite
+from ckptmgr.formats.strict_json import Json
 
 if TYPE_CHECKING:
     from ckptmgr.cli.selectors import OpenStore, Selected

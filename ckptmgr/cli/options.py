@@ -164,20 +164,20 @@ class GivenTrust:
     allow_unencrypted: bool = False
 
     def load(self, *, is_new: bool = False) -> Trust:
-        """Load the keys; `is_new` as for `load_key`.
+        """Load the keys; `is_new` as for `keys_of_command`.
 
         A signing key trusts only its own signatures, unless public keys are named.
 
         Raises:
             UsageProblem, KeyProblem: A source gives no key.
         """
-        return self.with_keys(load_key(self.key_sources, is_new=is_new))
+        return self.with_keys(keys_of_command(self.key_sources, is_new=is_new))
 
     def with_keys(self, keys: Keys | None) -> Trust:
         """Return the trust in keys that were loaded elsewhere; see `load`."""
         from ckptmgr.core.trust import Trust
 
-        signing_key = load_signing_key(self.signing_source)
+        signing_key = signing_key_of_option(self.signing_source)
         trusted = load_public_keys(self.public_keys)
         if signing_key is not None and not trusted:
             trusted = (signing_key.public_key,)
@@ -281,7 +281,7 @@ def series_option(function: Command) -> Command:
     )
 
 
-def load_key(
+def keys_of_command(
     sources: Sequence[str], environment: Mapping[str, str] = os.environ, *, is_new: bool = False
 ) -> Keys | None:
     """Return the keys that `--key` or the environment names, or None.
@@ -293,11 +293,11 @@ def load_key(
         KeyProblem: A source gives no key.
     """
     sources = sources or _from_environment(environment)
-    return load_keys("--key", sources, is_new=is_new) if sources else None
+    return keys_of_option("--key", sources, is_new=is_new) if sources else None
 
 
-def load_keys(option: str, sources: Sequence[str], *, is_new: bool = False) -> Keys:
-    """Return the keys, passphrases, private and public keys that an option names; as `load_key`."""
+def keys_of_option(option: str, sources: Sequence[str], *, is_new: bool = False) -> Keys:
+    """Return the keys, passphrases, private and public keys that an option names; as `keys_of_command`."""
     if not all(source.startswith(_SCHEMES) for source in sources):
         raise UsageProblem(
             f"{option} takes the source of a key, never the key itself (not shown)",
@@ -312,7 +312,7 @@ def load_keys(option: str, sources: Sequence[str], *, is_new: bool = False) -> K
         raise KeyProblem(error.message, hint=error.hint) from error
 
 
-def load_signing_key(source: str | None) -> SigningKey | None:
+def signing_key_of_option(source: str | None) -> SigningKey | None:
     """Return the key that `--signing-key` names, or None.
 
     Raises:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckptmgr.cli import render
-from ckptmgr.cli.render import Cell, Json, Output
+from ckptmgr.cli.render import Cell, Output
 from ckptmgr.core.model import Checkpoint, Plan, Reason, State, Verdict
 from ckptmgr.core.shard_names import parse_shard_name
+from ckptmgr.formats.strict_json import Json
 from ckptmgr.maintenance.prune import Proposal, PruneResult, SeriesPlan
 from ckptmgr.policy.rules import Best, RetentionPolicy
 from ckptmgr.series.candidates import is_manifest

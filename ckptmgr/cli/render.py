@@ -25,8 +25,7 @@ import click
 from ckptmgr.cli.exits import escape, note
 from ckptmgr.cli.options import Session
 from ckptmgr.core.model import Checkpoint
-
-Json = str | int | float | bool | None | Sequence["Json"] | Mapping[str, "Json"]
+from ckptmgr.formats.strict_json import Json
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 _SPELLED = {"\t": r"\t", "\n": r"\n", "\r": r"\r"}

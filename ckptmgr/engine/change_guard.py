@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ckptmgr.engine.staged_state import PIECE_BYTES
+from ckptmgr.engine.staged_state import COPY_PIECE_BYTES
 from ckptmgr.formats.tensor import Tensor, flat_memory
 from ckptmgr.state.arrays import array_bytes, jax_bytes, torch_bytes
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 _SMALL_BYTES = 64 << 10
 _SAMPLES = 128
 _WORD_BYTES = 8
-_PIECE_WORDS = PIECE_BYTES // _WORD_BYTES
+_PIECE_WORDS = COPY_PIECE_BYTES // _WORD_BYTES
 
 
 class Guarded(NamedTuple):

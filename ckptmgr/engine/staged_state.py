@@ -28,7 +28,7 @@ from ckptmgr.state.items import (
 )
 
 _LARGE_BYTES = MIB
-PIECE_BYTES = 16 * MIB
+COPY_PIECE_BYTES = 16 * MIB
 _COPIERS = max(1, min(2, os.cpu_count() or 1))
 
 
@@ -215,8 +215,8 @@ class StagedState:
         for index in large:
             source = content_of(tensors[index])
             target = self._region(index)
-            for offset in range(0, source.nbytes, PIECE_BYTES):
-                piece = slice(offset, offset + PIECE_BYTES)
+            for offset in range(0, source.nbytes, COPY_PIECE_BYTES):
+                piece = slice(offset, offset + COPY_PIECE_BYTES)
                 yield target[piece], source[piece]
 
     def _region(self, index: int) -> memoryview:

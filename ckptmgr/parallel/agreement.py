@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from ckptmgr.core.model import Checkpoint
+from ckptmgr.formats.strict_json import Json
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.io.passing_errors import PAUSES_S
-from ckptmgr.parallel.coordinator import Coordinator, Json, RanksMissing, RanksOutOfStep
+from ckptmgr.parallel.coordinator import Coordinator, RanksMissing, RanksOutOfStep
 from ckptmgr.parallel.errors import Failure, ResumeFailed
 from ckptmgr.parallel.rounds import CollectiveRounds
 from ckptmgr.series.candidates import Candidates, Skipped, load_with_retry

@@ -13,11 +13,11 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol, TypeAlias, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from ckptmgr.core.errors import CkptmgrError
+from ckptmgr.formats.strict_json import Json
 
-Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 DEFAULT_TIMEOUT_S = 600.0
 _SHOWN_RANKS = 8
 

@@ -19,9 +19,10 @@ from ckptmgr.core.errors import UnsupportedCheckpoint
 from ckptmgr.core.regions import Region, region_at
 from ckptmgr.files.load.shard_pieces import PIECES, Index, Piece, piece_name
 from ckptmgr.formats.dtypes import BY_NAME
+from ckptmgr.formats.strict_json import Json
 from ckptmgr.formats.tensor import Item, Tensor, TensorSpec
 from ckptmgr.parallel.balance import Replicated, Share, balance_by_bytes
-from ckptmgr.parallel.coordinator import Coordinator, Json
+from ckptmgr.parallel.coordinator import Coordinator
 from ckptmgr.parallel.dedup_tensors import (
     SharedTensor,
     TensorNote,

@@ -15,8 +15,9 @@ from blake3 import blake3
 from ckptmgr.core.regions import Region, region_at
 from ckptmgr.files.load.shard_pieces import PIECES, read_index
 from ckptmgr.formats.dtypes import BY_NAME
+from ckptmgr.formats.strict_json import Json
 from ckptmgr.formats.tensor import Tensor
-from ckptmgr.parallel.coordinator import Json, RanksOutOfStep, from_json, to_json
+from ckptmgr.parallel.coordinator import RanksOutOfStep, from_json, to_json
 from ckptmgr.parallel.errors import LayoutError
 
 _LOG = logging.getLogger(__name__)

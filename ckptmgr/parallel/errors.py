@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError, SaveFailed
+from ckptmgr.formats.strict_json import Json
 from ckptmgr.io.passing_errors import is_damage, may_be_whole, may_return
-from ckptmgr.parallel.coordinator import Json, RanksMissing, shown_ranks
+from ckptmgr.parallel.coordinator import RanksMissing, shown_ranks
 
 
 class LayoutError(CkptmgrError, ValueError):

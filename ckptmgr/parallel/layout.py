@@ -29,9 +29,8 @@ from ckptmgr.formats.strategy import (
     parse_strategy,
     split_stages,
 )
+from ckptmgr.formats.strategy.values import MAX_DEVICES
 from ckptmgr.parallel.errors import LayoutError
-
-MAX_DEVICES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

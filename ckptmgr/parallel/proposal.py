@@ -10,7 +10,8 @@ from ckptmgr.core.errors import SaveFailed
 from ckptmgr.core.model import Link
 from ckptmgr.core.shard_names import SET_FORMAT, new_attempt_id, set_stem, shard_name
 from ckptmgr.files.save.job import SaveFacts
-from ckptmgr.parallel.coordinator import Json, RanksOutOfStep
+from ckptmgr.formats.strict_json import Json
+from ckptmgr.parallel.coordinator import RanksOutOfStep
 from ckptmgr.series.writer import SavePosition
 from ckptmgr.store.manifest.codec import FileEntry, Manifest, entry_from_document, entry_to_document
 from ckptmgr.store.manifest.fields import link_from_document

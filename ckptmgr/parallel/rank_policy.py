@@ -16,7 +16,8 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
-from ckptmgr.parallel.coordinator import Coordinator, Json, RanksMissing, RanksOutOfStep
+from ckptmgr.formats.strict_json import Json
+from ckptmgr.parallel.coordinator import Coordinator, RanksMissing, RanksOutOfStep
 from ckptmgr.parallel.rounds import Barriers
 from ckptmgr.policy.save import (
     EverySeconds,

@@ -15,10 +15,11 @@ from ckptmgr.core.model import Checkpoint, Plan
 from ckptmgr.core.names import is_of_prefix
 from ckptmgr.core.shard_names import SET_FORMAT
 from ckptmgr.files.save.job import SaveJob, SaveOptions, SaveOrder
+from ckptmgr.formats.strict_json import Json
 from ckptmgr.formats.tensor import Item
 from ckptmgr.observe.observers import REGISTERED, Observers
 from ckptmgr.parallel.agreement import all_prepared, first_that_all_load, steps_of_all
-from ckptmgr.parallel.coordinator import DEFAULT_TIMEOUT_S, Coordinator, Json, RanksMissing
+from ckptmgr.parallel.coordinator import DEFAULT_TIMEOUT_S, Coordinator, RanksMissing
 from ckptmgr.parallel.dedup import Sharing
 from ckptmgr.parallel.errors import not_begun
 from ckptmgr.parallel.proposal import SaveProposal, chosen_series

@@ -12,7 +12,8 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from ckptmgr.parallel.coordinator import Coordinator, Json, RanksMissing
+from ckptmgr.formats.strict_json import Json
+from ckptmgr.parallel.coordinator import Coordinator, RanksMissing
 from ckptmgr.parallel.errors import Failure, RankFailed
 
 _OK, _FAILED = "ok", "failed"

@@ -24,7 +24,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from ckptmgr.core.errors import CkptmgrError, SaveFailed
-from ckptmgr.parallel.coordinator import Coordinator, Json, RanksMissing, RanksOutOfStep
+from ckptmgr.formats.strict_json import Json
+from ckptmgr.parallel.coordinator import Coordinator, RanksMissing, RanksOutOfStep
 from ckptmgr.parallel.errors import RankFailed
 from ckptmgr.parallel.proposal import SaveProposal, merged_manifest, vote_of
 from ckptmgr.parallel.rounds import CollectiveRounds

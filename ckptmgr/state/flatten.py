@@ -19,7 +19,7 @@ import numpy as np
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.state.arrays import array_bytes, framework_of, to_tensor
 from ckptmgr.state.leaves import ARRAYS, Leaf, storage_spec
-from ckptmgr.state.paths import MAX_DEPTH, SHARED, Json, Path, dump_skeleton, unsupported
+from ckptmgr.state.paths import MAX_DEPTH, SHARED, Node, Path, dump_skeleton, unsupported
 from ckptmgr.state.random import generator_key, generator_state
 from ckptmgr.state.scalars import encode_atom, encode_dtype, encode_key
 from ckptmgr.state.shared_memory import plan_storage
@@ -39,7 +39,7 @@ _CONTAINERS: dict[type, str] = {
 }
 
 
-_Part = tuple[Sequence[Json], object, object]
+_Part = tuple[Sequence[Node], object, object]
 """Nodes to write before a value, the value, and its key or index."""
 
 
@@ -52,7 +52,7 @@ class _Frame(NamedTuple):
         Literal["key", "index", "object"] | None
     )  # None when the one part stands for the container itself
     depth: int  # of the parts
-    end: Sequence[Json]  # nodes to write after the parts
+    end: Sequence[Node]  # nodes to write after the parts
     container: int | None  # its id; None for a tensor that is split into parts
     tie: object = None  # identity of a mutable object, the same at every occurrence
 
@@ -63,7 +63,7 @@ class Flattener:
     def __init__(self, slicer: Slicer | None = None) -> None:
         self._slicer = slicer
         self.slices: dict[str, Slice] = {}
-        self._nodes: list[Json | Leaf] = []
+        self._nodes: list[Node | Leaf] = []
         self._leaves: list[Leaf] = []
         self._names: set[str] = set()
         self._numbers: dict[str, int] = {}
@@ -84,13 +84,13 @@ class Flattener:
             set_whole_shapes(self._leaves, self.slices)
         return tensors, skeleton_of(self._with_ties()), aliases
 
-    def _with_ties(self) -> list[Json | Leaf]:
+    def _with_ties(self) -> list[Node | Leaf]:
         """Return the nodes, with a `SHARED` node after each occurrence of a repeated object."""
         tied = [ends for ends in self._ends.values() if len(ends) > 1]
         if not tied:
             return self._nodes
         ties = sorted((end, number) for number, ends in enumerate(tied) for end in ends)
-        nodes: list[Json | Leaf] = []
+        nodes: list[Node | Leaf] = []
         start = 0
         for end, number in ties:
             nodes += [*self._nodes[start:end], {SHARED: number}]
@@ -165,8 +165,8 @@ class Flattener:
                 return _sequence(value, path, depth, end={kind: len(value)})
         fields = getattr(value, "_fields", None)
         if isinstance(value, tuple) and isinstance(fields, tuple):
-            names: list[Json] = [str(field) for field in fields]
-            end: Json = {"namedtuple": [type(value).__name__, names]}
+            names: list[Node] = [str(field) for field in fields]
+            end: Node = {"namedtuple": [type(value).__name__, names]}
             return _sequence(value, path, depth, end=end)
         if type(value) in (set, frozenset):
             tie = id(value) if type(value) is set else None
@@ -186,7 +186,7 @@ class Flattener:
             return _Frame(parts, path, "object", depth, (), id(value), id(value))
         return None
 
-    def _torch_atom(self, value: object) -> tuple[Json] | None:
+    def _torch_atom(self, value: object) -> tuple[Node] | None:
         if "torch" not in sys.modules or not type(value).__module__.startswith("torch"):
             return None
         from ckptmgr.state.torch_values import encode_torch_atom
@@ -274,7 +274,7 @@ def _ordered(value: Any, path: Path, depth: int) -> _Frame:
     if extra.keys() - {"_metadata"}:
         raise unsupported(path, f"is an OrderedDict with attributes {sorted(extra)}", _WAY_OUT)
     parts = _mapping(value, path)
-    end: list[Json] = [{"ordered": len(value)}]
+    end: list[Node] = [{"ordered": len(value)}]
     if not extra:
         return _Frame(parts, path, "key", depth, end, id(value), id(value))
     # torch keeps the versions of its modules there, for load_state_dict.
@@ -283,13 +283,13 @@ def _ordered(value: Any, path: Path, depth: int) -> _Frame:
     return _Frame(chain(parts, metadata), path, "key", depth, end, id(value), id(value))
 
 
-def _sequence(value: Any, path: Path, depth: int, *, end: Json) -> _Frame:
+def _sequence(value: Any, path: Path, depth: int, *, end: Node) -> _Frame:
     parts: list[_Part] = [((), child, index) for index, child in enumerate(value)]
     tie = id(value) if isinstance(value, list) else None
     return _Frame(iter(parts), path, "index", depth, [end], id(value), tie)
 
 
-def _set(value: Any, path: Path) -> list[Json]:
+def _set(value: Any, path: Path) -> list[Node]:
     # Sets iterate in an order that changes from run to run; skeletons must not.
     parts = sorted((encode_key(element, path) for element in value), key=dump_skeleton)
     nodes = [node for part in parts for node in part]
@@ -303,7 +303,7 @@ def _torch_values() -> ModuleType:
     return torch_values
 
 
-def _dtype_of(dtype: np.dtype) -> tuple[Json, str]:
+def _dtype_of(dtype: np.dtype) -> tuple[Node, str]:
     """Return the skeleton node and the table's name of an element type; None and "" if absent."""
     if dtype.fields is not None:
         return encode_dtype(dtype), ""
@@ -311,7 +311,7 @@ def _dtype_of(dtype: np.dtype) -> tuple[Json, str]:
 
 
 @lru_cache(maxsize=256)
-def _plain_dtype_of(dtype: np.dtype) -> tuple[Json, str]:
+def _plain_dtype_of(dtype: np.dtype) -> tuple[Node, str]:
     # Cached, because NumPy computes the name on each access.
     return encode_dtype(dtype), dtype.name if dtype.isnative else ""
 
@@ -324,7 +324,7 @@ def _array_leaf(array: np.ndarray, path: Path, name: str) -> Leaf:
             path, f"is an array with elements of type {dtype}", "store numbers, or a list"
         )
     spec, is_bytes = storage_spec(name, spelling, shape, dtype.itemsize)
-    rest: dict[str, Json] = {"stored": "uint8"} if is_bytes else {}
+    rest: dict[str, Node] = {"stored": "uint8"} if is_bytes else {}
     tensor = Tensor(spec, partial(array_bytes, array) if array.nbytes else _nothing)
     return Leaf(path, "array", node, shape, rest, array, tensor, dtype.itemsize, ARRAYS)
 
@@ -338,7 +338,7 @@ def _foreign_leaf(value: object, path: Path, name: str) -> Leaf:
     own = to_tensor(name, value)
     dtype = own.spec.dtype
     spec, is_bytes = storage_spec(name, dtype.name, own.spec.shape, dtype.item_bytes)
-    rest: dict[str, Json] = {"stored": "uint8"} if is_bytes else {}
+    rest: dict[str, Node] = {"stored": "uint8"} if is_bytes else {}
     tensor = Tensor(spec=spec, content=own.content)
     node = encode_dtype(dtype.to_numpy())
     return Leaf(path, "array", node, own.spec.shape, rest, value, tensor, dtype.item_bytes, None)

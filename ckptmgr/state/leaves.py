@@ -12,7 +12,7 @@ import numpy as np
 
 from ckptmgr.formats.dtypes import BY_NAME, DType
 from ckptmgr.formats.tensor import Tensor, TensorSpec
-from ckptmgr.state.paths import Json, Path
+from ckptmgr.state.paths import Node, Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +54,9 @@ class Leaf(NamedTuple):
 
     path: Path
     kind: Literal["array", "torch"]
-    dtype: Json  # element type, in the skeleton
+    dtype: Node  # element type, in the skeleton
     shape: tuple[int, ...]  # of the array; `tensor` has one more dimension if it holds bytes
-    node: dict[str, Json]  # rest of the body of its skeleton node; planning completes it
+    node: dict[str, Node]  # rest of the body of its skeleton node; planning completes it
     value: object  # the array, held so that its memory and identity stay its own
     tensor: Tensor  # the stored tensor, if the leaf shares no memory
     item_bytes: int

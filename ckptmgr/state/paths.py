@@ -19,7 +19,7 @@ from typing import Literal, NoReturn
 from ckptmgr.core.errors import CkptmgrError, UnsupportedState
 from ckptmgr.formats.strict_json import int_parser
 
-Json = None | bool | int | str | list["Json"] | dict[str, "Json"]
+Node = None | bool | int | str | list["Node"] | dict[str, "Node"]
 
 SHARED = "shared"
 """Kind of the node that follows each occurrence of one object; its number identifies the object."""
@@ -141,7 +141,7 @@ def unsupported(path: Path, problem: str, hint: str) -> UnsupportedState:
     return UnsupportedState(f"{path} {problem}", hint=hint)
 
 
-def dump_skeleton(nodes: list[Json]) -> str:
+def dump_skeleton(nodes: list[Node]) -> str:
     """Return the JSON of a node list."""
     body = {"version": version_of(nodes), "nodes": nodes}
     return json.dumps(body, separators=(",", ":"), allow_nan=False)
@@ -152,7 +152,7 @@ def version_of(nodes: Iterable[object]) -> int:
     return 2 if any(isinstance(node, dict) and SHARED in node for node in nodes) else 1
 
 
-def load_skeleton(skeleton: str) -> list[Json]:
+def load_skeleton(skeleton: str) -> list[Node]:
     """Return the node list of a skeleton; raise TreeError for any other text or version."""
     try:
         body = json.loads(
@@ -179,7 +179,7 @@ def load_skeleton(skeleton: str) -> list[Json]:
     return nodes
 
 
-def _unique_pairs(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
+def _unique_pairs(pairs: list[tuple[str, Node]]) -> dict[str, Node]:
     result = dict(pairs)
     if len(result) != len(pairs):
         twice = Counter(key for key, _ in pairs).most_common(1)[0][0]

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ckptmgr.state.paths import Json, TreeError
+from ckptmgr.state.paths import Node, TreeError
 
 _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
@@ -43,7 +43,7 @@ def generator_key(value: Any) -> object:
     return type(value), id(getattr(value, "bit_generator", value))
 
 
-def generator_state(value: Any) -> tuple[Json, object] | None:
+def generator_state(value: Any) -> tuple[Node, object] | None:
     """Return the skeleton node and state of a generator; None if it cannot be rebuilt."""
     kind, _, inner = generator_kind(value).rstrip(")").partition("(")
     if kind == "numpy.Generator" and inner in _BIT_GENERATORS:

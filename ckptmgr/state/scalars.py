@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from ckptmgr.state.paths import Json, Path, TreeError, shown, unsupported
+from ckptmgr.state.paths import Node, Path, TreeError, shown, unsupported
 
 _MAX_KEY_DEPTH = 50
 _MAX_PLAIN_INT = 2**53
 
 
-def encode_atom(value: object) -> tuple[Json] | None:
+def encode_atom(value: object) -> tuple[Node] | None:
     """Return the node of a value without parts, in a tuple; None for everything else."""
     encoder = _ENCODERS.get(type(value))
     if encoder is not None:
@@ -33,11 +33,11 @@ def encode_atom(value: object) -> tuple[Json] | None:
     return None
 
 
-def _encode_int(value: int) -> Json:
+def _encode_int(value: int) -> Node:
     return value if abs(value) < _MAX_PLAIN_INT else {"int": hex(value)}
 
 
-def _encode_str(value: str) -> Json:
+def _encode_str(value: str) -> Node:
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -45,7 +45,7 @@ def _encode_str(value: str) -> Json:
     return value
 
 
-_ENCODERS: dict[type, Callable[[Any], Json]] = {
+_ENCODERS: dict[type, Callable[[Any], Node]] = {
     type(None): lambda value: value,
     bool: lambda value: value,
     int: _encode_int,
@@ -58,7 +58,7 @@ _ENCODERS: dict[type, Callable[[Any], Json]] = {
 _KEY_TYPES = frozenset(_ENCODERS) - {bytearray}
 
 
-def encode_key(key: object, path: Path, *, depth: int = 0) -> list[Json]:
+def encode_key(key: object, path: Path, *, depth: int = 0) -> list[Node]:
     """Return the nodes of a dict key or set element: plain, or a tuple or frozenset."""
     if type(key) is str and key.isascii():  # most are
         return [key]
@@ -145,7 +145,7 @@ def decode_scalar(node: object) -> np.generic:
     return value
 
 
-def encode_dtype(dtype: np.dtype) -> Json:
+def encode_dtype(dtype: np.dtype) -> Node:
     """Return the JSON of a NumPy element type; None when its elements are not plain bytes."""
     if dtype.subdtype is not None:
         base = encode_dtype(dtype.subdtype[0])
@@ -157,8 +157,8 @@ def encode_dtype(dtype: np.dtype) -> Json:
     return dtype.str if dtype.kind in "biufcmMSUV" and not dtype.hasobject else None
 
 
-def _encode_fields(dtype: np.dtype) -> Json:
-    fields: list[Json] = []
+def _encode_fields(dtype: np.dtype) -> Node:
+    fields: list[Node] = []
     by_name: Any = dtype.fields
     for name in dtype.names or ():
         inner, offset, *title = by_name[name]

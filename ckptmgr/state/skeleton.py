@@ -14,16 +14,16 @@ from json.encoder import encode_basestring_ascii
 from typing import Any
 
 from ckptmgr.state.leaves import Leaf
-from ckptmgr.state.paths import Json, dump_skeleton, load_skeleton, version_of
+from ckptmgr.state.paths import Node, dump_skeleton, load_skeleton, version_of
 
 _encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
-def skeleton_of(nodes: Sequence[Json | Leaf]) -> str:
+def skeleton_of(nodes: Sequence[Node | Leaf]) -> str:
     """Return the text of a skeleton; its leaves must be planned already."""
     heads: dict[tuple[str, str, tuple[int, ...]], str] = {}
     parts: list[str] = []
-    waiting: list[Json] = []
+    waiting: list[Node] = []
     for node in nodes:
         if type(node) is str and not waiting:
             parts.append(encode_basestring_ascii(node))
@@ -42,7 +42,7 @@ def skeleton_of(nodes: Sequence[Json | Leaf]) -> str:
 def _leaf(leaf: Leaf, heads: dict[tuple[str, str, tuple[int, ...]], str]) -> str:
     node = leaf.node
     if "shape" in node or not isinstance(leaf.dtype, str):
-        body: Json = {"dtype": leaf.dtype, "shape": list(leaf.shape), **node}
+        body: Node = {"dtype": leaf.dtype, "shape": list(leaf.shape), **node}
         return _encode({leaf.kind: body})
     key = (leaf.kind, leaf.dtype, leaf.shape)
     head = heads.get(key)
@@ -80,7 +80,7 @@ def with_shapes(skeleton: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
     return dump_skeleton(nodes)
 
 
-def leaves_of(nodes: list[Json]) -> Iterator[dict[str, Any]]:
+def leaves_of(nodes: list[Node]) -> Iterator[dict[str, Any]]:
     """Yield the bodies of the tensor nodes; the caller may change them."""
     for node in nodes:
         if isinstance(node, dict) and len(node) == 1:

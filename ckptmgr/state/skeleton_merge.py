@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ckptmgr.state.paths import SHARED, Json, Path, TreeError, dump_skeleton, load_skeleton
+from ckptmgr.state.paths import SHARED, Node, Path, TreeError, dump_skeleton, load_skeleton
 from ckptmgr.state.skeleton import leaves_of
 
 KEPT = "\0kept/"
@@ -39,7 +39,7 @@ class _Value:
         """Its nodes, which identify it: a container starts at its first part but ends later."""
         return self.start, self.stop
 
-    def tail(self, nodes: list[Json]) -> list[Json]:
+    def tail(self, nodes: list[Node]) -> list[Node]:
         """Return the nodes after the last part, which build the container."""
         return nodes[
             max((part.stop for part in self.parts.values()), default=self.start) : self.stop
@@ -105,7 +105,7 @@ class _Merger:
 
     def result(self) -> MergedSkeleton:
         """Return the first skeleton, with every differing value replaced by the rank's own."""
-        out: list[Json] = []
+        out: list[Node] = []
         kept: list[str] = []
         stack: list[_Todo] = [_Todo(self._root, self._own, Path())]
         while stack:
@@ -137,17 +137,17 @@ class _Merger:
         differs = any(value.start <= start and stop <= value.stop for start, stop in self.differing)
         return differs or self._lacks_tensor(value)
 
-    def _replacement(self, own: _Value | None) -> list[Json]:
+    def _replacement(self, own: _Value | None) -> list[Node]:
         if own is None:
             return [None]
-        nodes: list[Json] = json.loads(json.dumps(self._own_nodes[own.start : own.stop]))
+        nodes: list[Node] = json.loads(json.dumps(self._own_nodes[own.start : own.stop]))
         for leaf in leaves_of(nodes):
             leaf["tensor"] = f"{KEPT}{leaf.get('tensor')}"
             leaf.pop("shared", None)
         return nodes
 
 
-def _without_ties(skeleton: str) -> list[Json]:
+def _without_ties(skeleton: str) -> list[Node]:
     """Return the nodes of a skeleton except the `SHARED` ones."""
     nodes = load_skeleton(skeleton)
     return [node for node in nodes if not (isinstance(node, dict) and SHARED in node)]
@@ -181,7 +181,7 @@ def _step(value: _Value, key: str, path: Path) -> Path:
     return path.index(step)
 
 
-def _parsed(nodes: list[Json]) -> _Value:
+def _parsed(nodes: list[Node]) -> _Value:
     """Return the one value of a postfix program; raise TreeError for none or several."""
     stack: list[_Value] = []
     for index, node in enumerate(nodes):
@@ -198,7 +198,7 @@ def _parsed(nodes: list[Json]) -> _Value:
     return stack[0]
 
 
-def _made(nodes: list[Json], kind: str, values: list[_Value], index: int) -> _Value:
+def _made(nodes: list[Node], kind: str, values: list[_Value], index: int) -> _Value:
     start = values[0].start if values else index
     if kind == "with_metadata":
         return replace(values[0], stop=index + 1)
@@ -211,7 +211,7 @@ def _made(nodes: list[Json], kind: str, values: list[_Value], index: int) -> _Va
     return _Value(start, index + 1)
 
 
-def _taken(node: Json) -> tuple[str, int]:
+def _taken(node: Node) -> tuple[str, int]:
     """Return the kind of a node and how many values before it are its parts."""
     if not isinstance(node, dict) or len(node) != 1:
         return "", 0

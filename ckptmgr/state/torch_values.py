@@ -19,7 +19,7 @@ import torch
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.state.arrays import memory_of_tensor, torch_bytes
 from ckptmgr.state.leaves import Finder, Leaf, Memory, Span, extent, storage_spec
-from ckptmgr.state.paths import Json, Path, TreeError, unsupported
+from ckptmgr.state.paths import Node, Path, TreeError, unsupported
 from ckptmgr.state.scalars import decode_float, decode_shape
 
 _PLAIN_HINT = "save its state_dict(), or a plain tensor: tensor.detach().as_subclass(torch.Tensor)"
@@ -33,7 +33,7 @@ _NUMPY_TYPES = frozenset(
 )
 
 
-def encode_torch_atom(value: Any) -> tuple[Json] | None:
+def encode_torch_atom(value: Any) -> tuple[Node] | None:
     """Return the node of a torch value without parts, in a tuple; None for other values."""
     if isinstance(value, torch.Size):
         return ({"torch.Size": list(value)},)
@@ -78,7 +78,7 @@ def decode_torch_size(node: object) -> torch.Size:
     return torch.Size(decode_shape(node))
 
 
-def split_tensor(value: torch.Tensor, path: Path) -> tuple[Json, dict[str, object]] | None:
+def split_tensor(value: torch.Tensor, path: Path) -> tuple[Node, dict[str, object]] | None:
     """Return the node and the parts of a sparse or quantized tensor; None for a plain one."""
     if type(value) not in (torch.Tensor, torch.nn.Parameter):
         hint = _FULL_TENSOR_HINT if hasattr(value, "full_tensor") else _PLAIN_HINT
@@ -96,15 +96,15 @@ def split_tensor(value: torch.Tensor, path: Path) -> tuple[Json, dict[str, objec
             path, f"has the layout {value.layout}", "store it as to_dense() or to_sparse_coo()"
         )
     plain = value.detach()
-    node: Json = {
+    node: Node = {
         "sparse": {"shape": list(value.shape), "coalesced": value.is_coalesced(), **_flags(value)}
     }
     return node, {"indices": plain._indices(), "values": plain._values()}
 
 
-def _split_quantized(value: torch.Tensor, path: Path) -> tuple[Json, dict[str, object]]:
+def _split_quantized(value: torch.Tensor, path: Path) -> tuple[Node, dict[str, object]]:
     name, scheme = dtype_name(value.dtype), value.qscheme()
-    node: dict[str, Json] = {"dtype": name}
+    node: dict[str, Node] = {"dtype": name}
     parts: dict[str, object] = {}
     if name in _QUANTIZED and scheme is torch.per_tensor_affine:
         node |= {"scale": value.q_scale().hex(), "zero_point": value.q_zero_point()}
@@ -117,8 +117,8 @@ def _split_quantized(value: torch.Tensor, path: Path) -> tuple[Json, dict[str, o
     return {"quantized": node}, {"integers": value.int_repr(), **parts}
 
 
-def _flags(value: torch.Tensor) -> dict[str, Json]:
-    flags: dict[str, Json] = {}
+def _flags(value: torch.Tensor) -> dict[str, Node]:
+    flags: dict[str, Node] = {}
     # The isinstance check of torch.nn.Parameter is slow, so plain tensors skip it.
     if type(value) is not torch.Tensor and isinstance(value, torch.nn.Parameter):
         flags["parameter"] = True
@@ -198,7 +198,7 @@ def build_tensor(
     return usable.as_strided(shape, steps, offset // item_bytes)
 
 
-def with_flags(tensor: torch.Tensor, node: dict[str, Json]) -> torch.Tensor:
+def with_flags(tensor: torch.Tensor, node: dict[str, Node]) -> torch.Tensor:
     """Return the tensor as a parameter and with gradients where the node says so."""
     requires_grad = node.get("requires_grad", False)
     if node.get("parameter", False):
@@ -206,7 +206,7 @@ def with_flags(tensor: torch.Tensor, node: dict[str, Json]) -> torch.Tensor:
     return tensor.requires_grad_() if requires_grad else tensor
 
 
-def build_sparse(node: dict[str, Json], parts: list[Any]) -> torch.Tensor:
+def build_sparse(node: dict[str, Node], parts: list[Any]) -> torch.Tensor:
     """Return a COO tensor from its parts; torch checks that the indices are inside the shape."""
     indices, values = parts
     tensor = torch.sparse_coo_tensor(
@@ -219,7 +219,7 @@ def build_sparse(node: dict[str, Json], parts: list[Any]) -> torch.Tensor:
     return with_flags(tensor, node)
 
 
-def build_quantized(node: dict[str, Json], parts: list[Any]) -> torch.Tensor:
+def build_quantized(node: dict[str, Node], parts: list[Any]) -> torch.Tensor:
     """Return a quantized tensor from its integers and parameters."""
     name = node["dtype"]
     want = _QUANTIZED.get(name) if isinstance(name, str) else None

@@ -17,7 +17,7 @@ import numpy as np
 
 from ckptmgr.state.arrays import numpy_dtype_name
 from ckptmgr.state.leaves import contiguous_strides, extent
-from ckptmgr.state.paths import MAX_DEPTH, SHARED, Json, TreeError, load_skeleton
+from ckptmgr.state.paths import MAX_DEPTH, SHARED, Node, TreeError, load_skeleton
 from ckptmgr.state.random import build_generator
 from ckptmgr.state.scalars import (
     decode_bytes,
@@ -107,7 +107,7 @@ class Unflattener:
             raise TreeError(f"the skeleton leaves {len(self._stack)} values instead of one state")
         return self._stack[0].value
 
-    def _step(self, node: Json) -> None:
+    def _step(self, node: Node) -> None:
         if isinstance(node, list):
             raise TreeError("a list is no node")
         if not isinstance(node, dict):
@@ -129,7 +129,7 @@ class Unflattener:
         else:
             raise TreeError(f"there is no kind of node called {kind!r}")
 
-    def _tie(self, number: Json) -> None:
+    def _tie(self, number: Node) -> None:
         """Replace the last value with the first one of the same number."""
         if type(number) is not int or not self._stack:
             raise TreeError(f"a value is shared as {number!r}")
@@ -154,23 +154,23 @@ class Unflattener:
     def _put(self, value: object) -> None:
         self._stack[-1] = _Built(value, self._stack[-1].depth)
 
-    def _sequence(self, kind: str, body: Json) -> None:
+    def _sequence(self, kind: str, body: Node) -> None:
         values = self._pop(body)
         self._put(values if kind == "list" else tuple(values))
 
-    def _namedtuple(self, kind: str, body: Json) -> None:
+    def _namedtuple(self, kind: str, body: Node) -> None:
         if not isinstance(body, list) or len(body) != 2 or not isinstance(body[1], list):
             raise TreeError("a namedtuple has no name and fields")
         self._put(tuple(self._pop(len(body[1]))))
 
-    def _set(self, kind: str, body: Json) -> None:
+    def _set(self, kind: str, body: Node) -> None:
         values = self._pop(body)
         made: set[Any] | frozenset[Any] = (set if kind == "set" else frozenset)(map(_key, values))
         if len(made) != len(values):
             raise TreeError("a set holds a value twice")
         self._put(made)
 
-    def _mapping(self, kind: str, body: Json) -> None:
+    def _mapping(self, kind: str, body: Node) -> None:
         if type(body) is not int:
             raise TreeError(f"a {kind} has {body!r} entries")
         values = self._pop(2 * body)
@@ -181,21 +181,21 @@ class Unflattener:
             raise TreeError(f"a {kind} holds a key twice")
         self._put(made)
 
-    def _metadata(self, kind: str, body: Json) -> None:
+    def _metadata(self, kind: str, body: Node) -> None:
         mapping, metadata = self._pop(2)
         if type(mapping) is not OrderedDict:
             raise TreeError("metadata belongs to an OrderedDict")
         mapping._metadata = metadata  # type: ignore[attr-defined]
         self._put(mapping)
 
-    def _bytes(self, kind: str, body: Json) -> None:
+    def _bytes(self, kind: str, body: Node) -> None:
         [array] = self._pop(1)
         self.read_contents(array)
         if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.ndim != 1:
             raise TreeError("bytes are not stored as uint8")
         self._put(array.tobytes() if kind == "to_bytes" else bytearray(array.tobytes()))
 
-    def _torch_parts(self, kind: str, body: Json) -> None:
+    def _torch_parts(self, kind: str, body: Node) -> None:
         torch = _torch()
         if not isinstance(body, dict):
             raise TreeError(f"a {kind} tensor is spelled {body!r}")
@@ -206,12 +206,12 @@ class Unflattener:
             raise TreeError(f"a {kind} tensor has parts that are no tensors")
         self._put(_guarded(f"a {kind} tensor", lambda: build(body, parts)))
 
-    def _rng(self, kind: str, body: Json) -> None:
+    def _rng(self, kind: str, body: Node) -> None:
         [state] = self._pop(1)
         self.read_contents(state)
         self._put(_guarded(f"a {body}", lambda: build_generator(body, state)))
 
-    def _leaf(self, kind: str, body: Json) -> object:
+    def _leaf(self, kind: str, body: Node) -> object:
         allowed = _LEAF_FIELDS if kind == "array" else _TORCH_FIELDS
         if not isinstance(body, dict) or not _NEEDED_FIELDS <= body.keys() <= allowed:
             raise TreeError(f"an {kind} leaf is not described by a tensor, a dtype and a shape")
@@ -235,7 +235,7 @@ class Unflattener:
             self.leaves[id(value)] = name
             self.whole[name] = is_whole and name not in self.whole
 
-    def _plain_array(self, body: dict[str, Json]) -> np.ndarray | None:
+    def _plain_array(self, body: dict[str, Node]) -> np.ndarray | None:
         """Return the stored array of a leaf; None where the leaf is only a view of it."""
         name, node = body["tensor"], body["dtype"]
         if not isinstance(name, str) or not isinstance(node, str) or name in self._stored:
@@ -248,14 +248,14 @@ class Unflattener:
         self._note(stored, name, is_whole=True)
         return stored
 
-    def _array(self, body: dict[str, Json]) -> np.ndarray:
+    def _array(self, body: dict[str, Node]) -> np.ndarray:
         dtype = decode_dtype(body["dtype"])
         view = self._view(body, dtype.itemsize, numpy_dtype_name(dtype))
         if prod(view.shape) * dtype.itemsize == 0:
             return np.ndarray(view.shape, dtype)
         return np.ndarray(view.shape, dtype, view.memory.data, view.offset, view.strides)
 
-    def _tensor(self, body: dict[str, Json]) -> torch.Tensor:
+    def _tensor(self, body: dict[str, Node]) -> torch.Tensor:
         adapter = _torch()
         dtype = adapter.decode_torch_dtype(body["dtype"])
         stored = self._stored[str(body["tensor"])]
@@ -276,7 +276,7 @@ class Unflattener:
         flagged: torch.Tensor = adapter.with_flags(tensor, body)
         return flagged
 
-    def _view(self, body: dict[str, Json], item_bytes: int, spelling: str) -> _View:
+    def _view(self, body: dict[str, Node], item_bytes: int, spelling: str) -> _View:
         name, shape = str(body["tensor"]), decode_shape(body["shape"])
         memory = self._memory[name]
         strides, start = contiguous_strides(shape, item_bytes), body.get("offset", 0)
@@ -297,7 +297,7 @@ class Unflattener:
                 raise TreeError(f"bytes [{low}, {high}) of {memory.nbytes} are wanted")
         return _View(memory, name, shape, start, strides)
 
-    def _load(self, name: Json) -> str:
+    def _load(self, name: Node) -> str:
         """Read a stored tensor into memory that the state will own; return its name."""
         if not isinstance(name, str):
             raise TreeError(f"a tensor is called {name!r}")
@@ -334,7 +334,7 @@ class Unflattener:
             self._fill(name)
 
 
-def _strides(node: Json, count: int) -> tuple[int, ...]:
+def _strides(node: Node, count: int) -> tuple[int, ...]:
     if (
         not isinstance(node, list)
         or len(node) != count
@@ -378,7 +378,7 @@ def _torch() -> Any:
     return torch_values
 
 
-_COMBINERS: dict[str, Callable[[Unflattener, str, Json], None]] = {
+_COMBINERS: dict[str, Callable[[Unflattener, str, Node], None]] = {
     "list": Unflattener._sequence,
     "tuple": Unflattener._sequence,
     "namedtuple": Unflattener._namedtuple,

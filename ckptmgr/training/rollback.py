@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError
 from ckptmgr.engine.recent_states import RecentStates
-from ckptmgr.files.load.state import plan_restore
+from ckptmgr.files.load.state import plan_put_back
 from ckptmgr.io.passing_errors import may_be_whole
 from ckptmgr.parallel.coordinator import RanksMissing, RanksOutOfStep
 from ckptmgr.parallel.errors import ResumeFailed
@@ -74,7 +74,7 @@ def go_back(
             path=reader.store.directory,
         )
     with writer.all_prepared():
-        restore = plan_restore(state, held.skeleton, held.read)
+        restore = plan_put_back(state, held.skeleton, held.read)
     return Resumption(
         step=held.step,
         epoch=held.epoch,

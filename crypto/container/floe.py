@@ -37,7 +37,7 @@ from ..ciphers import Random, read_in_pieces
 from ..errors import DecryptionError, TamperedError
 
 HEADER_BYTES = 74
-LENGTH_BYTES = 4
+SEGMENT_LENGTH_BYTES = 4
 MAX_SEGMENTS = 2**40
 
 _IV_BYTES = 32
@@ -73,7 +73,9 @@ class FloeParameters:
 
     @property
     def _overhead(self) -> int:
-        return LENGTH_BYTES + self.alignment_bytes + self.aead.iv_bytes + self.aead.tag_bytes
+        return (
+            SEGMENT_LENGTH_BYTES + self.alignment_bytes + self.aead.iv_bytes + self.aead.tag_bytes
+        )
 
     @property
     def plaintext_bytes(self) -> int:
@@ -141,7 +143,7 @@ class FloeMessage:
         Raises ValueError for a wrong length or index.
         """
         self._check(index, plaintext, segment, is_final=is_final)
-        aead, start = self.parameters.aead, LENGTH_BYTES + self.parameters.alignment_bytes
+        aead, start = self.parameters.aead, SEGMENT_LENGTH_BYTES + self.parameters.alignment_bytes
         iv, end = random(aead.iv_bytes), segment.nbytes - aead.tag_bytes
         segment[end:] = aead.encrypt_into(
             self._key(index),
@@ -163,7 +165,7 @@ class FloeMessage:
             ValueError: A length is wrong, or there is no such index.
         """
         self._check(index, plaintext, segment, is_final=is_final)
-        aead, start = self.parameters.aead, LENGTH_BYTES + self.parameters.alignment_bytes
+        aead, start = self.parameters.aead, SEGMENT_LENGTH_BYTES + self.parameters.alignment_bytes
         end = segment.nbytes - aead.tag_bytes
         with _segment_errors(index):
             if bytes(segment[:start]) != self._prefix(segment, is_final=is_final):
@@ -218,7 +220,7 @@ class FloeMessage:
             decryption.finish(bytes(piece[-aead.tag_bytes :]))
 
     def _prefix(self, segment: memoryview, *, is_final: bool) -> bytes:
-        length = segment.nbytes.to_bytes(LENGTH_BYTES, "big") if is_final else _NOT_FINAL
+        length = segment.nbytes.to_bytes(SEGMENT_LENGTH_BYTES, "big") if is_final else _NOT_FINAL
         return length + bytes(self.parameters.alignment_bytes)
 
     def _check(

@@ -36,7 +36,7 @@ from ..slots import Slot, pack_slots, parse_slots
 from .floe import MAX_SEGMENTS, FloeParameters
 from .suites import Suite, suite_with
 
-MAGIC = b"\x8fCKPE\r\n\x1a"
+CONTAINER_MAGIC = b"\x8fCKPE\r\n\x1a"
 FIXED_BYTES = 64
 FILE_ID_BYTES = 16
 COPY_SIZES = tuple(1 << log2 for log2 in range(12, 17))
@@ -138,7 +138,7 @@ class FixedHeader:
     def pack(self) -> bytes:
         """Return the 64 immutable bytes."""
         return _FIXED.pack(
-            MAGIC,
+            CONTAINER_MAGIC,
             _VERSION,
             self.copy_bytes.bit_length() - 1,
             self.suite.code,
@@ -162,7 +162,7 @@ def parse_fixed(data: bytes, *, offset: int) -> FixedHeader:
     magic, version, log2, code, flags, file_id, plaintext_size, content, zero, segment, rest = (
         _FIXED.unpack(data)
     )
-    if magic != MAGIC:
+    if magic != CONTAINER_MAGIC:
         raise TamperedError("no header starts here", offset=offset)
     if version != _VERSION or flags or content not in iter(Content):
         raise UnsupportedSuiteError(

@@ -24,11 +24,11 @@ from ..keys.key import Key
 from ..mindspore.records import read_bytes
 from ..slots import DATA_KEY_BYTES, Identity, Slot
 from ..source import Source
-from .floe import HEADER_BYTES, LENGTH_BYTES, FloeMessage, read_length, start_decryption
+from .floe import HEADER_BYTES, SEGMENT_LENGTH_BYTES, FloeMessage, read_length, start_decryption
 from .header import (
+    CONTAINER_MAGIC,
     COPY_SIZES,
     FIXED_BYTES,
-    MAGIC,
     Content,
     FixedHeader,
     HeaderCopy,
@@ -182,7 +182,7 @@ def _copy_at(source: Source, offset: int) -> bytes | None:
     if source.size < offset + FIXED_BYTES:
         return None
     start = read_bytes(source, offset, length=FIXED_BYTES)
-    if not start.startswith(MAGIC):
+    if not start.startswith(CONTAINER_MAGIC):
         return None
     size = parse_fixed(start, offset=offset).copy_bytes
     if offset not in (0, size):
@@ -230,7 +230,7 @@ def _check_end(source: Source, fixed: FixedHeader) -> None:
             f"the file ends too early: {error}", offset=source.size
         ) from None
     start, length = segment_range(actual, actual.segment_count - 1)
-    stated = read_length(read_bytes(source, start, length=LENGTH_BYTES))
+    stated = read_length(read_bytes(source, start, length=SEGMENT_LENGTH_BYTES))
     if stated is None or stated > length:
         raise TruncatedCiphertextError("the file ends before its last segment", offset=source.size)
     if stated < length:
@@ -249,8 +249,8 @@ def _no_slot(copy: FoundCopy) -> DecryptionError:
 
 
 def _no_container(source: Source) -> CryptoError:
-    start = read_bytes(source, 0, length=min(len(MAGIC), source.size))
-    if MAGIC.startswith(start):
+    start = read_bytes(source, 0, length=min(len(CONTAINER_MAGIC), source.size))
+    if CONTAINER_MAGIC.startswith(start):
         return TruncatedCiphertextError(
             f"a file of {source.size} bytes holds no container", offset=0
         )

@@ -35,7 +35,7 @@ from ..keys.ring import Keys, one_key_error, ring_of
 from ..sm4_ipp import Sm4Lanes
 from ..source import Source
 from .records import RecordHead, head_size, pack_head, record_size, sniff_mode
-from .seal import FILE_ID_BYTES, Seal, block_digest, encode_seal, seal_record_size
+from .seal import SEAL_FILE_ID_BYTES, Seal, block_digest, encode_seal, seal_record_size
 from .source import BlockSource, open_blocks
 
 __all__ = ["PLAINTEXT_BLOCK_BYTES", "BlockSealer", "BlockSource", "open_blocks", "sniff_mode"]
@@ -181,7 +181,7 @@ class BlockSealer:
         if (crc is not None) != self._has_crc:
             raise ValueError("a CRC is given exactly when the file has a CRC trailer")
         seal = Seal(
-            file_id=self._random(FILE_ID_BYTES),
+            file_id=self._random(SEAL_FILE_ID_BYTES),
             block_size=self._block_bytes,
             plaintext_size=self._plaintext_size,
             digests=b"".join(digests),

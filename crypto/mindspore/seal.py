@@ -46,8 +46,8 @@ from ..errors import DecryptionError, TamperedError, UnsupportedSuiteError
 from ..keys.key import Key, derive
 from .records import MAX_CIPHER_BYTES, head_size, record_size
 
-FILE_ID_BYTES = 16
-DIGEST_BYTES = 32
+SEAL_FILE_ID_BYTES = 16
+BLOCK_DIGEST_BYTES = 32
 CRC_TRAILER_BYTES = 17
 
 _FIELD_TAG = bytes.fromhex("dab408")
@@ -55,7 +55,7 @@ _VERSION = 1
 _HAS_CRC = 1
 _MAC_BYTES = 32
 _CRC_BYTES = 4
-_FIXED = struct.Struct(f"<BBH{FILE_ID_BYTES}sQQQ")
+_FIXED = struct.Struct(f"<BBH{SEAL_FILE_ID_BYTES}sQQQ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +71,11 @@ class Seal:
     @property
     def block_count(self) -> int:
         """The number of blocks without the seal."""
-        return len(self.digests) // DIGEST_BYTES
+        return len(self.digests) // BLOCK_DIGEST_BYTES
 
     def digest(self, index: int) -> bytes:
         """Return the digest of block `index`."""
-        return self.digests[index * DIGEST_BYTES : (index + 1) * DIGEST_BYTES]
+        return self.digests[index * BLOCK_DIGEST_BYTES : (index + 1) * BLOCK_DIGEST_BYTES]
 
 
 def block_digest(mode: CipherMode, record: memoryview) -> bytes:
@@ -167,7 +167,7 @@ def decode_seal(mode: CipherMode, key: Key, *, plaintext: bytes) -> Seal:
     )
     if not is_consistent:
         raise TamperedError("the seal contradicts itself")
-    end = _FIXED.size + block_count * DIGEST_BYTES
+    end = _FIXED.size + block_count * BLOCK_DIGEST_BYTES
     seal = Seal(
         file_id=file_id,
         block_size=block_size,
@@ -192,7 +192,7 @@ def crc_trailer(crc: int) -> bytes:
 
 
 def _mac(mode: CipherMode, key: Key, *, body: bytes) -> bytes:
-    file_id = body[4 : 4 + FILE_ID_BYTES]
+    file_id = body[4 : 4 + SEAL_FILE_ID_BYTES]
     secret = derive(key, f"ckptmgr/v1/sealed/{mode.name}", salt=file_id, algorithm=mode.digest)
     mac = hmac.HMAC(secret, mode.digest)
     mac.update(body)
@@ -201,7 +201,7 @@ def _mac(mode: CipherMode, key: Key, *, body: bytes) -> bytes:
 
 def _body_size(block_count: int, *, has_crc: bool) -> int:
     crc_bytes = _CRC_BYTES if has_crc else 0
-    return _FIXED.size + block_count * DIGEST_BYTES + crc_bytes + _MAC_BYTES
+    return _FIXED.size + block_count * BLOCK_DIGEST_BYTES + crc_bytes + _MAC_BYTES
 
 
 def _varint(value: int) -> bytes:

@@ -29,7 +29,7 @@ from .provider import (
     ProviderRefusedError,
     ProviderUnavailableError,
     check_blob,
-    check_key,
+    check_key_size,
     check_unwrapped,
     context_bytes,
 )
@@ -120,7 +120,7 @@ class AwsKmsProvider:
 
     def wrap(self, key: bytes, context: Mapping[str, str]) -> bytes:
         """Return the blob of a key; raises as `KeyProvider.wrap`."""
-        check_key(key)
+        check_key_size(key)
         context_bytes(context)
         answer = self._ask(
             lambda client: client.encrypt(

@@ -41,7 +41,7 @@ from .provider import (
     ProviderRefusedError,
     ProviderUnavailableError,
     check_blob,
-    check_key,
+    check_key_size,
     check_unwrapped,
     context_bytes,
 )
@@ -90,7 +90,7 @@ class ExecProvider:
 
     def wrap(self, key: bytes, context: Mapping[str, str]) -> bytes:
         """Return the blob of `key` from the program; raises as `KeyProvider.wrap`."""
-        check_key(key)
+        check_key_size(key)
         request = {"action": "wrap", "key": _text(key), "context": _checked(context)}
         blob = self._ask(request, answer="blob", secrets=(key,))
         return check_blob(blob, provider=self._shown)

@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.keywrap import InvalidUnwrap, aes_key_unwrap
 from ..errors import KeySourceError
 from ..keys.key import Key, derive
 from ..keys.sources import load_key
-from .provider import ProviderRefusedError, check_key, check_unwrapped, context_bytes
+from .provider import ProviderRefusedError, check_key_size, check_unwrapped, context_bytes
 
 _INFO = "ckptmgr/v1/wrap/local/"
 
@@ -47,7 +47,7 @@ class LocalProvider:
 
     def wrap(self, key: bytes, context: Mapping[str, str]) -> bytes:
         """Return the wrapped key; raises as `KeyProvider.wrap`."""
-        check_key(key)
+        check_key_size(key)
         return aes_key_wrap(self._wrapping_key(context), key)
 
     def unwrap(self, blob: bytes, context: Mapping[str, str]) -> bytes:

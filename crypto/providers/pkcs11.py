@@ -31,7 +31,7 @@ from .provider import (
     ProviderRefusedError,
     ProviderUnavailableError,
     check_blob,
-    check_key,
+    check_key_size,
     check_unwrapped,
     context_bytes,
 )
@@ -91,7 +91,7 @@ class Pkcs11Provider:
 
     def wrap(self, key: bytes, context: Mapping[str, str]) -> bytes:
         """Return the wrapped key; raises as `KeyProvider.wrap`."""
-        check_key(key)
+        check_key_size(key)
         nonce = self.random(_NONCE_BYTES)
         sealed = self._ask("encrypt", key, nonce=nonce, context=context)
         return check_blob(_VERSION + nonce + sealed, provider=self.name)

@@ -125,7 +125,7 @@ def context_bytes(context: Mapping[str, str]) -> bytes:
     return canonical
 
 
-def check_key(key: bytes) -> None:
+def check_key_size(key: bytes) -> None:
     """Raise KeySourceError unless `key` has a valid length."""
     if len(key) not in KEY_SIZES:
         raise KeySourceError(f"only keys of 16, 24 or 32 bytes are wrapped, not of {len(key)}")

@@ -31,22 +31,22 @@ from blake3 import blake3
 from ..errors import ChecksumError, FormatError, TruncatedError, UnsupportedError
 from ..source import Source, read_bytes
 
-MAGIC = b"\x8fCKPZ\r\n\x1a"
+COMPRESSED_MAGIC = b"\x8fCKPZ\r\n\x1a"
 FRAME_BYTES = 4 << 20
 """The most raw bytes of a frame."""
 MAX_FRAMES = 1 << 21
 """8 TiB of full frames; a table has at most 112 MiB, about as much as a safetensors header."""
 ALIGNMENT_BYTES = 16
-DIGEST_BYTES = 32
+FRAME_DIGEST_BYTES = 32
 STORED, ZSTD = 0, 1
 
 _VERSION = 1
 _SAFETENSORS = 1
-HEAD = MAGIC + bytes((_VERSION, _SAFETENSORS)) + bytes(6)
-_ENTRY = struct.Struct(f"<QIIBB6s{DIGEST_BYTES}s")
+HEAD = COMPRESSED_MAGIC + bytes((_VERSION, _SAFETENSORS)) + bytes(6)
+_ENTRY = struct.Struct(f"<QIIBB6s{FRAME_DIGEST_BYTES}s")
 _COUNTS = struct.Struct("<QQQ")
 _END_MAGIC = b"CKPZTBL1"
-_END_BYTES = _COUNTS.size + DIGEST_BYTES + len(_END_MAGIC)
+_END_BYTES = _COUNTS.size + FRAME_DIGEST_BYTES + len(_END_MAGIC)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +150,7 @@ def check_frame_count(count: int) -> None:
 
 def _check_head(source: Source) -> None:
     head = read_bytes(source, 0, min(len(HEAD), source.size))
-    if not head.startswith(MAGIC):
+    if not head.startswith(COMPRESSED_MAGIC):
         raise FormatError("this is no compressed file", offset=0)
     if len(head) < len(HEAD):
         raise TruncatedError("the file ends in its head", offset=len(head))
@@ -158,7 +158,7 @@ def _check_head(source: Source) -> None:
         raise UnsupportedError(
             f"a compressed file of version {head[8]} with content {head[9]}: a newer ckptmgr wrote "
             "it, or its head is damaged",
-            offset=len(MAGIC),
+            offset=len(COMPRESSED_MAGIC),
         )
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ..errors import FormatError, UnsupportedError
 from ..file_crc import TRAILER_BYTES, crc32, decode_trailer
-from ..index import READ_BYTES, Piece, TensorEntry, check_buffer, check_content
+from ..index import READ_BYTES, ContentRun, TensorEntry, check_buffer, check_content
 from ..source import Source
 from ..strict_json import parse_object, parse_strings
 from ..tensor import check_count
@@ -66,7 +66,7 @@ def read_ckpt_index(source: Source) -> CkptIndex:
     )
 
 
-def read_all_into(
+def read_ckpt_into(
     source: Source, index: CkptIndex, buffers: Callable[[TensorEntry], memoryview | None]
 ) -> int:
     """Read every content once, in file order, and return the CRC32 of the body.
@@ -88,7 +88,7 @@ def read_all_into(
 
 def _wanted(
     index: CkptIndex, buffers: Callable[[TensorEntry], memoryview | None]
-) -> list[tuple[Piece, TensorEntry, memoryview]]:
+) -> list[tuple[ContentRun, TensorEntry, memoryview]]:
     wanted = []
     for entry in index.tensors():
         buffer = buffers(entry)
@@ -102,7 +102,7 @@ def _wanted(
 
 
 def _read_piece(
-    source: Source, entry: TensorEntry, piece: Piece, buffer: memoryview, value: int
+    source: Source, entry: TensorEntry, piece: ContentRun, buffer: memoryview, value: int
 ) -> int:
     for start in range(0, piece.length, READ_BYTES):
         view = buffer[start : start + READ_BYTES]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..errors import FormatError, UnsupportedError
-from ..index import Piece
+from ..index import ContentRun
 from .fields import (
     MAP_PARTS,
     MAPTENSOR_TENSOR,
@@ -35,7 +35,7 @@ class TensorRecord(NamedTuple):
     offset: int
     dims: tuple[int, ...]
     type_name: str
-    piece: Piece
+    piece: ContentRun
 
 
 class MapRecord(NamedTuple):
@@ -119,7 +119,7 @@ def _read_tensor(wire: WireReader, message: Field, name: str) -> TensorRecord:
         message.offset,
         tuple(dims),
         _read_type(wire, found[TENSOR_TYPE], name),
-        Piece(content.start, content.stop - content.start),
+        ContentRun(content.start, content.stop - content.start),
     )
 
 

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptmgr.cli import _COMMANDS, render
-from ckptmgr.cli.options import load_key
+from ckptmgr.cli.options import keys_of_command
 from ckptmgr.cli.progress import ProgressLine
 from tests.cli.running import process_env, run, run_process
 from tests.support.saved import save_run
@@ -105,8 +105,8 @@ def test_unknown_stdout_encoding_counts_as_ascii(monkeypatch: pytest.MonkeyPatch
 
 
 def test_environment_names_the_key_only_when_it_says_something() -> None:
-    assert load_key((), {}) is None
-    assert load_key((), {"CKPTMGR_KEY": "", "CKPTMGR_KEY_FILE": ""}) is None
+    assert keys_of_command((), {}) is None
+    assert keys_of_command((), {"CKPTMGR_KEY": "", "CKPTMGR_KEY_FILE": ""}) is None
 
 
 def test_terminal_gets_colour_and_a_pipe_does_not(tmp_path: Path) -> None:

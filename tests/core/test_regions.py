@@ -19,7 +19,7 @@ from ckptmgr.core.regions import (
 )
 from ckptmgr.files.load.shard_pieces import placed
 from ckptmgr.formats.dtypes import BY_NAME
-from ckptmgr.formats.index import Piece, TensorEntry
+from ckptmgr.formats.index import ContentRun, TensorEntry
 from ckptmgr.formats.tensor import TensorSpec
 
 intervals = st.builds(
@@ -53,7 +53,7 @@ def test_boxes_are_made_from_shapes() -> None:
 @given(st.integers(0, 12), st.integers(0, 12))
 def test_bytes_of_a_tensor_in_several_runs_are_found(start: int, length: int) -> None:
     file = bytes(range(40))
-    runs = (Piece(3, 5), Piece(10, 0), Piece(20, 7))
+    runs = (ContentRun(3, 5), ContentRun(10, 0), ContentRun(20, 7))
     content = b"".join(file[run.offset : run.offset + run.length] for run in runs)
     length = min(length, len(content) - start)
     spec = TensorSpec(name="w", dtype=BY_NAME["uint8"], shape=(12,))

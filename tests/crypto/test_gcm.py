@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptmgr.crypto.aead import AES_256_GCM
-from ckptmgr.crypto.ciphers import PIECE_BYTES, GcmDecryption, read_in_pieces
+from ckptmgr.crypto.ciphers import CIPHER_PIECE_BYTES, GcmDecryption, read_in_pieces
 from ckptmgr.crypto.container.source import open_container
 from ckptmgr.crypto.errors import DecryptionError, TamperedError
 from ckptmgr.crypto.mindspore.blocks import open_blocks
@@ -83,10 +83,10 @@ def test_what_ends_without_its_tag_leaves_zeros() -> None:
     [
         (0, []),
         (1, [1]),
-        (PIECE_BYTES, [PIECE_BYTES]),
-        (PIECE_BYTES + 4095, [PIECE_BYTES + 4095]),
-        (PIECE_BYTES + 4096, [PIECE_BYTES, 4096]),
-        (2 * PIECE_BYTES + 1, [PIECE_BYTES, PIECE_BYTES + 1]),
+        (CIPHER_PIECE_BYTES, [CIPHER_PIECE_BYTES]),
+        (CIPHER_PIECE_BYTES + 4095, [CIPHER_PIECE_BYTES + 4095]),
+        (CIPHER_PIECE_BYTES + 4096, [CIPHER_PIECE_BYTES, 4096]),
+        (2 * CIPHER_PIECE_BYTES + 1, [CIPHER_PIECE_BYTES, CIPHER_PIECE_BYTES + 1]),
     ],
 )
 def test_pieces_follow_on_each_other_and_the_last_one_is_not_short(
@@ -141,7 +141,7 @@ def test_block_of_several_pieces_is_read(make: Make, reopen: Reopen) -> None:
 
 
 @FILES
-@pytest.mark.parametrize("place", [0, 100, PIECE_BYTES - 1, PIECE_BYTES, len(LARGE)])
+@pytest.mark.parametrize("place", [0, 100, CIPHER_PIECE_BYTES - 1, CIPHER_PIECE_BYTES, len(LARGE)])
 def test_block_that_was_changed_anywhere_leaves_zeros(
     make: Make, reopen: Reopen, place: int
 ) -> None:

@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptmgr.engine.change_guard import Guarded, guard, sample_of
-from ckptmgr.engine.staged_state import PIECE_BYTES
+from ckptmgr.engine.staged_state import COPY_PIECE_BYTES
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.state.arrays import jax_bytes, torch_bytes
 from ckptmgr.state.tree import flatten
 
 SIZE = 100_000
-PIECES = np.zeros(3 * PIECE_BYTES + 8 * 7 + 5, np.uint8)
+PIECES = np.zeros(3 * COPY_PIECE_BYTES + 8 * 7 + 5, np.uint8)
 
 
 def tensor_of(value: object) -> Tensor:
@@ -102,14 +102,14 @@ def test_array_is_immutable_only_over_memory_that_nobody_can_make_writable(
     assert not guarded(make()).is_counted_as_changed()
 
 
-@given(st.integers(0, 3 * PIECE_BYTES + 8 * 7), st.booleans())
+@given(st.integers(0, 3 * COPY_PIECE_BYTES + 8 * 7), st.booleans())
 def test_first_and_last_words_of_each_piece_and_of_all_are_sampled(
     at: int, is_behind: bool
 ) -> None:
     found = sampled(PIECES)
     # One piece of the copy saw the update, from somewhere to its end or from its start to somewhere.
-    piece = at // PIECE_BYTES * PIECE_BYTES
-    end = min(piece + PIECE_BYTES, PIECES.nbytes)
+    piece = at // COPY_PIECE_BYTES * COPY_PIECE_BYTES
+    end = min(piece + COPY_PIECE_BYTES, PIECES.nbytes)
     torn = PIECES.copy()
     torn[slice(at, end) if is_behind else slice(piece, at + 1)] = 1
     assert found.differs_from(lambda: torn.data)

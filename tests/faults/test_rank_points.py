@@ -15,7 +15,7 @@ from ckptmgr.core.errors import SaveFailed
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.engine.engine import SaveEngine
 from ckptmgr.files.save.job import FixedName, SaveFacts, SaveJob
-from ckptmgr.parallel.coordinator import Json
+from ckptmgr.formats.strict_json import Json
 from ckptmgr.parallel.errors import RankFailed
 from ckptmgr.state import tree
 from tests.faults.test_rank_faults import check_goes_on, listed, restarted

@@ -25,7 +25,7 @@ from ckptmgr.files.save.compressed import (
     read_once,
     write_frames,
 )
-from ckptmgr.files.save.compressed_chunks import RangeDigests, Spool, Stopped
+from ckptmgr.files.save.compressed_chunks import SequentialDigests, Spool, Stopped
 from ckptmgr.formats.compressed.source import open_frames
 from ckptmgr.formats.dtypes import dtype_of
 from ckptmgr.formats.errors import FormatError
@@ -189,11 +189,11 @@ def test_writer_that_waits_for_room_hears_that_the_others_failed() -> None:
 
 def test_digests_of_pieces_are_those_of_the_whole() -> None:
     content = bytes(NOISE) * 2
-    digests = RangeDigests(blank_bytes=3)
+    digests = SequentialDigests(blank_bytes=3)
     digests.update(memoryview(bytes(3)))
     for start in range(3, len(content), 1_000_003):
         digests.update(memoryview(content)[start : start + 1_000_003])
     assert digests.value() == digest_of(BytesSource(content), blank_bytes=3)
-    whole = RangeDigests()
+    whole = SequentialDigests()
     whole.update(memoryview(content)[:RANGE_BYTES])
     assert len(whole.value().ranges) == 1

@@ -15,7 +15,7 @@ from hypothesis.extra import numpy as hnp
 from ckptmgr.files.load.statistics import TensorStats, stats_of
 from ckptmgr.formats.dtypes import dtype_of
 from ckptmgr.formats.errors import FormatError
-from ckptmgr.formats.index import READ_BYTES, Piece, TensorEntry
+from ckptmgr.formats.index import READ_BYTES, ContentRun, TensorEntry
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import TensorSpec
 
@@ -24,7 +24,7 @@ def stats(array: np.ndarray, *cuts: int) -> TensorStats:
     """Return the figures of an array that lies in a file in pieces, cut at these bytes."""
     data = array.tobytes()
     edges = [0, *sorted(cuts), len(data)]
-    pieces = tuple(Piece(a, b - a) for a, b in itertools.pairwise(edges) if b > a)
+    pieces = tuple(ContentRun(a, b - a) for a, b in itertools.pairwise(edges) if b > a)
     spec = TensorSpec(name="w", dtype=dtype_of(array.dtype.name), shape=array.shape)
     return stats_of(BytesSource(data), TensorEntry(spec=spec, pieces=pieces))
 
@@ -65,7 +65,7 @@ def test_bools_count_as_numbers() -> None:
 
 def test_bool_of_another_value_is_an_error() -> None:
     spec = TensorSpec(name="b", dtype=dtype_of("bool"), shape=(2,))
-    entry = TensorEntry(spec=spec, pieces=(Piece(0, 2),))
+    entry = TensorEntry(spec=spec, pieces=(ContentRun(0, 2),))
     with pytest.raises(FormatError, match="a bool has the value 7"):
         stats_of(BytesSource(b"\x01\x07"), entry)
 

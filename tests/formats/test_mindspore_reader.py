@@ -18,7 +18,7 @@ from ckptmgr.formats.errors import (
 from ckptmgr.formats.file_crc import crc32, encode_trailer
 from ckptmgr.formats.index import READ_BYTES, TensorEntry, check_crc
 from ckptmgr.formats.mindspore.fields import MAX_METADATA_BYTES, MAX_TEXT_BYTES
-from ckptmgr.formats.mindspore.reader import read_all_into, read_ckpt_index
+from ckptmgr.formats.mindspore.reader import read_ckpt_index, read_ckpt_into
 from ckptmgr.formats.mindspore.wire import (
     encode_bytes_field,
     encode_length_prefix,
@@ -368,7 +368,7 @@ def test_reading_all_gives_contents_and_crc_in_one_pass(
     def buffer_of(entry: TensorEntry) -> memoryview | None:
         return memoryview(contents[id(entry)]) if id(entry) in contents else None
 
-    check_crc(index.crc, read_all_into(source, index, buffer_of))
+    check_crc(index.crc, read_ckpt_into(source, index, buffer_of))
     for entry in wanted:
         assert bytes(contents[id(entry)]) == read_entry(source, entry).content
 
@@ -382,14 +382,14 @@ def test_body_of_several_read_blocks_has_the_same_crc() -> None:
     source = BytesSource(data)
     index = read_ckpt_index(source)
     buffer = memoryview(bytearray(2 * READ_BYTES + 5))
-    assert read_all_into(source, index, lambda _: buffer) == crc32(data)
+    assert read_ckpt_into(source, index, lambda _: buffer) == crc32(data)
 
 
 def test_buffer_of_another_size_is_refused() -> None:
     source = BytesSource(W)
     index = read_ckpt_index(source)
     with pytest.raises(ValueError, match="the buffer has 3 bytes; 'w' needs 4"):
-        read_all_into(source, index, lambda _: memoryview(bytearray(3)))
+        read_ckpt_into(source, index, lambda _: memoryview(bytearray(3)))
 
 
 @given(st.binary(max_size=80))

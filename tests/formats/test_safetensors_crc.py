@@ -19,8 +19,8 @@ from ckptmgr.formats.image import MOST_LATE_BYTES
 from ckptmgr.formats.safetensors_crc import ContentsCrc, append_zeros, fold_crc
 from ckptmgr.formats.safetensors_file import (
     build_safetensors_image,
-    read_all_into,
     read_safetensors_index,
+    read_safetensors_into,
 )
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import Tensor, TensorSpec
@@ -105,7 +105,9 @@ def test_crc_of_pieces_in_any_order_is_that_of_the_image(
     order.shuffle(pieces)
     for start, stop in pieces:
         crc.add(start, memoryview(data)[start:stop])
-    assert crc.value() == index.crc == read_all_into(BytesSource(data), index, lambda _: None)
+    assert (
+        crc.value() == index.crc == read_safetensors_into(BytesSource(data), index, lambda _: None)
+    )
     assert crc.stop in (0, len(data))
 
 

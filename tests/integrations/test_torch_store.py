@@ -18,12 +18,13 @@ import torch.distributed as dist  # noqa: E402
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]  # noqa: E402
 
 from ckptmgr.core.model import State  # noqa: E402
+from ckptmgr.formats.strict_json import Json  # noqa: E402
 from ckptmgr.integrations.torch_store import (  # noqa: E402
     group_coordinator,
     store_coordinator,
     torchrun_coordinator,
 )
-from ckptmgr.parallel.coordinator import Json, RanksMissing  # noqa: E402
+from ckptmgr.parallel.coordinator import RanksMissing  # noqa: E402
 from ckptmgr.store.store import Store  # noqa: E402
 from tests.parallel.test_coordinator import together  # noqa: E402
 

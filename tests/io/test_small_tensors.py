@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from ckptmgr.core.errors import CorruptCheckpoint
 from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
 from ckptmgr.formats.dtypes import BY_NAME
-from ckptmgr.formats.index import Piece, TensorEntry
+from ckptmgr.formats.index import ContentRun, TensorEntry
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import TensorSpec
 from ckptmgr.io.scatter import SmallTensorBatches, read_scattered
@@ -25,7 +25,7 @@ GRID = 1024
 
 def entry(name: str, offset: int, length: int, dtype: str = "int8") -> TensorEntry:
     spec = TensorSpec(name=name, dtype=BY_NAME[dtype], shape=(length,))
-    return TensorEntry(spec, (Piece(offset, length),) if length else ())
+    return TensorEntry(spec, (ContentRun(offset, length),) if length else ())
 
 
 @given(
@@ -59,9 +59,9 @@ def test_tensors_read_in_clusters_have_their_bytes(
         (entry("w", GRID - 8, 8), True),
         (entry("w", GRID - 8, 9), False),
         (entry("w", 0, 0), False),
-        (TensorEntry(entry("w", 0, 0).spec, (Piece(0, 0),)), False),
+        (TensorEntry(entry("w", 0, 0).spec, (ContentRun(0, 0),)), False),
         (entry("w", 0, 8, "bool"), False),
-        (TensorEntry(entry("w", 0, 8).spec, (Piece(0, 4), Piece(8, 4))), False),
+        (TensorEntry(entry("w", 0, 8).spec, (ContentRun(0, 4), ContentRun(8, 4))), False),
     ],
     ids=["first", "last", "across-the-grid", "empty", "empty-piece", "bool-is-checked", "pieces"],
 )

@@ -16,8 +16,9 @@ from ckptmgr.core.model import Checkpoint
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.files.save.job import SaveFacts, SaveOptions
+from ckptmgr.formats.strict_json import Json
 from ckptmgr.io.filesystem import FileSystem
-from ckptmgr.parallel.coordinator import Json, RanksMissing
+from ckptmgr.parallel.coordinator import RanksMissing
 from ckptmgr.parallel.rank_writer import RankWriter
 from ckptmgr.state import tree
 from ckptmgr.store.store import Store

@@ -11,7 +11,8 @@ import pytest
 from ckptmgr.core.errors import SaveFailed, StoreFull
 from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.core.shard_names import parse_shard_name
-from ckptmgr.parallel.coordinator import Json, RanksMissing
+from ckptmgr.formats.strict_json import Json
+from ckptmgr.parallel.coordinator import RanksMissing
 from ckptmgr.parallel.errors import RankFailed
 from ckptmgr.policy.rules import Last, RetentionPolicy
 from ckptmgr.store.shards import RankFiles

@@ -12,8 +12,9 @@ import pytest
 from ckptmgr.core.errors import SaveFailed
 from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.files.save.job import SaveFacts, SaveOptions
+from ckptmgr.formats.strict_json import Json
 from ckptmgr.io.filesystem import FileStatus
-from ckptmgr.parallel.coordinator import Json, RanksOutOfStep
+from ckptmgr.parallel.coordinator import RanksOutOfStep
 from ckptmgr.parallel.errors import Failure, RankFailed
 from ckptmgr.parallel.proposal import SaveProposal, merged_manifest, vote_of
 from ckptmgr.policy.rules import Last, RetentionPolicy

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.parallel.coordinator import Json, RanksOutOfStep
+from ckptmgr.formats.strict_json import Json
+from ckptmgr.parallel.coordinator import RanksOutOfStep
 from ckptmgr.parallel.errors import RankFailed
 from ckptmgr.parallel.rank_policy import describe_policy, for_all_ranks
 from ckptmgr.policy.save import (

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from ckptmgr.formats.strict_json import Json
 from ckptmgr.parallel import shared_directory
 from ckptmgr.parallel.coordinator import (
     Coordinator,
-    Json,
     KeyValueCoordinator,
     RanksMissing,
     RanksOutOfStep,

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptmgr.config.config import CheckpointConfig
-from ckptmgr.parallel.coordinator import Json, RanksOutOfStep
+from ckptmgr.formats.strict_json import Json
+from ckptmgr.parallel.coordinator import RanksOutOfStep
 from ckptmgr.parallel.errors import RankFailed
 from ckptmgr.parallel.rank_policy import RankZeroPolicy, for_all_ranks
 from ckptmgr.parallel.shared_directory import SharedDirectory

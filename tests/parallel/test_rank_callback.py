@@ -22,8 +22,9 @@ from ckptmgr.core.model import State
 from ckptmgr.core.shard_names import parse_shard_name
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.shards import ShardedCheckpoint
+from ckptmgr.formats.strict_json import Json
 from ckptmgr.io.filesystem import FileSystem
-from ckptmgr.parallel.coordinator import Json, RanksMissing, RanksOutOfStep
+from ckptmgr.parallel.coordinator import RanksMissing, RanksOutOfStep
 from ckptmgr.parallel.errors import RankFailed
 from ckptmgr.parallel.layout import ParallelLayout
 from ckptmgr.store.store import Store

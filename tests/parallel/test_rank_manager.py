@@ -17,10 +17,11 @@ from ckptmgr.core.errors import CheckpointNotFound, UnsupportedCheckpoint, Unsup
 from ckptmgr.core.model import State
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
+from ckptmgr.formats.strict_json import Json
 from ckptmgr.io.filesystem import FileStatus, FileSystem
 from ckptmgr.io.temp_names import temp_name
 from ckptmgr.observe.observers import Event, Observer
-from ckptmgr.parallel.coordinator import Json, RanksMissing, RanksOutOfStep
+from ckptmgr.parallel.coordinator import RanksMissing, RanksOutOfStep
 from ckptmgr.parallel.errors import RankFailed, ResumeFailed
 from ckptmgr.parallel.layout import ParallelLayout
 from ckptmgr.state.paths import StateMismatch

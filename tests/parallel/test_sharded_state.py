@@ -25,7 +25,7 @@ from ckptmgr.core.errors import (
 )
 from ckptmgr.core.model import State
 from ckptmgr.files.serialization import load_checkpoint
-from ckptmgr.parallel.coordinator import Json
+from ckptmgr.formats.strict_json import Json
 from ckptmgr.parallel.errors import LayoutError
 from ckptmgr.parallel.layout import ParallelLayout
 from ckptmgr.store.store import Store

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 
 from ckptmgr.files.load.shard_pieces import PIECES, Index, Piece, read_index
+from ckptmgr.formats.strict_json import Json
 from ckptmgr.formats.tensor import Item, Text, tensor_from_array
-from ckptmgr.parallel.coordinator import Coordinator, Json, RanksMissing, RanksOutOfStep
+from ckptmgr.parallel.coordinator import Coordinator, RanksMissing, RanksOutOfStep
 from ckptmgr.parallel.dedup import Sharing
 from ckptmgr.parallel.errors import LayoutError, RankFailed
 from ckptmgr.parallel.rounds import CollectiveRounds

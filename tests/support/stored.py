@@ -10,9 +10,8 @@ from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.image import Image
 from ckptmgr.formats.index import TensorEntry, check_crc, read_tensor_into
 from ckptmgr.formats.mindspore.entries import MapEntry, TextEntry
-from ckptmgr.formats.mindspore.reader import read_all_into as read_all_ckpt
-from ckptmgr.formats.mindspore.reader import read_ckpt_index
-from ckptmgr.formats.safetensors_file import read_all_into, read_safetensors_index
+from ckptmgr.formats.mindspore.reader import read_ckpt_index, read_ckpt_into
+from ckptmgr.formats.safetensors_file import read_safetensors_index, read_safetensors_into
 from ckptmgr.formats.source import BytesSource, Source
 from ckptmgr.formats.tensor import Item, Tensor, Text
 
@@ -65,7 +64,7 @@ def read_ckpt(data: bytes, *, crc: bool = False) -> dict[str, StoredItem]:
     source = BytesSource(data)
     index = read_ckpt_index(source)
     if crc:
-        check_crc(index.crc, read_all_ckpt(source, index, lambda _: None))
+        check_crc(index.crc, read_ckpt_into(source, index, lambda _: None))
     stored: dict[str, StoredItem] = {}
     for entry in index.entries:
         if isinstance(entry, TensorEntry):
@@ -82,7 +81,7 @@ def read_safetensors(data: bytes, *, crc: bool = False) -> dict[str, StoredItem]
     source = BytesSource(data)
     index = read_safetensors_index(source)
     if crc:
-        check_crc(index.crc, read_all_into(source, index, lambda _: None))
+        check_crc(index.crc, read_safetensors_into(source, index, lambda _: None))
     return {entry.name: read_entry(source, entry) for entry in index.entries}
 
 

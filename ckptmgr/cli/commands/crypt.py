@@ -16,6 +16,7 @@ from ckptmgr.cli.exits import Exit
 from ckptmgr.cli.options import Command
 from ckptmgr.core.errors import KeyProblem, UnsafeWrite
 from ckptmgr.core.names import CONTAINER_SUFFIX
+from ckptmgr.formats.strict_json import Json
 
 if TYPE_CHECKING:
     from ckptmgr.crypto.keys.ring import Keys
@@ -142,7 +143,7 @@ def encrypt_command(
 
 
 def _key(sources: Sequence[str], *, is_new: bool = False) -> Keys:
-    key = options.load_key(sources, is_new=is_new)
+    key = options.keys_of_command(sources, is_new=is_new)
     if key is None:
         raise KeyProblem("a key is needed", hint="pass --key env:NAME, file:PATH or cmd:COMMAND")
     return key
@@ -188,7 +189,7 @@ def _convert(
         done = convert(target)
     elapsed_s = time.perf_counter() - started
     if output.is_json:
-        summary: dict[str, render.Json] = {
+        summary: dict[str, Json] = {
             "source": str(done.source),
             "source_bytes": done.source_bytes,
             "elapsed_s": elapsed_s,

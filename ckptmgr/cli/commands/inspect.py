@@ -13,8 +13,9 @@ import click
 
 from ckptmgr.cli import options, render
 from ckptmgr.cli.exits import Exit
-from ckptmgr.cli.render import Cell, Json, Output
+from ckptmgr.cli.render import Cell, Output
 from ckptmgr.core.names import OPAQUE
+from ckptmgr.formats.strict_json import Json
 
 if TYPE_CHECKING:
     from ckptmgr.files.load.inspection import FileSummary, PlaintextSummary, StoredTensor

@@ -12,6 +12,7 @@ import click
 from ckptmgr.cli import options, render
 from ckptmgr.cli.exits import Exit, UsageProblem, note
 from ckptmgr.core.errors import CheckpointNotFound, KeyProblem, UnsafeWrite
+from ckptmgr.formats.strict_json import Json
 
 if TYPE_CHECKING:
     from ckptmgr.crypto.keys.key import Key
@@ -117,7 +118,7 @@ def keygen_command(
     path = Path(target)
     _write(path, content)
     if output.is_json:
-        item: dict[str, render.Json] = {
+        item: dict[str, Json] = {
             "path": str(path),
             "key_id": key.key_id,
             "size_bytes": len(key.raw),
@@ -144,7 +145,7 @@ def _make_pair(output: render.Output, kind: str, path: Path) -> int:
         discard(OsFileSystem(), path)
         raise
     if output.is_json:
-        item: dict[str, render.Json] = {
+        item: dict[str, Json] = {
             "path": str(path),
             "public_path": str(public_path),
             "key_id": pair.key_id,

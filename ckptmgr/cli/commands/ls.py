@@ -14,9 +14,10 @@ import click
 from ckptmgr.cli import options, render
 from ckptmgr.cli.exits import Exit
 from ckptmgr.cli.options import Session
-from ckptmgr.cli.render import Cell, Json, Output
+from ckptmgr.cli.render import Cell, Output
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.formats.errors import FormatError
+from ckptmgr.formats.strict_json import Json
 
 if TYPE_CHECKING:
     from ckptmgr.store.store import Store

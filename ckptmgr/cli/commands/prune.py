@@ -14,6 +14,7 @@ from ckptmgr.cli import options, render
 from ckptmgr.cli.exits import Exit, UsageProblem, code_of, note, report
 from ckptmgr.cli.options import Session
 from ckptmgr.core.errors import CheckpointNotFound, UnsafePrune
+from ckptmgr.formats.strict_json import Json
 
 if TYPE_CHECKING:
     from ckptmgr.cli.prune_table import PlanView
@@ -163,7 +164,7 @@ def _undo(store: Store, output: render.Output, *, is_dry: bool) -> int:
     for name in undone.taken:
         note(f"{name} stays in the trash: there is a new checkpoint of that name")
     if output.is_json:
-        summary: dict[str, render.Json] = {"is_done": not is_dry, "taken": list(undone.taken)}
+        summary: dict[str, Json] = {"is_done": not is_dry, "taken": list(undone.taken)}
         output.result([render.checkpoint_json(c) for c in undone.restored], summary)
     elif output.is_quiet:
         output.paths([c.path for c in undone.restored])

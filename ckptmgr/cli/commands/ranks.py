@@ -12,6 +12,7 @@ import click
 from ckptmgr.cli import options, render
 from ckptmgr.cli.exits import Exit, UsageProblem, note
 from ckptmgr.cli.options import Command
+from ckptmgr.formats.strict_json import Json
 
 if TYPE_CHECKING:
     from ckptmgr.parallel.mindspore.outputs import WrittenFiles
@@ -201,10 +202,10 @@ def _report(
     elapsed_s = time.perf_counter() - started
     sizes = [file.stat().st_size for file in files]
     if output.is_json:
-        items: list[dict[str, render.Json]] = [
+        items: list[dict[str, Json]] = [
             {"path": str(file), "size_bytes": size} for file, size in zip(files, sizes, strict=True)
         ]
-        summary: dict[str, render.Json] = {
+        summary: dict[str, Json] = {
             "step": files.step,
             "notes": list(files.notes),
             "size_bytes": sum(sizes),

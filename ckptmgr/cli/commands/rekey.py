@@ -118,7 +118,7 @@ def reencrypt_command(
 def _old_keys(sources: Sequence[str]) -> KeyRing:
     from ckptmgr.crypto.keys.ring import ring_of
 
-    keys = options.load_key(sources)
+    keys = options.keys_of_command(sources)
     if keys is None:
         raise KeyProblem("a key is needed", hint="pass --key env:NAME, file:PATH or cmd:COMMAND")
     ring = ring_of(keys)
@@ -132,4 +132,6 @@ def _old_keys(sources: Sequence[str]) -> KeyRing:
 def _rings(option: str, sources: Sequence[str], *, is_new: bool = False) -> tuple[KeyRing, ...]:
     from ckptmgr.crypto.keys.ring import ring_of
 
-    return tuple(ring_of(options.load_keys(option, [source], is_new=is_new)) for source in sources)
+    return tuple(
+        ring_of(options.keys_of_option(option, [source], is_new=is_new)) for source in sources
+    )

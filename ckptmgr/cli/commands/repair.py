@@ -12,7 +12,8 @@ import click
 
 from ckptmgr.cli import options, render
 from ckptmgr.cli.exits import Exit
-from ckptmgr.cli.render import Json, Output
+from ckptmgr.cli.render import Output
+from ckptmgr.formats.strict_json import Json
 
 if TYPE_CHECKING:
     from ckptmgr.core.model import Checkpoint

@@ -13,7 +13,8 @@ import click
 
 from ckptmgr.cli import options, render
 from ckptmgr.cli.exits import Exit, UsageProblem
-from ckptmgr.cli.render import Json, Output
+from ckptmgr.cli.render import Output
+from ckptmgr.formats.strict_json import Json
 
 if TYPE_CHECKING:
     from ckptmgr.core.model import Checkpoint

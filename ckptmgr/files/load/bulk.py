@@ -154,10 +154,10 @@ def _read_all_in_order(opened: OpenCheckpoint, buffers: Mapping[int, memoryview]
     """Read each tensor into the buffer for the `id` of its entry, if any; return the CRC32."""
     index = opened.index
     if isinstance(index, CkptIndex):
-        return mindspore_reader.read_all_into(
+        return mindspore_reader.read_ckpt_into(
             opened.source, index, lambda entry: buffers.get(id(entry))
         )
-    return safetensors_file.read_all_into(
+    return safetensors_file.read_safetensors_into(
         opened.source, index, lambda entry: buffers.get(id(entry))
     )
 

@@ -28,7 +28,7 @@ from ckptmgr.formats.tensor import TensorSpec
 from ckptmgr.io.scatter import Placement
 
 PIECES = "ckptmgr.pieces"
-VERSION = 1
+PIECES_VERSION = 1
 _MAX_RANKS = 1 << 20
 
 
@@ -80,7 +80,7 @@ class Index:
     def to_text(self) -> str:
         """Return the stored JSON."""
         pieces = {name: _to_json(name, piece) for name, piece in self.pieces.items()}
-        body: dict[str, Any] = {"version": VERSION, "compared": self.is_compared}
+        body: dict[str, Any] = {"version": PIECES_VERSION, "compared": self.is_compared}
         if self.total is not None:
             body["total"] = self.total
         return json.dumps({**body, "pieces": pieces}, separators=(",", ":"))
@@ -98,13 +98,13 @@ def read_index(text: str | None, *, path: str) -> Index:
     try:
         body = json.loads(text)
         version = body["version"]
-        if isinstance(version, int) and version > VERSION:
+        if isinstance(version, int) and version > PIECES_VERSION:
             raise UnsupportedCheckpoint(
-                f"the index of its pieces has version {version}, this ckptmgr reads {VERSION}",
+                f"the index of its pieces has version {version}, this ckptmgr reads {PIECES_VERSION}",
                 path=path,
                 hint="upgrade ckptmgr",
             )
-        if version != VERSION or type(body["compared"]) is not bool:
+        if version != PIECES_VERSION or type(body["compared"]) is not bool:
             raise ValueError(f"version {version!r}, compared {body['compared']!r}")
         pieces = {name: _from_json(name, one) for name, one in body["pieces"].items()}
         total = body.get("total")

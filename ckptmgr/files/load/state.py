@@ -93,7 +93,7 @@ class StoredState:
             UnsupportedCheckpoint: The file has no state tree, and there is a state to restore into.
         """
         if self.skeleton is not None:
-            return plan_restore(state, self.skeleton, self._array)
+            return plan_put_back(state, self.skeleton, self._array)
         if state is None:
             return lambda: dict(self.arrays)
         raise UnsupportedCheckpoint(
@@ -109,7 +109,7 @@ class StoredState:
             raise CorruptCheckpoint("a tensor is missing", path=self.path, tensor=name) from None
 
 
-def plan_restore(state: object, skeleton: str, read: ReadTensor) -> Callable[[], object]:
+def plan_put_back(state: object, skeleton: str, read: ReadTensor) -> Callable[[], object]:
     """Return a function that restores a state tree into `state`, or into new objects."""
     if state is not None:
         return tree.plan_restore(state, skeleton, read)

@@ -46,7 +46,7 @@ class _Chunk:
     length: int = 0
 
 
-class RangeDigests:
+class SequentialDigests:
     """The digests of a file whose bytes come in order.
 
     Its first `blank_bytes` count as zeros; the first update covers them.
@@ -97,7 +97,7 @@ class Spool:
         self._sealed: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
         self._writes: queue.SimpleQueue[_Chunk | None] = queue.SimpleQueue()
         self._blank_bytes = 0 if sealer is None else sealer.copies_bytes
-        self._digests = RangeDigests(self._blank_bytes)
+        self._digests = SequentialDigests(self._blank_bytes)
 
     def works(self) -> list[Callable[[], None]]:
         """Return functions to run in threads of their own; they return after `end` or `stop`."""

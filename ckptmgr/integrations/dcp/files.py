@@ -20,7 +20,7 @@ from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.load.ranges import read_parts
 from ckptmgr.files.load.values import read_values
 from ckptmgr.formats.index import TensorEntry, check_content
-from ckptmgr.integrations.dcp.index import INDEX_NAME, MARK, VERSION, DcpIndex, parse_index
+from ckptmgr.integrations.dcp.index import INDEX_NAME, INDEX_VERSION, MARK, DcpIndex, parse_index
 from ckptmgr.io.scatter import Placement
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.store import Store
@@ -115,7 +115,7 @@ class ShardSet:
             CorruptCheckpoint, KeyProblem: It is damaged, or the key is wrong.
         """
         with self._opened(0) as opened:
-            if opened.metadata.get(MARK) != str(VERSION):
+            if opened.metadata.get(MARK) != str(INDEX_VERSION):
                 with translated_errors(opened.path):
                     confirm_index(opened)
                 raise UnsupportedCheckpoint(

@@ -4,7 +4,7 @@
 The file of rank 0 has it as a uint8 tensor, `~index`, so a reader opens that file and those that it
 needs. The name of a piece in the file of its rank follows from tensor and offsets.
 
->>> piece_name("layer.weight", (0, 0)), piece_name("layer.weight", (512, 0)), piece_name("format", None)
+>>> dcp_piece_name("layer.weight", (0, 0)), dcp_piece_name("layer.weight", (512, 0)), dcp_piece_name("format", None)
 ('layer.weight', 'layer.weight~@512,0', '~format')
 """
 
@@ -21,7 +21,7 @@ from ckptmgr.formats.strict_json import parse_object
 MARK = "ckptmgr.dcp"
 """The metadata key of files that were written for DCP; its value is the version of the index."""
 INDEX_NAME = "~index"
-VERSION = 1
+INDEX_VERSION = 1
 ObjectPath = tuple[str | int, ...]
 
 _RESERVED = ("__", "ckptmgr.")
@@ -73,7 +73,7 @@ class DcpIndex:
     def to_json(self) -> bytes:
         """Return it as it is stored."""
         document = {
-            "version": VERSION,
+            "version": INDEX_VERSION,
             "world": self.world,
             "tensors": {
                 name: [
@@ -97,7 +97,7 @@ def parse_index(data: bytes) -> DcpIndex:
         UnsupportedError: Its version is unknown here.
     """
     document = parse_object(data, what=_WHAT, offset=0)
-    if document.get("version") != VERSION:
+    if document.get("version") != INDEX_VERSION:
         raise UnsupportedError(
             f"the {_WHAT} has version {document.get('version')!r:.20}; upgrade ckptmgr"
         )
@@ -118,7 +118,7 @@ def parse_index(data: bytes) -> DcpIndex:
     return index
 
 
-def piece_name(fqn: str, offsets: Sequence[int] | None) -> str:
+def dcp_piece_name(fqn: str, offsets: Sequence[int] | None) -> str:
     """Return the stored name of a piece: that of the tensor, with its offsets unless all are 0."""
     name = fqn.replace("~", "~0")
     if name in _RESERVED_NAMES or name.startswith(_RESERVED):

@@ -14,7 +14,7 @@ from ckptmgr.formats.detect import Kind, detect
 from ckptmgr.formats.dtypes import BY_NAME
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import Tensor, TensorSpec
-from ckptmgr.integrations.dcp.index import piece_name
+from ckptmgr.integrations.dcp.index import dcp_piece_name
 from ckptmgr.integrations.dcp.metadata import tensor_data
 from ckptmgr.state.arrays import torch_bytes
 from ckptmgr.state.leaves import storage_spec
@@ -30,11 +30,11 @@ def stored(item: WriteItem, planner: SavePlanner) -> Tensor:
         UnsupportedState: A value cannot be stored without pickling.
     """
     if item.type == WriteItemType.BYTE_IO:
-        return bytes_tensor(piece_name(item.index.fqn, None), _object(item, planner))
+        return bytes_tensor(dcp_piece_name(item.index.fqn, None), _object(item, planner))
     data = tensor_data(item)
     dtype = data.properties.dtype
     spec, _ = storage_spec(
-        piece_name(item.index.fqn, data.chunk.offsets),
+        dcp_piece_name(item.index.fqn, data.chunk.offsets),
         dtype_name(dtype),
         tuple(data.chunk.sizes),
         dtype.itemsize,

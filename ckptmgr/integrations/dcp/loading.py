@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 
 from ckptmgr.core.regions import region_at, whole_region
 from ckptmgr.integrations.dcp.files import PieceRead, ShardFile, ShardSet
-from ckptmgr.integrations.dcp.index import RankPiece, piece_name
+from ckptmgr.integrations.dcp.index import RankPiece, dcp_piece_name
 from ckptmgr.state.destinations import disjoint, has_memory, memory_of
 from ckptmgr.state.overlaps import conflicts, overlapping_targets
 from ckptmgr.state.paths import StateMismatch
@@ -199,4 +199,4 @@ def _batches(jobs: Sequence[_Job]) -> Iterator[list[_Job]]:
 
 
 def _name(item: ReadItem) -> str:
-    return piece_name(item.storage_index.fqn, item.storage_index.offset)
+    return dcp_piece_name(item.storage_index.fqn, item.storage_index.offset)

@@ -20,7 +20,13 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from ckptmgr.core.errors import SaveFailed, UnsupportedState
 from ckptmgr.files.load import shard_pieces as pieces
 from ckptmgr.formats.tensor import Tensor
-from ckptmgr.integrations.dcp.index import CutTensor, DcpIndex, ObjectPath, RankPiece, piece_name
+from ckptmgr.integrations.dcp.index import (
+    CutTensor,
+    DcpIndex,
+    ObjectPath,
+    RankPiece,
+    dcp_piece_name,
+)
 from ckptmgr.state.torch_values import decode_torch_dtype, dtype_name
 
 
@@ -83,7 +89,7 @@ def pieces_of(plan: SavePlan, items: Sequence[Tensor], *, is_compared: bool) -> 
         # Elements that no format knows are stored as bytes, which adds a dimension.
         more = stored.spec.shape[len(data.chunk.sizes) :]
         found[stored.spec.name] = pieces.Piece(
-            tensor=piece_name(planned.index.fqn, None),
+            tensor=dcp_piece_name(planned.index.fqn, None),
             shape=(*data.size, *more),
             start=(*data.chunk.offsets, *(0 for _ in more)),
         )

@@ -25,7 +25,7 @@ from ckptmgr.files.load.shard_pieces import PIECES
 from ckptmgr.files.save.job import SaveFacts, SaveOptions, SaveOrder
 from ckptmgr.files.save.saver import save_items
 from ckptmgr.integrations.dcp.dedup import is_compared
-from ckptmgr.integrations.dcp.index import INDEX_NAME, MARK, VERSION
+from ckptmgr.integrations.dcp.index import INDEX_NAME, INDEX_VERSION, MARK
 from ckptmgr.integrations.dcp.items import bytes_tensor, stored
 from ckptmgr.integrations.dcp.metadata import dcp_index_of, pieces_of
 from ckptmgr.integrations.dcp.place import checked_config, parse_step, place_of
@@ -222,7 +222,7 @@ class StorageWriter(storage.StorageWriter):
             series=self._place.series,
             draft=self._drafted(proposal, name),
             is_rank_file=True,
-            metadata={MARK: str(VERSION), PIECES: pieces.to_text()},
+            metadata={MARK: str(INDEX_VERSION), PIECES: pieces.to_text()},
         )
         with nullcontext() if self._save is None else self._save.watch:
             self._draft = save_items(self._place.store(), order)

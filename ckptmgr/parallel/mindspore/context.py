@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 from typing import ClassVar
 
-from ckptmgr.parallel.mindspore.context_keys import CHECKS, MODES
+from ckptmgr.parallel.mindspore.context_keys import KEY_CHECKS, PARALLEL_MODES
 
 
 class ParallelMode:
@@ -27,7 +27,7 @@ class ParallelMode:
     HYBRID_PARALLEL = "hybrid_parallel"
     SEMI_AUTO_PARALLEL = "semi_auto_parallel"
     AUTO_PARALLEL = "auto_parallel"
-    MODE_LIST: ClassVar[list[str]] = list(MODES)
+    MODE_LIST: ClassVar[list[str]] = list(PARALLEL_MODES)
 
 
 _FUSION: dict[str, object] = {"mode": "auto", "config": None}
@@ -96,9 +96,9 @@ class AutoParallelContext:
         """
         values = dict(self._values)
         for key, value in settings.items():
-            if key not in CHECKS:
+            if key not in KEY_CHECKS:
                 raise ValueError(f"Set context keyword {key} is not recognized!")
-            changes = CHECKS[key](key, value)
+            changes = KEY_CHECKS[key](key, value)
             fusions = changes.get("comm_fusion")
             if isinstance(fusions, dict):
                 known = values["comm_fusion"]

@@ -13,7 +13,13 @@ from typing import Any
 
 Changes = dict[str, object]
 
-MODES = ("stand_alone", "data_parallel", "hybrid_parallel", "semi_auto_parallel", "auto_parallel")
+PARALLEL_MODES = (
+    "stand_alone",
+    "data_parallel",
+    "hybrid_parallel",
+    "semi_auto_parallel",
+    "auto_parallel",
+)
 
 _CALL = "For 'set_auto_parallel_context',"
 _SEARCHES = ("recursive_programming", "dynamic_programming", "sharding_propagation")
@@ -65,7 +71,7 @@ def _global_rank(key: str, value: object) -> Changes:
 
 
 def _parallel_mode(key: str, value: object) -> Changes:
-    if _typed(key, value, str) not in MODES:
+    if _typed(key, value, str) not in PARALLEL_MODES:
         raise ValueError(
             "The context configuration parameter 'parallel_mode' only support 'stand_alone', 'data_parallel',"
             " 'hybrid_parallel', 'semi_auto_parallel' and 'auto_parallel', but got the value :"
@@ -314,7 +320,7 @@ def _refuse_unknown(config: Mapping[object, object], known: Sequence[str]) -> No
             raise ValueError(f"Unknown config: {[name]}")
 
 
-CHECKS: Mapping[str, Callable[[str, object], Changes]] = {
+KEY_CHECKS: Mapping[str, Callable[[str, object], Changes]] = {
     "all_reduce_fusion_config": _fusion_indices,
     "auto_parallel_new_interface": _bool,
     "auto_parallel_search_mode": _search,

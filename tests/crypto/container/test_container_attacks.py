@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptmgr.crypto.container.header import MAGIC, Content, HeaderCopy, parse_fixed
+from ckptmgr.crypto.container.header import CONTAINER_MAGIC, Content, HeaderCopy, parse_fixed
 from ckptmgr.crypto.container.unlock import CopyState, find_copies
 from ckptmgr.crypto.errors import (
     CryptoError,
@@ -363,7 +363,7 @@ CLASSES: dict[str, tuple[Callable[[bytes], bytes], RawKey, type[CryptoError], st
         "version 2",
     ),
     "no container": (lambda file: b"x" * 20000, ME, DecryptionError, "not a container"),
-    "a start of one": (lambda file: MAGIC[:5], ME, TruncatedCiphertextError, "5 bytes"),
+    "a start of one": (lambda file: CONTAINER_MAGIC[:5], ME, TruncatedCiphertextError, "5 bytes"),
     "nothing": (lambda file: b"", ME, TruncatedCiphertextError, "0 bytes"),
 }
 
@@ -431,7 +431,7 @@ def test_header_of_any_bytes_gives_the_plaintext_or_one_of_our_errors(data: st.D
 
 
 @settings(max_examples=100)
-@given(file=st.binary(max_size=200).map(MAGIC.__add__))
+@given(file=st.binary(max_size=200).map(CONTAINER_MAGIC.__add__))
 def test_any_bytes_behind_the_magic_are_refused_with_one_of_our_errors(file: bytes) -> None:
     with pytest.raises(CryptoError):
         unseal(file.ljust(20_000, b"\0"))

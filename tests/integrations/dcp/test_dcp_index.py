@@ -94,5 +94,5 @@ def test_different_pieces_have_different_names(names: list[str], offsets: list[A
     one, other = (
         (name, tuple(at) if at and any(at) else ()) for name, at in zip(names, offsets, strict=True)
     )
-    stored = [dcp_index.piece_name(*piece) for piece in (one, other)]
+    stored = [dcp_index.dcp_piece_name(*piece) for piece in (one, other)]
     assert (stored[0] == stored[1]) == (one == other)

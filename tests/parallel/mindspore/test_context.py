@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from ckptmgr.parallel.mindspore.context import AutoParallelContext, ParallelMode
-from ckptmgr.parallel.mindspore.context_keys import CHECKS
+from ckptmgr.parallel.mindspore.context_keys import KEY_CHECKS
 
 RECORDED: dict[str, Any] = json.loads(
     (Path(__file__).parents[2] / "golden" / "auto_parallel_context.json").read_text()
@@ -26,7 +26,7 @@ def test_modes_are_mindspores() -> None:
 
 
 def test_keys_are_mindspores() -> None:
-    assert sorted(CHECKS) == sorted(RECORDED["settable"])
+    assert sorted(KEY_CHECKS) == sorted(RECORDED["settable"])
 
 
 def test_defaults_are_mindspores() -> None:
