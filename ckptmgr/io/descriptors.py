@@ -1,19 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""File descriptors above those of the standard streams.
+"""Descriptors of files, above those of the standard streams, and of directories that are held open.
 
 In a process that was started without standard streams, descriptors 0 to 2 are free. Libraries still
 print to them, and would print into the file or memory that gets the number.
+
+The entries of a held directory are reached through its descriptor. A user with write permission on
+the parent can replace a directory by a link between two calls. A call of root by path would then
+reach the files behind the link.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
+import stat
+import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _LAST_STANDARD_DESCRIPTOR = 2
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def above_standard_streams(descriptor: int) -> int:
@@ -58,3 +69,144 @@ def reserve_standard_descriptors() -> Iterator[None]:
                 descriptor = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
                 reserved.callback(os.close, descriptor)
         yield
+
+
+class DirectoryEntry(NamedTuple):
+    """A name and the descriptor of its directory; if that is not held, the path and None."""
+
+    name: str
+    dir_fd: int | None
+
+
+@dataclass(slots=True)
+class _Held:
+    descriptor: int
+    users: int = 0
+
+
+class HeldDirectories:
+    """The directories that one `FileSystem` holds. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._held: dict[Path, _Held] = {}
+        self._mutex = threading.Lock()
+
+    @contextlib.contextmanager
+    def hold(self, path: Path) -> Iterator[None]:
+        """Hold a directory; inside a held one it must be no link, and belong to a trusted user.
+
+        Raises:
+            NotADirectoryError: It is a link, or no directory.
+            PermissionError: It belongs to an untrusted user.
+        """
+        with self._mutex:
+            if path not in self._held:
+                parent = self._held.get(path.parent)
+                inside = None if parent is None else parent.descriptor
+                self._held[path] = _Held(_opened(path, inside))
+            held = self._use(path)
+        try:
+            yield
+        finally:
+            self._leave(path, held)
+
+    def is_held(self, path: Path) -> bool:
+        """Return whether a directory is held."""
+        with self._mutex:
+            return path in self._held
+
+    def is_moved(self, path: Path) -> bool:
+        """Return whether the path of a held directory leads elsewhere now; False if not held."""
+        with self._mutex:
+            held = self._use(path)
+        if held is None:
+            return False
+        try:
+            return not os.path.samestat(path.stat(), os.fstat(held.descriptor))
+        except FileNotFoundError:
+            return True
+        finally:
+            self._leave(path, held)
+
+    @contextlib.contextmanager
+    def entry(self, path: Path) -> Iterator[DirectoryEntry]:
+        """Yield the entry for a path; errors within the block name the whole path."""
+        with self._mutex:
+            held = self._use(path.parent)
+        if held is None:
+            yield DirectoryEntry(os.fspath(path), None)
+            return
+        try:
+            yield DirectoryEntry(path.name, held.descriptor)
+        except OSError as error:
+            if error.filename == path.name:
+                error.filename = os.fspath(path)
+            raise
+        finally:
+            self._leave(path.parent, held)
+
+    @contextlib.contextmanager
+    def opened(self, path: Path) -> Iterator[int]:
+        """Yield a new descriptor of a directory."""
+        with self._mutex:
+            held = self._use(path)
+        if held is None:
+            with self.entry(path) as at:
+                nofollow = 0 if at.dir_fd is None else os.O_NOFOLLOW
+                descriptor = os.open(at.name, _DIRECTORY | nofollow, dir_fd=at.dir_fd)
+        else:
+            try:
+                # Not a duplicate: that would share the position of a listing.
+                descriptor = os.open(".", _DIRECTORY, dir_fd=held.descriptor)
+            finally:
+                self._leave(path, held)
+        try:
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def _use(self, path: Path) -> _Held | None:
+        held = self._held.get(path)
+        if held is not None:
+            held.users += 1
+        return held
+
+    def _leave(self, path: Path, held: _Held | None) -> None:
+        if held is None:
+            return
+        with self._mutex:
+            held.users -= 1
+            if not held.users:
+                del self._held[path]
+                os.close(held.descriptor)
+
+
+def _opened(path: Path, parent: int | None) -> int:
+    if parent is None:
+        return above_standard_streams(os.open(path, _DIRECTORY))
+    try:
+        descriptor = os.open(path.name, _DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
+    except OSError as error:
+        error.filename = os.fspath(path)
+        raise
+    try:
+        _check_owner(path, os.fstat(descriptor), os.fstat(parent))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return above_standard_streams(descriptor)
+
+
+def _check_owner(path: Path, figures: os.stat_result, parent: os.stat_result) -> None:
+    """Raise PermissionError if an untrusted user made a directory inside another one.
+
+    In a directory that a group may write to, any member may have made it.
+    """
+    is_shared = parent.st_mode & _WRITABLE_BY_OTHERS and not parent.st_mode & stat.S_ISVTX
+    if is_shared or figures.st_uid in (os.geteuid(), 0, parent.st_uid):
+        return
+    reason = (
+        f"belongs to user {figures.st_uid}, who is neither you, nor root, nor the owner of the directory;"
+        " move it away if you do not know why"
+    )
+    raise PermissionError(errno.EPERM, reason, os.fspath(path))

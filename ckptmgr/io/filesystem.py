@@ -24,8 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from ckptmgr.io.descriptors import errors_naming
-from ckptmgr.io.directories import HeldDirectories
+from ckptmgr.io.descriptors import HeldDirectories, errors_naming
 from ckptmgr.io.files import CachedFile, ChangedFile, NewFile, UncachedFile, adopt_owner
 from ckptmgr.io.locks import locked
 

@@ -10,11 +10,12 @@ import contextlib
 import errno
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import ParamSpec, TypeVar
 
 from ckptmgr.io.filesystem import FileStatus, FileSystem, InputFile, OutputFile
 from ckptmgr.io.passing_errors import PAUSES_S, may_pass
 
+_Args = ParamSpec("_Args")
 _Done = TypeVar("_Done")
 
 
@@ -39,20 +40,20 @@ class RetryingFileSystem:
 
     def is_moved(self, path: Path) -> bool:
         """Return whether the path of a held directory leads elsewhere now, or nowhere."""
-        return self.retry(lambda: self.disk.is_moved(path))
+        return self.retry(self.disk.is_moved, path)
 
     def open(self, path: Path, *, is_uncached: bool = False) -> InputFile:
         """Open a regular file for reading."""
-        file = self.retry(lambda: self.disk.open(path, is_uncached=is_uncached))
+        file = self.retry(self.disk.open, path, is_uncached=is_uncached)
         return RetryingFile(file, self)
 
     def list(self, path: Path) -> dict[str, FileStatus]:
         """Return name to status for a directory."""
-        return self.retry(lambda: self.disk.list(path))
+        return self.retry(self.disk.list, path)
 
     def status(self, path: Path) -> FileStatus | None:
         """Return the status of a name, or None when it is absent."""
-        return self.retry(lambda: self.disk.status(path))
+        return self.retry(self.disk.status, path)
 
     @contextlib.contextmanager
     def lock(self, path: Path, *, owner: str) -> Iterator[str | None]:
@@ -104,12 +105,14 @@ class RetryingFileSystem:
         """Wait."""
         self.disk.pause(seconds)
 
-    def retry(self, call: Callable[[], _Done]) -> _Done:
+    def retry(
+        self, call: Callable[_Args, _Done], *args: _Args.args, **options: _Args.kwargs
+    ) -> _Done:
         """Return the result of a call, which is tried a few times on transient errors."""
         failed: int | None = None
         for pause_s in PAUSES_S:
             try:
-                done = call()
+                done = call(*args, **options)
             except (OSError, MemoryError) as error:
                 if not may_pass(error):
                     raise
@@ -120,7 +123,7 @@ class RetryingFileSystem:
             if failed not in self._lasting:
                 self.pause(pause_s)
         try:
-            done = call()
+            done = call(*args, **options)
         except (OSError, MemoryError):
             self._lasting.add(failed)
             raise
@@ -146,7 +149,7 @@ class RetryingFile:
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` from `offset` on, or raise TruncatedError."""
-        self._disk.retry(lambda: self.file.read_into(offset, buffer))
+        self._disk.retry(self.file.read_into, offset, buffer)
 
     def close(self) -> None:
         """Release the descriptor."""

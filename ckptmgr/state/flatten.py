@@ -18,11 +18,10 @@ import numpy as np
 
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.state.arrays import array_bytes, framework_of, to_tensor
-from ckptmgr.state.leaves import ARRAYS, Leaf, storage_spec
+from ckptmgr.state.leaves import ARRAYS, Leaf, plan_storage, storage_spec
 from ckptmgr.state.paths import MAX_DEPTH, SHARED, Node, Path, dump_skeleton, unsupported
 from ckptmgr.state.random import generator_key, generator_state
 from ckptmgr.state.scalars import encode_atom, encode_dtype, encode_key
-from ckptmgr.state.shared_memory import plan_storage
 from ckptmgr.state.skeleton import skeleton_of
 
 if TYPE_CHECKING:  # one process has no slices

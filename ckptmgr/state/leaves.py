@@ -1,8 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leaves of a state, and the memory behind them."""
+"""Leaves of a state, the memory behind them, and the storage of leaves that share memory.
+
+Leaves whose memory overlaps form a group. Its bytes are stored once: as the leaf that covers them
+all if there is one (tied weights, a flat buffer and its views), otherwise as a run of uint8. A leaf
+that overlaps no other is stored compactly, however large the storage behind it is.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -10,9 +16,12 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from ckptmgr.core.errors import UnsupportedState
 from ckptmgr.formats.dtypes import BY_NAME, DType
 from ckptmgr.formats.tensor import Tensor, TensorSpec
 from ckptmgr.state.paths import Node, Path
+
+_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,3 +188,184 @@ def array_memory(array: np.ndarray) -> Memory:
 
 
 ARRAYS = Finder(owner=owner_of, span=array_span, memory=array_memory)
+
+
+class _Located(NamedTuple):
+    """A leaf, its number in the order of the tree, and its memory."""
+
+    number: int
+    leaf: Leaf
+    memory: Memory
+
+    @property
+    def name(self) -> str:
+        return self.leaf.tensor.spec.name
+
+    @property
+    def overlaps_itself(self) -> bool:
+        return self.memory.stop - self.memory.start < self.leaf.size_bytes
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether its elements are contiguous in C order."""
+        strides = contiguous_strides(self.leaf.shape, self.leaf.item_bytes)
+        return all(
+            size == 1 or have == want
+            for size, have, want in zip(self.leaf.shape, self.memory.strides, strides, strict=True)
+        )
+
+
+def plan_storage(
+    leaves: Sequence[Leaf], unique_name: Callable[[str], str]
+) -> tuple[list[Tensor], dict[str, str]]:
+    """Return the tensors to store, and alias to name; complete the nodes of all leaves.
+
+    An alias is a leaf with the same elements as an earlier one. `unique_name` reserves a free
+    tensor name like the given one.
+
+    Raises:
+        UnsupportedState: Overlapping leaves with no common storage behind them.
+    """
+    aliases: dict[str, str] = {}
+    tensors = [leaf.tensor for leaf in leaves]
+    objects = {id(leaf.value) for leaf in leaves}
+    if not are_disjoint(map(_owner_of, leaves), len(leaves)):
+        kept: dict[int, Tensor] = dict(enumerate(tensors))
+        for group in _overlapping(leaves):
+            _plan_group(group, kept, aliases, unique_name)
+        tensors = list(kept.values())
+    if len(objects) < len(leaves):
+        _number_shared(leaves)
+    for leaf in leaves:
+        leaf.node.setdefault("tensor", leaf.tensor.spec.name)
+    return tensors, aliases
+
+
+def _owner_of(leaf: Leaf) -> object | None:
+    return leaf.value if leaf.finder is None else leaf.finder.owner(leaf.value)
+
+
+def _plan_group(
+    group: list[_Located],
+    tensors: dict[int, Tensor],
+    aliases: dict[str, str],
+    unique_name: Callable[[str], str],
+) -> None:
+    owner = _owner(group)
+    if owner is None:
+        _store_hull(group, tensors, unique_name)
+        return
+    for one in group:
+        if one is not owner:
+            del tensors[one.number]
+            if _point_at(one, owner):
+                aliases[one.name] = owner.name
+
+
+def _overlapping(leaves: Sequence[Leaf]) -> Iterator[list[_Located]]:
+    """Yield the groups of leaves that overlap each other or themselves, in tree order."""
+    spans = [
+        (*span, index)
+        for index, leaf in enumerate(leaves)
+        if leaf.finder is not None and (span := leaf.finder.span(leaf.value)) is not None
+    ]
+    for group, size_bytes in overlapping_groups(spans):
+        if len(group) > 1 or size_bytes < leaves[group[0]].size_bytes:
+            yield [_located(leaves, index) for index in sorted(group)]
+
+
+def _located(leaves: Sequence[Leaf], index: int) -> _Located:
+    leaf = leaves[index]
+    assert leaf.finder is not None  # noqa: S101 - it has a span
+    return _Located(index, leaf, leaf.finder.memory(leaf.value))
+
+
+def _layout(one: _Located) -> tuple[object, ...]:
+    return (one.memory.origin, one.memory.strides, one.leaf.shape, one.leaf.item_bytes)
+
+
+def _owner(group: list[_Located]) -> _Located | None:
+    first = group[0]
+    if len({_layout(one) for one in group}) == 1 and not first.overlaps_itself:
+        return first
+    start, stop = _hull(group)
+    if any((one.memory.origin - start) % one.memory.alignment for one in group):
+        return None
+    for one in group:
+        if (one.memory.start, one.memory.stop) == (start, stop) and one.is_contiguous:
+            return one
+    return None
+
+
+def _hull(group: list[_Located]) -> tuple[int, int]:
+    return min(one.memory.start for one in group), max(one.memory.stop for one in group)
+
+
+def _point_at(one: _Located, owner: _Located) -> bool:
+    """Make a leaf a view of the tensor of `owner`; return whether both are the same elements."""
+    node = one.leaf.node
+    node["tensor"] = owner.name
+    node.pop("stored", None)
+    if _layout(one) == _layout(owner):
+        node["offset"] = 0
+        return one.leaf.tensor.spec == _renamed(owner.leaf.tensor.spec, one.name)
+    _set_offset(one, owner.memory.start)
+    return False
+
+
+def _renamed(spec: TensorSpec, name: str) -> TensorSpec:
+    return TensorSpec(name=name, dtype=spec.dtype, shape=spec.shape)
+
+
+def _set_offset(one: _Located, start: int) -> None:
+    one.leaf.node["offset"] = one.memory.origin - start
+    if not one.is_contiguous:
+        one.leaf.node["strides"] = list(one.memory.strides)
+
+
+def _store_hull(
+    group: list[_Located], tensors: dict[int, Tensor], unique_name: Callable[[str], str]
+) -> None:
+    start, stop = _hull(group)
+    memory = next(
+        (
+            one.memory
+            for one in group
+            if one.memory.bounds[0] <= start and stop <= one.memory.bounds[1]
+        ),
+        None,
+    )
+    if memory is None:
+        raise UnsupportedState(
+            f"{group[0].leaf.path} and {group[-1].leaf.path} overlap in memory, but no storage holds both",
+            hint="store a copy of one of them",
+        )
+    start = max(memory.bounds[0], start - start % _ALIGNMENT)
+    for one in group:
+        if (one.memory.origin - start) % one.memory.alignment:
+            raise UnsupportedState(
+                f"{one.leaf.path} lies unaligned in memory that it shares",
+                hint="store a copy of it",
+            )
+        one.leaf.node.pop("stored", None)
+        _set_offset(one, start)
+    name = unique_name(f"{group[0].name}~storage")
+    spec = TensorSpec(name=name, dtype=_UINT8, shape=(stop - start,))
+    content = memory.content
+    for one in group:
+        one.leaf.node["tensor"] = name
+        # The storage takes the first leaf's place in the order of the tree.
+        if one is group[0]:
+            tensors[one.number] = Tensor(spec=spec, content=lambda: content(start, stop))
+        else:
+            del tensors[one.number]
+
+
+def _number_shared(leaves: Sequence[Leaf]) -> None:
+    """Number the leaves that are one object, so that they are restored as one object."""
+    counts = Counter(id(leaf.value) for leaf in leaves)
+    numbers: dict[int, int] = {}
+    for leaf in leaves:
+        identity = id(leaf.value)
+        if counts[identity] > 1:
+            leaf.node["shared"] = numbers.setdefault(identity, len(numbers))

@@ -69,6 +69,7 @@ class Store:
         clock: Seconds since the epoch by the clock of the disk; for the age of leftovers.
 
     Attributes:
+        leases: The leases that are held through this store.
         publisher: Creates the files of the directory.
         is_on_real_disk: Whether another process that opens the directory sees the same.
     """
@@ -90,6 +91,7 @@ class Store:
         self.clock = clock
         self.processes: Processes = processes if processes is not None else ProcProcesses()
         self.manifests = ManifestFiles(directory, fs=disk, trust=trust, processes=self.processes)
+        self.leases: Leases = self.manifests.leases
         self.publisher = Publisher(self.manifests)
         self._seen = ManifestCache()
 
@@ -152,11 +154,6 @@ class Store:
             self.fs.make_directory(self.directory, mode=0o700)
         with self.leases.hold(series):
             yield
-
-    @property
-    def leases(self) -> Leases:
-        """The leases that are held through this store."""
-        return self.manifests.leases
 
     def look(self, name: str) -> Checkpoint | None:
         """Return the checkpoint that is listed under one name now, or None.
