@@ -13,7 +13,7 @@ Source: safetensors 0.8.0 (README, "Format"); `parallel/transform_safetensors.py
 >>> w = Tensor(spec=TensorSpec(name="w", dtype=BY_NAME["uint8"], shape=(2,)), content=lambda: memoryview(b"hi"))
 >>> image = build_safetensors_image([w])
 >>> b"".join(bytes(view) for view in image.views(8, image.size - 8)).decode().replace(" ", "")
-'{"__metadata__":{"format":"ms"},"w":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}hi'
+'{"__metadata__":{"format":"pt"},"w":{"dtype":"U8","shape":[2],"data_offsets":[0,2]}}hi'
 """
 
 from __future__ import annotations
@@ -38,11 +38,15 @@ MAX_HEADER_BYTES = 100_000_000
 """The bound of the stock library and of MindSpore."""
 LENGTH_BYTES = 8
 JSON_SPACE = b" \t\n\r"
+FORMAT_KEY = "format"
+DEFAULT_FORMAT = "pt"
+"""Hugging Face's libraries refuse a file of another format; MindSpore reads every one."""
+MINDSPORE_METADATA = {FORMAT_KEY: "ms"}
+"""The metadata that MindSpore itself writes."""
 
 _DATA_ALIGNMENT = 64
 _MAX_RANK = 64
 _METADATA = "__metadata__"
-_FORMAT_KEY = "format"
 _CRC_KEY = "crc_num"
 _CRC_DIGITS = len(str(2**32 - 1))
 _INT4_MARK = "Int4"
@@ -54,6 +58,8 @@ def build_safetensors_image(
 ) -> Image:
     """Return the bytes of a `.safetensors` file, ordered by descending item size, then name.
 
+    Without a `format` in the metadata it is `DEFAULT_FORMAT`.
+
     Raises:
         FormatError: A text, a map parameter, or a name the format cannot hold; names the tensor.
         UnsupportedError: An element type without spelling, a scalar MindSpore has no CRC for, or
@@ -61,7 +67,7 @@ def build_safetensors_image(
     """
     check_count(len(items))
     tensors = sorted(map(_as_tensor, items), key=_placing)
-    stored = {_FORMAT_KEY: "ms", **(metadata or {})}
+    stored = {FORMAT_KEY: DEFAULT_FORMAT, **(metadata or {})}
     _check_names(tensors, stored, crc=crc)
     stored.update({t.spec.name: _INT4_MARK for t in tensors if t.spec.dtype.name == "int4"})
     header = _Header([tensor.spec for tensor in tensors], stored)
@@ -127,7 +133,7 @@ def _whole_content(tensor: Tensor) -> Iterator[memoryview]:
 
 def _check_names(tensors: Sequence[Tensor], metadata: Mapping[str, str], *, crc: bool) -> None:
     if _CRC_KEY in metadata:
-        raise FormatError(f"the metadata key {_CRC_KEY!r} is reserved; give crc=True instead")
+        raise FormatError(f"the metadata key {_CRC_KEY!r} is reserved; give crc_check=True instead")
     taken = {_METADATA, *metadata, *([_CRC_KEY] if crc else ())}
     seen: set[str] = set()
     for tensor in tensors:

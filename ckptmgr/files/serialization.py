@@ -49,6 +49,7 @@ from ckptmgr.files.serialization_arguments import (
     check_safetensors_options,
     chooser,
     load_path,
+    metadata_of,
     save_path,
 )
 from ckptmgr.formats.source import BytesSource
@@ -88,6 +89,7 @@ def save_checkpoint(
     signing_key: str | SigningKey | None = None,
     compression: str | None = None,
     compression_level: int = 1,
+    metadata: Mapping[str, str] | None = None,
     **kwargs: object,
 ) -> Checkpoint:
     """Save tensors to one file; when it returns, they survive a power cut.
@@ -116,6 +118,9 @@ def save_checkpoint(
             published.
         compression: "zstd", or None; for safetensors only.
         compression_level: 1 (fast) to 19; levels above 1 help sparse states, but hardly weights.
+        metadata: Strings to store beside the tensors; for safetensors only. Its `format` is written
+            without being named: `ms` if a MindSpore Cell, a list or MindSpore's tensors are saved,
+            else `pt`, which PyTorch, Hugging Face's libraries and MindSpore read.
         signing_key: The source of an Ed25519 private key, such as `file:sign.pem`; signs the
             manifest.
         kwargs: MindSpore's `remove_redundancy` (noted in safetensors metadata); others are ignored
@@ -155,9 +160,7 @@ def save_checkpoint(
         items = join_items(named_tensors(save_obj), named_tensors(dict(append_dict or {})))
     if choice_func is not None:
         items = [item for item in items if choice_func(name_of(item))]
-    metadata = None
-    if format == "safetensors" and remove_redundancy is not None:
-        metadata = {"remove_redundancy": str(remove_redundancy)}
+    strings = metadata_of(save_obj, format, metadata, remove_redundancy)
     options = SaveOptions(
         format=format,
         key=key,
@@ -179,7 +182,7 @@ def save_checkpoint(
         options=options,
         series=path.name,
         draft=_draft(path, options, facts),
-        metadata=metadata,
+        metadata=strings,
     )
     started = time.perf_counter()
     with (

@@ -11,7 +11,9 @@ from pathlib import Path
 from ckptmgr.core.errors import CheckpointNotFound
 from ckptmgr.core.names import extension_of, without_envelope
 from ckptmgr.files.load.options import everything
+from ckptmgr.formats.safetensors_file import DEFAULT_FORMAT, FORMAT_KEY, MINDSPORE_METADATA
 from ckptmgr.io.filesystem import OsFileSystem
+from ckptmgr.state.arrays import is_mindspore
 from ckptmgr.store.real_files import real_file
 
 _FORMATS = ("ckpt", "safetensors")
@@ -185,3 +187,45 @@ def check_safetensors_options(
         raise ValueError(
             f"{start}'map_param_inc' must be set to default value 'False', but got '{incremental}'."
         )
+
+
+def metadata_of(
+    save_obj: object,
+    format: str,
+    metadata: Mapping[str, str] | None,
+    remove_redundancy: object,
+) -> dict[str, str] | None:
+    """Return the strings that a file gets; those of the user and those of the format.
+
+    Raises:
+        TypeError: Something in `metadata` is no string.
+        ValueError: The format is `ckpt`, or a string contradicts what is written.
+    """
+    given = _checked_strings(metadata)
+    if format != "safetensors":
+        if metadata is not None:
+            raise ValueError(
+                "'metadata' is stored in safetensors files alone; pass format='safetensors', or"
+                " append_dict for values in a .ckpt"
+            )
+        return None
+    own = dict(MINDSPORE_METADATA) if is_mindspore(save_obj) else {FORMAT_KEY: DEFAULT_FORMAT}
+    if remove_redundancy is not None:
+        own["remove_redundancy"] = str(remove_redundancy)
+    for key, text in own.items():
+        if given.get(key, text) != text:
+            raise ValueError(
+                f"'metadata' says {key!r} is {given[key]!r}, but {text!r} is written; leave it out"
+            )
+    return {**own, **given}
+
+
+def _checked_strings(metadata: object) -> dict[str, str]:
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, Mapping):
+        raise TypeError(f"'metadata' must be a mapping of strings, but got {type(metadata)}")
+    for key, text in metadata.items():
+        if not isinstance(key, str) or not isinstance(text, str):
+            raise TypeError(f"'metadata' must map strings to strings, but got {key!r}: {text!r}")
+    return dict(metadata)

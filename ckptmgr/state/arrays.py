@@ -252,6 +252,17 @@ def named_tensors(obj: object) -> list[Item]:
     return items
 
 
+def is_mindspore(obj: object) -> bool:
+    """Return whether what `named_tensors` takes is MindSpore's: a Cell, a list, or a dict of its."""
+    if isinstance(obj, Mapping):
+        return any(
+            base.__module__.startswith("mindspore.")
+            for value in obj.values()
+            for base in type(value).__mro__
+        )
+    return isinstance(obj, list) or hasattr(obj, "parameters_and_names")
+
+
 def _checked_entries(obj: Mapping[Any, object]) -> Iterator[tuple[str, object]]:
     for key, value in obj.items():
         if not isinstance(key, str):

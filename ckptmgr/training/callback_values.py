@@ -9,8 +9,9 @@ from typing import Any, Protocol
 
 from ckptmgr.config.config import CheckpointConfig
 from ckptmgr.files.serialization import join_items
+from ckptmgr.formats.safetensors_file import MINDSPORE_METADATA
 from ckptmgr.formats.tensor import Item
-from ckptmgr.state.arrays import named_tensors
+from ckptmgr.state.arrays import is_mindspore, named_tensors
 
 _LOG = logging.getLogger(__name__)
 
@@ -29,10 +30,20 @@ def items_of(params: Any, config: CheckpointConfig, *, step: int, epoch: int) ->
     Raises:
         TypeError, UnsupportedState: A value cannot be stored.
     """
-    network = config.saved_network
-    items = named_tensors(params.train_network if network is None else network)
+    items = named_tensors(_network_of(params, config))
     append = config.append_values(epoch, step=step)
     return join_items(items, named_tensors(append or {}))
+
+
+def metadata_of(params: Any, config: CheckpointConfig) -> dict[str, str]:
+    """Return the strings that a file of the network gets: those of MindSpore for its networks."""
+    is_ms = config.format == "safetensors" and is_mindspore(_network_of(params, config))
+    return dict(MINDSPORE_METADATA) if is_ms else {}
+
+
+def _network_of(params: Any, config: CheckpointConfig) -> object:
+    network = config.saved_network
+    return params.train_network if network is None else network
 
 
 def metrics_of(params: Any) -> dict[str, float]:

@@ -159,6 +159,20 @@ def test_commands_take_every_type(every_type: Path, tmp_path: Path) -> None:
     assert back.read_bytes() == every_type.read_bytes()
 
 
+def test_convert_compresses_and_expands_every_type(every_type: Path) -> None:
+    before = every_type.read_bytes()
+    folder = every_type.parent
+    result = run("convert", folder, "--compression", "zstd")
+    assert result.exit_code == 0, result.output
+    assert not every_type.exists()
+    loaded = ckptmgr.load_checkpoint(folder / "all.safetensors.ckpz")
+    assert {name: bytes_of(one) for name, one in loaded.items()} == {
+        dtype: stored_bytes(dtype) for dtype in BITS
+    }
+    assert run("convert", folder, "--compression", "none").exit_code == 0
+    assert every_type.read_bytes() == before
+
+
 @pytest.mark.parametrize("space", [b" ", b" \t\r\n" * 9])
 def test_header_padded_in_front_is_read(tmp_path: Path, space: bytes) -> None:
     path = write_every_type(tmp_path / "x.safetensors", before=space, after=space)

@@ -62,7 +62,7 @@ def _file(
 
 
 @pytest.mark.parametrize(
-    ("name", "metadata"), [("x.ckpt", {}), ("x.safetensors", {"format": "ms"})]
+    ("name", "metadata"), [("x.ckpt", {}), ("x.safetensors", {"format": "pt"})]
 )
 def test_open_checkpoint_tells_format_and_metadata(
     tmp_path: Path, name: str, metadata: dict[str, str]

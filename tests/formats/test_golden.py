@@ -131,7 +131,8 @@ def test_ckpt_written_from_the_same_values_is_identical(name: str) -> None:
 def test_safetensors_written_from_the_same_values_has_the_same_metadata(name: str) -> None:
     (case,) = [case for case in sound_cases() if case["file"] == name]
     index = read_safetensors_index(BytesSource((FILES / name).read_bytes()))
-    metadata = {key: index.metadata[key] for key in ("remove_redundancy",) if key in index.metadata}
+    names = ("format", "remove_redundancy")
+    metadata = {key: index.metadata[key] for key in names if key in index.metadata}
     items = items_of(recorded(case["expected"]))
     written = image_bytes(
         build_safetensors_image(items, metadata=metadata, crc=index.crc is not None)

@@ -58,7 +58,7 @@ def test_items_written_read_back(items: list[Tensor], meta: dict[str, str], crc:
     data = image_bytes(build_safetensors_image(items, metadata=meta, crc=crc))
     assert read_safetensors(data, crc=crc) == stored_items(items)
     stored = read_safetensors_index(BytesSource(data)).metadata
-    assert {**meta, "format": "ms"}.items() <= stored.items()
+    assert {"format": "pt", **meta}.items() <= stored.items()
 
 
 @given(safetensors_items())
@@ -85,14 +85,14 @@ def test_order_does_not_depend_on_the_order_of_the_items() -> None:
 
 
 def test_format_of_the_caller_is_kept() -> None:
-    data = image_bytes(build_safetensors_image([], metadata={"format": "pt"}))
-    assert header_of(data) == {"__metadata__": {"format": "pt"}}
+    data = image_bytes(build_safetensors_image([], metadata={"format": "ms"}))
+    assert header_of(data) == {"__metadata__": {"format": "ms"}}
 
 
 def test_int4_is_stored_as_mindspore_stores_it() -> None:
     data = image_bytes(build_safetensors_image([named_tensor("q", "int4", (4,))]))
     assert header_of(data) == {
-        "__metadata__": {"format": "ms", "q": "Int4"},
+        "__metadata__": {"format": "pt", "q": "Int4"},
         "q": {"dtype": "I8", "shape": [4], "data_offsets": [0, 4]},
     }
 
@@ -241,7 +241,7 @@ def test_tensors_and_metadata_may_be_called_like_the_fields_of_a_tensor() -> Non
     strings: dict[str, str] = dict.fromkeys(names, "x")
     tensor = [named_tensor("w", "uint8", (1,))]
     data = image_bytes(build_safetensors_image(tensor, metadata=strings))
-    assert read_safetensors_index(BytesSource(data)).metadata == {"format": "ms", **strings}
+    assert read_safetensors_index(BytesSource(data)).metadata == {"format": "pt", **strings}
 
 
 def test_tensor_in_the_place_of_the_header_is_refused() -> None:

@@ -14,6 +14,7 @@ from ckptmgr.core.names import parse_name
 from ckptmgr.core.trust import Trust
 from ckptmgr.files.save.job import SaveOptions, SaveOrder, draft_entry
 from ckptmgr.files.save.saver import save_items
+from ckptmgr.formats.safetensors_file import MINDSPORE_METADATA
 from ckptmgr.formats.tensor import Item
 from ckptmgr.io.filesystem import FileSystem, OsFileSystem, unlink_if_present
 from ckptmgr.io.leases import ProcProcesses
@@ -76,7 +77,9 @@ def write_file(
         options=options,
         series=path.name,
         draft=draft,
-        metadata=metadata,
+        metadata=metadata
+        if options.format == "ckpt"
+        else {**MINDSPORE_METADATA, **(metadata or {})},
     )
     with lease_of_name(store, path.name):
         save_items(store, order)

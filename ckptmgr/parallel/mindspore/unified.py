@@ -49,7 +49,6 @@ HYPER_FILE = "hyper_param.safetensors"
 MAP_FILE = "param_name_map.json"
 
 _NOT_MERGED = "accu_grads"
-_METADATA = {"format": "ms"}
 _INTERRUPTED = "unify was interrupted: run it again"
 _UNFINISHED = {"weight_map": {_INTERRUPTED: f"({_INTERRUPTED}).safetensors"}}
 
@@ -177,7 +176,6 @@ def unify(
                     staging.path / name,
                     items,
                     options=options,
-                    metadata=_METADATA,
                     step=global_step,
                     fs=staging.fs,
                 )

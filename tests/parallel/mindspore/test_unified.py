@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import save_checkpoint
+from ckptmgr import open_checkpoint, save_checkpoint
 from ckptmgr.core.errors import CheckpointNotFound, CorruptCheckpoint
 from ckptmgr.files.save.job import SaveOptions
 from ckptmgr.formats.strategy import Strategy, StrategyLayout, encode_strategy
@@ -66,6 +66,8 @@ def test_unified_tensors_are_those_of_mindspores_file(tmp_path: Path) -> None:
     unified_safetensors(source_of("dp2_mp2"), strategy_file("dp2_mp2"), tmp_path)
     for name in ("part0.safetensors", "hyper_param.safetensors"):
         assert_same(loaded(tmp_path / name), loaded(UNIFIED / name))
+        with open_checkpoint(tmp_path / name) as ours, open_checkpoint(UNIFIED / name) as theirs:
+            assert ours.metadata == theirs.metadata == {"format": "ms"}
 
 
 @pytest.mark.parametrize("merge_with_redundancy", [True, False])
