@@ -27,6 +27,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from .errors import FormatError
 from .file_crc import TRAILER_BYTES, BodyCrc, FileCrc, encode_trailer
@@ -37,8 +38,7 @@ MOST_LATE_BYTES = (4 << 20) - (4 << 10)
 _CACHED_CONTENTS = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """A run of bytes: `content()[start:stop]`.
 
     `content` returns a flat view and is called again when the bytes are needed and no longer
@@ -57,8 +57,7 @@ class Extent:
         return cls(lambda: view, 0, view.nbytes, view)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LateHead:
+class LateHead(NamedTuple):
     """The first bytes of a file that state a CRC32 of the bytes behind them, and so are known last.
 
     `size_bytes` does not depend on the CRC32 and is at most `MOST_LATE_BYTES`. `start_crc` returns

@@ -7,7 +7,6 @@ wording).
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 from collections.abc import Iterable, Mapping
@@ -306,5 +305,7 @@ def _is_appendable(value: object) -> bool:
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str | None:
+    import difflib  # for errors only
+
     close = difflib.get_close_matches(name, list(known), n=1)
     return f"did you mean {close[0]!r}?" if close else None

@@ -5,15 +5,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 BackPressure = Literal["wait", "skip", "coalesce"]
 OnError = str | Callable[[BaseException], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ErrorPolicy:
+class ErrorPolicy(NamedTuple):
     """The action after `attempts` failures of a background save."""
 
     action: Literal["raise", "warn", "call"] = "raise"

@@ -22,9 +22,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from ckptmgr.config.failure import BackPressure, OnError, check_back_pressure, parse_on_error
 from ckptmgr.core.errors import SaveFailed, SaveSuperseded
@@ -52,8 +52,7 @@ class Staged(Protocol):
 _Staged = TypeVar("_Staged", bound=Staged)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Job:
+class _Job(NamedTuple):
     handle: SaveHandle
     staged: Staged
     finish: Callable[[], Checkpoint]

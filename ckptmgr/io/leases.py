@@ -25,7 +25,6 @@ import contextlib
 import errno
 import os
 import secrets
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2s
@@ -95,7 +94,7 @@ class ProcProcesses:
         namespace = ""
         with contextlib.suppress(OSError):
             namespace = str((self.proc / "self/ns/pid").readlink())
-        return _short_hash(f"{socket.gethostname()} {namespace}")
+        return _short_hash(f"{os.uname().nodename} {namespace}")
 
     def _boot(self) -> str:
         with contextlib.suppress(OSError):
@@ -117,7 +116,7 @@ class ProcProcesses:
 
 def describe_owner() -> str:
     """Return a text that names this process to a person."""
-    return f"process {os.getpid()} on {socket.gethostname()}"
+    return f"process {os.getpid()} on {os.uname().nodename}"
 
 
 def lease_path(directory: Path, series: str) -> Path:

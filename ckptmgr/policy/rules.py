@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ckptmgr.core.model import Checkpoint, Reason
 
@@ -26,8 +26,7 @@ MAX_COUNT = 2**63 - 1
 _BARE_METRIC = re.compile(r"[A-Za-z_][A-Za-z0-9_./-]*")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Finding(NamedTuple):
     """A rule's finding about a checkpoint; if it is not kept, the reason is its nearest miss."""
 
     is_kept: bool

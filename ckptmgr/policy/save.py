@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +42,7 @@ class LastSave:
     is_given_up: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveDecision:
+class SaveDecision(NamedTuple):
     """Whether to save at this step, and why."""
 
     is_due: bool

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, NamedTuple
 
@@ -24,8 +23,7 @@ from ckptmgr.state.paths import Node, Path
 _ALIGNMENT = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Memory:
+class Memory(NamedTuple):
     """The memory behind a leaf; addresses and strides in bytes."""
 
     device: str
@@ -41,8 +39,7 @@ class Memory:
 Span = tuple[str, int, int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finder:
+class Finder(NamedTuple):
     """Functions that find the memory behind the arrays of a framework.
 
     Attributes:

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from ckptmgr.core.errors import CkptmgrError
 from ckptmgr.io.digest import digest_of
@@ -35,8 +36,7 @@ from ckptmgr.store.manifest.reader import ManifestContent
 _SPACE_MARGIN_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Replaced:
+class Replaced(NamedTuple):
     """The file that has the name of a new one: the content of its manifest, and its manifest."""
 
     content: ManifestContent | None

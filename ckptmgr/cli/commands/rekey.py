@@ -1,23 +1,56 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`ckptmgr rekey` and `ckptmgr reencrypt`."""
+"""`ckptmgr rekey` and `ckptmgr reencrypt`: plan everything, show it, ask, and change one by one."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Unpack
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import click
 
-from ckptmgr.cli import options
-from ckptmgr.cli.exits import note
-from ckptmgr.cli.key_changes import ChangeOptions, KeyChanges, plan_options
-from ckptmgr.core.errors import KeyProblem
+from ckptmgr.cli import options, render
+from ckptmgr.cli.exits import Exit, UsageProblem, code_of, note, report
+from ckptmgr.cli.render import Cell, Output
+from ckptmgr.core.errors import CkptmgrError, KeyProblem, UnsafeWrite
+from ckptmgr.formats.strict_json import Json
 
 if TYPE_CHECKING:
+    from ckptmgr.cli.selectors import OpenStore, Selected
+    from ckptmgr.core.model import Checkpoint
     from ckptmgr.crypto.keys.ring import KeyRing
+    from ckptmgr.maintenance.rekey import RekeyPlan
+    from ckptmgr.maintenance.rekey_change import KeyChange
+    from ckptmgr.store.store import Store
 
 _KEY_ID = re.compile(r"[0-9a-f]{16}")
+_Step = Callable[["Store", "Checkpoint", "KeyChange"], "RekeyPlan"]
+
+
+class ChangeOptions(TypedDict):
+    """Options that `rekey` and `reencrypt` share; the fields have the options' names."""
+
+    selectors: tuple[str, ...]
+    directory: Path
+    series: str | None
+    given_trust: options.GivenTrust
+    dry_run: bool
+    yes: bool
+
+
+def plan_options(function: options.Command) -> options.Command:
+    """Add the options of `ChangeOptions`, without those of the output."""
+    for option in (
+        click.option("--yes", is_flag=True, help="Do not ask."),
+        click.option("--dry-run", is_flag=True, help="Show what would be done, and do nothing."),
+        options.trust_options(has_signing_key=True),
+        options.series_option,
+        options.dir_option,
+    ):
+        function = option(function)
+    return click.argument("selectors", nargs=-1, metavar="[SEL]...")(function)
 
 
 @options.command(
@@ -135,3 +168,154 @@ def _rings(option: str, sources: Sequence[str], *, is_new: bool = False) -> tupl
     return tuple(
         ring_of(options.keys_of_option(option, [source], is_new=is_new)) for source in sources
     )
+
+
+def _opener(change: KeyChange, given: options.GivenTrust) -> OpenStore:
+    from ckptmgr.maintenance.rekey import open_for_rekeying
+
+    trust = given.with_keys(None)
+
+    def opener(directory: Path) -> Store:
+        return open_for_rekeying(options.absolute(directory), change, trust=trust)
+
+    return opener
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    one: Selected
+    plan: RekeyPlan
+
+
+class KeyChanges:
+    """Change of the keys of the selected checkpoints."""
+
+    def __init__(self, ctx: click.Context, change: KeyChange, given: ChangeOptions) -> None:
+        self._change = change
+        self._given = given
+        self._opener = _opener(change, given["given_trust"])
+        root = options.absolute(given["directory"])
+        self._output: Output = render.make_output(ctx, root)
+        self._failures: list[Exception] = []
+        self.has_changed = False
+
+    def run(self, plan: _Step, act: _Step) -> int:
+        """Show the plans, ask, and make the change; return the exit code.
+
+        Raises:
+            UsageProblem, CkptmgrError: It cannot be made; nothing was changed.
+        """
+        from ckptmgr.cli.selectors import select
+
+        given = self._given
+        selected = select(
+            given["selectors"], given["directory"], self._opener, series=given["series"]
+        )
+        planned = [found for one in selected if (found := self._planned(one, plan)) is not None]
+        pending = [found for found in planned if found.plan.is_pending]
+        if planned:
+            self._check_removals(planned, is_begun=len(pending) < len(planned))
+        if self._output.is_text:
+            self._print(planned)
+        if not pending or given["dry_run"]:
+            self._report(planned, done=[])
+            return self._code(done=0)
+        if not (given["yes"] or self._agreed(len(pending))):
+            note("nothing was changed")
+            return Exit.NO
+        done = [found.plan for found in pending if self._acted(found, act)]
+        self.has_changed = bool(done)
+        self._report(planned, done=done)
+        return self._code(done=len(done))
+
+    @staticmethod
+    def _agreed(count: int) -> bool:
+        question = f"Change the keys of {render.counted(count, 'checkpoint')}?"
+        return options.confirm(question, refusal=UnsafeWrite)
+
+    def _planned(self, one: Selected, plan: _Step) -> _Planned | None:
+        try:
+            return _Planned(one, plan(one.store, one.checkpoint, self._change))
+        except (KeyProblem, UnsafeWrite):
+            raise  # before anything is touched
+        except (CkptmgrError, OSError) as error:
+            self._failed(error)
+            return None
+
+    def _check_removals(self, planned: Sequence[_Planned], *, is_begun: bool) -> None:
+        """Name the removed keys that had no slot; a passphrase may have been mistyped.
+
+        Raises:
+            UsageProblem: A passphrase opens no file, and no file was changed before.
+        """
+        found = {removal for one in planned for removal in one.plan.removals}
+        for removal in self._change.removals:
+            if removal in found:
+                continue
+            if isinstance(removal, str):
+                note(f"--remove {removal}: none of them opens with this key")
+            elif removal.key_ids or (is_begun and self._change.add):
+                note(f"--remove ({', '.join(removal.labels)}): opens none of them")
+            else:
+                raise UsageProblem(
+                    "the passphrase of --remove opens none of them; nothing was changed",
+                    hint="try again; if it was removed before, nothing is left to do",
+                )
+
+    def _acted(self, found: _Planned, act: _Step) -> bool:
+        one = found.one
+        try:
+            with self._output.progress(one.checkpoint.name, one.checkpoint.size_bytes):
+                act(one.store, one.checkpoint, self._change)
+        except (CkptmgrError, OSError) as error:
+            self._failed(error)
+            return False
+        return True
+
+    def _failed(self, error: Exception) -> None:
+        self._failures.append(error)
+        report(error, as_json=self._output.is_json)
+
+    def _code(self, *, done: int) -> int:
+        if not self._failures:
+            return Exit.DONE
+        return Exit.PARTLY if done else code_of(self._failures[0])
+
+    def _print(self, planned: Sequence[_Planned]) -> None:
+        output = self._output
+        if planned:
+            rows = [
+                [
+                    Cell(found.plan.checkpoint.name),
+                    Cell(found.plan.action.value),
+                    Cell(", ".join(found.plan.before) or "-"),
+                    Cell(", ".join(found.plan.after) or "-"),
+                ]
+                for found in planned
+            ]
+            output.table(("NAME", "ACTION", "OPENS NOW", "OPENS THEN"), rows, right="")
+
+    def _report(self, planned: Sequence[_Planned], *, done: Sequence[RekeyPlan]) -> None:
+        output = self._output
+        if output.is_json:
+            summary: dict[str, Json] = {
+                "planned": sum(found.plan.is_pending for found in planned),
+                "done": len(done),
+                "failed": len(self._failures),
+            }
+            output.result([_item(found.plan, found.plan in done) for found in planned], summary)
+        elif output.is_quiet:
+            output.paths([plan.checkpoint.path for plan in done])
+        else:
+            failed = f", {len(self._failures)} failed" if self._failures else ""
+            output.line(f"{render.counted(len(done), 'checkpoint')} changed{failed}")
+
+
+def _item(plan: RekeyPlan, is_done: bool) -> dict[str, Json]:
+    return {
+        **render.checkpoint_json(plan.checkpoint),
+        "action": plan.action.value,
+        "before": list(plan.before),
+        "after": list(plan.after),
+        "is_done": is_done,
+    }

@@ -22,9 +22,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from blake3 import blake3
 
@@ -47,8 +46,7 @@ _BUFFERS = 8
 _WRITERS = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class Written(NamedTuple):
     """The result of a finished stream.
 
     Attributes:

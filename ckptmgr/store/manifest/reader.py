@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint, KeyProblem, UnprovenCheckpoint
 from ckptmgr.core.trust import Trust
@@ -21,8 +22,7 @@ from ckptmgr.store.real_files import no_regular_file
 _MAX_PRESERVED_BYTES = manifests.MAX_MANIFEST_BYTES // 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ManifestContent:
+class ManifestContent(NamedTuple):
     """The bytes and permission bits of a manifest file, to be restored if an overwrite fails."""
 
     data: bytes
