@@ -89,6 +89,7 @@ MEANINGS: Mapping[Exit, str] = {
 CODES: Mapping[type[errors.CkptmgrError], Exit] = {
     errors.CkptmgrError: Exit.FAILED,
     errors.CheckpointNotFound: Exit.NOT_FOUND,
+    errors.CheckpointFileNotFound: Exit.NOT_FOUND,
     errors.CorruptCheckpoint: Exit.NO,
     errors.TruncatedCheckpoint: Exit.NO,
     errors.ChecksumMismatch: Exit.NO,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ckptmgr.cli.exits import UsageProblem, note
 from ckptmgr.cli.options import check_path
-from ckptmgr.core.errors import CheckpointNotFound
+from ckptmgr.core.errors import CheckpointFileNotFound, CheckpointNotFound
 from ckptmgr.core.model import UNFINISHED, Checkpoint, State
 from ckptmgr.core.names import DATA_SUFFIXES, stem_of
 from ckptmgr.io.passing_errors import may_be_whole
@@ -212,7 +212,7 @@ def _file(store: Store, path: Path) -> Checkpoint:
             "this is no checkpoint, but what a run notes beside them", path=path
         )
     if not real.exists():
-        raise CheckpointNotFound("no such checkpoint", path=path, hint=f"give {_FORMS}")
+        raise CheckpointFileNotFound("no such checkpoint", path=path, hint=f"give {_FORMS}")
     status = real.stat()
     return Checkpoint(
         path=real,

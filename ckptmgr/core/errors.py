@@ -4,6 +4,7 @@
 ```
 CkptmgrError (Exception)
 ├── CheckpointNotFound (LookupError, ValueError)  no such run, checkpoint or selector
+│   └── CheckpointFileNotFound (FileNotFoundError)  ... the path that was given has no file
 ├── CorruptCheckpoint (ValueError)       the bytes are damaged; names file, offset, tensor
 │   ├── TruncatedCheckpoint              ... they end too early
 │   ├── ChecksumMismatch                 ... a CRC or digest does not match
@@ -28,6 +29,7 @@ An `OSError` that is not about a checkpoint passes through untouched. Errors car
 
 from __future__ import annotations
 
+import errno
 import os
 
 
@@ -55,6 +57,19 @@ class CheckpointNotFound(CkptmgrError, LookupError, ValueError):
 
     A ValueError, too, because MindSpore's `load_checkpoint` raises one for a missing file.
     """
+
+
+class CheckpointFileNotFound(CheckpointNotFound, FileNotFoundError):
+    """Report a given path without a file; `errno` is ENOENT, `path` the path.
+
+    Like every CkptmgrError it is no error of the disk: a retry would not help.
+    """
+
+    def __init__(
+        self, message: str, *, path: str | os.PathLike[str] | None = None, hint: str | None = None
+    ) -> None:
+        super().__init__(message, path=path, hint=hint)
+        self.errno = errno.ENOENT
 
 
 class CorruptCheckpoint(CkptmgrError, ValueError):

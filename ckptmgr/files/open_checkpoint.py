@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING
 from ckptmgr.config.checks import check_is_bool, check_trusted_keys
 from ckptmgr.config.keys import resolve_keys
 from ckptmgr.core.error_translation import translated_errors
-from ckptmgr.core.errors import CheckpointNotFound, UnsupportedCheckpoint
+from ckptmgr.core.errors import CheckpointFileNotFound, UnsupportedCheckpoint
 from ckptmgr.core.trust import Trust
 from ckptmgr.files.load.bulk import confirm_index
 from ckptmgr.files.load.mapped import MappedTensors
@@ -118,7 +118,7 @@ def open_checkpoint(
         return _opened_source(path, options, is_mapped=mmap)
     real = real_file(path)
     if not real.exists():
-        raise CheckpointNotFound("no such file", path=path)
+        raise CheckpointFileNotFound("no such file", path=path)
     store = Store(
         real.parent,
         trust=options.trust,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, suppress
 from pathlib import Path
 
-from ckptmgr.core.errors import CheckpointNotFound
+from ckptmgr.core.errors import CheckpointFileNotFound
 from ckptmgr.core.names import extension_of, without_envelope
 from ckptmgr.files.load.options import everything
 from ckptmgr.formats.safetensors_file import DEFAULT_FORMAT, FORMAT_KEY, MINDSPORE_METADATA
@@ -82,7 +82,7 @@ def load_path(name: object, format: str | None) -> Path:
         raise wrong
     path = real_file(text)
     if not path.exists():
-        raise CheckpointNotFound(
+        raise CheckpointFileNotFound(
             f"For 'load_checkpoint', the checkpoint file: {path} does not exist, please check whether the "
             "'ckpt_file_name' is correct."
         )

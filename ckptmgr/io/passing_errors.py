@@ -67,7 +67,12 @@ def may_be_whole(error: BaseException) -> bool:
 
 def may_return(error: BaseException | None) -> bool:
     """Return whether a file that is gone or unreadable here may be intact elsewhere, or later."""
-    return isinstance(error, FileNotFoundError) or is_bad_medium(error)
+    return is_gone(error) or is_bad_medium(error)
+
+
+def is_gone(error: BaseException | None) -> bool:
+    """Return whether the disk reports that there is no file; not a path that a caller mistyped."""
+    return isinstance(error, FileNotFoundError) and not isinstance(error, CkptmgrError)
 
 
 def no_such_file(path: Path) -> FileNotFoundError:

@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from ckptmgr.core.errors import (
+    CheckpointFileNotFound,
     CheckpointNotFound,
     UnprovenCheckpoint,
     UnsafeWrite,
@@ -55,7 +56,7 @@ def check_target(source: Path, target: Path, *, force: bool) -> None:
             manifest.
     """
     if not source.is_file():
-        raise CheckpointNotFound("no such file", path=source)
+        raise CheckpointFileNotFound("no such file", path=source)
     if not target.parent.is_dir():
         raise CheckpointNotFound("no such directory", path=target.parent)
     if target.name.endswith(SUFFIX):

@@ -30,7 +30,7 @@ from ckptmgr.core.errors import (
 )
 from ckptmgr.core.model import Checkpoint, State
 from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.io.passing_errors import PAUSES_S, is_bad_medium, may_be_whole, may_pass
+from ckptmgr.io.passing_errors import PAUSES_S, is_bad_medium, is_gone, may_be_whole, may_pass
 from ckptmgr.maintenance.check_file import FileCheck, Findings
 from ckptmgr.maintenance.repair import repair_hint
 from ckptmgr.maintenance.verdict import CHECKS, Level, Status, Verification
@@ -134,7 +134,7 @@ def _repair_hint(
 def _status_of(error: Exception, *, is_described: bool) -> Status:
     if isinstance(error, CorruptCheckpoint) or is_bad_medium(error):
         return Status.DAMAGED
-    if isinstance(error, FileNotFoundError) and is_described:
+    if is_gone(error) and is_described:
         return Status.MISSING
     if isinstance(error, UnprovenCheckpoint):
         return Status.UNPROVEN

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptmgr.core.error_translation import translated_errors
-from ckptmgr.core.errors import CheckpointNotFound, TruncatedCheckpoint
+from ckptmgr.core.errors import CheckpointFileNotFound, TruncatedCheckpoint
 from ckptmgr.formats.dtypes import DType
 from ckptmgr.formats.strategy import (
     MAX_STRATEGY_BYTES,
@@ -193,7 +193,7 @@ def read_strategy(path: str | os.PathLike[str]) -> Strategy:
         )
     file = Path(path)
     if not file.is_file():
-        raise CheckpointNotFound(
+        raise CheckpointFileNotFound(
             f"For 'build_searched_strategy', no such strategy file: {path}. Please check whether the"
             " 'strategy_filename' exists."
         )

@@ -19,7 +19,13 @@ from ckptmgr.core.model import UNFINISHED, Checkpoint, State
 from ckptmgr.core.names import is_of_prefix, parse_name, parse_step_name
 from ckptmgr.core.shard_names import parse_shard_name
 from ckptmgr.io.filesystem import FileSystem
-from ckptmgr.io.passing_errors import is_damage, may_be_whole, may_return, pause_before_retry
+from ckptmgr.io.passing_errors import (
+    is_damage,
+    is_gone,
+    may_be_whole,
+    may_return,
+    pause_before_retry,
+)
 from ckptmgr.io.temp_names import parse_temp
 from ckptmgr.store.listing import lone_sets
 
@@ -145,7 +151,7 @@ def first_that_loads(
             skipped.append(Skipped.because(checkpoint, error))
     # The error of an unproven file must not hide that of a checkpoint of this run.
     for _, problem in sorted(problems, key=lambda one: one[0].is_unproven):
-        if not isinstance(problem, (CorruptCheckpoint, FileNotFoundError)):
+        if not (isinstance(problem, CorruptCheckpoint) or is_gone(problem)):
             raise problem
     return None, None, skipped
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -79,7 +80,13 @@ def fill_mindspore(target: Any, stored: np.ndarray) -> Any:
 
 
 def replace_content(target: Any, stored: Any) -> Any:
-    """Give a set or a bytearray the content of another one, and return it."""
+    """Give a set, a bytearray or a BytesIO the content of another one, and return it."""
+    if isinstance(target, io.BytesIO):
+        target.seek(0)
+        target.write(stored.getvalue())
+        target.truncate()
+        target.seek(stored.tell())
+        return target
     if isinstance(target, bytearray):
         target[:] = stored
         return target

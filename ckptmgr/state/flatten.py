@@ -6,6 +6,7 @@ The walk keeps its own stack, so `MAX_DEPTH` limits the depth of a state, not th
 
 from __future__ import annotations
 
+import io
 import sys
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ import numpy as np
 
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.state.arrays import array_bytes, framework_of, to_tensor
+from ckptmgr.state.configs import content_of, is_config
 from ckptmgr.state.leaves import ARRAYS, Leaf, plan_storage, storage_spec
 from ckptmgr.state.paths import MAX_DEPTH, SHARED, Node, Path, dump_skeleton, unsupported
 from ckptmgr.state.random import generator_key, generator_state
@@ -162,6 +164,9 @@ class Flattener:
                 return _ordered(value, path, depth)
             case "list" | "tuple":
                 return _sequence(value, path, depth, end={kind: len(value)})
+        if is_config(value):
+            parts = iter([((), content_of(value), None)])
+            return _Frame(parts, path, None, depth, (), id(value), id(value))
         fields = getattr(value, "_fields", None)
         if isinstance(value, tuple) and isinstance(fields, tuple):
             names: list[Node] = [str(field) for field in fields]
@@ -170,6 +175,8 @@ class Flattener:
         if type(value) in (set, frozenset):
             tie = id(value) if type(value) is set else None
             return _Frame(iter(()), path, None, depth, _set(value, path), id(value), tie)
+        if type(value) is io.BytesIO:
+            return _stream(value, path, depth)
         found = generator_state(value)
         if found is not None:
             node, state = found
@@ -286,6 +293,13 @@ def _sequence(value: Any, path: Path, depth: int, *, end: Node) -> _Frame:
     parts: list[_Part] = [((), child, index) for index, child in enumerate(value)]
     tie = id(value) if isinstance(value, list) else None
     return _Frame(iter(parts), path, "index", depth, [end], id(value), tie)
+
+
+def _stream(value: io.BytesIO, path: Path, depth: int) -> _Frame:
+    end: list[Node] = [{"bytesio": value.tell()}]
+    return _Frame(
+        iter([((), value.getvalue(), None)]), path, None, depth, end, id(value), id(value)
+    )
 
 
 def _set(value: Any, path: Path) -> list[Node]:

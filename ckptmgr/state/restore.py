@@ -7,6 +7,7 @@ carried out. Random number generators come last, because loading other objects m
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import numpy as np
 
 from ckptmgr.core.regions import region_shape
 from ckptmgr.state.arrays import framework_of, is_instance_by_name
+from ckptmgr.state.configs import fill_config, is_config, problems_of
 from ckptmgr.state.fill import (
     Fill,
     SharedTargets,
@@ -126,6 +128,8 @@ class Restorer:
         """Return the step, or the parts and the step, that give the restored `target`."""
         if target is None or {type(target), type(stored)} <= _PLAIN_TYPES:
             return _give(stored)
+        if is_config(target):
+            return self._plan_config(target, stored, path)
         if framework_of(target) is not None and not isinstance(target, np.generic):
             return self._plan_array(target, stored, path)
         if callable(getattr(target, "load_state_dict", None)) and not isinstance(target, type):
@@ -143,12 +147,18 @@ class Restorer:
                 return self._plan_sequence(target, stored, path)
             case tuple() if isinstance(stored, tuple):
                 return self._plan_sequence(target, stored, path)
-            case set() | bytearray() if type(stored) is type(target):
+            case set() | bytearray() | io.BytesIO() if type(stored) is type(target):
                 self._claim(target, stored, path)
                 return _Step(0, lambda _: replace_content(target, stored))
             case frozenset() if isinstance(stored, frozenset):
                 return _give(stored)
         return self._differ_in_type(path, target, stored)
+
+    def _plan_config(self, target: Any, stored: Any, path: Path) -> _Step:
+        self._claim(target, stored, path)
+        for at, problem in problems_of(target, stored, path):
+            self._differ(at, problem)
+        return _Step(0, lambda _: fill_config(target, stored))
 
     def _plan_mapping(
         self, target: MutableMapping[Any, Any], stored: Mapping[Any, Any], path: Path

@@ -22,7 +22,7 @@ _MAPPINGS = ("dict", "ordered", "counter")
 _SEQUENCES = ("list", "tuple")
 _SETS = ("set", "frozenset")
 # These are built from the value before them; their parts are never merged on their own.
-_BUILT = ("to_bytes", "to_bytearray", "rng")
+_BUILT = ("to_bytes", "to_bytearray", "bytesio", "rng")
 
 
 @dataclass(frozen=True, slots=True)

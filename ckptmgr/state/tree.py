@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nested state to named tensors and back, without pickle.
 
-A state is any nesting of dicts, lists, tuples, sets, numbers, strings, bytes, arrays, random number
-generators, and objects with `state_dict()`. Its arrays become named tensors that every file format
-can hold; everything else becomes one line of JSON, the skeleton.
+A state is any nesting of dicts, lists, tuples, sets, numbers, strings, bytes, `io.BytesIO`, arrays,
+random number generators, omegaconf's configurations, and objects with `state_dict()`. Its arrays
+become named tensors that every file format can hold; everything else becomes one line of JSON, the
+skeleton.
 
 * What comes back is equal: types, dtypes (also those that no file format knows), NaN and -0.0, keys
   and their order.
@@ -13,9 +14,9 @@ can hold; everything else becomes one line of JSON, the skeleton.
   called.
 
 Some values come back in another form unless they are restored into one of their kind: a namedtuple
-as a plain tuple, an object with `state_dict()` as its state dict, a torch tensor on the CPU, a JAX
-or MindSpore array as a NumPy array. Strides are not kept: a lone transposed array comes back
-C-contiguous.
+as a plain tuple, a DictConfig or ListConfig as a plain dict or list with its interpolations as text,
+an object with `state_dict()` as its state dict, a torch tensor on the CPU, a JAX or MindSpore array
+as a NumPy array. Strides are not kept: a lone transposed array comes back C-contiguous.
 
 >>> import numpy as np
 >>> state = {"weights": np.arange(3.0), "step": 7, "history": [0.5, float("nan")]}

@@ -7,6 +7,7 @@ no memory is allocated beyond that of the tensors themselves.
 
 from __future__ import annotations
 
+import io
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from functools import cache
@@ -194,6 +195,14 @@ class Unflattener:
         if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.ndim != 1:
             raise TreeError("bytes are not stored as uint8")
         self._put(array.tobytes() if kind == "to_bytes" else bytearray(array.tobytes()))
+
+    def _bytes_io(self, kind: str, body: Node) -> None:
+        [content] = self._pop(1)
+        if type(content) is not bytes or type(body) is not int or not 0 <= body < 2**63:
+            raise TreeError("a BytesIO is not bytes and a position in them")
+        made = io.BytesIO(content)
+        made.seek(body)
+        self._put(made)
 
     def _torch_parts(self, kind: str, body: Node) -> None:
         torch = _torch()
@@ -390,6 +399,7 @@ _COMBINERS: dict[str, Callable[[Unflattener, str, Node], None]] = {
     "with_metadata": Unflattener._metadata,
     "to_bytes": Unflattener._bytes,
     "to_bytearray": Unflattener._bytes,
+    "bytesio": Unflattener._bytes_io,
     "sparse": Unflattener._torch_parts,
     "quantized": Unflattener._torch_parts,
     "rng": Unflattener._rng,

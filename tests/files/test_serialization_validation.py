@@ -20,7 +20,7 @@ import pytest
 
 from ckptmgr import load_checkpoint, save_checkpoint
 from ckptmgr.core.errors import (
-    CheckpointNotFound,
+    CheckpointFileNotFound,
     KeyProblem,
     UnprovenCheckpoint,
     UnsupportedCheckpoint,
@@ -82,7 +82,7 @@ DIFFERENCES: dict[str, tuple[type[object], str, str]] = {
     "n,'sv/a.ckpt',enc_key=b'0'*24,enc_mode='SM4-CBC'": (KeyProblem, "got 24", _KEY_CHECKED),
     "n,'sv/a.ckpt',enc_key=b'0'*32,enc_mode='SM4-CBC'": (KeyProblem, "got 32", _KEY_CHECKED),
     "'ld/none.ckpt'": (
-        CheckpointNotFound,
+        CheckpointFileNotFound,
         "does not exist, please check",
         "a subclass with the same message",
     ),

@@ -150,10 +150,10 @@ def _key(sources: Sequence[str], *, is_new: bool = False) -> Keys:
 
 
 def _check_input(source: Path) -> None:
-    from ckptmgr.core.errors import CheckpointNotFound
+    from ckptmgr.core.errors import CheckpointFileNotFound
 
     if not source.is_file():
-        raise CheckpointNotFound("no such file", path=source)
+        raise CheckpointFileNotFound("no such file", path=source)
 
 
 def _target(target: str, *, name: str) -> Path:

@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from ckptmgr.core.errors import (
-    CheckpointNotFound,
+    CheckpointFileNotFound,
     CorruptCheckpoint,
     UnsupportedCheckpoint,
     UnsupportedState,
@@ -74,7 +74,7 @@ def load_sharded(
     store = Store(real.parent, trust=options.trust)
     manifest = store.read_manifest(real.name)
     if manifest is None:
-        raise CheckpointNotFound("no such checkpoint", path=path)
+        raise CheckpointFileNotFound("no such checkpoint", path=path)
     with ShardedCheckpoint(store, manifest, options=options) as files:
         chosen = {name: rank for name, rank in files.first_ranks().items() if choose(name)}
         return _Reading(files, options, None, None).whole(chosen)

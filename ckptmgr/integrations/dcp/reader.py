@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import logging
 import os
+import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.distributed.checkpoint import storage
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
@@ -61,7 +62,7 @@ class StorageReader(storage.StorageReader):
 
     Args:
         directory: The directory of the checkpoints; all ranks see it.
-        config: The keys; no other field has an effect here.
+        config: The keys; no other field has an effect here. What `StorageWriter` refuses is refused.
         prefix: Name of the series.
         step: The step to load; None for the newest.
         allow_unsealed: With a key, also accept files encrypted under it that are not proven as a
@@ -106,6 +107,7 @@ class StorageReader(storage.StorageReader):
         self._found: _Found | None = None
         self._skipped: tuple[Skipped, ...] = ()
         self._problem: Exception | None = None
+        self._load_id = str(uuid.uuid4())
 
     @property
     def checkpoint(self) -> Checkpoint | None:
@@ -140,12 +142,16 @@ class StorageReader(storage.StorageReader):
             ValueError: It is a path of another directory.
         """
         self._found = None
+        self._load_id = str(uuid.uuid4())
         if checkpoint_id is not None:
             is_latest = os.fspath(checkpoint_id) == _LATEST
             self._wanted = None if is_latest else set_name_of(checkpoint_id, self._place)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata; empty after an error, which the next call raises."""
+        """Return the metadata; empty after an error, which the next call raises.
+
+        `storage_meta` has the path and the id of the checkpoint (`save_id`) and an id of this load.
+        """
         self._problem = None
         try:
             self._found = self._find()
@@ -237,6 +243,9 @@ class StorageReader(storage.StorageReader):
             )
         shards = ShardSet(store, manifest, options=self._options)
         metadata = metadata_from(shards.index())
+        metadata.storage_meta = StorageMeta(
+            checkpoint_id=str(checkpoint.path), save_id=checkpoint.id, load_id=self._load_id
+        )
         return _Found(checkpoint=checkpoint, manifest=manifest, shards=shards, metadata=metadata)
 
     def _checkpoint(self, store: Store) -> Checkpoint:

@@ -17,7 +17,7 @@ import numpy as np
 
 from ckptmgr.config.checks import check_trusted_keys
 from ckptmgr.core.error_translation import translated_errors
-from ckptmgr.core.errors import CheckpointNotFound
+from ckptmgr.core.errors import CheckpointFileNotFound, CheckpointNotFound
 from ckptmgr.files.load.network import load_into
 from ckptmgr.files.load.values import MapArrays, Value, tensor_value
 from ckptmgr.files.serialization import load_checkpoint
@@ -289,7 +289,7 @@ def _unified_files(directory: Path) -> Iterator[RankFiles]:
         return
     missing = sorted(set(weights.values()) - set(found))
     if missing:
-        raise CheckpointNotFound(
+        raise CheckpointFileNotFound(
             "a part that the parameter map names is missing", path=directory / missing[0]
         )
     # Other files are left from an older call, or are unrelated.

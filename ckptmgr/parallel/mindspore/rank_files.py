@@ -19,7 +19,13 @@ from pathlib import Path
 import numpy as np
 
 from ckptmgr.core.error_translation import translated_errors
-from ckptmgr.core.errors import CheckpointNotFound, CkptmgrError, KeyProblem, UnprovenCheckpoint
+from ckptmgr.core.errors import (
+    CheckpointFileNotFound,
+    CheckpointNotFound,
+    CkptmgrError,
+    KeyProblem,
+    UnprovenCheckpoint,
+)
 from ckptmgr.core.names import COMPRESSED_SUFFIX, CONTAINER_SUFFIX
 from ckptmgr.core.regions import ByteRun
 from ckptmgr.files.load.open import OpenCheckpoint, open_source
@@ -299,7 +305,7 @@ class RankFiles:
             return self._open[rank][0]
         path = self.paths.get(rank)
         if path is None or not path.is_file():
-            raise CheckpointNotFound(f"there is no file of rank {rank}", path=path)
+            raise CheckpointFileNotFound(f"there is no file of rank {rank}", path=path)
         manifest = self._manifest(rank)
         with ExitStack() as stack:
             raw = stack.enter_context(closing(self._store(path).fs.open(path)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import io
 import json
 import random
 import tempfile
@@ -299,6 +300,33 @@ def test_step_of_a_save_can_come_as_checkpoint_id(tmp_path: Path) -> None:
         for wrong in ("other-5", "net", "net-5-r1"):
             with pytest.raises(ValueError, match="neither a step"):
                 writer.reset(wrong)
+
+
+def test_metadata_name_the_checkpoint_the_save_and_the_load(tmp_path: Path) -> None:
+    writer = StorageWriter(tmp_path, step=500)
+    dcp.save({"w": torch.ones(2)}, storage_writer=writer, planner=SavePlanner())
+    reader = StorageReader(tmp_path)
+    meta = reader.read_metadata().storage_meta
+    assert meta is not None
+    assert meta.checkpoint_id == str(tmp_path / "ckpt-500.shards")
+    assert writer.checkpoint is not None
+    assert meta.save_id == writer.checkpoint.id is not None
+    reader.reset()
+    again = reader.read_metadata().storage_meta
+    assert again is not None
+    assert again.save_id == meta.save_id
+    assert again.load_id != meta.load_id
+
+
+def test_stream_in_a_state_comes_back_with_its_position(tmp_path: Path) -> None:
+    stream = io.BytesIO()
+    torch.save(torch.arange(3), stream)
+    state = {"w": torch.ones(2), "iterator": stream}
+    dcp.save(state, storage_writer=StorageWriter(tmp_path, step=1), planner=SavePlanner())
+    found = {"w": torch.zeros(2), "iterator": io.BytesIO()}
+    dcp.load(found, storage_reader=StorageReader(tmp_path), planner=LoadPlanner())
+    assert found["iterator"].getvalue() == stream.getvalue()
+    assert found["iterator"].tell() == stream.tell()
 
 
 def test_second_save_of_a_step_has_another_name(tmp_path: Path) -> None:
