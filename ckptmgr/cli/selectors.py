@@ -93,7 +93,7 @@ def list_selected(
                 hint="ckptmgr inspect shows what a file holds, verify checks it",
             )
         raise CheckpointNotFound("no such directory", path=store.directory)
-    found = store.scan_for(lambda c: c.is_countable and series in (None, c.series))
+    found = store.scan_for(series)
     if not with_leftovers:
         found = [c for c in found if c.state not in UNFINISHED]
     if series is not None:

@@ -55,7 +55,7 @@ class SeriesReader:
 
     def checkpoints(self) -> list[Checkpoint]:
         """Return the committed checkpoints, oldest first."""
-        present = self.store.scan_for(lambda c: c.series == self.series and c.is_countable)
+        present = self.store.scan_for(self.series)
         found = [c for c in present if c.series == self.series]
         return sorted((c for c in found if c.state not in UNFINISHED), key=lambda c: c.order)
 

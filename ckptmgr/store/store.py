@@ -103,8 +103,10 @@ class Store:
         """
         return listed(self.manifests, self.processes, self._seen, now_s=self.clock())
 
-    def scan_for(self, is_wanted: Callable[[Checkpoint], bool]) -> list[Checkpoint]:
-        """As `scan`, but repeat it while the directory changes and no wanted checkpoint is found.
+    def scan_for(self, series: str | None) -> list[Checkpoint]:
+        """As `scan`, but repeat it while the directory changes and shows no checkpoint of a series.
+
+        None means any series. Only countable checkpoints end the repetition.
 
         A listing is no snapshot. Beside a run that keeps only its last checkpoint it may show
         neither the old one nor the new one.
@@ -113,7 +115,8 @@ class Store:
         found: list[Checkpoint] = []
         for _ in range(_MOST_LOOKS):
             found = self.scan()
-            if any(map(is_wanted, found)) or self.fs.status(self.directory) is None:
+            is_found = any(c.is_countable and series in (None, c.series) for c in found)
+            if is_found or self.fs.status(self.directory) is None:
                 break
             names = frozenset(self.fs.list(self.directory))
             if names == before:
