@@ -12,6 +12,7 @@ VENV ?= .venv
 INTEROP_VENV ?= .venv-interop
 BENCH_VENV ?= .venv-bench
 PROVIDERS_VENV ?= .venv-providers
+HUB_VENV ?= .venv-hub
 SUPPLY_VENV ?= .venv-supply
 JOBS ?= 2
 PYTEST_ARGS ?=
@@ -22,6 +23,7 @@ PY := $(VENV)/bin/python
 INTEROP_PY := $(INTEROP_VENV)/bin/python
 BENCH_PY := $(BENCH_VENV)/bin/python
 PROVIDERS_PY := $(PROVIDERS_VENV)/bin/python
+HUB_PY := $(HUB_VENV)/bin/python
 SUPPLY_PY := $(SUPPLY_VENV)/bin/python
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 PYTEST := -m pytest --timeout=300
@@ -68,6 +70,10 @@ $(BENCH_VENV)/.stamp: pyproject.toml constraints-bench.txt
 $(PROVIDERS_VENV)/.stamp: pyproject.toml constraints.txt
 	@echo "installing the libraries of key services into $(PROVIDERS_VENV)"
 	$(call make_venv,$(PROVIDERS_VENV),constraints.txt,providers)
+
+$(HUB_VENV)/.stamp: pyproject.toml constraints.txt
+	@echo "installing Hugging Face's libraries into $(HUB_VENV) (about 1.5 GB)"
+	$(call make_venv,$(HUB_VENV),constraints.txt,hub)
 
 $(SUPPLY_VENV)/.stamp: pyproject.toml constraints.txt
 	@echo "installing the tools that look after dependencies into $(SUPPLY_VENV)"
@@ -130,6 +136,10 @@ layers: $(VENV)/.stamp-lint ## who may import whom
 interop: $(INTEROP_VENV)/.stamp ## exchange files with the real MindSpore
 	@$(INTEROP_PY) $(PYTEST) -m interop tests/interop $(PYTEST_ARGS)
 
+.PHONY: hub
+hub: $(HUB_VENV)/.stamp ## load our files in huggingface_hub, accelerate and transformers
+	@HF_HUB_OFFLINE=1 $(HUB_PY) $(PYTEST) -m hub tests/hub $(PYTEST_ARGS)
+
 # The adapters are judged here, because nothing else runs them; that of tokens only where there is one.
 .PHONY: providers
 providers: $(PROVIDERS_VENV)/.stamp ## call key services and model-signing through their real libraries
@@ -182,6 +192,6 @@ audit: $(SUPPLY_VENV)/.stamp ## ask PyPI for known weaknesses of what requiremen
 
 .PHONY: clean
 clean: ## remove everything that make created
-	@rm -rf $(VENV) $(INTEROP_VENV) $(PROVIDERS_VENV) $(SUPPLY_VENV) $(BENCH_VENV) build dist *.egg-info .coverage* demo-run bench-results .fuzz-corpus
+	@rm -rf $(VENV) $(INTEROP_VENV) $(PROVIDERS_VENV) $(HUB_VENV) $(SUPPLY_VENV) $(BENCH_VENV) build dist *.egg-info .coverage* demo-run bench-results .fuzz-corpus
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
