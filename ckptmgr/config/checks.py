@@ -30,6 +30,7 @@ CONTAINER_KEY_LENGTHS_BYTES: Mapping[str, tuple[int, ...]] = dict.fromkeys(
 """Cipher mode of a container to its key lengths."""
 
 MAX_ZSTD_LEVEL = 19
+_DEFAULT_LEVEL = 1
 
 _COUNTERS = ("epoch_num", "step_num")
 _INT64_BITS = 63
@@ -205,6 +206,8 @@ def check_cipher(key: bytes | None, mode: str, *, format: str = "ckpt") -> None:
 def check_compression(method: object, level: object, *, format: str) -> int | None:
     """Return the zstd level of compressed files, or None without compression."""
     if method is None:
+        if level != _DEFAULT_LEVEL:
+            raise ValueError(f"compression_level={level!r} needs compression='zstd'")
         return None
     if method != "zstd":
         raise ValueError(f"compression must be None or 'zstd', but got {method!r}")

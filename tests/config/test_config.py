@@ -412,6 +412,11 @@ def test_two_mistakes_report_the_one_that_mindspore_reports(
     assert _complaint(**dict([second, first])) == _complaint(**dict([first]))
 
 
+def test_level_of_a_compression_that_is_not_asked_for_is_refused() -> None:
+    with pytest.raises(ValueError, match="compression_level=3 needs compression='zstd'"):
+        CheckpointConfig(format="safetensors", compression_level=3)
+
+
 def test_check_config_of_none_is_the_default() -> None:
     assert check_config(None).keep_checkpoint_max == 5
 

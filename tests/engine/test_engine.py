@@ -337,6 +337,16 @@ def test_budget_that_a_key_makes_final_is_named_at_construction(
     assert "raise host_budget_bytes (offload_cpu_size), or save with async_save=False" in message
 
 
+def test_key_without_a_budget_limits_no_state(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = MemoryConfig(spill_directory=tmp_path / "spill")
+    config = CheckpointConfig(enc_key=bytes(16), async_save=True, memory=memory)
+    CheckpointManager(tmp_path / "runs", config)
+    (message,) = caplog.messages
+    assert message.endswith("the state is saved encrypted")
+
+
 def test_staging_on_the_disk_only_together_with_a_key_is_refused(tmp_path: Path) -> None:
     memory = MemoryConfig.from_mindspore({"offload_param": "disk", "offload_path": str(tmp_path)})
     config = CheckpointConfig(enc_key=bytes(16), async_save=True, memory=memory)
