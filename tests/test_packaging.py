@@ -157,13 +157,13 @@ _RARE = (
     "ckptmgr.files.load.shard_pieces", "ckptmgr.files.save.compressed", "ckptmgr.files.save.container_stream",
     "ckptmgr.formats.strategy", "ckptmgr.integrations", "ckptmgr.maintenance", "ckptmgr.parallel.rank_writer",
     "ckptmgr.policy.text", "ckptmgr.policy.time_rules", "ckptmgr.state.slices", "ckptmgr.state.torch_values",
-    "ckptmgr.store.manifest.keys",
+    "ckptmgr.store.manifest.keys", "ckptmgr.training.breakpoints", "ckptmgr.training.callback_names",
 )  # fmt: skip
 _FOR_LOADING = (
     "ckptmgr.files.load.bulk", "ckptmgr.files.load.open", "ckptmgr.files.load.values",
     "ckptmgr.files.load.plaintext", "ckptmgr.formats.compressed", "ckptmgr.formats.detect",
-    "ckptmgr.formats.mindspore.reader", "ckptmgr.io.scatter", "ckptmgr.state.destinations", "ckptmgr.state.restore",
-    "ckptmgr.state.unflatten", "ckptmgr.training.resume",
+    "ckptmgr.formats.mindspore.reader", "ckptmgr.formats.safetensors_file", "ckptmgr.io.scatter", "ckptmgr.state.destinations",
+    "ckptmgr.state.restore", "ckptmgr.state.unflatten", "ckptmgr.training.resume",
 )  # fmt: skip
 _MANAGER = "from ckptmgr import CheckpointManager"
 _STEP = (

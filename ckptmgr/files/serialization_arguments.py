@@ -11,7 +11,6 @@ from pathlib import Path
 from ckptmgr.core.errors import CheckpointFileNotFound
 from ckptmgr.core.names import extension_of, without_envelope
 from ckptmgr.files.load.options import everything
-from ckptmgr.formats.safetensors_file import DEFAULT_FORMAT, FORMAT_KEY, MINDSPORE_METADATA
 from ckptmgr.io.filesystem import OsFileSystem
 from ckptmgr.state.arrays import is_mindspore
 from ckptmgr.store.real_files import real_file
@@ -209,6 +208,8 @@ def metadata_of(
                 " append_dict for values in a .ckpt"
             )
         return None
+    from ckptmgr.formats.safetensors_file import DEFAULT_FORMAT, FORMAT_KEY, MINDSPORE_METADATA
+
     own = dict(MINDSPORE_METADATA) if is_mindspore(save_obj) else {FORMAT_KEY: DEFAULT_FORMAT}
     if remove_redundancy is not None:
         own["remove_redundancy"] = str(remove_redundancy)

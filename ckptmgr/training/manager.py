@@ -48,7 +48,6 @@ from ckptmgr.parallel.team import policy_of_all, team_for
 from ckptmgr.policy.save import SavePolicy, decide_at_end, decide_at_step
 from ckptmgr.series.candidates import notes_of
 from ckptmgr.state import tree
-from ckptmgr.training.breakpoints import save_last_step
 from ckptmgr.training.catalog import Catalog
 from ckptmgr.training.forecast import Forecaster
 from ckptmgr.training.history import RunPast, UnsavedStep
@@ -476,6 +475,8 @@ class CheckpointManager:
         last, self._past.unsaved = self._past.unsaved, None
         try:
             if self._config.exception_save and last is not None:
+                from ckptmgr.training.breakpoints import save_last_step
+
                 save_last_step(error, last, saver=self._saver, engine=self._engine)
         finally:
             self._close_after(error)
