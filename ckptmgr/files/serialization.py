@@ -49,7 +49,7 @@ from ckptmgr.files.serialization_arguments import (
     check_safetensors_options,
     chooser,
     load_path,
-    metadata_of,
+    safetensors_metadata,
     save_path,
 )
 from ckptmgr.formats.source import BytesSource
@@ -160,7 +160,7 @@ def save_checkpoint(
         items = join_items(named_tensors(save_obj), named_tensors(dict(append_dict or {})))
     if choice_func is not None:
         items = [item for item in items if choice_func(name_of(item))]
-    strings = metadata_of(save_obj, format, metadata, remove_redundancy)
+    strings = safetensors_metadata(save_obj, format, metadata, remove_redundancy)
     options = SaveOptions(
         format=format,
         key=key,

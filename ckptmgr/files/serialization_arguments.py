@@ -188,7 +188,7 @@ def check_safetensors_options(
         )
 
 
-def metadata_of(
+def safetensors_metadata(
     save_obj: object,
     format: str,
     metadata: Mapping[str, str] | None,

@@ -25,7 +25,7 @@ def is_config(value: object) -> bool:
     return module is not None and isinstance(value, module.DictConfig | module.ListConfig)
 
 
-def content_of(config: Any) -> object:
+def config_content(config: Any) -> object:
     """Return the content as dicts, lists and plain values; interpolations stay text."""
     from omegaconf import OmegaConf
 
@@ -34,7 +34,7 @@ def content_of(config: Any) -> object:
 
 def problems_of(target: Any, stored: object, path: Path) -> Iterator[tuple[Path, str]]:
     """Yield each reason why a stored value cannot be put into a configuration, with its path."""
-    found = [*_differences(content_of(target), stored, path)]
+    found = [*_differences(config_content(target), stored, path)]
     if not found:
         try:
             fill_config(copy.deepcopy(target), stored)
@@ -73,7 +73,7 @@ def fill_config(target: Any, stored: Any) -> Any:
     from omegaconf import flag_override
 
     with flag_override(target, _FLAGS, [False, False]):
-        _fill(target, content_of(target), stored)
+        _fill(target, config_content(target), stored)
     return target
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.state.arrays import array_bytes, framework_of, to_tensor
-from ckptmgr.state.configs import content_of, is_config
+from ckptmgr.state.configs import config_content, is_config
 from ckptmgr.state.leaves import ARRAYS, Leaf, plan_storage, storage_spec
 from ckptmgr.state.paths import MAX_DEPTH, SHARED, Node, Path, dump_skeleton, unsupported
 from ckptmgr.state.random import generator_key, generator_state
@@ -165,7 +165,7 @@ class Flattener:
             case "list" | "tuple":
                 return _sequence(value, path, depth, end={kind: len(value)})
         if is_config(value):
-            parts = iter([((), content_of(value), None)])
+            parts = iter([((), config_content(value), None)])
             return _Frame(parts, path, None, depth, (), id(value), id(value))
         fields = getattr(value, "_fields", None)
         if isinstance(value, tuple) and isinstance(fields, tuple):

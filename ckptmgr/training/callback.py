@@ -30,7 +30,7 @@ from ckptmgr.series.candidates import notes_of
 from ckptmgr.state.arrays import named_tensors
 from ckptmgr.training.breakpoints import save_breakpoint
 from ckptmgr.training.callback_names import CallbackSeries, GivenNames, Target
-from ckptmgr.training.callback_values import RunContext, items_of, metadata_of, metrics_of
+from ckptmgr.training.callback_values import RunContext, items_of, metrics_of, network_metadata
 from ckptmgr.training.forecast import Forecaster, size_of
 from ckptmgr.training.history import Progress
 from ckptmgr.training.parts import RunParts
@@ -348,7 +348,7 @@ class ModelCheckpoint(TrainingHooks):
         try:
             items = items_of(params, self._config, step=facts.step, epoch=facts.epoch or 0)
             slicer = self._team.slicer
-            metadata = metadata_of(params, self._config)
+            metadata = network_metadata(params, self._config)
             if slicer is not None:
                 metadata |= slicer.metadata_of(items)
             job = replace(job, items=items, metadata=metadata or None)

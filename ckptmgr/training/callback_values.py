@@ -35,7 +35,7 @@ def items_of(params: Any, config: CheckpointConfig, *, step: int, epoch: int) ->
     return join_items(items, named_tensors(append or {}))
 
 
-def metadata_of(params: Any, config: CheckpointConfig) -> dict[str, str]:
+def network_metadata(params: Any, config: CheckpointConfig) -> dict[str, str]:
     """Return the strings that a file of the network gets: those of MindSpore for its networks."""
     is_ms = config.format == "safetensors" and is_mindspore(_network_of(params, config))
     return dict(MINDSPORE_METADATA) if is_ms else {}

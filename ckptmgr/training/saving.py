@@ -14,7 +14,7 @@ from ckptmgr.config.surfaces import WHOLE_TENSORS
 from ckptmgr.core.arguments import checked_count, checked_epoch, checked_metrics, resolve_state
 from ckptmgr.core.handle import SaveHandle
 from ckptmgr.engine.engine import SaveEngine
-from ckptmgr.files.load.state import as_held_here, metadata_of
+from ckptmgr.files.load.state import as_held_here, state_metadata
 from ckptmgr.files.save.job import Naming, SaveFacts, SaveJob
 from ckptmgr.formats.tensor import Item
 from ckptmgr.observe.observers import SaveWatch
@@ -134,7 +134,7 @@ class StateSaver:
             if not self._parts.team.is_many:
                 raise
             return replace(job, error=error)
-        return replace(job, items=items, metadata=metadata_of(flat))
+        return replace(job, items=items, metadata=state_metadata(flat))
 
     def _flattened(self, state: object) -> _Flattened:
         """Return the tensors of a state, or an error for the other ranks, which wait for this one.

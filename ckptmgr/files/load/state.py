@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # a save needs none of these
 SKELETON = "ckptmgr.tree"
 
 
-def metadata_of(flat: tree.FlatState) -> dict[str, str]:
+def state_metadata(flat: tree.FlatState) -> dict[str, str]:
     """Return the metadata strings that are needed to restore the state."""
     found = {**flat.aliases, SKELETON: flat.skeleton}
     stored = {tensor.spec.name: tensor.spec for tensor in flat.tensors}

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem, 
 from ckptmgr.core.errors import CkptmgrError, CorruptCheckpoint, UnsupportedState
 from ckptmgr.files.load.open import open_source
 from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.load.state import StoredState, metadata_of
+from ckptmgr.files.load.state import StoredState, state_metadata
 from ckptmgr.formats.safetensors_file import build_safetensors_image
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.integrations.dcp.dedup import (
@@ -104,7 +104,7 @@ def encode_python_object(fqn: str, value: object) -> bytes:
         flat = tree.flatten(value)
     except UnsupportedState as error:
         raise UnsupportedState(f"{fqn!r}: {error.message}", hint=error.hint) from error
-    image = build_safetensors_image(flat.tensors, metadata=metadata_of(flat))
+    image = build_safetensors_image(flat.tensors, metadata=state_metadata(flat))
     return b"".join(image.views(0, image.size))
 
 

@@ -35,7 +35,7 @@ from ckptmgr.parallel.layout import (
     whole,
 )
 from ckptmgr.parallel.mindspore.outputs import write_file
-from ckptmgr.parallel.mindspore.rank_files import RankFiles
+from ckptmgr.parallel.mindspore.rank_files import OpenRankFiles
 from ckptmgr.parallel.mindspore.resharder import Resharder
 from ckptmgr.parallel.mindspore.transform import (
     StrategyFile,
@@ -130,7 +130,7 @@ def load_distributed_checkpoint(
             allow_unencrypted=allow_unencrypted,
             trusted_keys=trusted_keys,
         )
-        with RankFiles(paths, reading) as files:
+        with OpenRankFiles(paths, reading) as files:
             files.one_step()
             log_notes(unproven_strategies([train_strategy_filename], reading.trust))
             items = Resharder(files=files, source=source, target=target).items(rank)
@@ -211,7 +211,7 @@ def load_segmented_checkpoints(
     trusted = check_trusted_keys(trusted_keys)
     found: dict[str, Value] = {}
     files = sorted(directory.glob("*.ckpt"))
-    with RankFiles(
+    with OpenRankFiles(
         dict(enumerate(files)),
         reading_options(
             dec_key,
@@ -251,7 +251,7 @@ class _Unified:
     """Makes the parameters of ranks from unified files."""
 
     def __init__(
-        self, files: RankFiles, target: Layouts | None, name_map: Mapping[str, str]
+        self, files: OpenRankFiles, target: Layouts | None, name_map: Mapping[str, str]
     ) -> None:
         self._files = files
         self.target = target
@@ -276,14 +276,14 @@ class _Unified:
 
 
 @contextmanager
-def _unified_files(directory: Path) -> Iterator[RankFiles]:
+def _unified_files(directory: Path) -> Iterator[OpenRankFiles]:
     """Open the files of the parameter map and the one of unlisted values; without a map all."""
     found = {file.name: file for file in sorted(directory.glob("*.safetensors"))}
     if not found:
         raise CheckpointNotFound("there are no safetensors files", path=directory)
     weights = _weight_map(directory / MAP_FILE)
     if weights is None:
-        with RankFiles(dict(enumerate(found.values()))) as files:
+        with OpenRankFiles(dict(enumerate(found.values()))) as files:
             files.one_step()
             yield files
         return
@@ -295,7 +295,7 @@ def _unified_files(directory: Path) -> Iterator[RankFiles]:
     # Other files are left from an older call, or are unrelated.
     parts = [name for name in found if name == HYPER_FILE or name in weights.values()]
     paths = dict(enumerate(found[name] for name in parts))
-    with RankFiles(
+    with OpenRankFiles(
         paths, takes=lambda part, name: weights.get(name, HYPER_FILE) == parts[part]
     ) as files:
         files.one_step()

@@ -122,7 +122,7 @@ def source_files(
     found, left_out = _proven(found, reading)
 
     def has_step(path: Path, wanted: int) -> bool:
-        with RankFiles({0: path}, reading) as file:
+        with OpenRankFiles({0: path}, reading) as file:
             return file.one_step() == wanted
 
     if not is_whole or len(found) == 1:
@@ -186,7 +186,7 @@ class RankFile:
     metadata: Mapping[str, str]
 
 
-class RankFiles:
+class OpenRankFiles:
     """Open files of many ranks, by rank; a context manager, safe for use by several threads.
 
     `takes` filters the entries of a file by rank and name; None takes all.
@@ -210,7 +210,7 @@ class RankFiles:
         self._names: tuple[str, ...] | None = None
         self._lock = threading.Lock()
 
-    def __enter__(self) -> RankFiles:
+    def __enter__(self) -> OpenRankFiles:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -18,7 +18,7 @@ from ckptmgr.formats.mindspore.entries import TextEntry
 from ckptmgr.formats.tensor import Tensor, TensorSpec, Text
 from ckptmgr.parallel.errors import LayoutError, SliceMissing
 from ckptmgr.parallel.layout import Layouts, ParallelLayout, devices_per_stage, for_shape, whole
-from ckptmgr.parallel.mindspore.rank_files import RankFiles
+from ckptmgr.parallel.mindspore.rank_files import OpenRankFiles
 from ckptmgr.parallel.mindspore.reshard import SourcePart, plan_region
 from ckptmgr.parallel.mindspore.slices import full_shape, region_of
 
@@ -27,7 +27,7 @@ from ckptmgr.parallel.mindspore.slices import full_shape, region_of
 class Resharder:
     """Makes tensors of `target` layouts from files of `source` layouts; None for whole ones."""
 
-    files: RankFiles
+    files: OpenRankFiles
     source: Layouts | None
     target: Layouts | None
 

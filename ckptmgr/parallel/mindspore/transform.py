@@ -37,7 +37,7 @@ from ckptmgr.parallel.layout import (
     stage_count,
 )
 from ckptmgr.parallel.mindspore.outputs import WrittenFiles, write_file
-from ckptmgr.parallel.mindspore.rank_files import RankFiles, source_files
+from ckptmgr.parallel.mindspore.rank_files import OpenRankFiles, source_files
 from ckptmgr.parallel.mindspore.rank_steps import checked_step
 from ckptmgr.parallel.mindspore.resharder import Resharder
 
@@ -145,7 +145,7 @@ def rewrite(
     _check(chosen.paths, source, target)
     count = rank_count(target)
     written = []
-    with RankFiles(chosen.paths, reading) as files:
+    with OpenRankFiles(chosen.paths, reading) as files:
         global_step = files.one_step(by_lineage=step is None)
         resharder = Resharder(files=files, source=source, target=target)
         for rank in range(count):
@@ -225,7 +225,7 @@ def transform_checkpoint_by_rank(
             " correctness of strategy files."
         )
     _check(checkpoint_files_map, source, target)
-    with RankFiles(checkpoint_files_map, reading) as files:
+    with OpenRankFiles(checkpoint_files_map, reading) as files:
         step = files.one_step()
         items = Resharder(files=files, source=source, target=target).items(rank_id)
         log_notes(unproven_strategies((src_strategy_file, dst_strategy_file), reading.trust))

@@ -32,7 +32,7 @@ from ckptmgr.parallel.mindspore.outputs import (
     write_file,
     write_small_file,
 )
-from ckptmgr.parallel.mindspore.rank_files import RankFiles, source_files
+from ckptmgr.parallel.mindspore.rank_files import OpenRankFiles, source_files
 from ckptmgr.parallel.mindspore.rank_steps import checked_step
 from ckptmgr.parallel.mindspore.resharder import Resharder
 from ckptmgr.parallel.mindspore.transform import (
@@ -158,7 +158,7 @@ def unify(
     notes = (*chosen.notes, *unproven_strategies([strategy], reading.trust))
     devices_per_stage(source)
     files: dict[str, Sequence[Item]] = {}
-    with RankFiles(chosen.paths, reading) as sources:
+    with OpenRankFiles(chosen.paths, reading) as sources:
         global_step = sources.one_step(by_lineage=step is None)
         resharder = Resharder(files=sources, source=source, target=None)
         names = [name for name in sources.names() if source is None or name in source]

@@ -19,7 +19,7 @@ import torch.distributed as dist  # noqa: E402
 
 from ckptmgr.config.config import CheckpointConfig  # noqa: E402
 from ckptmgr.core.errors import UnsupportedState  # noqa: E402
-from ckptmgr.files.load.state import metadata_of  # noqa: E402
+from ckptmgr.files.load.state import state_metadata  # noqa: E402
 from ckptmgr.parallel.errors import RankFailed  # noqa: E402
 from ckptmgr.parallel.layout import ParallelLayout  # noqa: E402
 from ckptmgr.parallel.slicer import LayoutSlicer  # noqa: E402
@@ -82,7 +82,7 @@ def cut(whole: Any) -> Any:
 def test_dtensor_is_stored_as_what_this_rank_holds() -> None:
     flat = tree.flatten({"w": cut(torch.arange(6.0).reshape(3, 2))}, LayoutSlicer(0))
     assert flat.slices["w"].shape == (3, 2)
-    assert "ckptmgr.pieces" in metadata_of(flat)
+    assert "ckptmgr.pieces" in state_metadata(flat)
     state: Any = {"w": cut(torch.zeros(3, 2))}
     before = state["w"]
     read = {t.spec.name: np.frombuffer(t.content(), np.float32).reshape(3, 2) for t in flat.tensors}

@@ -30,7 +30,7 @@ from ckptmgr.io.filesystem import InputFile, OsFileSystem
 from ckptmgr.parallel.errors import LayoutError, SliceMissing
 from ckptmgr.parallel.layout import ParallelLayout, read_layouts, whole
 from ckptmgr.parallel.mindspore.outputs import write_file
-from ckptmgr.parallel.mindspore.rank_files import RankFiles, find_rank_files
+from ckptmgr.parallel.mindspore.rank_files import OpenRankFiles, find_rank_files
 from ckptmgr.parallel.mindspore.rank_steps import choose_step
 from ckptmgr.parallel.mindspore.reshard import rank_list_for_transform
 from ckptmgr.parallel.mindspore.resharder import Resharder
@@ -382,7 +382,7 @@ def test_memory_is_bounded_by_a_few_of_the_largest_tensors(tmp_path: Path) -> No
         save_checkpoint(dict.fromkeys(names, half), tmp_path / f"in/rank_{rank}/net.ckpt")
     columns = [StrategyLayout(name=n, device_matrix=(2,), tensor_maps=((-1, 0),)) for n in names]
     strategy = written_strategy(tmp_path / "s.ckpt", *columns)
-    with RankFiles(newest_files(tmp_path / "in")) as files:
+    with OpenRankFiles(newest_files(tmp_path / "in")) as files:
         resharder = Resharder(files=files, source=read_layouts(strategy), target=None)
         image = build_ckpt_image(resharder.items(0))
         tracemalloc.start()
@@ -433,7 +433,7 @@ def test_slice_costs_the_bytes_it_lies_in(dec_key: bytes | None, tmp_path: Path)
     fs = CountingFileSystem()
     target = ParallelLayout(device_matrix=(8,), tensor_map=((0,), ()))
     options = reading_options(dec_key, "AES-GCM", allow_unsealed=False, allow_unencrypted=False)
-    with RankFiles({0: tmp_path / "net.ckpt"}, options, fs=fs) as files:
+    with OpenRankFiles({0: tmp_path / "net.ckpt"}, options, fs=fs) as files:
         tensor = Resharder(files=files, source=None, target=None).tensor("w", target, device=3)
         indexed_bytes = sum(fs.counts)
         assert tensor.content().nbytes == whole_array.nbytes // 8
@@ -452,7 +452,7 @@ def test_table_of_several_fields_is_refused_where_mindspore_mixes_its_rows(tmp_p
 
 def test_content_is_read_once_while_somebody_holds_it(tmp_path: Path) -> None:
     save_checkpoint({"w": np.arange(4)}, tmp_path / "net.ckpt")
-    with RankFiles({0: tmp_path / "net.ckpt"}) as files:
+    with OpenRankFiles({0: tmp_path / "net.ckpt"}) as files:
         tensor = Resharder(files=files, source=None, target=None).tensor("w", whole())
         held = tensor.content()
         assert tensor.content().obj is held.obj
@@ -460,7 +460,7 @@ def test_content_is_read_once_while_somebody_holds_it(tmp_path: Path) -> None:
 
 def test_runs_are_read_across_the_pieces_of_a_tensor() -> None:
     file = GOLDEN.parent / "files" / "slices_sync.ckpt"
-    with RankFiles({0: file}) as files:
+    with OpenRankFiles({0: file}) as files:
         cut = [e for e in files.file(0).entries.values() if len(getattr(e, "pieces", ())) > 2]
         assert cut
         for entry in cut:
@@ -478,7 +478,7 @@ def test_runs_are_read_across_the_pieces_of_a_tensor() -> None:
 
 def test_closed_file_is_opened_again(tmp_path: Path) -> None:
     save_checkpoint({"w": np.arange(3)}, tmp_path / "net.ckpt")
-    files = RankFiles({0: tmp_path / "net.ckpt"})
+    files = OpenRankFiles({0: tmp_path / "net.ckpt"})
     with files:
         assert files.names() == files.names() == ("w",)
     assert files.read_array(0, "w").tolist() == [0, 1, 2]
@@ -486,7 +486,7 @@ def test_closed_file_is_opened_again(tmp_path: Path) -> None:
 
 def test_asking_for_what_is_not_there_names_it(tmp_path: Path) -> None:
     save_checkpoint({"w": np.zeros(2)}, tmp_path / "net.ckpt")
-    with RankFiles({0: tmp_path / "net.ckpt", 1: tmp_path / "gone.ckpt"}) as files:
+    with OpenRankFiles({0: tmp_path / "net.ckpt", 1: tmp_path / "gone.ckpt"}) as files:
         assert 0 in files
         with pytest.raises(CheckpointNotFound, match="holds no tensor 'v'"):
             files.read_array(0, "v")
