@@ -33,7 +33,7 @@ class Part:
     rank: int
     world: int
     operation: str | None = None
-    timeout_s: float = 4.0
+    timeout_s: float = 2.0
 
 
 def run_parts(parts: list[Part]) -> list[str]:
