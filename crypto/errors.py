@@ -67,3 +67,14 @@ class KeyLengthError(CryptoError, ValueError):
 
 class KeySourceError(CryptoError):
     """A key that could not be obtained from its source."""
+
+
+def needs_newer(feature: str, version: int) -> KeySourceError:
+    """Return the error for keys of a kind that the installed version of cryptography lacks."""
+    import cryptography
+
+    return KeySourceError(
+        f"{feature} need cryptography {version} or newer, but {cryptography.__version__} is "
+        "installed",
+        hint=f"pip install 'cryptography>={version}', or use a secret key: ckptmgr keygen",
+    )

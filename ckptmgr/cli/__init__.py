@@ -110,13 +110,13 @@ class Commands(click.Group):
 def _run(group: click.Group, arguments: list[str], session: object) -> int:
     options = arguments[: arguments.index("--")] if "--" in arguments else arguments
     as_json, is_debug = "--json" in options, "--debug" in options
+    if not arguments:  # by itself click shows the help as an error only from version 8.2 on
+        click.echo(group.get_help(click.Context(group, info_name="ckptmgr")), err=True)
+        return Exit.FAILED
     try:
         result = click.Group.main(
             group, arguments, prog_name="ckptmgr", standalone_mode=False, obj=session
         )
-    except click.exceptions.NoArgsIsHelpError as error:
-        error.show()
-        return Exit.FAILED
     except (click.Abort, KeyboardInterrupt):
         click.echo("ckptmgr: interrupted", err=True)
         return Exit.INTERRUPTED
@@ -167,7 +167,7 @@ def _forget_stdout() -> None:
 
 
 @click.group(
-    cls=Commands, help=_HELP, context_settings=CONTEXT, epilog=EPILOG, no_args_is_help=True
+    cls=Commands, help=_HELP, context_settings=CONTEXT, epilog=EPILOG, no_args_is_help=False
 )
 @click.version_option(__version__, message="ckptmgr %(version)s")
 @click.option("--debug", is_flag=True, help="Show where errors come from.")

@@ -368,9 +368,24 @@ def absolute(path: Path) -> Path:
 
 
 def confirm(question: str, *, refusal: type[UnsafePrune | UnsafeWrite]) -> bool:
-    """Ask at the terminal; see `check_can_ask`."""
+    """Ask at the terminal; see `check_can_ask`.
+
+    `click.confirm` writes a part of the question to stdout, until version 8.4.
+
+    Raises:
+        click.Abort: The input ended.
+    """
     check_can_ask(refusal)
-    return click.confirm(question, err=True)
+    while True:
+        click.echo(f"{question} [y/N]: ", err=True, nl=False)
+        answer = sys.stdin.readline()
+        if not answer:
+            raise click.Abort
+        if answer.strip().lower() in ("y", "yes"):
+            return True
+        if answer.strip().lower() in ("", "n", "no"):
+            return False
+        click.echo("answer y or n", err=True)
 
 
 def check_can_ask(refusal: type[UnsafePrune | UnsafeWrite]) -> None:

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, TypeGuard
 
 from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey, MLKEM768PublicKey
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey, RSAPublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
 
-from ..errors import KeySourceError
+from ..errors import KeySourceError, needs_newer
 from ..slots import Identity, Recipient
 from ..slots.public import (
     hybrid_identity,
@@ -27,14 +29,27 @@ from ..slots.public import (
     x25519_recipient,
 )
 
+_mlkem: ModuleType | None
+try:
+    _mlkem = import_module("cryptography.hazmat.primitives.asymmetric.mlkem")
+except ImportError:  # cryptography before 48
+    _mlkem = None
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.mlkem import (
+        MLKEM768PrivateKey,
+        MLKEM768PublicKey,
+    )
+
+    _PrivateKey = X25519PrivateKey | MLKEM768PrivateKey | RSAPrivateKey
+    _PublicKey = X25519PublicKey | MLKEM768PublicKey | RSAPublicKey
+
 KEY_TYPES = ("x25519", "mlkem768-x25519")
 """The types of `generate_pair`."""
 
 _BEGIN = b"-----BEGIN "
 _BLOCK = re.compile(rb"-----BEGIN [A-Z0-9 ]+-----.*?-----END [A-Z0-9 ]+-----", re.DOTALL)
 _HINT = "ckptmgr keygen --type x25519 makes a pair; the public key is in FILE.pub"
-_PrivateKey = X25519PrivateKey | MLKEM768PrivateKey | RSAPrivateKey
-_PublicKey = X25519PublicKey | MLKEM768PublicKey | RSAPublicKey
 
 
 def is_pem(content: bytes) -> bool:
@@ -63,10 +78,16 @@ def parse_pem(content: bytes) -> tuple[Recipient, Identity | None]:
 
 
 def generate_pair(key_type: str) -> tuple[bytes, bytes]:
-    """Return a new private key and its public key, each as the content of its file."""
+    """Return a new private key and its public key, each as the content of its file.
+
+    Raises:
+        KeySourceError: The installed cryptography cannot make such a key.
+    """
     keys: list[_PrivateKey] = [X25519PrivateKey.generate()]
     if key_type == "mlkem768-x25519":
-        keys.insert(0, MLKEM768PrivateKey.generate())
+        if _mlkem is None:
+            raise needs_newer("ML-KEM keys", 48)
+        keys.insert(0, _mlkem.MLKEM768PrivateKey.generate())
     private = b"".join(
         key.private_bytes(
             serialization.Encoding.PEM,
@@ -87,31 +108,43 @@ def _public_pem(key: _PublicKey) -> bytes:
 def _private(block: bytes) -> _PrivateKey:
     try:
         key = serialization.load_pem_private_key(block, password=None)
-    except (ValueError, TypeError, UnsupportedAlgorithm):
+    except UnsupportedAlgorithm:
+        raise _is_of_another_kind() from None
+    except (ValueError, TypeError):
         raise KeySourceError(
             "the file holds no private key in PEM, or one with a passphrase", hint=_HINT
         ) from None
-    if not isinstance(key, _PrivateKey):
-        raise _is_of_another_kind()
-    return key
+    if isinstance(key, X25519PrivateKey | RSAPrivateKey) or _is_mlkem_private(key):
+        return key
+    raise _is_of_another_kind()
 
 
 def _public(block: bytes) -> _PublicKey:
     try:
         key = serialization.load_pem_public_key(block)
-    except (ValueError, UnsupportedAlgorithm):
+    except UnsupportedAlgorithm:
+        raise _is_of_another_kind() from None
+    except ValueError:
         raise KeySourceError("the file holds no public key in PEM", hint=_HINT) from None
-    if not isinstance(key, _PublicKey):
-        raise _is_of_another_kind()
-    return key
+    if isinstance(key, X25519PublicKey | RSAPublicKey) or _is_mlkem_public(key):
+        return key
+    raise _is_of_another_kind()
+
+
+def _is_mlkem_private(key: object) -> TypeGuard[MLKEM768PrivateKey]:
+    return _mlkem is not None and isinstance(key, _mlkem.MLKEM768PrivateKey)
+
+
+def _is_mlkem_public(key: object) -> TypeGuard[MLKEM768PublicKey]:
+    return _mlkem is not None and isinstance(key, _mlkem.MLKEM768PublicKey)
 
 
 def _recipient(keys: Sequence[_PublicKey]) -> Recipient:
     match keys:
         case [X25519PublicKey() as x25519]:
             return x25519_recipient(x25519)
-        case [MLKEM768PublicKey() as mlkem, X25519PublicKey() as x25519]:
-            return hybrid_recipient(mlkem, x25519)
+        case [first, X25519PublicKey() as x25519] if _is_mlkem_public(first):
+            return hybrid_recipient(first, x25519)
         case [RSAPublicKey() as rsa]:
             return rsa_recipient(rsa)
     raise _is_of_another_kind()
@@ -121,15 +154,16 @@ def _identity(keys: Sequence[_PrivateKey]) -> Identity:
     match keys:
         case [X25519PrivateKey() as x25519]:
             return x25519_identity(x25519)
-        case [MLKEM768PrivateKey() as mlkem, X25519PrivateKey() as x25519]:
-            return hybrid_identity(mlkem, x25519)
+        case [first, X25519PrivateKey() as x25519] if _is_mlkem_private(first):
+            return hybrid_identity(first, x25519)
         case [RSAPrivateKey() as rsa]:
             return rsa_identity(rsa)
     raise _is_of_another_kind()
 
 
 def _is_of_another_kind() -> KeySourceError:
+    newer = "" if _mlkem is not None else " (with cryptography 48 or newer)"
     return KeySourceError(
         "the key is of a kind that does not encrypt here",
-        hint=f"X25519, ML-KEM-768 followed by X25519, or RSA; {_HINT}",
+        hint=f"X25519, ML-KEM-768 followed by X25519{newer}, or RSA; {_HINT}",
     )

@@ -7,6 +7,9 @@
 | ML-KEM-768 with X25519 | HPKE base mode with the hybrid KEM, the same otherwise | 1168 |
 | RSA | OAEP with SHA-256, keys of 3072 to 8192 bits | those of the modulus |
 
+HPKE needs cryptography 47, ML-KEM 48; both are imported on use, and everything else works with the
+older versions that `pyproject.toml` allows.
+
 The `info` of HPKE and the label of OAEP are a prefix, the immutable bytes of the file and the slot
 head. The key id is the first eight bytes of SHA-256 over the public key: raw for X25519, ML-KEM
 then X25519 for the hybrid, DER for RSA.
@@ -18,24 +21,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import padding
-from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey, MLKEM768PublicKey
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey, RSAPublicKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
-from cryptography.hazmat.primitives.hpke import (
-    AEAD,
-    KDF,
-    KEM,
-    MLKEM768X25519PrivateKey,
-    MLKEM768X25519PublicKey,
-    Suite,
-)
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
-from ..errors import KeyLengthError
+from ..errors import KeyLengthError, needs_newer
 from ..keys.key import Key
 from . import (
     DATA_KEY_BYTES,
@@ -47,13 +42,18 @@ from . import (
     slot_head,
 )
 
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.mlkem import (
+        MLKEM768PrivateKey,
+        MLKEM768PublicKey,
+    )
+    from cryptography.hazmat.primitives.hpke import Suite
+
 _TAG_BYTES = 16
 _HPKE_PREFIX = b"ckptmgr/v1/hpke"
 _RSA_PREFIX = b"ckptmgr/v1/rsa"
 _RSA_BITS = range(3072, 8193)
-_X25519 = Suite(KEM.X25519, KDF.HKDF_SHA256, AEAD.AES_256_GCM)
 _X25519_BODY_BYTES = 32 + DATA_KEY_BYTES + _TAG_BYTES
-_HYBRID = Suite(KEM.MLKEM768_X25519, KDF.HKDF_SHA256, AEAD.AES_256_GCM)
 _HYBRID_BODY_BYTES = 1120 + DATA_KEY_BYTES + _TAG_BYTES
 
 
@@ -100,44 +100,60 @@ class PrivateKeyIdentity:
 
 
 def x25519_recipient(key: X25519PublicKey) -> PublicKeyRecipient:
-    """Return the recipient of an X25519 key."""
+    """Return the recipient of an X25519 key.
+
+    Raises:
+        KeySourceError: The installed cryptography has no HPKE.
+    """
+    suite = _suite(SlotType.X25519)
     return PublicKeyRecipient(
         SlotType.X25519,
         _x25519_id(key),
         _X25519_BODY_BYTES,
-        lambda data_key, info: _X25519.encrypt(data_key, key, info=info),
+        lambda data_key, info: suite.encrypt(data_key, key, info=info),
     )
 
 
 def x25519_identity(key: X25519PrivateKey) -> PrivateKeyIdentity:
-    """Return the identity of an X25519 key."""
+    """Return the identity of an X25519 key; raises as `x25519_recipient`."""
+    suite = _suite(SlotType.X25519)
     return PrivateKeyIdentity(
         SlotType.X25519,
         _x25519_id(key.public_key()),
         _X25519_BODY_BYTES,
-        lambda body, info: _X25519.decrypt(body, key, info=info),
+        lambda body, info: suite.decrypt(body, key, info=info),
     )
 
 
 def hybrid_recipient(mlkem: MLKEM768PublicKey, x25519: X25519PublicKey) -> PublicKeyRecipient:
-    """Return the recipient of two keys: safe while either is, also against quantum computers."""
+    """Return the recipient of two keys: safe while either is, also against quantum computers.
+
+    Raises:
+        KeySourceError: The installed cryptography has no HPKE with ML-KEM.
+    """
+    suite = _suite(SlotType.MLKEM768_X25519)
+    from cryptography.hazmat.primitives.hpke import MLKEM768X25519PublicKey
+
     public = MLKEM768X25519PublicKey(mlkem, x25519)
     return PublicKeyRecipient(
         SlotType.MLKEM768_X25519,
         _hybrid_id(mlkem, x25519),
         _HYBRID_BODY_BYTES,
-        lambda data_key, info: _HYBRID.encrypt(data_key, public, info=info),
+        lambda data_key, info: suite.encrypt(data_key, public, info=info),
     )
 
 
 def hybrid_identity(mlkem: MLKEM768PrivateKey, x25519: X25519PrivateKey) -> PrivateKeyIdentity:
-    """Return the identity of the private keys of a `hybrid_recipient`."""
+    """Return the identity of the private keys of a `hybrid_recipient`; raises as it."""
+    suite = _suite(SlotType.MLKEM768_X25519)
+    from cryptography.hazmat.primitives.hpke import MLKEM768X25519PrivateKey
+
     private = MLKEM768X25519PrivateKey(mlkem, x25519)
     return PrivateKeyIdentity(
         SlotType.MLKEM768_X25519,
         _hybrid_id(mlkem.public_key(), x25519.public_key()),
         _HYBRID_BODY_BYTES,
-        lambda body, info: _HYBRID.decrypt(body, private, info=info),
+        lambda body, info: suite.decrypt(body, private, info=info),
     )
 
 
@@ -163,6 +179,19 @@ def rsa_identity(key: RSAPrivateKey) -> PrivateKeyIdentity:
         _rsa_bytes(key.key_size),
         lambda body, label: key.decrypt(body, _oaep(label)),
     )
+
+
+def _suite(slot_type: SlotType) -> Suite:
+    """Return the HPKE suite of a slot type."""
+    try:
+        from cryptography.hazmat.primitives.hpke import AEAD, KDF, KEM, Suite
+
+        kem = KEM.X25519 if slot_type is SlotType.X25519 else KEM.MLKEM768_X25519
+    except (ImportError, AttributeError):
+        if slot_type is SlotType.X25519:
+            raise needs_newer("X25519 keys", 47) from None
+        raise needs_newer("ML-KEM keys", 48) from None
+    return Suite(kem, KDF.HKDF_SHA256, AEAD.AES_256_GCM)
 
 
 def _binding(slot_type: SlotType, key_id: bytes, *, bound: bytes, body_size: int) -> bytes:
