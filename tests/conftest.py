@@ -99,7 +99,14 @@ def _strace_obstacle_here() -> str | None:
     return None if trial.returncode == 0 else "needs ptrace, which is denied here"
 
 
+def _hpke_obstacle(_: pytest.Config) -> str | None:
+    if importlib.util.find_spec("cryptography.hazmat.primitives.asymmetric.mlkem") is None:
+        return "needs cryptography 48, for X25519 and ML-KEM keys"
+    return None
+
+
 _OBSTACLES: dict[str, Callable[[pytest.Config], str | None]] = {
+    "hpke": _hpke_obstacle,
     "interop": _interop_obstacle,
     "root": _root_obstacle,
     "strace": _strace_obstacle,

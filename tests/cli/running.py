@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import subprocess
@@ -32,6 +33,8 @@ CLEAN = {
     )
 }
 
+_HAS_MIXED_STDERR = "mix_stderr" in inspect.signature(CliRunner).parameters
+
 
 def run(
     *arguments: str | Path,
@@ -40,7 +43,9 @@ def run(
     now_s: float = NOW_S,
 ) -> Result:
     """Run a command one day after the first save of a run."""
-    runner = CliRunner(charset=charset, env={**CLEAN, **(env or {})})
+    # click 8.1 has to be asked for a stderr of its own, later ones have no such option.
+    apart: dict[str, Any] = {"mix_stderr": False} if _HAS_MIXED_STDERR else {}
+    runner = CliRunner(charset=charset, env={**CLEAN, **(env or {})}, **apart)
     session = Session(clock=lambda: float(now_s))
     return runner.invoke(cli, [str(argument) for argument in arguments], obj=session)
 

@@ -307,6 +307,7 @@ def test_other_file_is_verified_and_inspected(tmp_path: Path, source: str) -> No
     assert run_json("ls", tmp_path)["items"] == []
 
 
+@pytest.mark.hpke
 def test_ckpt_goes_into_a_container_for_several_who_open_it(
     tmp_path: Path, plain: Path, source: str
 ) -> None:

@@ -108,6 +108,7 @@ def test_rekey_in_json_tells_what_was_done(runs: Path, rotation: tuple[str, ...]
     assert (item["before"], item["after"]) == ([f"key {OLD.key_id}"], [f"key {NEW.key_id}"])
 
 
+@pytest.mark.hpke
 def test_rekey_removes_by_key_id_and_adds_several(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     save_run(directory=runs, steps=1)
@@ -234,6 +235,7 @@ def test_reencrypt_gives_files_a_new_data_key(tmp_path: Path, form: str) -> None
     assert steps == [1, 2]
 
 
+@pytest.mark.hpke
 def test_reencrypt_to_several_at_once(runs: Path, tmp_path: Path) -> None:
     private, public = generate_pair("mlkem768-x25519")
     alice = text(tmp_path, "alice.pem.pub", public, mode=0o644)
@@ -244,6 +246,7 @@ def test_reencrypt_to_several_at_once(runs: Path, tmp_path: Path) -> None:
         assert openers(checkpoint, [ring(OLD), ring(private), ring(NEW)]) == [1, 2]
 
 
+@pytest.mark.hpke
 @pytest.mark.parametrize("kind", ["x25519", "mlkem768-x25519"])
 def test_pair_of_keygen_encrypts_and_opens(tmp_path: Path, kind: str) -> None:
     document = run_json("keygen", "--type", kind, "--out", tmp_path / "alice.pem")
@@ -290,6 +293,7 @@ def test_rekey_that_the_disk_refuses_is_partly_done(
     assert who_opens(runs) == [[1], [1]]
 
 
+@pytest.mark.hpke
 def test_encrypt_to_a_public_key_and_decrypt_with_the_private_one(tmp_path: Path) -> None:
     private, public = generate_pair("x25519")
     alice = text(tmp_path, "alice.pem", private)

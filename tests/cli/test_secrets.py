@@ -197,6 +197,7 @@ def test_run_that_signs_shows_no_key(
     assert b"PRIVATE" not in b"".join(transcript.shown)
 
 
+@pytest.mark.hpke
 @pytest.mark.parametrize("asynchronous", [None, "process"])
 def test_run_with_a_passphrase_and_a_private_key_shows_neither(
     tmp_path: Path, transcript: Transcript, asynchronous: str | None

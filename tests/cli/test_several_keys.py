@@ -62,6 +62,7 @@ def test_half_rekeyed_directory_is_encrypted_anew(tmp_path: Path, keys: list[str
         assert openers(one, [ring(OLD), ring(NEW)]) == [1]
 
 
+@pytest.mark.hpke
 def test_encrypt_for_several(tmp_path: Path, keys: list[str]) -> None:
     private, public = generate_pair("x25519")
     alice = text(tmp_path, "alice.pem.pub", public, mode=0o644)

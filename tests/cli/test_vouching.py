@@ -73,6 +73,7 @@ def test_pin_of_an_unsigned_checkpoint_is_signed_where_that_is_allowed(
     assert [len(one.pins) for one in store.scan()] == [1]
 
 
+@pytest.mark.hpke
 def test_reencrypt_does_not_sign_what_anybody_with_the_public_key_made(
     tmp_path: Path, signing: tuple[str, ...]
 ) -> None:

@@ -71,6 +71,7 @@ def test_passphrase_is_stretched_once_for_a_run(tmp_path: Path, phrase: str) -> 
     assert len(salts) == 1
 
 
+@pytest.mark.hpke
 def test_machine_with_public_keys_only_saves_keeps_and_never_opens(
     tmp_path: Path, alice: tuple[str, str]
 ) -> None:
@@ -88,6 +89,7 @@ def test_machine_with_public_keys_only_saves_keeps_and_never_opens(
     assert train(tmp_path / "runs", owner, steps=range(4, 5), resume=True) == 3
 
 
+@pytest.mark.hpke
 def test_write_only_machine_goes_on_saving_beside_earlier_checkpoints(
     tmp_path: Path, alice: tuple[str, str]
 ) -> None:
@@ -99,6 +101,7 @@ def test_write_only_machine_goes_on_saving_beside_earlier_checkpoints(
     assert train(tmp_path / "runs", owner, steps=range(0), resume=True) == 5
 
 
+@pytest.mark.hpke
 def test_key_and_further_recipients_all_open_the_files(
     tmp_path: Path, alice: tuple[str, str], phrase: str
 ) -> None:
@@ -115,6 +118,7 @@ def test_key_and_further_recipients_all_open_the_files(
     assert train(tmp_path / "runs", config, steps=range(4, 5), resume=True) == 3
 
 
+@pytest.mark.hpke
 def test_pin_keeps_the_manifest_open_for_all_recipients(
     tmp_path: Path, alice: tuple[str, str]
 ) -> None:
@@ -131,6 +135,7 @@ def test_pin_keeps_the_manifest_open_for_all_recipients(
         assert openers(checkpoint, [ring(KEY), ring(pem)]) == [0, 1]
 
 
+@pytest.mark.hpke
 def test_functions_take_sources(tmp_path: Path, alice: tuple[str, str], phrase: str) -> None:
     private, public = alice
     values = {"w": np.arange(3.0)}
@@ -152,6 +157,7 @@ def test_source_of_a_key_is_the_key(tmp_path: Path) -> None:
     assert load_checkpoint(saved.path, dec_key=KEY.raw)["w"].tolist() == [0.0, 1.0, 2.0]
 
 
+@pytest.mark.hpke
 @pytest.mark.parametrize("mode", ["AES-GCM", "AES-CBC", "SM4-CBC", "SM4-GCM"])
 def test_every_mode_takes_every_kind_of_key(
     tmp_path: Path, alice: tuple[str, str], mode: str
@@ -189,6 +195,7 @@ def test_source_that_gives_nothing_fails_at_once(source: str) -> None:
         CheckpointConfig(enc_key=source, format=FORMAT)
 
 
+@pytest.mark.hpke
 def test_recipients_are_checked_at_once(alice: tuple[str, str]) -> None:
     with pytest.raises(TypeError, match="list of sources"):
         CheckpointConfig(enc_recipients=alice[1], format=FORMAT)

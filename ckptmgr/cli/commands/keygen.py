@@ -163,14 +163,18 @@ def _make_pair(output: render.Output, kind: str, path: Path) -> int:
 
 
 def _new_pair(kind: str) -> KeyPair:
+    from ckptmgr.crypto.errors import CryptoError
     from ckptmgr.crypto.keys import pem as key_files
     from ckptmgr.crypto.keys import signing
     from ckptmgr.crypto.keys.ring import KeyKind, KeyMaterial, KeyRing
 
     if kind not in key_files.KEY_TYPES:
         return signing.generate_signing_pair(kind)
-    private, public = key_files.generate_pair(kind)
-    key_id = KeyRing([KeyMaterial(KeyKind.PEM, public)]).key_id
+    try:
+        private, public = key_files.generate_pair(kind)
+        key_id = KeyRing([KeyMaterial(KeyKind.PEM, public)]).key_id
+    except CryptoError as error:
+        raise KeyProblem(error.message, hint=error.hint) from error
     return signing.KeyPair(key_id=str(key_id), private_pem=private, public_pem=public)
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
 from ckptmgr.crypto.ciphers import Random
@@ -28,11 +28,13 @@ from ckptmgr.crypto.slots.secret import Argon2id, Passphrase, RawKey, Scrypt
 
 from .containers import MODES, opened, seal, unseal
 
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey
+
 GOLDEN = Path(__file__).parents[2] / "golden" / "containers"
 PLAINTEXT = bytes(range(256)) + b"the last segment is short"
 PASSPHRASE = "caf\u00e9 9\u20ac"
 X25519 = X25519PrivateKey.from_private_bytes(bytes([1]) * 32)
-MLKEM = MLKEM768PrivateKey.from_seed_bytes(bytes([2]) * 64)
 
 
 def counted(seed: str) -> Random:
@@ -94,13 +96,21 @@ def test_golden_container_for_the_passphrase_of_a_run_is_made_again_and_opens() 
     assert unseal(file, RunPassphrase(Passphrase(PASSPHRASE))) == PLAINTEXT
 
 
+def mlkem_key() -> MLKEM768PrivateKey:
+    """Return the private key of `public.ckpe`."""
+    mlkem = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.mlkem")
+    key: MLKEM768PrivateKey = mlkem.MLKEM768PrivateKey.from_seed_bytes(bytes([2]) * 64)
+    return key
+
+
 def public_recipients() -> tuple[Recipient, Recipient]:
     """Return the recipients of `public.ckpe`, which cannot be made again: HPKE takes no random bytes from us."""
-    hybrid = hybrid_recipient(MLKEM.public_key(), X25519.public_key())
+    hybrid = hybrid_recipient(mlkem_key().public_key(), X25519.public_key())
     return x25519_recipient(X25519.public_key()), hybrid
 
 
 def test_golden_container_for_public_keys_opens_for_their_owners() -> None:
+    pytest.importorskip("cryptography.hazmat.primitives.asymmetric.mlkem")
     file = (GOLDEN / "public.ckpe").read_bytes()
     assert unseal(file, x25519_identity(X25519)) == PLAINTEXT
-    assert unseal(file, hybrid_identity(MLKEM, X25519)) == PLAINTEXT
+    assert unseal(file, hybrid_identity(mlkem_key(), X25519)) == PLAINTEXT

@@ -154,6 +154,7 @@ def test_passphrase_forgets_the_oldest_of_many_salts() -> None:
     assert reader.unwrap(slots[0], bound=BOUND) == DATA_KEY.raw
 
 
+@pytest.mark.hpke
 @pytest.mark.parametrize("key_type", KEY_TYPES)
 def test_public_key_encrypts_and_private_key_opens(key_type: str, tmp_path: Path) -> None:
     private, public = generate_pair(key_type)
@@ -176,6 +177,7 @@ def test_rsa_key_from_a_file_encrypts_and_opens(tmp_path: Path, rsa: RSAPrivateK
     assert unseal(seal(b"weights", recipients=ring.recipients), *ring.identities) == b"weights"
 
 
+@pytest.mark.hpke
 def test_private_key_made_by_openssl_is_read(tmp_path: Path) -> None:
     path = tmp_path / "openssl.pem"
     command = ["openssl", "genpkey", "-algorithm", "x25519", "-out", str(path)]
@@ -187,6 +189,7 @@ def test_private_key_made_by_openssl_is_read(tmp_path: Path) -> None:
     assert ring_of(load_keys([f"file:{path}"])).can_open
 
 
+@pytest.mark.hpke
 def test_single_key_is_loaded_as_a_key_and_several_as_a_ring(tmp_path: Path) -> None:
     source = put(tmp_path / "run.key", bytes(range(32)).hex().encode() + b"\n")
     assert load_keys([source]) == Key(bytes(range(32)))
@@ -200,6 +203,7 @@ def test_single_key_is_loaded_as_a_key_and_several_as_a_ring(tmp_path: Path) -> 
     assert load_keys([source, source]) == Key(bytes(range(32)))
 
 
+@pytest.mark.hpke
 def test_private_key_of_a_recipient_is_not_used_for_opening(tmp_path: Path) -> None:
     private, _ = generate_pair("x25519")
     ring = load_keys([], also_for=[put(tmp_path / "key", private)])
@@ -269,6 +273,7 @@ def test_source_that_is_none_is_refused_and_not_repeated(source: str) -> None:
     assert "horse" not in f"{caught.value} {caught.value.hint}"
 
 
+@pytest.mark.hpke
 @pytest.mark.parametrize(
     ("mode", "is_private", "accepted"),
     [(0o644, False, True), (0o664, False, False), (0o600, True, True), (0o644, True, False)],
@@ -296,6 +301,7 @@ def _signing_key(public: bool) -> bytes:
     return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
 
 
+@pytest.mark.hpke
 @pytest.mark.parametrize(
     "content",
     [
@@ -347,6 +353,7 @@ def test_ring_knows_its_slots() -> None:
     assert (ring.key_ids, ring.key_id) == ((ME.key.key_id,), ME.key.key_id)
 
 
+@pytest.mark.hpke
 def test_ring_tells_whether_slots_are_for_it_and_for_nobody_else() -> None:
     private, public = generate_pair("x25519")
     pair, horse = KeyMaterial(KeyKind.PEM, private), KeyMaterial(KeyKind.PHRASE, b"horse")
@@ -370,6 +377,7 @@ def test_secrets_are_never_shown() -> None:
     assert ME.key.raw.hex() not in shown
 
 
+@pytest.mark.hpke
 def test_keys_survive_the_way_to_another_process() -> None:
     ring = KeyRing(
         [KeyMaterial.of_key(ME.key)], [KeyMaterial(KeyKind.PEM, generate_pair("x25519")[1])]

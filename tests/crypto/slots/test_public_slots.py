@@ -6,7 +6,6 @@ from __future__ import annotations
 import functools
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPrivateKey, generate_private_key
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
@@ -22,6 +21,8 @@ from ckptmgr.crypto.slots.public import (
     x25519_recipient,
 )
 from tests.crypto.container.containers import ME, seal, unseal
+
+_mlkem = pytest.importorskip("cryptography.hazmat.primitives.asymmetric.mlkem")
 
 DATA_KEY = Key(bytes(range(32)))
 BOUND = bytes(64)
@@ -47,7 +48,7 @@ def pair(kind: str, number: int = 1) -> tuple[Recipient, Identity]:
     if kind == "x25519":
         return x25519_recipient(x25519.public_key()), x25519_identity(x25519)
     if kind == "hybrid":
-        mlkem = MLKEM768PrivateKey.from_seed_bytes(bytes([number]) * 64)
+        mlkem = _mlkem.MLKEM768PrivateKey.from_seed_bytes(bytes([number]) * 64)
         recipient = hybrid_recipient(mlkem.public_key(), x25519.public_key())
         return recipient, hybrid_identity(mlkem, x25519)
     private = rsa_key(3072) if number == 1 else rsa_key(3080)
