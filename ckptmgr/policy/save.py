@@ -2,6 +2,8 @@
 """Save policies: from a step, a time and the last save to a decision with a reason. Pure.
 
 * A step is never saved twice.
+* Step 0 is a multiple of every interval in steps: it is due when it is the first step that ends.
+  The intervals count from 0 whether a run begins with step 0 or 1.
 * Only a successful save advances `LastSave`. So after a failure every step is due until one
   succeeds: losing an interval is worse than trying often; `on_error` allows fewer attempts.
   (MindSpore marks the step as saved before it writes, and silently skips it, even at the end of
@@ -34,12 +36,16 @@ class LastSave:
         at: When it was due, on the caller's clock; before the first save, the manager's start.
         cost_s: Seconds for which it held up the training; 0 before the first save.
         is_given_up: Whether a rollback gave it up; `step` and `at` are then those of the rollback.
+            With `is_start`: whether step 0 was due, and no save has succeeded since.
+        is_start: Whether nothing is saved yet, so that step 0 may be due. A loop that counts from 1
+            (a callback of MindSpore) leaves it False.
     """
 
     step: int = 0
     at: float
     cost_s: float = 0.0
     is_given_up: bool = False
+    is_start: bool = False
 
 
 class SaveDecision(NamedTuple):
@@ -88,6 +94,8 @@ class EverySteps(_Active):
 
     def decide(self, step: int, now: float, last: LastSave) -> SaveDecision:
         """Return due when the interval has passed; the time has no effect."""
+        if step == 0 and last.is_start:
+            return SaveDecision(is_due=True, reason="step 0 begins the first interval")
         if step == last.step:
             return _same_step(step)
         if step < last.step:
@@ -117,7 +125,7 @@ class EverySeconds(_Active):
     def decide(self, step: int, now: float, last: LastSave) -> SaveDecision:
         """Return due when more than the interval has passed."""
         passed_s = now - last.at
-        if step == last.step or passed_s < 0:
+        if passed_s < 0 or (step == last.step and not last.is_start):
             return _without_interval(step, passed_s, last)
         return SaveDecision(
             is_due=passed_s > self.interval_s,
@@ -145,7 +153,7 @@ class Overhead(_Active):
     def decide(self, step: int, now: float, last: LastSave) -> SaveDecision:
         """Return due when the time since the last save outweighs its cost."""
         passed_s = now - last.at
-        if step == last.step or passed_s < 0:
+        if passed_s < 0 or (step == last.step and not last.is_start):
             return _without_interval(step, passed_s, last)
         interval_s = last.cost_s / self.share
         return SaveDecision(
@@ -173,6 +181,8 @@ def decide_at_step(policy: SavePolicy, step: int, now: float, *, last: LastSave)
     """Return the policy's decision; due after a rollback that gave up saves, if it is active."""
     if last.is_given_up and policy.is_active:
         reason = f"a rollback to step {last.step} gave up the saves after it"
+        if last.is_start:
+            reason = "step 0 was due, and no save has succeeded since"
         return SaveDecision(is_due=True, reason=reason)
     return policy.decide(step, now, last)
 
@@ -181,9 +191,13 @@ def decide_at_end(policy: SavePolicy, step: int, *, last: LastSave) -> SaveDecis
     """Return the decision at the end of training: due unless saved or never saving."""
     if not policy.is_active:
         return SaveDecision(is_due=False, reason="no save policy is set")
-    if step == last.step and not last.is_given_up:
+    if _is_saved(step, last):
         return _same_step(step)
     return SaveDecision(is_due=True, reason="the end of training")
+
+
+def _is_saved(step: int, last: LastSave) -> bool:
+    return step == last.step and not (last.is_start or last.is_given_up)
 
 
 def _same_step(step: int) -> SaveDecision:
@@ -192,6 +206,6 @@ def _same_step(step: int) -> SaveDecision:
 
 def _without_interval(step: int, passed_s: float, last: LastSave) -> SaveDecision:
     """Return the decision for a step that is saved already, or for a clock that went back."""
-    if step == last.step:
+    if step == last.step and not last.is_start:
         return _same_step(step)
     return SaveDecision(is_due=True, reason=f"the clock went back by {-passed_s:.6g} s")

@@ -47,6 +47,12 @@ class Progress:
             if self._durable.step > step or self._durable.is_given_up:
                 self._durable = replace(self._durable, step=step, at=at, is_given_up=True)
 
+    def demand(self) -> None:
+        """Make every step due until a save succeeds, if none has: step 0 was due."""
+        with self._lock:
+            if self._durable.is_start:
+                self._durable = replace(self._durable, is_given_up=True)
+
     @property
     def last(self) -> LastSave:
         """The newest save that succeeded or is in flight, with the seconds that training waited."""
@@ -105,7 +111,7 @@ class RunPast:
         snapshots: int,
     ) -> None:
         self._clock = clock
-        self.progress = Progress(LastSave(step=0, at=clock()))
+        self.progress = Progress(LastSave(at=clock(), is_start=True))
         self.recent = RecentStates(memory, time.monotonic, ledger=ledger, most=snapshots)
         self.seen_step = 0
         self.unsaved: UnsavedStep | None = None
@@ -115,8 +121,13 @@ class RunPast:
         """Record a step."""
         self.seen_step = max(self.seen_step, step)
 
+    def start_fresh(self) -> None:
+        """Reset to the start of a run."""
+        self.start_at(0, is_own=False)
+        self.progress = Progress(LastSave(at=self._clock(), is_start=True))
+
     def start_at(self, step: int, *, is_own: bool) -> None:
-        """Reset to a resumption at `step`, 0 for a fresh start.
+        """Reset to a resumption at `step`.
 
         If the run resumes a checkpoint of its own (`is_own`), earlier snapshots stay; otherwise
         they are of another past.

@@ -4,8 +4,8 @@
 ```
 config = CheckpointConfig(save_checkpoint_steps=100)
 with CheckpointManager("runs/digits", config, prefix="digits") as manager:
-    start = manager.resume(state)              # restores into `state`, or starts at step 0
-    for step in range(start.step + 1, 1001):
+    start = manager.resume(state)  # restores into `state`; next_step is 0 for a fresh start
+    for step in range(start.next_step, 1001):
         train_one_step(state)
         manager.step_end(step, state, metrics={"loss": loss})
 ```
@@ -247,7 +247,8 @@ class CheckpointManager:
         """Save if the policy says so; call it after every step.
 
         Args:
-            step: Global step, from 1.
+            step: Global step, counted from 0 or from 1. With `save_checkpoint_steps` step 0 is due,
+                as a multiple of every interval.
             state: The state, or a function that returns it (called only for a save or a snapshot).
             epoch: Epoch number.
             metrics: Name to value, for `best(...)`.
@@ -267,9 +268,11 @@ class CheckpointManager:
             )
         if self._snapshot_steps is not None and step % self._snapshot_steps == 0:
             self.snapshot(step, state, epoch=epoch, metrics=metrics)
-        last = self._past.progress.last
-        if not decide_at_step(self._policy, step, self._clock(), last=last).is_due:
+        progress = self._past.progress
+        if not decide_at_step(self._policy, step, self._clock(), last=progress.last).is_due:
             return None
+        if step == 0:
+            progress.demand()
         return self.save(step, state, epoch=epoch, metrics=metrics, why="policy")
 
     def save(

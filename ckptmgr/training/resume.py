@@ -46,7 +46,8 @@ class Resumption:
     """The start of a run: a restored checkpoint, or step 0.
 
     Attributes:
-        step: The last completed step; 0 for a fresh start.
+        step: The last completed step; 0 for a fresh start, too.
+        next_step: The step to run next: 0 for a fresh start, else `step + 1`.
         epoch: Epoch of the checkpoint, or None.
         state: The restored state: the object given to `resume`, filled in place if possible.
         checkpoint: The loaded checkpoint, or None for a fresh start.
@@ -62,6 +63,7 @@ class Resumption:
     """
 
     step: int
+    next_step: int
     state: object = field(repr=False)
     epoch: int | None = None
     checkpoint: Checkpoint | None = None
@@ -70,6 +72,15 @@ class Resumption:
     starts: int = 1
     kept: tuple[str, ...] = ()
     doubt: str | None = None
+
+    @classmethod
+    def fresh(
+        cls, state: object, *, skipped: Sequence[Skipped] = (), doubt: str | None = None
+    ) -> Self:
+        """Return the start of a run without a checkpoint."""
+        return cls(
+            step=0, next_step=0, state=state, metrics={}, skipped=tuple(skipped), doubt=doubt
+        )
 
     @classmethod
     def at(
@@ -85,6 +96,7 @@ class Resumption:
         """Return the resumption from a checkpoint."""
         return cls(
             step=checkpoint.step,
+            next_step=checkpoint.step + 1,
             epoch=checkpoint.epoch,
             state=state,
             checkpoint=checkpoint,
@@ -225,8 +237,8 @@ def resume_state(
     writer.prepare()
     found = find_newest(writer, StateCandidates(reader, state))
     if found.newest is None:
-        past.start_at(0, is_own=False)
-        return Resumption(step=0, state=state, metrics={}, skipped=found.skipped, doubt=found.doubt)
+        past.start_fresh()
+        return Resumption.fresh(state, skipped=found.skipped, doubt=found.doubt)
     checkpoint, loaded = found.newest
     with writer.all_prepared():
         restore = loaded.plan_restore(state)
@@ -255,5 +267,5 @@ def start_fresh(state: object, *, writer: SeriesWriter, past: RunPast) -> Resump
     """Start at step 0 beside the present checkpoints; see `CheckpointManager.resume`."""
     writer.prepare()
     writer.forget_parents()
-    past.start_at(0, is_own=False)
-    return Resumption(step=0, state=state, metrics={})
+    past.start_fresh()
+    return Resumption.fresh(state)

@@ -77,6 +77,7 @@ def go_back(
         restore = plan_put_back(state, held.skeleton, held.read)
     return Resumption(
         step=held.step,
+        next_step=held.step + 1,
         epoch=held.epoch,
         state=restore(),
         metrics=held.metrics,

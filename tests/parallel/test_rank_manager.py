@@ -535,3 +535,16 @@ def test_value_that_no_rank_can_append_is_an_error_on_all() -> None:
 def test_text_in_append_info_of_ranks_is_refused_at_construction() -> None:
     with pytest.raises(UnsupportedState, match="'note' is no tensor"):
         manager(ModelDisk(), Meeting(), 0, append_info=[{"note": "x"}])
+
+
+def test_step_0_of_all_ranks_is_saved_and_resumed() -> None:
+    disk = ModelDisk()
+
+    def begin(ours: CheckpointManager, rank: int) -> tuple[int, int]:
+        start = ours.resume(state(rank, 0))
+        ours.step_end(start.next_step, state(rank, start.next_step))
+        return start.next_step, len(ours.checkpoints())
+
+    options: dict[str, Any] = {"save_checkpoint_steps": 2}
+    assert [one.must() for one in run(disk, begin, **options)] == [(0, 1)] * WORLD
+    assert [one.must() for one in run(disk.restart(), begin, **options)] == [(1, 1)] * WORLD
