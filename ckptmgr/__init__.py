@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from ckptmgr.files.open_checkpoint import open_checkpoint
     from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
     from ckptmgr.formats.tensor import PackedArray
+    from ckptmgr.integrations.safetensors.files import load_file, save_file
+    from ckptmgr.integrations.safetensors.opening import safe_open
     from ckptmgr.io.object_store import RangeSource
     from ckptmgr.policy.retention import plan
     from ckptmgr.policy.text import parse_policy
@@ -38,11 +40,14 @@ __all__ = [
     "Resumption",
     "__version__",
     "load_checkpoint",
+    "load_file",
     "load_param_into_net",
     "open_checkpoint",
     "parse_policy",
     "plan",
+    "safe_open",
     "save_checkpoint",
+    "save_file",
 ]
 
 _HOMES = {
@@ -55,11 +60,14 @@ _HOMES = {
     "RangeSource": "io.object_store",
     "Resumption": "training.resume",
     "load_checkpoint": "files.serialization",
+    "load_file": "integrations.safetensors.files",
     "load_param_into_net": "files.load.network",
     "open_checkpoint": "files.open_checkpoint",
     "parse_policy": "policy.text",
     "plan": "policy.retention",
+    "safe_open": "integrations.safetensors.opening",
     "save_checkpoint": "files.serialization",
+    "save_file": "integrations.safetensors.files",
 }
 
 

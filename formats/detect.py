@@ -16,7 +16,8 @@ import enum
 from .compressed.table import COMPRESSED_MAGIC
 from .mindspore.fields import CHECKPOINT_METADATA, CHECKPOINT_VALUE
 from .mindspore.wire import encode_length_prefix
-from .safetensors_file import JSON_SPACE, LENGTH_BYTES, MAX_HEADER_BYTES
+from .safetensors_file import JSON_SPACE
+from .safetensors_header import LENGTH_BYTES, MAX_HEADER_BYTES
 from .source import Source, read_bytes
 
 

@@ -76,6 +76,13 @@ DTYPES: tuple[DType, ...] = tuple(
 PACKED_BITS = {"F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
 """Bits of the elements that safetensors packs, by spelling."""
 
+SAFETENSORS_ORDER = (
+    *("U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16"),
+    *("F8_E5M2FNUZ", "F8_E4M3FNUZ", "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8"),
+    *("F6_E3M2", "F6_E2M3", "F4", "BOOL"),
+)
+"""The types in the order in which the library writes them: `Dtype`, from its last on."""
+
 BY_NAME = {dtype.name: dtype for dtype in DTYPES}
 BY_MINDSPORE = {dtype.mindspore: dtype for dtype in DTYPES if dtype.mindspore is not None}
 BY_SAFETENSORS = {dtype.safetensors: dtype for dtype in DTYPES if dtype.safetensors is not None}

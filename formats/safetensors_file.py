@@ -24,19 +24,24 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
 
-from .dtypes import BY_NAME, BY_SAFETENSORS, PACKED_BITS, DType, packed_dtype
+from .dtypes import BY_NAME, BY_SAFETENSORS, PACKED_BITS, SAFETENSORS_ORDER, DType, packed_dtype
 from .errors import FormatError, TruncatedError, UnsupportedError
 from .image import MOST_LATE_BYTES, Image, ImageBuilder, LateHead
 from .index import READ_BYTES, ContentRun, TensorEntry, check_buffer, check_content
 from .safetensors_crc import ContentsCrc, check_scalar, fold_crc
 from .safetensors_fast import read_plain_header
+from .safetensors_header import (
+    CRC_KEY,
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    METADATA,
+    HeaderText,
+    spelling_of,
+)
 from .source import Source, read_bytes
-from .strict_json import encode_object, is_encodable, parse_object, parse_strings, quoted
+from .strict_json import is_encodable, parse_object, parse_strings
 from .tensor import Item, Tensor, TensorSpec, check_count, check_shape, content_of
 
-MAX_HEADER_BYTES = 100_000_000
-"""The bound of the stock library and of MindSpore."""
-LENGTH_BYTES = 8
 JSON_SPACE = b" \t\n\r"
 FORMAT_KEY = "format"
 DEFAULT_FORMAT = "pt"
@@ -44,21 +49,23 @@ DEFAULT_FORMAT = "pt"
 MINDSPORE_METADATA = {FORMAT_KEY: "ms"}
 """The metadata that MindSpore itself writes."""
 
-_DATA_ALIGNMENT = 64
+_LIBRARY_ALIGNMENT = 8
 _MAX_RANK = 64
-_METADATA = "__metadata__"
-_CRC_KEY = "crc_num"
-_CRC_DIGITS = len(str(2**32 - 1))
 _INT4_MARK = "Int4"
 _TENSOR_KEYS = frozenset(("dtype", "shape", "data_offsets"))
 
 
 def build_safetensors_image(
-    items: Sequence[Item], *, metadata: Mapping[str, str] | None = None, crc: bool = False
+    items: Sequence[Item],
+    *,
+    metadata: Mapping[str, str] | None = None,
+    crc: bool = False,
+    is_as_library: bool = False,
 ) -> Image:
     """Return the bytes of a `.safetensors` file, ordered by descending item size, then name.
 
-    Without a `format` in the metadata it is `DEFAULT_FORMAT`.
+    Without a `format` in the metadata it is `DEFAULT_FORMAT`. With `is_as_library` the bytes are
+    those of the library: its order, its padding, and no metadata but the given.
 
     Raises:
         FormatError: A text, a map parameter, or a name the format cannot hold; names the tensor.
@@ -66,11 +73,19 @@ def build_safetensors_image(
             too many tensors.
     """
     check_count(len(items))
-    tensors = sorted(map(_as_tensor, items), key=_placing)
+    tensors = sorted(map(_as_tensor, items), key=_library_placing if is_as_library else _placing)
+    if is_as_library:
+        _check_names(tensors, {}, crc=crc)
+        header = HeaderText([one.spec for one in tensors], metadata, alignment=_LIBRARY_ALIGNMENT)
+        return _image(header, tensors)
     stored = {FORMAT_KEY: DEFAULT_FORMAT, **(metadata or {})}
     _check_names(tensors, stored, crc=crc)
     stored.update({t.spec.name: _INT4_MARK for t in tensors if t.spec.dtype.name == "int4"})
-    header = _Header([tensor.spec for tensor in tensors], stored)
+    header = HeaderText([tensor.spec for tensor in tensors], stored)
+    return _image(header, tensors, crc=crc)
+
+
+def _image(header: HeaderText, tensors: Sequence[Tensor], *, crc: bool = False) -> Image:
     late_head = _late_head(header, tensors) if crc else None
     builder = ImageBuilder()
     if not crc:
@@ -86,7 +101,7 @@ def _as_tensor(item: Item) -> Tensor:
     if not isinstance(item, Tensor):
         kind = type(item).__name__
         raise FormatError(f"safetensors cannot hold a {kind}; use .ckpt", tensor=item.name)
-    if _spelling(item.spec.dtype) is None:
+    if spelling_of(item.spec.dtype) is None:
         raise UnsupportedError(
             f"safetensors cannot hold {item.spec.dtype.name}; convert it", tensor=item.spec.name
         )
@@ -95,16 +110,15 @@ def _as_tensor(item: Item) -> Tensor:
     return item
 
 
-def _spelling(dtype: DType) -> str | None:
-    # MindSpore stores its qint4x2 as I8 and marks the name in the metadata.
-    return "I8" if dtype.name == "int4" else dtype.safetensors
-
-
 def _placing(tensor: Tensor) -> tuple[int, str]:
     return -tensor.spec.dtype.item_bytes, tensor.spec.name
 
 
-def _late_head(header: _Header, tensors: Sequence[Tensor]) -> LateHead | None:
+def _library_placing(tensor: Tensor) -> tuple[int, str]:
+    return SAFETENSORS_ORDER.index(tensor.spec.dtype.safetensors or ""), tensor.spec.name
+
+
+def _late_head(header: HeaderText, tensors: Sequence[Tensor]) -> LateHead | None:
     """Return the header as a late head, or None if it is too long for one."""
     size_bytes = len(header.encode(0))
     if size_bytes > MOST_LATE_BYTES:
@@ -132,9 +146,9 @@ def _whole_content(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def _check_names(tensors: Sequence[Tensor], metadata: Mapping[str, str], *, crc: bool) -> None:
-    if _CRC_KEY in metadata:
-        raise FormatError(f"the metadata key {_CRC_KEY!r} is reserved; give crc_check=True instead")
-    taken = {_METADATA, *metadata, *([_CRC_KEY] if crc else ())}
+    if CRC_KEY in metadata:
+        raise FormatError(f"the metadata key {CRC_KEY!r} is reserved; give crc_check=True instead")
+    taken = {METADATA, *metadata, *([CRC_KEY] if crc else ())}
     seen: set[str] = set()
     for tensor in tensors:
         name = tensor.spec.name
@@ -145,46 +159,6 @@ def _check_names(tensors: Sequence[Tensor], metadata: Mapping[str, str], *, crc:
         if not is_encodable(name):
             raise FormatError("the name holds a lone surrogate, not valid in UTF-8", tensor=name)
         seen.add(name)
-
-
-class _Header:
-    """The header of a file, `specs` in data order; its length does not depend on the CRC32."""
-
-    def __init__(self, specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> None:
-        self.specs = specs
-        self._metadata = metadata
-        self._tensors = "".join(_header_entries(specs)).encode()
-
-    def encode(self, crc: int | None = None) -> bytes:
-        """Return the length of the header, and the header."""
-        stated = {} if crc is None else {_CRC_KEY: str(crc)}
-        missing_digits = sum(_CRC_DIGITS - len(digits) for digits in stated.values())
-        encoded = b"{%s:%s%s}" % (
-            quoted(_METADATA).encode(),
-            encode_object({**self._metadata, **stated}, what="metadata"),
-            self._tensors,
-        )
-        header_bytes = len(encoded) + missing_digits
-        header_bytes += -(LENGTH_BYTES + header_bytes) % _DATA_ALIGNMENT
-        if header_bytes > MAX_HEADER_BYTES:
-            raise FormatError(f"the header has {header_bytes} bytes; {MAX_HEADER_BYTES} fit")
-        return header_bytes.to_bytes(LENGTH_BYTES, "little") + encoded.ljust(header_bytes)
-
-
-def _header_entries(specs: Sequence[TensorSpec]) -> Iterator[str]:
-    """Yield the JSON of each tensor; types and shapes that repeat are spelled once."""
-    kinds: dict[tuple[str, tuple[int, ...]], tuple[str, int]] = {}
-    offset = 0
-    for spec in specs:
-        key = (spec.dtype.name, spec.stated_shape)
-        kind = kinds.get(key)
-        if kind is None:
-            shape = ",".join(map(str, spec.stated_shape))
-            text = f'"dtype":"{_spelling(spec.dtype)}","shape":[{shape}],"data_offsets":'
-            kind = kinds[key] = text, spec.size_bytes
-        text, size_bytes = kind
-        yield f",{quoted(spec.name)}:{{{text}[{offset},{offset + size_bytes}]}}"
-        offset += size_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +192,7 @@ def _read_plain(encoded: bytes, size: int) -> _Described | None:
     plain = read_plain_header(encoded, data_start=data_start)
     if plain is None:
         return None
-    metadata = parse_strings(plain.metadata, what=_METADATA, offset=LENGTH_BYTES)
+    metadata = parse_strings(plain.metadata, what=METADATA, offset=LENGTH_BYTES)
     if _INT4_MARK in metadata.values():
         return None
     if sum(plain.entries[-1].pieces[0]) != size:
@@ -231,7 +205,7 @@ def _read_strictly(encoded: bytes, size: int) -> _Described:
     text = encoded.lstrip(JSON_SPACE)
     header_start = LENGTH_BYTES + len(encoded) - len(text)
     header = parse_object(text, what="header", offset=header_start, shorten=_fields)
-    metadata = parse_strings(header.pop(_METADATA, {}), what=_METADATA, offset=LENGTH_BYTES)
+    metadata = parse_strings(header.pop(METADATA, {}), what=METADATA, offset=LENGTH_BYTES)
     check_count(len(header))
     data_start = LENGTH_BYTES + len(encoded)
     # Removed one by one, so that the header and the entries do not both take their full memory.
@@ -371,7 +345,7 @@ def _check_layout(entries: Sequence[TensorEntry], data_start: int, size: int) ->
 
 
 def _stored_crc(metadata: Mapping[str, str]) -> int | None:
-    text = metadata.get(_CRC_KEY)
+    text = metadata.get(CRC_KEY)
     if text is not None and not re.fullmatch(r"[0-9]{1,20}", text):
-        raise FormatError(f"{_CRC_KEY} is {text[:40]!r}, not a number", offset=LENGTH_BYTES)
+        raise FormatError(f"{CRC_KEY} is {text[:40]!r}, not a number", offset=LENGTH_BYTES)
     return None if text is None else int(text)

@@ -149,7 +149,8 @@ def test_import_of_the_package_starts_no_heavy_machinery() -> None:
 # Packages that cost time to import, and that a plain save and a plain load can do without.
 _RARE = (
     "_cffi_backend", "asyncio", "concurrent.futures.thread", "cryptography", "difflib", "email", "importlib.metadata",
-    "jax", "ml_dtypes", "multiprocessing", "numpy.random", "socket", "subprocess", "torch", "urllib", "zstandard",
+    "jax", "ml_dtypes", "multiprocessing", "numpy.random", "safetensors", "socket",
+    "subprocess", "torch", "urllib", "zstandard",
     "ckptmgr.cli", "ckptmgr.crypto.aead", "ckptmgr.crypto.ciphers", "ckptmgr.crypto.container",
     "ckptmgr.crypto.keys", "ckptmgr.crypto.mindspore", "ckptmgr.crypto.providers", "ckptmgr.crypto.secret_bytes",
     "ckptmgr.crypto.slots", "ckptmgr.engine.snapshots", "ckptmgr.engine.staging", "ckptmgr.engine.worker",

@@ -88,6 +88,18 @@ def test_example_of_parts_reads_rows_and_fills_an_array(
     assert not names["bias"].any()
 
 
+def test_example_of_safe_open_reads_rows_of_an_encrypted_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CKPTMGR_KEY", "ab" * 32)
+    names: dict[str, Any] = {}
+    (example,) = [block for block in blocks() if "safe_open" in block]
+    exec(example, names)  # noqa: S102 - our own README
+    assert names["rows"].tolist() == [[1.0, 1.0]] * 10
+    assert (tmp_path / "secret.safetensors").read_bytes().startswith(b"\x8fCKPE")
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 def test_example_of_dcp_saves_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch: Any = pytest.importorskip("torch")

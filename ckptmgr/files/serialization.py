@@ -18,10 +18,8 @@ from __future__ import annotations
 
 import io
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,14 +34,13 @@ from ckptmgr.config.checks import (
 )
 from ckptmgr.config.keys import check_given_key, resolve_keys
 from ckptmgr.core.errors import TruncatedCheckpoint, UnsupportedState
-from ckptmgr.core.handle import SaveStats
 from ckptmgr.core.model import Checkpoint
-from ckptmgr.core.names import CONTAINER_SUFFIX, parse_name, stem_of
+from ckptmgr.core.names import CONTAINER_SUFFIX
 from ckptmgr.core.shard_names import is_set_name
 from ckptmgr.core.trust import Trust
 from ckptmgr.files.load.options import ReadOptions, everything
-from ckptmgr.files.save.job import SaveOptions, SaveOrder, draft_entry
-from ckptmgr.files.save.saver import save_items
+from ckptmgr.files.save.job import SaveOptions
+from ckptmgr.files.save.single_file import save_single_file
 from ckptmgr.files.serialization_arguments import (
     check_append_dict,
     check_safetensors_options,
@@ -56,10 +53,8 @@ from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import Item, Tensor
 from ckptmgr.io.gc_pause import gc_paused
 from ckptmgr.io.page_cache import bypass_page_cache_unless_shared
-from ckptmgr.io.signals import defer_signals, deliver_signals
 from ckptmgr.observe.observers import REGISTERED
 from ckptmgr.state.arrays import named_tensors
-from ckptmgr.store.change_leases import lease_of_name
 from ckptmgr.store.manifest.codec import Manifest
 from ckptmgr.store.store import Store
 
@@ -171,36 +166,14 @@ def save_checkpoint(
     )
     if not path.parent.is_dir():
         raise FileNotFoundError(2, os.strerror(2), str(path))
-    facts = dict(append_dict or {})
-    store = Store(
-        path.parent,
-        trust=Trust(keys=key, signing_key=check_signing_key(signing_key), allow_unencrypted=True),
-    )
-    order = SaveOrder(
-        name=path.name,
-        items=items,
+    return save_single_file(
+        path,
+        items,
         options=options,
-        series=path.name,
-        draft=_draft(path, options, facts),
         metadata=strings,
+        facts=append_dict or {},
+        signing_key=check_signing_key(signing_key),
     )
-    started = time.perf_counter()
-    with (
-        REGISTERED.watch(series=path.name, step=None, why="manual") as watch,
-        defer_signals(),
-        lease_of_name(store, path.name),
-    ):
-        with deliver_signals():
-            manifest = save_items(store, order)
-        cost = SaveStats(blocked_s=time.perf_counter() - started)
-        cost.note_written(
-            manifest.stats,
-            size_bytes=manifest.file.digest.size_bytes,
-            passed_s=cost.blocked_s,
-        )
-        watch.costs(cost)
-        watch.durable(path)
-    return manifest.to_checkpoint(path.parent)
 
 
 def load_checkpoint(
@@ -369,23 +342,3 @@ def _read_file(
             )
 
     return with_manifest(store, path.name, read_with)
-
-
-def _draft(path: Path, options: SaveOptions, facts: Mapping[str, object]) -> Manifest:
-    parsed = parse_name(path.name)
-    epoch = _counter(facts, "epoch_num")
-    return Manifest(
-        file=draft_entry(path.name, options),
-        series=stem_of(path.name) if parsed is None else parsed.prefix,
-        run_id="",
-        step=_counter(facts, "step_num") or 0,
-        epoch=epoch if parsed is None or epoch is not None else parsed.epoch,
-        sequence=0,
-        saved_at=datetime.fromtimestamp(time.time(), UTC),
-        stats={},
-    )
-
-
-def _counter(facts: Mapping[str, object], name: str) -> int | None:
-    value = facts.get(name)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None

@@ -200,7 +200,7 @@ def safetensors_metadata(
         TypeError: Something in `metadata` is no string.
         ValueError: The format is `ckpt`, or a string contradicts what is written.
     """
-    given = _checked_strings(metadata)
+    given = checked_strings(metadata)
     if format != "safetensors":
         if metadata is not None:
             raise ValueError(
@@ -221,7 +221,8 @@ def safetensors_metadata(
     return {**own, **given}
 
 
-def _checked_strings(metadata: object) -> dict[str, str]:
+def checked_strings(metadata: object) -> dict[str, str]:
+    """Return metadata as a dictionary; raises TypeError unless it maps strings to strings."""
     if metadata is None:
         return {}
     if not isinstance(metadata, Mapping):

@@ -16,10 +16,10 @@ from ckptmgr.formats.dtypes import BY_NAME
 from ckptmgr.formats.errors import ChecksumError, FormatError, TruncatedError, UnsupportedError
 from ckptmgr.formats.index import READ_BYTES
 from ckptmgr.formats.safetensors_file import (
-    MAX_HEADER_BYTES,
     build_safetensors_image,
     read_safetensors_index,
 )
+from ckptmgr.formats.safetensors_header import MAX_HEADER_BYTES
 from ckptmgr.formats.source import BytesSource
 from ckptmgr.formats.tensor import Item, MapTensors, Tensor, Text, tensor_from_array
 from tests.support.stored import Stored, format_error, image_bytes, read_safetensors, stored_items

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Self
 
@@ -65,6 +65,10 @@ class CheckpointReader:
         self._confirm_index()
         return tuple(self._entries)
 
+    def tensor_names(self) -> tuple[str, ...]:
+        """Return the names of the tensors, in file order; raises as `names`."""
+        return tuple(one for one in self.names() if isinstance(self._entries[one], TensorEntry))
+
     def spec(self, name: str) -> TensorSpec:
         """Return name, element type and shape of a tensor; `stated_shape` if elements are packed.
 
@@ -101,6 +105,55 @@ class CheckpointReader:
         parts = (entry.key, entry.value, entry.status)
         return MapArrays(*(self._part(one, 0, one.spec.shape) for one in parts))
 
+    def read_block(self, name: str, bounds: Sequence[tuple[int, int]]) -> np.ndarray:
+        """Return a block of a tensor, checked.
+
+        Args:
+            name: From `tensor_names()`; not of packed elements.
+            bounds: First index and end along each of the first dimensions, within the shape.
+
+        Raises:
+            CheckpointNotFound, UnsupportedCheckpoint, CorruptCheckpoint, OSError: As `read`.
+        """
+        entry = self._tensor(name)
+        self._check_whole_elements(entry)
+        shape = entry.spec.shape
+        return self._block(entry, 0, (*bounds, *((0, length) for length in shape[len(bounds) :])))
+
+    def _block(
+        self, entry: TensorEntry, skipped: int, bounds: tuple[tuple[int, int], ...]
+    ) -> np.ndarray:
+        """Return a block of the last dimensions, which `bounds` are for, after `skipped` bytes."""
+        dtype = entry.spec.dtype
+        first_dimension = len(entry.spec.shape) - len(bounds)
+        shape = entry.spec.shape[first_dimension:]
+        lengths = tuple(stop - start for start, stop in bounds)
+        if not prod(lengths):
+            return np.empty(lengths, dtype.to_numpy())
+        step_bytes = prod(shape[1:]) * dtype.item_bytes
+        if lengths[1:] == shape[1:]:
+            start = bounds[0][0] if bounds else 0
+            return self._part(entry, skipped + start * step_bytes, lengths)
+        start, stop = bounds[0]
+        if step_bytes >= PIECE_BYTES:  # what is between two parts may have units of its own
+            places = (skipped + index * step_bytes for index in range(start, stop))
+            return np.stack([self._block(entry, place, bounds[1:]) for place in places])
+        rows, inner = PIECE_BYTES // step_bytes, tuple(slice(*one) for one in bounds[1:])
+        parts = []
+        for first in range(start, stop, rows):
+            count = min(rows, stop - first)
+            part = self._part(entry, skipped + first * step_bytes, (count, *shape[1:]))
+            parts.append(part[:, *inner].copy())  # not the whole rows, until all are read
+        return np.concatenate(parts)
+
+    def _check_whole_elements(self, entry: TensorEntry) -> None:
+        if entry.spec.dtype.packed_shape is not None:
+            raise UnsupportedCheckpoint(
+                f"{entry.name!r} has rows that may end within a byte: it is {entry.spec.dtype.name}",
+                path=self._opened.path,
+                hint="read the whole tensor",
+            )
+
     def _rows(self, entry: TensorEntry, rows: slice) -> np.ndarray:
         if not isinstance(rows, slice):  # Python does not check annotations
             raise TypeError(f"rows is a slice, such as slice(0, 2), but got {rows!r}")
@@ -109,12 +162,7 @@ class CheckpointReader:
             raise UnsupportedCheckpoint(
                 f"{entry.name!r} has no rows: it is a scalar", path=self._opened.path
             )
-        if entry.spec.dtype.packed_shape is not None:
-            raise UnsupportedCheckpoint(
-                f"{entry.name!r} has rows that may end within a byte: it is {entry.spec.dtype.name}",
-                path=self._opened.path,
-                hint="read the whole tensor",
-            )
+        self._check_whole_elements(entry)
         start, stop, step = rows.indices(shape[0])
         if step != 1:
             raise ValueError(f"rows can be read with a step of 1, not of {step}")

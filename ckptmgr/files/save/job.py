@@ -31,6 +31,7 @@ class SaveOptions:
         has_crc: Write a CRC32 trailer (`.ckpt`; inside the encryption) or `crc_num` (`.safetensors`).
         compression_level: Level of zstd for `safetensors`, or None.
         file_mode: Permission bits of data and manifest; MindSpore's 0400 by default.
+        is_as_library: Write a `safetensors` file as the library does, byte for byte.
         verify_after_write: Read the file back from the disk before it is published, and compare it.
     """
 
@@ -40,6 +41,7 @@ class SaveOptions:
     has_crc: bool = False
     compression_level: int | None = None
     file_mode: int = 0o400
+    is_as_library: bool = False
     verify_after_write: bool = False
 
     @property

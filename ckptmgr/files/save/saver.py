@@ -46,7 +46,12 @@ def build_image(
         if options.format == "safetensors":
             from ckptmgr.formats.safetensors_file import build_safetensors_image
 
-            return build_safetensors_image(items, metadata=metadata, crc=options.has_crc)
+            return build_safetensors_image(
+                items,
+                metadata=metadata,
+                crc=options.has_crc,
+                is_as_library=options.is_as_library,
+            )
         from ckptmgr.formats.mindspore.writer import build_ckpt_image
 
         return build_ckpt_image(items, metadata=metadata, crc=options.has_crc)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Save one file under a given name, outside of any series of checkpoints."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ckptmgr.core.handle import SaveStats
+from ckptmgr.core.model import Checkpoint
+from ckptmgr.core.names import parse_name, stem_of
+from ckptmgr.core.trust import Trust
+from ckptmgr.files.save.job import SaveOptions, SaveOrder, draft_entry
+from ckptmgr.files.save.saver import save_items
+from ckptmgr.formats.tensor import Item
+from ckptmgr.io.signals import defer_signals, deliver_signals
+from ckptmgr.observe.observers import REGISTERED
+from ckptmgr.store.change_leases import lease_of_name
+from ckptmgr.store.manifest.codec import Manifest
+from ckptmgr.store.store import Store
+
+if TYPE_CHECKING:
+    from ckptmgr.crypto.keys.signing import SigningKey
+
+
+def save_single_file(
+    path: Path,
+    items: Sequence[Item],
+    *,
+    options: SaveOptions,
+    metadata: Mapping[str, str] | None = None,
+    facts: Mapping[str, object] | None = None,
+    signing_key: SigningKey | None = None,
+) -> Checkpoint:
+    """Save items to `path`, whose directory exists; durable when it returns.
+
+    `facts` may have the counters `step_num` and `epoch_num`.
+
+    Raises:
+        UnsupportedCheckpoint, StoreLocked, StoreFull, SaveFailed, OSError: As `save_checkpoint`.
+    """
+    store = Store(
+        path.parent,
+        trust=Trust(keys=options.key, signing_key=signing_key, allow_unencrypted=True),
+    )
+    order = SaveOrder(
+        name=path.name,
+        items=items,
+        options=options,
+        series=path.name,
+        draft=_draft(path, options, facts or {}),
+        metadata=metadata,
+    )
+    started = time.perf_counter()
+    with (
+        REGISTERED.watch(series=path.name, step=None, why="manual") as watch,
+        defer_signals(),
+        lease_of_name(store, path.name),
+    ):
+        with deliver_signals():
+            manifest = save_items(store, order)
+        cost = SaveStats(blocked_s=time.perf_counter() - started)
+        cost.note_written(
+            manifest.stats,
+            size_bytes=manifest.file.digest.size_bytes,
+            passed_s=cost.blocked_s,
+        )
+        watch.costs(cost)
+        watch.durable(path)
+    return manifest.to_checkpoint(path.parent)
+
+
+def _draft(path: Path, options: SaveOptions, facts: Mapping[str, object]) -> Manifest:
+    parsed = parse_name(path.name)
+    epoch = _counter(facts, "epoch_num")
+    return Manifest(
+        file=draft_entry(path.name, options),
+        series=stem_of(path.name) if parsed is None else parsed.prefix,
+        run_id="",
+        step=_counter(facts, "step_num") or 0,
+        epoch=epoch if parsed is None or epoch is not None else parsed.epoch,
+        sequence=0,
+        saved_at=datetime.fromtimestamp(time.time(), UTC),
+        stats={},
+    )
+
+
+def _counter(facts: Mapping[str, object], name: str) -> int | None:
+    value = facts.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None

@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface of the safetensors library, for its files and for encrypted and compressed ones.
+
+Change one import: `from ckptmgr.integrations.safetensors import safe_open`, and likewise `.numpy`,
+`.torch` and `.flax` for `load_file` and `save_file`. Everything else is the library's own.
+"""
+
+from __future__ import annotations
+
+import safetensors as _library
+
+from ckptmgr.integrations.safetensors.files import load_file, save_file
+from ckptmgr.integrations.safetensors.opening import safe_open
+
+__all__ = ["load_file", "safe_open", "save_file"]
+
+
+def __getattr__(name: str) -> object:
+    return getattr(_library, name)
