@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptmgr import load_checkpoint, load_param_into_net, save_checkpoint
+from ckptmgr import load_checkpoint, load_param_into_net, open_checkpoint, save_checkpoint
 from tests.interop.states import Combination, facts_of, load_in_mindspore, random_array
 
 mindspore = pytest.importorskip("mindspore", reason="needs MindSpore: make interop")
@@ -158,3 +158,22 @@ def test_other_type_is_converted_or_refused_as_in_mindspore(tmp_path: Path, stri
         except RuntimeError as error:
             outcomes.append(str(error))
     assert outcomes[0] == outcomes[1]
+
+
+@pytest.mark.parametrize("surface", ["cell", "list of dicts", "list of parameters"])
+def test_safetensors_file_of_mindspores_objects_has_the_header_that_mindspore_writes(
+    tmp_path: Path, surface: str
+) -> None:
+    cell = training.new_network(1)
+    saved = {
+        "cell": cell,
+        "list of dicts": [{"name": one.name, "data": one} for one in cell.get_parameters()],
+        "list of parameters": list(cell.get_parameters()),
+    }[surface]
+    for name, save in (("ours", save_checkpoint), ("theirs", mindspore.save_checkpoint)):
+        save(saved, str(tmp_path / name), format="safetensors")
+    strings = []
+    for name in ("ours", "theirs"):
+        with open_checkpoint(tmp_path / f"{name}.safetensors") as reader:
+            strings.append(reader.metadata)
+    assert strings[0] == strings[1] == {"format": "ms"}

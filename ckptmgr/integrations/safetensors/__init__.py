@@ -7,6 +7,8 @@ Change one import: `from ckptmgr.integrations.safetensors import safe_open`, and
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import safetensors as _library
 
 from ckptmgr.integrations.safetensors.files import load_file, save_file
@@ -15,5 +17,10 @@ from ckptmgr.integrations.safetensors.opening import safe_open
 __all__ = ["load_file", "safe_open", "save_file"]
 
 
+_MODULES = ("flax", "numpy", "torch")
+
+
 def __getattr__(name: str) -> object:
+    if name in _MODULES:  # the library has modules of these names, too
+        return import_module(f"{__name__}.{name}")
     return getattr(_library, name)

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import safetensors.numpy
 import ckptmgr
 from ckptmgr.core.errors import KeyProblem, UnsupportedCheckpoint, UnsupportedState
 from ckptmgr.formats.dtypes import BY_NAME
-from ckptmgr.integrations.safetensors import flax, numpy
+from ckptmgr.integrations.safetensors import numpy
 
 KEY = bytes(range(32))
 TENSORS: dict[str, Any] = {
@@ -181,6 +183,9 @@ def test_model_that_differs_from_the_file_is_named(tmp_path: Path) -> None:
     ours: Any = importlib.import_module("ckptmgr.integrations.safetensors.torch")
     ours.save_model(torch.nn.ModuleDict({"a": torch.nn.Linear(1, 1)}), tmp_path / "x", key=KEY)
     other = torch.nn.ModuleDict({"b": torch.nn.Linear(1, 1)})
+    larger = torch.nn.ModuleDict({"a": torch.nn.Linear(1, 1), "b": torch.nn.Linear(1, 1)})
+    with pytest.raises(RuntimeError, match=r'Missing key.*"b.bias", "b.weight"$'):
+        ours.load_model(larger, tmp_path / "x", key=KEY)
     with pytest.raises(RuntimeError, match=r'Missing key.*"b.bias", "b.weight"\n.*Unexpected key'):
         ours.load_model(other, tmp_path / "x", key=KEY)
     missing, unexpected = ours.load_model(other, tmp_path / "x", strict=False, key=KEY)
@@ -207,8 +212,23 @@ def test_module_has_every_name_of_the_librarys(name: str) -> None:
     assert missing == []
 
 
+@pytest.mark.parametrize("name", ["numpy", "flax"])
+def test_module_is_ours_however_it_is_imported(name: str) -> None:
+    pytest.importorskip({"flax": "jax"}.get(name, name))
+    # In a new process, where no other test has imported it as a module.
+    code = (
+        f"from ckptmgr.integrations.safetensors import {name} as one\n"
+        "assert one.__name__.startswith('ckptmgr'), one\n"
+        f"import ckptmgr.integrations.safetensors as two\n"
+        f"assert two.{name} is one\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_jax_arrays_are_saved_and_loaded(tmp_path: Path) -> None:
     jnp = pytest.importorskip("jax.numpy")
+    from ckptmgr.integrations.safetensors import flax
+
     array = jnp.arange(3, dtype=jnp.bfloat16)
     for key in (None, KEY):
         flax.save_file({"w": array}, tmp_path / "x", key=key)

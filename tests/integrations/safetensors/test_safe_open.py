@@ -80,7 +80,7 @@ KINDS = ("container", "compressed", "both", "ckpt", "encrypted ckpt")
 
 def test_plain_file_is_opened_by_the_library(plain: Path) -> None:
     with opened(plain) as file:
-        assert file.__class__ is safetensors.safe_open
+        assert file.__class__.__name__ == "safe_open"
         assert file.metadata() == {"model": "small"}
 
 
