@@ -13,10 +13,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from ..errors import FormatError, UnsupportedError
+from ..errors import ChecksumError, FormatError, UnsupportedError
 from ..file_crc import TRAILER_BYTES, crc32, decode_trailer
-from ..index import READ_BYTES, ContentRun, TensorEntry, check_buffer, check_content
-from ..source import Source
+from ..index import (
+    READ_BYTES,
+    ContentRun,
+    TensorEntry,
+    check_buffer,
+    check_content,
+    check_crc,
+)
+from ..source import Source, read_bytes
 from ..strict_json import parse_object, parse_strings
 from ..tensor import check_count
 from .entries import CkptEntry, MapEntry, join_records
@@ -54,10 +61,15 @@ def read_ckpt_index(source: Source) -> CkptIndex:
     Raises:
         FormatError: The bytes are not a whole `.ckpt`; names offset and tensor.
         TruncatedError: They end too early.
+        ChecksumError: They would need a newer version, but do not have the CRC32 in the trailer.
         UnsupportedError: An element type this version does not know.
     """
     reader = _IndexReader(source)
-    reader.read()
+    try:
+        reader.read()
+    except UnsupportedError as error:
+        _check_body(source, error)
+        raise
     return CkptIndex(
         entries=tuple(reader.entries),
         metadata=reader.metadata,
@@ -84,6 +96,19 @@ def read_ckpt_into(
         value = _read_piece(source, entry, piece, view, value)
         offset = piece.offset + piece.length
     return _crc_range(source, offset, index.body_bytes, value, scratch)
+
+
+def _check_body(source: Source, error: UnsupportedError) -> None:
+    """Raise ChecksumError if the file has a trailer with another CRC32: it is damaged, not new."""
+    body_bytes = source.size - TRAILER_BYTES
+    stored = decode_trailer(read_bytes(source, max(0, body_bytes), min(TRAILER_BYTES, source.size)))
+    if stored is None:
+        return
+    scratch = memoryview(bytearray(min(READ_BYTES, body_bytes)))
+    try:
+        check_crc(stored, _crc_range(source, 0, body_bytes, 0, scratch))
+    except ChecksumError as damage:
+        raise damage from error
 
 
 def _wanted(

@@ -257,3 +257,19 @@ def test_pin_of_a_signed_checkpoint_takes_the_key_by_source(tmp_path: Path) -> N
     assert (literal.exit_code, SIGNER.raw.hex() in literal.output) == (2, False)
     assert run("pin", *place, "--signing-key", f"file:{secret}").exit_code == 0
     assert run("verify", tmp_path / "runs", "--public-key", public).exit_code == 0
+
+
+def test_bare_file_with_crc_and_a_flipped_type_is_damaged_to_verify_and_corrupt_to_prune(
+    tmp_path: Path,
+) -> None:
+    content = [tensor_from_array("w", np.ones(2, np.float32))]
+    save_run(tmp_path, [10, 20, 30], options=SaveOptions(has_crc=True), content=content)
+    for one in tmp_path.glob("*.manifest.json"):
+        one.unlink()
+    path = tmp_path / "net-3_10.ckpt"
+    flip(path, path.read_bytes().index(b"Float32"))
+    verified = run("verify", path)
+    assert verified.exit_code == 1
+    assert verified.stdout.startswith("damaged     net-3_10.ckpt: the CRC32 is 0x")
+    kept = run("prune", tmp_path, "--keep", "last(1)", "--dry-run").stdout
+    assert kept.count(" corrupt ") == 1, kept

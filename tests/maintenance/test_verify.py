@@ -7,7 +7,8 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -17,10 +18,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptmgr import load_checkpoint, save_checkpoint
+from ckptmgr.core.errors import ChecksumMismatch, CorruptCheckpoint, UnsupportedCheckpoint
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.key import Key
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.files.save.job import SaveOptions
+from ckptmgr.formats.file_crc import TRAILER_BYTES, encode_trailer
 from ckptmgr.formats.tensor import MapTensors, tensor_from_array
 from ckptmgr.io.filesystem import InputFile, OsFileSystem
 from ckptmgr.maintenance.verify import Level, Status, Verification, verify_checkpoint
@@ -412,3 +416,50 @@ def test_unsealed_file_of_others_is_decrypted_to_its_end(tmp_path: Path) -> None
     assert verify(path, options=reading, strict=False).status is Status.UNVERIFIED
     flip(path, path.stat().st_size - 1)
     assert verify(path, options=reading, strict=False).status is Status.WRONG_KEY
+
+
+def bare_with_crc(tmp_path: Path, values: dict[str, np.ndarray]) -> Path:
+    """Return a `.ckpt` with a CRC32 that has no manifest."""
+    path = save_checkpoint(values, tmp_path / "net-1_10.ckpt", crc_check=True).path
+    (tmp_path / manifest_name(path.name)).unlink()
+    return path
+
+
+def every_flip(path: Path) -> Iterator[int]:
+    """Yield after each change of one bit of a file, which is undone afterwards."""
+    data = path.read_bytes()
+    for bit in range(len(data) * 8):
+        damaged = bytearray(data)
+        damaged[bit // 8] ^= 1 << bit % 8
+        overwrite(path, bytes(damaged))
+        yield bit
+    overwrite(path, data)
+
+
+def test_one_flipped_bit_anywhere_in_a_bare_file_with_crc_is_damage_to_verify_and_load(
+    tmp_path: Path,
+) -> None:
+    values = {"w": np.ones((), np.float32), "on": np.array(True)}
+    path = bare_with_crc(tmp_path, values)
+    into = {name: np.zeros_like(value) for name, value in values.items()}
+    for bit in every_flip(path):
+        assert verify(path).status is Status.DAMAGED, bit
+        with pytest.raises(CorruptCheckpoint):
+            load_checkpoint(path, crc_check=True)
+        with pytest.raises(CorruptCheckpoint):
+            load_checkpoint(path, crc_check=True, into=into)
+
+
+def test_unknown_element_type_is_damage_only_where_the_crc_says_so(tmp_path: Path) -> None:
+    path = bare_with_crc(tmp_path, {"w": np.ones(2, np.float32)})
+    unknown = path.read_bytes().replace(b"\x07Float32", b"\x07Float99", 1)
+    overwrite(path, unknown)
+    assert verify(path).status is Status.DAMAGED
+    with pytest.raises(ChecksumMismatch, match="the CRC32 is 0x"):
+        load_checkpoint(path)
+    overwrite(path, unknown[:-TRAILER_BYTES] + encode_trailer(zlib.crc32(unknown[:-TRAILER_BYTES])))
+    assert verify(path).status is Status.UNREADABLE
+    with pytest.raises(UnsupportedCheckpoint, match="unknown element type 'Float99'"):
+        load_checkpoint(path)
+    overwrite(path, unknown[:-TRAILER_BYTES])
+    assert verify(path).status is Status.UNREADABLE

@@ -42,6 +42,18 @@ def confirm_index(opened: OpenCheckpoint) -> None:
     fill_arrays(opened, [], {})
 
 
+def confirm_names(opened: OpenCheckpoint) -> None:
+    """Check the index, by the CRC32 where nothing else vouches for it, which reads the file.
+
+    Raises:
+        FormatError, CryptoError, CkptmgrError: It is damaged.
+    """
+    if opened.index.crc is None or opened.is_sealed or opened.has_digests:
+        confirm_index(opened)
+    else:
+        read_through(opened, check_crc=True)
+
+
 def read_through(
     opened: OpenCheckpoint, *, check_crc: bool = False, units_at_once: int = 1
 ) -> None:

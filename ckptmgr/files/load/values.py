@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ckptmgr.core.error_translation import translated_errors
-from ckptmgr.files.load.bulk import confirm_index, fill_arrays
+from ckptmgr.files.load.bulk import confirm_names, fill_arrays
 from ckptmgr.files.load.open import OpenCheckpoint
 from ckptmgr.files.load.options import everything
 from ckptmgr.formats.compressed.source import FramesSource
@@ -84,7 +84,7 @@ def read_into(
         try:
             found = match_arrays(opened.index.entries, into)
         except StateMismatch:
-            confirm_index(opened)  # raises if the difference is damage
+            confirm_names(opened)  # raises if the difference is damage
             raise
     if found.sharing:
         values = read_values(opened, choose=found.sharing.__contains__)
