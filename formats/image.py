@@ -31,6 +31,7 @@ from typing import NamedTuple
 
 from .errors import FormatError
 from .file_crc import TRAILER_BYTES, BodyCrc, FileCrc, encode_trailer
+from .image_uses import TensorUses
 from .tensor import Tensor, content_of
 
 MOST_LATE_BYTES = (4 << 20) - (4 << 10)
@@ -42,13 +43,14 @@ class Extent(NamedTuple):
     """A run of bytes: `content()[start:stop]`.
 
     `content` returns a flat view and is called again when the bytes are needed and no longer
-    cached. `data` is that view where it is in memory anyway.
+    cached. `data` is that view where it is in memory anyway; `tensors` have their bytes there.
     """
 
     content: Callable[[], memoryview]
     start: int
     stop: int
     data: memoryview | None = None
+    tensors: tuple[Tensor, ...] = ()
 
     @classmethod
     def of(cls, data: bytes) -> Extent:
@@ -99,6 +101,7 @@ class Image:
         self.has_crc_trailer = has_crc_trailer
         self._cache: OrderedDict[int, memoryview] = OrderedDict()
         self._lock = threading.Lock()
+        self._uses: TensorUses | None = None
 
     @property
     def size(self) -> int:
@@ -123,6 +126,12 @@ class Image:
 
     def release(self, offset: int, length: int) -> None:
         """End the use of views of these bytes; an image that reads a file reuses their memory."""
+        if self._uses is not None:
+            self._uses.add(offset, length)
+
+    def watch_uses(self, on_used: Callable[[Tensor], object]) -> None:
+        """Call `on_used` with each tensor once the use of all its bytes has ended."""
+        self._uses = TensorUses(self._extents, self._starts, on_used)
 
     def start_crc(self) -> FileCrc:
         """Return the computation of the CRC32 that the file states, over the bytes of `views`."""
@@ -202,7 +211,8 @@ class ImageBuilder:
     def add_tensor(self, tensor: Tensor, *, size_bytes: int) -> None:
         """Append the content of a tensor of `size_bytes` bytes."""
         if size_bytes > _SMALL_BYTES:
-            self.add_extent(Extent(partial(content_of, tensor), 0, size_bytes))
+            content = partial(content_of, tensor)
+            self.add_extent(Extent(content, 0, size_bytes, tensors=(tensor,)))
         elif size_bytes:
             self._run.append(tensor)
             self._run_bytes += size_bytes
@@ -223,8 +233,9 @@ class ImageBuilder:
         if not self._run:
             return
         run = _Run(tuple(self._run))
-        if any(isinstance(part, Tensor) for part in self._run):
-            self._extents.append(Extent(run, 0, self._run_bytes))
+        tensors = tuple(part for part in self._run if isinstance(part, Tensor))
+        if tensors:
+            self._extents.append(Extent(run, 0, self._run_bytes, tensors=tensors))
         else:
             self._extents.append(Extent.of(bytes(run())))
         self._run, self._run_bytes = [], 0

@@ -96,7 +96,8 @@ class MemoryConfig:
         restore_time_exponent: Weight of a restore's seconds in the choice of snapshots to evict.
         restore_memory_exponent: Weight of a restore's extra bytes in that choice.
         is_sampling: Whether that choice is among about the square root of the candidates.
-        wipe: When staged plaintext is zeroed: never, when the save ends, or buffer by buffer.
+        wipe: When staged plaintext is zeroed: never, when the save ends, or each tensor as soon as it
+            is written (`each_buffer`; a failed save is then not tried again).
         allocation: `exact` allocates for each save and keeps nothing; `arena` keeps one region as
             large as the largest state; `slabs` keeps quanta; `arena_and_slabs` keeps one region of
             whole quanta. With an arena only one state can be staged at a time.

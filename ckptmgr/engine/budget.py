@@ -8,6 +8,7 @@ import logging
 import threading
 from dataclasses import replace
 
+from ckptmgr.config.failure import OnError, parse_on_error
 from ckptmgr.config.memory import MemoryConfig
 
 _LOG = logging.getLogger(__name__)
@@ -113,3 +114,12 @@ def without_spilling(memory: MemoryConfig, *, has_staging: bool) -> MemoryConfig
         limit,
     )
     return replace(memory, spill_directory=None)
+
+
+def check_wipe(memory: MemoryConfig, on_error: OnError) -> None:
+    """Raise ValueError if a failed save would be tried again from buffers that are wiped."""
+    if memory.wipe == "each_buffer" and parse_on_error(on_error).attempts > 1:
+        raise ValueError(
+            f"wipe='each_buffer' (atomic_clean_policy=1) with on_error={on_error!r}: the buffers of a failed save are "
+            "overwritten, so it cannot be tried again; use wipe='at_end', or another on_error"
+        )

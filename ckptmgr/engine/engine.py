@@ -30,7 +30,7 @@ from ckptmgr.core.forks import reset_in_child
 from ckptmgr.core.handle import SaveHandle, SaveStats
 from ckptmgr.core.model import Checkpoint
 from ckptmgr.engine.background import BackgroundSaver, is_exiting
-from ckptmgr.engine.budget import Ledger, has_no_room, without_spilling
+from ckptmgr.engine.budget import Ledger, check_wipe, has_no_room, without_spilling
 from ckptmgr.files.save.job import SaveJob, SaveOrder
 from ckptmgr.files.save.saver import save_items
 from ckptmgr.formats.tensor import Item
@@ -114,14 +114,17 @@ def engine_for(
         has_peers: As for `SaveEngine`.
 
     Raises:
-        ValueError: The configuration asks for zero stall, and the caller does not support it; or
-            background saves could stage nothing, as only the disk is allowed, and there is a key.
+        ValueError: The configuration asks for zero stall, and the caller does not support it;
+            background saves could stage nothing, as only the disk is allowed, and there is a key;
+            or a failed one would be tried again from buffers that are wiped already.
     """
     if config.zero_stall and not has_before_update:
         raise ValueError(
             "zero_stall needs a loop that calls before_update(): use CheckpointManager, not a callback"
         )
     memory = config.memory
+    if memory is not None and config.async_save:
+        check_wipe(memory, config.on_error)
     if config.keys is not None and memory is not None and memory.spill_directory is not None:
         memory = without_spilling(memory, has_staging=bool(config.async_save))
     return SaveEngine(
@@ -360,6 +363,8 @@ class SaveEngine:
         stats.staging_bytes = self._staging_pool().host_bytes
         watch.costs(stats)
         write: Write = save_items
+        if staged.wiped_slabs:
+            write = partial(save_items, on_used=staged.discard)
         if self._worker is not None:
             write = partial(self._worker.save_items, staged)
         return _carry_out(job, writer, write, stats, watch)

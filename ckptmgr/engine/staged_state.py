@@ -24,7 +24,6 @@ from ckptmgr.state.items import (
     describe_items,
     replace_contents,
     tensors_in,
-    tensors_of,
 )
 
 _LARGE_BYTES = MIB
@@ -81,6 +80,7 @@ class StagedState:
         self._lock = threading.Lock()
         self._is_released = False
         self._discarded: set[int] = set()
+        self._indices: dict[int, int] | None = None
         self.size_bytes = sum(lot.sizes) + sum(
             tensors[index].spec.size_bytes for index in lot.copies
         )
@@ -123,20 +123,36 @@ class StagedState:
             self._lot.copies.clear()
             self._give_back(self._lot)
 
-    def discard(self, index: int) -> None:
-        """With `wipe="each_buffer"`, overwrite the plaintext of `items[index]`, which is saved.
+    @property
+    def wiped_slabs(self) -> int:
+        """How many of the regions of `descriptors()` are wiped buffer by buffer: the first ones."""
+        return len(self._lot.slabs) if self._wipe == "each_buffer" else 0
 
-        Bytes in a spill file stay until the release.
+    def discard(self, tensor: Tensor) -> None:
+        """With `wipe="each_buffer"`, overwrite the plaintext of a tensor of `items`, which is saved.
+
+        A part of one is overwritten alone. Tensors that are not copied stay, and bytes in a spill
+        file stay until the release.
         """
-        if self._wipe != "each_buffer":
+        part = tensor.content if isinstance(tensor.content, Part) else None
+        index = self._index_of(tensor if part is None else part.whole)
+        if self._wipe != "each_buffer" or index is None:
             return
-        first = sum(len(tensors_of(item)) for item in self.items[:index])
-        for tensor in range(first, first + len(tensors_of(self.items[index]))):
-            self._discarded.add(tensor)
-            self._lot.copies.pop(tensor, None)
-            slab, offset = self._places[tensor]
-            if slab != SPILLED:
-                self._lot.slabs[slab].wipe(offset, offset + self._sizes[tensor])
+        slab, offset = self._places[index]
+        start, stop = (0, self._sizes[index]) if part is None else (part.start, part.stop)
+        if part is None:
+            self._discarded.add(index)
+            self._lot.copies.pop(index, None)
+        if slab != SPILLED and stop > start:
+            self._lot.slabs[slab].wipe(offset + start, offset + stop)
+
+    def _index_of(self, tensor: Tensor) -> int | None:
+        with self._lock:
+            indices = self._indices
+            if indices is None:
+                mine = enumerate(tensors_in(self.items))
+                indices = self._indices = {id(one.content): index for index, one in mine}
+        return indices.get(id(tensor.content))
 
     def describe(self, items: Sequence[Item] | None = None) -> list[dict[str, object]]:
         """Return items as plain values for JSON; `items_from` rebuilds them in another process.

@@ -25,12 +25,15 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.ring import Keys, keys_from_document
 from ckptmgr.crypto.keys.signing import PublicKey, SigningKey
 from ckptmgr.engine.worker_protocol import IGNORED_SIGNALS, describe_error, receive, send
 from ckptmgr.files.save.job import SaveOptions, SaveOrder
 from ckptmgr.files.save.saver import save_items
+from ckptmgr.formats.tensor import Tensor
 from ckptmgr.io.descriptors import reserve_standard_descriptors
 from ckptmgr.io.leases import worker_text
 from ckptmgr.io.locks import add_worker_text
@@ -108,18 +111,26 @@ def _answer(order: dict[str, Any], descriptors: list[int]) -> dict[str, Any]:
                 # If the parent dies before the save ends, the lease must name a live process.
                 add_worker_text(descriptor, order["lease"][0], worker_text())
         try:
-            manifest = _save(order, _mapped(descriptors[:count]))
+            manifest = _save(order, _mapped(descriptors[:count], wiped=order["wiped_regions"]))
             return {"manifest": manifests.encode(manifest).decode()}
         except Exception as error:  # the parent raises it to its caller
             return {"error": describe_error(error)}
 
 
-def _mapped(descriptors: Sequence[int]) -> list[memoryview]:
-    """Map memory of the parent, for one save only: the parent may free it afterwards."""
+def _mapped(descriptors: Sequence[int], *, wiped: int) -> list[memoryview]:
+    """Map memory of the parent, for one save only: the parent may free it afterwards.
+
+    The first `wiped` regions are mapped for writing, too.
+    """
     with contextlib.ExitStack() as stack:
         for descriptor in descriptors:
             stack.callback(os.close, descriptor)
-        return [memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_READ)) for fd in descriptors]
+        return [
+            memoryview(
+                mmap.mmap(fd, 0, access=mmap.ACCESS_WRITE if i < wiped else mmap.ACCESS_READ)
+            )
+            for i, fd in enumerate(descriptors)
+        ]
 
 
 def _save(order: dict[str, Any], regions: list[memoryview]) -> Manifest:
@@ -150,7 +161,14 @@ def _save(order: dict[str, Any], regions: list[memoryview]) -> Manifest:
         metadata=order["metadata"],
         is_rank_file=order["is_rank_file"],
     )
-    return save_items(store, ordered)
+    return save_items(store, ordered, on_used=_wipe if order["wiped_regions"] else None)
+
+
+def _wipe(tensor: Tensor) -> None:
+    """Overwrite a tensor in the memory of the parent; spilled ones stay."""
+    content = tensor.content()
+    if not content.readonly:
+        np.frombuffer(content, np.uint8).fill(0)
 
 
 def _trust(document: dict[str, Any], keys: Keys | None) -> Trust:

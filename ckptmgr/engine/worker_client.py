@@ -96,6 +96,7 @@ class WorkerClient:
             "name": order.name,
             "items": staged.describe(order.items),  # the worker builds them from this
             "regions": len(regions),
+            "wiped_regions": staged.wiped_slabs,
             "draft": manifests.encode(order.draft).decode(),
             "metadata": None if order.metadata is None else dict(order.metadata),
             "trust": _trust_to_document(store.trust),

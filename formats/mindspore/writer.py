@@ -154,7 +154,7 @@ def _add_tensor(builder: ImageBuilder, tensor: Tensor, slice_bytes: int) -> None
         stop = min(start + slice_bytes, size_bytes)
         head = _tensor_value_head(spec.shape, spec.dtype.mindspore, stop - start)
         builder.add(_value_head(name, head, stop - start))
-        builder.add_extent(Extent(content, start, stop))
+        builder.add_extent(Extent(content, start, stop, tensors=(tensor,)))
 
 
 def _text_record(item: Text) -> bytes:
@@ -195,7 +195,8 @@ def _add_map_slice(
         length = (stop - start) * row_bytes
         head = _tensor_head((stop - start, *spec.shape[1:]), spec.dtype.name, length)
         head = encode_length_prefix(MAPTENSOR_TENSOR, len(head) + length) + head
-        pieces.append((head, Extent(content, start * row_bytes, stop * row_bytes)))
+        begin, end = start * row_bytes, stop * row_bytes
+        pieces.append((head, Extent(content, begin, end, tensors=(part,))))
     size_bytes = sum(len(head) + part.stop - part.start for head, part in pieces)
     builder.add(
         _value_head(name.encode(), encode_length_prefix(VALUE_MAPTENSOR, size_bytes), size_bytes)

@@ -19,6 +19,7 @@ from ckptmgr.core.errors import StagingExhausted
 from ckptmgr.engine.staging import StagedState, StagingPool
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.tensor import Item, Tensor, Text, tensor_from_array
+from ckptmgr.state.items import tensors_in
 from tests.support.interrupts import is_interrupted
 from tests.support.staging_memory import MIB, failing, filled, map_tensors, open_descriptors, values
 from tests.support.strategies import tensors, texts
@@ -348,7 +349,7 @@ def test_atomic_clean_policy_0_wipes_when_the_state_is_released() -> None:
     with StagingPool(MemoryConfig(wipe="at_end")) as pool:
         staged = pool.stage([filled("a", MIB), filled("b", 5)])
         first, second = (item.content() for item in staged.items if isinstance(item, Tensor))
-        staged.discard(0)
+        staged.discard(tensors_in(staged.items)[0])
         assert bytes(first) == b"\x07" * MIB
         staged.release()
         assert bytes(first) == bytes(MIB)
@@ -362,8 +363,9 @@ def test_atomic_clean_policy_1_wipes_each_buffer_when_it_is_done(tmp_path: Path)
         item = staged.items[1]
         assert isinstance(item, Tensor)
         first = item.content()
-        for index in (1, 2):
-            staged.discard(index)
+        for each in staged.items[1:]:
+            assert isinstance(each, Tensor)
+            staged.discard(each)
             assert bytes(first) == bytes(MIB)
         with pytest.raises(ValueError, match="after its release"):
             item.content()

@@ -14,7 +14,7 @@ from ckptmgr.config.memory import MemoryConfig
 from ckptmgr.engine.staging import StagingPool
 from ckptmgr.formats.tensor import Tensor
 from ckptmgr.state.devices import accelerators, copy_on_device, synchronize
-from ckptmgr.state.items import TensorContent
+from ckptmgr.state.items import TensorContent, tensors_in
 from tests.support.staging_memory import filled, values
 
 
@@ -84,7 +84,7 @@ def test_copy_on_the_device_ends_with_its_release_or_discard() -> None:
     config = MemoryConfig(device_copy_share=1.0, wipe="each_buffer")
     with StagingPool(config, device=device) as pool:
         staged = pool.stage([filled("gpu.a", 30), filled("gpu.b", 30)])
-        staged.discard(0)
+        staged.discard(tensors_in(staged.items)[0])
         staged.release()
         for item in staged.items:
             assert isinstance(item, Tensor)

@@ -152,6 +152,7 @@ def write_frames(
     level: int,
     sealer: FramesSealer | None = None,
     is_head_late: bool = False,
+    release: Callable[[int, int], None] | None = None,
 ) -> WrittenFrames:
     """Write a file compressed, sealed if there is a sealer, and return the digests of its bytes.
 
@@ -164,13 +165,16 @@ def write_frames(
         level: Of zstd.
         sealer: Made for this plaintext.
         is_head_late: Whether the first frame can only be read after all others.
+        release: Called with offset and size of what was read, once it is compressed.
 
     Raises:
         OSError: From the file.
         CkptmgrError, FormatError, CryptoError: From `read`.
     """
     started = time.perf_counter()
-    writer = _Writer(plan, read, Spool(file, sealer), level, is_head_late=is_head_late)
+    writer = _Writer(
+        plan, read, Spool(file, sealer), level, is_head_late=is_head_late, release=release
+    )
     digest = writer.run()
     elapsed_s = time.perf_counter() - started
     return WrittenFrames(digest=digest, write_s=elapsed_s, by_dtype=writer.figures())
@@ -185,9 +189,11 @@ class _Writer:
         level: int,
         *,
         is_head_late: bool,
+        release: Callable[[int, int], None] | None,
     ) -> None:
         self._plan = plan
         self._read = read
+        self._release = release
         self._spool = spool
         self._level = level
         self._frames: list[Frame | None] = [None] * len(plan)
@@ -275,6 +281,8 @@ class _Writer:
             method=packed.method,
             digest=digest,
         )
+        if self._release is not None:
+            self._release(planned.start, planned.size)
 
     def _made(self) -> Iterator[Frame]:
         return (frame for frame in self._frames if frame is not None)

@@ -19,7 +19,7 @@ from ckptmgr.files.save.job import SaveOptions, SaveOrder
 from ckptmgr.files.save.pipeline import Written, container_for, sealer_for, write_image
 from ckptmgr.formats.errors import FormatError
 from ckptmgr.formats.image import Image
-from ckptmgr.formats.tensor import Item
+from ckptmgr.formats.tensor import Item, Tensor
 from ckptmgr.io.buffers import buffer_bytes
 from ckptmgr.io.digest import FileDigest, differing_ranges
 from ckptmgr.io.filesystem import InputFile, OutputFile
@@ -57,8 +57,12 @@ def build_image(
         return build_ckpt_image(items, metadata=metadata, crc=options.has_crc)
 
 
-def save_items(store: Store, order: SaveOrder) -> Manifest:
+def save_items(
+    store: Store, order: SaveOrder, *, on_used: Callable[[Tensor], object] | None = None
+) -> Manifest:
     """Write and publish a file in the store's directory; return its manifest once both are durable.
+
+    `on_used` is called with each tensor whose bytes were all copied or encrypted, from any thread.
 
     Raises:
         UnsupportedCheckpoint: The items cannot be stored; nothing was changed.
@@ -71,6 +75,8 @@ def save_items(store: Store, order: SaveOrder) -> Manifest:
     options, path = order.options, str(store.directory / order.name)
     with _refusals(path):
         image = build_image(order.items, options=options, metadata=order.metadata)
+        if on_used is not None:
+            image.watch_uses(on_used)
         size_bytes, write_content = _writing(image, options)
         started = time.perf_counter()
         with store.publisher.new_file(
@@ -128,6 +134,7 @@ def _write_compressed(
         level=level,
         sealer=sealer,
         is_head_late=image.head_bytes > 0,
+        release=image.release,
     )
 
 
