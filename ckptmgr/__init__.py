@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ckptmgr.files.load.network import load_param_into_net
     from ckptmgr.files.open_checkpoint import open_checkpoint
     from ckptmgr.files.serialization import load_checkpoint, save_checkpoint
+    from ckptmgr.files.state_file import load_state, save_state
     from ckptmgr.formats.tensor import PackedArray
     from ckptmgr.integrations.safetensors.files import load_file, save_file
     from ckptmgr.integrations.safetensors.opening import safe_open
@@ -42,12 +43,14 @@ __all__ = [
     "load_checkpoint",
     "load_file",
     "load_param_into_net",
+    "load_state",
     "open_checkpoint",
     "parse_policy",
     "plan",
     "safe_open",
     "save_checkpoint",
     "save_file",
+    "save_state",
 ]
 
 _HOMES = {
@@ -62,12 +65,14 @@ _HOMES = {
     "load_checkpoint": "files.serialization",
     "load_file": "integrations.safetensors.files",
     "load_param_into_net": "files.load.network",
+    "load_state": "files.state_file",
     "open_checkpoint": "files.open_checkpoint",
     "parse_policy": "policy.text",
     "plan": "policy.retention",
     "safe_open": "integrations.safetensors.opening",
     "save_checkpoint": "files.serialization",
     "save_file": "integrations.safetensors.files",
+    "save_state": "files.state_file",
 }
 
 

@@ -75,6 +75,21 @@ def test_encryption_example_of_the_readme_makes_an_encrypted_checkpoint(
     assert saved.cipher == "AES-GCM"
 
 
+def test_example_of_one_state_saves_and_restores_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {}
+    (example,) = [block for block in blocks() if "save_state" in block]
+    saving, loading = example.split("load_state(", 1)
+    exec(saving, names)  # noqa: S102 - our own README
+    drawn = names["state"]["rng"].random()
+    names["state"]["weights"][:] = 0
+    exec(f"load_state({loading}", names)  # noqa: S102 - our own README
+    assert names["state"]["weights"].all()
+    assert names["state"]["rng"].random() == drawn
+
+
 def test_example_of_parts_reads_rows_and_fills_an_array(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

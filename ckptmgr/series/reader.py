@@ -14,7 +14,7 @@ from ckptmgr.core.errors import CheckpointNotFound, UnsupportedState
 from ckptmgr.core.model import UNFINISHED, Checkpoint
 from ckptmgr.core.names import step_name
 from ckptmgr.files.load.options import ReadOptions
-from ckptmgr.files.load.state import SKELETON, StoredState
+from ckptmgr.files.load.state import StoredState, verified_state
 from ckptmgr.io.passing_errors import may_be_whole
 from ckptmgr.series.candidates import newest_first
 from ckptmgr.state import tree
@@ -152,7 +152,6 @@ class SeriesReader:
             return read_sharded(
                 self.store, sharded, options=self._options, state=state, slicer=self._slicer
             )
-        from ckptmgr.files.load.in_place import in_place
         from ckptmgr.files.load.open import open_listed
 
         with contextlib.ExitStack() as stack:
@@ -161,13 +160,9 @@ class SeriesReader:
                     self.store, checkpoint, options=self._options, is_read_once=state is None
                 )
             )
-            skeleton = opened.metadata.get(SKELETON)
-            if state is not None and skeleton is not None:
-                found = in_place(opened, state, skeleton=skeleton, manifest=manifest)
-                if found is not None:
-                    found.close_with(stack.pop_all())
-                    return found
-            return StoredState.read(opened, path=checkpoint.path, manifest=manifest)
+            return verified_state(
+                opened, stack, path=checkpoint.path, manifest=manifest, state=state
+            )
 
     def values(self, checkpoint: Checkpoint) -> NamedValues:
         """Return the verified values of a checkpoint by name; of a sharded one this rank's."""

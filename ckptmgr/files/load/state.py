@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ from ckptmgr.state.skeleton import with_shapes
 from ckptmgr.store.manifest.codec import Manifest
 
 if TYPE_CHECKING:  # a save needs none of these
+    from ckptmgr.files.load.in_place import InPlaceState
     from ckptmgr.files.load.open import OpenCheckpoint
     from ckptmgr.files.load.shard_pieces import Index
     from ckptmgr.state.slices import Slice
@@ -72,11 +74,15 @@ class StoredState:
 
     @classmethod
     def read(cls, opened: OpenCheckpoint, *, path: Path, manifest: Manifest | None) -> StoredState:
-        """Read everything; raises as `read_values` does."""
+        """Read everything; raises as `read_values` does.
+
+        A CRC32 in the file is checked where nothing stronger vouches for the content.
+        """
         from ckptmgr.files.load.values import read_values
 
         skeleton = opened.metadata.get(SKELETON)
-        values = read_values(opened)
+        is_proven = opened.has_digests or opened.is_sealed
+        values = read_values(opened, check_crc=opened.index.crc is not None and not is_proven)
         arrays = {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
         return cls(path=path, skeleton=skeleton, arrays=arrays, manifest=manifest)
 
@@ -97,7 +103,7 @@ class StoredState:
         if state is None:
             return lambda: dict(self.arrays)
         raise UnsupportedCheckpoint(
-            "this file holds named tensors without a state tree (it was not saved by a CheckpointManager)",
+            "this file holds named tensors without a state tree (neither save_state nor a CheckpointManager wrote it)",
             path=self.path,
             hint="load it with ckptmgr.load_checkpoint",
         )
@@ -107,6 +113,30 @@ class StoredState:
             return self.arrays[name]
         except KeyError:
             raise CorruptCheckpoint("a tensor is missing", path=self.path, tensor=name) from None
+
+
+def verified_state(
+    opened: OpenCheckpoint,
+    file: ExitStack,
+    *,
+    path: Path,
+    manifest: Manifest | None,
+    state: object,
+) -> StoredState | InPlaceState:
+    """Return the verified content of an opened file, to be restored into `state`.
+
+    Its tensors are in memory. If `state` can take them in place, they are still in the file, and
+    what `file` closes stays open until then.
+    """
+    from ckptmgr.files.load.in_place import in_place
+
+    skeleton = opened.metadata.get(SKELETON)
+    if state is not None and skeleton is not None:
+        found = in_place(opened, state, skeleton=skeleton, manifest=manifest)
+        if found is not None:
+            found.close_with(file.pop_all())
+            return found
+    return StoredState.read(opened, path=path, manifest=manifest)
 
 
 def plan_put_back(state: object, skeleton: str, read: ReadTensor) -> Callable[[], object]:

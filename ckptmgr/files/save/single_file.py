@@ -33,11 +33,13 @@ def save_single_file(
     options: SaveOptions,
     metadata: Mapping[str, str] | None = None,
     facts: Mapping[str, object] | None = None,
+    metrics: Mapping[str, float] | None = None,
     signing_key: SigningKey | None = None,
 ) -> Checkpoint:
     """Save items to `path`, whose directory exists; durable when it returns.
 
-    `facts` may have the counters `step_num` and `epoch_num`.
+    `facts` may have the counters `step_num` and `epoch_num`. They and `metrics` go into the
+    manifest.
 
     Raises:
         UnsupportedCheckpoint, StoreLocked, StoreFull, SaveFailed, OSError: As `save_checkpoint`.
@@ -51,7 +53,7 @@ def save_single_file(
         items=items,
         options=options,
         series=path.name,
-        draft=_draft(path, options, facts or {}),
+        draft=_draft(path, options, facts or {}, metrics or {}),
         metadata=metadata,
     )
     started = time.perf_counter()
@@ -73,7 +75,9 @@ def save_single_file(
     return manifest.to_checkpoint(path.parent)
 
 
-def _draft(path: Path, options: SaveOptions, facts: Mapping[str, object]) -> Manifest:
+def _draft(
+    path: Path, options: SaveOptions, facts: Mapping[str, object], metrics: Mapping[str, float]
+) -> Manifest:
     parsed = parse_name(path.name)
     epoch = _counter(facts, "epoch_num")
     return Manifest(
@@ -84,6 +88,7 @@ def _draft(path: Path, options: SaveOptions, facts: Mapping[str, object]) -> Man
         epoch=epoch if parsed is None or epoch is not None else parsed.epoch,
         sequence=0,
         saved_at=datetime.fromtimestamp(time.time(), UTC),
+        metrics=metrics,
         stats={},
     )
 
