@@ -15,7 +15,7 @@ from ckptmgr.core.errors import CheckpointNotFound, UnsupportedCheckpoint
 from ckptmgr.files.load.compressed import read_frames
 from ckptmgr.files.load.mapped import MappedTensors
 from ckptmgr.files.load.open import OpenCheckpoint
-from ckptmgr.files.load.values import MapArrays, Value, tensor_value
+from ckptmgr.files.load.values import MapArrays, Value, read_values, tensor_value
 from ckptmgr.formats.compressed.source import FramesSource
 from ckptmgr.formats.index import TensorEntry, check_content
 from ckptmgr.formats.mindspore.entries import CkptEntry, MapEntry, TextEntry
@@ -104,6 +104,15 @@ class CheckpointReader:
             return entry.text
         parts = (entry.key, entry.value, entry.status)
         return MapArrays(*(self._part(one, 0, one.spec.shape) for one in parts))
+
+    def read_tensors(self) -> dict[str, Value]:
+        """Return all tensors, checked, by name in file order; in threads, and never mapped.
+
+        Raises:
+            CorruptCheckpoint, OSError: As `read`.
+        """
+        names = set(self.tensor_names())
+        return read_values(self._opened, choose=names.__contains__)
 
     def read_block(self, name: str, bounds: Sequence[tuple[int, int]]) -> np.ndarray:
         """Return a block of a tensor, checked.

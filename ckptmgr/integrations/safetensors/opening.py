@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -91,7 +92,10 @@ def safe_open(
         allow_unencrypted=allow_unencrypted,
         trusted_keys=trusted,
     )
-    return CheckedFile(reader, conversion)
+    with contextlib.ExitStack() as stack:  # the descriptions may turn out damaged
+        file = CheckedFile(stack.enter_context(reader), conversion)
+        stack.pop_all()
+    return file
 
 
 def _kind_of(path: str | os.PathLike[str]) -> Kind | None:
@@ -109,6 +113,7 @@ class CheckedFile:
 
     def __init__(self, reader: CheckpointReader, conversion: Conversion) -> None:
         self._open: CheckpointReader | None = reader
+        self._names = dict.fromkeys(reader.tensor_names())
         self._conversion = conversion
 
     def keys(self) -> list[str]:
@@ -117,7 +122,8 @@ class CheckedFile:
 
     def offset_keys(self) -> list[str]:
         """Return the names of the tensors, in the order of the file."""
-        return list(self._reader().tensor_names())
+        self._reader()
+        return list(self._names)
 
     def metadata(self) -> dict[str, str] | None:
         """Return the strings of the header, or None without any."""
@@ -135,7 +141,8 @@ class CheckedFile:
 
     def get_tensors(self) -> dict[str, Any]:
         """Return all tensors, by name."""
-        return {name: self.get_tensor(name) for name in self.offset_keys()}
+        values = self._reader().read_tensors()
+        return {name: self._conversion.of_value(one, name) for name, one in values.items()}
 
     def get_slice(self, name: str) -> LazySlice:
         """Return a tensor that is read when it is indexed; raises SafetensorError as `get_tensor`."""
@@ -155,7 +162,7 @@ class CheckedFile:
 
     def _holding(self, name: str) -> CheckpointReader:
         reader = self._reader()
-        if name not in reader.tensor_names():
+        if name not in self._names:
             raise SafetensorError(f"File does not contain tensor {name}")
         return reader
 

@@ -265,6 +265,13 @@ def test_damaged_container_is_never_a_wrong_value(sealed: Path) -> None:
         file.get_tensors()
 
 
+def test_damaged_description_is_found_at_the_opening(tmp_path: Path) -> None:
+    path, _ = save("ckpt", tmp_path)
+    flip(path, path.read_bytes().index(b"bias"))
+    with pytest.raises(CorruptCheckpoint):
+        opened(path)
+
+
 def test_missing_file_is_the_librarys_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="No such file or directory"):
         opened(tmp_path / "none", key=KEY)
