@@ -37,7 +37,7 @@ from ckptmgr.maintenance.repair_source import (
     open_damaged_shard,
 )
 from ckptmgr.store.manifest.codec import FileEntry, Manifest
-from ckptmgr.store.manifest.lineage import replaced_by_older
+from ckptmgr.store.manifest.lineage import Lineage
 from ckptmgr.store.shards import swap_shards, withdrawn_on_error
 from ckptmgr.store.store import Store
 
@@ -86,7 +86,7 @@ class SealedRepair:
         store.check_rewritable(checkpoint)
         store.check_proven(checkpoint)
         changed = replace(manifest, shards=(self._renamed(0), *manifest.shards[1:]))
-        if replaced_by_older(changed.to_checkpoint(store.directory), store.scan()) is not None:
+        if Lineage(store.scan()).why_replaced(changed.to_checkpoint(store.directory)) is not None:
             raise UnsupportedCheckpoint(
                 "a later checkpoint names it by its id, which would change",
                 path=checkpoint.path,

@@ -15,7 +15,7 @@ parallel; no array is kept.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,7 +36,7 @@ from ckptmgr.maintenance.repair import repair_hint
 from ckptmgr.maintenance.verdict import CHECKS, Level, Status, Verification
 from ckptmgr.observe.observers import REGISTERED, about
 from ckptmgr.store.manifest.codec import Manifest
-from ckptmgr.store.manifest.lineage import replaced_by_older
+from ckptmgr.store.manifest.lineage import Lineage
 from ckptmgr.store.store import Store
 
 __all__ = [
@@ -63,7 +63,7 @@ def verify_checkpoint(
     *,
     level: Level = Level.FULL,
     options: ReadOptions | None = None,
-    present: Sequence[Checkpoint] = (),
+    lineage: Lineage | None = None,
 ) -> Verification:
     """Check one checkpoint of a store; every fault is part of the answer.
 
@@ -72,10 +72,10 @@ def verify_checkpoint(
         checkpoint: As listed by the store.
         level: How thoroughly to check.
         options: The key, and whether files without a seal are accepted.
-        present: The store's listing; later checkpoints name the one that they came after.
+        lineage: Of the store's listing; later checkpoints name the one that they came after.
     """
     with REGISTERED.timed("verify", **about(checkpoint)) as facts:
-        answer = _verify(store, checkpoint, level, options or ReadOptions(), present)
+        answer = _verify(store, checkpoint, level, options or ReadOptions(), lineage or Lineage())
         if answer.status not in (Status.OK, Status.UNVERIFIED):
             facts["error"] = "; ".join(answer.problems or answer.unchecked)
             facts["error_type"] = answer.status.value
@@ -87,16 +87,16 @@ def _verify(
     checkpoint: Checkpoint,
     level: Level,
     options: ReadOptions,
-    present: Sequence[Checkpoint],
+    lineage: Lineage,
 ) -> Verification:
-    check = _Check(store, checkpoint, level, options, present)
+    check = _Check(store, checkpoint, level, options, lineage)
     check.run()
     is_again = any(may_pass(one.error) for one in check.failures)
     if is_again:
         store.fs.pause(PAUSES_S[-1])
     while check.failures and (is_again or check.has_another_manifest()):
         is_again = False
-        check = _Check(store, checkpoint, level, options, present)
+        check = _Check(store, checkpoint, level, options, lineage)
         check.run()
     failures, manifest, found = check.failures, check.manifest, check.findings
     worst = min(failures, key=lambda one: _WORST_FIRST.index(one.status), default=None)
@@ -166,10 +166,10 @@ class _Check:
         checkpoint: Checkpoint,
         level: Level,
         options: ReadOptions,
-        present: Sequence[Checkpoint],
+        lineage: Lineage,
     ) -> None:
         self._store = store
-        self._present = present
+        self._lineage = lineage
         self._checkpoint = checkpoint
         self._level = level
         self._options = options
@@ -212,7 +212,7 @@ class _Check:
 
     def _check_place(self, manifest: Manifest) -> None:
         now = manifest.to_checkpoint(self._store.directory)
-        problem = replaced_by_older(now, self._present)
+        problem = self._lineage.why_replaced(now)
         if problem is not None:
             raise TamperedCheckpoint(
                 problem,

@@ -31,7 +31,7 @@ from ckptmgr.series.candidates import (
 )
 from ckptmgr.series.reader import NamedValues, SeriesReader
 from ckptmgr.series.writer import SeriesWriter
-from ckptmgr.store.manifest.lineage import foreign_predecessor, replaced_by_older
+from ckptmgr.store.manifest.lineage import Lineage, foreign_predecessor
 from ckptmgr.store.store import Store
 from ckptmgr.training.history import RunPast
 
@@ -204,7 +204,7 @@ def _refuse_to_start_beside(skipped: Sequence[Skipped], trust: Trust) -> None:
 
 
 def _doubt(checkpoint: Checkpoint, present: Sequence[Checkpoint]) -> str | None:
-    replaced = replaced_by_older(checkpoint, present)
+    replaced = Lineage(present).why_replaced(checkpoint)
     if replaced is not None:
         _LOG.warning("%s may be an older file under this name: %s", checkpoint.path, replaced)
         return replaced

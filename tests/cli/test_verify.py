@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -273,3 +274,27 @@ def test_bare_file_with_crc_and_a_flipped_type_is_damaged_to_verify_and_corrupt_
     assert verified.stdout.startswith("damaged     net-3_10.ckpt: the CRC32 is 0x")
     kept = run("prune", tmp_path, "--keep", "last(1)", "--dry-run").stdout
     assert kept.count(" corrupt ") == 1, kept
+
+
+def test_twice_as_many_checkpoints_make_about_twice_as_many_calls(fast_path: Path) -> None:
+    calls: dict[int, int] = {}
+
+    def verified(count: int) -> int:
+        made = 0
+
+        def note(_frame: object, event: str, _argument: object) -> None:
+            nonlocal made
+            made += event == "call"
+
+        sys.setprofile(note)
+        try:
+            assert run("verify", "--quick", fast_path / str(count)).exit_code == 0
+        finally:
+            sys.setprofile(None)
+        return made
+
+    for count in (25, 25, 50):  # the first one imports
+        if not (fast_path / str(count)).exists():
+            save_run(fast_path / str(count), [*range(10, 10 * count + 1, 10)])
+        calls[count] = verified(count)
+    assert calls[50] < 2.1 * calls[25]

@@ -33,6 +33,7 @@ from ckptmgr.io.filesystem import InputFile, OsFileSystem
 from ckptmgr.maintenance.recompress import Outcome, RecompressResult, recompress
 from ckptmgr.maintenance.verify import Status, verify_checkpoint
 from ckptmgr.store.manifest.codec import decode, encode, manifest_name
+from ckptmgr.store.manifest.lineage import Lineage
 from ckptmgr.store.store import Store
 from ckptmgr.training.manager import CheckpointManager
 from tests.support.failingdisk import FailingDisk
@@ -75,7 +76,9 @@ def assert_whole(directory: Path, *, key: Key | None = None) -> None:
     store = Store(directory, trust=Trust(keys=key, allow_unencrypted=True))
     found = store.scan()
     options = ReadOptions(trust=Trust(keys=key))
-    answers = [verify_checkpoint(store, one, options=options, present=found) for one in found]
+    answers = [
+        verify_checkpoint(store, one, options=options, lineage=Lineage(found)) for one in found
+    ]
     assert {answer.status for answer in answers} == {Status.OK}
     for answer in answers:
         raw = None if key is None else key.raw
@@ -178,7 +181,9 @@ def assert_steps(directory: Path, key: Key | None) -> None:
     found = [c for c in store.scan() if c.state is State.OK]
     assert {c.step for c in found} == {1, 2}
     options = ReadOptions(trust=Trust(keys=key))
-    for answer in (verify_checkpoint(store, one, options=options, present=found) for one in found):
+    for answer in (
+        verify_checkpoint(store, one, options=options, lineage=Lineage(found)) for one in found
+    ):
         assert answer.status is Status.OK
 
 

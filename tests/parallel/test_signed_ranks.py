@@ -12,6 +12,7 @@ from ckptmgr.core.trust import Trust
 from ckptmgr.crypto.keys.signing import SigningKey
 from ckptmgr.files.load.options import ReadOptions
 from ckptmgr.maintenance.verify import Status, verify_checkpoint
+from ckptmgr.store.manifest.lineage import Lineage
 from ckptmgr.store.store import Store
 from ckptmgr.training.manager import CheckpointManager
 from tests.faults.training import KEY, RUNS
@@ -48,7 +49,9 @@ def test_all_files_of_all_ranks_verify_with_the_public_key(config: dict[str, Any
     answers = [verify_checkpoint(store, one, options=options) for one in found]
     assert [a.status for a in answers] == [Status.OK] * 4
     flip_bit(disk, found[1].shards[1])
-    answers = [verify_checkpoint(store, one, options=options, present=found) for one in found]
+    answers = [
+        verify_checkpoint(store, one, options=options, lineage=Lineage(found)) for one in found
+    ]
     assert [a.status for a in answers] == [Status.OK, Status.DAMAGED, Status.OK, Status.OK]
 
 

@@ -25,9 +25,9 @@ from ckptmgr.maintenance.verify import Level, Status
 from ckptmgr.store.manifest.codec import decode, encode, manifest_name
 from ckptmgr.store.manifest.lineage import (
     Expected,
+    Lineage,
     foreign_predecessor,
     link_to_newest,
-    replaced_by_older,
 )
 from ckptmgr.store.store import Store
 from tests.support.manifests import PATH, changed, manifest
@@ -171,7 +171,7 @@ def test_overwritten_name_follows_the_newest_even_itself(tmp_path: Path) -> None
     (found,) = Store(tmp_path).scan()
     assert found.previous is not None
     assert found.previous.name == found.name
-    assert replaced_by_older(found, [found]) is None
+    assert Lineage([found]).why_replaced(found) is None
 
 
 def listed(content: bytes = b"content", **changes: Any) -> Checkpoint:
@@ -187,18 +187,20 @@ def later_than(checkpoint: Checkpoint, **changes: Any) -> Checkpoint:
 
 def test_file_that_was_encrypted_anew_is_still_the_same_save() -> None:
     before = listed()
-    assert replaced_by_older(listed(b"rekeyed"), [later_than(before)]) is None
+    assert Lineage([later_than(before)]).why_replaced(listed(b"rekeyed")) is None
 
 
 def test_plain_file_of_other_content_is_not_the_same_save() -> None:
     before = listed()
-    found = replaced_by_older(listed(b"forged", cipher=None), [later_than(before)])
+    found = Lineage([later_than(before)]).why_replaced(listed(b"forged", cipher=None))
     assert found is not None
     assert found.startswith("net-2.ckpt was saved after another file of this name (commit 7")
 
 
 def test_save_of_another_run_with_the_same_number_is_not_the_same() -> None:
-    assert replaced_by_older(listed(b"other", run_id="other"), [later_than(listed())]) is not None
+    assert (
+        Lineage([later_than(listed())]).why_replaced(listed(b"other", run_id="other")) is not None
+    )
 
 
 @pytest.mark.parametrize(
@@ -211,7 +213,7 @@ def test_save_of_another_run_with_the_same_number_is_not_the_same() -> None:
     ids=["written later", "bare file", "another name"],
 )
 def test_file_that_no_link_speaks_of_is_not_contradicted(doubtful: Checkpoint) -> None:
-    assert replaced_by_older(doubtful, [later_than(listed()), listed()]) is None
+    assert Lineage([later_than(listed()), listed()]).why_replaced(doubtful) is None
 
 
 def test_file_that_is_contradicted_itself_accuses_nobody(tmp_path: Path) -> None:
@@ -233,14 +235,14 @@ def test_files_of_one_commit_that_contradict_each_other_are_both_named() -> None
     link = Link(name=one.name, sequence=6, run_id="run", id=OTHER_ID)
     back = Link(name=two.name, sequence=6, run_id="run", id=OTHER_ID)
     present = [replace(one, previous=back), replace(two, previous=link)]
-    assert all(replaced_by_older(checkpoint, []) is None for checkpoint in present)
-    assert replaced_by_older(present[0], [present[1]]) is not None
-    assert replaced_by_older(present[1], [present[0]]) is not None
+    assert all(Lineage([]).why_replaced(checkpoint) is None for checkpoint in present)
+    assert Lineage([present[1]]).why_replaced(present[0]) is not None
+    assert Lineage([present[0]]).why_replaced(present[1]) is not None
 
 
 def test_manifest_under_another_key_proves_nothing() -> None:
     later = later_than(listed(), state=State.UNVERIFIED)
-    assert replaced_by_older(listed(b"other", sequence=1), [later]) is None
+    assert Lineage([later]).why_replaced(listed(b"other", sequence=1)) is None
 
 
 @pytest.mark.parametrize(

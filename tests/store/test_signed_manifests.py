@@ -54,7 +54,7 @@ from ckptmgr.maintenance.rekey import (
 from ckptmgr.maintenance.rekey_change import KeyChange
 from ckptmgr.maintenance.verify import Level, Status, verify_checkpoint
 from ckptmgr.store.manifest.codec import PLACEHOLDER, decode, encode, manifest_name
-from ckptmgr.store.manifest.lineage import replaced_by_older
+from ckptmgr.store.manifest.lineage import Lineage
 from ckptmgr.store.manifest.proofs import PAYLOAD_TYPE, canonical
 from ckptmgr.store.store import Store
 from tests.support.manifests import PATH, manifest
@@ -322,7 +322,7 @@ def test_signed_directory_verifies_with_the_public_key_alone(tmp_path: Path, kin
     found = store.scan()
     assert [c.state for c in found] == [State.OK] * 3
     options = ReadOptions(trust=Trust(trusted_keys=TRUSTED))
-    answers = [verify_checkpoint(store, c, options=options, present=found) for c in found]
+    answers = [verify_checkpoint(store, c, options=options, lineage=Lineage(found)) for c in found]
     assert [answer.status for answer in answers] == [Status.OK] * 3
     assert all({"signature", "digests"} <= set(answer.checked) for answer in answers)
 
@@ -467,7 +467,10 @@ def test_signature_of_another_run_under_this_name_is_the_true_one_of_that_run(
     (old,) = [c for c in present if c.step == 1]
     options = ReadOptions(trust=Trust(trusted_keys=TRUSTED))
     assert verify_checkpoint(store, old, options=options).status is Status.OK
-    assert verify_checkpoint(store, old, options=options, present=present).status is Status.DAMAGED
+    assert (
+        verify_checkpoint(store, old, options=options, lineage=Lineage(present)).status
+        is Status.DAMAGED
+    )
 
 
 def test_callback_that_resumes_from_a_replaced_file_warns(
@@ -558,4 +561,4 @@ def test_file_that_is_encrypted_anew_is_still_the_one_that_the_next_one_names(
     present = Store(tmp_path).scan()
     (again,) = [c for c in present if c.step == 1]
     assert again.id != first.id
-    assert replaced_by_older(again, present) is None
+    assert Lineage(present).why_replaced(again) is None

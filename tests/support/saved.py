@@ -18,6 +18,7 @@ from ckptmgr.formats.tensor import Item, Text, tensor_from_array
 from ckptmgr.io.filesystem import FileSystem
 from ckptmgr.maintenance.verify import Level, Verification, verify_checkpoint
 from ckptmgr.series.writer import SeriesWriter
+from ckptmgr.store.manifest.lineage import Lineage
 from ckptmgr.store.store import Store
 
 KEY = Key(bytes(range(32)))
@@ -104,5 +105,6 @@ def verify_all(
     """Verify every checkpoint of a directory."""
     found = store.scan()
     return [
-        verify_checkpoint(store, one, level=level, options=options, present=found) for one in found
+        verify_checkpoint(store, one, level=level, options=options, lineage=Lineage(found))
+        for one in found
     ]

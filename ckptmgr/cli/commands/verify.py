@@ -88,6 +88,7 @@ def verify_command(
     from ckptmgr.cli.selectors import select
     from ckptmgr.files.load.options import ReadOptions
     from ckptmgr.maintenance.verify import Level, verify_checkpoint, was_removed
+    from ckptmgr.store.manifest.lineage import Lineage
 
     trust = given_trust.load()
     opener = partial(options.open_store, trust=trust)
@@ -100,14 +101,14 @@ def verify_command(
     bundles = _bundles([one.checkpoint for one in selected], selectors or (str(directory),))
 
     def answers() -> Iterator[Verification]:
-        present: dict[Path, list[Checkpoint]] = {}
+        lineages: dict[Path, Lineage] = {}
         for one in selected:
-            around = present.get(one.store.directory)
-            if around is None:
-                around = present[one.store.directory] = one.store.scan()
+            lineage = lineages.get(one.store.directory)
+            if lineage is None:
+                lineage = lineages[one.store.directory] = Lineage(one.store.scan())
             with output.progress(one.checkpoint.name, one.checkpoint.size_bytes):
                 answer = verify_checkpoint(
-                    one.store, one.checkpoint, level=depth, options=reading, present=around
+                    one.store, one.checkpoint, level=depth, options=reading, lineage=lineage
                 )
             if not was_removed(one.store, answer):
                 yield answer

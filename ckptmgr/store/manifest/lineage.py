@@ -31,13 +31,18 @@ def link_to_newest(present: Iterable[Checkpoint], series: str) -> Link | None:
     return Link(name=newest.name, sequence=newest.sequence, run_id=newest.run_id, id=newest.id)
 
 
-def replaced_by_older(checkpoint: Checkpoint, present: Sequence[Checkpoint]) -> str | None:
-    """Return why a checkpoint is not the one that a later one was saved after, or None.
+class Lineage:
+    """The links of the checkpoints of a directory; those of replaced checkpoints are ignored."""
 
-    `checkpoint` must not be older than the values in `present`, the checkpoints of its directory;
-    of these, links of checkpoints that were replaced themselves are ignored.
-    """
-    return _replaced(checkpoint, _links_by_name(present))
+    def __init__(self, present: Iterable[Checkpoint] = ()) -> None:
+        self._links = _links_by_name(present)
+
+    def why_replaced(self, checkpoint: Checkpoint) -> str | None:
+        """Return why a checkpoint is not the one that a later one was saved after, or None.
+
+        It must have been read after the checkpoints of the lineage, or be one of them.
+        """
+        return _replaced(checkpoint, self._links)
 
 
 def foreign_predecessor(checkpoint: Checkpoint, present: Iterable[Checkpoint]) -> str | None:
