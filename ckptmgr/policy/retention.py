@@ -75,9 +75,17 @@ def plan(
 
 
 def _newest_first_by_series(history: Sequence[Checkpoint]) -> list[list[Checkpoint]]:
-    # The repr as the last key makes the order total, so that the order of the input cannot matter.
+    # The last key makes the order total, so that the order of the input cannot matter. The repr is
+    # slow, and only a path that occurs twice needs it.
+    has_doubles = len({item.path for item in history}) < len(history)
     newest_first = sorted(
-        history, key=lambda item: (item.order, as_utc(item.saved_at), repr(item)), reverse=True
+        history,
+        key=lambda item: (
+            item.order,
+            as_utc(item.saved_at),
+            repr(item) if has_doubles else str(item.path),
+        ),
+        reverse=True,
     )
     seen: set[Path] = set()
     by_series: dict[str, list[Checkpoint]] = {}

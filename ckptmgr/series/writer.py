@@ -331,7 +331,11 @@ class SeriesWriter:
 
     def _own(self, present: Sequence[Checkpoint]) -> list[Checkpoint]:
         lineage = {self.run_id, *self.parent_run_ids} - {""}
-        own = [replace(c, series=self.series) for c in present if c.run_id in lineage]
+        own = [
+            c if c.series == self.series else replace(c, series=self.series)
+            for c in present
+            if c.run_id in lineage
+        ]
         return [
             c
             if (problem := self._damaged.get((c.path, c.id))) is None
